@@ -1,0 +1,77 @@
+"""The only file that spells an accelerator's name: device type, backend, seeds and memory through one door.
+
+CUDA and CPU are proven by tests; NPU and XPU follow the same torch.accelerator interface and are declared untested.
+AMD GPUs appear as "cuda" in PyTorch.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+_BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl", "xpu": "xccl"}
+
+
+def device_type() -> str:
+    """The accelerator of this machine, or "cpu". MESHRL_DEVICE overrides it (a test on a GPU box may want the CPU)."""
+    forced = os.environ.get("MESHRL_DEVICE")
+    if forced:
+        if forced not in _BACKENDS:
+            raise ValueError(f"MESHRL_DEVICE is {forced!r}; allowed: {', '.join(_BACKENDS)}")
+        return forced
+    if torch.accelerator.is_available():
+        return torch.accelerator.current_accelerator().type  # type: ignore[union-attr]
+    return "cpu"
+
+
+def local_device(local_rank: int) -> torch.device:
+    """The device of a local rank, made current."""
+    kind = device_type()
+    if kind == "cpu":
+        return torch.device("cpu")
+    index = local_rank % torch.accelerator.device_count()
+    torch.accelerator.set_device_index(index)
+    return torch.device(kind, index)
+
+
+def dist_backend(device: torch.device) -> str:
+    """The torch.distributed backend of a device; accelerators keep gloo beside it for CPU tensors."""
+    name = _BACKENDS[device.type]
+    return name if device.type == "cpu" else f"cpu:gloo,{device.type}:{name}"
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device's queued work, so that a span's end is the work's end. Nothing to do on the CPU."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
+
+
+def memory_stats(device: torch.device) -> dict[str, int]:
+    """Bytes allocated now and at peak on an accelerator; empty on the CPU, where the process's RSS says it."""
+    if device.type == "cpu":
+        return {}
+    return {
+        "allocated_bytes": torch.accelerator.memory_allocated(),
+        "peak_bytes": torch.accelerator.max_memory_allocated(),
+    }
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Start a new peak-memory window on an accelerator; nothing to do on the CPU."""
+    if device.type != "cpu":
+        torch.accelerator.reset_peak_memory_stats()
+
+
+def empty_cache(device: torch.device) -> None:
+    """Give cached blocks back to the device; nothing to do on the CPU."""
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()
+
+
+def set_threads(num_ranks_on_machine: int) -> int:
+    """Share the machine's cores evenly among its ranks and return the threads of this one (at least 1)."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    threads = max(1, cores // max(1, num_ranks_on_machine))
+    torch.set_num_threads(threads)
+    return threads

@@ -1,0 +1,258 @@
+"""The records of a prompt's journey: Prompt, Turn, Trajectory, Sample (and Batch in core/batch.py).
+
+This file imports numpy and the standard library only, so that sandbox workers, viewers and agents start in
+milliseconds. Letters: T tokens of a row, C context, R sampled, L MoE layers, K experts a token.
+
+Alignment, everywhere: index t speaks of token t itself, `logprobs[t] = log p(token_t | tokens_<t)`; the shift by one
+happens once, in `model/logprob.py`. Index 0 of a row is never trained.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from meshrl.core.errors import Failure
+
+SCHEMA = 1  # written into every file that holds records
+
+StopReason = Literal["stop", "length", "context", "abort", "error"]
+Purpose = Literal["train", "baseline", "eval"]
+Status = Literal["done", "truncated", "failed", "evicted"]
+Reduce = Literal["mean", "sum", "max", "min", "hist"]
+
+
+@dataclass(kw_only=True, slots=True)
+class Media:
+    """One image (or other medium) of a prompt, processed once; both sides use the same tensors.
+
+    outputs: the processor's arrays by model keyword, e.g. pixel_values [patches, dim], image_grid_thw [1, 3].
+    num_tokens: placeholder tokens it takes in the text; equals the number of features the vision tower returns.
+    """
+
+    kind: str
+    digest: str
+    source: str
+    outputs: dict[str, np.ndarray]
+    num_tokens: int
+
+
+@dataclass(kw_only=True, slots=True)
+class Prompt:
+    """One row of data on its way to an agent. Filled by data; `ids` by the agent that renders it, once.
+
+    id survives epochs; ordinal is the place in this run's data order (resume, seeds, the staleness gate).
+
+    Example: Prompt(id="train-17", ordinal=4031, messages=[{"role": "user", "content": "2+2="}], answer="4")
+    """
+
+    id: str
+    ordinal: int
+    messages: list[dict[str, Any]] | None = None
+    ids: np.ndarray | None = None  # int32[C]
+    media: dict[str, Media] = field(default_factory=dict)
+    answer: Any = None
+    env: str = "default"  # which reward table scores it
+    agent: str = "single_turn"
+    meta: dict[str, Any] = field(default_factory=dict)  # plain JSON only
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How tokens are drawn. temperature 0 is greedy; its logprobs are those of temperature 1.
+
+    top_p, top_k, min_p and repetition_penalty change the sampler's distribution, so training refuses them (P2);
+    evaluation may use them. stop_token_ids end a turn; the stop token is part of the output and is trained (P3).
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 = off
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(kw_only=True, slots=True)
+class Times:
+    """Where a turn's time went, in seconds, and how many context tokens came from a cache."""
+
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    cached_tokens: int = 0
+
+
+@dataclass(kw_only=True, slots=True)
+class Request:
+    """What an agent asks of a rollout engine.
+
+    context_ids: the full context, int32[C]. prefix_output: output tokens of an aborted turn to continue from; the
+    returned Turn holds only what comes after them. max_new_tokens counts the whole output, prefix included, so a
+    continuation repeats the same number. seed: see `turn_seed`; the sampler draws by (seed, output position).
+    min_version: the engine refuses or waits below this weight version. session: requests of one session go to one
+    engine. want: extras to return, from {"entropy", "topk:N"}.
+    """
+
+    id: str
+    context_ids: np.ndarray
+    prefix_output: np.ndarray | None = None
+    media: dict[str, Media] = field(default_factory=dict)
+    media_spans: list[tuple[str, int, int]] = field(default_factory=list)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    seed: int = 0
+    max_new_tokens: int = 256
+    min_version: int = 0
+    session: str = ""
+    adapter: str | None = None
+    want: tuple[str, ...] = ()
+
+
+@dataclass(kw_only=True, slots=True)
+class Turn:
+    """One call of the sampler. Turns of a trajectory form a tree: `parent` is the index of the turn whose end this
+    context continues, -1 = from nothing. context_ids holds only the tokens after the parent's end.
+
+    Filled by the engine: output_ids, logprobs, versions, stop_reason, routed_experts, extras, engine_id, times.
+    Filled by the agent: parent, context_ids (cut to what is new), media_spans, messages, reward.
+
+    Example, context [1, 5, 6], sampled [7, 2]: Turn(parent=-1, context_ids=[1, 5, 6], output_ids=[7, 2],
+    logprobs=[-0.1, -0.3], versions=[0, 0], stop_reason="stop").
+    """
+
+    parent: int = -1
+    context_ids: np.ndarray  # int32[C], never trained
+    media_spans: list[tuple[str, int, int]] = field(default_factory=list)  # (media id, start, length) in context_ids
+    output_ids: np.ndarray  # int32[R]
+    logprobs: np.ndarray  # float32[R], as sampled: temperature applied
+    versions: np.ndarray  # int32[R], weight version that made each token
+    stop_reason: StopReason
+    routed_experts: np.ndarray | None = None  # int16[C+R, L, K]; -1 = not recorded, the router runs freely there
+    extras: dict[str, np.ndarray] = field(default_factory=dict)  # each [R, ...]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    seed: int = 0
+    engine_id: str = ""
+    times: Times = field(default_factory=Times)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    reward: float | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class Trajectory:
+    """All turns of one attempt at one prompt. group_id = prompt id + attempt: group statistics go by it (P4).
+
+    status `failed` carries a Failure and never a reward of 0; reward None = masked out of training, and counted.
+    """
+
+    prompt: Prompt
+    group_id: str
+    index: int  # within the group
+    purpose: Purpose = "train"
+    turns: list[Turn] = field(default_factory=list)
+    status: Status = "done"
+    failure: Failure | None = None
+    rewards: dict[str, float | Failure] = field(default_factory=dict)
+    reward: float | None = None
+
+    @property
+    def id(self) -> str:
+        return f"{self.group_id}/{self.index}"
+
+
+@dataclass(kw_only=True, slots=True)
+class Sample:
+    """One root-to-leaf row of a trajectory's tree, all arrays [T].
+
+    Filled by flatten: tokens .. versions, media; by annotate: old_logprobs, ref_logprobs, values (None when the
+    algorithm does not ask); by algo: rewards (KL added), advantages, returns, correction, loss_weight.
+
+    mask: sampled and trained HERE; a token shared by two rows is trained in exactly one. prefix_len: leading tokens
+    shared by the whole group. rollout_logprobs is NaN and versions -1 where not sampled.
+    loss_weight is already divided by the global denominator of the optimizer step (fp64, on the controller, dummies
+    0), so loss = sum(loss_weight * l) over all ranks; no other denominator exists.
+
+    Example, context [1, 5, 6] and output [7, 2]: tokens [1,5,6,7,2], mask [0,0,0,1,1], turn [-1,-1,-1,0,0].
+    """
+
+    trajectory_id: str
+    group_id: str
+    row: int
+    prefix_len: int
+    tokens: np.ndarray  # int32
+    mask: np.ndarray  # bool
+    turn: np.ndarray  # int16; -1 = context
+    rollout_logprobs: np.ndarray  # float32
+    versions: np.ndarray  # int32
+    rewards: np.ndarray  # float32
+    temperature: float = 1.0  # the sampler's; the trainer scores with the same (P2)
+    reward: float = 0.0  # the trajectory's weighted sum, for group statistics
+    old_logprobs: np.ndarray | None = None
+    ref_logprobs: np.ndarray | None = None
+    values: np.ndarray | None = None
+    advantages: np.ndarray | None = None
+    returns: np.ndarray | None = None
+    correction: np.ndarray | None = None
+    loss_weight: np.ndarray | None = None
+    media_spans: list[tuple[str, int, int]] = field(default_factory=list)  # absolute offsets
+    media: dict[str, Media] = field(default_factory=dict)
+    routed_experts: np.ndarray | None = None  # int16[T, L, K]
+    token_extras: dict[str, np.ndarray] = field(default_factory=dict)  # each [T, ...]; fills in EXTRA_FILLS
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Metric:
+    """One measured quantity before division. Merged only by adding sums and weights (max and min by max and min);
+    `monitor` alone divides. `hist` keeps (values, counts) in `sum` and `weight` as tuples.
+
+    Example: Metric(name="loss/clip_fraction", sum=12.0, weight=4096.0, reduce="mean", unit="fraction").
+    """
+
+    name: str
+    sum: float
+    weight: float = 1.0
+    reduce: Reduce = "mean"
+    unit: str = ""
+
+
+Generate = Callable[[Request], Awaitable[Turn]]
+"""What an agent gets injected: `async (Request) -> Turn`. The engine, its place and its weights stay unknown."""
+
+
+def freeze(record: Any) -> Any:
+    """Make every array of a filled record read-only, and return it."""
+    for f in dataclasses.fields(record):
+        value = getattr(record, f.name)
+        for array in value.values() if isinstance(value, dict) else (value,):
+            if isinstance(array, np.ndarray):
+                array.flags.writeable = False
+    return record
+
+
+_MASK64 = (1 << 64) - 1
+
+
+def mix64(x: int) -> int:
+    """splitmix64's finalizer: a bijection of 64-bit integers with full avalanche. Source: Steele et al. 2014."""
+    x = (x + 0x9E3779B97F4A7C15) & _MASK64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return x ^ (x >> 31)
+
+
+def turn_seed(run_seed: int, ordinal: int, index: int, turn: int) -> int:
+    """The seed of one turn: independent of step, placement, batch and continuation (P14). 63 bits, never negative.
+
+    `ordinal` already differs between epochs, so no step enters; a step in the seed would break async = colocated.
+    """
+    seed = run_seed & _MASK64
+    for part in (ordinal, index, turn):
+        seed = mix64(seed ^ mix64(part & _MASK64))
+    return seed >> 1

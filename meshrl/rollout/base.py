@@ -1,0 +1,87 @@
+"""The protocol that every rollout engine speaks, and the records of its answers.
+
+One contract suite (tests/contract/test_rollout_engines.py) runs over all implementations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+
+from meshrl.core.types import Media, Request, Turn
+from meshrl.sync.receive import WeightReceiver
+
+PauseMode = Literal["wait", "abort", "keep"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Capabilities:
+    """What an engine can do; checked against the config at start, so that nothing fails at step 400."""
+
+    logprobs: bool = True
+    routed_experts: bool = False
+    adapters: bool = False
+    release: bool = False
+    in_flight: bool = False  # weights may change under running requests (pause mode keep)
+    resident_digest: bool = False  # can read its loaded parameters back (the second proof)
+    score: bool = False
+    tp: bool = False
+    exact: bool = False  # logprobs equal the trainer's to rounding in fp32
+
+
+@dataclass(kw_only=True, slots=True)
+class EngineStats:
+    """A snapshot: requests running and waiting, tokens held in the cache, room left, speed, weight version."""
+
+    running: int = 0
+    waiting: int = 0
+    cached_tokens: int = 0
+    free_slots: int = 0
+    prefill_tokens: int = 0  # since start
+    decode_tokens: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    version: int = -1
+
+
+class RolloutEngine(WeightReceiver, Protocol):
+    """token ids -> token ids + logprobs. Weights arrive through the WeightReceiver half of the protocol.
+
+    States of weights: none (version -1) -> begin .. commit -> version v. generate() with min_version above the
+    version raises StaleWeightsError.
+    """
+
+    capabilities: Capabilities
+
+    async def generate(self, request: Request) -> Turn:
+        """Sample one turn. Waits while paused. An aborted request returns all tokens so far, stop_reason "abort"."""
+        ...
+
+    async def score(self, ids: np.ndarray, media: dict[str, Media] | None = None) -> np.ndarray:
+        """Teacher-forced logprobs at temperature 1, float32[T]; index 0 is 0. For probes of cache, load, mismatch."""
+        ...
+
+    async def abort(self, ids: Sequence[str] | None = None) -> int:
+        """Abort these requests (None: all), return how many."""
+        ...
+
+    async def pause(self, mode: PauseMode = "wait") -> None:
+        """Stop stepping: wait = running requests finish first, abort = they return, keep = they stay in place."""
+        ...
+
+    async def resume(self) -> None: ...
+
+    async def release(self, parts: set[str]) -> int:
+        """Free parts of {weights, kv_cache, graphs}; returns bytes freed."""
+        ...
+
+    async def restore(self, parts: set[str]) -> int:
+        """Take them back; returns bytes taken. Restored weights are garbage until the next full sync."""
+        ...
+
+    def stats(self) -> EngineStats: ...
+
+    async def close(self) -> None: ...
