@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 class Slice(BaseModel):
     """A frozen part of the configuration. Unknown keys are errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=False, allow_inf_nan=False)
 
 
 def field(default: Any, text: str, **limits: Any) -> Any:

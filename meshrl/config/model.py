@@ -4,16 +4,18 @@ from meshrl.config.base import Slice, field
 
 
 class LoraConfig(Slice):
-    enabled: bool = field(False, "train low-rank adapters instead of all weights; off: full training is the reference")
+    enabled: bool = field(False, "train low-rank adapters instead of all weights")
 
 
 class ModelConfig(Slice):
-    path: str = field(..., "folder (or hub id) with config.json, safetensors and tokenizer files")
+    path: str = field(..., "folder with config.json, safetensors and tokenizer, or a hub id organisation/name")
     dtype: Literal["bfloat16", "float16", "float32"] = field(
-        "bfloat16", "compute dtype of trainer and sampler; masters stay fp32 (train.master_dtype)"
+        "bfloat16", "dtype in which trainer and sampler compute; parameters are stored as train.master_dtype says"
     )
-    attn_implementation: str = field(
-        "auto", "auto | sdpa | eager | flash_attention_2: falls back by hardware, and says so"
+    attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = field(
+        "auto", "one packed attention over torch's SDPA serves all four names; it picks its kernel by hardware"
     )
     lora: LoraConfig = field(LoraConfig(), "low-rank adapters")
-    vision: Literal["shard", "replicate", "freeze"] = field("shard", "what happens to a vision tower, if there is one")
+    vision: Literal["shard", "replicate", "freeze"] = field(
+        "shard", "what becomes of a vision tower: sharded, a copy in each rank, or not trained"
+    )

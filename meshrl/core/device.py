@@ -35,6 +35,11 @@ def local_device(local_rank: int) -> torch.device:
     return torch.device(kind, index)
 
 
+def current_device(kind: str) -> torch.device:
+    """The device of that kind that this process has made current."""
+    return torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
+
+
 def dist_backend(device: torch.device) -> str:
     """The torch.distributed backend of a device; accelerators keep gloo beside it for CPU tensors."""
     name = _BACKENDS[device.type]

@@ -1,0 +1,263 @@
+"""Agents: what happens between a Prompt and its Trajectory. An agent asks `generate` for turns and knows no engine.
+
+`take_turn` holds what every agent owes a run (seeds, ids, statuses); an agent only decides what to ask next.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, Protocol
+
+import numpy as np
+
+from meshrl.agent.parsers import parse_tool_calls
+from meshrl.agent.tools import TOOLS, Tool, call_tool
+from meshrl.agent.tree import TurnError, attach, path_ids
+from meshrl.config.task import AgentConfig
+from meshrl.core.errors import ConfigError, DataError, Failure, RequestError
+from meshrl.core.types import (
+    Generate,
+    Prompt,
+    Purpose,
+    Request,
+    SamplingParams,
+    Status,
+    Trajectory,
+    Turn,
+    freeze,
+    turn_seed,
+)
+from meshrl.data.chat import Message, continuation_ids, render, render_text
+
+# What a turn's end means for its trajectory. Engines' aborts are continued below the agent, so one that arrives here
+# is an engine that gave up.
+_STATUS: dict[str, Status] = {
+    "stop": "done",
+    "length": "truncated",
+    "context": "truncated",
+    "abort": "failed",
+    "error": "failed",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AgentContext:
+    """What one attempt at one prompt is given. Filled by the loop.
+
+    group_id: prompt and attempt, as in Trajectory. sampling: with every stop id of the run in stop_token_ids.
+    max_new_tokens: of one turn. max_context_tokens: longest prompt + answers. min_version: oldest weights allowed.
+    """
+
+    tokenizer: Any
+    sampling: SamplingParams
+    max_new_tokens: int
+    max_context_tokens: int
+    run_seed: int
+    group_id: str
+    purpose: Purpose = "train"
+    min_version: int = 0
+
+
+class Agent(Protocol):
+    """Turns a prompt into a trajectory. One instance serves all prompts at once, so `run` keeps its state local."""
+
+    tools: list[dict[str, Any]]  # schemas that belong into the rendered prompt; empty without tools
+
+    async def run(self, prompt: Prompt, index: int, generate: Generate, ctx: AgentContext) -> Trajectory:
+        """The attempt `index` of a group at this prompt; unscored.
+
+        Expected failures (a refused request, no room for the prompt) are a status; anything else raises.
+        """
+        ...
+
+
+def start_trajectory(prompt: Prompt, index: int, ctx: AgentContext) -> Trajectory:
+    """An empty trajectory for one attempt."""
+    return Trajectory(prompt=prompt, group_id=ctx.group_id, index=index, purpose=ctx.purpose)
+
+
+def prompt_ids(prompt: Prompt, tokenizer: Any, tools: list[dict[str, Any]]) -> np.ndarray:
+    """The prompt's ids as data rendered them, else rendered now. int32[C].
+
+    Raises: DataError when the prompt has neither ids nor messages, or has media: text alone would drop them unseen.
+    """
+    if prompt.media:
+        raise DataError(f"prompt {prompt.id!r} has media ({', '.join(prompt.media)}), which a text agent can't place")
+    if prompt.ids is not None:
+        return prompt.ids
+    if not prompt.messages:
+        raise DataError(f"prompt {prompt.id!r} has neither ids nor messages")
+    return render(tokenizer, prompt.messages, tools=tools)
+
+
+async def take_turn(
+    trajectory: Trajectory,
+    context_ids: np.ndarray,
+    generate: Generate,
+    ctx: AgentContext,
+    new_messages: Sequence[Message] = (),
+    media_spans: Sequence[tuple[str, int, int]] = (),
+) -> Turn | None:
+    """Sample one turn on this full context, add it to the trajectory's tree, and set the trajectory's status.
+
+    The turn's parent is found by ids, its context cut to what is new, its text decoded into `messages` behind
+    new_messages (what people and rewards read of the new context). media_spans: where the prompt's media stand in
+    context_ids. The seed depends on run, ordinal, index and number
+    of the turn alone (P14). None when no turn could be sampled; the status then says why: `truncated` when an earlier
+    turn filled the context, `failed` when the prompt alone did or the engine refused the request.
+
+    Raises: TurnError when the engine answers another context than the one it was sent (P21). Whatever else the engine
+    raises passes through.
+    """
+    number, prompt = len(trajectory.turns), trajectory.prompt
+    room = ctx.max_context_tokens - len(context_ids)
+    if room < 1:
+        trajectory.status = "truncated" if number else "failed"
+        if not number:
+            trajectory.failure = Failure(
+                kind="agent",
+                message=f"the prompt of {len(context_ids)} tokens fills the context of {ctx.max_context_tokens}",
+            )
+        return None
+    request = Request(
+        id=f"{trajectory.id}/{number}",
+        context_ids=context_ids,
+        media=prompt.media,
+        media_spans=list(media_spans),
+        sampling=ctx.sampling,
+        seed=turn_seed(ctx.run_seed, prompt.ordinal, trajectory.index, number),
+        max_new_tokens=min(ctx.max_new_tokens, room),
+        min_version=ctx.min_version,
+        session=trajectory.id,
+    )
+    try:
+        turn = await generate(request)
+    except RequestError as refusal:
+        trajectory.status, trajectory.failure = "failed", Failure(kind="engine", message=str(refusal))
+        return None
+    if not np.array_equal(turn.context_ids, context_ids):
+        raise TurnError(
+            f"trajectory {trajectory.id!r}, turn {number}: the engine answered a context of {len(turn.context_ids)} "
+            f"tokens that is not the one of {len(context_ids)} tokens it was sent; ids must pass through unchanged"
+        )
+    _place(trajectory, turn, media_spans)
+    text = ctx.tokenizer.decode(turn.output_ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    turn.messages = [*new_messages, {"role": "assistant", "content": text}]
+    trajectory.status = _STATUS[turn.stop_reason]
+    if trajectory.status == "failed":
+        trajectory.failure = Failure(kind="engine", message=f"turn {number} ended with {turn.stop_reason!r}")
+    return freeze(turn)
+
+
+def _place(trajectory: Trajectory, turn: Turn, media_spans: Sequence[tuple[str, int, int]]) -> None:
+    """Hang a turn that carries its full context under the turn it continues, and cut the context to what is new."""
+    turn.parent = attach(trajectory.turns, turn.context_ids)
+    known = len(path_ids(trajectory.turns, turn.parent))
+    turn.context_ids = turn.context_ids[known:]
+    turn.media_spans = [(name, start - known, size) for name, start, size in media_spans if start >= known]
+    if turn.routed_experts is not None:
+        turn.routed_experts = turn.routed_experts[known:]
+    trajectory.turns.append(turn)
+
+
+class SingleTurn:
+    """One question, one answer."""
+
+    def __init__(self) -> None:
+        self.tools: list[dict[str, Any]] = []
+
+    async def run(self, prompt: Prompt, index: int, generate: Generate, ctx: AgentContext) -> Trajectory:
+        trajectory = start_trajectory(prompt, index, ctx)
+        await take_turn(trajectory, prompt_ids(prompt, ctx.tokenizer, self.tools), generate, ctx)
+        return trajectory
+
+
+class MultiTurn:
+    """Answers tool calls until the model stops calling, runs out of room, or has had max_turns turns (`truncated`).
+
+    tools: names of meshrl/agent/tools.py's table, or dotted paths `package.module:name` of a Tool.
+    """
+
+    def __init__(self, tools: Sequence[str] = ("calculator",), max_turns: int = 4) -> None:
+        if not isinstance(max_turns, int) or max_turns < 1:
+            raise ConfigError(f"agent.args.max_turns is {max_turns!r}; it must be a whole number of at least 1")
+        if isinstance(tools, str):
+            raise ConfigError(f"agent.args.tools is the text {tools!r}; it must be a list of names")
+        found = [_look_up(name, TOOLS, "agent.args.tools") for name in tools]
+        if bad := [name for name, tool in zip(tools, found) if not isinstance(tool, Tool)]:
+            raise ConfigError(f"agent.args.tools: {bad} are no meshrl.agent.tools:Tool")
+        self._tools: dict[str, Tool] = {tool.name: tool for tool in found}
+        self._max_turns = max_turns
+        self.tools = [tool.schema for tool in found]
+
+    async def run(self, prompt: Prompt, index: int, generate: Generate, ctx: AgentContext) -> Trajectory:
+        if not prompt.messages:
+            raise DataError(f"prompt {prompt.id!r} has no messages; a conversation with tools needs them")
+        trajectory = start_trajectory(prompt, index, ctx)
+        history, new = list(prompt.messages), list[Message]()
+        context = prompt_ids(prompt, ctx.tokenizer, self.tools)
+        while True:
+            turn = await take_turn(trajectory, context, generate, ctx, new)
+            if turn is None or turn.stop_reason != "stop":
+                return trajectory
+            answer = turn.messages[-1]
+            calls = parse_tool_calls(answer["content"])
+            if not calls:
+                return trajectory
+            if len(trajectory.turns) == self._max_turns:
+                trajectory.status = "truncated"
+                return trajectory
+            new = [{"role": "tool", "content": await call_tool(self._tools, call)} for call in calls]
+            context = self._next_context(ctx, history, answer, new, np.concatenate([context, turn.output_ids]))
+            history += [answer, *new]
+
+    def _next_context(
+        self, ctx: AgentContext, history: list[Message], answer: Message, new: list[Message], so_far: np.ndarray
+    ) -> np.ndarray:
+        """The full context of the next turn: the ids so far with the template's tokens for `new` after them (P20).
+
+        A template may show the history differently once something follows it (drop earlier thinking, say). Then the
+        context is what it renders now, and the next turn starts a row of its own.
+        """
+        before = render_text(ctx.tokenizer, history, tools=self.tools)
+        after = render_text(ctx.tokenizer, [*history, answer, *new], tools=self.tools)
+        kept = after.startswith(before) and after[len(before) :].lstrip().startswith(answer["content"].strip())
+        if not kept:
+            return render(ctx.tokenizer, [*history, answer, *new], tools=self.tools)
+        added = continuation_ids(ctx.tokenizer, new, ctx.sampling.stop_token_ids, tools=self.tools)
+        return np.concatenate([so_far, added])
+
+
+def resolve_agent(cfg: AgentConfig) -> Agent:
+    """The agent that a config names, built with its args.
+
+    Raises: ConfigError for an unknown name, a dotted path that leads nowhere, or args it does not take.
+    """
+    kind = _look_up(cfg.kind, AGENTS, "agent.kind")
+    try:
+        inspect.signature(kind).bind(**cfg.args)
+    except TypeError as cause:
+        raise ConfigError(f"agent.args {cfg.args} don't fit agent.kind {cfg.kind!r}: {cause}") from cause
+    return kind(**cfg.args)
+
+
+def _look_up(name: str, table: dict[str, Any], key: str) -> Any:
+    """An entry of the table, or what `package.module:name` leads to."""
+    if name in table:
+        return table[name]
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        near = get_close_matches(name, table, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"{key} is {name!r}; allowed: {', '.join(table)}, or package.module:name{hint}")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as cause:
+        raise ConfigError(f"{key} is {name!r}, which leads nowhere: {cause}") from cause
+
+
+AGENTS: dict[str, Callable[..., Agent]] = {"single_turn": SingleTurn, "multi_turn": MultiTurn}

@@ -1,0 +1,126 @@
+"""Tools that an agent may call, and what they refuse. A tool's answer is text for the model; a refusal is text too."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import math
+import operator
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from meshrl.agent.parsers import ToolCall
+
+MAX_EXPRESSION_CHARS = 256
+MAX_INT_BITS = 2048  # about 616 digits: more than any honest sum, too few to stall the run
+MAX_ANSWER_CHARS = 2000
+
+
+class ToolError(Exception):
+    """A call that can't be answered; its text goes back to the model and ends nothing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tool:
+    """A function that the model may call. parameters: its keyword arguments as a JSON schema with `required`."""
+
+    name: str
+    description: str
+    parameters: dict[str, Any]
+    function: Callable[..., str | Awaitable[str]]
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """What chat templates expect in `tools`."""
+        body = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": body}
+
+
+async def call_tool(tools: dict[str, Tool], call: ToolCall) -> str:
+    """The text that answers a call: the tool's, or "error: ..." for a call that is malformed, unknown or refused."""
+    try:
+        if call.error:
+            raise ToolError(call.error)
+        if call.name not in tools:
+            raise ToolError(f"no tool is called {call.name!r}; there are: {', '.join(tools)}")
+        tool = tools[call.name]
+        known, needed = set(tool.parameters["properties"]), set(tool.parameters.get("required", ()))
+        if not needed <= set(call.arguments) <= known:
+            raise ToolError(f"{tool.name} takes the arguments {sorted(known)}, got {sorted(call.arguments)}")
+        answer = tool.function(**call.arguments)
+        text = await answer if inspect.isawaitable(answer) else answer
+    except ToolError as refusal:
+        text = f"error: {refusal}"
+    return text if len(text) <= MAX_ANSWER_CHARS else text[:MAX_ANSWER_CHARS] + "..."
+
+
+def calculate(expression: str) -> str:
+    """The value of an arithmetic expression of numbers, + - * / // % ** and parentheses. Bounded in time and size.
+
+    Raises: ToolError for anything else, a result that is no finite real number, or integers over MAX_INT_BITS.
+    """
+    if not isinstance(expression, str) or len(expression) > MAX_EXPRESSION_CHARS:
+        raise ToolError(f"the expression must be a text of at most {MAX_EXPRESSION_CHARS} characters")
+    try:
+        tree = ast.parse(expression.strip(), mode="eval")
+        value = _evaluate(tree.body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise ToolError(f"{expression!r} is not an arithmetic expression") from None
+    except ZeroDivisionError:
+        raise ToolError("division by zero") from None
+    except OverflowError:
+        raise ToolError("the result is too large") from None
+    return str(value)
+
+
+def _evaluate(node: ast.expr) -> int | float:
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return _bounded(node.value)
+    if isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
+        return _UNARY[type(node.op)](_evaluate(node.operand))
+    if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
+        left, right = _evaluate(node.left), _evaluate(node.right)
+        if isinstance(node.op, ast.Pow):
+            _check_power(left, right)
+        return _bounded(_BINARY[type(node.op)](left, right))
+    raise ToolError("only numbers, + - * / // % ** and parentheses are allowed")
+
+
+def _check_power(base: int | float, exponent: int | float) -> None:
+    """Refuse before computing: 9**9**9 would never come back."""
+    if isinstance(base, int) and isinstance(exponent, int) and base.bit_length() * abs(exponent) > MAX_INT_BITS:
+        raise ToolError("the result is too large")
+
+
+def _bounded(value: Any) -> int | float:
+    if isinstance(value, int) and value.bit_length() > MAX_INT_BITS:
+        raise ToolError("the result is too large")
+    if isinstance(value, complex) or not math.isfinite(value):
+        raise ToolError("the result is not a real number")
+    return value
+
+
+_UNARY: dict[type, Callable[[Any], Any]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
+_BINARY: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
+
+TOOLS: dict[str, Tool] = {
+    "calculator": Tool(
+        name="calculator",
+        description="Evaluates an arithmetic expression.",
+        parameters={
+            "type": "object",
+            "properties": {"expression": {"type": "string", "description": "for example (3 + 4) * 12"}},
+            "required": ["expression"],
+        },
+        function=calculate,
+    ),
+}

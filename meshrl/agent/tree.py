@@ -1,0 +1,106 @@
+"""The tree that a trajectory's turns form, and what each turn must hold to stand in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from meshrl.core.errors import MeshrlError
+from meshrl.core.types import Trajectory, Turn
+
+
+class TurnError(MeshrlError):
+    """A Turn that breaks its record's contract; the message names trajectory, turn and field."""
+
+
+def path_to(turns: Sequence[Turn], index: int) -> list[int]:
+    """Turn indices from the root to `index`; empty for -1."""
+    path: list[int] = []
+    while index >= 0:
+        path.append(index)
+        index = turns[index].parent
+    return path[::-1]
+
+
+def leaf_paths(turns: Sequence[Turn]) -> list[list[int]]:
+    """All root-to-leaf paths, in the order in which their leaves were generated."""
+    parents = {turn.parent for turn in turns}
+    return [path_to(turns, i) for i in range(len(turns)) if i not in parents]
+
+
+def path_ids(turns: Sequence[Turn], index: int) -> np.ndarray:
+    """All tokens from the root to the end of turn `index`, int32; empty for -1."""
+    pieces = [ids for i in path_to(turns, index) for ids in (turns[i].context_ids, turns[i].output_ids)]
+    return np.concatenate(pieces) if pieces else np.zeros(0, np.int32)
+
+
+def attach(turns: Sequence[Turn], context_ids: np.ndarray) -> int:
+    """The turn whose end a full context continues: the one with the most tokens that the context begins with, else -1.
+
+    Compared by ids, so a context that a template rewrote, or that was encoded anew into other tokens, finds an earlier
+    turn or none, and becomes a row of its own (P20).
+    """
+    best, best_length = -1, 0
+    for i in range(len(turns)):
+        ids = path_ids(turns, i)
+        if len(ids) > best_length and len(ids) <= len(context_ids) and np.array_equal(ids, context_ids[: len(ids)]):
+            best, best_length = i, len(ids)
+    return best
+
+
+def check_turns(trajectory: Trajectory) -> None:
+    """Check what flattening relies on: parents, lengths, dtypes, finite logprobs, versions, media spans.
+
+    Raises: TurnError, naming trajectory, turn and field.
+    """
+    for i, turn in enumerate(trajectory.turns):
+        where = f"trajectory {trajectory.id!r}, turn {i}"
+        if not -1 <= turn.parent < i:
+            raise TurnError(f"{where}: parent is {turn.parent}; it must be an earlier turn's index, or -1 for none")
+        num_context, num_sampled = len(turn.context_ids), len(turn.output_ids)
+        _check_array(where, "context_ids", turn.context_ids, np.int32, num_context)
+        _check_array(where, "output_ids", turn.output_ids, np.int32, num_sampled)
+        _check_array(where, "logprobs", turn.logprobs, np.float32, num_sampled)
+        _check_array(where, "versions", turn.versions, np.int32, num_sampled)
+        for name, array in turn.extras.items():
+            _check_array(where, f"extras[{name!r}]", array, array.dtype, num_sampled, per_token_dims=None)
+        if turn.routed_experts is not None:
+            total = num_context + num_sampled
+            _check_array(where, "routed_experts", turn.routed_experts, np.int16, total, per_token_dims=2)
+        if num_sampled and turn.parent < 0 and num_context == 0:
+            raise TurnError(f"{where}: tokens were sampled from an empty context; index 0 of a row has no logprob")
+        if not np.isfinite(turn.logprobs).all():
+            at = int(np.flatnonzero(~np.isfinite(turn.logprobs))[0])
+            raise TurnError(f"{where}: logprobs[{at}] is {turn.logprobs[at]}; the engine must report finite numbers")
+        if num_sampled and int(turn.versions.min()) < 0:
+            raise TurnError(f"{where}: a sampled token has weight version {int(turn.versions.min())}; it must be >= 0")
+        _check_spans(where, turn, trajectory)
+
+
+def _check_array(
+    where: str, name: str, array: np.ndarray, dtype: np.dtype | type, length: int, per_token_dims: int | None = 0
+) -> None:
+    """per_token_dims: dimensions after the first; None = any."""
+    if array.dtype != dtype:
+        raise TurnError(f"{where}: {name} is {array.dtype}; it must be {np.dtype(dtype)}")
+    good_dims = array.ndim >= 1 if per_token_dims is None else array.ndim == 1 + per_token_dims
+    if not good_dims or len(array) != length:
+        raise TurnError(
+            f"{where}: {name} has shape {array.shape}; it must be [{length}{', ...' if per_token_dims != 0 else ''}] "
+            "(context_ids: C tokens new to this turn, output_ids: R tokens; routed_experts covers C + R, the rest R)"
+        )
+
+
+def _check_spans(where: str, turn: Turn, trajectory: Trajectory) -> None:
+    end_before = 0
+    for media_id, start, length in turn.media_spans:
+        if media_id not in trajectory.prompt.media:
+            known = sorted(trajectory.prompt.media)
+            raise TurnError(f"{where}: media span of {media_id!r}, which the prompt does not hold (it holds {known})")
+        if start < end_before or length < 1 or start + length > len(turn.context_ids):
+            raise TurnError(
+                f"{where}: media span ({media_id!r}, {start}, {length}) overlaps another or leaves the context of "
+                f"{len(turn.context_ids)} tokens"
+            )
+        end_before = start + length

@@ -1,0 +1,175 @@
+"""Group-baseline advantages, computed by the controller in float64.
+
+G rewards of one group, one for each trajectory; T tokens of a row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from meshrl.algo.kl import kl_estimate
+from meshrl.config.algo import AlgoConfig, KlConfig
+from meshrl.core.types import Metric, Sample
+
+
+def grpo(rewards: np.ndarray, eps: float) -> np.ndarray:
+    """(r - mean) / (std + eps), with the sample standard deviation (G - 1), as in TRL and verl.
+
+    The paper does not say which deviation it means; the population's (G) would scale everything by sqrt(G / (G - 1)).
+
+    Shapes: float64[G] -> float64[G], G >= 2.
+    Source: Shao et al. 2024 (DeepSeekMath), section 4.1.2.
+    """
+    return (rewards - rewards.mean()) / (rewards.std(ddof=1) + eps)
+
+
+def dr_grpo(rewards: np.ndarray, eps: float) -> np.ndarray:
+    """r - mean: no division by the deviation, which favours prompts that are nearly solved or nearly hopeless.
+
+    Shapes: float64[G] -> float64[G], G >= 2. Source: Liu et al. 2025, "Understanding R1-Zero-Like Training".
+    """
+    return rewards - rewards.mean()
+
+
+def rloo(rewards: np.ndarray, eps: float) -> np.ndarray:
+    """r minus the mean of the other G - 1 rewards, which equals (r - mean) * G / (G - 1).
+
+    Shapes: float64[G] -> float64[G], G >= 2. Source: Ahmadian et al. 2024, "Back to Basics", equation 8.
+    """
+    others = (rewards.sum() - rewards) / (len(rewards) - 1)
+    return rewards - others
+
+
+@dataclass(kw_only=True, slots=True)
+class _Trajectory:
+    """The rows of one trajectory and what they share: its reward, the KL subtracted from it, its advantage."""
+
+    group_id: str
+    reward: float
+    rows: list[Sample]
+    kl_penalty: float = 0.0
+    advantage: float = 0.0
+
+
+def assign_advantages(samples: list[Sample], cfg: AlgoConfig) -> list[Metric]:
+    """Fill `advantages` of every sample: the trajectory's one advantage at trained tokens, 0 elsewhere.
+
+    Groups go by group_id, never by position or prompt text. A trajectory with several rows counts once; one that
+    could not be scored is not among the samples, and its group is judged by the others. Groups of one, and groups
+    whose deviation is below `cfg.advantage_eps` (all equal, up to float noise), get advantage 0 under every method
+    and are counted.
+
+    KL in the reward (kl.place = reward): coef * kl_t is subtracted from `rewards` token by token, and its sum over
+    all rows of a trajectory from the trajectory's reward before the group's statistics are taken, as RLOO does with
+    its sequence-level KL. The policy's side is `old_logprobs`, or `rollout_logprobs` where none were computed. Call
+    it once a step: a second call would subtract the KL twice.
+
+    Raises: ValueError when a reward is not finite, rows of one trajectory disagree on their reward or group, or
+    `ref_logprobs` are missing or not finite.
+    Source: KL in the reward: Ahmadian et al. 2024, section 2.
+    """
+    trajectories = _trajectories(samples)
+    metrics = []
+    if cfg.kl.coef > 0 and cfg.kl.place == "reward":
+        metrics += _subtract_kl(trajectories, cfg.kl)
+    metrics += _advantages_by_group(trajectories, cfg)
+    for trajectory in trajectories:
+        for row in trajectory.rows:
+            row.advantages = np.where(row.mask, np.float32(trajectory.advantage), np.float32(0.0))
+    rewards = [t.reward for t in trajectories]
+    metrics.append(Metric(name="reward/mean", sum=math.fsum(rewards), weight=len(rewards)))
+    if rewards:
+        metrics.append(Metric(name="reward/max", sum=max(rewards), reduce="max"))
+        metrics.append(Metric(name="reward/min", sum=min(rewards), reduce="min"))
+    return metrics
+
+
+def _trajectories(samples: list[Sample]) -> list[_Trajectory]:
+    found: dict[str, _Trajectory] = {}
+    for sample in samples:
+        if not math.isfinite(sample.reward):
+            raise ValueError(
+                f"trajectory {sample.trajectory_id!r} has reward {sample.reward}; rewards are finite numbers, and a "
+                f"trajectory that could not be scored is left out of the samples"
+            )
+        first = found.setdefault(
+            sample.trajectory_id, _Trajectory(group_id=sample.group_id, reward=sample.reward, rows=[])
+        )
+        if (first.group_id, first.reward) != (sample.group_id, sample.reward):
+            raise ValueError(
+                f"rows of trajectory {sample.trajectory_id!r} disagree: one has reward {first.reward} in group "
+                f"{first.group_id!r}, another {sample.reward} in {sample.group_id!r}; they share one reward and group"
+            )
+        first.rows.append(sample)
+    return list(found.values())
+
+
+def _advantages_by_group(trajectories: list[_Trajectory], cfg: AlgoConfig) -> list[Metric]:
+    groups: dict[str, list[_Trajectory]] = {}
+    for trajectory in trajectories:
+        groups.setdefault(trajectory.group_id, []).append(trajectory)
+    singles = no_signal = 0
+    deviations = []
+    for members in groups.values():
+        if len(members) == 1:
+            singles += 1
+            continue
+        # The last bit of a mean depends on the order of summation: sorted, a shuffled group gives the same numbers.
+        members = sorted(members, key=lambda t: t.reward - t.kl_penalty)
+        rewards = np.array([t.reward - t.kl_penalty for t in members], dtype=np.float64)
+        deviations.append(float(rewards.std(ddof=1)))
+        if deviations[-1] < cfg.advantage_eps:
+            no_signal += 1
+            continue
+        for member, advantage in zip(members, ADVANTAGES[cfg.advantage](rewards, cfg.advantage_eps)):
+            member.advantage = float(advantage)
+    return [
+        Metric(name="reward/group_std", sum=math.fsum(deviations), weight=len(deviations)),
+        Metric(name="reward/groups_without_signal", sum=no_signal + singles, weight=len(groups), unit="fraction"),
+        Metric(name="reward/groups_of_one", sum=singles, weight=len(groups), unit="fraction"),
+    ]
+
+
+def _subtract_kl(trajectories: list[_Trajectory], cfg: KlConfig) -> list[Metric]:
+    total, tokens = 0.0, 0
+    for trajectory in trajectories:
+        for row in trajectory.rows:
+            kl = _kl_of_row(row, cfg.estimator)
+            row.rewards = (row.rewards - cfg.coef * kl).astype(np.float32)
+            trajectory.kl_penalty += cfg.coef * float(kl.sum())
+            total += float(kl.sum())
+            tokens += int(row.mask.sum())
+    return [Metric(name="reward/kl", sum=total, weight=tokens, unit="nats")]
+
+
+def _kl_of_row(row: Sample, estimator: str) -> np.ndarray:
+    """KL of each trained token, 0 elsewhere: float64[T]."""
+    if row.ref_logprobs is None:
+        raise ValueError(
+            f"algo.kl.place is reward, but trajectory {row.trajectory_id!r} has no ref_logprobs; "
+            f"let the reference model score the samples before advantages are assigned"
+        )
+    policy = row.rollout_logprobs if row.old_logprobs is None else row.old_logprobs
+    kl = np.zeros(len(row), dtype=np.float64)
+    kl[row.mask] = kl_estimate(
+        torch.from_numpy(policy[row.mask].astype(np.float64)),
+        torch.from_numpy(row.ref_logprobs[row.mask].astype(np.float64)),
+        estimator,
+    ).numpy()
+    if not np.isfinite(kl).all():
+        raise ValueError(
+            f"the KL of trajectory {row.trajectory_id!r} is not finite at {int((~np.isfinite(kl)).sum())} of its "
+            f"{int(row.mask.sum())} trained tokens; its log-probabilities under policy or reference are broken"
+        )
+    return kl
+
+
+AdvantageFn = Callable[[np.ndarray, float], np.ndarray]
+
+ADVANTAGES: dict[str, AdvantageFn] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
+"""algo.advantage -> function of (rewards of one group float64[G], eps) giving one advantage for each."""

@@ -1,0 +1,48 @@
+"""Per-token estimators of KL(policy, reference) from the log-probabilities of sampled tokens.
+
+T tokens. With d = log p_ref - log p of a token sampled from the policy p:
+
+| kind | value | expectation | gradient when it stands in the loss, on-policy |
+| --- | --- | --- | --- |
+| k1 | -d | KL(p, ref), exact | zero on average: it only adds noise |
+| k2 | d^2 / 2 | about KL(p, ref) | that of KL(p, ref), the reverse KL |
+| k3 | e^d - 1 - d | KL(p, ref), exact | that of KL(ref, p), the forward KL |
+
+So k1 belongs into the reward and k2 or k3 into the loss.
+"""
+
+from __future__ import annotations
+
+import torch
+
+MAX_LOG_RATIO = 20.0
+"""Where exponents of log-ratios are cut: e^20 = 5e8 is far outside any trust region and still squares in float32."""
+
+
+def _k1(log_ratio: torch.Tensor) -> torch.Tensor:
+    return -log_ratio
+
+
+def _k2(log_ratio: torch.Tensor) -> torch.Tensor:
+    return 0.5 * log_ratio.square()
+
+
+def _k3(log_ratio: torch.Tensor) -> torch.Tensor:
+    # expm1 keeps the digits of small d, where e^d - 1 cancels. Only large d is cut: e^d overflows there alone, and
+    # cutting the exponent without the linear term would turn the gradient's sign.
+    safe = log_ratio.clamp(max=MAX_LOG_RATIO)
+    return torch.expm1(safe) - safe
+
+
+def kl_estimate(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, kind: str) -> torch.Tensor:
+    """One estimate of KL(policy, reference) for each sampled token, in nats; k2 and k3 are never negative.
+
+    The gradient flows through `logprobs` as the table above says. k3 is cut at d = 20, where its gradient ends.
+
+    Shapes: logprobs, ref_logprobs and the result are [T] (any equal shapes).
+    Source: J. Schulman, "Approximating KL Divergence", 2020; the gradients: tests/unit/algo/test_kl_estimators.py.
+    """
+    return KL_ESTIMATORS[kind](ref_logprobs - logprobs)
+
+
+KL_ESTIMATORS = {"k1": _k1, "k2": _k2, "k3": _k3}

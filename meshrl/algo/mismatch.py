@@ -1,0 +1,35 @@
+"""How far the sampler's log-probabilities are from the trainer's, for the behaviour proof of a weight sync (P15).
+
+T tokens.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from meshrl.algo.kl import kl_estimate
+from meshrl.core.types import Metric
+
+
+def sampler_mismatch(rollout_logprobs: torch.Tensor, logprobs: torch.Tensor, mask: torch.Tensor) -> list[Metric]:
+    """Compare what the sampler said about its tokens with what the trainer says about them, where mask is True.
+
+    Three metrics in nats: mean and largest absolute difference, and KL(sampler, trainer) by k3. A difference that is
+    not a number counts as infinite, so that no comparison with a threshold lets it pass.
+
+    Shapes: all [T]; at least one trained token, or the means have weight 0 and the largest difference is 0.
+    """
+    sampled = rollout_logprobs[mask].double()
+    difference = (logprobs[mask].double() - sampled).detach()
+    kl = kl_estimate(sampled, sampled + difference, "k3")
+    values = torch.stack([difference.abs(), kl]).nan_to_num(nan=math.inf, posinf=math.inf)
+    count = values.shape[1]
+    mean_sum, kl_sum = values.sum(dim=1).tolist()
+    largest = float(values[0].max()) if count else 0.0
+    return [
+        Metric(name="mismatch/logprob_abs_mean", sum=mean_sum, weight=count, unit="nats"),
+        Metric(name="mismatch/logprob_abs_max", sum=largest, reduce="max", unit="nats"),
+        Metric(name="mismatch/kl", sum=kl_sum, weight=count, unit="nats"),
+    ]

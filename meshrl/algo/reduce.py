@@ -1,0 +1,62 @@
+"""The one denominator of an optimizer step, divided into each token's weight by the controller.
+
+N trained tokens of the step, S sequences (rows with at least one trained token), n_s trained tokens of row s, L the
+constant length. The loss of a step is sum(loss_weight * loss_t) over all tokens of all ranks, whatever the partition
+into ranks, micro-batches and packs (P1).
+
+| aggregation | weight of a trained token | used by |
+| --- | --- | --- |
+| token_mean | 1 / N | DAPO |
+| seq_mean_token_mean | 1 / (S n_s) | the GRPO paper: short answers weigh more per token |
+| seq_mean_token_sum | 1 / S | plain policy gradient: the sum of a sequence's log-probabilities |
+| constant_length | 1 / (S L) | Dr.GRPO: as the line above, scaled to per-token size |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from meshrl.config.algo import AlgoConfig
+from meshrl.core.types import Sample
+
+
+def assign_loss_weights(samples: list[Sample], cfg: AlgoConfig, max_new_tokens: int) -> None:
+    """Fill `loss_weight` of the samples of one optimizer step; 0 where nothing is trained.
+
+    Weights are computed in float64 and rounded once. A step without a single trained token gets zeros.
+    max_new_tokens: L of constant_length when `cfg.constant_length` is not set.
+    """
+    lengths = np.array([int(sample.mask.sum()) for sample in samples], dtype=np.float64)
+    weights = np.zeros(len(samples), dtype=np.float64)
+    trained = lengths > 0
+    if trained.any():
+        weights[trained] = AGGREGATIONS[cfg.aggregation](lengths[trained], cfg.constant_length or max_new_tokens)
+    for sample, weight in zip(samples, weights):
+        sample.loss_weight = np.where(sample.mask, np.float32(weight), np.float32(0.0))
+
+
+def _token_mean(lengths: np.ndarray, constant: int) -> np.ndarray:
+    return np.full(len(lengths), 1.0 / lengths.sum())
+
+
+def _seq_mean_token_mean(lengths: np.ndarray, constant: int) -> np.ndarray:
+    return 1.0 / (len(lengths) * lengths)
+
+
+def _seq_mean_token_sum(lengths: np.ndarray, constant: int) -> np.ndarray:
+    return np.full(len(lengths), 1.0 / len(lengths))
+
+
+def _constant_length(lengths: np.ndarray, constant: int) -> np.ndarray:
+    return np.full(len(lengths), 1.0 / (len(lengths) * constant))
+
+
+AGGREGATIONS: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {
+    "token_mean": _token_mean,
+    "seq_mean_token_mean": _seq_mean_token_mean,
+    "seq_mean_token_sum": _seq_mean_token_sum,
+    "constant_length": _constant_length,
+}
+"""algo.aggregation -> function of (n_s float64[S], L) giving the weight of one token of each sequence, float64[S]."""

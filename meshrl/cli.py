@@ -1,0 +1,139 @@
+"""The command line. Only the standard library is imported here, so that `--help` and a config error answer at once.
+
+Exit codes: 0 done, 1 the run failed, 2 the config or the command line is wrong, 130 interrupted.
+MESHRL_TRACEBACK=1 shows the traceback of errors that are otherwise told in words.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from meshrl.core.errors import ConfigError, MeshrlError
+
+if TYPE_CHECKING:
+    from meshrl.config.load import Loaded
+    from meshrl.config.run import RunConfig, SftRunConfig
+
+DESCRIPTION = "Reinforcement-learning post-training of language models on PyTorch FSDP2."
+EPILOG = "example: meshrl train gsm8k.yaml train.optimizer.lr=1e-6 --explain"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    args = _parse(list(sys.argv[1:] if argv is None else argv))
+    try:
+        return args.command(args)
+    except MeshrlError as e:
+        if os.environ.get("MESHRL_TRACEBACK") == "1":
+            raise
+        name = "" if isinstance(e, ConfigError) else f"{type(e).__name__}: "
+        print(f"meshrl: {name}{e}", file=sys.stderr)
+        return 2 if isinstance(e, ConfigError) else 1
+    except KeyboardInterrupt:
+        print("meshrl: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output (head, less) left before its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="meshrl", description=DESCRIPTION, epilog=EPILOG)
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    def add(name: str, command, text: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=text)
+        sub.set_defaults(command=command, overrides=None)
+        return sub
+
+    train = add("train", _train, "reinforcement learning: sample, score, update, sync, again")
+    sft = add("sft", _sft, "supervised fine-tuning on chat rows")
+    evaluate = add("eval", _evaluate, "evaluate a model on data.eval_path (loop.eval_samples answers a prompt)")
+    for sub in (train, sft, evaluate):
+        sub.add_argument("config", metavar="CONFIG", help="YAML file; docs/config.md lists its keys")
+        sub.add_argument(
+            "overrides", metavar="key=value", nargs="*", help="dotted overrides such as train.optimizer.lr=1e-6"
+        )
+    for sub in (train, sft):
+        sub.add_argument(
+            "--explain", action="store_true", help="print the resolved config, its origins and the batch arithmetic"
+        )
+    evaluate.add_argument("--model", metavar="FOLDER", help="evaluate this model in place of model.path")
+    config = add("config", _config, "list the config's keys with type, default and meaning")
+    config.add_argument("word", metavar="WORD", nargs="?", help="only keys with this word in them")
+
+    args, rest = parser.parse_known_args(argv)
+    # argparse gives up on positionals that follow an option, as in `train CONFIG --explain key=value`.
+    wrong = [text for text in rest if text.startswith("-") or "=" not in text or args.overrides is None]
+    if wrong:
+        dashes = any("=" in text for text in wrong) and " (overrides are written without dashes: key=value)"
+        parser.error(f"unrecognized arguments: {' '.join(wrong)}{dashes or ''}")
+    if rest:
+        args.overrides += rest
+    return args
+
+
+def _train(args: argparse.Namespace) -> int:
+    from meshrl.config.load import load_run_config
+
+    loaded = load_run_config(args.config, args.overrides, _known_names())
+    if args.explain:
+        return _explain(loaded)
+    _show_notices(loaded)
+    from meshrl.loops.run import train
+
+    return train(loaded)
+
+
+def _sft(args: argparse.Namespace) -> int:
+    from meshrl.config.load import load_sft_config
+
+    loaded = load_sft_config(args.config, args.overrides)
+    if args.explain:
+        return _explain(loaded)
+    _show_notices(loaded)
+    from meshrl.loops.run import sft
+
+    return sft(loaded)
+
+
+def _evaluate(args: argparse.Namespace) -> int:
+    from meshrl.config.load import load_run_config
+
+    overrides = [*args.overrides, f"model.path={json.dumps(args.model)}"] if args.model else args.overrides
+    loaded = load_run_config(args.config, overrides, _known_names(), "eval")
+    _show_notices(loaded)
+    from meshrl.loops.run import evaluate
+
+    return evaluate(loaded)
+
+
+def _config(args: argparse.Namespace) -> int:
+    from meshrl.config.docs import list_keys
+
+    print(list_keys(args.word))
+    return 0
+
+
+def _explain(loaded: Loaded[RunConfig] | Loaded[SftRunConfig]) -> int:
+    from meshrl.config.explain import explain
+
+    print(explain(loaded), end="")
+    return 0
+
+
+def _show_notices(loaded: Loaded[RunConfig] | Loaded[SftRunConfig]) -> None:
+    for notice in loaded.notices:
+        print(f"note: {notice}", file=sys.stderr)
+
+
+def _known_names() -> dict[str, set[str]]:
+    from meshrl.agent.loop import AGENTS
+    from meshrl.reward.score import REWARDS
+
+    return {"reward": set(REWARDS), "agent": set(AGENTS)}

@@ -1,0 +1,229 @@
+"""RankWorker: what one rank holds (train engine, reference, sampler) and the commands it takes.
+
+One thread runs everything, so the train lane and the sampler never run at the same time. Methods that are collective
+say so; the controller sends them to all train ranks in the same order.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from meshrl.algo.mismatch import sampler_mismatch
+from meshrl.cluster.executor import WorkerSpec
+from meshrl.core.batch import LossFn
+from meshrl.core.device import dist_backend, local_device, memory_stats, set_threads
+from meshrl.core.types import Metric, Request, Sample, Turn
+from meshrl.monitor.memory import memory_metrics
+from meshrl.parallel.mesh import build_mesh, resolve_shape
+from meshrl.rollout.base import EngineStats
+from meshrl.rollout.embedded.engine import EmbeddedEngine, build_embedded_engine
+from meshrl.sync.manifest import Ack, Layout, SyncHeader
+from meshrl.sync.receive import Bucket
+from meshrl.sync.send import iter_buckets, make_header, send_weights
+from meshrl.sync.transport import BucketRef, SharedRing, SharedRingView
+from meshrl.train.engine import ForwardBackward, RowArrays, StepReport, TrainEngine
+from meshrl.train.packing import Plan, pack
+
+_RING_SLOTS = 2
+Rows = dict[int, Sample]  # step-wide row index -> sample
+
+
+@dataclass(kw_only=True, slots=True)
+class UpdateReport:
+    """A rank's share of one forward_backward: the loss's metrics, and how far the re-score is from what was sampled."""
+
+    metrics: list[Metric]
+    mismatch: list[Metric]
+
+
+class RankWorker:
+    """Build with a spec, then `start()`."""
+
+    def __init__(self, spec: WorkerSpec):
+        self.spec = spec
+        self.device = torch.device("cpu")
+        self.policy: TrainEngine | None = None
+        self.reference: TrainEngine | None = None
+        self.sampler: EmbeddedEngine | None = None
+        self._ring: SharedRing | None = None
+        self._ring_view: SharedRingView | None = None
+        self._buckets: Iterator[Bucket] | None = None
+
+    def start(self) -> str:
+        """Join the process group and build this rank's engines (collective over train ranks). Returns the device."""
+        spec = self.spec
+        set_threads(spec.num_ranks)
+        self.device = local_device(spec.rank)
+        if spec.trains:
+            dist.init_process_group(
+                dist_backend(self.device),
+                store=dist.FileStore(spec.rendezvous, spec.num_train_ranks),
+                rank=spec.rank,
+                world_size=spec.num_train_ranks,
+                timeout=datetime.timedelta(seconds=spec.timeout_s),
+            )
+            shape = resolve_shape(spec.train.mesh, spec.num_train_ranks, spec.train.sharding_strategy)
+            mesh = build_mesh(shape, self.device.type)
+            self.policy = TrainEngine.build(spec.model, spec.train, mesh, "policy")
+            if spec.reference:
+                self.reference = TrainEngine.build(spec.model, spec.train, mesh, "reference")
+        if spec.samples and spec.rollout is not None:
+            self.sampler = build_embedded_engine(
+                spec.model, spec.rollout, self.device, f"embedded-{spec.rank}", spec.stop_token_ids
+            )
+        return str(self.device)
+
+    # ---- train lane (collective)
+
+    def layout(self, bucket_bytes: int) -> Layout:
+        return self._trainer().layout(bucket_bytes)
+
+    def forward(self, plan: Plan, rows: Rows, role: str) -> RowArrays:
+        """Logprobs of this rank's rows under the policy or the reference (collective)."""
+        engine = self._trainer() if role == "policy" else self.reference
+        if engine is None:
+            raise ValueError(f"rank {self.spec.rank} has no {role} engine")
+        return engine.forward(self._batches(plan, rows))[0]
+
+    def forward_backward(self, plan: Plan, rows: Rows, loss: LossFn) -> UpdateReport:
+        """Gradient of this rank's micro-batches of the plan (collective)."""
+        result = self._trainer().forward_backward(self._batches(plan, rows), loss)
+        return UpdateReport(metrics=result.metrics, mismatch=_mismatch(result, rows))
+
+    def optim_step(self, lr: float) -> StepReport:
+        return self._trainer().optim_step(lr)
+
+    def export(self, path: str, tokenizer_from: str | None) -> None:
+        self._trainer().export(path, tokenizer_from)
+
+    def _batches(self, plan: Plan, rows: Rows) -> list[Any]:
+        hashes: list[Any] = [None] * self.spec.num_train_ranks
+        dist.all_gather_object(hashes, plan.hash)
+        if len(set(hashes)) > 1:
+            raise ValueError(f"ranks hold different packing plans: {hashes}")
+        return [
+            pack([rows[i] for i in micro], micro, self.device, plan.hash)
+            for micro in plan.micro_batches[self.spec.rank]
+        ]
+
+    # ---- weights
+
+    async def sync_colocated(self, layout: Layout, version: int) -> Ack:
+        """Gather each bucket and load it into this rank's own sampler: no copy leaves the process (collective)."""
+        trainer, sampler = self._trainer(), self._sampler()
+        header = make_header(layout, version, trainer.digests())
+        (ack,) = await send_weights(header, iter_buckets(layout, trainer.wire_weights(), reuse=True), [sampler])
+        trainer.version = version
+        return ack
+
+    def sync_begin(self, layout: Layout, version: int) -> tuple[SyncHeader, str]:
+        """Start a sync to samplers in other processes: digests now, buckets by `sync_next` on rank 0, while the other
+        ranks `sync_drain` (collective). Returns the header and the name of rank 0's shared memory."""
+        trainer = self._trainer()
+        header = make_header(layout, version, trainer.digests())
+        if self.spec.rank == 0:
+            if self._ring is None:
+                self._ring = SharedRing(_RING_SLOTS, layout.staging_bytes)
+            self._buckets = iter_buckets(layout, trainer.wire_weights(), staging=self._ring.slots)
+        trainer.version = version
+        return header, self._ring.name if self._ring else ""
+
+    def sync_next(self) -> BucketRef | None:
+        """Gather the next bucket into shared memory and say where it lies; None after the last."""
+        assert self._buckets is not None and self._ring is not None, "sync_next comes after sync_begin, on rank 0"
+        bucket = next(self._buckets, None)
+        return None if bucket is None else self._ring.ref(bucket)
+
+    def sync_drain(self) -> None:
+        """Take part in the gathers that rank 0 does bucket by bucket."""
+        for _ in self._trainer().wire_weights():
+            pass
+
+    async def reconcile(self, layout: Layout) -> None:
+        await self._sampler().reconcile(layout)
+
+    async def begin(self, header: SyncHeader, ring: str, slot_bytes: int) -> None:
+        """Open the sender's shared memory and begin."""
+        if self._ring_view is None or self._ring_view.name != ring:
+            self._ring_view = SharedRingView(ring, _RING_SLOTS, slot_bytes)
+        await self._sampler().begin(header)
+
+    async def receive(self, ref: BucketRef) -> None:
+        """Load a bucket that lies in shared memory."""
+        assert self._ring_view is not None, "receive comes after begin"
+        await self._sampler().receive(self._ring_view.bucket(ref))
+
+    async def commit(self) -> Ack:
+        return await self._sampler().commit()
+
+    async def cancel(self) -> None:
+        await self._sampler().cancel()
+
+    def trust_loaded_weights(self) -> None:
+        """Sample with the weights of the folder, as they were loaded (evaluation without a trainer)."""
+        self._sampler().trust_loaded_weights()
+
+    # ---- sampler
+
+    async def generate(self, request: Request) -> Turn:
+        return await self._sampler().generate(request)
+
+    async def score(self, ids: np.ndarray) -> np.ndarray:
+        return await self._sampler().score(ids)
+
+    async def abort(self) -> int:
+        return await self._sampler().abort()
+
+    def stats(self) -> EngineStats:
+        return self._sampler().stats()
+
+    # ---- rest
+
+    def memory(self) -> tuple[list[Metric], dict[str, int]]:
+        """This process's memory metrics, and the train engine's bytes by kind."""
+        metrics = memory_metrics()
+        metrics += [
+            Metric(name=f"memory/device_{name}", sum=value, reduce="max", unit="bytes")
+            for name, value in memory_stats(self.device).items()
+        ]
+        return metrics, self.policy.memory() if self.policy else {}
+
+    async def stop(self) -> None:
+        """Free what the rank holds."""
+        if self.sampler is not None:
+            await self.sampler.close()
+        if self._ring is not None:
+            self._ring.close()
+        if self._ring_view is not None:
+            self._ring_view.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _trainer(self) -> TrainEngine:
+        if self.policy is None:
+            raise ValueError(f"rank {self.spec.rank} does not train")
+        return self.policy
+
+    def _sampler(self) -> EmbeddedEngine:
+        if self.sampler is None:
+            raise ValueError(f"rank {self.spec.rank} does not sample")
+        return self.sampler
+
+
+def _mismatch(result: ForwardBackward, rows: Rows) -> list[Metric]:
+    """Re-score against what was sampled, over the masked tokens of this rank's rows."""
+    picked = [(rows[i], logprobs) for i, logprobs in result.logprobs.items()]
+    if not picked:
+        return []
+    return sampler_mismatch(
+        torch.from_numpy(np.concatenate([s.rollout_logprobs for s, _ in picked])),
+        torch.from_numpy(np.concatenate([logprobs for _, logprobs in picked])),
+        torch.from_numpy(np.concatenate([s.mask for s, _ in picked])),
+    )

@@ -1,0 +1,33 @@
+"""Executor `inline`: the one rank lives in this very process. For a debugger, unit tests and a single GPU."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from meshrl.cluster.actors import RankWorker
+from meshrl.cluster.executor import WorkerSpec
+from meshrl.core.errors import ConfigError
+
+
+class InlineExecutor:
+    """Errors fly through unchanged: the traceback shows the engine's own frames."""
+
+    def __init__(self, specs: Sequence[WorkerSpec]):
+        if len(specs) != 1:
+            raise ConfigError(
+                f"cluster.executor inline holds one rank, but {len(specs)} were asked for; use executor processes"
+            )
+        self.specs = specs
+        self.worker = RankWorker(specs[0])
+
+    async def start(self) -> None:
+        self.worker.start()
+
+    async def call(self, rank: int, method: Callable[..., Any], *args: Any) -> Any:
+        result = method(self.worker, *args)
+        return await result if inspect.isawaitable(result) else result
+
+    async def close(self) -> None:
+        await self.worker.stop()

@@ -1,0 +1,103 @@
+"""The process of one rank: reads commands from its socket, runs them on a RankWorker, sends the answers back.
+
+One asyncio loop, one thread. Plain methods run to their end where they stand (the train lane); coroutine methods
+(the sampler) become tasks and interleave. Answers of one tick leave together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import faulthandler
+import inspect
+import os
+import pickle
+import signal
+import socket
+import sys
+import traceback
+from typing import Any
+
+from meshrl.cluster import channel
+
+
+class _Server:
+    def __init__(self, sock: socket.socket, worker: Any):
+        self.sock, self.worker = sock, worker
+        self.loop = asyncio.get_running_loop()
+        self.done = self.loop.create_future()
+        self.answers: list[tuple[int, bool, Any]] = []
+        self.tasks: set[asyncio.Task[None]] = set()  # the loop itself keeps only weak references
+
+    def readable(self) -> None:
+        try:
+            calls = channel.receive(self.sock)
+        except EOFError:
+            self.loop.remove_reader(self.sock.fileno())
+            self.done.set_result(None)
+            return
+        for call_id, method, args in calls:  # method: a function of RankWorker, pickled by reference
+            if inspect.iscoroutinefunction(method):
+                task = self.loop.create_task(self.run(call_id, method, args))
+                self.tasks.add(task)
+                task.add_done_callback(self.tasks.discard)
+            else:
+                try:
+                    self.answer(call_id, True, method(self.worker, *args))
+                except Exception as error:
+                    self.answer(call_id, False, _portable(error))
+
+    async def run(self, call_id: int, method: Any, args: tuple[Any, ...]) -> None:
+        try:
+            self.answer(call_id, True, await method(self.worker, *args))
+        except Exception as error:
+            self.answer(call_id, False, _portable(error))
+
+    def answer(self, call_id: int, ok: bool, value: Any) -> None:
+        if not self.answers:
+            self.loop.call_soon(self.flush)
+        self.answers.append((call_id, ok, value))
+
+    def flush(self) -> None:
+        answers, self.answers = self.answers, []
+        channel.send(self.sock, answers)
+
+
+def _portable(error: Exception) -> tuple[Exception | None, str]:
+    """The error and its traceback; an error that can't be pickled travels as text alone."""
+    text = "".join(traceback.format_exception(error))
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return None, text
+    return error, text
+
+
+async def _serve(sock: socket.socket, spec: Any) -> None:
+    from meshrl.cluster.actors import RankWorker
+
+    server = _Server(sock, RankWorker(spec))
+    server.loop.add_reader(sock.fileno(), server.readable)
+    await server.done
+
+
+def _die_with(parent: int) -> None:
+    """Ask the kernel to kill this process when the controller dies (Linux); else the socket's end does it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+def main() -> None:
+    sock = socket.socket(fileno=int(sys.argv[1]))
+    parent, spec = channel.receive(sock)
+    _die_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole terminal group; the controller decides
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    asyncio.run(_serve(sock, spec))
+    os._exit(0)  # libraries' exit handlers may wait for peers that are gone
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,362 @@
+"""Checks that take more than one key, the files, or what this version can do. All of them run before torch exists.
+
+Each check yields Problems: which keys, what is wrong, what to do. None raises, so that a user sees all at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from meshrl.config.arithmetic import data_ranks, longest_row_tokens
+from meshrl.config.run import RunConfig, SftRunConfig
+from meshrl.config.source import Problem, Value
+from meshrl.config.values import show
+
+Purpose = Literal["train", "eval", "sft"]
+DOTTED_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """What is checked. given: the values of files and command line by dotted key; all other keys have defaults.
+
+    known: names of the reward and agent tables, {"reward": {...}, "agent": {...}}; without an entry only the form of
+    a kind is checked.
+    """
+
+    config: RunConfig | SftRunConfig
+    given: dict[str, Value]
+    folder: Path
+    purpose: Purpose
+    known: dict[str, set[str]] = field(default_factory=dict)
+
+
+def check(case: Case) -> list[Problem]:
+    """Everything that is wrong with a config whose keys and types are right."""
+    checks = [_not_in_this_version, _aliases, _unused, _mesh, _optimization, _model_folder]
+    config = case.config
+    if isinstance(config, SftRunConfig):
+        problems = [*_file(case, "sft.path", ["sft.messages"])]
+    else:
+        problems = [*_data_files(case, config), *_loop(case, config), *_sampling(case, config), *_kinds(case, config)]
+        problems += [*_cluster(config), *_algorithm(config)]
+    return [*(problem for each in checks for problem in each(case)), *problems]
+
+
+def value_of(config: Any, path: str) -> Any:
+    """The value under a dotted key; KeyError where the config has no such key."""
+    for name in path.split("."):
+        if isinstance(config, dict):
+            config = config[name]
+        elif name in type(config).model_fields:
+            config = getattr(config, name)
+        else:
+            raise KeyError(path)
+    return config
+
+
+def has_key(config: RunConfig | SftRunConfig, path: str) -> bool:
+    """Whether this kind of config has the key's section at all: an SFT run has no rollout.*."""
+    return path.partition(".")[0] in type(config).model_fields
+
+
+def unused(config: RunConfig | SftRunConfig) -> dict[str, str]:
+    """Keys that the other choices leave without effect -> why. Setting one is an error; --explain shows them so."""
+    found: dict[str, str] = {}
+    if config.train.scheduler.kind == "constant":
+        found["train.scheduler.min_lr_ratio"] = "train.scheduler.kind is constant"
+    if isinstance(config, SftRunConfig):
+        found["train.updates_per_step"] = "an SFT step is one optimizer step"
+        found["cluster.num_rollout_ranks"] = "SFT samples nothing"
+        return found
+    algo = config.algo
+    if algo.kl.coef == 0:
+        found["algo.kl.estimator"] = found["algo.kl.place"] = "algo.kl.coef is 0"
+    if algo.aggregation != "constant_length":
+        found["algo.constant_length"] = f"algo.aggregation is {algo.aggregation}"
+    if algo.advantage != "grpo":
+        found["algo.advantage_eps"] = f"{algo.advantage} divides by no deviation"
+    if config.data.eval_path is None:
+        found["loop.eval_samples"] = found["data.eval_limit"] = "data.eval_path is null"
+    return found
+
+
+ONLY: dict[str, tuple[tuple[Any, ...], str]] = {  # key -> (what this version can do, why nothing else)
+    "model.dtype": (("bfloat16", "float32"), "float16 gradients need loss scaling, which this version does not have"),
+    "model.lora.enabled": ((False,), "this version trains all weights; it has no low-rank adapters yet"),
+    "model.vision": (("shard",), "this version trains text models only, so nothing reads the choice for vision towers"),
+    "train.mesh.ulysses": ((1,), "this version does not split rows over ranks yet; lower data.max_prompt_tokens"),
+    "train.mesh.tp": ((1,), "this version has no tensor parallelism in training yet; shard with train.mesh.dp_shard"),
+    "train.tensor_model_parallel_size": ((None, 1), "this version has no tensor parallelism in training yet"),
+    "rollout.engine": (("embedded",), "this version has no bridge to vLLM or SGLang yet"),
+    "rollout.mesh.infer_tp": ((1,), "the embedded engine holds a whole model in each replica"),
+    "rollout.tensor_model_parallel_size": ((None, 1), "the embedded engine holds a whole model in each replica"),
+    "rollout.pipeline_model_parallel_size": ((1,), "no rollout engine here splits a model into pipeline stages"),
+    "loop.kind": (("colocated",), "this version has no asynchronous loop yet: it generates and trains in turn"),
+    "loop.max_staleness": ((0,), "the colocated loop always samples with the newest weights"),
+    "cluster.executor": (("inline", "processes"), "this version runs on one machine, without Ray"),
+    "cluster.nodes": ((1,), "this version runs on one machine"),
+    "run.resume": (("never",), "this version can't continue a run from a checkpoint yet: every run starts anew"),
+}
+
+
+def _not_in_this_version(case: Case) -> Iterator[Problem]:
+    for key, (possible, why) in ONLY.items():
+        if has_key(case.config, key) and value_of(case.config, key) not in possible:
+            choices = " or ".join(show(value) for value in possible if value is not None)
+            yield Problem((key,), f"not possible: {why}. Use {choices}.")
+
+
+ALIASES = {
+    "train.tensor_model_parallel_size": "train.mesh.tp",
+    "rollout.tensor_model_parallel_size": "rollout.mesh.infer_tp",
+}
+
+
+def _aliases(case: Case) -> Iterator[Problem]:
+    for alias, key in ALIASES.items():
+        if alias in case.given and key in case.given and case.given[alias].value not in (None, case.given[key].value):
+            yield Problem((alias, key), "two names of one number, and they disagree: give one of them.")
+
+
+def _unused(case: Case) -> Iterator[Problem]:
+    for key, why in unused(case.config).items():
+        if key in case.given and case.given[key].value is not None:
+            yield Problem((key,), f"would have no effect: {why}. Remove it, or change that.")
+
+
+def _mesh(case: Case) -> Iterator[Problem]:
+    train, ranks = case.config.train, case.config.cluster.num_train_ranks
+    strategy, mesh = train.sharding_strategy, train.mesh
+    keys = ("train.sharding_strategy", "train.mesh.dp_replicate", "train.mesh.dp_shard", "cluster.num_train_ranks")
+    if mesh.dp_shard != -1 and mesh.dp_shard < 1:
+        yield Problem(keys[2:3], "must be a number of ranks >= 1, or -1 for all that remain.")
+        return
+    replicate, shard = data_ranks(train, ranks)
+    if strategy == "HYBRID_SHARD" and replicate == 1:
+        yield Problem(
+            keys[:2], "HYBRID_SHARD copies a sharded model; with one copy use FULL_SHARD, else dp_replicate >= 2."
+        )
+    elif strategy in ("FULL_SHARD", "SHARD_GRAD_OP") and replicate > 1:
+        yield Problem(keys[:2], f"{strategy} shards over all ranks; for {replicate} sharded copies use HYBRID_SHARD.")
+    elif strategy == "NO_SHARD" and shard != 1:
+        yield Problem((keys[0], keys[2]), "NO_SHARD keeps a whole model in each rank: dp_shard must be 1 or -1.")
+    elif replicate * shard != ranks:
+        yield Problem(
+            keys[1:],
+            f"dp_replicate {replicate} x dp_shard {shard} = {replicate * shard} ranks, but num_train_ranks is {ranks}. "
+            "Leave dp_shard at -1, or make the product equal.",
+        )
+
+
+def _optimization(case: Case) -> Iterator[Problem]:
+    train, config = case.config.train, case.config
+    if not all(0 <= beta < 1 for beta in train.optimizer.betas):
+        yield Problem(("train.optimizer.betas",), "both must be at least 0 and below 1.")
+    steps = config.sft.num_steps if isinstance(config, SftRunConfig) else config.loop.num_steps * train.updates_per_step
+    if train.scheduler.warmup_steps >= steps:
+        count = "sft.num_steps" if isinstance(config, SftRunConfig) else "loop.num_steps"
+        yield Problem(
+            ("train.scheduler.warmup_steps", count),
+            f"the run has {steps} optimizer steps, so the learning rate would never reach its peak. Warm up for fewer.",
+        )
+    name = config.run.name
+    if name in ("", ".", "..") or re.search(r"[/\\\0]", name):
+        yield Problem(("run.name",), "must be the name of one folder below run.folder, without slashes.")
+
+
+def _loop(case: Case, config: RunConfig) -> Iterator[Problem]:
+    loop = config.loop
+    if loop.samples_per_prompt == 1:
+        yield Problem(
+            ("loop.samples_per_prompt", "algo.advantage"),
+            f"{config.algo.advantage} compares the answers of a group; a group of one has nothing to compare with. "
+            "Use 2 or more (8 is usual).",
+        )
+    if loop.prompts_per_step % config.train.updates_per_step:
+        yield Problem(
+            ("train.updates_per_step", "loop.prompts_per_step"),
+            "must divide prompts_per_step, so that each optimizer step gets the same number of whole groups.",
+        )
+    if config.data.eval_path is None and (loop.eval_every_steps or case.purpose == "eval"):
+        keys = ("data.eval_path", "loop.eval_every_steps") if loop.eval_every_steps else ("data.eval_path",)
+        yield Problem(keys, "an evaluation needs held-out rows: give data.eval_path a JSONL file.")
+
+
+def _sampling(case: Case, config: RunConfig) -> Iterator[Problem]:
+    sampling, rollout = config.rollout.sampling, config.rollout
+    if case.purpose == "train":
+        for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0), ("repetition_penalty", 1.0)):
+            if getattr(sampling, name) != off:
+                yield Problem(
+                    (f"rollout.sampling.{name}",),
+                    "a filter samples from another distribution than the trainer scores, which biases every ratio. "
+                    f"In training leave it at {show(off)} (off).",
+                )
+    if sampling.temperature == 0 and (case.purpose == "train" or config.loop.eval_samples > 1):
+        text = "temperature 0 gives every sample of a prompt the same answer. Use a temperature above 0 (1.0 is usual)."
+        yield Problem(("rollout.sampling.temperature",), text)
+    if any(token < 0 for token in sampling.stop_token_ids):
+        yield Problem(("rollout.sampling.stop_token_ids",), "token ids are 0 or more.")
+    need, room = config.data.max_prompt_tokens + sampling.max_new_tokens, rollout.max_context_tokens
+    if room is not None and need > room:
+        yield Problem(
+            ("rollout.max_context_tokens", "data.max_prompt_tokens", "rollout.sampling.max_new_tokens"),
+            f"the longest prompt and answer need {need} tokens, but the context has {room}: answers would be cut. "
+            "Lower max_prompt_tokens or max_new_tokens, or raise max_context_tokens.",
+        )
+
+
+def _algorithm(config: RunConfig) -> Iterator[Problem]:
+    kl = config.algo.kl
+    if kl.coef > 0 and kl.estimator == "k1" and kl.place == "loss":
+        yield Problem(
+            ("algo.kl.estimator", "algo.kl.place"),
+            "k1 as a term of the loss has zero mean gradient on-policy: it would add noise and hold nothing back. "
+            "Use k3 or k2 in the loss, or k1 with place: reward.",
+        )
+
+
+def _cluster(config: RunConfig) -> Iterator[Problem]:
+    cluster = config.cluster
+    if cluster.executor == "inline":
+        for name, needed in (("num_train_ranks", 1), ("num_rollout_ranks", 0)):
+            if getattr(cluster, name) != needed:
+                text = (
+                    f"inline runs everything in this one process: {name} must be {needed}. Or use executor: processes."
+                )
+                yield Problem((f"cluster.{name}", "cluster.executor"), text)
+    name = "num_rollout_ranks" if cluster.num_rollout_ranks else "num_train_ranks"
+    replicas = getattr(cluster, name)
+    if config.rollout.mesh.dp not in (-1, replicas):
+        text = f"the ranks make {replicas} replicas of the sampler: use {replicas}, or -1 for as many as there are."
+        yield Problem(("rollout.mesh.dp", f"cluster.{name}"), text)
+
+
+def _kinds(case: Case, config: RunConfig) -> Iterator[Problem]:
+    terms = config.reward.terms
+    if not terms:
+        yield Problem(("reward.terms",), "without a reward there is nothing to learn: name at least one term.")
+    elif not any(term.weight for term in terms.values()):
+        weights = tuple(f"reward.terms.{name}.weight" for name in terms)
+        yield Problem(weights, "all weights are 0, so every reward would be 0.")
+    named = [("reward", f"reward.terms.{name}.kind", term.kind) for name, term in terms.items()]
+    for table, key, kind in [*named, ("agent", "agent.kind", config.agent.kind)]:
+        names = case.known.get(table)
+        if DOTTED_PATH.fullmatch(kind) or (names is None and kind.isidentifier()) or kind in (names or ()):
+            continue
+        close = difflib.get_close_matches(kind, names or (), 3, 0.5)
+        meant = f" Nearest: {', '.join(close)}." if close else ""
+        choices = f" one of {', '.join(sorted(names))}" if names else " a name"
+        yield Problem((key,), f"must be{choices}, or a dotted path package.module:name.{meant}")
+
+
+def find(given: Value, folder: Path) -> tuple[Path | None, list[Path]]:
+    """(the file or folder a path names, the places looked at): beside the config file, then the working folder."""
+    path = Path(given.value).expanduser()
+    places = list(dict.fromkeys(start / path for start in (given.folder, folder, Path.cwd())))
+    return next((place.resolve() for place in places if place.exists()), None), places
+
+
+def _file(case: Case, key: str, columns: list[str]) -> Iterator[Problem]:
+    """The file must be there, and its first row must have the columns that the config names."""
+    path, places = find(case.given[key], case.folder)
+    if path is None or not path.is_file():
+        looked = " and ".join(str(place) for place in places)
+        yield Problem((key,), f"{'no such file' if path is None else 'is a folder, not a file'}; looked for {looked}.")
+        return
+    with path.open("rb") as file:
+        line = next((line for line in file if line.strip()), b"")
+    try:
+        row = json.loads(line)
+    except ValueError:
+        row = None
+    if not isinstance(row, dict):
+        start = line[:40].decode("utf-8", "replace").strip()
+        yield Problem(
+            (key,), f"its first row is no JSON object, but {start!r}; each line must be one: {{column: value}}."
+        )
+        return
+    for column in columns:
+        name = value_of(case.config, column)
+        if name is not None and name not in row:
+            yield Problem((column, key), f"no column {name!r} in the file; it has {', '.join(map(repr, row))}.")
+
+
+def _data_files(case: Case, config: RunConfig) -> Iterator[Problem]:
+    yield from _file(case, "data.path", ["data.prompt", "data.answer"])
+    if config.data.eval_path is not None:
+        yield from _file(case, "data.eval_path", ["data.prompt", "data.answer"])
+
+
+def _model_folder(case: Case) -> Iterator[Problem]:
+    key, text = "model.path", case.config.model.path
+    path, places = find(case.given[key], case.folder)
+    if path is None:
+        starts_in_a_folder = any(place.parent.is_dir() for place in places if "/" in text)
+        if not HUB_ID.fullmatch(text) or starts_in_a_folder:
+            looked = " and ".join(str(place) for place in places)
+            yield Problem((key,), f"no such folder; looked for {looked}. A hub id is written organisation/name.")
+        return
+    if not (path / "config.json").is_file():
+        yield Problem((key,), f"{path} has no config.json: give a folder made by save_pretrained.")
+        return
+    for patterns, what in (
+        (("*.safetensors", "*.bin"), "weights (*.safetensors)"),
+        (("tokenizer*", "vocab*"), "tokenizer (tokenizer.json)"),
+    ):
+        if not any(any(path.glob(pattern)) for pattern in patterns):
+            yield Problem((key,), f"{path} has no {what}.")
+    yield from _model_config(case, path / "config.json")
+
+
+def _model_config(case: Case, path: Path) -> Iterator[Problem]:
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as e:
+        yield Problem(("model.path",), f"{path} is not JSON: {e}.")
+        return
+    if not isinstance(facts, dict):
+        yield Problem(("model.path",), f"{path} is no JSON object; give a folder made by save_pretrained.")
+        return
+    if "vision_config" in facts:
+        yield Problem(("model.path",), "a model with a vision tower; this version trains text models only.")
+        return
+    room, need = facts.get("max_position_embeddings"), longest_row_tokens(case.config)
+    if not isinstance(room, int) or need is None or need <= room:
+        return
+    if isinstance(case.config, SftRunConfig):
+        keys: tuple[str, ...] = ("sft.max_row_tokens", "model.path")
+    else:
+        keys = ("data.max_prompt_tokens", "rollout.sampling.max_new_tokens", "model.path")
+    yield Problem(keys, f"the longest row has {need} tokens, but the model has positions for {room}. Lower them.")
+
+
+def notices(config: RunConfig | SftRunConfig) -> list[str]:
+    """What is right, but not what some readers of the config may think."""
+    found = []
+    attention = config.model.attn_implementation
+    if attention != "auto":
+        found.append(
+            f"model.attn_implementation is {attention}: trainer and sampler share one packed attention over torch's "
+            "scaled_dot_product_attention, which picks its kernel (flash where the hardware has it) by itself."
+        )
+    if config.train.master_dtype == "bfloat16":
+        found.append(
+            f"train.master_dtype is bfloat16: steps of lr {config.train.optimizer.lr:g} are lost in rounding wherever "
+            "they are below 1/256 of a weight; float32 masters keep them."
+        )
+    longest, budget = longest_row_tokens(config), config.train.max_tokens_per_microbatch
+    if longest is not None and longest > budget:
+        found.append(
+            f"the longest row may have {longest} tokens, above train.max_tokens_per_microbatch = {budget}: rows are "
+            "never split, so such a row makes a micro-batch of its own."
+        )
+    return found

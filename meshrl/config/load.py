@@ -1,0 +1,214 @@
+"""From a YAML file and `key=value` overrides to a checked config: what `meshrl train` does before torch is imported."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar, cast
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from meshrl.config import check as checks
+from meshrl.config.arithmetic import data_ranks
+from meshrl.config.base import Slice
+from meshrl.config.run import RunConfig, SftRunConfig
+from meshrl.config.schema import Key, all_keys, locate, nearest
+from meshrl.config.source import Problem, Reader, Tree, Value, dotted, expand, leaves, merge, plain
+from meshrl.config.values import show
+from meshrl.core.errors import ConfigError
+
+DEFAULT = "default"
+C = TypeVar("C", bound=RunConfig | SftRunConfig)
+PATH_KEYS = ("model.path", "data.path", "data.eval_path", "sft.path")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loaded(Generic[C]):
+    """A checked config and where it came from. Paths in it are absolute, -1 and aliases of the mesh written out.
+
+    origins: dotted key of every value -> "gsm8k.yaml:12", "command line" or "default"; file names are relative to
+    `folder`, that of the config file. notices: lines to print at the start of a run.
+    """
+
+    config: C
+    origins: dict[str, str]
+    path: Path
+    folder: Path
+    notices: tuple[str, ...]
+
+
+def load_run_config(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    known: dict[str, set[str]] | None = None,
+    purpose: checks.Purpose = "train",
+) -> Loaded[RunConfig]:
+    """The config of `meshrl train`, or with purpose "eval" of `meshrl eval`, which may filter what it samples.
+
+    known: names of the reward and agent tables, {"reward": {...}, "agent": {...}}.
+
+    Raises: ConfigError that lists everything wrong at once, each with key, value, origin and what to do.
+    """
+    return _load(RunConfig, path, overrides, known or {}, purpose)
+
+
+def load_sft_config(path: str | Path, overrides: Sequence[str] = ()) -> Loaded[SftRunConfig]:
+    """The config of `meshrl sft`. Raises: ConfigError, as load_run_config."""
+    return _load(SftRunConfig, path, overrides, {}, "sft")
+
+
+def _load(
+    model: type[C], file: str | Path, overrides: Sequence[str], known: dict[str, set[str]], purpose: checks.Purpose
+) -> Loaded[C]:
+    path = Path(file)
+    folder = path.resolve().parent
+    keys = all_keys(model)
+    reader = Reader(folder)
+    tree: Tree = {}
+    for layer in [*reader.files(path), *(reader.override(text) for text in overrides)]:
+        tree = merge(tree, expand(layer, keys))
+    given = dict(leaves(tree))
+    config, wrong = _validate(model, tree, keys)
+    faulty = {problem.keys[0] for problem in wrong}
+    if wrong:  # with the faults set aside, the rest may still tell more in the same message
+        config, still_wrong = _validate(model, _without(tree, faulty), keys)
+        config = None if still_wrong else config
+    problems = [*reader.problems, *wrong]
+    if config is not None:
+        case = checks.Case(config=config, given=given, folder=folder, known=known, purpose=purpose)
+        problems += [problem for problem in checks.check(case) if not _about(problem, faulty)]
+    if config is None or problems:
+        raise ConfigError(_report(path, problems, given, config))
+    config, resolved = _resolve(config, given, folder)
+    origins = {key: given[key].origin if key in given else DEFAULT for key, _ in leaves(_as_tree(config))}
+    origins |= {key: f"{origins[key]}, {how}" for key, how in resolved.items()}
+    notices = tuple(checks.notices(config))
+    return Loaded(config=config, origins=origins, path=path, folder=folder, notices=notices)
+
+
+def _validate(model: type[C], tree: Tree, keys: dict[str, Key]) -> tuple[C | None, list[Problem]]:
+    try:
+        # As JSON, strictly: a list fills a tuple, 1 a float, but true is no number and "8" no integer.
+        return cast(C, model.model_validate_json(json.dumps(plain(tree)), strict=True)), []
+    except ValidationError as e:
+        return None, list(dict.fromkeys(_problem(error, keys) for error in e.errors(include_url=False)))
+
+
+def _problem(error: ErrorDetails, keys: dict[str, Key]) -> Problem:
+    path = ".".join(str(part) for part in error["loc"])
+    key, rest = locate(keys, path)
+    if error["type"] == "extra_forbidden":
+        return Problem((path,), _unknown(path, isinstance(error["input"], dict), keys))
+    if key is None:  # text that JSON can't carry, such as half a surrogate pair
+        return Problem(("config",), f"can't be read: {error['msg']}.")
+    if error["type"] == "missing" and not rest:
+        return Problem((path,), f"required, but not given: {key.text}.")
+    at = path.removesuffix(f".{rest}") if rest else path
+    if key.is_section:
+        inside = ", ".join(k.rpartition(".")[2] for k in keys if k.rpartition(".")[0] == key.path)
+        also = {"algo.loss": ", or the name of a loss", "algo.kl": ", or off", "model.lora": ", or off"}.get(at, "")
+        return Problem((at,), f"must be a section with keys of its own ({inside}){also}.")
+    hint = " Quote it, so that YAML reads text." if error["type"] == "string_type" else ""
+    return Problem((at,), f"allowed: {key.allowed} ({key.text}).{hint}")
+
+
+def _unknown(path: str, is_section: bool, keys: dict[str, Key]) -> str:
+    for other, command in ((RunConfig, "meshrl train"), (SftRunConfig, "meshrl sft")):
+        if path in all_keys(other):
+            return f"not a key of this command's config, but of `{command}`'s. Remove it here."
+    near = nearest(keys, path, is_section)
+    if not near:
+        return "unknown key, and no known key is like it. `meshrl config` lists them all."
+    return f"unknown key. Nearest: {', '.join(near)}."
+
+
+def _about(problem: Problem, faulty: set[str]) -> bool:
+    """Whether a problem may come from a fault that is already told: from the default that stood in for its value."""
+    return any(fault == key or fault.startswith(f"{key}.") for fault in faulty for key in problem.keys)
+
+
+def _without(tree: Tree, faulty: set[str], path: str = "") -> Tree:
+    kept: Tree = {}
+    for name, entry in tree.items():
+        inner = dotted(path, name)
+        if inner not in faulty:
+            kept[name] = _without(entry, faulty, inner) if isinstance(entry, dict) else entry
+    return kept
+
+
+_WRAP: dict[str, Any] = {
+    "initial_indent": " " * 6,
+    "subsequent_indent": " " * 6,
+    "break_long_words": False,
+    "break_on_hyphens": False,
+}
+
+
+def _report(path: Path, problems: list[Problem], given: dict[str, Value], config: Slice | None) -> str:
+    count = f"{len(problems)} problems" if len(problems) > 1 else "1 problem"
+    lines = [f"{path}: {count} in this config"]
+    for problem in problems:
+        lines.append("")
+        for key in problem.keys:
+            value, origin = _given_or_default(key, given, config)
+            lines.append(f"  {key}{value}   [{problem.origin or origin}]")
+        lines.append(textwrap.fill(problem.text, 100, **_WRAP))
+    return "\n".join(lines)
+
+
+def _given_or_default(key: str, given: dict[str, Value], config: Slice | None) -> tuple[str, str]:
+    if key in given:
+        return f" = {_short(given[key].value)}", given[key].origin
+    inside = [value.origin for path, value in given.items() if path.startswith(f"{key}.")]
+    if inside:
+        return "", inside[0]
+    try:
+        return f" = {_short(checks.value_of(config, key))}", DEFAULT
+    except (KeyError, AttributeError):
+        return "", "not given"
+
+
+def _short(value: Any) -> str:
+    text = show(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _as_tree(config: Slice) -> Tree:
+    def tree(value: Any) -> Any:
+        return {name: tree(v) for name, v in value.items()} if isinstance(value, dict) and value else _NOWHERE
+
+    return tree(config.model_dump(mode="json"))
+
+
+_NOWHERE = Value(None, DEFAULT, Path())
+
+
+def _resolve(config: C, given: dict[str, Value], folder: Path) -> tuple[C, dict[str, str]]:
+    """Paths absolute, aliases and the mesh written out; and for each key that changed without being wrong, how."""
+    changes: dict[str, Any] = {}
+    for key in PATH_KEYS:
+        if key in given and checks.has_key(config, key) and given[key].value is not None:
+            found, _ = checks.find(given[key], folder)
+            if found is not None:
+                changes[key] = str(found)
+    how: dict[str, str] = {}
+    replicate, shard = data_ranks(config.train, config.cluster.num_train_ranks)
+    for key, size in (("train.mesh.dp_replicate", replicate), ("train.mesh.dp_shard", shard)):
+        written = checks.value_of(config, key)
+        if written != size:
+            changes[key], how[key] = size, f"from {written}"
+    for alias, key in checks.ALIASES.items():
+        if alias in given and given[alias].value is not None:
+            changes[key] = given[alias].value
+    for key, value in changes.items():
+        config = _replaced(config, key.split("."), value)
+    return config, how
+
+
+def _replaced(part: Any, names: list[str], value: Any) -> Any:
+    name, *rest = names
+    return part.model_copy(update={name: _replaced(getattr(part, name), rest, value) if rest else value})

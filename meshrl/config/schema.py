@@ -1,0 +1,208 @@
+"""Every dotted key of a configuration, read off the slices: for errors, `meshrl config` and docs/config.md."""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic.fields import FieldInfo
+
+from meshrl.config.base import Slice
+from meshrl.config.values import show
+
+NAME = "NAME"  # stands in a dotted key where the user chooses the name, as in reward.terms.NAME.kind
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Key:
+    """One key. allowed: its type and limits in words. default: as YAML, None = required.
+
+    Example: Key(path="train.optimizer.lr", allowed="number > 0", default="1e-06", text="peak learning rate; ...",
+    is_section=False).
+    """
+
+    path: str
+    allowed: str
+    default: str | None
+    text: str
+    is_section: bool
+
+
+def all_keys(model: type[Slice], prefix: str = "") -> dict[str, Key]:
+    """Every key of a slice by its dotted path, sections before what they hold, in the order of the slices."""
+    return {key.path: key for key in _walk(model, prefix)}
+
+
+def _walk(model: type[Slice], prefix: str) -> Iterator[Key]:
+    for name, info in model.model_fields.items():
+        path = f"{prefix}{name}"
+        section, entries = _slice_of(info.annotation), _entries_of(info.annotation)
+        default = None if info.is_required() else show(_plain(info.get_default(call_default_factory=True)))
+        allowed = "a section" if section else _allowed(info)
+        is_section = section is not None or entries is not None
+        yield Key(path=path, allowed=allowed, default=default, text=info.description or "", is_section=is_section)
+        if section:
+            yield from _walk(section, f"{path}.")
+        if entries:
+            table = f"{path}.{NAME}"
+            yield Key(path=table, allowed="a section", default=None, text=f"one entry of {path}", is_section=True)
+            yield from _walk(entries, f"{table}.")
+
+
+def locate(keys: dict[str, Key], path: str) -> tuple[Key | None, str]:
+    """The deepest known key that leads to a dotted path, and what is left of the path below it ("" = the key itself).
+
+    Example: "reward.terms.answer.kid" -> (the key reward.terms.NAME, "kid").
+    """
+    parts, known = path.split("."), ""
+    for i, part in enumerate(parts):
+        tries = [f"{known}.{name}".lstrip(".") for name in (part, NAME)]
+        found = next((candidate for candidate in tries if candidate in keys), None)
+        if found is None:
+            return keys.get(known), ".".join(parts[i:])
+        known = found
+    return keys[known], ""
+
+
+def nearest(keys: dict[str, Key], path: str, is_section: bool = False, count: int = 3) -> list[str]:
+    """The keys a user may have meant: what another framework's name stands for, else by likeness of the last word,
+    of equal ones those in a section of like name first. is_section: the unknown key holds keys of its own."""
+    section, _, leaf = path.rpartition(".")
+    meant = ELSEWHERE.get(leaf.lower())
+    scores = {}
+    for known, key in keys.items():
+        known_section, _, known_leaf = known.rpartition(".")
+        likeness = _likeness(leaf.lower(), known_leaf)
+        if key.is_section == is_section and likeness >= 0.65:
+            scores[known] = likeness + 0.3 * _likeness(section, known_section)
+    best = max(scores.values(), default=0.0)
+    found = [known for known in sorted(scores, key=lambda k: -scores[k]) if scores[known] > best - 0.3]
+    if meant in keys:
+        found = [meant, *(known for known in found if scores[known] >= 1.0)]
+    return [_in_the_users_names(known, path) for known in dict.fromkeys(found)][:count]
+
+
+def _likeness(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()
+
+
+def _in_the_users_names(known: str, path: str) -> str:
+    parts, given = known.split("."), path.split(".")
+    return ".".join(given[i] if part == NAME and i < len(given) else part for i, part in enumerate(parts))
+
+
+def _allowed(info: FieldInfo) -> str:
+    limits = [
+        f"{symbol} {show(getattr(rule, name))}"
+        for rule in info.metadata
+        for name, symbol in (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
+        if getattr(rule, name, None) is not None
+    ]
+    words = _words(info.annotation)
+    base, null, _ = words.partition(" or null")
+    return f"{base} {' and '.join(limits)}{null}" if limits else words
+
+
+_WORDS: dict[Any, str] = {str: "text", bool: "true | false", int: "integer", float: "number", Any: "anything"}
+
+
+def _words(annotation: Any) -> str:
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Literal:
+        return " | ".join(show(value) for value in args)
+    if origin in (types.UnionType, typing.Union):
+        return " or ".join("null" if arg is type(None) else _words(arg) for arg in args)
+    if origin is list:
+        return f"list of {_words(args[0])}s"
+    if origin is tuple:
+        return f"[{', '.join(_words(arg) for arg in args)}]"
+    if origin is dict:
+        return "names -> sections" if _entries_of(annotation) else "names -> values"
+    return _WORDS[annotation]
+
+
+def _slice_of(annotation: Any) -> type[Slice] | None:
+    return annotation if isinstance(annotation, type) and issubclass(annotation, Slice) else None
+
+
+def _entries_of(annotation: Any) -> type[Slice] | None:
+    args: Sequence[Any] = typing.get_args(annotation)
+    return _slice_of(args[1]) if typing.get_origin(annotation) is dict else None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Slice):
+        return value.model_dump(mode="json", exclude_defaults=True)
+    if isinstance(value, dict):
+        return {name: _plain(entry) for name, entry in value.items()}
+    return value
+
+
+ELSEWHERE = {  # what other frameworks call it -> what it is called here
+    "learning_rate": "train.optimizer.lr",
+    "max_grad_norm": "train.optimizer.clip",
+    "grad_clip": "train.optimizer.clip",
+    "clip_grad": "train.optimizer.clip",
+    "warmup_ratio": "train.scheduler.warmup_steps",
+    "lr_scheduler_type": "train.scheduler.kind",
+    "gradient_checkpointing": "train.activation_checkpointing",
+    "enable_gradient_checkpointing": "train.activation_checkpointing",
+    "ppo_micro_batch_size_per_gpu": "train.max_tokens_per_microbatch",
+    "per_device_train_batch_size": "train.max_tokens_per_microbatch",
+    "micro_batch_size": "train.max_tokens_per_microbatch",
+    "gradient_accumulation_steps": "train.max_tokens_per_microbatch",
+    "ppo_max_token_len_per_gpu": "train.max_tokens_per_microbatch",
+    "ppo_mini_batch_size": "train.updates_per_step",
+    "num_iterations": "train.updates_per_step",
+    "ppo_epochs": "train.updates_per_step",
+    "train_batch_size": "loop.prompts_per_step",
+    "rollout_batch_size": "loop.prompts_per_step",
+    "batch_size": "loop.prompts_per_step",
+    "n": "loop.samples_per_prompt",
+    "num_generations": "loop.samples_per_prompt",
+    "n_samples_per_prompt": "loop.samples_per_prompt",
+    "group_size": "loop.samples_per_prompt",
+    "max_steps": "loop.num_steps",
+    "total_training_steps": "loop.num_steps",
+    "test_freq": "loop.eval_every_steps",
+    "eval_steps": "loop.eval_every_steps",
+    "save_freq": "loop.save_every_steps",
+    "save_steps": "loop.save_every_steps",
+    "max_response_length": "rollout.sampling.max_new_tokens",
+    "max_completion_length": "rollout.sampling.max_new_tokens",
+    "max_tokens": "rollout.sampling.max_new_tokens",
+    "max_prompt_length": "data.max_prompt_tokens",
+    "max_model_len": "rollout.max_context_tokens",
+    "max_num_seqs": "rollout.max_running_requests",
+    "train_files": "data.path",
+    "val_files": "data.eval_path",
+    "prompt_key": "data.prompt",
+    "model_name_or_path": "model.path",
+    "torch_dtype": "model.dtype",
+    "beta": "algo.kl.coef",
+    "kl_coef": "algo.kl.coef",
+    "kl_loss_coef": "algo.kl.coef",
+    "kl_loss_type": "algo.kl.estimator",
+    "adv_estimator": "algo.advantage",
+    "advantage_estimator": "algo.advantage",
+    "loss_agg_mode": "algo.aggregation",
+    "loss_type": "algo.aggregation",
+    "clip_ratio": "algo.loss.clip_low",
+    "clip_ratio_low": "algo.loss.clip_low",
+    "clip_ratio_high": "algo.loss.clip_high",
+    "epsilon": "algo.loss.clip_low",
+    "epsilon_high": "algo.loss.clip_high",
+    "entropy_coeff": "algo.entropy_coef",
+    "n_gpus_per_node": "cluster.num_train_ranks",
+    "nproc_per_node": "cluster.num_train_ranks",
+    "world_size": "cluster.num_train_ranks",
+    "nnodes": "cluster.nodes",
+    "experiment_name": "run.name",
+    "run_name": "run.name",
+    "output_dir": "run.folder",
+    "default_local_dir": "run.folder",
+}

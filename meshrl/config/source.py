@@ -1,0 +1,220 @@
+"""Config files and command-line overrides as trees of values that know where they were written.
+
+A tree is a dict of trees and Values; lists and scalars are Values. Layers (base file, file, each override) are read
+one by one, their shorthands written out, then merged: a later layer wins, sections merge, everything else replaces.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias, Union
+
+import yaml
+
+from meshrl.config.schema import Key, locate
+from meshrl.config.values import scalar
+from meshrl.core.errors import ConfigError
+
+COMMAND_LINE = "command line"
+MAX_DEPTH = 30  # sections in sections; an alias that holds itself has no end
+YAML_TEXT = "tag:yaml.org,2002:str"
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A value as given. origin: "gsm8k.yaml:12" or "command line". folder: what a relative path in it starts from."""
+
+    value: Any
+    origin: str
+    folder: Path
+
+
+Tree: TypeAlias = dict[str, Union["Tree", Value]]
+
+
+class Whole(dict[str, Any]):
+    """A section that a shorthand wrote out: it replaces the section of earlier layers instead of merging with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing wrong: the keys it is about (the first is at fault), and what to do. origin: where, if no key tells."""
+
+    keys: tuple[str, ...]
+    text: str
+    origin: str = ""
+
+
+def dotted(path: str, name: str) -> str:
+    """The dotted key of an entry of a section; "" is the top."""
+    return f"{path}.{name}" if path else name
+
+
+class Reader:
+    """Reads one run's files and overrides, collecting every problem that does not stop it from reading on."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.problems: list[Problem] = []
+
+    def files(self, path: Path, seen: tuple[Path, ...] = ()) -> list[Tree]:
+        """The layers of a file, its base's first. Raises ConfigError if one can't be read or is its own base."""
+        tree, base = self._file(path)
+        if base is None:
+            return [tree]
+        below = (path.parent / base).resolve()
+        chain = (*seen, path.resolve())
+        if below in chain:
+            raise ConfigError(f"{path}: `base: {base}` leads back to a file that is already being read; remove it")
+        if not below.is_file():
+            raise ConfigError(f"{path}: base file {base!r} not found; it is looked for beside this file, at {below}")
+        return [*self.files(below, chain), tree]
+
+    def override(self, text: str) -> Tree:
+        """The layer of one `dotted.key=value`; the value is YAML, as in a file."""
+        path, equals, value = text.partition("=")
+        if not equals or not all(path.split(".")):
+            raise ConfigError(f"{text!r} is no override: write dotted.key=value, such as train.optimizer.lr=1e-6")
+        node = _compose(value, f"the value of {path} on the command line")
+        read = self._read(node, COMMAND_LINE, path, self.folder) if node else Value(None, COMMAND_LINE, self.folder)
+        for part in reversed(path.split(".")):
+            read = {part: read}
+        assert isinstance(read, dict)
+        return read
+
+    def _file(self, path: Path) -> tuple[Tree, str | None]:
+        if not path.is_file():
+            what = "is a folder" if path.is_dir() else "does not exist"
+            raise ConfigError(f"config file {str(path)!r} {what} (working folder {Path.cwd()})")
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (UnicodeDecodeError, OSError) as e:
+            raise ConfigError(f"config file {str(path)!r} can't be read as UTF-8 text: {e}") from e
+        node = _compose(text, str(path))
+        name = os.path.relpath(path.resolve(), self.folder)
+        tree = self._read(node, name, "", path.resolve().parent) if node else {}
+        if not isinstance(tree, dict):
+            raise ConfigError(
+                f"{path}: a config file is a mapping of sections (model:, train:, ...), not a single value"
+            )
+        base = tree.pop("base", None)
+        if base is None:
+            return tree, None
+        if not isinstance(base, Value) or not isinstance(base.value, str):
+            raise ConfigError(f"{path}: `base` is the name of one config file to inherit from")
+        return tree, base.value
+
+    def _read(self, node: yaml.Node, name: str, path: str, folder: Path, key_line: int | None = None) -> Tree | Value:
+        """The tree of a YAML node; name is the file's, key_line the line of the key that holds the node."""
+        line = node.start_mark.line + 1 if key_line is None else key_line
+        origin = name if name == COMMAND_LINE else f"{name}:{line}"
+        if path.count(".") > MAX_DEPTH:
+            raise ConfigError(f"{origin}: sections nested more than {MAX_DEPTH} deep")
+        if not isinstance(node, yaml.MappingNode):
+            return Value(self._plain(node, origin), origin, folder)
+        tree: Tree = {}
+        for key, entry in self._entries(node, name, path):
+            tree[key.value] = self._read(entry, name, dotted(path, key.value), folder, key.start_mark.line + 1)
+        return tree
+
+    def _plain(self, node: yaml.Node, origin: str, depth: int = 0) -> Any:
+        """What stands in a list or as a single value, without origins of its own."""
+        if depth > MAX_DEPTH:
+            raise ConfigError(f"{origin}: lists nested more than {MAX_DEPTH} deep")
+        if isinstance(node, yaml.SequenceNode):
+            return [self._plain(entry, origin, depth + 1) for entry in node.value]
+        if isinstance(node, yaml.MappingNode):
+            name = origin.rpartition(":")[0] or origin
+            return {key.value: self._plain(entry, origin, depth + 1) for key, entry in self._entries(node, name, "")}
+        if node.tag != YAML_TEXT:
+            raise ConfigError(f"{origin}: the YAML tag {node.tag!r} is not used here; write the plain value")
+        return scalar(node.value) if node.style is None else node.value
+
+    def _entries(self, node: yaml.MappingNode, name: str, path: str) -> Iterator[tuple[yaml.ScalarNode, yaml.Node]]:
+        first: dict[str, int] = {}
+        for key, entry in node.value:
+            line = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode):
+                raise ConfigError(f"{name}:{line}: a key must be a single word, not a list or a mapping")
+            if key.value in first:
+                origin = name if name == COMMAND_LINE else f"{name}:{line}"
+                text = f"given twice, first in line {first[key.value]}: YAML would drop one in silence. Remove one."
+                self.problems.append(Problem((dotted(path, key.value),), text, origin))
+                continue
+            first[key.value] = line
+            yield key, entry
+
+
+def _compose(text: str, where: str) -> yaml.Node | None:
+    try:
+        # The BaseLoader leaves every scalar a text; values.scalar says what it means.
+        return yaml.compose(text, Loader=yaml.BaseLoader)
+    except yaml.YAMLError as e:
+        raise ConfigError(f"{where} is not valid YAML: {e}") from e
+
+
+def expand(tree: Tree, keys: dict[str, Key], path: str = "") -> Tree:
+    """Write out the shorthands of one layer (`algo.loss: ppo_clip`, `algo.kl: off`, a section left empty).
+
+    Raises: ConfigError for a dotted key in a file, which would otherwise be one more unknown key.
+    """
+    written: Tree = {}
+    for name, entry in tree.items():
+        inner = dotted(path, name)
+        if "." in name and inner in keys:
+            origin = next((value.origin for _, value in leaves({name: entry})), "")
+            raise ConfigError(f"{origin}: {name}: in a file write each part of a dotted key as a section of its own")
+        if isinstance(entry, dict):
+            written[name] = expand(entry, keys, inner)
+            continue
+        short = _SHORTHANDS.get((inner, type(entry.value)))
+        key, rest = locate(keys, inner)
+        if short:
+            meant = short(entry.value)
+            if isinstance(meant, dict):
+                written[name] = Whole({part: Value(v, entry.origin, entry.folder) for part, v in meant.items()})
+            else:
+                written[name] = Value(meant, entry.origin, entry.folder)
+        elif entry.value is None and key is not None and key.is_section and not rest:
+            written[name] = {}
+        else:
+            written[name] = entry
+    return written
+
+
+_SHORTHANDS: dict[tuple[str, type], Any] = {  # (key, type of the value) -> what is meant; YAML reads `off` as false
+    ("algo.loss", str): lambda kind: {"kind": kind},
+    ("algo.kl", bool): lambda on: on or {"coef": 0.0},
+    ("algo.correction", bool): lambda on: on or "off",
+    ("model.lora", bool): lambda on: {"enabled": on},
+}
+
+
+def merge(below: Tree, above: Tree) -> Tree:
+    """above over below: sections merge, values, lists and written-out shorthands replace."""
+    merged = dict(below)
+    for name, entry in above.items():
+        old = merged.get(name)
+        if isinstance(old, dict) and isinstance(entry, dict) and not isinstance(entry, Whole):
+            merged[name] = merge(old, entry)
+        else:
+            merged[name] = entry
+    return merged
+
+
+def leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, Value]]:
+    """Every (dotted key, Value) of a tree."""
+    for name, entry in tree.items():
+        inner = dotted(path, name)
+        if isinstance(entry, dict):
+            yield from leaves(entry, inner)
+        else:
+            yield inner, entry
+
+
+def plain(tree: Tree) -> dict[str, Any]:
+    """The tree without origins, for validation."""
+    return {name: plain(entry) if isinstance(entry, dict) else entry.value for name, entry in tree.items()}

@@ -1,0 +1,63 @@
+"""The synchronous schedule: sample, score, train, sync, one after the other; every sample is of the current weights."""
+
+from __future__ import annotations
+
+from meshrl.agent.flatten import flatten
+from meshrl.algo.advantages import assign_advantages
+from meshrl.loops.evaluate import evaluate_and_report
+from meshrl.loops.export import export_model
+from meshrl.loops.job import Job
+from meshrl.loops.step import (
+    annotate,
+    collect,
+    finish_step,
+    rollout_metrics,
+    sampling_params,
+    split_updates,
+    sync,
+    update,
+)
+
+
+async def colocated(job: Job) -> None:
+    """Run to loop.num_steps. Evaluates before the first step and after the last, if there are held-out prompts."""
+    cfg, spans = job.cfg, job.spans
+    sampling = sampling_params(cfg.rollout.sampling, job.task.stop_token_ids)
+    assert job.task.train_prompts is not None, "training needs data.path"
+    await sync(job)
+    await evaluate_and_report(job)
+    while job.step < cfg.loop.num_steps:
+        prompts = job.task.train_prompts.next(cfg.loop.prompts_per_step)
+        with spans("rollout"):
+            trajectories = await collect(
+                cfg,
+                job.task,
+                job.rollouts,
+                prompts,
+                cfg.loop.samples_per_prompt,
+                "train",
+                sampling,
+                job.trainer.version,
+            )
+        with spans("reward"):
+            metrics = await job.scorer.score(trajectories)
+        samples, flat_metrics = flatten(trajectories)
+        metrics += flat_metrics
+        if samples:
+            with spans("train"):
+                updates = split_updates(job, samples, cfg.train.updates_per_step)
+                metrics += await annotate(job, updates)
+                metrics += assign_advantages(samples, cfg.algo)
+                metrics += await update(job, updates)
+            with spans("sync"):
+                metrics += await sync(job)
+        else:
+            job.note(f"step {job.step + 1}: none of {len(trajectories)} trajectories has a reward; nothing to train on")
+        metrics += rollout_metrics(job, trajectories, samples)
+        await finish_step(job, trajectories, metrics)
+        last = job.step == cfg.loop.num_steps
+        if last or (cfg.loop.eval_every_steps and job.step % cfg.loop.eval_every_steps == 0):
+            await evaluate_and_report(job)
+        if last or (cfg.loop.save_every_steps and job.step % cfg.loop.save_every_steps == 0):
+            with spans("export"):
+                await export_model(job)

@@ -1,0 +1,64 @@
+"""Job: everything a reinforcement-learning loop holds while it runs. Built by loops/run.py, read by the verbs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from meshrl.agent.loop import Agent
+from meshrl.cluster.groups import RolloutGroup, TrainGroup
+from meshrl.config.run import RunConfig
+from meshrl.core.types import Metric, Prompt
+from meshrl.data.sampler import PromptSource
+from meshrl.loops.proof import SamplerProof
+from meshrl.monitor.metrics import divide, merge, units
+from meshrl.monitor.rollout_log import RolloutLog
+from meshrl.monitor.sinks import Sink
+from meshrl.monitor.spans import Spans
+from meshrl.reward.score import Scorer
+from meshrl.sync.manifest import Layout
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """What is asked of the model: prompts, who answers them, and how tokens become text."""
+
+    tokenizer: Any
+    agent: Agent
+    train_prompts: PromptSource | None
+    eval_prompts: list[Prompt]
+    num_too_long: int  # training prompts left out for their length
+    stop_token_ids: tuple[int, ...]
+    max_context_tokens: int
+
+
+@dataclass(kw_only=True, slots=True)
+class Job:
+    """One run. step counts finished rollout steps, num_updates the optimizer steps asked for so far."""
+
+    cfg: RunConfig
+    folder: Path
+    task: Task
+    trainer: TrainGroup
+    rollouts: RolloutGroup
+    scorer: Scorer
+    layout: Layout
+    sinks: Sequence[Sink]
+    note: Callable[[str], None]
+    rollout_log: RolloutLog
+    spans: Spans = field(default_factory=Spans)
+    proof: SamplerProof = field(default_factory=SamplerProof)
+    step: int = 0
+    num_updates: int = 0
+    rewards: list[float] = field(default_factory=list)  # mean training reward of each step
+    evals: list[tuple[int, float]] = field(default_factory=list)  # (finished steps, mean@k)
+
+    def report(self, step: int, metrics: Sequence[Metric]) -> dict[str, float]:
+        """Divide, once, and hand the step's numbers to every sink."""
+        merged = merge(metrics)
+        values, names = divide(merged), units(merged)
+        for sink in self.sinks:
+            sink.write(step, values, names)
+        return values

@@ -1,0 +1,177 @@
+"""The verbs that the loops share, as plain functions: collect, annotate, update, sync, finish_step."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from meshrl.agent.loop import AgentContext
+from meshrl.algo.losses import make_policy_loss
+from meshrl.algo.mismatch import sampler_mismatch
+from meshrl.algo.reduce import assign_loss_weights
+from meshrl.cluster.groups import RolloutGroup, sync_weights
+from meshrl.config.rollout import SamplingConfig
+from meshrl.config.run import RunConfig
+from meshrl.core.types import Metric, Prompt, Purpose, Sample, SamplingParams, Trajectory
+from meshrl.loops.job import Job, Task
+from meshrl.monitor.memory import memory_metrics
+from meshrl.monitor.metrics import histogram
+from meshrl.train.optim import learning_rate
+from meshrl.train.packing import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """The samples of one optimizer step and their packing plan; scoring and training use the same plan (P7)."""
+
+    samples: list[Sample]
+    plan: Plan
+
+
+def sampling_params(cfg: SamplingConfig, stop_token_ids: tuple[int, ...], greedy: bool = False) -> SamplingParams:
+    """The config's sampling as a request carries it."""
+    return SamplingParams(
+        temperature=0.0 if greedy else cfg.temperature,
+        top_p=cfg.top_p,
+        top_k=cfg.top_k,
+        min_p=cfg.min_p,
+        repetition_penalty=cfg.repetition_penalty,
+        stop_token_ids=tuple(sorted({*stop_token_ids, *cfg.stop_token_ids})),
+    )
+
+
+async def collect(
+    cfg: RunConfig,
+    task: Task,
+    rollouts: RolloutGroup,
+    prompts: Sequence[Prompt],
+    num_samples: int,
+    purpose: Purpose,
+    sampling: SamplingParams,
+    min_version: int,
+) -> list[Trajectory]:
+    """num_samples attempts at each prompt, all at once; in the order of prompts and attempts."""
+
+    def context(prompt: Prompt) -> AgentContext:
+        return AgentContext(
+            tokenizer=task.tokenizer,
+            sampling=sampling,
+            max_new_tokens=cfg.rollout.sampling.max_new_tokens,
+            max_context_tokens=task.max_context_tokens,
+            run_seed=cfg.run.seed,
+            group_id=f"{prompt.id}@{prompt.ordinal}",
+            purpose=purpose,
+            min_version=min_version,
+        )
+
+    runs = [
+        task.agent.run(prompt, index, rollouts.generate, ctx)
+        for prompt, ctx in [(prompt, context(prompt)) for prompt in prompts]
+        for index in range(num_samples)
+    ]
+    return list(await asyncio.gather(*runs))
+
+
+def split_updates(job: Job, samples: Sequence[Sample], num_updates: int) -> list[Update]:
+    """Whole groups, in order, into num_updates optimizer steps of equally many groups."""
+    groups: dict[str, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.group_id, []).append(sample)
+    parts: list[list[Sample]] = [[] for _ in range(num_updates)]
+    for i, members in enumerate(groups.values()):
+        parts[i * num_updates // len(groups)].extend(members)
+    return [Update(part, job.trainer.plan(part)) for part in parts if part]
+
+
+async def annotate(job: Job, updates: Sequence[Update]) -> list[Metric]:
+    """Fill what the algorithm asks for and nothing else: reference logprobs when a KL coefficient is above 0, old
+    logprobs when the step has several updates (a single one is on-policy and needs no second forward, P7)."""
+    mismatch: list[Metric] = []
+    for update in updates:
+        if job.cfg.algo.kl.coef > 0:
+            for s, row in zip(
+                update.samples, await job.trainer.forward(update.samples, update.plan, "reference"), strict=True
+            ):
+                s.ref_logprobs = row
+        if len(updates) > 1:
+            for s, row in zip(
+                update.samples, await job.trainer.forward(update.samples, update.plan, "policy"), strict=True
+            ):
+                s.old_logprobs = row
+                mismatch += sampler_mismatch(*(torch.from_numpy(a) for a in (s.rollout_logprobs, row, s.mask)))
+    if mismatch:
+        job.proof.check(mismatch, job.cfg.model.dtype, job.trainer.version)
+    return mismatch
+
+
+async def update(job: Job, updates: Sequence[Update]) -> list[Metric]:
+    """One optimizer step for each Update. The sampler proof stands between gradient and step (P15)."""
+    cfg, metrics = job.cfg, list[Metric]()
+    loss = make_policy_loss(cfg.algo)
+    total = cfg.loop.num_steps * cfg.train.updates_per_step
+    for part in updates:
+        assign_loss_weights(part.samples, cfg.algo, cfg.rollout.sampling.max_new_tokens)
+        report = await job.trainer.forward_backward(part.samples, part.plan, loss)
+        metrics += report.metrics
+        if len(updates) == 1:
+            job.proof.check(report.mismatch, cfg.model.dtype, job.trainer.version)
+            metrics += report.mismatch
+        lr = learning_rate(job.num_updates, total, cfg.train.optimizer.lr, cfg.train.scheduler)
+        step = await job.trainer.optim_step(lr)
+        job.num_updates += 1
+        metrics += [
+            Metric(name="train/grad_norm", sum=step.grad_norm, unit="norm"),
+            Metric(name="train/lr", sum=lr, unit="1/step"),
+            Metric(name="train/skipped_steps", sum=float(step.skipped), reduce="sum", unit="steps"),
+        ]
+    return metrics
+
+
+async def sync(job: Job) -> list[Metric]:
+    """Give the samplers the trainer's weights, with proofs; what it took."""
+    acks = await sync_weights(job.trainer, job.rollouts, job.layout)
+    metrics = [
+        Metric(name="sync/num_bytes", sum=float(job.layout.total_bytes), reduce="max", unit="bytes"),
+        Metric(name="sync/version", sum=float(job.trainer.version), reduce="max", unit="version"),
+    ]
+    for ack in acks:
+        metrics += [
+            Metric(name=f"sync/{stage}_s", sum=seconds, reduce="max", unit="s")
+            for stage, seconds in ack.seconds.items()
+        ]
+    return metrics
+
+
+def rollout_metrics(job: Job, trajectories: Sequence[Trajectory], samples: Sequence[Sample]) -> list[Metric]:
+    """Lengths and speeds of a step; what flatten and the scorer report is not repeated here."""
+    turns = [turn for t in trajectories for turn in t.turns]
+    sampled = sum(len(turn.output_ids) for turn in turns)
+    trained = sum(len(s) for s in samples)
+    rollout_s, train_s = job.spans.seconds("rollout"), job.spans.seconds("train")
+    lengths = [sum(len(turn.output_ids) for turn in t.turns) for t in trajectories]
+    metrics = [
+        Metric(name="rollout/length_mean_tokens", sum=float(sum(lengths)), weight=len(lengths), unit="tokens"),
+        histogram("rollout/length_tokens", lengths, "tokens"),
+        Metric(name="rollout/num_tokens", sum=float(sampled), reduce="sum", unit="tokens"),
+        Metric(name="train/num_tokens", sum=float(trained), reduce="sum", unit="tokens"),
+        Metric(name="rollout/tokens_per_s", sum=sampled, weight=rollout_s, unit="tokens/s"),
+    ]
+    if train_s:
+        metrics.append(Metric(name="train/tokens_per_s", sum=trained, weight=train_s, unit="tokens/s"))
+    return metrics
+
+
+async def finish_step(job: Job, trajectories: Sequence[Trajectory], metrics: list[Metric]) -> None:
+    """Log rollouts, gather memory and times, report, count the step."""
+    for device_metrics, _ in await job.trainer.memory():
+        metrics += device_metrics
+    metrics += memory_metrics()
+    metrics.append(Metric(name="sync/latency_s", sum=job.spans.seconds("sync"), reduce="sum", unit="s"))
+    metrics += job.spans.take()
+    job.rollout_log.write(job.step, trajectories)
+    values = job.report(job.step, metrics)
+    job.rewards.append(values["reward/mean"])
+    job.step += 1

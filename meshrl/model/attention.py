@@ -1,0 +1,185 @@
+"""One attention function for trainer and sampler, behind Transformers' attention interface.
+
+A model loaded here has the attention name "meshrl". Transformers builds no mask for a name it has no mask function
+for, and every attention layer hands its q, k, v to the `attention_context` that the forward call was given. The
+context knows what "the past" means: rows packed side by side (training, here) or a KV cache (rollout/embedded).
+
+Letters: T packed tokens, S rows, B rows of one bucket, L padded length of a bucket, H query heads, K key/value heads,
+D head size.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+
+NAME = "meshrl"
+PAD_WASTE = 1.25  # a bucket may cost this much more than its rows one by one
+SMALL_BUCKET_ROWS = 512 * 512  # sum of l^2 below which padding is cheaper than one more kernel launch
+
+
+class AttentionContext(Protocol):
+    """What a forward pass knows about the past of its tokens."""
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: How) -> torch.Tensor:
+        """q [T, H, D], k [T, K, D], v [T, K, Dv] of the new tokens -> [T, H, Dv]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """Facts of one attention layer: softmax scale, sliding window in tokens (None = all), logit softcap."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+
+def register() -> None:
+    """Make the attention name known to Transformers; safe to call again."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(NAME, _attention)
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    attention_context: AttentionContext | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Transformers' interface, query [1, H, T, D] -> [1, T, H, D]."""
+    if attention_context is None:
+        raise ValueError(
+            f"{type(module).__name__} was called without attention_context: this model computes packed or cached "
+            "attention only; call it through meshrl.model.causal.CausalModel"
+        )
+    if s_aux is not None or dropout:
+        what = "attention sinks (s_aux)" if s_aux is not None else f"attention dropout {dropout}"
+        raise ValueError(f"{type(module).__name__} asks for {what}, which meshrl's attention does not compute")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    how = How(scale, sliding_window, softcap)
+    out = attention_context.attend(
+        module.layer_idx, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), how
+    )
+    return out[None], None
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """Rows of similar length, computed as one padded batch; gather and scatter are None when nothing is padded."""
+
+    rows: int
+    length: int
+    start: int  # first token, when the bucket is a contiguous run of equal rows
+    gather: torch.Tensor | None  # int64[B * L]: token of each padded place (a row's last token fills its padding)
+    scatter: torch.Tensor | None  # int64[tokens of the bucket]: padded place of each token
+
+
+class PackedAttention:
+    """Causal attention inside each row of a pack; no token sees another row, and no [T, T] mask exists.
+
+    Rows are sorted by length and cut into buckets whose padded cost stays within PAD_WASTE of the sum of l^2, so a
+    pack costs what its rows cost one by one, with few kernel launches. Right padding can't leak: attention is causal.
+    """
+
+    def __init__(self, cu_seqlens: list[int], device: torch.device):
+        self.num_tokens = cu_seqlens[-1]
+        lengths = [b - a for a, b in itertools.pairwise(cu_seqlens)]
+        self.buckets: list[_Bucket] = []
+        self.order: torch.Tensor | None = None  # int64[T]: place of each token in the buckets laid end to end
+        rows = sorted(range(len(lengths)), key=lambda s: (-lengths[s], s))
+        rows = [s for s in rows if lengths[s] > 0]
+        at, order = 0, torch.empty(self.num_tokens, dtype=torch.int64)
+        while rows:
+            size = _bucket_size([lengths[s] for s in rows])
+            members, rows = sorted(rows[:size]), rows[size:]
+            self.buckets.append(_make_bucket(members, cu_seqlens, device))
+            for s in members:
+                a, n = cu_seqlens[s], lengths[s]
+                order[a : a + n] = torch.arange(at, at + n)
+                at += n
+        if len(self.buckets) > 1 or any(b.gather is not None for b in self.buckets):
+            self.order = order.to(device)
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: How) -> torch.Tensor:
+        outs = []
+        for b in self.buckets:
+            qb, kb, vb = (_pad(x, b) for x in (q, k, v))
+            out = causal_attention(qb, kb, vb, how).transpose(1, 2).reshape(b.rows * b.length, q.shape[1], v.shape[2])
+            outs.append(out if b.scatter is None else out.index_select(0, b.scatter))
+        out = outs[0] if len(outs) == 1 else torch.cat(outs)
+        return out if self.order is None else out.index_select(0, self.order)
+
+
+def _bucket_size(lengths: list[int]) -> int:
+    """How many of the leading rows (sorted long to short) share one padded batch."""
+    longest, cost = lengths[0], 0
+    for n, length in enumerate(lengths, start=1):
+        cost += length * length
+        padded = n * longest * longest
+        if padded > PAD_WASTE * cost and padded > SMALL_BUCKET_ROWS:
+            return n - 1
+    return len(lengths)
+
+
+def _make_bucket(rows: list[int], cu_seqlens: list[int], device: torch.device) -> _Bucket:
+    starts = [cu_seqlens[s] for s in rows]
+    lengths = [cu_seqlens[s + 1] - cu_seqlens[s] for s in rows]
+    longest = max(lengths)
+    equal = min(lengths) == longest
+    if equal and all(b - a == longest for a, b in itertools.pairwise(starts)):
+        return _Bucket(len(rows), longest, starts[0], None, None)
+    place = torch.arange(longest)
+    start, last = torch.tensor(starts)[:, None], torch.tensor(lengths)[:, None] - 1
+    gather = (start + torch.minimum(place, last)).reshape(-1)
+    scatter = None if equal else (place <= last).reshape(-1).nonzero()[:, 0]
+    return _Bucket(len(rows), longest, 0, gather.to(device), None if scatter is None else scatter.to(device))
+
+
+def _pad(x: torch.Tensor, b: _Bucket) -> torch.Tensor:
+    """[T, H, D] -> [B, H, L, D]"""
+    flat = x[b.start : b.start + b.rows * b.length] if b.gather is None else x.index_select(0, b.gather)
+    return flat.reshape(b.rows, b.length, x.shape[1], x.shape[2]).transpose(1, 2)
+
+
+def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: How) -> torch.Tensor:
+    """Causal attention of equally long rows: q [B, H, L, D], k and v [B, K, L, D] -> [B, H, L, Dv]."""
+    length = q.shape[2]
+    if how.softcap is None and (how.window is None or length <= how.window):
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=how.scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+    place = torch.arange(length, device=q.device)
+    return masked_attention(q, k, v, visible(place, place, how.window), how)
+
+
+def visible(query_place: torch.Tensor, key_place: torch.Tensor, window: int | None) -> torch.Tensor:
+    """bool [..., Q, N]: which keys each query may see, given the places [..., Q] and [..., N] in their row."""
+    behind = query_place[..., :, None] - key_place[..., None, :]
+    return behind >= 0 if window is None else (behind >= 0) & (behind < window)
+
+
+def masked_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, how: How) -> torch.Tensor:
+    """Attention under a bool mask broadcastable to [B, H, Q, N]; with a softcap the softmax is spelled out in fp32."""
+    groups = q.shape[1] // k.shape[1]
+    if how.softcap is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=how.scale, enable_gqa=groups > 1)
+    k, v = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (k, v))
+    scores = (q @ k.transpose(-1, -2)) * how.scale
+    scores = torch.tanh(scores / how.softcap) * how.softcap
+    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    probs = torch.softmax(scores, dim=-1, dtype=torch.promote_types(torch.float32, scores.dtype))
+    return probs.to(v.dtype) @ v

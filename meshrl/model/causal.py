@@ -1,0 +1,75 @@
+"""CausalModel: a Transformers causal LM as trainer and sampler both see it: hidden states, logits, token logprobs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from meshrl.model.attention import AttentionContext
+from meshrl.model.logprob import Head, token_logprobs
+
+
+class CausalModel(torch.nn.Module):
+    """Wraps a Transformers causal LM (`self.lm`). Its forward is the trainer's; the sampler calls hidden and head.
+
+    Under FSDP this module is the root: embedding, final norm and head are its own parameters, so the head's weight is
+    whole inside forward, and a tied embedding stays tied.
+    """
+
+    def __init__(self, lm: torch.nn.Module):
+        super().__init__()
+        self.lm = lm
+        text = lm.config.get_text_config()
+        self.vocab_size: int = text.vocab_size
+        self._scale = float(getattr(text, "logit_scale", None) or 1.0)  # Cohere multiplies
+        self._scale /= float(getattr(text, "logits_scaling", None) or 1.0)  # Granite divides
+        self._softcap = getattr(text, "final_logit_softcapping", None)
+
+    @property
+    def layers(self) -> torch.nn.ModuleList:
+        """The decoder blocks: the longest ModuleList of the backbone."""
+        lists = [m for m in self.lm.base_model.modules() if isinstance(m, torch.nn.ModuleList)]
+        return max(lists, key=len)
+
+    def head(self) -> Head:
+        """The output head, read from the live parameters."""
+        out = self.lm.get_output_embeddings()
+        return Head(out.weight, getattr(out, "bias", None), self._scale, self._softcap)
+
+    def hidden(
+        self, tokens: torch.Tensor, position_ids: torch.Tensor, context: AttentionContext, **model_kwargs: Any
+    ) -> torch.Tensor:
+        """tokens int64[T], position_ids int64[T] -> final hidden states [T, D]."""
+        out = self.lm.base_model(
+            input_ids=tokens[None],
+            position_ids=position_ids[None] if position_ids.dim() == 1 else position_ids[:, None],
+            attention_mask=None,
+            use_cache=False,
+            attention_context=context,
+            **model_kwargs,
+        )
+        return out.last_hidden_state[0]
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        position_ids: torch.Tensor,
+        context: AttentionContext,
+        scored: torch.Tensor,
+        temperature: torch.Tensor,
+        chunk_tokens: int,
+        entropy: bool,
+        model_kwargs: dict[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Logprobs (and entropies) of the tokens at places `scored` int64[N]; temperature [N]. Place 0 of a row
+        can't be scored. Returns float [N]."""
+        h = self.hidden(tokens, position_ids, context, **model_kwargs)
+        return token_logprobs(
+            h.index_select(0, scored - 1),
+            self.head(),
+            tokens.index_select(0, scored),
+            temperature,
+            chunk_tokens=chunk_tokens,
+            entropy=entropy,
+        )

@@ -1,0 +1,86 @@
+"""A reward curve for the terminal and as a PNG."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+_BLOCKS = " ▁▂▃▄▅▆▇█"
+_SMOOTH = 0.8  # share of the past in the drawn moving average: about the last five steps
+
+
+def text_curve(values: Sequence[float], width: int = 60, height: int = 8) -> str:
+    """A bar chart of block characters, lowest and highest value at its left; width and height in characters.
+
+    More values than columns are averaged into columns of equal share; NaN is no value, and a column of it is empty.
+    """
+    columns = [_mean(part) for part in _split(list(values), width)]
+    known = [c for c in columns if not math.isnan(c)]
+    if not known:
+        return "no values yet"
+    low, high = min(known), max(known)
+    labels = [f"{high:.3g}", *[""] * (height - 2), f"{low:.3g}"] if height > 1 else [f"{high:.3g}"]
+    margin = max(len(label) for label in labels)
+    # The lowest value still draws one eighth, so that it differs from no value.
+    eighths = [0 if math.isnan(c) else 1 + round(_share(c, low, high) * (8 * height - 1)) for c in columns]
+    lines = []
+    for row in range(height):
+        base = 8 * (height - 1 - row)
+        bars = "".join(_BLOCKS[min(8, max(0, e - base))] for e in eighths)
+        lines.append(f"{labels[row]:>{margin}} │{bars}".rstrip())
+    return "\n".join(lines)
+
+
+def _share(value: float, low: float, high: float) -> float:
+    """Where the value lies between low and high; one half when all are equal."""
+    return (value - low) / (high - low) if high > low else 0.5
+
+
+def _split(values: list[float], parts: int) -> list[list[float]]:
+    if len(values) <= parts:
+        return [[v] for v in values]
+    cuts = [len(values) * i // parts for i in range(parts + 1)]
+    return [values[a:b] for a, b in itertools.pairwise(cuts)]
+
+
+def _mean(values: list[float]) -> float:
+    known = [v for v in values if math.isfinite(v)]
+    return sum(known) / len(known) if known else math.nan
+
+
+def save_curve(
+    path: str | Path,
+    steps: Sequence[int],
+    rewards: Sequence[float],
+    evals: Sequence[tuple[int, float]] = (),
+    title: str = "reward",
+) -> None:
+    """Draw the training reward by step (thin), its moving average (thick) and evaluations (dots) as a PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.plot(steps, rewards, color="tab:blue", alpha=0.35, linewidth=1, label="training, each step")
+    axes.plot(steps, moving_average(rewards), color="tab:blue", linewidth=2, label="training, moving average")
+    if evals:
+        axes.plot([s for s, _ in evals], [v for _, v in evals], "o", color="tab:orange", label="held-out")
+    axes.set_xlabel("step")
+    axes.set_ylabel("mean reward")
+    axes.set_title(title)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, format="png")
+
+
+def moving_average(values: Sequence[float]) -> list[float]:
+    """Exponential, corrected for its start; steps without a value repeat the last average."""
+    out, total, weight = [], 0.0, 0.0
+    for value in values:
+        if math.isfinite(value):
+            total, weight = _SMOOTH * total + value, _SMOOTH * weight + 1.0
+        out.append(total / weight if weight else math.nan)
+    return out

@@ -1,0 +1,79 @@
+"""From lists of Metrics to numbers. Sums and weights are added wherever metrics meet; only `divide` divides (P13)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import numpy as np
+
+from meshrl.core.types import Metric
+
+_QUANTILES = {"p05": 0.05, "p50": 0.50, "p95": 0.95}
+
+
+def merge(metrics: Iterable[Metric]) -> dict[str, Metric]:
+    """One Metric for each name, in order of first appearance; the same, to rounding, however the parts were split.
+
+    mean and sum add, max and min keep the extreme (a NaN stays visible), hist adds the counts of equal values.
+
+    Raises: ValueError when two metrics of one name differ in unit or reduction.
+    """
+    merged: dict[str, Metric] = {}
+    for metric in metrics:
+        old = merged.get(metric.name)
+        merged[metric.name] = metric if old is None else _add(old, metric)
+    return merged
+
+
+def _add(a: Metric, b: Metric) -> Metric:
+    if (a.unit, a.reduce) != (b.unit, b.reduce):
+        raise ValueError(
+            f"metric {a.name!r} is reported as {a.reduce} in {a.unit!r} and as {b.reduce} in {b.unit!r}; "
+            "one name has one unit and one reduction"
+        )
+    if a.reduce == "hist":
+        values = np.concatenate([a.sum, b.sum])
+        counts = np.concatenate([a.weight, b.weight])
+        return _histogram(a.name, a.unit, values, counts)
+    if a.reduce in ("max", "min"):
+        pick = np.maximum if a.reduce == "max" else np.minimum
+        total = float(pick(a.sum, b.sum))
+    else:
+        total = a.sum + b.sum
+    return Metric(name=a.name, sum=total, weight=a.weight + b.weight, reduce=a.reduce, unit=a.unit)
+
+
+def histogram(name: str, values: np.ndarray, unit: str) -> Metric:
+    """A distribution as a Metric: each different value with its count. For lengths and rewards, not for logits."""
+    flat = np.asarray(values, np.float64).ravel()
+    return _histogram(name, unit, flat, np.ones_like(flat))
+
+
+def _histogram(name: str, unit: str, values: np.ndarray, counts: np.ndarray) -> Metric:
+    distinct, place = np.unique(values, return_inverse=True)
+    totals = np.bincount(place, counts, minlength=len(distinct))
+    columns = tuple(distinct.tolist()), tuple(totals.tolist())
+    return Metric(name=name, sum=columns[0], weight=columns[1], reduce="hist", unit=unit)  # type: ignore[arg-type]
+
+
+def divide(merged: Mapping[str, Metric]) -> dict[str, float]:
+    """The numbers to show. A mean over nothing is NaN; a hist becomes NAME/p05, NAME/p50 and NAME/p95."""
+    return {name: value for metric in merged.values() for name, value in _numbers(metric)}
+
+
+def units(merged: Mapping[str, Metric]) -> dict[str, str]:
+    """The unit of each name that `divide` returns."""
+    return {name: metric.unit for metric in merged.values() for name, _ in _numbers(metric)}
+
+
+def _numbers(metric: Metric) -> Iterator[tuple[str, float]]:
+    if metric.reduce == "hist":
+        values, counts = np.asarray(metric.sum), np.asarray(metric.weight)
+        reached = np.cumsum(counts)
+        for suffix, q in _QUANTILES.items():
+            at = int(np.searchsorted(reached, q * reached[-1])) if len(values) else 0
+            yield f"{metric.name}/{suffix}", float(values[at]) if len(values) else float("nan")
+    elif metric.reduce == "mean":
+        yield metric.name, float(metric.sum / metric.weight) if metric.weight else float("nan")
+    else:
+        yield metric.name, float(metric.sum)

@@ -1,0 +1,168 @@
+"""Every trajectory of a step as one line of rollouts/step_XXXXXX.jsonl, and back. Torch-free, so viewers start fast."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshrl.core.errors import DataError, Failure
+from meshrl.core.types import SCHEMA, Media, Prompt, SamplingParams, Times, Trajectory, Turn
+from meshrl.monitor.jsonl import read_lines, to_line
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoggedTrajectory:
+    """A trajectory as it was written. texts: each turn's sampled tokens decoded, special tokens shown.
+
+    All of the Trajectory comes back to the bit, but for the arrays of its media (only their digest, source and size
+    are written).
+    """
+
+    step: int
+    trajectory: Trajectory
+    texts: list[str]
+
+
+class RolloutLog:
+    """Writes `folder`/rollouts/step_000012.jsonl for each step; `folder` is the run's.
+
+    decode: ids -> text with special tokens shown, e.g. the tokenizer's `decode`.
+    """
+
+    def __init__(self, folder: str | Path, decode: Callable[[list[int]], str]):
+        self._folder, self._decode = Path(folder) / "rollouts", decode
+        self._folder.mkdir(parents=True, exist_ok=True)
+
+    def write(self, step: int, trajectories: Sequence[Trajectory], name: str = "step") -> Path:
+        """Write a step's trajectories, over what an interrupted run may have left of it; whole or not at all.
+
+        name: the file's first word, so that evaluations ("eval") stand beside the steps.
+
+        Raises: TypeError when a prompt's answer or meta is no plain JSON.
+        """
+        path = self._folder / f"{name}_{step:06d}.jsonl"
+        aside = path.with_suffix(".aside")
+        with aside.open("w", encoding="utf-8") as file:
+            for trajectory in trajectories:
+                texts = [self._decode(turn.output_ids.tolist()) for turn in trajectory.turns]
+                file.write(to_line({"schema": SCHEMA, "step": step, **_trajectory_record(trajectory, texts)}))
+        os.replace(aside, path)
+        return path
+
+
+def read_rollouts(path: str | Path) -> Iterator[LoggedTrajectory]:
+    """The trajectories of one step's file, one at a time.
+
+    Raises: DataError for a file of another schema.
+    """
+    for number, record in enumerate(read_lines(path), start=1):
+        if record.get("schema") != SCHEMA:
+            raise DataError(f"{path}:{number}: schema {record.get('schema')!r}; this version reads schema {SCHEMA}")
+        yield LoggedTrajectory(
+            step=record["step"],
+            trajectory=_trajectory(record),
+            texts=[turn["text"] for turn in record["turns"]],
+        )
+
+
+def _trajectory_record(t: Trajectory, texts: list[str]) -> Record:
+    return {
+        "id": t.id,
+        "group_id": t.group_id,
+        "index": t.index,
+        "purpose": t.purpose,
+        "status": t.status,
+        "failure": asdict(t.failure) if t.failure else None,
+        "reward": t.reward,
+        "rewards": {n: {"failure": asdict(r)} if isinstance(r, Failure) else r for n, r in t.rewards.items()},
+        "prompt": _prompt_record(t.prompt),
+        "turns": [{"text": text, **_turn_record(turn)} for text, turn in zip(texts, t.turns)],
+    }
+
+
+def _prompt_record(p: Prompt) -> Record:
+    media = {n: {k: getattr(m, k) for k in ("kind", "digest", "source", "num_tokens")} for n, m in p.media.items()}
+    plain = {k: getattr(p, k) for k in ("id", "ordinal", "messages", "answer", "env", "agent", "meta")}
+    return {**plain, "ids": None if p.ids is None else p.ids.tolist(), "media": media}
+
+
+def _turn_record(t: Turn) -> Record:
+    return {
+        "parent": t.parent,
+        "stop_reason": t.stop_reason,
+        "reward": t.reward,
+        "messages": t.messages,
+        "context_ids": t.context_ids.tolist(),
+        "output_ids": t.output_ids.tolist(),
+        "logprobs": t.logprobs.tolist(),
+        "versions": t.versions.tolist(),
+        "media_spans": [list(span) for span in t.media_spans],
+        "routed_experts": None if t.routed_experts is None else _array_record(t.routed_experts),
+        "extras": {name: _array_record(array) for name, array in t.extras.items()},
+        "sampling": asdict(t.sampling),
+        "seed": t.seed,
+        "engine_id": t.engine_id,
+        "times": asdict(t.times),
+    }
+
+
+def _array_record(array: np.ndarray) -> Record:
+    return {"dtype": str(array.dtype), "shape": list(array.shape), "values": array.ravel().tolist()}
+
+
+def _array(record: Record) -> np.ndarray:
+    return np.array(record["values"], dtype=record["dtype"]).reshape(record["shape"])
+
+
+def _trajectory(r: Record) -> Trajectory:
+    return Trajectory(
+        prompt=_prompt(r["prompt"]),
+        group_id=r["group_id"],
+        index=r["index"],
+        purpose=r["purpose"],
+        turns=[_turn(turn) for turn in r["turns"]],
+        status=r["status"],
+        failure=Failure(**r["failure"]) if r["failure"] else None,
+        rewards={n: Failure(**v["failure"]) if isinstance(v, dict) else float(v) for n, v in r["rewards"].items()},
+        reward=_number(r["reward"]),
+    )
+
+
+def _prompt(r: Record) -> Prompt:
+    media = {name: Media(outputs={}, **facts) for name, facts in r["media"].items()}
+    ids = None if r["ids"] is None else np.array(r["ids"], np.int32)
+    plain = {k: r[k] for k in ("id", "ordinal", "messages", "answer", "env", "agent", "meta")}
+    return Prompt(ids=ids, media=media, **plain)
+
+
+def _turn(r: Record) -> Turn:
+    sampling = r["sampling"] | {"stop_token_ids": tuple(r["sampling"]["stop_token_ids"])}
+    return Turn(
+        parent=r["parent"],
+        stop_reason=r["stop_reason"],
+        reward=_number(r["reward"]),
+        messages=r["messages"],
+        context_ids=np.array(r["context_ids"], np.int32),
+        output_ids=np.array(r["output_ids"], np.int32),
+        logprobs=np.array(r["logprobs"], np.float32),
+        versions=np.array(r["versions"], np.int32),
+        media_spans=[(name, start, size) for name, start, size in r["media_spans"]],
+        routed_experts=None if r["routed_experts"] is None else _array(r["routed_experts"]),
+        extras={name: _array(array) for name, array in r["extras"].items()},
+        sampling=SamplingParams(**sampling),
+        seed=r["seed"],
+        engine_id=r["engine_id"],
+        times=Times(**r["times"]),
+    )
+
+
+def _number(value: float | str | None) -> float | None:
+    """A number as it was: non-finite ones were written as texts."""
+    return float(value) if isinstance(value, str) else value

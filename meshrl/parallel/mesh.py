@@ -1,0 +1,42 @@
+"""The one DeviceMesh: dp_replicate x dp_shard x ulysses x tp, and its resolution from the config."""
+
+from __future__ import annotations
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from meshrl.config.train import TrainMeshConfig
+from meshrl.core.errors import ConfigError
+
+AXES = ("dp_replicate", "dp_shard", "ulysses", "tp")
+
+
+def resolve_shape(cfg: TrainMeshConfig, num_ranks: int, sharding_strategy: str) -> tuple[int, int, int, int]:
+    """Sizes of the four axes for num_ranks ranks; -1 takes what remains. NO_SHARD turns all ranks into replicas.
+
+    Raises: ConfigError when the axes don't multiply to num_ranks.
+    """
+    fixed = cfg.ulysses * cfg.tp
+    if sharding_strategy == "NO_SHARD":
+        shape = (num_ranks // fixed, 1, cfg.ulysses, cfg.tp)
+    else:
+        shard = num_ranks // (cfg.dp_replicate * fixed) if cfg.dp_shard == -1 else cfg.dp_shard
+        shape = (cfg.dp_replicate, shard, cfg.ulysses, cfg.tp)
+    size = shape[0] * shape[1] * shape[2] * shape[3]
+    if size != num_ranks:
+        raise ConfigError(
+            f"train.mesh {dict(zip(AXES, shape, strict=True))} needs {size} ranks, but cluster.num_train_ranks is "
+            f"{num_ranks}; make the product equal, or leave dp_shard at -1"
+        )
+    return shape
+
+
+def build_mesh(shape: tuple[int, int, int, int], device_type: str) -> DeviceMesh:
+    """The named mesh over the default process group."""
+    return init_device_mesh(device_type, shape, mesh_dim_names=AXES)
+
+
+def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The part of the mesh that FSDP2 shards over: 1-D, or (replicate, shard) when there are replicas."""
+    if mesh["dp_replicate"].size() > 1:
+        return mesh["dp_replicate", "dp_shard"]
+    return mesh["dp_shard"]

@@ -1,0 +1,32 @@
+"""Does a completion have the form that was asked for? 1.0 or 0.0, by a regular expression."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+
+def format_match(completion: str, answer: Any, *, regex: str, where: str = "full") -> float:
+    """1.0 when the stripped completion matches `regex`, else 0.0. The reference answer plays no part.
+
+    regex: Python syntax; write (?s) in front where `.` should also match line breaks.
+    where: `full` = from the first to the last character, `anywhere` = some part of it.
+
+    Example: format_match("<think>2+2</think> 4", None, regex="(?s)<think>.*</think> [0-9]+") is 1.0.
+    """
+    text = completion.strip()
+    found = re.fullmatch(regex, text) if where == "full" else re.search(regex, text)
+    return 1.0 if found else 0.0
+
+
+def check_args(regex: str, where: str = "full") -> None:
+    """Refuse a broken expression or an unknown place before anything is graded.
+
+    Raises: ValueError.
+    """
+    if where not in ("full", "anywhere"):
+        raise ValueError(f"where is {where!r}; allowed: full, anywhere")
+    try:
+        re.compile(regex)
+    except re.error as error:
+        raise ValueError(f"regex {regex!r} is not valid: {error}") from error

@@ -1,0 +1,126 @@
+"""Is the final answer of a completion the right one? 1.0 or 0.0, by one of four rules.
+
+| rule | reads the completion as | right when |
+| --- | --- | --- |
+| gsm8k | its last `#### N` | N is the same string as the reference's, without commas, $ and a trailing period |
+| exact | the whole text | stripped texts are equal, or both are plain numbers of equal value |
+| math_verify | the last boxed, LaTeX or plain expression in it | mathematically equal (1/2 = 0.5 = \\frac{1}{2}) |
+| auto | gsm8k if it holds `####`; exact if it is a plain number; math_verify otherwise | as that rule says |
+
+A completion without a readable answer is wrong (0.0). A reference that can't be read is an error, not a wrong answer.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from decimal import Decimal
+from typing import Any
+
+_MARKED = re.compile(r"#### (\$?-?\$?[0-9.,]+)")
+_GSM8K_NUMBER = re.compile(r"\$?-?\$?[0-9.,]+")
+_PLAIN_NUMBER = re.compile(r"[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|[-+]?\.[0-9]+")
+_LATEX_MARKS = ("$", "\\boxed", "\\(", "\\[")
+
+
+def math_answer(completion: str, answer: Any, *, rule: str = "auto") -> float:
+    """1.0 when the completion's final answer equals the reference `answer` under `rule` (see the table above), else 0.0.
+
+    answer: the reference: a number, a text, LaTeX, or a whole GSM8K solution that ends in `#### N`.
+    Raises: ValueError for an unknown rule or a reference that the rule can't read.
+    """
+    return 1.0 if _rule(rule)(completion, str(answer)) else 0.0
+
+
+def check_args(rule: str = "auto") -> None:
+    """Refuse an unknown rule, and load math-verify where the rule may need it: it takes half a second to import."""
+    _rule(rule)
+    if rule in ("auto", "math_verify"):
+        import math_verify  # noqa: F401
+
+
+def gsm8k(completion: str, answer: str) -> bool:
+    """The rule of the GSM8K benchmark: compare what stands after `#### `, as strings without commas.
+
+    Two additions that public evaluations share: the last `####` counts (the first of the benchmark's own script pays
+    a model for guessing several times), and a $ or a trailing period is ignored.
+    Source: github.com/openai/grade-school-math, dataset.py; lm-evaluation-harness, tasks/gsm8k (ignored characters).
+    """
+    marked = _MARKED.findall(completion)
+    return bool(marked) and _cleaned(marked[-1]) == _gsm8k_reference(answer)
+
+
+def exact(completion: str, answer: str) -> bool:
+    """Equal stripped texts, or plain numbers of equal value: 1,000 = 1000.0, but 1/2 is not 0.5."""
+    completion, answer = completion.strip(), answer.strip()
+    if completion == answer:
+        return True
+    got, want = _plain_number(completion), _plain_number(answer)
+    return got is not None and got == want
+
+
+def math_verify(completion: str, answer: str) -> bool:
+    """Equality by the math-verify package: fractions, roots, sets, intervals, equations, percentages.
+
+    Its own timeouts are off: they use SIGALRM, which can't end a hang in C; the worker's clock can. What it can't
+    parse or compare, memory running out included, it calls unequal.
+
+    Source: github.com/huggingface/Math-Verify.
+    """
+    from math_verify import parse, verify
+
+    return verify(_math_reference(answer), parse(completion, parsing_timeout=None), timeout_seconds=None)
+
+
+def auto(completion: str, answer: str) -> bool:
+    """Let the completion's form choose the rule; a GSM8K solution as reference is reduced to its number first."""
+    reference = _gsm8k_reference(answer) if "####" in answer else answer
+    if "####" in completion and _plain_number(reference) is not None:
+        return gsm8k(completion, reference)
+    if _plain_number(completion) is not None and _plain_number(reference) is not None:
+        return exact(completion, reference)
+    return completion.strip() == reference.strip() or math_verify(completion, reference)
+
+
+def _rule(name: str) -> Callable[[str, str], bool]:
+    if name not in RULES:
+        raise ValueError(f"rule is {name!r}; allowed: {', '.join(RULES)}")
+    return RULES[name]
+
+
+def _cleaned(number: str) -> str:
+    return number.replace(",", "").replace("$", "").rstrip(".")
+
+
+def _gsm8k_reference(answer: str) -> str:
+    marked = _MARKED.findall(answer)
+    text = marked[-1] if marked else answer.strip()
+    if not _GSM8K_NUMBER.fullmatch(text):
+        raise ValueError(f"the reference {answer[-80:]!r} is neither a number nor a solution that ends in '#### N'")
+    return _cleaned(text)
+
+
+def _plain_number(text: str) -> Decimal | None:
+    text = text.strip()
+    return Decimal(text.replace(",", "")) if _PLAIN_NUMBER.fullmatch(text) else None
+
+
+@functools.lru_cache(maxsize=1024)  # a group's attempts share their reference
+def _math_reference(answer: str) -> list[Any]:
+    from math_verify import parse
+
+    text = answer if any(mark in answer for mark in _LATEX_MARKS) else f"\\boxed{{{answer}}}"
+    parsed = parse(text, parsing_timeout=None)
+    if not parsed:
+        raise ValueError(f"math-verify finds no expression in the reference {answer[:80]!r}")
+    return parsed
+
+
+RULES: dict[str, Callable[[str, str], bool]] = {
+    "auto": auto,
+    "gsm8k": gsm8k,
+    "exact": exact,
+    "math_verify": math_verify,
+}
+"""rule -> function of (completion, reference)."""

@@ -1,0 +1,153 @@
+"""From logits to tokens: exact logprobs, and draws that depend on (seed, output position) alone (P14).
+
+A draw is the inverse of the cumulative distribution at u(seed, position), a counter-based uniform number that is
+computed in 64-bit integers on the host: bit-equal on every device, whatever the batch, the row or the engine.
+
+Letters: N rows, V vocabulary, B tokens of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from meshrl.core.types import Request, SamplingParams
+
+BLOCK = 128  # tokens whose probabilities are summed before the fp64 cumulative sum: it reads [N, V] once, in fp32
+
+History = Callable[[int], np.ndarray]
+"""row -> every token that its sequence holds so far; asked for only by rows with a repetition penalty."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """tokens int64[N] and float32[N] logprobs, on the device; extras: row -> {name: its value for this token}."""
+
+    tokens: torch.Tensor
+    logprobs: torch.Tensor
+    extras: dict[int, dict[str, np.ndarray]] = field(default_factory=dict)
+
+
+class RowSampling:
+    """How each of N rows is drawn; made anew when the rows change, not at every token."""
+
+    def __init__(self, requests: Sequence[Request], device: torch.device):
+        params = [r.sampling for r in requests]
+        temperature = torch.tensor([p.temperature for p in params], dtype=torch.float32)
+        greedy = torch.tensor([p.temperature == 0 and not _filters(p) for p in params], dtype=torch.bool)
+        self.seeds = np.array([r.seed & (1 << 64) - 1 for r in requests], dtype=np.uint64)
+        self.all_greedy = bool(greedy.all())
+        self.greedy = greedy.to(device) if greedy.any() else None
+        self.unit_temperature = all(p.temperature in (0, 1) for p in params)
+        self.temperature = torch.where(temperature > 0, temperature, 1.0)[:, None].to(device)
+        self.filtered = [(row, p) for row, p in enumerate(params) if _filters(p)]
+        self.wants = [(row, r.want) for row, r in enumerate(requests) if r.want]
+
+
+def _filters(p: SamplingParams) -> bool:
+    return p.top_p < 1 or p.top_k > 0 or p.min_p > 0 or p.repetition_penalty != 1
+
+
+def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """u in [0, 1), float64[N], from uint64 seeds and output positions: mix64(seed ^ mix64(position)) / 2^64."""
+    bits = _mix64(seeds ^ _mix64(positions.astype(np.uint64)))
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix64(x: np.ndarray) -> np.ndarray:
+    """core.types.mix64 on arrays; uint64 arithmetic wraps."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def draw(logits: torch.Tensor, rows: RowSampling, positions: np.ndarray, history: History) -> Drawn:
+    """One token for each row of logits float[N, V], which are overwritten; positions int[N] count output tokens.
+
+    Logprobs are those of softmax(logits / temperature), at temperature 1 where it is 0 (greedy), before any filter
+    or penalty: what a trainer that knows no filters computes. A token of probability 0 is never drawn.
+    """
+    z = logits if rows.unit_temperature else logits.div_(rows.temperature)
+    lse = torch.logsumexp(z, dim=-1, keepdim=True)
+    if rows.all_greedy:
+        tokens = z.argmax(-1)
+    else:
+        probs = torch.exp(z - lse)
+        for row, params in rows.filtered:
+            probs[row] = _filtered(z[row] * rows.temperature[row], params, history, row)
+        u = torch.from_numpy(uniforms(rows.seeds, positions)).to(z.device)
+        tokens = inverse_cdf(probs, u)
+        if rows.greedy is not None:
+            tokens = torch.where(rows.greedy, z.argmax(-1), tokens)
+    logprobs = (z.gather(1, tokens[:, None]) - lse)[:, 0].clamp_(max=0)
+    extras = {row: _extras(z[row] - lse[row], want) for row, want in rows.wants}
+    return Drawn(tokens, logprobs.float(), extras)
+
+
+def inverse_cdf(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """The token at which the cumulative sum of probs [N, V] exceeds u * total; u float64[N] in [0, 1) -> int64[N].
+
+    Block sums first, then the one block that holds the answer. Both searches look for the first sum ABOVE the target,
+    and targets stay below the last sum, so a token of probability 0 can't be the answer, whatever the rounding.
+    """
+    num_rows, vocab = probs.shape
+    blocks = F.pad(probs, (0, -vocab % BLOCK)).view(num_rows, -1, BLOCK)
+    ends = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+    target = _below(u * ends[:, -1], ends[:, -1])
+    block = torch.searchsorted(ends, target[:, None], right=True).clamp_(max=blocks.shape[1] - 1)
+    before = torch.where(block > 0, ends.gather(1, (block - 1).clamp(min=0)), 0.0)[:, 0]
+    inside = blocks[torch.arange(num_rows, device=probs.device), block[:, 0]].double().cumsum(-1)
+    target = _below((target - before).clamp_(min=0), inside[:, -1])
+    place = torch.searchsorted(inside, target[:, None], right=True).clamp_(max=BLOCK - 1)
+    return (block * BLOCK + place)[:, 0]
+
+
+def _below(x: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
+    return torch.minimum(x, torch.nextafter(bound, torch.zeros_like(bound)))
+
+
+def _filtered(logits: torch.Tensor, p: SamplingParams, history: History, row: int) -> torch.Tensor:
+    """Probabilities float[V] of one row: repetition penalty, temperature, top_k, top_p, min_p, in that order."""
+    if p.repetition_penalty != 1:
+        seen = torch.from_numpy(np.unique(history(row)).astype(np.int64)).to(logits.device)
+        at = logits[seen]
+        logits = logits.index_copy(0, seen, torch.where(at > 0, at / p.repetition_penalty, at * p.repetition_penalty))
+    z = logits / p.temperature if p.temperature > 0 else logits
+    top_k = p.top_k if p.temperature > 0 else 1
+    if 0 < top_k < len(z):
+        best = torch.zeros_like(z, dtype=torch.bool)
+        best[z.topk(top_k).indices] = True
+        z = z.masked_fill(~best, -torch.inf)
+    probs = torch.softmax(z, -1)
+    if p.top_p < 1:
+        ranked, order = probs.sort(descending=True, stable=True)
+        dropped = ranked.cumsum(-1) - ranked >= p.top_p  # the token that crosses top_p stays
+        probs[order[dropped]] = 0
+    if p.min_p > 0:
+        probs[probs < p.min_p * probs.max()] = 0
+    return probs
+
+
+def _extras(logprobs: torch.Tensor, want: tuple[str, ...]) -> dict[str, np.ndarray]:
+    """What `Request.want` names, of the distribution float[V] that the reported logprob comes from."""
+    extras: dict[str, np.ndarray] = {}
+    for name in want:
+        if name == "entropy":
+            entropy = torch.special.entr(logprobs.exp()).sum()
+            extras["entropy"] = np.float32(entropy.item())
+        else:
+            top = logprobs.topk(min(topk_of(name), len(logprobs)))
+            extras["topk_ids"] = top.indices.to(torch.int32).cpu().numpy()
+            extras["topk_logprobs"] = top.values.float().cpu().numpy()
+    return extras
+
+
+def topk_of(name: str) -> int:
+    """N of "topk:N"; 0 for any other name."""
+    kind, _, number = name.partition(":")
+    return int(number) if kind == "topk" and number.isdecimal() else 0

@@ -1,0 +1,172 @@
+"""The sending half of a sync: the header, the stream cut into buckets, and the transaction over all receivers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+
+from meshrl.core.errors import SyncError
+from meshrl.sync.digest import digest
+from meshrl.sync.manifest import Ack, Entry, Layout, SyncHeader, SyncMode
+from meshrl.sync.receive import Bucket, WeightReceiver, describe
+
+T = TypeVar("T")
+
+
+def make_header(
+    layout: Layout, version: int, digests: dict[str, int], base_version: int | None = None, mode: SyncMode = "full"
+) -> SyncHeader:
+    """The header of one sync. digests: of each tensor in its wire dtype, summed over the ranks that hold its shards.
+
+    Raises: ValueError when digests and layout name different tensors, or mode and base_version contradict.
+    """
+    names = {entry.name for entry in layout.entries}
+    if digests.keys() != names:
+        odd = ", ".join(sorted(digests.keys() ^ names)[:8])
+        raise ValueError(f"the layout sends {len(names)} tensors, there are {len(digests)} digests; different: {odd}")
+    if version < 0 or (mode == "delta") != (base_version is not None):
+        raise ValueError(
+            f"version {version}, mode {mode!r}, base_version {base_version}: a version is 0 or more, and base_version "
+            "goes with mode 'delta' and with no other"
+        )
+    return SyncHeader(
+        version=version, base_version=base_version, mode=mode, layout_hash=layout.hash, digests=dict(digests)
+    )
+
+
+def iter_buckets(
+    layout: Layout,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    *,
+    reuse: bool = False,
+    staging: Sequence[torch.Tensor] | None = None,
+) -> Iterator[Bucket]:
+    """Cut (wire name, full tensor in the wire dtype), in the layout's order, into buckets.
+
+    Each tensor is asked for when its first byte is due and let go before the next one is asked for, so a caller that
+    gathers lazily holds one full tensor and one bucket at a time (P19).
+    reuse: fill one buffer again and again; a bucket must be consumed before the next is asked for.
+    staging: the caller's own buffers, uint8[layout.staging_bytes] or longer, taken in turn (bucket b goes into
+    staging[b % len]); bucket b must be consumed before bucket b + len is asked for. Neither: a new buffer each.
+    Raises: SyncError for a tensor that is missing, extra, out of order, of another shape or dtype, not contiguous.
+    """
+    source = _in_order(layout, iter(tensors))
+    entry: Entry | None = None
+    raw: torch.Tensor | None = None
+    buffers = list(staging or ())
+    for index in range(layout.num_buckets):
+        start, stop = layout.bucket_range(index)
+        payload = buffers[index % len(buffers)][: stop - start] if buffers else None
+        end = 0
+        for piece in layout.pieces(index):
+            while raw is None or entry is not piece.entry:
+                raw = None
+                entry, raw = next(source)
+            if payload is None:
+                buffer = torch.empty(layout.staging_bytes, dtype=torch.uint8, device=raw.device)
+                buffers = [buffer] if reuse else []
+                payload = buffer[: stop - start]
+            payload[end : piece.at].zero_()
+            end = piece.at + piece.stop - piece.start
+            payload[piece.at : end].copy_(raw[piece.start : piece.stop])
+        assert payload is not None  # a bucket is longer than any gap
+        payload[end:].zero_()
+        yield Bucket(index=index, payload=payload, digest=digest(payload, start))
+    raw = None
+    for _ in source:  # empty tensors at the end, and the check that nothing is left over
+        pass
+
+
+def _in_order(layout: Layout, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[Entry, torch.Tensor]]:
+    """Each entry with its tensor's bytes, holding on to none of them."""
+    for entry in layout.entries:
+        got = next(tensors, None)
+        if got is None:
+            raise SyncError(f"the trainer's tensors ended before {entry.name}; the layout sends {len(layout.entries)}")
+        name, tensor = got
+        held = describe({name: tensor})[name]
+        if name != entry.name or held != (entry.shape, entry.dtype):
+            raise SyncError(
+                f"the trainer yielded {name} {list(held[0])} {held[1]} where the layout has {entry.name} "
+                f"{list(entry.shape)} {entry.dtype}; names come in the layout's order, in the sampler's dtype"
+            )
+        if not tensor.is_contiguous():
+            raise SyncError(f"the trainer yielded {name} with strides {tensor.stride()}; make it contiguous first")
+        raw = tensor.detach().view(-1).view(torch.uint8)
+        del got, tensor
+        yield entry, raw
+        del raw
+    extra = next(tensors, None)
+    if extra is not None:
+        raise SyncError(f"the trainer yielded {extra[0]} after the last tensor of the layout")
+
+
+async def send_weights(header: SyncHeader, buckets: Iterable[Bucket], receivers: Sequence[WeightReceiver]) -> list[Ack]:
+    """One sync as a transaction: begin at all receivers, each bucket to all of them, commit at all.
+
+    Consumes: `buckets`, one at a time; the next one is asked for when every receiver has taken the last.
+    Waits for: the slowest receiver at each bucket. Unblocked by: an error of any of them, or being cancelled.
+    Raises: SyncError, with the first failure as its cause, after cancelling every receiver, also those that have
+    committed: one sampler on other weights than the rest is what a sync must never leave behind.
+    """
+    if not receivers:
+        raise SyncError("there is no receiver to send weights to")
+    began, gathered = time.perf_counter(), 0.0
+    try:
+        await _each(receivers, "begin", lambda receiver: receiver.begin(header))
+        asked = time.perf_counter()
+        for bucket in buckets:
+            gathered += time.perf_counter() - asked
+            await _deliver(receivers, bucket)
+            asked = time.perf_counter()
+        gathered += time.perf_counter() - asked
+        acks = await _each(receivers, "commit", lambda receiver: receiver.commit())
+        for ack in acks:
+            _check(header, ack)
+    except BaseException as error:
+        outcomes = await asyncio.gather(*(receiver.cancel() for receiver in receivers), return_exceptions=True)
+        for index, outcome in enumerate(outcomes):
+            if isinstance(outcome, BaseException):
+                error.add_note(f"receiver {index} could not be cancelled either: {outcome!r}")
+        if isinstance(error, SyncError) or not isinstance(error, Exception):
+            raise
+        raise SyncError(f"version {header.version} was not sent: {type(error).__name__}: {error}") from error
+    wall = time.perf_counter() - began
+    return [replace(ack, seconds=_split(ack.seconds, gathered, wall)) for ack in acks]
+
+
+async def _deliver(receivers: Sequence[WeightReceiver], bucket: Bucket) -> None:
+    await _each(receivers, f"bucket {bucket.index}", lambda receiver: receiver.receive(bucket))
+
+
+async def _each(
+    receivers: Sequence[WeightReceiver], stage: str, call: Callable[[WeightReceiver], Awaitable[T]]
+) -> list[T]:
+    """Run one stage at all receivers, and let all of them finish it before the first failure is raised."""
+    results = await asyncio.gather(*(call(receiver) for receiver in receivers), return_exceptions=True)
+    done: list[T] = []
+    for index, result in enumerate(results):
+        if isinstance(result, BaseException):
+            raise SyncError(f"receiver {index} failed at {stage}: {type(result).__name__}: {result}") from result
+        done.append(result)
+    return done
+
+
+def _check(header: SyncHeader, ack: Ack) -> None:
+    if ack.version != header.version or ack.wire is not True or ack.resident is False:
+        raise SyncError(
+            f"{ack.receiver} acknowledged version {ack.version}, wire {ack.wire}, resident {ack.resident}; expected "
+            f"version {header.version}, wire True, resident True (or None from an engine that can't read back)"
+        )
+    if ack.num_tensors != len(header.digests):
+        raise SyncError(f"{ack.receiver} acknowledged {ack.num_tensors} tensors of {len(header.digests)}")
+
+
+def _split(seconds: dict[str, float], gathered: float, wall: float) -> dict[str, float]:
+    """The receiver's own seconds, and what is left of the wall time once gathering is taken out: transport."""
+    return {**seconds, "gather": gathered, "send": max(0.0, wall - gathered - sum(seconds.values()))}

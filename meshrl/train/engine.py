@@ -1,0 +1,275 @@
+"""TrainEngine: one FSDP2 model in one rank, whatever its role. Samples -> Batch -> gradients -> new weights.
+
+All methods are collective: every rank of the mesh calls them in the same order, with equally many batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshrl.config.model import ModelConfig
+from meshrl.config.train import TrainConfig
+from meshrl.core.batch import Batch, LossFn, Outputs
+from meshrl.core.device import current_device
+from meshrl.core.types import Metric
+from meshrl.model.attention import PackedAttention
+from meshrl.model.causal import CausalModel
+from meshrl.model.load import DTYPES, load_causal_lm, tied_names
+from meshrl.parallel.fsdp import is_first_replica, local_shard, shard_model, shard_start, whole
+from meshrl.parallel.mesh import data_parallel_mesh
+from meshrl.sync.digest import digests_of, partial_digest
+from meshrl.sync.manifest import Layout, make_layout
+from meshrl.train.optim import build_optimizer, clip_gradients
+
+Role = Literal["policy", "reference"]
+RowArrays = dict[int, np.ndarray]  # step-wide row index -> float32[T]
+_DTYPE_NAMES = {v: k for k, v in DTYPES.items()}
+
+
+@dataclass(kw_only=True, slots=True)
+class ForwardBackward:
+    """metrics: this rank's, undivided. logprobs: what the forward computed, by row; on an on-policy update they are
+    the re-score of what was sampled, at no extra forward."""
+
+    metrics: list[Metric]
+    logprobs: RowArrays = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepReport:
+    """grad_norm before clipping, equal on all ranks. skipped: it was not finite, and no parameter moved."""
+
+    grad_norm: float
+    skipped: bool
+    lr: float
+    num_optimizer_steps: int
+
+
+class TrainEngine:
+    """Build with `TrainEngine.build`. version counts the weight changes that samplers have been given."""
+
+    def __init__(self, model: CausalModel, mesh: DeviceMesh, cfg: TrainConfig, compute_dtype: torch.dtype, role: Role):
+        self.model, self.mesh, self.cfg, self.role = model, mesh, cfg, role
+        self.compute_dtype = compute_dtype
+        self.device = torch.device(
+            mesh.device_type, None if mesh.device_type == "cpu" else torch.accelerator.current_device_index()
+        )
+        self.num_data_ranks = data_parallel_mesh(mesh).size()
+        self.optimizer = build_optimizer(model, cfg.optimizer) if role == "policy" else None
+        self.num_optimizer_steps = 0
+        self.version = 0
+
+    @classmethod
+    def build(cls, model_cfg: ModelConfig, train_cfg: TrainConfig, mesh: DeviceMesh, role: Role) -> TrainEngine:
+        """Load, checkpoint, shard. Masters in train.master_dtype, compute in model.dtype.
+
+        Raises: ConfigError when the folder can't be loaded; ValueError when packed rows are not independent in it.
+        """
+        lm = load_causal_lm(model_cfg.path, dtype=torch.float32 if role == "policy" else DTYPES[model_cfg.dtype])
+        if role == "policy" and train_cfg.master_dtype != "float32":
+            for p in lm.parameters():
+                p.data = p.data.to(DTYPES[train_cfg.master_dtype])
+        return cls.wrap(lm, train_cfg, mesh, role, DTYPES[model_cfg.dtype])
+
+    @classmethod
+    def wrap(
+        cls, lm: torch.nn.Module, cfg: TrainConfig, mesh: DeviceMesh, role: Role, compute_dtype: torch.dtype
+    ) -> TrainEngine:
+        """An engine over a Transformers causal LM that is already in memory, the same on every rank."""
+        if mesh.device_type != "cpu":
+            lm.to(current_device(mesh.device_type))
+        if role == "policy" and cfg.activation_checkpointing:
+            lm.gradient_checkpointing_enable({"use_reentrant": False})
+        lm.train(role == "policy")
+        lm.requires_grad_(role == "policy")
+        model = CausalModel(lm)
+        shard_model(
+            model,
+            list(model.layers),
+            data_parallel_mesh(mesh),
+            compute_dtype=compute_dtype,
+            reshard_after_forward=cfg.sharding_strategy not in ("SHARD_GRAD_OP", "NO_SHARD"),
+        )
+        return cls(model, mesh, cfg, compute_dtype, role)
+
+    # ---- scoring and training
+
+    @torch.no_grad()
+    def forward(self, batches: Sequence[Batch], entropy: bool = False) -> tuple[RowArrays, RowArrays]:
+        """Logprobs (and entropies, if asked for) of the masked tokens by row, 0 elsewhere. No gradient."""
+        logprobs, entropies = {}, {}
+        for batch in batches:
+            out = self._outputs(batch, entropy)
+            _collect_rows(logprobs, batch, out.logprobs)
+            if out.entropy is not None:
+                _collect_rows(entropies, batch, out.entropy)
+        return logprobs, entropies
+
+    def forward_backward(self, batches: Sequence[Batch], loss: LossFn, entropy: bool = True) -> ForwardBackward:
+        """Add the gradient of sum over ALL ranks of the loss's sums; may be called several times before optim_step.
+
+        FSDP averages gradients over ranks, so each local sum is multiplied by their number (P1).
+        """
+        metrics: list[Metric] = []
+        logprobs: RowArrays = {}
+        for batch in batches:
+            out = self._outputs(batch, entropy)
+            if batch.is_dummy:
+                total = out.logprobs.sum() * 0.0
+            else:
+                total, new = loss(out, batch)
+                metrics.extend(new)
+                _collect_rows(logprobs, batch, out.logprobs.detach())
+            (total * self.num_data_ranks).backward()
+        return ForwardBackward(metrics=metrics, logprobs=logprobs)
+
+    def optim_step(self, lr: float) -> StepReport:
+        """Clip, step, clear. A gradient norm that is not finite skips the step, on every rank alike (P12)."""
+        if self.optimizer is None:
+            raise ValueError(f"a {self.role} engine has no optimizer")
+        norm = clip_gradients(self.model, self.cfg.optimizer.clip)
+        skipped = not np.isfinite(norm)
+        if not skipped:
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
+            self.num_optimizer_steps += 1
+        self.optimizer.zero_grad(set_to_none=True)
+        return StepReport(grad_norm=norm, skipped=skipped, lr=lr, num_optimizer_steps=self.num_optimizer_steps)
+
+    def drop_gradients(self) -> None:
+        """Forget gradients of an update that will not be applied."""
+        self.model.zero_grad(set_to_none=True)
+
+    def _outputs(self, batch: Batch, entropy: bool) -> Outputs:
+        """Model outputs scattered to [T]; 0 outside the mask."""
+        scored = batch.mask.nonzero()[:, 0]
+        context = PackedAttention(batch.cu_seqlens.tolist(), self.device)
+        logp, ent = self.model(
+            batch.tokens,
+            batch.position_ids,
+            context,
+            scored,
+            batch.temperature.index_select(0, scored),
+            self.cfg.logprob_chunk_tokens,
+            entropy,
+            batch.model_kwargs,
+        )
+        place = torch.zeros(batch.num_tokens, dtype=logp.dtype, device=logp.device)
+        full_ent = None if ent is None else place.index_copy(0, scored, ent)
+        return Outputs(logprobs=place.index_copy(0, scored, logp), entropy=full_ent)
+
+    # ---- weights out
+
+    def layout(self, bucket_bytes: int, dtype: torch.dtype | None = None) -> Layout:
+        """Names, shapes and bytes of what each sync sends, in the sampler's dtype; tied tensors are sent once."""
+        dtype = dtype or self.compute_dtype
+        tensors = [(name, tuple(p.shape), _DTYPE_NAMES[dtype]) for name, p in self._wire_parameters()]
+        return make_layout(tensors, tied=tied_names(self.model.lm), bucket_bytes=bucket_bytes)
+
+    @torch.no_grad()
+    def digests(self, dtype: torch.dtype | None = None) -> dict[str, int]:
+        """One digest a tensor, each rank over its own shard, added up over ranks (a collective)."""
+        dtype = dtype or self.compute_dtype
+        names, partials = [], []
+        for name, p in self._wire_parameters():
+            shard = local_shard(p).to(dtype)
+            offsets = (shard_start(p), *[0] * (p.dim() - 1))[: p.dim()]
+            counts = is_first_replica(p)
+            partials.append(
+                partial_digest(shard, tuple(p.shape), offsets) if counts else shard.new_zeros((), dtype=torch.int64)
+            )
+            names.append(name)
+        total = torch.stack(partials).cpu()
+        dist.all_reduce(total)  # int64 wraps around mod 2^64, which is just what the digest's addition needs
+        return dict(zip(names, digests_of(total), strict=True))
+
+    @torch.no_grad()
+    def wire_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """(wire name, whole tensor in the sampler's dtype), one at a time; a collective for each. The shard is cast
+        before it is gathered, so bf16 weights travel as bf16."""
+        dtype = dtype or self.compute_dtype
+        for name, p in self._wire_parameters():
+            yield name, whole(p.detach().to(dtype))
+
+    def _wire_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        self.model.reshard()
+        yield from self.model.lm.named_parameters()
+
+    def export(self, path: str | Path, tokenizer_from: str | Path | None = None) -> None:
+        """Write a folder that `from_pretrained` loads, in the compute dtype (a collective; rank 0 writes)."""
+        state = {name: t.cpu() for name, t in self.wire_weights()} if dist.get_rank() == 0 else None
+        if state is None:
+            for _ in self.wire_weights():
+                pass
+        else:
+            _save_pretrained(self.model.lm, state, Path(path), tokenizer_from)
+        dist.barrier()
+
+    def memory(self) -> dict[str, int]:
+        """Bytes this rank holds: params, grads, optimizer, buffers."""
+        params = list(self.model.parameters())
+        grads = [p.grad for p in params if p.grad is not None]
+        slots = self.optimizer.state.values() if self.optimizer else []
+        state = [t for slot in slots for t in slot.values() if isinstance(t, torch.Tensor)]
+        return {
+            "params": _num_bytes(params),
+            "grads": _num_bytes(grads),
+            "optimizer": _num_bytes(state),
+            "buffers": _num_bytes(list(self.model.buffers())),
+        }
+
+
+def _collect_rows(into: RowArrays, batch: Batch, values: torch.Tensor) -> None:
+    values = values.to("cpu", torch.float32).numpy()
+    cu = batch.cu_seqlens.tolist()
+    for s, row in enumerate(batch.rows):
+        if row >= 0:
+            into[row] = values[cu[s] : cu[s + 1]].copy()
+
+
+def _num_bytes(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(local_shard(t).numel() * t.element_size() for t in tensors)
+
+
+def _save_pretrained(
+    lm: torch.nn.Module, state: dict[str, torch.Tensor], path: Path, tokenizer_from: str | Path | None
+) -> None:
+    import copy
+    import shutil
+
+    path.mkdir(parents=True, exist_ok=True)
+    config = copy.deepcopy(lm.config)
+    config.use_cache = True
+    config._attn_implementation = None
+    with torch.device("meta"):
+        shell = type(lm)._from_config(config)
+    config.dtype = next(iter(state.values())).dtype
+    shell.generation_config = lm.generation_config
+    shell.save_pretrained(path, state_dict=state)
+    if tokenizer_from is not None:
+        for name in TOKENIZER_FILES:
+            if (Path(tokenizer_from) / name).is_file():
+                shutil.copy(Path(tokenizer_from) / name, path / name)
+
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "preprocessor_config.json",
+)

@@ -1,0 +1,43 @@
+"""AdamW, its learning rate at a step, and the global gradient norm."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from meshrl.config.train import OptimizerConfig, SchedulerConfig
+from meshrl.parallel.fsdp import whole
+
+
+def build_optimizer(model: torch.nn.Module, cfg: OptimizerConfig) -> torch.optim.Optimizer:
+    """AdamW over the trainable parameters; weight decay touches matrices only, never norms and biases."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in params if p.ndim >= 2], "weight_decay": cfg.weight_decay},
+        {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [g for g in groups if g["params"]]
+    return torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=True)
+
+
+def learning_rate(step: int, num_steps: int, peak: float, cfg: SchedulerConfig) -> float:
+    """Learning rate of optimizer step `step` (0-based) of num_steps."""
+    if step < cfg.warmup_steps:
+        return peak * (step + 1) / (cfg.warmup_steps + 1)
+    if cfg.kind == "constant":
+        return peak
+    done = (step - cfg.warmup_steps) / max(1, num_steps - cfg.warmup_steps)
+    fall = 1 - done if cfg.kind == "linear" else 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+    return peak * (cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * max(0.0, fall))
+
+
+def clip_gradients(model: torch.nn.Module, max_norm: float) -> float:
+    """Scale all gradients so that their global norm is at most max_norm (0 = leave them), and return the norm as it
+    was, equal on every rank. Sharded norms are combined by DTensor, never by hand (P12)."""
+    params = [p for p in model.parameters() if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm([p.grad for p in params], norm_type=2.0, foreach=True)
+    norm = whole(norm)
+    if max_norm > 0 and torch.isfinite(norm):
+        torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm, foreach=True)
+    return float(norm)

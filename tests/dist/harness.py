@@ -1,0 +1,138 @@
+"""The equality harness: the gradient of a set of samples under any layout against the unsharded model's.
+
+`partitioned` runs in ranks and returns whole gradients, metrics and the gradient norm; `unsharded` computes the same
+in one process with a plain, unpacked, row-by-row reference that shares no code with the engine's packing, attention
+or head. Usable for each later layout: give it another mesh shape or train config.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from meshrl.config.train import TrainConfig
+from meshrl.core.types import Sample
+from meshrl.parallel.fsdp import whole
+from meshrl.parallel.mesh import build_mesh, resolve_shape
+from meshrl.train.engine import TrainEngine
+from meshrl.train.packing import pack
+
+
+def random_samples(seed: int, lengths: Sequence[int], vocab: int = 64, groups: int = 3) -> list[Sample]:
+    """Samples with random masks, advantages and logprobs; every other array a loss may read is filled too.
+    A length below 0 makes an all-masked row of that many tokens."""
+    rng = np.random.default_rng(seed)
+    out = []
+    for i, n in enumerate(lengths):
+        masked, n = n < 0, abs(n)
+        mask = rng.random(n) < 0.7
+        mask[0] = False
+        mask[-1] = True
+        if masked:
+            mask[:] = False
+        out.append(
+            Sample(
+                trajectory_id=f"t{i}",
+                group_id=f"g{i % groups}",
+                row=0,
+                prefix_len=1,
+                tokens=rng.integers(0, vocab, n).astype(np.int32),
+                mask=mask,
+                turn=np.where(mask, 0, -1).astype(np.int16),
+                rollout_logprobs=np.where(mask, -rng.random(n) * 4, np.nan).astype(np.float32),
+                versions=np.where(mask, 0, -1).astype(np.int32),
+                rewards=np.zeros(n, np.float32),
+                temperature=float(rng.choice([0.6, 1.0, 1.3])),
+                reward=float(rng.random()),
+                old_logprobs=np.where(mask, -rng.random(n) * 4, np.nan).astype(np.float32),
+                ref_logprobs=np.where(mask, -rng.random(n) * 4, np.nan).astype(np.float32),
+                advantages=np.where(mask, rng.standard_normal(n), 0).astype(np.float32),
+                loss_weight=np.zeros(n),
+            )
+        )
+    return out
+
+
+def weigh(samples: list[Sample]) -> list[Sample]:
+    """Token-mean weights in fp64."""
+    total = sum(int(s.mask.sum()) for s in samples)
+    for s in samples:
+        s.loss_weight = np.where(s.mask, 1.0 / total, 0.0)
+    return samples
+
+
+def partitioned(
+    rank: int,
+    world: int,
+    make_model: Any,
+    model_args: dict[str, Any],
+    samples: list[Sample],
+    partition: list[list[list[int]]],
+    loss: Any,
+    train: dict[str, Any],
+) -> dict[str, Any]:
+    """One forward_backward over this rank's micro-batches of `partition`; [] is a dummy."""
+    cfg = TrainConfig(**train)
+    lm = make_model(**model_args)
+    mesh = build_mesh(resolve_shape(cfg.mesh, world, cfg.sharding_strategy), "cpu")
+    engine = TrainEngine.wrap(lm, cfg, mesh, "policy", next(lm.parameters()).dtype)
+    batches = [pack([samples[i] for i in micro], micro) for micro in partition[rank]]
+    result = engine.forward_backward(batches, loss)
+    grads = {n: whole(p.grad).numpy().copy() for n, p in engine.model.lm.named_parameters()}
+    local = sum(p.to_local().numel() for p in engine.model.parameters())
+    report = engine.optim_step(0.0)
+    return {
+        "grads": grads,
+        "metrics": result.metrics,
+        "logprobs": result.logprobs,
+        "norm": report.grad_norm,
+        "local_numel": local,
+    }
+
+
+def unsharded(lm: torch.nn.Module, samples: list[Sample], loss: Any) -> dict[str, Any]:
+    """Row by row through plain Transformers: logits, dense log_softmax, the loss on a batch of one row."""
+    from meshrl.core.batch import Outputs
+
+    metrics: list[Any] = []
+    lm.config._attn_implementation = "sdpa"  # eager rounds its softmax to fp32
+    total = torch.zeros((), dtype=next(lm.parameters()).dtype)
+    logprobs = {}
+    for i, s in enumerate(samples):
+        tokens = torch.from_numpy(s.tokens.astype(np.int64))
+        logits = lm(tokens[None]).logits[0] / float(np.float32(s.temperature))
+        logq = torch.log_softmax(logits, dim=-1)
+        logp = torch.zeros(len(s), dtype=logits.dtype)
+        ent = torch.zeros(len(s), dtype=logits.dtype)
+        where = torch.from_numpy(s.mask.nonzero()[0])
+        logp = logp.index_put((where,), logq[where - 1, tokens[where]])
+        ent = ent.index_put((where,), -(logq.exp() * logq).sum(-1)[where - 1])
+        value, new = loss(Outputs(logprobs=logp, entropy=ent), pack([s], [i]))
+        total = total + value
+        metrics.extend(new)
+        logprobs[i] = logp.detach().numpy()
+    total.backward()
+    grads = {n: p.grad.numpy().copy() for n, p in lm.named_parameters()}
+    return {"grads": grads, "metrics": metrics, "logprobs": logprobs, "norm": norm_of(grads)}
+
+
+def norm_of(grads: dict[str, np.ndarray]) -> float:
+    return math.sqrt(sum(float((g.astype(np.float64) ** 2).sum()) for g in grads.values()))
+
+
+def worst(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> tuple[float, str]:
+    """The largest distance of a tensor, relative to its norm, and its name (elementwise comparison fails on noise)."""
+    assert got.keys() == want.keys()
+    return max((float(np.linalg.norm(got[n] - want[n]) / np.linalg.norm(want[n])), n) for n in want)
+
+
+def random_partition(rng: np.random.Generator, num_rows: int, world: int, micro: int) -> list[list[list[int]]]:
+    """Every row in a random micro-batch of a random rank, in random order; empty ones are dummies."""
+    out: list[list[list[int]]] = [[[] for _ in range(micro)] for _ in range(world)]
+    for i in rng.permutation(num_rows):
+        out[rng.integers(world)][rng.integers(micro)].append(int(i))
+    return out

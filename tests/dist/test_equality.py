@@ -1,0 +1,97 @@
+"""The engine's gradient equals the unsharded model's for any partition of the same samples (P1, P5, P8, P12, P13)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from harness import norm_of, partitioned, random_partition, random_samples, unsharded, weigh, worst
+from tiny_models import tiny_qwen2
+
+from meshrl.algo.losses import make_policy_loss
+from meshrl.config.algo import AlgoConfig, KlConfig
+from meshrl.monitor.metrics import divide, merge
+
+LENGTHS = [12, 3, 40, -6, 7, 7, 21, 2, 64, -2, 12, 12]
+LOSS = AlgoConfig(entropy_coef=0.01, kl=KlConfig(coef=0.1, estimator="k3"))
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+
+
+def _check(got: list[dict], want: dict, dtype: torch.dtype) -> None:
+    tolerance = TOLERANCE[dtype]
+    for rank in got:
+        distance, name = worst(rank["grads"], want["grads"])
+        assert distance < tolerance, f"{name} is {distance:.2e} of its norm off"
+        assert rank["norm"] == pytest.approx(norm_of(want["grads"]), rel=max(tolerance, 1e-6))
+    metrics = divide(merge([m for rank in got for m in rank["metrics"]]))
+    reference = divide(merge(want["metrics"]))
+    assert metrics.keys() == reference.keys()
+    for name, value in reference.items():
+        assert metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+    seen = {i: row for rank in got for i, row in rank["logprobs"].items()}
+    assert seen.keys() == want["logprobs"].keys()
+    for i, row in want["logprobs"].items():
+        np.testing.assert_allclose(seen[i], row, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_gradient_does_not_depend_on_ranks_micro_batches_or_packs(pool, world, dtype):
+    """P1, P13: random partitions, all-masked rows and empty (dummy) micro-batches included."""
+    samples = weigh(random_samples(1, LENGTHS))
+    loss = make_policy_loss(LOSS)
+    want = unsharded(tiny_qwen2(dtype), samples, loss)
+    rng = np.random.default_rng(world)
+    for micro in (1, 3):
+        partition = random_partition(rng, len(samples), world, micro)
+        args = (tiny_qwen2, {"dtype": dtype}, samples, partition, loss, {"activation_checkpointing": micro == 3})
+        _check(pool.run(partitioned, world, *args), want, dtype)
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        {"sharding_strategy": "SHARD_GRAD_OP"},
+        {"sharding_strategy": "NO_SHARD"},
+        {"sharding_strategy": "HYBRID_SHARD", "mesh": {"dp_replicate": 2, "dp_shard": 2}},
+        {"logprob_chunk_tokens": 5},
+    ],
+    ids=lambda t: str(next(iter(t.values()))),
+)
+def test_every_sharding_strategy_gives_the_same_gradient(pool, train):
+    samples = weigh(random_samples(2, LENGTHS))
+    loss = make_policy_loss(LOSS)
+    want = unsharded(tiny_qwen2(torch.float64), samples, loss)
+    partition = random_partition(np.random.default_rng(0), len(samples), 4, 2)
+    got = pool.run(partitioned, 4, tiny_qwen2, {"dtype": torch.float64}, samples, partition, loss, train)
+    _check(got, want, torch.float64)
+    whole = sum(p.numel() for p in tiny_qwen2().parameters())
+    shards = {"NO_SHARD": 1, "HYBRID_SHARD": 2}.get(train.get("sharding_strategy", ""), 4)
+    assert max(r["local_numel"] for r in got) < 1.3 * whole / shards
+
+
+def test_untied_heads_and_ranks_without_any_row(pool):
+    samples = weigh(random_samples(3, [9, 5]))
+    loss = make_policy_loss(LOSS)
+    want = unsharded(tiny_qwen2(torch.float64, tie=False), samples, loss)
+    partition = [[[]], [[0, 1]], [[]], [[]]]
+    model = {"dtype": torch.float64, "tie": False}
+    _check(pool.run(partitioned, 4, tiny_qwen2, model, samples, partition, loss, {}), want, torch.float64)
+
+
+@pytest.mark.parametrize("poison", [float("nan"), 1e6, float("inf")])
+def test_masked_positions_are_never_read(pool, poison):
+    """P5: poison in every masked place of every array changes nothing, to the bit."""
+    clean = weigh(random_samples(4, LENGTHS))
+    poisoned = weigh(random_samples(4, LENGTHS))
+    for s in poisoned:
+        for name in ("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages"):
+            array = getattr(s, name).copy()
+            array[~s.mask] = poison
+            setattr(s, name, array)
+    partition = random_partition(np.random.default_rng(5), len(clean), 2, 2)
+    loss = make_policy_loss(LOSS)
+    results = [pool.run(partitioned, 2, tiny_qwen2, {}, samples, partition, loss, {}) for samples in (clean, poisoned)]
+    for a, b in zip(*results, strict=True):
+        assert all(np.array_equal(a["grads"][n], b["grads"][n]) for n in a["grads"])
+        assert a["metrics"] == b["metrics"]

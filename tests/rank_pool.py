@@ -1,0 +1,85 @@
+"""A pool of rank processes that live as long as the test session: torch is loaded once, not once a test.
+
+`pool.run(fn, world, *args)` calls the module-level function fn(rank, world, *args) in `world` processes that form a
+gloo process group, and returns their results in rank order. An error in a rank is raised here with its traceback.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def _serve(rank: int, conn: Any, path: list[str], parent: int) -> None:
+    sys.path[:] = path
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            task = conn.recv()
+        except EOFError:
+            return
+        if task is None or os.getppid() != parent:
+            return
+        fn, world, args, store_file = task
+        try:
+            store = dist.FileStore(store_file, world)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+            conn.send((True, fn(rank, world, *args)))
+        except BaseException:
+            conn.send((False, traceback.format_exc()))
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+class RankPool:
+    def __init__(self, size: int, timeout_s: float = 100.0):
+        self.size, self.timeout_s = size, timeout_s
+        self._workers: list[tuple[Any, Any]] = []
+
+    def _start(self) -> None:
+        ctx = mp.get_context("spawn")
+        for rank in range(self.size):
+            ours, theirs = ctx.Pipe()
+            p = ctx.Process(target=_serve, args=(rank, theirs, list(sys.path), os.getpid()), daemon=True)
+            p.start()
+            theirs.close()
+            self._workers.append((p, ours))
+
+    def run(self, fn: Callable[..., Any], world: int, *args: Any) -> list[Any]:
+        if world > self.size:
+            raise ValueError(f"world {world} is larger than the pool of {self.size}")
+        if not self._workers:
+            self._start()
+        with tempfile.TemporaryDirectory() as folder:
+            for _, conn in self._workers[:world]:
+                conn.send((fn, world, args, str(Path(folder) / "store")))
+            answers: list[Any] = [None] * world
+            for rank in range(world):
+                conn = self._workers[rank][1]
+                if not conn.poll(self.timeout_s):
+                    failed = [a[1] for a in answers if a and not a[0]]
+                    self.close()
+                    raise TimeoutError(f"rank {rank} of {world} gave no answer to {fn.__name__}; others: {failed}")
+                answers[rank] = conn.recv()
+                if not answers[rank][0]:
+                    self.close()  # the others may wait in a collective for ever
+                    raise AssertionError(f"rank {rank} of {world} in {fn.__name__}:\n{answers[rank][1]}")
+        return [value for _, value in answers]
+
+    def close(self) -> None:
+        for process, conn in self._workers:
+            conn.close()
+            process.kill()
+            process.join()
+        self._workers.clear()

@@ -1,0 +1,49 @@
+"""A byte-level BPE tokenizer of a few hundred tokens with a chat template, built in memory.
+
+Byte level, so that decoding is exact; with a few merges, so that one text has several encodings; with a post-processor
+that adds BOS to every plain call, as Llama's does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.processors import TemplateProcessing
+
+SPECIALS = ("<|bos|>", "<|im_start|>", "<|im_end|>", "<|endoftext|>")
+MERGES = [("a", "b"), ("1", "2"), ("Ċ", "Ċ")]  # Ċ is byte level's newline
+
+CHATML = (
+    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Drops the thinking of every assistant message that something follows, as Qwen3 and DeepSeek-R1 do.
+FORGETFUL = (
+    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and not loop.last and '</think>' in m.content %}{{ m.content.split('</think>')[1] }}"
+    "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def tiny_tokenizer(template: str | None = CHATML, eos: str = "<|im_end|>", pad: str = "<|endoftext|>") -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate([*SPECIALS, *letters, *(a + b for a, b in MERGES)])}
+    core = Tokenizer(BPE(vocab=vocab, merges=MERGES))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens(list(SPECIALS))
+    core.post_processor = TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", vocab["<|bos|>"])])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        bos_token="<|bos|>",
+        eos_token=eos,
+        pad_token=pad,
+        additional_special_tokens=[t for t in SPECIALS if t not in ("<|bos|>", eos, pad)],
+    )
+    tokenizer.chat_template = template
+    return tokenizer

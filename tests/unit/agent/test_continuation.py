@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+from scripted_agent import STOP, ScriptedEngine, generate_to_the_end
+
+from meshrl.core.errors import MeshrlError
+from meshrl.core.types import Request, SamplingParams, Times, Turn
+from meshrl.rollout.continuation import join_turns
+
+REQUEST = Request(id="r", context_ids=np.array([3, 4], np.int32), seed=12, max_new_tokens=9)
+
+
+def part(output, reason="abort", **facts):
+    given = dict(
+        context_ids=np.array([3, 4], np.int32),
+        output_ids=np.array(output, np.int32),
+        logprobs=np.full(len(output), -0.5, np.float32),
+        versions=np.zeros(len(output), np.int32),
+        stop_reason=reason,
+        engine_id="e0",
+    )
+    return Turn(**{**given, **facts})
+
+
+def test_an_aborted_and_continued_turn_equals_an_uninterrupted_one():
+    """P14: what is sampled depends on neither interruption nor engine."""
+    whole = asyncio.run(ScriptedEngine().generate(REQUEST))
+    engine = ScriptedEngine(abort_every=1)
+    joined = asyncio.run(generate_to_the_end(engine, REQUEST))
+    assert len(engine.requests) == 2 and len(whole.output_ids) > 3
+    for name in ("output_ids", "logprobs", "versions", "context_ids"):
+        np.testing.assert_array_equal(getattr(joined, name), getattr(whole, name))
+    np.testing.assert_array_equal(joined.extras["entropy"], whole.extras["entropy"])
+    assert joined.stop_reason == whole.stop_reason
+    # the token at the cut was sampled and never run by the first engine: all other records are equal
+    cut = len(REQUEST.context_ids) + 1
+    rest = np.arange(len(whole.routed_experts)) != cut
+    np.testing.assert_array_equal(joined.routed_experts[rest], whole.routed_experts[rest])
+    assert (joined.routed_experts[cut] == -1).all()
+
+
+def test_versions_may_rise_and_engines_differ_from_part_to_part():
+    joined = join_turns(
+        [
+            part([5, 6], times=Times(queue_s=1, prefill_s=2, decode_s=3, cached_tokens=4)),
+            part([7], versions=np.array([1], np.int32), engine_id="e1", times=Times(queue_s=1, cached_tokens=2)),
+            part([STOP], "stop", versions=np.array([1], np.int32), engine_id="e0"),
+        ]
+    )
+    assert joined.output_ids.tolist() == [5, 6, 7, STOP]
+    assert joined.versions.tolist() == [0, 0, 1, 1]
+    assert joined.stop_reason == "stop"
+    assert joined.engine_id == "e0,e1"
+    assert joined.times == Times(queue_s=2, prefill_s=2, decode_s=3, cached_tokens=6)
+
+
+def test_an_abort_before_the_first_token_adds_nothing():
+    joined = join_turns([part([]), part([5], "length", extras={"entropy": np.ones(1, np.float32)})])
+    assert joined.output_ids.tolist() == [5]
+    assert joined.extras["entropy"].tolist() == [1.0]
+
+
+def test_parts_without_routed_experts_are_minus_one():
+    routed = np.full((3, 1, 1), 7, np.int16)
+    joined = join_turns([part([5, 6]), part([8], "stop", routed_experts=routed)])
+    assert joined.routed_experts.ravel().tolist() == [7, 7, -1, -1, 7]
+    assert join_turns([part([5]), part([6], "stop")]).routed_experts is None
+
+
+def test_a_single_part_is_that_turn():
+    only = part([5, STOP], "stop")
+    joined = join_turns([only])
+    assert joined.output_ids.tolist() == [5, STOP] and joined.stop_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("second", "told"),
+    [
+        (part([6], "stop", context_ids=np.array([3], np.int32)), "part 1 answers another context"),
+        (part([6], "stop", seed=9), "another seed"),
+        (part([6], "stop", sampling=SamplingParams(temperature=0.5)), "another seed or other sampling"),
+        (part([6], "stop", extras={"entropy": np.ones(1, np.float32)}), "different extras"),
+    ],
+)
+def test_parts_of_different_turns_are_refused(second, told):
+    with pytest.raises(MeshrlError, match=told):
+        join_turns([part([5]), second])
+
+
+def test_only_an_aborted_turn_goes_on():
+    with pytest.raises(MeshrlError, match="part 0 of 2 ended with 'stop'"):
+        join_turns([part([5], "stop"), part([6], "stop")])
+    with pytest.raises(MeshrlError, match="no parts"):
+        join_turns([])

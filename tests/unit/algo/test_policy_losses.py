@@ -1,0 +1,267 @@
+"""Golden values, poison (P5), on-policy exactness (P7) and partition of metrics (P13) of the loss functions."""
+
+import dataclasses
+import itertools
+import math
+import pickle
+
+import pytest
+import torch
+
+from meshrl.algo.advantages import ADVANTAGES
+from meshrl.algo.losses import LOSSES, make_policy_loss, sft_loss
+from meshrl.config.algo import AlgoConfig, KlConfig, LossConfig
+from meshrl.core.batch import Batch, Outputs
+
+FULL = AlgoConfig(
+    loss=LossConfig(clip_low=0.2, clip_high=0.28, dual_clip=3.0), kl=KlConfig(coef=0.1), entropy_coef=0.01
+)
+
+
+def make_batch(length, **fields):
+    """One row; every per-token field given is a list or tensor over its tokens."""
+    tensors = {k: torch.as_tensor(v, dtype=torch.bool if k == "mask" else torch.float32) for k, v in fields.items()}
+    return Batch(
+        tokens=torch.zeros(length, dtype=torch.long),
+        cu_seqlens=torch.tensor([0, length], dtype=torch.int32),
+        position_ids=torch.arange(length),
+        sample_index=torch.zeros(length, dtype=torch.int32),
+        rows=[0],
+        mask=tensors.pop("mask", torch.ones(length, dtype=torch.bool)),
+        loss_weight=tensors.pop("loss_weight", torch.ones(length)),
+        temperature=torch.ones(length),
+        rollout_logprobs=torch.zeros(length),
+        **tensors,
+    )
+
+
+def one_token(advantage, ratio, loss=None, **cfg):
+    """Loss, d loss / d logprob and metrics of one token at this probability ratio."""
+    new = torch.tensor([-1.0], requires_grad=True)
+    batch = make_batch(1, advantages=[advantage], old_logprobs=[-1.0 - math.log(ratio)])
+    value, metrics = make_policy_loss(AlgoConfig(loss=loss or LossConfig(), **cfg))(Outputs(logprobs=new), batch)
+    value.backward()
+    return value.item(), new.grad.item(), {m.name: m for m in metrics}
+
+
+@pytest.mark.parametrize(
+    ("advantage", "ratio", "value", "gradient", "clipped"),
+    [  # clip_low 0.2, clip_high 0.28
+        (2.0, 1.0, -2.0, -2.0, ""),
+        (2.0, 1.25, -2.5, -2.5, ""),  # inside: above 1.2, the symmetric bound
+        (2.0, 1.5, -2.56, 0.0, "high"),  # -2 * 1.28
+        (2.0, 0.5, -1.0, -1.0, ""),  # a good token that became rarer is pulled up, however far
+        (-2.0, 0.5, 1.6, 0.0, "low"),  # 2 * 0.8
+        (-2.0, 0.9, 1.8, 1.8, ""),
+        (-2.0, 1.5, 3.0, 3.0, ""),  # a bad token that became more likely is pushed down
+        (0.0, 1.5, 0.0, 0.0, ""),
+    ],
+)
+def test_ppo_clip_golden_values(advantage, ratio, value, gradient, clipped):
+    got, grad, metrics = one_token(advantage, ratio, LossConfig(clip_low=0.2, clip_high=0.28))
+    assert (got, grad) == (pytest.approx(value, rel=1e-5), pytest.approx(gradient, rel=1e-5))
+    assert metrics["loss/clip_fraction_low"].sum == (clipped == "low")
+    assert metrics["loss/clip_fraction_high"].sum == (clipped == "high")
+
+
+@pytest.mark.parametrize(
+    ("advantage", "ratio", "value", "gradient", "clipped"),
+    [
+        (-2.0, 5.0, 6.0, 0.0, 1),  # 2 * min(5, c = 3)
+        (-2.0, 2.0, 4.0, 4.0, 0),
+        (2.0, 5.0, -2.4, 0.0, 0),  # only negative advantages are bounded
+    ],
+)
+def test_dual_clip_golden_values(advantage, ratio, value, gradient, clipped):
+    got, grad, metrics = one_token(advantage, ratio, LossConfig(dual_clip=3.0))
+    assert (got, grad) == (pytest.approx(value, rel=1e-5), pytest.approx(gradient, rel=1e-5))
+    assert metrics["loss/clip_fraction_dual"].sum == clipped
+
+
+def test_without_dual_clip_the_loss_is_unbounded_and_no_metric_pretends_otherwise():
+    got, _, metrics = one_token(-2.0, 5.0)
+    assert got == pytest.approx(10.0, rel=1e-5) and "loss/clip_fraction_dual" not in metrics
+
+
+def test_an_absurd_ratio_stays_finite():
+    """The log-ratio of 200 would be inf in float32; cut at 20 it is finite and gives no gradient."""
+    new = torch.tensor([-1.0], requires_grad=True)
+    value, metrics = make_policy_loss(AlgoConfig())(
+        Outputs(logprobs=new), make_batch(1, advantages=[-1.0], old_logprobs=[-201.0])
+    )
+    value.backward()
+    assert value.item() == pytest.approx(math.exp(20), rel=1e-5) and new.grad.item() == 0
+    assert all(math.isfinite(m.sum) for m in metrics)
+
+
+def test_on_policy_ratio_is_exactly_one():
+    """P7: without old_logprobs r = 1 to the bit, nothing is clipped, and the gradient is -A."""
+    new = torch.tensor([-0.3, -7.1, -0.011], requires_grad=True)
+    batch = make_batch(3, advantages=[1.5, -0.5, 0.25])
+    value, metrics = make_policy_loss(AlgoConfig(loss=LossConfig(dual_clip=2.0)))(Outputs(logprobs=new), batch)
+    value.backward()
+    found = {m.name: m for m in metrics}
+    assert value.item() == -1.25 and new.grad.tolist() == [-1.5, 0.5, -0.25]
+    assert (found["loss/ratio_mean"].sum, found["loss/ratio_mean"].weight) == (3.0, 3.0)
+    assert found["loss/ratio_max"].sum == 1.0
+    zero = ["loss/clip_fraction_low", "loss/clip_fraction_high", "loss/clip_fraction_dual", "loss/approx_kl"]
+    assert [found[name].sum for name in zero] == [0.0] * 4
+
+
+def test_kl_and_entropy_terms_golden():
+    """One token: A = 0 leaves 0.1 * k3(d = -0.5) - 0.01 * 1.7; with k1 it is 0.1 * 0.5."""
+    for estimator, kl in [("k3", 0.1065306597), ("k1", 0.5), ("k2", 0.125)]:
+        cfg = AlgoConfig(kl=KlConfig(coef=0.1, estimator=estimator), entropy_coef=0.01)
+        entropy = torch.tensor([1.7], requires_grad=True)
+        value, metrics = make_policy_loss(cfg)(
+            Outputs(logprobs=torch.tensor([-1.0]), entropy=entropy),
+            make_batch(1, advantages=[0.0], ref_logprobs=[-1.5]),
+        )
+        value.backward()
+        found = {m.name: m.sum for m in metrics}
+        assert value.item() == pytest.approx(0.1 * kl - 0.017, rel=1e-5)
+        assert entropy.grad.item() == pytest.approx(-0.01)
+        assert found["loss/kl"] == pytest.approx(kl, rel=1e-5) and found["loss/entropy"] == pytest.approx(1.7)
+
+
+def test_entropy_is_a_metric_only_when_its_coefficient_is_zero():
+    entropy = torch.tensor([1.7], requires_grad=True)
+    logprobs = torch.tensor([-1.0], requires_grad=True)
+    value, metrics = make_policy_loss(AlgoConfig())(
+        Outputs(logprobs=logprobs, entropy=entropy), make_batch(1, advantages=[1.0])
+    )
+    value.backward()
+    assert entropy.grad is None and {m.name: m.sum for m in metrics}["loss/entropy"] == pytest.approx(1.7)
+
+
+def test_kl_in_the_reward_does_not_enter_the_loss():
+    """The KL was already subtracted from the rewards; counting it twice would double the coefficient."""
+    cfg = AlgoConfig(kl=KlConfig(coef=0.1, place="reward"))
+    batch = make_batch(1, advantages=[1.0], ref_logprobs=[-1.5])
+    value, metrics = make_policy_loss(cfg)(Outputs(logprobs=torch.tensor([-1.0])), batch)
+    assert value.item() == -1.0 and "loss/kl" not in {m.name for m in metrics}
+
+
+@pytest.mark.parametrize(
+    ("cfg", "fields", "message"),
+    [
+        (AlgoConfig(), {}, "needs batch.advantages"),
+        (AlgoConfig(kl=KlConfig(coef=0.1)), {"advantages": [1.0]}, "no ref_logprobs"),
+        (AlgoConfig(entropy_coef=0.1), {"advantages": [1.0]}, "no entropy"),
+    ],
+)
+def test_what_is_missing_is_named(cfg, fields, message):
+    with pytest.raises(ValueError, match=message):
+        make_policy_loss(cfg)(Outputs(logprobs=torch.tensor([-1.0])), make_batch(1, **fields))
+
+
+def random_case(length=48, seed=0):
+    """A batch in which every term is at work, about half of it masked, and the outputs for it."""
+    g = torch.Generator().manual_seed(seed)
+    draw = lambda scale=1.0: torch.randn(length, generator=g) * scale  # noqa: E731
+    logprobs = -draw().abs()
+    batch = make_batch(
+        length,
+        mask=torch.rand(length, generator=g) < 0.5,
+        loss_weight=draw().abs() / length,
+        advantages=draw(),
+        old_logprobs=logprobs + draw(0.4),
+        ref_logprobs=logprobs + draw(0.4),
+    )
+    batch.loss_weight = torch.where(batch.mask, batch.loss_weight, 0.0)
+    return Outputs(logprobs=logprobs, entropy=draw().abs()), batch
+
+
+def run(loss, outputs, batch):
+    """Value, gradients by logprobs and entropy, metrics."""
+    logprobs = outputs.logprobs.clone().requires_grad_()
+    entropy = outputs.entropy.clone().requires_grad_()
+    value, metrics = loss(Outputs(logprobs=logprobs, entropy=entropy), batch)
+    value.backward()
+    return value.detach(), logprobs.grad, entropy.grad, metrics
+
+
+@pytest.mark.parametrize("poison", [math.nan, 1e6, -1e6, math.inf])
+@pytest.mark.parametrize("on_policy", [False, True])
+@pytest.mark.parametrize("name", ["policy", "sft"])
+def test_poison_in_masked_positions_changes_no_bit(poison, on_policy, name):
+    """P5: values, gradients and metrics; multiplying by a mask fails this, `where` on the inputs passes."""
+    loss = make_policy_loss(FULL) if name == "policy" else sft_loss()
+    outputs, batch = random_case()
+    if on_policy:
+        batch.old_logprobs = None
+    clean = run(loss, outputs, batch)
+    bad = lambda x: None if x is None else torch.where(batch.mask, x, poison)  # noqa: E731
+    poisoned_outputs = Outputs(logprobs=bad(outputs.logprobs), entropy=bad(outputs.entropy))
+    fields = ["advantages", "old_logprobs", "ref_logprobs", "loss_weight"]
+    poisoned = run(loss, poisoned_outputs, dataclasses.replace(batch, **{f: bad(getattr(batch, f)) for f in fields}))
+    assert torch.equal(clean[0], poisoned[0]) and clean[0].isfinite()
+    assert torch.equal(clean[1], poisoned[1])
+    assert (clean[2] is None and poisoned[2] is None) or torch.equal(clean[2], poisoned[2])
+    assert clean[3] == poisoned[3]
+    assert (clean[1][~batch.mask] == 0).all() and (clean[1][batch.mask] != 0).any()
+
+
+def part(value, cut):
+    """Take the tokens `cut` of a record's [T] tensors."""
+    per_token = lambda x: isinstance(x, torch.Tensor) and x.shape == (48,)  # noqa: E731
+    chosen = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    return dataclasses.replace(value, **{k: v[cut] for k, v in chosen.items() if per_token(v)})
+
+
+@pytest.mark.parametrize("loss", [make_policy_loss(FULL), sft_loss()], ids=["policy", "sft"])
+@pytest.mark.parametrize("cuts", [[0, 48], [0, 1, 17, 30, 48], list(range(49))], ids=["one", "four", "each"])
+def test_sums_and_metrics_do_not_depend_on_the_partition(loss, cuts):
+    """P1, P13: batches may be cut anywhere, all-masked pieces included; sums and weights add up to the same."""
+    outputs, batch = random_case()
+    whole, _, _, expected = run(loss, outputs, batch)
+    pieces = [run(loss, part(outputs, slice(a, b)), part(batch, slice(a, b))) for a, b in itertools.pairwise(cuts)]
+    torch.testing.assert_close(sum(p[0] for p in pieces), whole, rtol=1e-6, atol=1e-7)
+    for i, metric in enumerate(expected):
+        merged = [p[3][i] for p in pieces]
+        assert {m.name for m in merged} == {metric.name}
+        if metric.reduce == "max":
+            assert max(m.sum for m in merged) == metric.sum
+        else:
+            assert sum(m.sum for m in merged) == pytest.approx(metric.sum, rel=1e-6)
+            assert sum(m.weight for m in merged) == pytest.approx(metric.weight, rel=1e-12)
+
+
+@pytest.mark.parametrize("loss", [make_policy_loss(FULL), sft_loss()], ids=["policy", "sft"])
+def test_token_order_does_not_matter(loss):
+    outputs, batch = random_case(seed=5)
+    value, grad, _, metrics = run(loss, outputs, batch)
+    order = torch.randperm(48, generator=torch.Generator().manual_seed(1))
+    value2, grad2, _, metrics2 = run(loss, part(outputs, order), part(batch, order))
+    torch.testing.assert_close(value2, value)
+    assert torch.equal(grad2, grad[order])
+    for a, b in zip(metrics, metrics2):
+        assert b.sum == pytest.approx(a.sum, rel=1e-6)
+
+
+def test_an_all_masked_batch_gives_zero_loss_zero_gradient_and_no_weight():
+    outputs, batch = random_case()
+    batch.mask = torch.zeros(48, dtype=torch.bool)
+    value, grad, _, metrics = run(make_policy_loss(FULL), outputs, batch)
+    assert value == 0 and (grad == 0).all()
+    assert all(m.sum == 0 and (m.weight == 0 or m.reduce == "max") for m in metrics)
+
+
+def test_sft_golden_value():
+    """Weights 1/2 on NLLs 1 and 3; the metric is a plain sum over trained tokens."""
+    batch = make_batch(3, mask=[0, 1, 1], loss_weight=[0.0, 0.5, 0.5])
+    value, metrics = sft_loss()(Outputs(logprobs=torch.tensor([math.nan, -1.0, -3.0])), batch)
+    assert value.item() == 2.0
+    assert [(m.name, m.sum, m.weight) for m in metrics] == [("loss/nll", 4.0, 2.0)]
+
+
+def test_losses_can_be_sent_to_a_rank():
+    outputs, batch = random_case()
+    for loss in (make_policy_loss(FULL), sft_loss()):
+        sent = pickle.loads(pickle.dumps(loss))
+        assert torch.equal(sent(outputs, batch)[0], loss(outputs, batch)[0])
+
+
+def test_every_configured_name_has_its_function():
+    assert set(LOSSES) == set(LossConfig.model_fields["kind"].annotation.__args__)
+    assert set(ADVANTAGES) == set(AlgoConfig.model_fields["advantage"].annotation.__args__)

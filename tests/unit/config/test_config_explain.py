@@ -1,0 +1,71 @@
+from pathlib import Path
+
+from meshrl.config.docs import every_key, list_keys, markdown
+from meshrl.config.explain import explain
+from meshrl.config.load import load_run_config, load_sft_config
+
+
+def _line(text: str, start: str) -> str:
+    return next(" ".join(line.split()) for line in text.splitlines() if line.strip().startswith(start))
+
+
+def test_explain_shows_values_origins_and_what_has_no_effect(good: Path):
+    text = explain(load_run_config(good, ["train.optimizer.lr=3e-6"]))
+    assert _line(text, "lr:") == "lr: 3e-06 # command line"
+    assert _line(text, "max_new_tokens:") == "max_new_tokens: 28 # run.yaml:11"
+    assert _line(text, "dp_shard:") == "dp_shard: 2 # default, from -1"
+    assert _line(text, "# estimator:") == "# estimator: k3 # unused: algo.kl.coef is 0"
+
+
+def test_explain_works_out_the_batch(good: Path):
+    text = explain(load_run_config(good, ["train.updates_per_step=3", "train.max_tokens_per_microbatch=300"]))
+    assert _line(text, "# rows per step") == "# rows per step 6 prompts x 8 samples = 48"
+    assert "20 steps x 3 = 60" in _line(text, "# optimizer steps")
+    assert _line(text, "# rows per optimizer step").endswith("48 / 3 = 16")
+    assert "dp_replicate 1 x dp_shard 2" in _line(text, "# mesh")
+    assert "100 prompt + 28 answer = 128 tokens" in _line(text, "# longest row")
+    assert "16 x 128 = 2,048" in _line(text, "# tokens per optimizer step")
+    # 16 rows on 2 ranks are 8 a rank; 300 // 128 = 2 rows of the longest length fit into one micro-batch.
+    assert "at most 4 an optimizer step" in _line(text, "# micro-batches per rank")
+    assert "120 prompts x 8 = 960" in _line(text, "# samples of the run")
+    assert "4.00 of 30 rows" in _line(text, "# passes over the data")
+
+
+def test_explain_of_sft_has_its_own_arithmetic(good_sft: Path):
+    text = explain(load_sft_config(good_sft))
+    assert _line(text, "# optimizer steps").endswith("40")
+    assert "16 x 128 = 2,048" in _line(text, "# tokens per optimizer step")
+    assert _line(text, "# rows of the run").endswith("640")
+    assert "sampling" not in text and "algo" not in text
+
+
+def test_explain_of_an_agent_with_turns_does_not_guess_its_longest_row(good: Path):
+    text = explain(load_run_config(good, ["agent.kind=multi_turn"]))
+    assert "the model's context" in _line(text, "# longest row")
+    bounded = explain(load_run_config(good, ["agent.kind=multi_turn", "rollout.max_context_tokens=512"]))
+    assert "512 tokens" in _line(bounded, "# longest row")
+
+
+def test_explain_reads_at_a_hundred_columns(write, good: Path):
+    short = explain(load_run_config(good, ["algo.aggregation=seq_mean_token_mean"]))
+    lines = [line for line in short.splitlines() if str(good.parent) not in line]
+    assert max(map(len, lines)) <= 100
+
+
+def test_listing_finds_by_name_by_meaning_and_by_likeness():
+    assert list_keys("lr").startswith("train.optimizer.lr   number > 0   (default 1e-06)")
+    assert "rollout.sampling.temperature" in list_keys("logits")
+    assert list_keys("num_generations").splitlines()[1].startswith("loop.samples_per_prompt")
+    assert "no key contains 'xyzzy'" in list_keys("xyzzy")
+    leaves = [path for path, key in every_key().items() if not key.is_section]
+    assert len(list_keys().splitlines()) == 2 * len(leaves)
+
+
+def test_every_key_has_its_line_of_help():
+    for path, key in every_key().items():
+        assert key.text and not key.text.endswith("."), path
+
+
+def test_the_generated_page_is_up_to_date():
+    page = Path(__file__).parents[3] / "docs" / "config.md"
+    assert page.read_text(encoding="utf-8") == markdown(), "run: python scripts/make_config_docs.py"

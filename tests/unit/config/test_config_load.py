@@ -1,0 +1,238 @@
+from pathlib import Path
+
+import pytest
+
+from meshrl.config.check import has_key, value_of
+from meshrl.config.explain import to_yaml
+from meshrl.config.load import load_run_config, load_sft_config
+from meshrl.config.run import RunConfig, SftRunConfig
+from meshrl.config.schema import ELSEWHERE
+from meshrl.config.values import scalar, show
+from meshrl.core.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-6", 1e-6),
+        ("-2E+3", -2000.0),
+        ("1.", 1.0),
+        (".5", 0.5),
+        ("1_000", 1000),
+        ("0", 0),
+        ("off", False),
+        ("Yes", True),
+        ("~", None),
+        ("", None),
+        ("007", "007"),
+        ("1:30", "1:30"),
+        ("2024-01-01", "2024-01-01"),
+        ("1e", "1e"),
+        ("e5", "e5"),
+        ("nan", "nan"),
+        (".inf", ".inf"),
+    ],
+)
+def test_unquoted_scalars_mean_what_people_read(text: str, value: object):
+    read = scalar(text)
+    assert read == value and type(read) is type(value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "off",
+        "1e-6",
+        "null",
+        "",
+        " padded ",
+        "a: b",
+        "- a",
+        "-",
+        "a #b",
+        "x:",
+        'say "hi"\n\tüß 😀',
+        "\u2028\x7f\x85",
+        "~/models/x",
+        "{a}",
+        [1, "2", None, [True]],
+        {"a b": {"c": "no"}},
+        1e-7,
+        3,
+        2.0,
+        True,
+        None,
+    ],
+)
+def test_a_shown_value_reads_back_as_itself(good: Path, value: object):
+    loaded = load_run_config(good, [f"agent.args.x={show(value)}"])
+    assert loaded.config.agent.args == {"x": value}
+
+
+def test_numbers_without_a_dot_are_numbers_in_file_and_override(good: Path):
+    """P30: YAML 1.1 reads 1e-5 as text."""
+    assert load_run_config(good).config.train.optimizer.lr == 1e-5
+    assert load_run_config(good, ["train.optimizer.lr=3e-6"]).config.train.optimizer.lr == 3e-6
+
+
+def test_overrides_take_lists_mappings_and_null_and_the_last_one_wins(good: Path):
+    config = load_run_config(
+        good,
+        [
+            "rollout.sampling.stop_token_ids=[3, 5]",
+            "agent.args={turns: 4, tools: [a]}",
+            "agent.args.turns=5",
+            "data.answer=null",
+            "loop.num_steps=7",
+            "loop.num_steps=9",
+            "data.system='Answer: yes or no'",
+        ],
+    ).config
+    assert config.rollout.sampling.stop_token_ids == [3, 5]
+    assert config.agent.args == {"turns": 5, "tools": ["a"]}
+    assert config.data.answer is None
+    assert config.loop.num_steps == 9
+    assert config.data.system == "Answer: yes or no"
+
+
+def test_origins_name_line_and_file_command_line_or_default(good: Path):
+    origins = load_run_config(good, ["loop.num_steps=3", "reward.terms.answer.kind=math_answer"]).origins
+    assert origins["model.path"] == "run.yaml:2"
+    assert origins["train.optimizer.lr"] == "run.yaml:4"
+    assert origins["rollout.sampling.max_new_tokens"] == "run.yaml:11"
+    assert origins["loop.num_steps"] == "command line"
+    assert origins["reward.terms.answer.kind"] == "command line"
+    assert origins["reward.terms.answer.weight"] == "default"
+    assert origins["train.mesh.dp_shard"] == "default, from -1"
+    assert origins["rollout.sampling.stop_token_ids"] == "default"
+
+
+def test_a_base_is_merged_below_the_file_and_keeps_its_origins(write, good: Path):
+    child = write(
+        "base: ../run.yaml\ntrain:\n  optimizer: {betas: [0.8, 0.9]}\nloop:\n  num_steps: 5\n",
+        "more/child.yaml",
+    )
+    grandchild = write("base: child.yaml\nloop: {num_steps: 6}\n", "more/grandchild.yaml")
+    loaded = load_run_config(grandchild, ["train.optimizer.eps=1e-7"])
+    optimizer = loaded.config.train.optimizer
+    assert (optimizer.lr, optimizer.betas, optimizer.eps) == (1e-5, (0.8, 0.9), 1e-7)
+    assert loaded.config.loop.num_steps == 6
+    assert loaded.origins["train.optimizer.lr"] == "../run.yaml:4"
+    assert loaded.origins["train.optimizer.betas"] == "child.yaml:3"
+    assert loaded.origins["loop.num_steps"] == "grandchild.yaml:2"
+    # A relative path in a base file starts at the base file.
+    assert loaded.config.data.path == str(good.parent / "train.jsonl")
+    assert child.parent != good.parent
+
+
+def test_bases_that_form_a_ring_or_do_not_exist_are_refused(write):
+    write("base: b.yaml\n", "a.yaml")
+    ring = write("base: a.yaml\n", "b.yaml")
+    with pytest.raises(ConfigError, match="leads back"):
+        load_run_config(ring)
+    with pytest.raises(ConfigError, match=r"'c.yaml' not found.*beside this file"):
+        load_run_config(write("base: c.yaml\n", "d.yaml"))
+    with pytest.raises(ConfigError, match="name of one config file"):
+        load_run_config(write("base: [a, b]\n", "e.yaml"))
+
+
+def test_short_forms_are_written_out(good: Path):
+    config = load_run_config(
+        good, ["algo.loss=ppo_clip", "algo.kl=off", "algo.correction=off", "model.lora=off", "train="]
+    ).config
+    assert config.algo.loss.kind == "ppo_clip"
+    assert config.algo.kl.coef == 0
+    assert config.algo.correction == "off"
+    assert config.model.lora.enabled is False
+    assert config.train.optimizer.lr == 1e-5, "an empty section takes nothing away"
+
+
+def test_a_short_form_replaces_the_section_of_the_file_below(write, good: Path):
+    path = write("base: run.yaml\nalgo:\n  kl: {coef: 0.1, estimator: k2}\n", "kl.yaml")
+    assert load_run_config(path, ["algo.kl.coef=0.2"]).config.algo.kl.estimator == "k2"
+    off = load_run_config(path, ["algo.kl=off"])
+    assert (off.config.algo.kl.coef, off.config.algo.kl.estimator) == (0.0, "k3")
+    assert off.origins["algo.kl.coef"] == "command line"
+
+
+def test_relative_paths_start_at_the_config_file_then_at_the_working_folder(good: Path):
+    here = Path.cwd()
+    (here / "other.jsonl").write_text('{"question": "q", "answer": "a"}\n')
+    (here / "train.jsonl").write_text('{"question": "q", "answer": "a"}\n')
+    config = load_run_config(good, ["data.eval_path=other.jsonl"]).config
+    assert config.data.path == str(good.parent / "train.jsonl"), "both folders have one; the config file's counts"
+    assert config.data.eval_path == str(here / "other.jsonl")
+    assert config.model.path == str(good.parent / "tiny")
+
+
+def test_a_hub_id_stays_as_it_is(good: Path):
+    assert load_run_config(good, ["model.path=Qwen/Qwen2.5-0.5B"]).config.model.path == "Qwen/Qwen2.5-0.5B"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "shape"),
+    [
+        ([], (1, 2)),
+        (["cluster.num_train_ranks=8", "train.sharding_strategy=SHARD_GRAD_OP"], (1, 8)),
+        (["cluster.num_train_ranks=8", "train.sharding_strategy=HYBRID_SHARD", "train.mesh.dp_replicate=2"], (2, 4)),
+        (["train.sharding_strategy=NO_SHARD"], (2, 1)),
+        (["train.sharding_strategy=NO_SHARD", "train.mesh.dp_replicate=2", "train.mesh.dp_shard=1"], (2, 1)),
+    ],
+)
+def test_the_mesh_is_written_out(good: Path, overrides: list[str], shape: tuple[int, int]):
+    mesh = load_run_config(good, overrides).config.train.mesh
+    assert (mesh.dp_replicate, mesh.dp_shard) == shape
+
+
+def test_both_names_of_the_tensor_parallel_size_may_be_given_when_they_agree(good: Path):
+    config = load_run_config(good, ["train.tensor_model_parallel_size=1", "train.mesh.tp=1"]).config
+    assert config.train.mesh.tp == 1
+
+
+def test_the_resolved_config_loads_to_the_same_config(write, good: Path):
+    loaded = load_run_config(
+        good,
+        ["algo.advantage=rloo", "data.system='off\n: #'", "reward.terms.a-b={kind: 'my.rewards:f', args: {k: [1]}}"],
+    )
+    again = load_run_config(write(to_yaml(loaded), "resolved.yaml"))
+    assert again.config == loaded.config
+
+
+def test_the_resolved_sft_config_loads_to_the_same_config(write, good_sft: Path):
+    loaded = load_sft_config(good_sft, ["train.optimizer.lr=3e-4"])
+    assert load_sft_config(write(to_yaml(loaded), "resolved.yaml")).config == loaded.config
+
+
+def test_filters_and_greedy_are_fine_in_an_evaluation(good: Path):
+    overrides = ["rollout.sampling.top_p=0.9", "rollout.sampling.temperature=0"]
+    assert load_run_config(good, overrides, purpose="eval").config.rollout.sampling.top_p == 0.9
+
+
+def test_the_readme_yaml_for_flash_attention_loads_and_says_what_it_means(good: Path):
+    loaded = load_run_config(good, ["model={dtype: bfloat16, attn_implementation: flash_attention_2}"])
+    assert loaded.config.model.attn_implementation == "flash_attention_2"
+    assert len(loaded.notices) == 1 and "flash_attention_2" in loaded.notices[0]
+    assert load_run_config(good).notices == ()
+
+
+def test_a_row_above_the_token_budget_and_bf16_masters_are_said(good: Path):
+    notices = load_run_config(good, ["train.max_tokens_per_microbatch=100", "train.master_dtype=bfloat16"]).notices
+    assert any("128 tokens" in notice and "= 100" in notice for notice in notices)
+    assert any("float32 masters" in notice for notice in notices)
+
+
+def test_every_name_of_another_framework_leads_to_a_key():
+    models = (RunConfig, SftRunConfig)
+    for key in ELSEWHERE.values():
+        model = next(m for m in models if key.partition(".")[0] in m.model_fields)
+        for name in key.split(".")[:-1]:
+            model = model.model_fields[name].annotation
+        assert key.rpartition(".")[2] in model.model_fields, key
+
+
+def test_value_of_refuses_a_key_that_is_not_there(good: Path, good_sft: Path):
+    config = load_run_config(good).config
+    assert value_of(config, "reward.terms.answer.kind") == "math_answer"
+    with pytest.raises(KeyError):
+        value_of(config, "train.optimizer.momentum")
+    assert not has_key(load_sft_config(good_sft).config, "rollout.engine")

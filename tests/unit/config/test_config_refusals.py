@@ -1,0 +1,295 @@
+"""P30: everything that can be known to be wrong is refused before torch is imported, in words that help."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from meshrl.config.check import ONLY, unused
+from meshrl.config.load import load_run_config, load_sft_config
+from meshrl.core.errors import ConfigError
+
+KNOWN = {"reward": {"math_answer", "format"}, "agent": {"single_turn", "multi_turn"}}
+REPLICAS = "train.mesh.dp_replicate=2"
+
+# (overrides of a config that is right, words that the error must contain)
+BAD: list[tuple[str, list[str]]] = [
+    # unknown keys
+    ("lr=1", ["lr = 1", "[command line]", "unknown key", "train.optimizer.lr"]),
+    ("train.lr=1", ["train.lr", "unknown key", "train.optimizer.lr"]),
+    ("train.optimizer.learning_rte=1", ["unknown key", "[command line]"]),
+    ("train.optimizer.learning_rate=1", ["Nearest: train.optimizer.lr"]),
+    ("train.optimzer.lr=1", ["train.optimzer", "Nearest: train.optimizer."]),
+    ("rollout.n=8", ["loop.samples_per_prompt"]),
+    ("algo.kl_coef=0.1", ["algo.kl.coef"]),
+    ("loop.batch_size=8", ["loop.prompts_per_step"]),
+    ("reward.terms.answer.wieght=2 reward.terms.answer.kind=format", ["Nearest: reward.terms.answer.weight"]),
+    ("sft.path=x", ["sft", "`meshrl sft`'s"]),
+    ("xyzzy=1", ["no known key is like it", "meshrl config"]),
+    ("base=run.yaml", ["base", "unknown key"]),
+    # wrong types and values
+    ("train.optimizer.lr=-1", ["train.optimizer.lr = -1", "number > 0", "peak learning rate", "[command line]"]),
+    ("train.optimizer.lr=fast", ["train.optimizer.lr = fast", "number > 0"]),
+    ("train.optimizer.lr=1e999", ["number > 0"]),
+    ("train.optimizer.lr=true", ["number > 0"]),
+    ("train.optimizer.betas=[0.9]", ["[number, number]"]),
+    ("train.optimizer.betas=[0.9,1.0]", ["below 1"]),
+    ("train.optimizer=fast", ["must be a section", "betas"]),
+    ("train.scheduler.kind=cos", ["constant | linear | cosine"]),
+    ("train.sharding_strategy=FULL", ["FULL_SHARD | SHARD_GRAD_OP | HYBRID_SHARD | NO_SHARD"]),
+    ("train.activation_checkpointing=3", ["true | false"]),
+    ("model.attn_implementation=flash_attention_3", ["auto | sdpa | eager | flash_attention_2"]),
+    ("loop.num_steps=2.5", ["integer >= 1"]),
+    ("loop.num_steps=0", ["integer >= 1"]),
+    ("loop.num_steps=null", ["integer >= 1"]),
+    ("loop.num_steps='8'", ["integer >= 1"]),
+    ("loop.prompts_per_step=yes", ["integer >= 1"]),
+    ("data.system=7", ["text or null", "Quote it"]),
+    ("run.name=off", ["text", "Quote it"]),
+    ("run.name=a/b", ["without slashes"]),
+    ("run.name=..", ["without slashes"]),
+    ("algo.loss=ppo", ["algo.loss.kind = ppo", "ppo_clip"]),
+    ("algo.kl=on", ["algo.kl", "section", "or off"]),
+    ("algo.kl=0.1", ["algo.kl", "section", "coef"]),
+    ("algo.correction=on", ["algo.correction"]),
+    ("algo.constant_length=0 algo.aggregation=constant_length", ["integer >= 1 or null"]),
+    ("rollout.sampling.top_p=0", ["> 0 and <= 1"]),
+    ("rollout.sampling.stop_token_ids=[a]", ["list of integers"]),
+    ("rollout.sampling.stop_token_ids=[-1]", ["0 or more"]),
+    ("reward.terms={a: 1}", ["reward.terms.a", "section", "kind"]),
+    ("reward.terms.x.weight=1 reward.terms.answer.kind=format", ["reward.terms.x.kind", "required"]),
+    # canonical keys whose mechanism does not exist
+    ("rollout.engine=vllm", ["rollout.engine = vllm", "Use embedded"]),
+    ("rollout.engine=sglang", ["Use embedded"]),
+    ("rollout.mesh.infer_tp=4", ["Use 1"]),
+    ("rollout.tensor_model_parallel_size=4", ["Use 1"]),
+    ("rollout.pipeline_model_parallel_size=2", ["Use 1"]),
+    ("train.mesh.tp=2", ["tensor parallelism", "Use 1"]),
+    ("train.tensor_model_parallel_size=2", ["tensor parallelism", "Use 1"]),
+    ("train.mesh.ulysses=2", ["split rows", "Use 1"]),
+    ("loop.kind=one_step_off", ["asynchronous", "Use colocated"]),
+    ("loop.kind=fully_async", ["asynchronous", "Use colocated"]),
+    ("loop.max_staleness=1", ["newest weights", "Use 0"]),
+    ("cluster.executor=ray", ["Ray", "Use inline or processes"]),
+    ("cluster.nodes=2", ["one machine", "Use 1"]),
+    ("model.lora=on", ["model.lora.enabled = true", "adapters", "Use false"]),
+    ("model.vision=freeze", ["text models only", "Use shard"]),
+    ("model.dtype=float16", ["loss scaling", "Use bfloat16 or float32"]),
+    ("run.resume=auto", ["checkpoint", "Use never"]),
+    # two keys against each other
+    ("train.tensor_model_parallel_size=1 train.mesh.tp=2", ["train.mesh.tp = 2", "two names of one number"]),
+    (
+        "rollout.tensor_model_parallel_size=2 rollout.mesh.infer_tp=1",
+        ["rollout.mesh.infer_tp = 1", "two names of one number"],
+    ),
+    (REPLICAS, ["FULL_SHARD shards over all ranks", "HYBRID_SHARD"]),
+    (f"train.sharding_strategy=SHARD_GRAD_OP {REPLICAS}", ["SHARD_GRAD_OP", "use HYBRID_SHARD"]),
+    ("train.sharding_strategy=HYBRID_SHARD", ["dp_replicate = 1", "dp_replicate >= 2"]),
+    (f"train.sharding_strategy=HYBRID_SHARD {REPLICAS} cluster.num_train_ranks=3", ["num_train_ranks is 3"]),
+    ("train.mesh.dp_shard=4", ["dp_shard 4", "num_train_ranks is 2", "dp_shard at -1"]),
+    ("train.mesh.dp_shard=0", [">= 1, or -1"]),
+    ("train.sharding_strategy=NO_SHARD train.mesh.dp_shard=2", ["NO_SHARD", "1 or -1"]),
+    ("train.sharding_strategy=NO_SHARD train.mesh.dp_replicate=4", ["4 ranks", "num_train_ranks is 2"]),
+    ("rollout.mesh.dp=3", ["2 replicas"]),
+    ("cluster.executor=inline", ["num_train_ranks must be 1"]),
+    ("cluster.executor=inline cluster.num_train_ranks=1 cluster.num_rollout_ranks=1", ["num_rollout_ranks must be 0"]),
+    ("loop.samples_per_prompt=1", ["grpo", "group of one"]),
+    ("loop.samples_per_prompt=1 algo.advantage=rloo", ["rloo", "group of one"]),
+    ("loop.samples_per_prompt=1 algo.advantage=dr_grpo", ["dr_grpo", "group of one"]),
+    ("train.updates_per_step=4", ["loop.prompts_per_step = 6", "must divide", "[run.yaml:14]"]),
+    ("train.scheduler.warmup_steps=20", ["20 optimizer steps", "loop.num_steps = 20"]),
+    ("data.eval_path=null loop.eval_every_steps=5", ["held-out rows", "data.eval_path"]),
+    ("rollout.max_context_tokens=100", ["128 tokens", "the context has 100"]),
+    ("data.max_prompt_tokens=2021", ["2049 tokens", "positions for 2048"]),
+    # sampling that training can't undo (P2)
+    ("rollout.sampling.top_p=0.9", ["top_p = 0.9", "In training leave it at 1.0"]),
+    ("rollout.sampling.top_k=50", ["top_k = 50", "In training leave it at 0"]),
+    ("rollout.sampling.min_p=0.1", ["min_p = 0.1", "In training leave it at 0.0"]),
+    ("rollout.sampling.repetition_penalty=1.1", ["In training leave it at 1.0"]),
+    ("rollout.sampling.temperature=0", ["same answer"]),
+    # choices that another choice leaves without effect
+    ("algo.constant_length=64", ["no effect", "algo.aggregation is token_mean"]),
+    ("algo.kl.estimator=k2", ["no effect", "algo.kl.coef is 0"]),
+    ("algo.kl.estimator=k3", ["no effect", "algo.kl.coef is 0"]),
+    ("algo.kl.place=reward", ["no effect", "algo.kl.coef is 0"]),
+    ("algo.advantage=rloo algo.advantage_eps=1e-4", ["no effect", "rloo"]),
+    ("algo.advantage=dr_grpo algo.advantage_eps=1e-4", ["no effect", "dr_grpo"]),
+    ("train.scheduler.min_lr_ratio=0.1", ["no effect", "constant"]),
+    ("data.eval_path=null loop.eval_samples=4", ["no effect", "data.eval_path is null"]),
+    ("data.eval_path=null data.eval_limit=4", ["no effect", "data.eval_path is null"]),
+    # the KL that holds nothing back (P6)
+    ("algo.kl={coef: 0.1, estimator: k1}", ["zero mean gradient", "place: reward"]),
+    # names
+    ("agent.kind=multiturn", ["agent.kind = multiturn", "multi_turn, single_turn", "Nearest: multi_turn"]),
+    ("agent.kind=pkg.module", ["package.module:name"]),
+    ("reward.terms.answer.kind=math_anser", ["reward.terms.answer.kind", "Nearest: math_answer"]),
+    ("reward.terms={}", ["at least one term"]),
+    ("reward.terms={a: {kind: format, weight: 0}}", ["all weights are 0"]),
+    # files
+    ("model.path=tniy", ["no such folder", "home/tniy", "elsewhere/tniy", "organisation/name"]),
+    ("model.path=../home/tniy", ["no such folder"]),
+    ("data.path=missing.jsonl", ["no such file", "home/missing.jsonl", "elsewhere/missing.jsonl"]),
+    ("data.path=tiny", ["a folder, not a file"]),
+    ("data.path=run.yaml", ["no JSON object", "model:"]),
+    ("data.eval_path=missing.jsonl", ["data.eval_path", "home/missing.jsonl", "elsewhere/missing.jsonl"]),
+]
+
+
+def _words(path: Path, overrides: list[str]) -> str:
+    with pytest.raises(ConfigError) as error:
+        load_run_config(path, overrides, KNOWN)
+    return " ".join(str(error.value).split())
+
+
+def _split(overrides: str) -> list[str]:
+    """Overrides are separated by blanks, which a value in brackets may hold too."""
+    parts: list[str] = []
+    for word in overrides.split(" "):
+        if parts and parts[-1].count("{") > parts[-1].count("}"):
+            parts[-1] += f" {word}"
+        else:
+            parts.append(word)
+    return parts
+
+
+@pytest.mark.parametrize(("overrides", "words"), BAD, ids=[bad for bad, _ in BAD])
+def test_a_bad_config_is_refused_in_words_that_help(good: Path, overrides: str, words: list[str]):
+    message = _words(good, _split(overrides))
+    for word in words:
+        assert word in message
+    problems = 1 + ("train.mesh.tp" in overrides and "parallel_size" in overrides) + ("infer_tp=1" in overrides)
+    assert f"{problems} problem" in message
+
+
+def test_the_config_that_the_table_breaks_is_right(good: Path):
+    load_run_config(good, [], KNOWN)
+
+
+def test_the_table_tries_every_key_whose_mechanism_is_missing_and_every_key_without_effect(good: Path, good_sft: Path):
+    tried = " ".join(overrides for overrides, _ in BAD).replace("model.lora=", "model.lora.enabled=")
+    config = load_run_config(good, ["algo.advantage=rloo", "data.eval_path=null"]).config
+    for key in [*ONLY, *unused(config)]:
+        assert f"{key}=" in tried, f"no row of the table refuses {key}"
+
+
+SFT_BAD: list[tuple[str, list[str]]] = [
+    ("loop.num_steps=3", ["loop", "`meshrl train`'s"]),
+    ("train.updates_per_step=2", ["no effect", "SFT"]),
+    ("cluster.num_rollout_ranks=1", ["no effect", "SFT"]),
+    ("train.scheduler.warmup_steps=40", ["40 optimizer steps", "sft.num_steps"]),
+    ("sft.max_row_tokens=4096", ["4096 tokens", "positions for 2048"]),
+    ("sft.messages=chat", ["no column 'chat'", "'messages'"]),
+    ("sft.path=missing.jsonl", ["no such file", "home/missing.jsonl"]),
+    ("cluster.executor=ray", ["Ray"]),
+    ("model.lora=on", ["adapters"]),
+]
+
+
+@pytest.mark.parametrize(("override", "words"), SFT_BAD, ids=[bad for bad, _ in SFT_BAD])
+def test_a_bad_sft_config_is_refused(good_sft: Path, override: str, words: list[str]):
+    load_sft_config(good_sft)
+    with pytest.raises(ConfigError) as error:
+        load_sft_config(good_sft, [override])
+    message = " ".join(str(error.value).split())
+    for word in words:
+        assert word in message
+
+
+FILES: list[tuple[str, list[str]]] = [
+    ("loop: {num_steps: 1}\nloop: {num_steps: 2}\n", ["loop", "given twice", "line 1", "bad.yaml:2"]),
+    (
+        "base: run.yaml\ntrain:\n  optimizer:\n    lr: 1e-6\n    lr: 1e-5\n",
+        ["train.optimizer.lr", "bad.yaml:5", "twice"],
+    ),
+    ("base: run.yaml\ntrain:\n\n  lrs: 1\n", ["train.lrs = 1", "[bad.yaml:4]", "train.optimizer.lr"]),
+    ("base: run.yaml\ntrain.optimizer.lr: 1\n", ["bad.yaml:2", "section of its own"]),
+    ("model: {path: tiny}\n", ["data", "loop", "required, but not given", "[not given]"]),
+    ("a: [1\n", ["not valid YAML", "line 2"]),
+    ("just text\n", ["mapping of sections"]),
+    ("[1, 2]\n", ["mapping of sections"]),
+    ("a: 1\n--- \nb: 2\n", ["not valid YAML"]),
+    ("? [a, b]\n: 1\n", ["bad.yaml:1", "single word"]),
+    ("a: !!python/name:os.system x\n", ["bad.yaml:1", "YAML tag"]),
+    ("a: &x\n  b: *x\n", ["nested more than"]),
+    ("a: &x [*x]\n", ["nested more than"]),
+    ('base: run.yaml\nrun: {name: "\\ud800"}\n', ["can't be read"]),
+]
+
+
+@pytest.mark.parametrize(("text", "words"), FILES, ids=[text.replace("\n", "|") for text, _ in FILES])
+def test_a_bad_file_is_refused_with_its_place(write, good: Path, text: str, words: list[str]):
+    message = _words(write(text, "bad.yaml"), [])
+    for word in words:
+        assert word in message
+
+
+def test_a_file_that_is_missing_a_folder_or_no_text_is_refused(good: Path, tmp_path: Path):
+    assert "does not exist" in _words(tmp_path / "no.yaml", [])
+    assert "is a folder" in _words(tmp_path, [])
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    assert "UTF-8" in _words(tmp_path / "binary.yaml", [])
+
+
+@pytest.mark.parametrize("text", ["train", "=3", "train..lr=1", ".lr=1", "loop.num_steps=[1", "loop.num_steps=!!int 3"])
+def test_an_override_that_is_none_is_refused(good: Path, text: str):
+    message = _words(good, [text])
+    assert "key=value" in message or "command line" in message
+
+
+def test_everything_wrong_is_shown_at_once_with_file_line_and_command_line(write, good: Path):
+    path = write(
+        "base: run.yaml\nalgo:\n  advantge: grpo\n  kl: {coef: -1}\nloop:\n  samples_per_prompt: 1\n", "bad.yaml"
+    )
+    message = _words(path, ["train.optimizer.lr=slow", "rollout.engine=vllm", "data.path=gone.jsonl"])
+    assert "6 problems" in message
+    for words in (
+        "algo.advantge = grpo [bad.yaml:3] unknown key. Nearest: algo.advantage",
+        "algo.kl.coef = -1 [bad.yaml:4] allowed: number >= 0",
+        "train.optimizer.lr = slow [command line] allowed: number > 0",
+        "rollout.engine = vllm [command line] not possible",
+        "loop.samples_per_prompt = 1 [bad.yaml:6] algo.advantage = grpo [default]",
+        "data.path = gone.jsonl [command line] no such file",
+    ):
+        assert words in message
+
+
+def test_a_check_says_nothing_of_a_key_whose_value_was_refused(good: Path):
+    """The default that stands in for a refused value is not what the user wrote."""
+    message = _words(good, ["loop.prompts_per_step=six", "train.updates_per_step=5"])
+    assert "1 problem" in message and "divide" not in message
+
+
+def test_an_evaluation_needs_held_out_rows_and_different_answers(good: Path):
+    with pytest.raises(ConfigError, match="held-out rows"):
+        load_run_config(good, ["data.eval_path=null"], purpose="eval")
+    with pytest.raises(ConfigError, match="same answer"):
+        load_run_config(good, ["rollout.sampling.temperature=0", "loop.eval_samples=4"], purpose="eval")
+
+
+def test_columns_are_looked_up_in_the_first_row(good: Path):
+    message = _words(good, ["data.prompt=prompt"])
+    assert "data.prompt = prompt" in message and "'question', 'answer'" in message
+    load_run_config(good, ["data.answer=null"])
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("config.json", None, "no config.json"),
+        ("config.json", "{", "not JSON"),
+        ("config.json", "[]", "no JSON object"),
+        ("config.json", json.dumps({"vision_config": {}}), "vision tower"),
+        ("model.safetensors", None, "no weights"),
+        ("tokenizer.json", None, "no tokenizer"),
+    ],
+)
+def test_a_model_folder_that_is_not_whole_is_refused(good: Path, file: str, content: str | None, words: str):
+    path = good.parent / "tiny" / file
+    path.unlink() if content is None else path.write_text(content)
+    assert words in _words(good, [])
+
+
+def test_names_are_not_checked_without_a_table_but_their_form_is(good: Path):
+    load_run_config(good, ["agent.kind=anything", "reward.terms.answer.kind=my.rewards:score"])
+    with pytest.raises(ConfigError, match=r"package.module:name"):
+        load_run_config(good, ["agent.kind=not a name"])

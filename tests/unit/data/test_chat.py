@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from tiny_tokenizers import CHATML, FORGETFUL, tiny_tokenizer
+
+from meshrl.core.errors import DataError
+from meshrl.data.chat import continuation_ids, load_tokenizer, render, sft_row, stop_token_ids
+
+USER = {"role": "user", "content": "ab?"}
+ANSWER = {"role": "assistant", "content": "12"}
+TOOL = {"role": "tool", "content": "ok"}
+
+
+def names(tokenizer, ids, mask):
+    return tokenizer.convert_ids_to_tokens(ids[mask].tolist())
+
+
+def test_a_rendered_prompt_has_one_bos_although_the_tokenizer_adds_its_own():
+    """P21: encoding the template's text as a plain string doubles the BOS."""
+    tokenizer = tiny_tokenizer()
+    ids = render(tokenizer, [USER])
+    assert ids.dtype == np.int32
+    assert (ids == tokenizer.bos_token_id).sum() == 1
+    doubled = tokenizer(tokenizer.decode(ids.tolist())).input_ids
+    assert doubled.count(tokenizer.bos_token_id) == 2
+
+
+def test_render_ends_with_the_generation_prompt_only_when_asked():
+    tokenizer = tiny_tokenizer()
+    assert tokenizer.decode(render(tokenizer, [USER]).tolist()).endswith("<|im_start|>assistant\n")
+    assert tokenizer.decode(render(tokenizer, [USER], add_generation_prompt=False).tolist()).endswith("<|im_end|>\n")
+
+
+def test_a_tokenizer_without_a_template_is_refused_with_what_to_do():
+    with pytest.raises(DataError, match=r"no chat template.*chat_template\.jinja"):
+        render(tiny_tokenizer(template=None), [USER])
+
+
+def test_a_template_that_refuses_the_messages_names_their_roles():
+    picky = "{% if messages[0].role != 'system' %}{{ raise_exception('system first') }}{% endif %}"
+    with pytest.raises(DataError, match=r"roles \['user'\].*system first"):
+        render(tiny_tokenizer(template=picky), [USER])
+
+
+def test_a_saved_tokenizer_loads_and_renders_the_same(tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    assert np.array_equal(render(load_tokenizer(tmp_path), [USER]), render(tokenizer, [USER]))
+
+
+def test_a_folder_without_a_tokenizer_is_refused_by_name(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(DataError, match=r"no tokenizer could be loaded.*config\.json"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("eos_in_file", "expected"),
+    [([2, 3], (2, 3)), (3, (2, 3)), ([3, 3, 1], (1, 2, 3)), (None, (2,)), ([], (2,))],
+)
+def test_stop_ids_are_those_of_tokenizer_and_generation_config_together(tmp_path, eos_in_file, expected):
+    """P3: several EOS ids."""
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos_in_file}))
+    tokenizer = tiny_tokenizer()  # its EOS is id 2
+    assert stop_token_ids(tokenizer, tmp_path) == expected
+    assert stop_token_ids(tokenizer, tmp_path / "generation_config.json") == expected
+    assert stop_token_ids(tokenizer, tmp_path, extra=[9]) == (*expected, 9)
+
+
+def test_stop_ids_need_no_generation_config(tmp_path):
+    assert stop_token_ids(tiny_tokenizer(), tmp_path) == (2,)
+    assert stop_token_ids(tiny_tokenizer()) == (2,)
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '{"eos_token_id": "x"}', '{"eos_token_id": [1, -1]}'])
+def test_a_broken_generation_config_is_refused_by_name(tmp_path, text):
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(DataError, match="generation_config"):
+        stop_token_ids(tiny_tokenizer(), tmp_path)
+
+
+def test_sft_trains_the_answer_and_its_end_token_and_nothing_after():
+    """P3: EOS is trained; ChatML's newline after it never is, since a sampler has stopped by then."""
+    tokenizer = tiny_tokenizer()
+    ids, mask = sft_row(tokenizer, [USER, ANSWER])
+    assert names(tokenizer, ids, mask) == ["12", "<|im_end|>"]
+    assert mask[-1] and ids[-1] == tokenizer.eos_token_id
+    assert np.array_equal(ids[: -int(mask.sum())], render(tokenizer, [USER]))
+
+
+@pytest.mark.parametrize("pad", ["<|endoftext|>", "<|im_end|>"])
+def test_sft_trains_the_end_token_when_it_is_also_the_pad_token(pad):
+    """P3: a mask made from token values would lose it."""
+    tokenizer = tiny_tokenizer(pad=pad)
+    ids, mask = sft_row(tokenizer, [USER, ANSWER])
+    assert names(tokenizer, ids, mask) == ["12", "<|im_end|>"]
+
+
+def test_sft_trains_an_empty_answer_as_its_end_token_alone():
+    """P3: EOS first."""
+    tokenizer = tiny_tokenizer()
+    ids, mask = sft_row(tokenizer, [USER, {"role": "assistant", "content": ""}])
+    assert names(tokenizer, ids, mask) == ["<|im_end|>"]
+
+
+def test_sft_rows_of_several_turns_read_as_the_sampler_and_agent_would_have_made_them():
+    """P3, P20: prompt, sampled answer, template's tokens, sampled answer: the same ids by both ways."""
+    tokenizer = tiny_tokenizer()
+    ids, mask = sft_row(tokenizer, [USER, ANSWER, TOOL, {"role": "assistant", "content": "ab"}])
+    assert names(tokenizer, ids, mask) == ["12", "<|im_end|>", "ab", "<|im_end|>"]
+    eos = tokenizer.eos_token_id
+    first, second = (tokenizer(t, add_special_tokens=False).input_ids for t in ("12", "ab"))
+    added = continuation_ids(tokenizer, [TOOL], (eos,))
+    assert tokenizer.decode(added.tolist()) == "\n<|im_start|>tool\nok<|im_end|>\n<|im_start|>assistant\n"
+    assert ids.tolist() == [*render(tokenizer, [USER]), *first, eos, *added, *second, eos]
+
+
+def test_sft_ignores_messages_after_the_last_answer():
+    tokenizer = tiny_tokenizer()
+    ids, mask = sft_row(tokenizer, [USER, ANSWER, USER])
+    assert np.array_equal(ids, sft_row(tokenizer, [USER, ANSWER])[0])
+
+
+def test_a_template_whose_end_token_stops_nobody_is_refused():
+    """P3: a base model's EOS with a chat template: the trained model would never stop."""
+    tokenizer = tiny_tokenizer(eos="<|endoftext|>")
+    with pytest.raises(DataError, match=r"none of the stop ids \{3: '<\|endoftext\|>'\}.*never stop"):
+        sft_row(tokenizer, [USER, ANSWER])
+    ids, mask = sft_row(tokenizer, [USER, ANSWER], stop_ids=(2, 3))
+    assert names(tokenizer, ids, mask) == ["12", "<|im_end|>"]
+
+
+def test_a_stop_token_inside_an_answer_is_refused():
+    with pytest.raises(DataError, match="message 1 holds the stop token '<|im_end|>'.*could never be produced"):
+        sft_row(tiny_tokenizer(), [USER, {"role": "assistant", "content": "1<|im_end|>2"}])
+
+
+def test_a_template_that_rewrites_history_is_refused_for_rows_of_several_answers():
+    tokenizer = tiny_tokenizer(FORGETFUL)
+    thinking = {"role": "assistant", "content": "<think>a</think>12"}
+    ids, mask = sft_row(tokenizer, [USER, thinking])
+    assert "".join(names(tokenizer, ids, mask)) == "<think>a</think>12<|im_end|>"
+    with pytest.raises(DataError, match="rewrites message 1 once others follow"):
+        sft_row(tokenizer, [USER, thinking, USER, ANSWER])
+
+
+def test_an_answer_that_merges_with_its_generation_prompt_is_refused():
+    """A leading newline and the prompt's own become one token, which no sampler could produce after that prompt."""
+    with pytest.raises(DataError, match="does not begin with its generation prompt"):
+        sft_row(tiny_tokenizer(CHATML), [USER, {"role": "assistant", "content": "\n12"}])
+
+
+@pytest.mark.parametrize("messages", [[USER], [ANSWER], [ANSWER, USER, ANSWER]])
+def test_a_conversation_that_answers_nothing_is_refused(messages):
+    with pytest.raises(DataError, match="answers something"):
+        sft_row(tiny_tokenizer(), messages)

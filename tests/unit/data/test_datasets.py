@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from tiny_tokenizers import FORGETFUL, tiny_tokenizer
+
+from meshrl.config.task import DataConfig, SftConfig
+from meshrl.core.errors import DataError
+from meshrl.data.datasets import load_prompts, load_rows, load_sft_rows
+
+GOOD = {"question": "1+1=", "answer": "2", "level": 3}
+
+
+def write(tmp_path, *rows, name="train.jsonl"):
+    path = tmp_path / name
+    path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows), encoding="utf-8")
+    return path
+
+
+def config(path, **changes):
+    return DataConfig(path=str(path), **changes)
+
+
+def load(path, **changes):
+    return load_prompts(path, config(path, **changes), tiny_tokenizer())
+
+
+def test_a_row_becomes_a_rendered_prompt_with_its_other_columns_in_meta(tmp_path):
+    tokenizer = tiny_tokenizer()
+    path = write(tmp_path, GOOD, "", {"question": "2+2=", "answer": "4"})
+    prompts, dropped = load_prompts(path, config(path, system="Be brief."), tokenizer)
+    assert dropped == 0
+    assert [p.id for p in prompts] == ["train-1", "train-3"]  # a blank line is no row, and lines keep their numbers
+    assert prompts[0].answer == "2"
+    assert prompts[0].meta == {"level": 3}
+    assert prompts[0].messages == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "1+1="},
+    ]
+    assert "Be brief.<|im_end|>\n<|im_start|>user\n1+1=<|im_end|>" in tokenizer.decode(prompts[0].ids.tolist())
+    assert not prompts[0].ids.flags.writeable
+
+
+def test_a_message_list_is_taken_as_it_stands(tmp_path):
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    prompts, _ = load(write(tmp_path, {"question": messages}), answer=None)
+    assert prompts[0].messages == messages
+    assert prompts[0].answer is None
+
+
+def test_tools_are_rendered_into_the_prompt(tmp_path):
+    path = write(tmp_path, GOOD)
+    tokenizer = tiny_tokenizer("{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}{{ messages[0].content }}")
+    tool = {"type": "function", "function": {"name": "calc", "description": "", "parameters": {}}}
+    with_tool, _ = load_prompts(path, config(path), tokenizer, tools=[tool])
+    without, _ = load_prompts(path, config(path), tokenizer)
+    assert tokenizer.decode(with_tool[0].ids.tolist()) == "[calc]1+1="
+    assert tokenizer.decode(without[0].ids.tolist()) == "1+1="
+
+
+def test_prompts_over_the_limit_are_left_out_and_counted(tmp_path):
+    path = write(tmp_path, GOOD, {"question": "x" * 100, "answer": "4"}, GOOD)
+    prompts, dropped = load(path, max_prompt_tokens=60)
+    assert ([p.id for p in prompts], dropped) == (["train-1", "train-3"], 1)
+    with pytest.raises(DataError, match=r"all 3 rows are longer than data\.max_prompt_tokens = 5 tokens \(shortest"):
+        load(path, max_prompt_tokens=5)
+
+
+def test_a_limit_takes_the_first_rows_and_reads_no_further(tmp_path):
+    path = write(tmp_path, GOOD, GOOD, "not json")
+    assert [number for number, _ in load_rows(path, limit=2)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ('{"question": "1+1=", "answer"', "not JSON"),
+        ('{"question": "1", "answer": NaN}', "not JSON"),
+        ("[1, 2]", "a JSON list"),
+        ('{"prompt": "1", "answer": "2"}', r"no column 'question' \(columns: prompt, answer\); set data\.prompt"),
+        ('{"question": "1"}', r"no column 'answer'.*set data\.answer"),
+        ('{"question": "1", "answer": null}', "column 'answer' is null"),
+        ('{"question": 7, "answer": "2"}', "column 'question' is int 7; it should be a list"),
+        ('{"question": " ", "answer": "2"}', "empty text"),
+        ('{"question": [], "answer": "2"}', "it should be a list of"),
+        ('{"question": [{"role": "user"}], "answer": "2"}', r'message 0 .*should be like \{"role"'),
+        ('{"question": [{"role": "user", "content": 3}], "answer": "2"}', "message 0"),
+    ],
+)
+def test_a_bad_row_names_file_and_line_and_what_it_should_be(tmp_path, line, told):
+    path = write(tmp_path, GOOD, line)
+    with pytest.raises(DataError, match=rf"train\.jsonl:2: .*{told}"):
+        load(path)
+
+
+def test_bytes_that_are_not_utf8_name_file_and_line(tmp_path):
+    path = tmp_path / "train.jsonl"
+    path.write_bytes(json.dumps(GOOD).encode() + b'\n{"question": "caf\xe9", "answer": "2"}\n')
+    with pytest.raises(DataError, match=r"train\.jsonl:2: not UTF-8 at byte 17"):
+        load(path)
+
+
+def test_a_byte_order_mark_is_no_error(tmp_path):
+    path = tmp_path / "train.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps(GOOD).encode())
+    assert load(path)[0][0].answer == "2"
+
+
+def test_missing_and_empty_files_are_told_apart(tmp_path):
+    with pytest.raises(DataError, match=r"does not exist \(working folder: "):
+        load_rows(tmp_path / "none.jsonl")
+    with pytest.raises(DataError, match="is a folder"):
+        load_rows(tmp_path)
+    with pytest.raises(DataError, match="holds no rows"):
+        load_rows(write(tmp_path, "", "  "))
+
+
+def test_two_system_messages_are_a_conflict_and_not_a_choice(tmp_path):
+    row = {"question": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]}
+    with pytest.raises(DataError, match=r":1: .*data\.system is set too; keep one"):
+        load(write(tmp_path, row), answer=None, system="c")
+
+
+def test_a_template_that_refuses_a_row_names_its_line(tmp_path):
+    path = write(tmp_path, GOOD)
+    picky = "{{ raise_exception('no') }}"
+    with pytest.raises(DataError, match=r"train\.jsonl:1: the chat template refused"):
+        load_prompts(path, config(path), tiny_tokenizer(picky))
+
+
+def test_sft_rows_are_rendered_filtered_and_named(tmp_path):
+    short = {"messages": [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "12"}]}
+    long = {"messages": [{"role": "user", "content": "x" * 90}, {"role": "assistant", "content": "12"}]}
+    path = write(tmp_path, short, long, name="warm.jsonl")
+    cfg = SftConfig(path=str(path), num_steps=1, max_row_tokens=60)
+    rows, dropped = load_sft_rows(path, cfg, tiny_tokenizer(), (2,))
+    assert ([r.id for r in rows], dropped) == (["warm-1"], 1)
+    assert rows[0].mask.sum() == 2 and len(rows[0].ids) == len(rows[0].mask)
+
+
+def test_an_sft_row_that_can_not_be_split_names_its_line(tmp_path):
+    thinking = {"role": "assistant", "content": "<think>a</think>b"}
+    user = {"role": "user", "content": "u"}
+    path = write(tmp_path, {"messages": [user, thinking]}, {"messages": [user, thinking, user, thinking]})
+    cfg = SftConfig(path=str(path), num_steps=1)
+    with pytest.raises(DataError, match=r"train\.jsonl:2: this chat template can't be split into turns"):
+        load_sft_rows(path, cfg, tiny_tokenizer(FORGETFUL), (2,))
+    with pytest.raises(DataError, match=r"column 'messages' is str.*it should be a list"):
+        load_sft_rows(write(tmp_path, {"messages": "hello"}), cfg, tiny_tokenizer(), (2,))
