@@ -11,7 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from meshrl.core.errors import ConfigError, MeshrlError
 
@@ -27,7 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     args = _parse(list(sys.argv[1:] if argv is None else argv))
     try:
-        return args.command(args)
+        code = args.command(args)
+        sys.stdout.flush()
+        return code
     except MeshrlError as e:
         if os.environ.get("MESHRL_TRACEBACK") == "1":
             raise
@@ -79,9 +81,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _train(args: argparse.Namespace) -> int:
-    from meshrl.config.load import load_run_config
-
-    loaded = load_run_config(args.config, args.overrides, _known_names())
+    loaded = _load_run(args.config, args.overrides, "train")
     if args.explain:
         return _explain(loaded)
     _show_notices(loaded)
@@ -103,14 +103,27 @@ def _sft(args: argparse.Namespace) -> int:
 
 
 def _evaluate(args: argparse.Namespace) -> int:
-    from meshrl.config.load import load_run_config
-
-    overrides = [*args.overrides, f"model.path={json.dumps(args.model)}"] if args.model else args.overrides
-    loaded = load_run_config(args.config, overrides, _known_names(), "eval")
+    model = [f"model.path={json.dumps(args.model)}"] if args.model is not None else []
+    loaded = _load_run(args.config, [*args.overrides, *model], "eval")
     _show_notices(loaded)
-    from meshrl.loops.run import evaluate
+    from meshrl.loops.run import evaluate_folder
 
-    return evaluate(loaded)
+    return evaluate_folder(loaded)
+
+
+def _load_run(config: str, overrides: Sequence[str], purpose: Literal["train", "eval"]) -> Loaded[RunConfig]:
+    """The checked config; rewards and agents of our own are tried with their args, a user's when the run starts."""
+    from meshrl.agent.loop import AGENTS, resolve_agent
+    from meshrl.config.load import load_run_config
+    from meshrl.reward.kinds import REWARDS, make_grader
+
+    loaded = load_run_config(config, overrides, {"reward": set(REWARDS), "agent": set(AGENTS)}, purpose)
+    for name, term in loaded.config.reward.terms.items():
+        if term.kind in REWARDS:
+            make_grader(name, term.kind, term.args)
+    if loaded.config.agent.kind in AGENTS:
+        resolve_agent(loaded.config.agent)
+    return loaded
 
 
 def _config(args: argparse.Namespace) -> int:
@@ -130,10 +143,3 @@ def _explain(loaded: Loaded[RunConfig] | Loaded[SftRunConfig]) -> int:
 def _show_notices(loaded: Loaded[RunConfig] | Loaded[SftRunConfig]) -> None:
     for notice in loaded.notices:
         print(f"note: {notice}", file=sys.stderr)
-
-
-def _known_names() -> dict[str, set[str]]:
-    from meshrl.agent.loop import AGENTS
-    from meshrl.reward.score import REWARDS
-
-    return {"reward": set(REWARDS), "agent": set(AGENTS)}

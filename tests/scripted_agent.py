@@ -95,7 +95,8 @@ class IdTokenizer:
 class ScriptedAgent:
     """Takes the four turns of the tree above."""
 
-    tools: list[dict[str, Any]] = []
+    def __init__(self) -> None:
+        self.tools: list[dict[str, Any]] = []
 
     async def run(self, prompt: Prompt, index: int, generate: Generate, ctx: AgentContext) -> Trajectory:
         trajectory = start_trajectory(prompt, index, ctx)

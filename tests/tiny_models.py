@@ -39,3 +39,46 @@ def tiny_qwen2(dtype: torch.dtype = torch.float32, tie: bool = True, seed: int =
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.double())
     return model
+
+
+IMAGE_TOKEN = 2
+
+
+def tiny_seeing_qwen2(dtype: torch.dtype = torch.float64, seed: int = 0) -> torch.nn.Module:
+    """The Qwen2 above with the two inputs that text models lack: features added at image placeholders, and recorded
+    expert choices [T, L, K] added as embeddings (-1 adds nothing). It shows whether media and routes arrive, in order.
+    """
+    from transformers.models.qwen2 import modeling_qwen2
+
+    class SeeingModel(modeling_qwen2.Qwen2Model):
+        def __init__(self, config: Any):
+            super().__init__(config)
+            self.vision = torch.nn.Linear(5, config.hidden_size)
+            self.experts = torch.nn.Embedding(8 + 1, config.hidden_size)
+
+        def forward(self, input_ids=None, pixel_values=None, routed_experts=None, **kwargs):
+            embeds = self.embed_tokens(input_ids)
+            seen = torch.zeros_like(embeds)
+            where = (input_ids[0] == IMAGE_TOKEN).nonzero()[:, 0]
+            seen = seen.index_add(1, where, self.vision(pixel_values.to(embeds.dtype))[None])
+            chosen = self.experts(routed_experts.long() + 1) * (routed_experts >= 0)[..., None]
+            return super().forward(inputs_embeds=embeds + seen + chosen.sum((1, 2))[None], **kwargs)
+
+    class SeeingQwen2(modeling_qwen2.Qwen2ForCausalLM):
+        replays_routing = True
+
+        def __init__(self, config: Any):
+            super().__init__(config)
+            self.model = SeeingModel(config)
+            self.post_init()
+
+    base = tiny_qwen2(dtype=dtype, seed=seed)
+    torch.manual_seed(seed)
+    model = SeeingQwen2(base.config)
+    for p in model.parameters():
+        p.data = p.data.to(dtype)
+    with torch.no_grad():
+        for module in (model.model.vision, model.model.experts):
+            for p in module.parameters():
+                p.normal_(0, 0.3)
+    return model

@@ -29,7 +29,7 @@ def sampler_mismatch(rollout_logprobs: torch.Tensor, logprobs: torch.Tensor, mas
     mean_sum, kl_sum = values.sum(dim=1).tolist()
     largest = float(values[0].max()) if count else 0.0
     return [
-        Metric(name="mismatch/logprob_abs_mean", sum=mean_sum, weight=count, unit="nats"),
-        Metric(name="mismatch/logprob_abs_max", sum=largest, reduce="max", unit="nats"),
-        Metric(name="mismatch/kl", sum=kl_sum, weight=count, unit="nats"),
+        Metric(name="proof/logprob_abs_diff_mean", sum=mean_sum, weight=count, unit="nats"),
+        Metric(name="proof/logprob_abs_diff_max", sum=largest, reduce="max", unit="nats"),
+        Metric(name="proof/sampler_kl", sum=kl_sum, weight=count, unit="nats"),
     ]

@@ -6,8 +6,11 @@ Each check yields Problems: which keys, what is wrong, what to do. None raises, 
 from __future__ import annotations
 
 import difflib
+import importlib.machinery
+import importlib.util
 import json
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -250,12 +253,23 @@ def _kinds(case: Case, config: RunConfig) -> Iterator[Problem]:
     named = [("reward", f"reward.terms.{name}.kind", term.kind) for name, term in terms.items()]
     for table, key, kind in [*named, ("agent", "agent.kind", config.agent.kind)]:
         names = case.known.get(table)
-        if DOTTED_PATH.fullmatch(kind) or (names is None and kind.isidentifier()) or kind in (names or ()):
+        if DOTTED_PATH.fullmatch(kind):
+            if not _can_be_imported(kind.partition(":")[0]):
+                yield Problem((key,), f"no such module, neither installed nor in the working folder {Path.cwd()}.")
+            continue
+        if (names is None and kind.isidentifier()) or kind in (names or ()):
             continue
         close = difflib.get_close_matches(kind, names or (), 3, 0.5)
         meant = f" Nearest: {', '.join(close)}." if close else ""
         choices = f" one of {', '.join(sorted(names))}" if names else " a name"
         yield Problem((key,), f"must be{choices}, or a dotted path package.module:name.{meant}")
+
+
+def _can_be_imported(module: str) -> bool:
+    """Whether the module's first package is there. What lies in it shows only when its code runs."""
+    top = module.partition(".")[0]
+    here = importlib.machinery.PathFinder.find_spec(top, [str(Path.cwd())])
+    return top in sys.modules or here is not None or importlib.util.find_spec(top) is not None
 
 
 def find(given: Value, folder: Path) -> tuple[Path | None, list[Path]]:
@@ -329,6 +343,7 @@ def _model_config(case: Case, path: Path) -> Iterator[Problem]:
     if "vision_config" in facts:
         yield Problem(("model.path",), "a model with a vision tower; this version trains text models only.")
         return
+    facts = facts.get("text_config", facts)
     room, need = facts.get("max_position_embeddings"), longest_row_tokens(case.config)
     if not isinstance(room, int) or need is None or need <= room:
         return

@@ -21,13 +21,13 @@ from meshrl.loops.step import (
 
 async def colocated(job: Job) -> None:
     """Run to loop.num_steps. Evaluates before the first step and after the last, if there are held-out prompts."""
-    cfg, spans = job.cfg, job.spans
-    sampling = sampling_params(cfg.rollout.sampling, job.task.stop_token_ids)
-    assert job.task.train_prompts is not None, "training needs data.path"
+    cfg, task, spans = job.cfg, job.task, job.spans
+    sampling = sampling_params(cfg.rollout.sampling, task.stop_token_ids)
+    assert task.train_prompts is not None, "training needs data.path"
     await sync(job)
     await evaluate_and_report(job)
     while job.step < cfg.loop.num_steps:
-        prompts = job.task.train_prompts.next(cfg.loop.prompts_per_step)
+        prompts = task.train_prompts.next(cfg.loop.prompts_per_step)
         with spans("rollout"):
             trajectories = await collect(
                 cfg,

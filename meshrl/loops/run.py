@@ -8,8 +8,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Coroutine
-from contextlib import closing
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -77,15 +77,18 @@ async def _train(loaded: Loaded[RunConfig], cfg: RunConfig) -> None:
     terminal.note(f"run {folder}: starting {_ranks(cfg)}")
     loading = asyncio.create_task(asyncio.to_thread(_load_task, cfg, True))
     with closing(terminal), closing(metrics):
-        async with launched(
-            cfg.model,
-            cfg.train,
-            cfg.rollout,
-            cfg.cluster,
-            num_train_ranks=cfg.cluster.num_train_ranks,
-            num_rollout_ranks=cfg.cluster.num_rollout_ranks,
-            reference=cfg.algo.kl.coef > 0,
-        ) as groups:
+        async with (
+            _grading(cfg) as scorer,  # first: a reward that can't work is found before any model is loaded
+            launched(
+                cfg.model,
+                cfg.train,
+                cfg.rollout,
+                cfg.cluster,
+                num_train_ranks=cfg.cluster.num_train_ranks,
+                num_rollout_ranks=cfg.cluster.num_rollout_ranks,
+                reference=cfg.algo.kl.coef > 0,
+            ) as groups,
+        ):
             assert groups.trainer is not None and groups.rollouts is not None
             layout = await groups.trainer.layout(cfg.rollout.sync_bucket_bytes)
             await groups.rollouts.reconcile(layout)
@@ -93,22 +96,32 @@ async def _train(loaded: Loaded[RunConfig], cfg: RunConfig) -> None:
             if task.num_too_long:
                 terminal.note(f"left out {task.num_too_long} prompts over {cfg.data.max_prompt_tokens} tokens")
             terminal.note(f"ready after {time.monotonic() - began:.1f} s")
-            async with Scorer.started(cfg.reward) as scorer:
-                job = Job(
-                    cfg=cfg,
-                    folder=folder,
-                    task=task,
-                    trainer=groups.trainer,
-                    rollouts=groups.rollouts,
-                    scorer=scorer,
-                    layout=layout,
-                    sinks=(metrics, terminal),
-                    note=terminal.note,
-                    rollout_log=RolloutLog(folder, task.tokenizer.decode),
-                )
-                await LOOPS[cfg.loop.kind](job)
+            job = Job(
+                cfg=cfg,
+                folder=folder,
+                task=task,
+                trainer=groups.trainer,
+                rollouts=groups.rollouts,
+                scorer=scorer,
+                layout=layout,
+                sinks=(metrics, terminal),
+                note=terminal.note,
+                rollout_log=RolloutLog(folder, task.tokenizer.decode),
+            )
+            await LOOPS[cfg.loop.kind](job)
         _write_result(job, time.monotonic() - began)
         terminal.note(f"done: {job.step} steps in {time.monotonic() - began:.0f} s; see {folder}")
+
+
+@asynccontextmanager
+async def _grading(cfg: RunConfig) -> AsyncIterator[Scorer]:
+    """A started Scorer, whose workers end with the block."""
+    scorer = Scorer(cfg.reward)
+    try:
+        await scorer.start()
+        yield scorer
+    finally:
+        await scorer.close()
 
 
 def _load_task(cfg: RunConfig, training: bool) -> Task:
@@ -153,8 +166,8 @@ async def _evaluate(cfg: RunConfig) -> None:
         raise MeshrlError("meshrl eval needs data.eval_path; set it to a JSONL file of held-out rows")
     ranks = cfg.cluster.num_rollout_ranks or cfg.cluster.num_train_ranks
     async with (
+        _grading(cfg) as scorer,
         launched(cfg.model, cfg.train, cfg.rollout, cfg.cluster, num_train_ranks=0, num_rollout_ranks=ranks) as groups,
-        Scorer.started(cfg.reward) as scorer,
     ):
         assert groups.rollouts is not None
         await groups.rollouts.trust_loaded_weights()

@@ -22,6 +22,7 @@ class CausalModel(torch.nn.Module):
         self.lm = lm
         text = lm.config.get_text_config()
         self.vocab_size: int = text.vocab_size
+        self.replays_routing: bool = getattr(lm, "replays_routing", False)  # takes routed_experts int16[T, L, K]
         self._scale = float(getattr(text, "logit_scale", None) or 1.0)  # Cohere multiplies
         self._scale /= float(getattr(text, "logits_scaling", None) or 1.0)  # Granite divides
         self._softcap = getattr(text, "final_logit_softcapping", None)

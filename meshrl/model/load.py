@@ -18,7 +18,9 @@ def load_causal_lm(path: str | Path, *, dtype: torch.dtype = torch.float32) -> t
     Raises: ConfigError when the folder holds no model that Transformers can load.
     """
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # as many bars as ranks would tear the run's own display
     attention.register()
     folder = Path(path)
     if folder.is_absolute() and not (folder / "config.json").is_file():

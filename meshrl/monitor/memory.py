@@ -9,14 +9,14 @@ import psutil
 from meshrl.core.types import Metric
 
 
-def memory_metrics(names: Mapping[int, str] | None = None) -> list[Metric]:
+def memory_metrics(names: Mapping[int, str] | None = None, own_name: str = "controller") -> list[Metric]:
     """`memory/rss_bytes`: this process and all its descendants. `memory/rss_bytes/<name>`: single ones; this process
-    is "controller", the others by `names` (pid -> name), the unnamed together "other".
+    by own_name, the others by `names` (pid -> name), the unnamed together "other".
 
     Pages that processes share (libraries, weights in shared memory) count in each of them. Merging several calls
     within a step keeps the largest.
     """
-    named = {psutil.Process().pid: "controller", **(names or {})}
+    named = {**(names or {}), psutil.Process().pid: own_name}
     by_name: dict[str, int] = {}
     for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
         try:

@@ -99,7 +99,7 @@ def read_metrics(path: str | Path) -> tuple[list[MetricsLine], dict[str, str]]:
 
 
 class TerminalSink:
-    """A live panel with the reward's curve on a terminal; one plain line a step anywhere else."""
+    """A live panel with the curve of the reward (of the loss in SFT) on a terminal; plain lines anywhere else."""
 
     def __init__(
         self,
@@ -110,8 +110,10 @@ class TerminalSink:
     ):
         self._num_steps, self._first = num_steps, first_step
         self._stream, self._clock = stream or sys.stdout, clock
-        self._start = clock()
-        self._rewards: list[float] = []
+        self._since, self._done_then = clock(), 0  # where the speed of steps is measured from
+        self._measured = False
+        self._values: dict[str, float] = {}
+        self._curve: list[float] = []
         self._live: Any = None
         if self._stream.isatty():
             from rich.console import Console
@@ -129,18 +131,28 @@ class TerminalSink:
             self._stream.flush()
 
     def write(self, step: int, values: Mapping[str, float], units: Mapping[str, str]) -> None:
-        """Show one finished step; an evaluation before the first may come as step first_step - 1."""
-        if "reward/mean" in values:
-            self._rewards.append(values["reward/mean"])
-        done = step + 1 - self._first
-        left_s = (self._clock() - self._start) / done * (self._num_steps - step - 1) if done > 0 else None
+        """Show one finished step, or an evaluation after it; one before the first step comes as first_step - 1."""
+        self._curve += [values[name] for name in ("reward/mean", "loss/nll") if name in values]
+        left_s = self._left(step)
         if self._live is not None:
-            self._live.update(self._panel(step, values, left_s), refresh=True)
+            self._values.update(values)  # an evaluation alone must not blank the step's numbers
+            self._live.update(self._panel(step, self._values, left_s), refresh=True)
         else:
             self.note(step_line(step, self._num_steps, values, left_s))
 
+    def _left(self, step: int) -> float | None:
+        """Seconds to the end at the speed so far. Start-up counts until there is something better: the time from the
+        first thing written on."""
+        now, done = self._clock(), step + 1 - self._first
+        past = done - self._done_then
+        left_s = (now - self._since) / past * (self._num_steps - step - 1) if past > 0 else None
+        if not self._measured:
+            self._since, self._done_then, self._measured = now, done, True
+        return left_s
+
     def _panel(self, step: int, values: Mapping[str, float], left_s: float | None) -> Any:
         from rich.console import Group
+        from rich.padding import Padding
         from rich.panel import Panel
         from rich.progress_bar import ProgressBar
         from rich.table import Table
@@ -152,8 +164,8 @@ class TerminalSink:
             shown.append(("left", duration(left_s)))
         for i in range(0, len(shown), 4):
             table.add_row(*(Text.assemble((f"{label} ", "dim"), text) for label, text in shown[i : i + 4]))
-        bar = ProgressBar(total=self._num_steps, completed=step + 1)
-        curve = Text(text_curve(self._rewards, width=60, height=6))
+        bar = Padding(ProgressBar(total=self._num_steps, completed=step + 1))  # a bare bar ends without a newline
+        curve = Text(text_curve(self._curve, width=60, height=6))
         return Panel(Group(bar, table, curve), title=f"step {step + 1}/{self._num_steps}", title_align="left")
 
     def close(self) -> None:
@@ -206,6 +218,7 @@ COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("length", "rollout/length_mean_tokens", "{:.1f}".format),
     ("cut", "rollout/truncated_fraction", "{:.1%}".format),
     ("loss", "loss/policy", "{:.4f}".format),
+    ("nll", "loss/nll", "{:.4f}".format),
     ("kl", "loss/kl", "{:.2e}".format),
     ("kl-old", "loss/approx_kl", "{:.2e}".format),
     ("entropy", "loss/entropy", "{:.3f}".format),

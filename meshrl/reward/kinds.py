@@ -21,7 +21,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshrl.core.errors import ConfigError
-from meshrl.reward import format, math_answer
+from meshrl.reward.format import check_args as check_format
+from meshrl.reward.format import format_match
+from meshrl.reward.math_answer import check_args as check_math_answer
+from meshrl.reward.math_answer import math_answer
 
 OFFERED = ("prompt", "messages", "stop_reason", "num_tokens")
 
@@ -78,22 +81,24 @@ def make_grader(term: str, kind: str, args: dict[str, Any]) -> Grader:
     Raises: ConfigError that names the term, for an unknown kind, wrong or missing arguments.
     """
     function = resolve_reward(kind)
-    parameters = inspect.signature(function).parameters
-    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    own = [n for n in list(parameters)[2:] if parameters[n].kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)]
-    unknown = [name for name in args if name not in own and not open_ended]
-    if unknown:
-        raise ConfigError(
-            f"reward.terms.{term}.args: {kind} has no argument {unknown[0]!r}; "
-            f"it takes: {', '.join(n for n in own if n not in OFFERED) or 'none'}{_did_you_mean(unknown[0], own)}"
-        )
-    takes = tuple(name for name in OFFERED if (open_ended or name in own) and name not in args)
     try:
-        inspect.signature(function).bind("", None, **dict.fromkeys(takes), **args)
+        signature = inspect.signature(function)
+        parameters = signature.parameters.values()
+        own = [p.name for p in list(parameters)[2:] if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        unknown = [] if open_ended else [name for name in args if name not in own]
+        if unknown:
+            settable = [name for name in own if name not in OFFERED]
+            raise TypeError(
+                f"no argument {unknown[0]!r}; allowed: {', '.join(settable) or 'none'}"
+                f"{_did_you_mean(unknown[0], settable)}"
+            )
+        takes = tuple(name for name in OFFERED if (open_ended or name in own) and name not in args)
+        signature.bind("", None, **dict.fromkeys(takes), **args)
         if kind in CHECKS:
             CHECKS[kind](**args)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"reward.terms.{term} ({kind}): {error}; args given: {args}") from error
+        raise ConfigError(f"reward.terms.{term} of kind {kind!r} with args {args}: {error}") from error
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
     return Grader(function=function, args=args, takes=takes, is_async=is_async)
 
@@ -104,14 +109,14 @@ def _did_you_mean(name: str, known: Any) -> str:
 
 
 REWARDS: dict[str, RewardFn] = {
-    "math_answer": math_answer.math_answer,
-    "format": format.format_match,
+    "math_answer": math_answer,
+    "format": format_match,
 }
 """kind -> reward function."""
 
 CHECKS: dict[str, Callable[..., None]] = {
-    "math_answer": math_answer.check_args,
-    "format": format.check_args,
+    "math_answer": check_math_answer,
+    "format": check_format,
 }
 """kind -> function of the config's args that raises ValueError on wrong ones and loads what grading needs, so that
 neither is met within the time limit of a grading."""

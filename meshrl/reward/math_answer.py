@@ -25,7 +25,7 @@ _LATEX_MARKS = ("$", "\\boxed", "\\(", "\\[")
 
 
 def math_answer(completion: str, answer: Any, *, rule: str = "auto") -> float:
-    """1.0 when the completion's final answer equals the reference `answer` under `rule` (see the table above), else 0.0.
+    """1.0 when the completion's final answer equals the reference under `rule` (see the table above), else 0.0.
 
     answer: the reference: a number, a text, LaTeX, or a whole GSM8K solution that ends in `#### N`.
     Raises: ValueError for an unknown rule or a reference that the rule can't read.

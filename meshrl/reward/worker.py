@@ -15,7 +15,6 @@ back, so that no answer can run code in the parent.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import numbers
@@ -57,3 +56,145 @@ def _read_exactly(link: socket.socket, count: int) -> bytes:
             raise EOFError("the other end is closed")
         parts += part
     return bytes(parts)
+
+
+def main(fd: int) -> None:
+    """Fork the grader and guard it: see the top of this file. Returns in neither process."""
+    link = socket.socket(fileno=fd)
+    signal.signal(signal.SIGCHLD, lambda *_: _report_death(link))
+    if os.fork() == 0:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        serve(link)
+        os._exit(0)
+    os.read(0, 1)  # the parent never writes: this returns when its end closes
+    os.killpg(0, signal.SIGKILL)
+
+
+def _report_death(link: socket.socket) -> None:
+    """The guard's SIGCHLD handler: say how the grader ended, then end too."""
+    pid, status = os.waitpid(-1, os.WNOHANG)
+    if pid == 0:  # stopped or continued, not dead
+        return
+    killed = os.WIFSIGNALED(status)
+    how = signal.Signals(os.WTERMSIG(status)).name if killed else f"exit status {os.WEXITSTATUS(status)}"
+    send_frame(link, json.dumps({"died": how}).encode())
+    os._exit(0)
+
+
+def serve(link: socket.socket) -> None:
+    """Read the setup, say ready, grade batches until the parent closes the socket."""
+    setup = pickle.loads(read_frame(link))
+    _limit(resource.RLIMIT_CORE, 0)
+    _limit(resource.RLIMIT_AS, setup["max_memory_bytes"])
+    sys.path.append(os.getcwd())
+    try:
+        graders = {term: make_grader(term, kind, args) for term, (kind, args) in setup["terms"].items()}
+    except ConfigError as error:
+        _send(link, config_error=str(error))
+        return
+    _drop_output()
+    _send(link, ready=[term for term, grader in graders.items() if grader.is_async])
+    keeps_children = _has_children()  # a user's module may start a helper process at import
+    loop = None
+    while True:
+        try:
+            batch = pickle.loads(read_frame(link))
+        except EOFError:
+            return
+        if not graders[batch[0][0]].is_async:
+            _grade_in_order(link, graders, batch, keeps_children)
+            continue
+        if loop is None:
+            import asyncio  # the slowest import here by far, and most workers never need it
+
+            loop = asyncio.new_event_loop()
+        loop.run_until_complete(_grade_together(link, graders, batch, setup["timeout_s"]))
+
+
+def _grade_in_order(link: socket.socket, graders: dict[str, Grader], batch: list, keeps_children: bool) -> None:
+    """One item after the other; the parent holds the clock, which each answer restarts."""
+    pid = os.getpid()
+    for index, (term, payload) in enumerate(batch):
+        try:
+            reply = _judged(graders[term](payload))
+        except BaseException as error:  # user code: SystemExit and KeyboardInterrupt included
+            reply = _failed(error)
+        if os.getpid() != pid:
+            os._exit(0)  # the function forked, and this is the child coming back from it
+        if not keeps_children and _has_children():
+            reply["retire"] = True  # what it left running is killed with this process group
+        _send(link, item=index, **reply)
+        if "retire" in reply:
+            return
+
+
+async def _grade_together(link: socket.socket, graders: dict[str, Grader], batch: list, timeout_s: float) -> None:
+    """All items at once: they mostly wait for an endpoint. Each has its own clock from now on."""
+    import asyncio
+
+    async def one(index: int, term: str, payload: dict[str, Any]) -> None:
+        clock = asyncio.timeout(timeout_s)
+        try:
+            async with clock:
+                value = await graders[term](payload)
+            reply = _judged(value)
+        except BaseException as error:  # user code
+            reply = _failed(error)
+            if clock.expired():
+                reply = {"failure": ["timeout", f"no answer within {timeout_s:g} s"]}
+        _send(link, item=index, **reply)
+
+    await asyncio.gather(*(one(index, term, payload) for index, (term, payload) in enumerate(batch)))
+
+
+def _judged(value: Any) -> dict[str, Any]:
+    """The reply for what a reward function returned: a finite number, or a failure that shows the value."""
+    if isinstance(value, bool | numbers.Real) and math.isfinite(value):
+        return {"value": float(value)}
+    text = repr(value)[:100]
+    return {"failure": ["bad_value", f"returned {text} ({type(value).__name__}); a reward is a finite number"]}
+
+
+def _failed(error: BaseException) -> dict[str, Any]:
+    """The reply for what a reward function raised, with the place in the user's code."""
+    where = traceback.extract_tb(error.__traceback__)[-1:]
+    place = f" at {where[0].filename}:{where[0].lineno}" if where else ""
+    message = " ".join(f"{type(error).__name__}: {error}{place}".split())[:_MAX_MESSAGE_CHARS]
+    if isinstance(error, MemoryError):
+        return {"failure": ["memory", message], "retire": True}
+    return {"failure": ["crash", message]}
+
+
+def _has_children() -> bool:
+    """Whether this process has children, running or not yet waited for. Never True where waitid is missing."""
+    if not hasattr(os, "waitid"):
+        return False
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _drop_output() -> None:
+    """From here on, what a function prints goes nowhere; before, it explains why a worker did not start."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+
+
+def _limit(what: int, value: int) -> None:
+    _, hard = resource.getrlimit(what)
+    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(what, (value, value))
+
+
+def _send(link: socket.socket, **reply: Any) -> None:
+    send_frame(link, json.dumps(reply).encode())
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

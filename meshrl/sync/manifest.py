@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import bisect
 import hashlib
-import itertools
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -69,7 +68,7 @@ class Layout:
 
     @property
     def total_bytes(self) -> int:
-        return max((entry.offset + entry.num_bytes for entry in self.entries if entry.num_bytes), default=0)
+        return next((entry.offset + entry.num_bytes for entry in reversed(self.entries) if entry.num_bytes), 0)
 
     @property
     def num_buckets(self) -> int:
@@ -94,7 +93,7 @@ class Layout:
         """The tensors, or parts of them, in this bucket, in order: at least one. Empty tensors are in no bucket."""
         low, high = self.bucket_range(index)
         position = bisect.bisect_right(self.entries, low, key=lambda entry: entry.offset) - 1
-        for entry in itertools.islice(self.entries, max(position, 0), None):
+        for entry in map(self.entries.__getitem__, range(max(position, 0), len(self.entries))):
             if entry.offset >= high:
                 return
             start, stop = max(low - entry.offset, 0), min(high - entry.offset, entry.num_bytes)

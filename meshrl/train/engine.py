@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -161,11 +161,22 @@ class TrainEngine:
             batch.temperature.index_select(0, scored),
             self.cfg.logprob_chunk_tokens,
             entropy,
-            batch.model_kwargs,
+            self._model_kwargs(batch),
         )
         place = torch.zeros(batch.num_tokens, dtype=logp.dtype, device=logp.device)
         full_ent = None if ent is None else place.index_copy(0, scored, ent)
         return Outputs(logprobs=place.index_copy(0, scored, logp), entropy=full_ent)
+
+    def _model_kwargs(self, batch: Batch) -> dict[str, Any]:
+        """What the model takes beside tokens: processed media, and the sampler's expert choices to be replayed."""
+        if batch.routed_experts is None:
+            return batch.model_kwargs
+        if not self.model.replays_routing:
+            raise ValueError(
+                f"samples carry routed_experts, but {type(self.model.lm).__name__} can't replay them; have the sampler "
+                "record none"
+            )
+        return {**batch.model_kwargs, "routed_experts": batch.routed_experts}
 
     # ---- weights out
 

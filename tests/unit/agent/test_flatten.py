@@ -275,7 +275,7 @@ def test_a_row_of_two_temperatures_is_refused():
 @pytest.mark.parametrize("filters", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"repetition_penalty": 1.1}])
 def test_a_filtered_distribution_is_refused(filters):
     """P2"""
-    with pytest.raises(TurnError, match="turn 0: sampled with .*training needs"):
+    with pytest.raises(TurnError, match=r"turn 0: sampled with .*training needs"):
         rows(make_trajectory(make_turn([1], [2], sampling=SamplingParams(**filters))))
 
 

@@ -9,7 +9,7 @@ from meshrl.algo.mismatch import sampler_mismatch
 
 
 def values(*args):
-    return {m.name.removeprefix("mismatch/"): (m.sum, m.weight) for m in sampler_mismatch(*args)}
+    return {m.name.removeprefix("proof/"): (m.sum, m.weight) for m in sampler_mismatch(*args)}
 
 
 def test_golden_values_under_the_mask():
@@ -17,10 +17,10 @@ def test_golden_values_under_the_mask():
     sampled = torch.tensor([math.nan, -1.0, -2.0, 1e6])
     scored = torch.tensor([5.0, -0.5, -2.25, math.nan])
     got = values(sampled, scored, torch.tensor([False, True, True, False]))
-    assert got["logprob_abs_mean"] == (0.75, 2)
-    assert got["logprob_abs_max"] == (0.5, 1.0)
+    assert got["logprob_abs_diff_mean"] == (0.75, 2)
+    assert got["logprob_abs_diff_max"] == (0.5, 1.0)
     kl = (math.exp(0.5) - 1 - 0.5) + (math.exp(-0.25) - 1 + 0.25)
-    assert got["kl"] == (pytest.approx(kl), 2)
+    assert got["sampler_kl"] == (pytest.approx(kl), 2)
 
 
 def test_equal_logprobs_are_exactly_zero():
@@ -32,9 +32,9 @@ def test_equal_logprobs_are_exactly_zero():
 def test_broken_numbers_pass_no_threshold(broken):
     """NaN > threshold is False: a mismatch that is not a number must count as infinite."""
     got = values(torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, broken]), torch.tensor([True, True]))
-    assert got["logprob_abs_mean"][0] == math.inf and got["logprob_abs_max"][0] == math.inf
+    assert got["logprob_abs_diff_mean"][0] == math.inf and got["logprob_abs_diff_max"][0] == math.inf
 
 
 def test_nothing_trained_weighs_nothing():
     got = values(torch.tensor([math.nan]), torch.tensor([0.0]), torch.tensor([False]))
-    assert got == {"logprob_abs_mean": (0.0, 0), "logprob_abs_max": (0.0, 1.0), "kl": (0.0, 0)}
+    assert got == {"logprob_abs_diff_mean": (0.0, 0), "logprob_abs_diff_max": (0.0, 1.0), "sampler_kl": (0.0, 0)}

@@ -192,7 +192,7 @@ def test_both_names_of_the_tensor_parallel_size_may_be_given_when_they_agree(goo
 def test_the_resolved_config_loads_to_the_same_config(write, good: Path):
     loaded = load_run_config(
         good,
-        ["algo.advantage=rloo", "data.system='off\n: #'", "reward.terms.a-b={kind: 'my.rewards:f', args: {k: [1]}}"],
+        ["algo.advantage=rloo", "data.system='off\n: #'", "reward.terms.a-b={kind: 'json:dumps', args: {k: [1]}}"],
     )
     again = load_run_config(write(to_yaml(loaded), "resolved.yaml"))
     assert again.config == loaded.config

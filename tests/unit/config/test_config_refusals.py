@@ -122,6 +122,8 @@ BAD: list[tuple[str, list[str]]] = [
     # names
     ("agent.kind=multiturn", ["agent.kind = multiturn", "multi_turn, single_turn", "Nearest: multi_turn"]),
     ("agent.kind=pkg.module", ["package.module:name"]),
+    ("agent.kind=no_such_pkg.module:Agent", ["no such module", "elsewhere"]),
+    ("reward.terms.answer.kind=no_such_module:score", ["no such module", "elsewhere"]),
     ("reward.terms.answer.kind=math_anser", ["reward.terms.answer.kind", "Nearest: math_answer"]),
     ("reward.terms={}", ["at least one term"]),
     ("reward.terms={a: {kind: format, weight: 0}}", ["all weights are 0"]),
@@ -290,6 +292,7 @@ def test_a_model_folder_that_is_not_whole_is_refused(good: Path, file: str, cont
 
 
 def test_names_are_not_checked_without_a_table_but_their_form_is(good: Path):
-    load_run_config(good, ["agent.kind=anything", "reward.terms.answer.kind=my.rewards:score"])
+    (Path.cwd() / "my_rewards.py").write_text("raise RuntimeError('a check runs no code of the user')")
+    load_run_config(good, ["agent.kind=anything", "reward.terms.answer.kind=my_rewards:score"])
     with pytest.raises(ConfigError, match=r"package.module:name"):
         load_run_config(good, ["agent.kind=not a name"])

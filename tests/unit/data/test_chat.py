@@ -120,7 +120,7 @@ def test_sft_rows_of_several_turns_read_as_the_sampler_and_agent_would_have_made
 
 def test_sft_ignores_messages_after_the_last_answer():
     tokenizer = tiny_tokenizer()
-    ids, mask = sft_row(tokenizer, [USER, ANSWER, USER])
+    ids, _ = sft_row(tokenizer, [USER, ANSWER, USER])
     assert np.array_equal(ids, sft_row(tokenizer, [USER, ANSWER])[0])
 
 
@@ -134,7 +134,7 @@ def test_a_template_whose_end_token_stops_nobody_is_refused():
 
 
 def test_a_stop_token_inside_an_answer_is_refused():
-    with pytest.raises(DataError, match="message 1 holds the stop token '<|im_end|>'.*could never be produced"):
+    with pytest.raises(DataError, match=r"message 1 holds the stop token '<\|im_end\|>'.*could never be produced"):
         sft_row(tiny_tokenizer(), [USER, {"role": "assistant", "content": "1<|im_end|>2"}])
 
 

@@ -238,7 +238,7 @@ def relabel(buckets):
     [
         (lambda buckets: buckets[:-1], r"commit after \d+ of \d+ buckets; layers.1.big.weight is the first"),
         (lambda buckets: buckets[:1], "commit after 1 of .* embed.weight is the first"),
-        (lambda buckets: buckets[:2], "commit after 2 of .* layers.0.k_proj.weight is the first"),
+        (lambda buckets: buckets[:2], "commit after 2 of .* layers.0.q_proj.weight is the first"),
         (lambda buckets: [], "commit after 0 of .* embed.weight is the first"),
         (lambda buckets: buckets[:1] + buckets[2:], r"bucket 2 came out of order; expected bucket 1 \(embed.weight to"),
         (lambda buckets: buckets[:2] + buckets[1:], "bucket 1 came twice"),

@@ -1,0 +1,265 @@
+"""Grading in processes that can be killed (P29): each item ends as a number or a typed Failure, whatever it does.
+
+A thread for each worker process holds the conversation and the clock, so that a busy event loop neither delays a
+grader nor mistakes its own pause for a grader's. A worker that hangs, dies or runs out of memory is killed with its
+process group and replaced; only the item it was working on fails. The isolation is against accidents, not malice:
+a grader has the user's rights and files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import math
+import os
+import pickle
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import IO, Any
+
+from meshrl.core.errors import ConfigError, Failure, RewardError
+from meshrl.reward.worker import read_frame, send_frame
+
+Item = tuple[str, dict[str, Any]]
+"""(term, payload): payload holds completion, answer and the keywords OFFERED in kinds.py."""
+
+_START_TIMEOUT_S = 60.0  # imports of a user's module on a busy machine
+_ASYNC_GRACE_S = 2.0  # async graders are timed in the worker; past this much more, the loop itself hangs
+_MAX_BATCH = 64  # items of one message, and async graders that wait together in one worker
+_MAX_REPLY_BYTES = 1 << 16
+
+
+class Sandbox:
+    """A pool of worker processes that grade items with the functions of `terms`: {term: (kind, args)}.
+
+    timeout_s: wall-clock seconds of one grading. max_memory_bytes: address space of one worker (enforced on Linux).
+    Workers look for a user's modules where this process does, then in the working folder; what they print is dropped.
+    """
+
+    def __init__(
+        self, terms: dict[str, tuple[str, dict[str, Any]]], *, num_workers: int, timeout_s: float, max_memory_bytes: int
+    ):
+        setup = {"terms": terms, "timeout_s": timeout_s, "max_memory_bytes": max_memory_bytes}
+        self._workers = [_Worker(setup) for _ in range(num_workers)]
+        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        for worker in self._workers:
+            self._idle.put(worker)
+        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
+        self._starting = asyncio.Lock()
+        self._started = self._closed = False
+
+    @property
+    def num_replaced(self) -> int:
+        """Workers that were killed and replaced since the start."""
+        return sum(worker.num_replaced for worker in self._workers)
+
+    async def start(self) -> None:
+        """Start all workers at once and wait until each has loaded every function; nothing to do the second time.
+
+        Raises: ConfigError for a kind or arguments that can't work; RewardError when a worker doesn't come up.
+        """
+        async with self._starting:
+            if self._closed:
+                raise RewardError(_CLOSED)
+            if not self._started:
+                await self._in_threads([worker.start for worker in self._workers])
+                self._started = True
+
+    async def grade(self, items: Sequence[Item]) -> list[float | Failure]:
+        """One number or Failure for each item, in order; starts the workers if nobody did.
+
+        Items travel in batches, so that many quick gradings cost few round trips; each item has its own clock.
+        Raises: ConfigError and RewardError as `start`; RewardError when closed, also in the middle of it.
+        """
+        await self.start()
+        batches = self._batches(items)
+        calls = [functools.partial(self._grade_batch, [items[i] for i in batch]) for batch in batches]
+        graded = await self._in_threads(calls)
+        results = {i: result for batch, part in zip(batches, graded) for i, result in zip(batch, part)}
+        return [results[i] for i in range(len(items))]
+
+    async def close(self) -> None:
+        """Kill every worker with all it started. What is being graded raises RewardError. May be called twice."""
+        if self._closed:
+            return
+        self._closed = True
+        for worker in self._workers:
+            worker.end()
+        await self._in_threads([self._dispose] * len(self._workers))
+        self._threads.shutdown()
+
+    def _batches(self, items: Sequence[Item]) -> list[list[int]]:
+        """Indices of items by message: sync and async ones apart, sync ones in two rounds so that workers even out."""
+        is_async = [term in self._workers[0].async_terms for term, _ in items]
+        batches = []
+        for kind, rounds in ((False, 2), (True, 1)):
+            indices = [i for i in range(len(items)) if is_async[i] == kind]
+            size = max(1, min(_MAX_BATCH, math.ceil(len(indices) / (rounds * len(self._workers)))))
+            batches += [indices[start : start + size] for start in range(0, len(indices), size)]
+        return batches
+
+    def _grade_batch(self, items: list[Item]) -> list[float | Failure]:
+        worker = self._idle.get()  # as many threads as workers, so there is one
+        try:
+            return worker.grade(items)
+        finally:
+            self._idle.put(worker)
+
+    def _dispose(self) -> None:
+        self._idle.get().release()  # waits for the thread that still holds it; its process is dead, so that ends soon
+
+    async def _in_threads(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        loop = asyncio.get_running_loop()
+        return await asyncio.gather(*(loop.run_in_executor(self._threads, call) for call in calls))
+
+
+@dataclass(kw_only=True, slots=True)
+class _Running:
+    """A started process and this side's end of the socket to it."""
+
+    process: subprocess.Popen[bytes]
+    link: socket.socket
+
+
+class _Worker:
+    """One worker process and the conversation with it. Used by one thread at a time; `end` may come from any."""
+
+    def __init__(self, setup: dict[str, Any]):
+        self._setup = setup
+        self._lock = threading.Lock()  # guards _running and _ended: an `end` may come in the middle of a restart
+        self._ended = False
+        self._running: _Running | None = None
+        self.async_terms: frozenset[str] = frozenset()
+        self.num_replaced = 0
+
+    def start(self) -> _Running:
+        """Start the process and wait until it is ready. Raises: ConfigError, RewardError (see Sandbox.start)."""
+        with tempfile.TemporaryFile() as output:
+            running = self._spawn(output)
+            try:
+                running.link.settimeout(_START_TIMEOUT_S)
+                send_frame(running.link, pickle.dumps(self._setup))
+                reply = json.loads(read_frame(running.link, _MAX_REPLY_BYTES))
+            except (OSError, EOFError) as error:
+                reply = {"died": f"{type(error).__name__}: {error}"}
+            if "ready" in reply:
+                self.async_terms = frozenset(reply["ready"])
+                return running
+            self._kill()
+            self.release()
+            if "config_error" in reply:
+                raise ConfigError(reply["config_error"])
+            output.seek(0)
+            said = output.read()[-2000:].decode(errors="replace").strip() or "nothing"
+        raise RewardError(
+            f"a reward worker did not start: {reply['died']}. It printed: {said}\nIf memory ran out while it imported "
+            f"the reward functions, raise reward.max_memory_bytes ({self._setup['max_memory_bytes']})"
+        )
+
+    def _spawn(self, output: IO[bytes]) -> _Running:
+        ours, theirs = socket.socketpair()
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        with self._lock, theirs:
+            if self._ended:
+                ours.close()
+                raise RewardError(_CLOSED)
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "meshrl.reward.worker", str(theirs.fileno())],
+                stdin=subprocess.PIPE,  # when it closes, the worker's guard knows that this process is gone
+                stdout=output,
+                stderr=output,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": path},
+            )
+            self._running = _Running(process=process, link=ours)
+            return self._running
+
+    def grade(self, items: list[Item]) -> list[float | Failure]:
+        """Grade a batch that is all sync or all async, through as many processes as it breaks."""
+        is_async = items[0][0] in self.async_terms
+        results: dict[int, float | Failure] = {}
+        todo = list(range(len(items)))
+        one_by_one = False
+        while todo:
+            running = self._running
+            if running is None:
+                running = self.start()
+                self.num_replaced += 1
+            sent = todo[:1] if one_by_one else todo
+            answered, broken = self._converse(running, [items[i] for i in sent])
+            if self._ended:
+                raise RewardError(_CLOSED)
+            results |= {sent[place]: result for place, result in answered.items()}
+            todo = [i for i in todo if i not in results]
+            if broken is not None and is_async and len(sent) > 1:
+                one_by_one = True  # any of those in flight may have done it: each gets its own turn
+            elif broken is not None:
+                results[todo.pop(0)] = broken
+        return [results[i] for i in range(len(items))]
+
+    def _converse(self, running: _Running, items: list[Item]) -> tuple[dict[int, float | Failure], Failure | None]:
+        """Send items and collect answers by place, until all are there or the process breaks; then it is killed."""
+        timeout_s = self._setup["timeout_s"]
+        answered: dict[int, float | Failure] = {}
+        broken = None
+        retire = False
+        try:
+            running.link.settimeout(timeout_s + (_ASYNC_GRACE_S if items[0][0] in self.async_terms else 0.0))
+            send_frame(running.link, pickle.dumps(items))
+            while len(answered) < len(items) and not (broken or retire):
+                reply = json.loads(read_frame(running.link, _MAX_REPLY_BYTES))
+                if "died" in reply:
+                    broken = Failure(kind="crash", message=f"the worker died with {reply['died']}")
+                elif "failure" in reply:
+                    kind, message = reply["failure"]
+                    answered[reply["item"]] = Failure(kind=kind, message=message)
+                else:
+                    answered[reply["item"]] = float(reply["value"])
+                retire = "retire" in reply
+        except TimeoutError:
+            broken = Failure(kind="timeout", message=f"no answer within {timeout_s:g} s; its worker was killed")
+        except (OSError, EOFError, ValueError, KeyError) as error:
+            broken = Failure(kind="crash", message=f"the worker's answer broke off: {type(error).__name__}: {error}")
+        if broken or retire:
+            self._kill()
+            self.release()
+        return answered, broken
+
+    def end(self) -> None:
+        """Kill the process for good. A thread that waits for its answer gets an end of file, and no restart."""
+        with self._lock:
+            self._ended = True
+        self._kill()
+
+    def release(self) -> None:
+        """Forget the killed process and close the socket; only by the thread that uses it: its number gets reused."""
+        if self._running is not None:
+            self._running.link.close()
+            self._running = None
+
+    def _kill(self) -> None:
+        """SIGKILL to the whole process group, then reap it; nothing to do for one that is dead already."""
+        with self._lock:
+            if self._running is None or self._running.process.returncode is not None:
+                return
+            process = self._running.process
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # gone; macOS says it the second way
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()  # closes its standard input and waits
+
+
+_CLOSED = "the reward workers are closed; start a new Scorer to grade more"
+
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+"""Numeric libraries reserve address space for each thread, which would eat the memory limit on a large machine."""

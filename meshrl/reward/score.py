@@ -1,0 +1,127 @@
+"""Trajectories -> rewards: every term of the config graded in the workers, then their weighted sum.
+
+G gradings = trajectories x terms.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from meshrl.config.task import RewardConfig
+from meshrl.core.errors import Failure, RewardError
+from meshrl.core.types import Metric, Trajectory
+from meshrl.reward.sandbox import Sandbox
+
+_SHOWN_FAILURES = 3
+
+
+class Scorer:
+    """Fills `rewards` and `reward` of trajectories. One Scorer lives through a run and owns its worker processes.
+
+    `score` starts the workers if nobody did; calling `start` before any model is loaded finds a reward that can't
+    work when it costs nothing.
+    """
+
+    def __init__(self, cfg: RewardConfig):
+        self._cfg = cfg
+        self._sandbox = Sandbox(
+            {name: (term.kind, dict(term.args)) for name, term in cfg.terms.items()},
+            num_workers=cfg.num_workers,
+            timeout_s=cfg.timeout_s,
+            max_memory_bytes=cfg.max_memory_bytes,
+        )
+
+    async def start(self) -> None:
+        """Start the workers. Raises: ConfigError for a term that can't work, RewardError when none comes up."""
+        await self._sandbox.start()
+
+    async def score(self, trajectories: Sequence[Trajectory]) -> list[Metric]:
+        """Grade every trajectory that ended by itself or was truncated; failed and evicted ones get reward None.
+
+        A trajectory with a failed grading gets reward None as well, keeps the Failure in `rewards`, and is counted:
+        a grader's trouble is never a reward of 0.
+
+        Raises: RewardError when the share of failed gradings is above `max_failure_fraction`.
+        """
+        replaced = self._sandbox.num_replaced
+        scored = [t for t in trajectories if t.status in ("done", "truncated")]
+        for trajectory in trajectories:
+            trajectory.rewards, trajectory.reward = {}, None
+        items = []
+        for trajectory in scored:
+            payload = _payload(trajectory)
+            items += [(trajectory, name, payload) for name in self._cfg.terms]
+        asked = [(name, payload) for _, name, payload in items if isinstance(payload, dict)]
+        answers = iter(await self._sandbox.grade(asked))
+        for trajectory, name, payload in items:
+            trajectory.rewards[name] = next(answers) if isinstance(payload, dict) else payload
+        for trajectory in scored:
+            trajectory.reward = self._weighted_sum(trajectory.rewards)
+        self._check_failures(scored)
+        return self._metrics(scored, self._sandbox.num_replaced - replaced)
+
+    async def close(self) -> None:
+        """End the workers and everything they started."""
+        await self._sandbox.close()
+
+    def _weighted_sum(self, rewards: dict[str, float | Failure]) -> float | None:
+        total = 0.0
+        for name, term in self._cfg.terms.items():
+            value = rewards[name]
+            if isinstance(value, Failure):
+                return None
+            total += term.weight * value
+        return total
+
+    def _check_failures(self, scored: list[Trajectory]) -> None:
+        failures = [(t, name, r) for t in scored for name, r in t.rewards.items() if isinstance(r, Failure)]
+        gradings = len(scored) * len(self._cfg.terms)
+        if len(failures) <= self._cfg.max_failure_fraction * gradings:
+            return
+        kinds = ", ".join(f"{n} {kind}" for kind, n in Counter(f.kind for _, _, f in failures).most_common())
+        examples = "".join(
+            f"\n  {t.id}, term {name!r}: {f.kind}: {f.message}" for t, name, f in failures[:_SHOWN_FAILURES]
+        )
+        raise RewardError(
+            f"{len(failures)} of {gradings} gradings failed ({kinds}), more than reward.max_failure_fraction = "
+            f"{self._cfg.max_failure_fraction:g} allows. Examples:{examples}\nMend the reward function, or raise "
+            f"reward.timeout_s ({self._cfg.timeout_s:g}) or reward.max_memory_bytes ({self._cfg.max_memory_bytes})"
+        )
+
+    def _metrics(self, scored: list[Trajectory], replaced: int) -> list[Metric]:
+        metrics = []
+        failed: Counter[str] = Counter()
+        for name in self._cfg.terms:
+            results = [t.rewards[name] for t in scored]
+            values = [r for r in results if not isinstance(r, Failure)]
+            failed.update(r.kind for r in results if isinstance(r, Failure))
+            metrics.append(Metric(name=f"reward/term/{name}", sum=sum(values), weight=len(values)))
+        gradings = len(scored) * len(self._cfg.terms)
+        metrics.append(Metric(name="reward/failed", sum=failed.total(), weight=gradings, unit="fraction"))
+        metrics += [
+            Metric(name=f"reward/failed_{kind}", sum=count, reduce="sum", unit="gradings")
+            for kind, count in sorted(failed.items())
+        ]
+        metrics.append(Metric(name="reward/workers_replaced", sum=replaced, reduce="sum", unit="processes"))
+        return metrics
+
+
+def _payload(trajectory: Trajectory) -> dict[str, Any] | Failure:
+    """What the workers are told about a trajectory; a Failure when its agent left no text to grade."""
+    turns = trajectory.turns
+    if not turns or not turns[-1].messages:
+        return Failure(kind="agent", message=f"trajectory {trajectory.id} has no parsed message in its last turn")
+    content = turns[-1].messages[-1].get("content") or ""
+    if isinstance(content, list):  # parts of a multimodal message
+        content = "".join(part.get("text", "") for part in content)
+    prompt = trajectory.prompt
+    return {
+        "completion": content,
+        "answer": prompt.answer,
+        "prompt": {"id": prompt.id, "messages": prompt.messages, "env": prompt.env, "meta": prompt.meta},
+        "messages": [message for turn in turns for message in turn.messages],
+        "stop_reason": turns[-1].stop_reason,
+        "num_tokens": sum(len(turn.output_ids) for turn in turns),
+    }

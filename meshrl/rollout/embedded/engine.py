@@ -1,0 +1,368 @@
+"""The embedded engine: continuous batching over the model's own Transformers module, in this process and thread.
+
+Two ways in: `await generate(request)`, or `submit` and `step` for callers without an event loop.
+
+Weights that change under running requests (pause "keep", sync, resume): their keys and values are dropped with the
+old weights, and computed again from their tokens with the new ones. So every logprob is exactly that of the version
+written beside it, which a cache of mixed versions could not give.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Collection, Iterable
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import torch
+
+from meshrl.config.model import ModelConfig
+from meshrl.config.rollout import RolloutConfig
+from meshrl.core.device import empty_cache
+from meshrl.core.errors import CapabilityError, ConfigError, MeshrlError, RequestError, StaleWeightsError
+from meshrl.core.types import Media, Request, StopReason, Turn
+from meshrl.model.causal import CausalModel
+from meshrl.model.load import DTYPES, load_causal_lm
+from meshrl.rollout.base import Capabilities, EngineStats, PauseMode
+from meshrl.rollout.embedded.requests import accept
+from meshrl.rollout.embedded.runner import Runner
+from meshrl.rollout.embedded.sampler import RowSampling, draw
+from meshrl.rollout.embedded.scheduler import Admission, Scheduler, Sequence
+from meshrl.rollout.embedded.weights import EngineWeights
+from meshrl.sync.manifest import Ack, Layout, SyncHeader
+from meshrl.sync.receive import Bucket
+
+PARTS = ("weights", "kv_cache", "graphs")
+PREFILL_TOKENS = 4096  # of new contexts in one step
+
+
+def build_embedded_engine(
+    model_cfg: ModelConfig,
+    rollout_cfg: RolloutConfig,
+    device: torch.device,
+    engine_id: str,
+    stop_token_ids: tuple[int, ...],
+) -> EmbeddedEngine:
+    """Load the model in its compute dtype, without gradients; no weight version yet.
+
+    Raises: ConfigError when rollout.max_context_tokens is more than the model has positions.
+    """
+    lm = load_causal_lm(model_cfg.path, dtype=DTYPES[model_cfg.dtype]).to(device).eval().requires_grad_(False)
+    positions = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
+    max_context_tokens = rollout_cfg.max_context_tokens or positions
+    if max_context_tokens is None or (positions is not None and max_context_tokens > positions):
+        raise ConfigError(
+            f"rollout.max_context_tokens is {rollout_cfg.max_context_tokens}; {model_cfg.path} has "
+            f"max_position_embeddings {positions}. Give a number up to that (null takes the model's own)"
+        )
+    return EmbeddedEngine(
+        CausalModel(lm),
+        stop_token_ids=stop_token_ids,
+        max_running=rollout_cfg.max_running_requests,
+        max_context_tokens=max_context_tokens,
+        engine_id=engine_id,
+        device=device,
+    )
+
+
+class EmbeddedEngine:
+    """rollout.base.RolloutEngine over a CausalModel.
+
+    Consumes requests as they come; those of one event-loop tick are admitted together. One task steps while there is
+    work and nothing holds it (a pause, a sync, released memory) and gives the loop a turn after each step; `generate`,
+    `resume`, `commit` and `restore` start it again.
+    """
+
+    def __init__(
+        self,
+        model: CausalModel,
+        *,
+        stop_token_ids: tuple[int, ...],
+        max_running: int,
+        max_context_tokens: int,
+        engine_id: str,
+        device: torch.device,
+        prefill_tokens_per_step: int = PREFILL_TOKENS,
+    ):
+        dtype = next(model.parameters()).dtype
+        self.capabilities = Capabilities(
+            release=True, in_flight=True, resident_digest=True, score=True, exact=dtype == torch.float32
+        )
+        self.engine_id, self.max_context_tokens = engine_id, max_context_tokens
+        self._stop_token_ids, self._vocab_size, self._device = stop_token_ids, model.vocab_size, device
+        self._weights = EngineWeights(model.lm, engine_id)
+        self._scheduler = Scheduler(max_running, prefill_tokens_per_step)
+        self._runner = Runner(model, device)
+        self._sampling: RowSampling | None = None  # of the rows as they stand
+        self._totals = EngineStats()
+        self._ids: set[str] = set()
+        self._futures: dict[str, asyncio.Future[Turn]] = {}
+        self._pump: asyncio.Task[None] | None = None
+        self._pause: PauseMode | None = None
+        self._released: set[str] = set()
+        self._closed = False
+
+    # ---- generation, without an event loop
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._scheduler.running or self._scheduler.waiting)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises RequestError, CapabilityError, StaleWeightsError."""
+        expected = self._weights.expected
+        if expected < max(request.min_version, 0):
+            raise StaleWeightsError(
+                f"{self.engine_id} has weight version {expected}, request {request.id} needs {request.min_version} or "
+                "more (-1 = none is committed); sync weights first, or call trust_loaded_weights() to sample with the "
+                "weights of the folder"
+            )
+        if self._closed or request.id in self._ids:
+            why = "this engine is closed" if self._closed else "a request of that id is under way; ids must be unique"
+            raise RequestError(f"request {request.id}: {why}")
+        self._scheduler.submit(accept(request, self._stop_token_ids, self.max_context_tokens, self._vocab_size))
+        self._ids.add(request.id)
+
+    @torch.inference_mode()
+    def step(self) -> list[tuple[str, Turn]]:
+        """Admit who fits, draw one token for every running request, and return those that are done."""
+        if not self._may_step:
+            return []
+        began = time.perf_counter()
+        admission = self._scheduler.admit() if self._pause is None else Admission()
+        rows = self._scheduler.running
+        logits = self._runner.step(self._scheduler, admission)
+        if self._sampling is None or admission.sequences:
+            self._sampling = RowSampling([s.request for s in rows], self._device)
+        positions = np.array([s.first_position + len(s.tokens) for s in rows], np.int64)
+        drawn = draw(logits, self._sampling, positions, lambda row: rows[row].ids())
+        tokens, logprobs = torch.stack([drawn.tokens.double(), drawn.logprobs.double()]).tolist()
+        done = self._record(rows, tokens, logprobs, drawn.extras)
+        for sequence in admission.sequences:
+            sequence.times.prefill_s += sequence.lap()
+        finished = [(rows[row].request.id, self._turn(rows[row], reason)) for row, reason in done.items()]
+        if done or admission.sequences:
+            self._settle(done.keys())
+        self._count(admission, len(rows), time.perf_counter() - began)
+        return finished
+
+    def _record(
+        self,
+        rows: list[Sequence],
+        tokens: list[float],
+        logprobs: list[float],
+        extras: dict[int, dict[str, np.ndarray]],
+    ) -> dict[int, StopReason]:
+        """Append one token to each row; returns the rows that end with it, and why."""
+        version, done = self._weights.version, {}
+        for row, (sequence, token, logprob) in enumerate(zip(rows, map(int, tokens), logprobs, strict=True)):
+            if logprob != logprob:
+                raise MeshrlError(
+                    f"request {sequence.request.id}: the logits of token {len(sequence.tokens)} are not numbers (NaN) "
+                    f"at weight version {version}; the weights or the model's precision are broken"
+                )
+            sequence.tokens.append(token)
+            sequence.logprobs.append(logprob)
+            sequence.versions.append(version)
+            if token in sequence.stop_ids:
+                done[row] = "stop"
+            elif len(sequence.tokens) >= sequence.limit:
+                done[row] = sequence.limit_reason
+        for row, values in extras.items():
+            rows[row].extras.append(values)
+        return done
+
+    def _turn(self, s: Sequence, reason: StopReason) -> Turn:
+        self._ids.discard(s.request.id)
+        if s.tokens:
+            s.times.decode_s += s.lap()
+        return Turn(
+            context_ids=s.request.context_ids,
+            output_ids=np.array(s.tokens, np.int32),
+            logprobs=np.array(s.logprobs, np.float32),
+            versions=np.array(s.versions, np.int32),
+            stop_reason=reason,
+            extras={name: np.stack([e[name] for e in s.extras]) for name in (s.extras[0] if s.extras else ())},
+            sampling=s.request.sampling,
+            seed=s.request.seed,
+            engine_id=self.engine_id,
+            times=s.times,
+        )
+
+    def _settle(self, gone: Collection[int]) -> None:
+        self._runner.follow(*self._scheduler.settle(gone))
+        self._sampling = None
+
+    def _count(self, admission: Admission, num_rows: int, seconds: float) -> None:
+        """A step computes contexts and new tokens together; its time is split by the tokens computed."""
+        prefilled = sum(len(fill.ids) for fill in admission.fills)
+        decoded = num_rows - len(admission.sequences)
+        self._totals.prefill_tokens += prefilled
+        self._totals.decode_tokens += num_rows
+        self._totals.prefill_s += seconds * prefilled / (prefilled + decoded)
+        self._totals.decode_s += seconds * decoded / (prefilled + decoded)
+
+    def _withdraw(self, ids: Collection[str] | None) -> list[tuple[str, Turn]]:
+        """End these requests (None = all) with what they have."""
+        left, rows = self._scheduler.withdraw(ids)
+        ended = left + [self._scheduler.running[row] for row in rows]
+        if ended:
+            self._settle(set(rows))
+        return [(s.request.id, self._turn(s, "abort")) for s in ended]
+
+    def _flush(self) -> None:
+        """Drop all keys and values; who was running waits at the head of the queue with its tokens."""
+        self._scheduler.requeue_all()
+        self._runner.flush()
+        self._sampling = None
+
+    # ---- generation, with one
+
+    async def generate(self, request: Request) -> Turn:
+        """Sample one turn. Waits while paused or while a sync is open."""
+        self.submit(request)
+        future: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
+        self._futures[request.id] = future
+        future.add_done_callback(lambda f: self._deliver(self._withdraw({request.id})) if f.cancelled() else None)
+        self._wake()
+        return await future
+
+    async def abort(self, ids: Seq[str] | None = None) -> int:
+        """End these requests (None = all), running or waiting; returns how many there were."""
+        ended = self._withdraw(None if ids is None else set(ids))
+        self._deliver(ended)
+        return len(ended)
+
+    async def pause(self, mode: PauseMode = "wait") -> None:
+        """Stop: wait = who runs finishes first, abort = all return now, keep = all stay in place."""
+        self._pause = mode
+        if mode == "abort":
+            await self.abort()
+        while mode == "wait" and self._pause == "wait" and self._scheduler.running:
+            self._wake()
+            await asyncio.sleep(0)
+
+    async def resume(self) -> None:
+        self._pause = None
+        self._wake()
+
+    @property
+    def _may_step(self) -> bool:
+        held = self._released or self._weights.version < 0 or self._pause in ("abort", "keep")
+        return not held and bool(self._scheduler.running or (self._pause is None and self._scheduler.waiting))
+
+    def _wake(self) -> None:
+        if self._may_step and (self._pump is None or self._pump.done()):
+            self._pump = asyncio.create_task(self._run())
+            self._pump.add_done_callback(self._failed)
+
+    async def _run(self) -> None:
+        await asyncio.sleep(0)  # whoever asks in this tick of the loop joins the first step
+        while self._may_step:
+            self._deliver(self.step())
+            await asyncio.sleep(0)
+
+    def _failed(self, pump: asyncio.Task[None]) -> None:
+        """A step that raised takes every request with it: nobody waits for an answer that can't come."""
+        error = None if pump.cancelled() else pump.exception()
+        if error is not None:
+            futures, self._futures = self._futures, {}
+            self._withdraw(None)
+            for future in futures.values():
+                if not future.done():
+                    future.set_exception(error)
+
+    def _deliver(self, turns: Iterable[tuple[str, Turn]]) -> None:
+        for request_id, turn in turns:
+            future = self._futures.pop(request_id, None)
+            if future is not None and not future.done():
+                future.set_result(turn)
+
+    async def score(self, ids: np.ndarray, media: dict[str, Media] | None = None) -> np.ndarray:
+        """Teacher-forced logprobs at temperature 1, float32[T], from no cache at all; index 0 is 0."""
+        if media:
+            raise CapabilityError("score() was given media; the embedded engine takes text only")
+        if self._weights.version < 0 or self._released:
+            raise StaleWeightsError(f"{self.engine_id} has no usable weights to score with; sync weights first")
+        return self._runner.score(ids)
+
+    # ---- weights
+
+    def trust_loaded_weights(self, version: int = 0) -> None:
+        """Sample with the weights that were loaded from the folder, as this version, until a sync begins."""
+        self._weights.trust(version)
+
+    async def reconcile(self, layout: Layout) -> None:
+        """Compare the layout with the model's own parameters, both ways. Raises UnloadedParamsError."""
+        self._weights.reconcile(layout)
+
+    async def begin(self, header: SyncHeader) -> None:
+        """Hold all requests, drop every cache (P17), and take this version's buckets."""
+        self._flush()
+        self._weights.begin(header)
+
+    async def receive(self, bucket: Bucket) -> None:
+        self._weights.receive(bucket)
+
+    async def commit(self) -> Ack:
+        """Read every parameter back, make the version visible, go on."""
+        ack = self._weights.commit()
+        self._wake()
+        return ack
+
+    async def cancel(self) -> None:
+        """The weights are a mixture now: all requests return what they have (abort), and none is taken until the
+        next full sync."""
+        self._weights.cancel()
+        await self.abort()
+
+    # ---- memory and the rest
+
+    async def release(self, parts: set[str]) -> int:
+        """Free parts of {weights, kv_cache, graphs}; requests in place wait, and their caches are computed again.
+
+        Returns bytes freed. graphs frees nothing: this engine has none.
+        """
+        self._check_parts(parts)
+        freed = 0
+        if parts & {"weights", "kv_cache"}:
+            freed += self._runner.num_bytes if "kv_cache" in parts else 0
+            self._flush()
+        if "weights" in parts - self._released:
+            freed += self._weights.release()
+        self._released |= parts & {"weights", "kv_cache"}
+        empty_cache(self._device)
+        return freed
+
+    async def restore(self, parts: set[str]) -> int:
+        """Take parts back; returns bytes taken. The cache grows with use; weights wait for the next full sync."""
+        self._check_parts(parts)
+        taken = self._weights.restore() if "weights" in parts & self._released else 0
+        self._released -= parts
+        self._wake()
+        return taken
+
+    def _check_parts(self, parts: set[str]) -> None:
+        if not parts <= set(PARTS):
+            raise CapabilityError(f"parts {sorted(parts - set(PARTS))} are unknown; allowed: {', '.join(PARTS)}")
+
+    def stats(self) -> EngineStats:
+        running, prompts = self._scheduler.running, self._scheduler.prompts
+        return EngineStats(
+            running=len(running),
+            waiting=len(self._scheduler.waiting),
+            cached_tokens=sum(s.cached for s in running) + sum(p.length for p in prompts),
+            free_slots=self._scheduler.max_running - len(running),
+            prefill_tokens=self._totals.prefill_tokens,
+            decode_tokens=self._totals.decode_tokens,
+            prefill_s=self._totals.prefill_s,
+            decode_s=self._totals.decode_s,
+            version=self._weights.version,
+        )
+
+    async def close(self) -> None:
+        """End all requests (abort), free the cache, take no more."""
+        self._closed = True
+        await self.abort()
+        self._runner.flush()

@@ -1,0 +1,201 @@
+"""Who runs next: a first-in first-out queue, a bounded set of running sequences, and prompts shared by their groups.
+
+Pure Python over ids and lengths; no tensor and no model. Row i of the engine's own store belongs to `running[i]`,
+row j of its shared store to `prompts[j]`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from meshrl.core.types import Request, StopReason, Times
+from meshrl.rollout.embedded.kv_cache import arrange
+
+
+@dataclass(eq=False, slots=True)
+class SharedPrompt:
+    """A context whose keys and values are computed and stored once for several sequences.
+
+    last_hidden: the final hidden state of its last token, from which every member draws its first token.
+    """
+
+    key: bytes
+    length: int
+    row: int
+    num_running: int = 0
+    last_hidden: Any = None
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """One request on its way. tokens, logprobs, versions, extras: what was sampled for it here."""
+
+    request: Request
+    stop_ids: frozenset[int]
+    limit: int  # tokens it may still sample when it arrives
+    limit_reason: StopReason
+    key: bytes = b""  # its whole context, prefix and sampled tokens included: equal keys share
+    prompt: SharedPrompt | None = None
+    cached: int = 0  # tokens in its own row
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    extras: list[dict[str, np.ndarray]] = field(default_factory=list)
+    times: Times = field(default_factory=Times)
+    clock: float = field(default_factory=time.perf_counter)
+
+    @property
+    def first_position(self) -> int:
+        """Output position of the first token sampled here: a continuation goes on where its prefix ends."""
+        prefix = self.request.prefix_output
+        return 0 if prefix is None else len(prefix)
+
+    @property
+    def num_cached(self) -> int:
+        return self.cached + (self.prompt.length if self.prompt else 0)
+
+    def ids(self) -> np.ndarray:
+        """Everything the next token depends on: int64[context + prefix + sampled]."""
+        parts = [self.request.context_ids, self.tokens]
+        if self.request.prefix_output is not None:
+            parts.insert(1, self.request.prefix_output)
+        return np.concatenate([np.asarray(part, dtype=np.int64) for part in parts])
+
+    def lap(self) -> float:
+        """Seconds since the last lap."""
+        before, self.clock = self.clock, time.perf_counter()
+        return self.clock - before
+
+
+@dataclass(slots=True)
+class Fill:
+    """A context to compute: int64[C] ids, into a row of the own store or of the shared store."""
+
+    ids: np.ndarray
+    row: int
+    prompt: SharedPrompt | None
+
+
+@dataclass(slots=True)
+class Admission:
+    """What joins in this step: sequences, in the order of their rows, and the contexts to compute for them."""
+
+    sequences: list[Sequence] = field(default_factory=list)
+    fills: list[Fill] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Row order[i] becomes row i; lengths: of the rows in their old places."""
+
+    order: list[int]
+    lengths: list[int]
+
+
+class Scheduler:
+    """max_running: rows decoded together. prefill_tokens: contexts computed in one step, so that a wave of long
+    prompts does not hold up those who run; a single longer context still goes in, alone."""
+
+    def __init__(self, max_running: int, prefill_tokens: int):
+        self.max_running, self.prefill_tokens = max_running, prefill_tokens
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.prompts: list[SharedPrompt] = []
+        self._prompt_of_key: dict[bytes, SharedPrompt] = {}
+        self._waiting_of_key: Counter[bytes] = Counter()
+
+    def submit(self, sequence: Sequence) -> None:
+        self._enqueue(sequence)
+        self.waiting.append(sequence)
+
+    def admit(self) -> Admission:
+        """Take the head of the queue while there are rows and prefill budget.
+
+        Sequences that wait with equal contexts share a prompt: it is computed for the first, the others join free.
+        A sequence that is alone with its context keeps it in its own row.
+        """
+        admission, budget = Admission(), self.prefill_tokens
+        while self.waiting and len(self.running) < self.max_running:
+            sequence = self.waiting[0]
+            prompt = self._prompt_of_key.get(sequence.key)
+            if prompt is None:
+                ids = sequence.ids()
+                if admission.fills and len(ids) > budget:
+                    break
+                budget -= len(ids)
+                if self._waiting_of_key[sequence.key] > 1:
+                    prompt = SharedPrompt(sequence.key, len(ids), len(self.prompts))
+                    self.prompts.append(prompt)
+                    self._prompt_of_key[sequence.key] = prompt
+                else:
+                    sequence.cached = len(ids)
+                admission.fills.append(Fill(ids, prompt.row if prompt else len(self.running), prompt))
+            else:
+                sequence.times.cached_tokens += prompt.length
+            if prompt is not None:
+                sequence.prompt = prompt
+                prompt.num_running += 1
+            self._dequeue(self.waiting.popleft())
+            sequence.times.queue_s += sequence.lap()
+            self.running.append(sequence)
+            admission.sequences.append(sequence)
+        return admission
+
+    def settle(self, gone: Collection[int]) -> tuple[Move | None, Move | None]:
+        """Let the rows in `gone` leave, drop prompts that nobody uses or waits for, and close the gaps.
+
+        Returns how own rows and shared rows move (None = they stay); the stores follow before the next step.
+        """
+        for row in gone:
+            prompt = self.running[row].prompt
+            if prompt is not None:
+                prompt.num_running -= 1
+        own = _move([s.cached for s in self.running], gone)
+        if own is not None:
+            self.running = [self.running[row] for row in own.order]
+        unused = {p.row for p in self.prompts if not p.num_running and not self._waiting_of_key[p.key]}
+        for row in unused:
+            del self._prompt_of_key[self.prompts[row].key]
+        shared = _move([p.length for p in self.prompts], unused)
+        if shared is not None:
+            self.prompts = [self.prompts[row] for row in shared.order]
+            for row, prompt in enumerate(self.prompts):
+                prompt.row = row
+        return own, shared
+
+    def withdraw(self, ids: Collection[str] | None) -> tuple[list[Sequence], list[int]]:
+        """Take these requests (None = all) out of the queue, and name the rows of those that run, for `settle`."""
+        left = [s for s in self.waiting if ids is None or s.request.id in ids]
+        self.waiting = deque(s for s in self.waiting if ids is not None and s.request.id not in ids)
+        for sequence in left:
+            self._dequeue(sequence)
+        return left, [row for row, s in enumerate(self.running) if ids is None or s.request.id in ids]
+
+    def requeue_all(self) -> None:
+        """Forget every cached token: those who run go back to the head of the queue, with what they have sampled."""
+        for sequence in reversed(self.running):
+            sequence.prompt, sequence.cached = None, 0
+            sequence.times.decode_s += sequence.lap()
+            self._enqueue(sequence)
+            self.waiting.appendleft(sequence)
+        self.running, self.prompts, self._prompt_of_key = [], [], {}
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        sequence.key = sequence.ids().tobytes()
+        self._waiting_of_key[sequence.key] += 1
+
+    def _dequeue(self, sequence: Sequence) -> None:
+        self._waiting_of_key[sequence.key] -= 1
+        if not self._waiting_of_key[sequence.key]:
+            del self._waiting_of_key[sequence.key]
+
+
+def _move(lengths: list[int], gone: Collection[int]) -> Move | None:
+    order = arrange(lengths, gone)
+    return None if order is None else Move(order, lengths)

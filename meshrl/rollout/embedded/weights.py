@@ -1,0 +1,100 @@
+"""The engine's weights: which version they are, how a sync replaces them in place, how their memory is lent out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from meshrl.core.errors import StaleWeightsError, SyncError
+from meshrl.model.load import tied_names
+from meshrl.sync.manifest import Ack, Layout, SyncHeader
+from meshrl.sync.receive import Bucket, ReceiverState, describe, reconcile
+
+
+class EngineWeights:
+    """Wire names are Transformers' parameter names; a tied weight is held once and read back under both names."""
+
+    def __init__(self, lm: torch.nn.Module, name: str):
+        self.lm, self.name = lm, name
+        self._receiver: ReceiverState | None = None
+        self._trusted: int | None = None
+        self._as_loaded = True  # no sync and no release has touched what the folder held
+        self._syncing: int | None = None  # the version that is arriving
+
+    @property
+    def version(self) -> int:
+        """The version in place; -1 = none: before the first sync, during one, after a cancel or a release."""
+        if self._trusted is not None:
+            return self._trusted
+        return self._receiver.version if self._receiver is not None else -1
+
+    @property
+    def expected(self) -> int:
+        """The version in place or, during a sync, the one that is arriving."""
+        return self.version if self._syncing is None else self._syncing
+
+    def trust(self, version: int) -> None:
+        """Call what was loaded from the folder by this version: for evaluation, where no trainer sends weights.
+
+        Raises: StaleWeightsError when a sync or a release has been there since.
+        """
+        if not self._as_loaded:
+            raise StaleWeightsError(
+                f"{self.name} no longer holds the weights of its folder: a sync or a release has replaced them; "
+                "build a new engine, or sync"
+            )
+        self._trusted = version
+
+    def reconcile(self, layout: Layout) -> None:
+        held = dict(self.lm.named_parameters())
+        reconcile(layout, describe(held), tied_names(self.lm))
+        self._receiver = ReceiverState(layout, held, name=self.name)
+
+    def begin(self, header: SyncHeader) -> None:
+        self._trusted = self._syncing = None
+        self._as_loaded = False
+        self._state().begin(header)
+        self._syncing = header.version
+
+    def receive(self, bucket: Bucket) -> None:
+        self._state().receive(bucket)
+
+    def commit(self) -> Ack:
+        self._syncing = None
+        return self._state().commit(self._read_back)
+
+    def cancel(self) -> None:
+        self._trusted = self._syncing = None
+        if self._receiver is not None:
+            self._receiver.cancel()
+
+    def release(self) -> int:
+        """Free the parameters' memory; returns bytes freed. Buffers stay: they hold what no sync could bring back."""
+        self.cancel()
+        self._as_loaded = False
+        freed = 0
+        for p in self.lm.parameters():
+            if not p.untyped_storage().resizable():  # a view of the model file
+                p.data = p.data.clone()
+            freed += p.untyped_storage().nbytes()
+            p.untyped_storage().resize_(0)
+        return freed
+
+    def restore(self) -> int:
+        """Take the memory back; returns bytes taken. Its content is garbage until the next full sync."""
+        taken = 0
+        for p in self.lm.parameters():
+            if p.untyped_storage().nbytes() == 0:
+                p.untyped_storage().resize_((p.storage_offset() + p.numel()) * p.element_size())
+                taken += p.untyped_storage().nbytes()
+        return taken
+
+    def _read_back(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every name of every parameter that the modules compute with."""
+        yield from self.lm.named_parameters(remove_duplicate=False)
+
+    def _state(self) -> ReceiverState:
+        if self._receiver is None:
+            raise SyncError(f"{self.name}: a sync came before reconcile; send the layout once, before the first sync")
+        return self._receiver

@@ -1,0 +1,154 @@
+"""A package imports only packages of a strictly lower level, and each third-party library has its home."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from source_tree import ROOT, imports, name_of, python_files
+
+LEVELS = {
+    "core": 0,
+    "config": 1,
+    "monitor": 2,
+    **dict.fromkeys(("algo", "reward", "data", "parallel"), 3),
+    **dict.fromkeys(("model", "sync"), 4),
+    **dict.fromkeys(("train", "rollout"), 5),
+    "agent": 6,
+    "cluster": 7,
+    "loops": 8,
+    "tools": 9,
+    "cli": 10,
+    "__main__": 11,
+}
+
+EVERYWHERE = {"numpy"}
+HOMES: dict[str, set[str]] = {  # library -> packages or files of meshrl that may import it
+    "torch": {
+        "core/batch.py",
+        "core/device.py",
+        "algo",
+        "parallel",
+        "model",
+        "sync",
+        "train",
+        "rollout",
+        "cluster",
+        "loops",
+    },
+    "pydantic": {"config"},
+    "pydantic_core": {"config"},
+    "yaml": {"config"},
+    "math_verify": {"reward"},
+    "transformers": {"data", "model"},
+    "jinja2": {"data"},
+    "safetensors": {"model"},
+    "peft": {"model"},
+    "datasets": {"data"},
+    "tensorboard": {"monitor"},
+    "wandb": {"monitor"},
+    "rich": {"tools", "monitor"},
+    "textual": {"tools"},
+    "matplotlib": {"tools", "monitor"},
+    "psutil": {"monitor"},
+    "ray": {"cluster/ray.py"},
+    "vllm": {"rollout/vllm.py"},
+    "sglang": {"rollout/sglang.py"},
+}
+
+EXCEPTIONS: dict[tuple[str, str], str] = {  # (file, what it imports) -> why it may
+}
+
+TORCH_FREE = ["meshrl.cli", "meshrl.__main__", "meshrl.core.types", "meshrl.core.errors"]
+TORCH_FREE_PACKAGES = ["config", "reward"]
+
+
+def _inside(path: Path) -> str:
+    return path.relative_to(ROOT / "meshrl").as_posix()
+
+
+def _package(module: str) -> str:
+    return module.split(".")[1] if "." in module else ""
+
+
+def layer_faults() -> list[str]:
+    """Imports of a package from a level that is not strictly lower."""
+    faults = []
+    for path in python_files("meshrl"):
+        here = _inside(path).split("/")[0].removesuffix(".py")
+        if here == "__init__":
+            continue
+        for module, line in imports(path):
+            there = _package(module)
+            if module.split(".")[0] != "meshrl" or there == here or (_inside(path), module) in EXCEPTIONS:
+                continue
+            if here not in LEVELS or there not in LEVELS:
+                faults.append(f"{name_of(path)}:{line}: {here} or {there} has no level; add it to LEVELS")
+            elif LEVELS[there] >= LEVELS[here]:
+                faults.append(
+                    f"{name_of(path)}:{line}: {here} (level {LEVELS[here]}) imports {module} (level {LEVELS[there]})"
+                )
+    return faults
+
+
+def home_faults() -> list[str]:
+    """Imports of a third-party library outside its home."""
+    faults = []
+    for path in python_files("meshrl"):
+        for module, line in imports(path):
+            library, inside = module.split(".")[0], _inside(path)
+            if library in sys.stdlib_module_names or library in EVERYWHERE or library == "meshrl":
+                continue
+            if not {inside, inside.split("/")[0]} & HOMES.get(library, set()) and (inside, library) not in EXCEPTIONS:
+                homes = ", ".join(sorted(HOMES.get(library, set()))) or "nowhere: add the library to HOMES"
+                faults.append(f"{name_of(path)}:{line}: imports {library}, whose home is {homes}")
+    return faults
+
+
+def test_a_package_imports_only_packages_of_a_strictly_lower_level():
+    assert layer_faults() == []
+
+
+def test_a_library_is_imported_only_in_its_home():
+    assert home_faults() == []
+
+
+def test_no_exception_outlives_its_reason():
+    used = {
+        (_inside(path), module if module.startswith("meshrl") else module.split(".")[0])
+        for path in python_files("meshrl")
+        for module, _ in imports(path)
+    }
+    assert set(EXCEPTIONS) <= used and all(EXCEPTIONS.values())
+
+
+def test_tests_and_examples_are_imported_by_nobody():
+    """What ships imports only what ships."""
+    outside = {"tests", "examples", "benchmarks", "scripts", "conftest"}
+    assert [(name_of(p), m) for p in python_files("meshrl") for m, _ in imports(p) if m.split(".")[0] in outside] == []
+
+
+@pytest.mark.parametrize("group", ["start", *TORCH_FREE_PACKAGES])
+def test_what_starts_fast_imports_without_torch(group: str):
+    """In a process where importing torch or Transformers fails, so that the traceback names who asked for it."""
+    modules = TORCH_FREE
+    if group != "start":
+        files = [p for p in python_files(f"meshrl/{group}") if p.name != "__init__.py"]
+        modules = [name_of(path).removesuffix(".py").replace("/", ".") for path in files]
+    code = "import sys, importlib\nsys.modules['torch'] = sys.modules['transformers'] = None\n"
+    code += f"for name in {modules!r}: importlib.import_module(name)\n"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_command_line_imports_the_standard_library_only():
+    """`meshrl --help` must not wait for pydantic either."""
+    code = "import sys, meshrl.cli\nprint(*sorted({name.split('.')[0] for name in sys.modules}))"
+    done = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    foreign = {
+        name
+        for name in done.stdout.split()
+        if name not in sys.stdlib_module_names and name not in ("meshrl", "__main__")
+    }
+    assert foreign == set()

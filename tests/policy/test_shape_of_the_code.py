@@ -1,0 +1,125 @@
+"""Sizes, names and places that keep the house small: each stop has its exceptions listed by name, with the reason."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from source_tree import ROOT, name_of, python_files, syntax
+
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 100
+LONG_FILES: dict[str, str] = {}  # file -> why it may be longer
+LONG_FUNCTIONS: dict[str, str] = {}  # "file:function" -> why it may be longer
+SHORTER: dict[str, int] = {"examples/one_file_grpo.py": 300}  # file -> its own stop
+
+FORBIDDEN_NAMES = {"utils", "util", "common", "misc", "helpers", "helper", "manager", "managers"}
+DEVICE_WORDS = re.compile(r"(?<![a-z])(cuda|npu|hip|xpu)(?![a-z])", re.IGNORECASE)
+DEVICE_FILE = "meshrl/core/device.py"
+DEVICE_EXCEPTIONS: dict[str, str] = {}  # file -> why it may name a device
+UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
+
+
+def functions(path: Path) -> Iterator[tuple[str, int]]:
+    """(name, lines) of every function of a file, decorators not counted."""
+    for node in ast.walk(syntax(path)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            assert node.end_lineno is not None
+            yield node.name, node.end_lineno - node.lineno + 1
+
+
+def device_words(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """(word, line) of identifiers and texts that name a device. Docstrings may: they are for people."""
+    prose = {
+        id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.alias):
+            words = [node.name, node.asname]
+        elif isinstance(node, ast.ImportFrom):
+            words = [node.module]
+        elif isinstance(node, ast.Constant):
+            words = [node.value] if id(node) not in prose else []
+        else:
+            words = [getattr(node, field, None) for field in ("id", "attr", "name", "arg")]
+        for word in words:
+            if isinstance(word, str) and DEVICE_WORDS.search(word):
+                yield word, getattr(node, "lineno", 0)
+
+
+@pytest.mark.parametrize("folder", ["meshrl", "tests", "scripts", "examples", "benchmarks"])
+def test_files_and_functions_stay_within_their_stops(folder: str):
+    faults = []
+    for path in python_files(folder):
+        name, lines = name_of(path), len(path.read_text(encoding="utf-8").splitlines())
+        stop = SHORTER.get(name, MAX_FILE_LINES)
+        if lines > stop and name not in LONG_FILES:
+            faults.append(f"{name} has {lines} lines, the stop is {stop}: split it by what it answers")
+        faults += [
+            f"{name}:{function} has {length} lines, the stop is {MAX_FUNCTION_LINES}"
+            for function, length in functions(path)
+            if length > MAX_FUNCTION_LINES and f"{name}:{function}" not in LONG_FUNCTIONS
+        ]
+    assert faults == []
+
+
+def test_no_exception_outlives_its_reason():
+    for name, reason in LONG_FILES.items():
+        assert reason and len((ROOT / name).read_text(encoding="utf-8").splitlines()) > MAX_FILE_LINES, name
+    for name, reason in LONG_FUNCTIONS.items():
+        path, _, function = name.partition(":")
+        lengths = [length for found, length in functions(ROOT / path) if found == function]
+        assert reason and max(lengths) > MAX_FUNCTION_LINES, name
+    for name, reason in DEVICE_EXCEPTIONS.items():
+        assert reason and list(device_words(syntax(ROOT / name))), name
+
+
+def test_every_init_file_is_empty():
+    """A name has one address."""
+    assert [name_of(p) for p in python_files() if p.name == "__init__.py" and p.read_text().strip()] == []
+
+
+def test_no_file_or_folder_has_a_name_that_says_nothing():
+    names = {part for path in python_files() for part in path.relative_to(ROOT).with_suffix("").parts}
+    assert {name for name in names if FORBIDDEN_NAMES.intersection(name.lower().split("_"))} == set()
+
+
+def test_only_one_file_spells_an_accelerators_name():
+    faults = []
+    for path in python_files("meshrl"):
+        name = name_of(path)
+        if name != DEVICE_FILE and name not in DEVICE_EXCEPTIONS:
+            faults += [f"{name}:{line}: {word!r}" for word, line in device_words(syntax(path))]
+    assert faults == [], f"ask {DEVICE_FILE}"
+
+
+def test_the_device_rule_sees_identifiers_and_texts_but_not_prose():
+    def seen(code: str) -> list[str]:
+        return [word for word, _ in device_words(ast.parse(code))]
+
+    assert seen("torch.cuda.synchronize()") == ["cuda"]
+    assert seen("x.to('cuda:0')") == ["cuda:0"]
+    assert seen("use_npu = 1") == ["use_npu"]
+    assert seen("def f(xpu): f(hip=1)") == ["xpu", "hip"]
+    assert seen("import torch.cuda as c\nfrom torch.cuda import Stream") == ["torch.cuda", "torch.cuda"]
+    assert seen("f'{kind}cuda'") == ["cuda"]
+    assert seen("'''CUDA and CPU'''\nchip = 'ship'") == []
+
+
+def test_nothing_is_left_unfinished():
+    faults = []
+    for path in python_files():
+        if path.name == Path(__file__).name:
+            continue
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+            if UNFINISHED.search(line):
+                faults.append(f"{name_of(path)}:{number}: {line.strip()}")
+    assert faults == []
+
+
+def test_test_files_have_names_of_their_own():
+    """pytest imports test files by base name: two of one name hide each other."""
+    names = [path.name for path in python_files("tests") if path.name not in ("__init__.py", "conftest.py")]
+    assert {name for name in names if names.count(name) > 1} == set()
+    assert [name_of(path) for path in python_files("tests") if path.name == "__init__.py"] == []

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from meshrl.agent.parsers import ToolCall, parse_tool_calls
+from meshrl.agent.tools import MAX_ANSWER_CHARS, TOOLS, ToolError, calculate, call_tool
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("1 + 2 * 3", "7"),
+        ("(3 + 4) * 12", "84"),
+        ("-2 ** 2", "-4"),
+        ("7 // 2 + 7 % 2", "4"),
+        ("1 / 4", "0.25"),
+        (" 2**10 ", "1024"),
+        ("+5", "5"),
+        ("2 ** -1", "0.5"),
+    ],
+)
+def test_the_calculator_calculates(expression, value):
+    assert calculate(expression) == value
+
+
+@pytest.mark.parametrize(
+    ("expression", "told"),
+    [
+        ("__import__('os').system('true')", "only numbers"),
+        ("(1).__class__", "only numbers"),
+        ("x + 1", "only numbers"),
+        ("'a' * 9", "only numbers"),
+        ("True + 1", "only numbers"),
+        ("[1][0]", "only numbers"),
+        ("1j * 1j", "only numbers"),
+        ("1 +", "not an arithmetic expression"),
+        ("", "not an arithmetic expression"),
+        ("1\0", "not an arithmetic expression"),
+        ("(" * 250, "not an arithmetic expression"),
+        ("1 / 0", "division by zero"),
+        ("9 ** 9 ** 9", "too large"),
+        ("9 ** 9999999 % 7", "too large"),
+        ("10.0 ** 400", "too large"),
+        ("1e308 * 10", "not a real number"),
+        ("(-8) ** 0.5", "not a real number"),
+        ("1" * 257, "at most 256"),
+        (7, "at most 256"),
+    ],
+)
+def test_the_calculator_refuses_all_else_before_it_costs_anything(expression, told):
+    with pytest.raises(ToolError, match=told):
+        calculate(expression)
+
+
+def test_nested_powers_stay_bounded_step_by_step():
+    with pytest.raises(ToolError, match="too large"):
+        calculate("*".join(["2**2000"] * 5))
+
+
+def test_a_chain_of_signs_is_answered():
+    assert calculate("-" * 100 + "1") == "1"
+
+
+def test_calls_are_found_in_order_among_other_text():
+    text = 'I add <tool_call>{"name": "a", "arguments": {"x": 1}}</tool_call>, <tool_call>\n{"name": "b"}\n</tool_call>'
+    assert parse_tool_calls(text) == [ToolCall(name="a", arguments={"x": 1}), ToolCall(name="b")]
+    assert parse_tool_calls('<tool_call>{"name": "a"}') == []
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("{", "not valid JSON"),
+        ("[" * 100_000, "not valid JSON"),
+        ("[]", 'must be a JSON object with a "name"'),
+        ('{"name": 3}', 'must be a JSON object with a "name"'),
+        ('{"name": "a", "arguments": [1]}', '"arguments" must be a JSON object'),
+    ],
+)
+def test_a_malformed_call_carries_its_reason(body, told):
+    (call,) = parse_tool_calls(f"<tool_call>{body}</tool_call>")
+    assert told in call.error
+
+
+def answer(**facts):
+    return asyncio.run(call_tool(TOOLS, ToolCall(**facts)))
+
+
+def test_a_call_is_answered_with_text_whatever_it_asks():
+    assert answer(name="calculator", arguments={"expression": "6*7"}) == "42"
+    assert answer(name="calculator", arguments={"expression": "1/0"}) == "error: division by zero"
+    assert answer(name="calculator", arguments={}) == "error: calculator takes the arguments ['expression'], got []"
+    assert "got ['expression', 'y']" in answer(name="calculator", arguments={"expression": "1", "y": 2})
+    assert answer(name="nope") == "error: no tool is called 'nope'; there are: calculator"
+    assert answer(error="broken") == "error: broken"
+
+
+def test_async_tools_are_awaited_and_long_answers_cut():
+    async def shout(expression):
+        return expression * MAX_ANSWER_CHARS * 2
+
+    tools = {"calculator": replace(TOOLS["calculator"], function=shout)}
+    text = asyncio.run(call_tool(tools, ToolCall(name="calculator", arguments={"expression": "x"})))
+    assert text == "x" * MAX_ANSWER_CHARS + "..."
+
+
+def test_a_tool_that_crashes_is_no_answer():
+    """A bug in a tool must not look like a model's mistake."""
+
+    def crash(expression):
+        raise KeyError("bug")
+
+    tools = {"calculator": replace(TOOLS["calculator"], function=crash)}
+    with pytest.raises(KeyError):
+        asyncio.run(call_tool(tools, ToolCall(name="calculator", arguments={"expression": "x"})))

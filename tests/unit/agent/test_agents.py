@@ -1,0 +1,295 @@
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+import numpy as np
+import pytest
+from scripted_agent import ScriptedEngine, scripted_context
+from tiny_tokenizers import FORGETFUL, tiny_tokenizer
+
+from meshrl.agent.flatten import flatten
+from meshrl.agent.loop import MultiTurn, SingleTurn, resolve_agent
+from meshrl.agent.tools import Tool
+from meshrl.agent.tree import TurnError, attach, path_ids
+from meshrl.config.task import AgentConfig
+from meshrl.core.errors import ConfigError, DataError, Failure, RequestError
+from meshrl.core.types import Media, Prompt, Request, SamplingParams, Turn, turn_seed
+from meshrl.data.chat import render
+
+USER = {"role": "user", "content": "ab?"}
+CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "3*4"}}</tool_call>'
+
+
+class Parrot:
+    """A policy that says given texts, token by character: never as the tokenizer would encode them."""
+
+    def __init__(self, tokenizer, *texts, stop_reason="stop", stop_id=None):
+        self.tokenizer, self.texts = tokenizer, list(texts)
+        self.stop_reason, self.stop_id = stop_reason, stop_id or tokenizer.eos_token_id
+        self.requests: list[Request] = []
+
+    async def generate(self, request: Request) -> Turn:
+        self.requests.append(request)
+        text = self.texts[len(self.requests) - 1]
+        letters = [self.tokenizer(c, add_special_tokens=False).input_ids for c in text]
+        ids = [i for letter in letters for i in letter] + [self.stop_id] * (self.stop_reason == "stop")
+        return Turn(
+            context_ids=request.context_ids,
+            output_ids=np.array(ids, np.int32),
+            logprobs=np.full(len(ids), -1.5, np.float32),
+            versions=np.full(len(ids), 3, np.int32),
+            stop_reason=self.stop_reason,
+            sampling=request.sampling,
+            seed=request.seed,
+        )
+
+
+def context(tokenizer, **changes):
+    sampling = SamplingParams(stop_token_ids=(2, 3))
+    facts = dict(tokenizer=tokenizer, sampling=sampling, max_new_tokens=200, max_context_tokens=4000)
+    return scripted_context(**{**facts, **changes})
+
+
+def run(agent, generate, ctx, prompt=None, index=0):
+    prompt = prompt or Prompt(id="p", ordinal=5, messages=[USER])
+    return asyncio.run(agent.run(prompt, index, generate, ctx))
+
+
+def test_a_single_turn_holds_what_was_sampled_and_its_text():
+    tokenizer = tiny_tokenizer()
+    parrot = Parrot(tokenizer, "ab12")
+    t = run(SingleTurn(), parrot.generate, context(tokenizer, purpose="eval"), index=2)
+    assert (t.status, t.purpose, t.group_id, t.index, t.reward) == ("done", "eval", "p-0", 2, None)
+    (turn,) = t.turns
+    assert turn.messages == [{"role": "assistant", "content": "ab12"}]  # the end token is no text
+    np.testing.assert_array_equal(turn.context_ids, render(tokenizer, [USER]))
+    assert turn.parent == -1
+    assert not turn.output_ids.flags.writeable
+    request = parrot.requests[0]
+    assert (request.session, request.max_new_tokens) == ("p-0/2", 200)
+
+
+def test_ids_that_data_rendered_are_sent_as_they_are():
+    """P20, P21: a prompt is rendered once."""
+    tokenizer = tiny_tokenizer()
+    parrot = Parrot(tokenizer, "ab")
+    odd = np.array([9, 9, 9], np.int32)
+    run(SingleTurn(), parrot.generate, context(tokenizer), Prompt(id="p", ordinal=0, messages=[USER], ids=odd))
+    assert parrot.requests[0].context_ids.tolist() == [9, 9, 9]
+
+
+def test_sampled_ids_that_no_tokenizer_would_choose_are_trained_to_the_bit():
+    """P20: "ab" and "12" are one token each for the tokenizer and two for this policy, over two turns."""
+    tokenizer = tiny_tokenizer()
+    parrot = Parrot(tokenizer, CALL + "ab", "12")
+    t = run(MultiTurn(), parrot.generate, context(tokenizer))
+    t.reward = 1.0
+    (sample,), _ = flatten([t])
+    spoken = [*(tokenizer(c, add_special_tokens=False).input_ids[0] for c in CALL + "ab"), 2]
+    spoken += [*(tokenizer(c, add_special_tokens=False).input_ids[0] for c in "12"), 2]
+    assert sample.tokens[sample.mask].tolist() == spoken
+    canonical = tokenizer(tokenizer.decode(sample.tokens.tolist()), add_special_tokens=False).input_ids
+    assert len(canonical) < len(sample.tokens)  # encoding the text anew would have lost them
+
+
+def test_a_tool_turn_appends_the_templates_tokens_to_the_sampled_ones():
+    """P20: the second context begins with the first's ids and output, and ends as the template says."""
+    tokenizer = tiny_tokenizer()
+    parrot = Parrot(tokenizer, CALL, "12")
+    t = run(MultiTurn(), parrot.generate, context(tokenizer))
+    assert [turn.parent for turn in t.turns] == [-1, 0]
+    assert tokenizer.decode(t.turns[1].context_ids.tolist()) == (
+        "\n<|im_start|>tool\n12<|im_end|>\n<|im_start|>assistant\n"
+    )
+    np.testing.assert_array_equal(parrot.requests[1].context_ids[: -len(t.turns[1].context_ids)], path_ids(t.turns, 0))
+    assert t.turns[1].messages == [{"role": "tool", "content": "12"}, {"role": "assistant", "content": "12"}]
+    assert t.status == "done"
+    history = [USER, *t.turns[0].messages, *t.turns[1].messages]
+    assert tokenizer.decode(path_ids(t.turns, 1).tolist()) + "\n" == tokenizer.decode(
+        render(tokenizer, history, add_generation_prompt=False).tolist()
+    )
+
+
+def test_a_turn_that_ended_with_another_stop_id_goes_on_from_it():
+    """P3: several EOS ids; what was sampled stays, although the template would have written another."""
+    tokenizer = tiny_tokenizer()
+    parrot = Parrot(tokenizer, CALL, "12", stop_id=3)
+    t = run(MultiTurn(), parrot.generate, context(tokenizer))
+    assert [turn.parent for turn in t.turns] == [-1, 0]
+    assert t.turns[0].output_ids[-1] == 3
+    assert t.turns[1].context_ids[0] == tokenizer("\n", add_special_tokens=False).input_ids[0]
+
+
+def test_a_template_that_rewrites_history_starts_a_new_row_and_trains_both():
+    """P20: the template drops earlier thinking; both rows train what was sampled, the second on what it saw."""
+    tokenizer = tiny_tokenizer(FORGETFUL)
+    parrot = Parrot(tokenizer, f"<think>ab</think>{CALL}", "12")
+    t = run(MultiTurn(), parrot.generate, context(tokenizer))
+    assert [turn.parent for turn in t.turns] == [-1, -1]
+    seen = tokenizer.decode(parrot.requests[1].context_ids.tolist())
+    assert "<think>" not in seen and CALL in seen
+    t.reward = 1.0
+    samples, _ = flatten([t])
+    assert [tokenizer.decode(s.tokens[s.mask].tolist()) for s in samples] == [
+        f"<think>ab</think>{CALL}<|im_end|>",
+        "12<|im_end|>",
+    ]
+
+
+def test_the_same_template_appends_where_it_leaves_history_alone():
+    tokenizer = tiny_tokenizer(FORGETFUL)
+    t = run(MultiTurn(), Parrot(tokenizer, CALL, "12").generate, context(tokenizer))
+    assert [turn.parent for turn in t.turns] == [-1, 0]
+
+
+def test_seeds_follow_run_ordinal_index_and_turn_and_nothing_else():
+    """P14"""
+    tokenizer = tiny_tokenizer()
+    seeds = {}
+    for index, group in ((0, "a"), (1, "a"), (0, "b")):
+        parrot = Parrot(tokenizer, CALL, "12")
+        ctx = context(tokenizer, group_id=group, run_seed=9, min_version=index)
+        run(MultiTurn(), parrot.generate, ctx, index=index)
+        seeds[index, group] = [r.seed for r in parrot.requests]
+    assert seeds[0, "a"] == [turn_seed(9, 5, 0, 0), turn_seed(9, 5, 0, 1)] == seeds[0, "b"]
+    assert len({*seeds[0, "a"], *seeds[1, "a"]}) == 4
+
+
+def test_a_turn_cut_at_its_length_is_truncated_and_calls_no_tool():
+    tokenizer = tiny_tokenizer()
+    for reason in ("length", "context"):
+        t = run(MultiTurn(), Parrot(tokenizer, CALL, stop_reason=reason).generate, context(tokenizer))
+        assert (t.status, len(t.turns)) == ("truncated", 1)
+
+
+def test_an_agent_that_never_stops_calling_is_truncated():
+    tokenizer = tiny_tokenizer()
+    t = run(MultiTurn(max_turns=3), Parrot(tokenizer, *[CALL] * 3).generate, context(tokenizer))
+    assert (t.status, len(t.turns)) == ("truncated", 3)
+
+
+def test_a_conversation_that_fills_the_context_is_truncated_with_its_turns_kept():
+    tokenizer = tiny_tokenizer()
+    room = len(render(tokenizer, [USER])) + len(CALL) + 5
+    parrot = Parrot(tokenizer, CALL, "12")
+    t = run(MultiTurn(), parrot.generate, context(tokenizer, max_context_tokens=room))
+    assert (t.status, t.failure, len(t.turns)) == ("truncated", None, 1)
+    assert parrot.requests[0].max_new_tokens == len(CALL) + 5
+
+
+def test_a_prompt_that_fills_the_context_fails_and_says_so():
+    tokenizer = tiny_tokenizer()
+    t = run(SingleTurn(), Parrot(tokenizer, "a").generate, context(tokenizer, max_context_tokens=10))
+    assert (t.status, t.turns, t.failure.kind) == ("failed", [], "agent")
+    assert "context of 10" in t.failure.message
+
+
+def test_a_refused_request_is_a_typed_failure():
+    async def refuse(request):
+        raise RequestError("too long")
+
+    t = run(SingleTurn(), refuse, context(tiny_tokenizer()))
+    assert (t.status, t.failure) == ("failed", Failure(kind="engine", message="too long"))
+
+
+@pytest.mark.parametrize("reason", ["abort", "error"])
+def test_a_turn_the_engine_gave_up_is_a_typed_failure(reason):
+    tokenizer = tiny_tokenizer()
+    t = run(SingleTurn(), Parrot(tokenizer, "a", stop_reason=reason).generate, context(tokenizer))
+    assert (t.status, t.failure.kind) == ("failed", "engine")
+    assert repr(reason) in t.failure.message
+
+
+def test_other_errors_of_the_engine_fly():
+    async def crash(request):
+        raise RuntimeError("no such device")
+
+    with pytest.raises(RuntimeError, match="no such device"):
+        run(SingleTurn(), crash, context(tiny_tokenizer()))
+
+
+def test_an_engine_that_changes_the_context_is_caught():
+    """P21: an engine that encodes a string again comes back with a second BOS."""
+    tokenizer = tiny_tokenizer()
+    parrot = Parrot(tokenizer, "ab")
+
+    async def doubled(request):
+        turn = await parrot.generate(request)
+        return dataclasses.replace(turn, context_ids=np.append(turn.context_ids[:1], turn.context_ids))
+
+    with pytest.raises(TurnError, match="ids must pass through unchanged"):
+        run(SingleTurn(), doubled, context(tokenizer))
+
+
+def test_media_are_not_dropped_unseen():
+    """P23"""
+    cat = Media(kind="image", digest="d", source="cat.png", outputs={}, num_tokens=1)
+    prompt = Prompt(id="p", ordinal=0, messages=[USER], media={"cat": cat})
+    with pytest.raises(DataError, match=r"media \(cat\)"):
+        run(SingleTurn(), ScriptedEngine().generate, context(tiny_tokenizer()), prompt)
+
+
+def test_malformed_and_unknown_calls_are_answered_and_not_fatal():
+    tokenizer = tiny_tokenizer()
+    texts = ["<tool_call>{</tool_call>", '<tool_call>{"name": "web", "arguments": {}}</tool_call>', "12"]
+    t = run(MultiTurn(), Parrot(tokenizer, *texts).generate, context(tokenizer))
+    told = [turn.messages[0]["content"] for turn in t.turns[1:]]
+    assert told[0].startswith("error: the tool call is not valid JSON")
+    assert told[1] == "error: no tool is called 'web'; there are: calculator"
+    assert t.status == "done"
+
+
+def test_a_context_finds_the_longest_turn_it_continues():
+    def turn(parent, context, output):
+        arrays = dict(logprobs=np.zeros(len(output), np.float32), versions=np.zeros(len(output), np.int32))
+        ids = dict(context_ids=np.array(context, np.int32), output_ids=np.array(output, np.int32))
+        return Turn(parent=parent, stop_reason="stop", **ids, **arrays)
+
+    turns = [turn(-1, [1, 2], [3]), turn(0, [4], [5]), turn(-1, [9], [9])]
+    for ids, expected in [
+        ([1, 2, 3, 4, 5, 6], 1),
+        ([1, 2, 3, 4, 5], 1),
+        ([1, 2, 3, 4, 6], 0),
+        ([1, 2, 4], -1),
+        ([9, 9, 1], 2),
+        ([], -1),
+    ]:
+        assert attach(turns, np.array(ids, np.int32)) == expected
+
+
+DOUBLE = Tool(
+    name="double",
+    description="",
+    parameters={"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"]},
+    function=lambda x: str(2 * x),
+)
+
+
+def test_an_agent_is_built_from_its_name_or_a_dotted_path():
+    assert isinstance(resolve_agent(AgentConfig()), SingleTurn)
+    multi = resolve_agent(AgentConfig(kind="multi_turn", args={"max_turns": 2, "tools": [f"{__name__}:DOUBLE"]}))
+    assert isinstance(multi, MultiTurn)
+    assert [t["function"]["name"] for t in multi.tools] == ["double"]
+    assert isinstance(resolve_agent(AgentConfig(kind="meshrl.agent.loop:SingleTurn")), SingleTurn)
+
+
+@pytest.mark.parametrize(
+    ("facts", "told"),
+    [
+        (
+            {"kind": "singel_turn"},
+            r"agent\.kind is 'singel_turn'; allowed: single_turn, .*mean 'single_turn'",
+        ),
+        ({"kind": "no.such:thing"}, "leads nowhere"),
+        ({"kind": "meshrl.agent.loop:Nothing"}, "leads nowhere"),
+        ({"kind": "single_turn", "args": {"max_turns": 2}}, "don't fit agent.kind 'single_turn'"),
+        ({"kind": "multi_turn", "args": {"max_turns": 0}}, "max_turns is 0"),
+        ({"kind": "multi_turn", "args": {"tools": "calculator"}}, "must be a list of names"),
+        ({"kind": "multi_turn", "args": {"tools": ["calculater"]}}, "mean 'calculator'"),
+        ({"kind": "multi_turn", "args": {"tools": ["math:sqrt"]}}, "no meshrl.agent.tools:Tool"),
+    ],
+)
+def test_an_agent_that_can_not_be_built_is_a_config_error(facts, told):
+    with pytest.raises(ConfigError, match=told):
+        resolve_agent(AgentConfig(**facts))

@@ -1,0 +1,140 @@
+"""The command line as a user meets it: in a process of its own, where importing torch fails."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_tokenizers import tiny_tokenizer
+
+REPOSITORY = Path(__file__).parents[3]
+WITHOUT_TORCH = "import sys\nsys.modules['torch'] = sys.modules['transformers'] = None\n"
+MAIN = "from meshrl.cli import main\nsys.exit(main(sys.argv[1:]))"
+
+
+def meshrl(*arguments: str, folder: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH + MAIN, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), **environment},
+    )
+
+
+def test_help_names_every_command_and_imports_neither_torch_nor_pydantic():
+    code = WITHOUT_TORCH + "sys.modules['pydantic'] = sys.modules['yaml'] = None\n" + MAIN
+    done = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, cwd=REPOSITORY)
+    assert done.returncode == 0, done.stderr
+    for command in ("train", "sft", "eval", "config"):
+        assert f"    {command} " in done.stdout
+
+
+@pytest.mark.parametrize("command", ["train", "eval"])
+def test_a_config_error_is_told_without_torch_and_without_a_traceback(good: Path, command: str):
+    """P30."""
+    done = meshrl(command, "run.yaml", "train.optimizer.lrr=1", folder=good.parent)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "train.optimizer.lrr" in done.stderr and "Nearest: train.optimizer.lr" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_sft_config_error_is_told_without_torch(good_sft: Path):
+    done = meshrl("sft", str(good_sft), "sft.num_steps=0")
+    assert done.returncode == 2 and "integer >= 1" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_the_traceback_of_an_error_shows_on_demand(good: Path):
+    done = meshrl("train", str(good), "loop.num_steps=0", MESHRL_TRACEBACK="1")
+    assert "Traceback" in done.stderr and "integer >= 1" in done.stderr
+
+
+def test_names_of_rewards_and_agents_are_checked_against_what_there_is(good: Path):
+    done = meshrl("train", str(good), "reward.terms.answer.kind=math_anser", "agent.kind=single")
+    assert done.returncode == 2
+    message = " ".join(done.stderr.split())
+    assert "Nearest: math_answer" in message and "Nearest: single_turn" in message
+
+
+def test_arguments_that_an_agent_or_reward_does_not_take_are_refused(good: Path):
+    done = meshrl("train", str(good), "agent.kind=multi_turn", "agent.args.turns=3")
+    assert done.returncode == 2 and "agent.args" in done.stderr and "turns" in done.stderr
+    done = meshrl("eval", str(good), "reward.terms.answer={kind: math_answer, args: {rul: exact}}")
+    assert done.returncode == 2 and "reward.terms.answer.args" in done.stderr and "rul" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["run.yaml", "loop.num_steps=5", "--explain"],
+        ["run.yaml", "--explain", "loop.num_steps=5"],
+        ["--explain", "run.yaml", "loop.num_steps=5"],
+    ],
+)
+def test_explain_runs_without_torch_wherever_the_option_stands(good: Path, arguments: list[str]):
+    done = meshrl("train", *arguments, folder=good.parent)
+    assert done.returncode == 0, done.stderr
+    assert "num_steps: 5" in done.stdout and "# command line" in done.stdout
+    assert "6 prompts x 8 samples = 48" in done.stdout
+
+
+def test_explain_of_sft_runs_without_torch(good_sft: Path):
+    done = meshrl("sft", "--explain", str(good_sft))
+    assert done.returncode == 0 and "rows_per_step: 16" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["train", "run.yaml", "--train.optimizer.lr=1"], "without dashes: key=value"),
+        (["train", "run.yaml", "--explan"], "unrecognized arguments: --explan"),
+        (["train", "run.yaml", "--explain", "another.yaml"], "unrecognized arguments: another.yaml"),
+        (["config", "lr", "a=b"], "unrecognized arguments: a=b"),
+        (["train"], "CONFIG"),
+        (["trian", "run.yaml"], "invalid choice"),
+        ([], "COMMAND"),
+    ],
+)
+def test_a_wrong_command_line_is_refused(arguments: list[str], words: str):
+    done = meshrl(*arguments)
+    assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr
+
+
+def test_eval_takes_its_model_from_the_option(good: Path):
+    done = meshrl("eval", "run.yaml", "--model", "no such: folder", folder=good.parent)
+    assert done.returncode == 2
+    assert "model.path = no such: folder" in done.stderr.replace('"', "") and "[command line]" in done.stderr
+
+
+def test_config_lists_and_finds_keys():
+    found = meshrl("config", "learning rate")
+    assert found.returncode == 0 and "train.optimizer.lr   number > 0   (default 1e-06)" in found.stdout
+    assert "rollout.sampling.top_p" in meshrl("config").stdout
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    command = f"{sys.executable} -m meshrl config | true"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, cwd=REPOSITORY)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+
+
+def _with_torch(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "meshrl", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=100)
+
+
+def test_a_failed_run_is_told_in_words_and_ends_with_1(good: Path):
+    done = _with_torch("eval", "run.yaml", folder=good.parent)
+    assert done.returncode == 1, done.stderr
+    assert "meshrl: DataError: no tokenizer could be loaded" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_an_interrupted_run_ends_with_130(good: Path):
+    """The agent's module presses Ctrl-C while the run loads it."""
+    tiny_tokenizer().save_pretrained(good.parent / "tiny")
+    (good.parent / "stopper.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nAgent = None\n")
+    done = _with_torch("eval", "run.yaml", "agent.kind=stopper:Agent", folder=good.parent)
+    assert done.returncode == 130, done.stderr
+    assert "meshrl: interrupted" in done.stderr and "Traceback" not in done.stderr

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import math
+import struct
+
+import pytest
+
+from meshrl.monitor.curve import moving_average, save_curve, text_curve
+
+NAN = float("nan")
+
+
+def test_a_rising_curve_rises_in_the_terminal():
+    assert text_curve([0.0, 0.5, 1.0], width=10, height=2) == "1 │ ▁█\n0 │▁██"
+
+
+def test_more_values_than_columns_are_averaged():
+    lines = text_curve([0.0, 0.0, 1.0, 1.0, 4.0, 4.0], width=3, height=1)
+    assert lines == "4 │▁▃█"
+
+
+def test_a_missing_value_leaves_its_column_empty():
+    assert text_curve([1.0, NAN, 2.0], width=3, height=1) == "2 │▁ █"
+    assert text_curve([NAN, 1.0, 3.0, NAN], width=2, height=1) == "3 │▁█"
+
+
+@pytest.mark.parametrize("values", [[], [NAN, NAN]])
+def test_nothing_to_draw_says_so(values):
+    assert text_curve(values) == "no values yet"
+
+
+def test_equal_values_draw_a_flat_line():
+    top, bottom = text_curve([0.5] * 3, width=3, height=2).splitlines()
+    assert set(top.split("│")[1]) <= {" ", "▁"} and bottom.split("│")[1] == "███"
+
+
+@pytest.mark.parametrize("num_values", [1, 59, 60, 61, 1000])
+def test_the_curve_keeps_its_size(num_values):
+    lines = text_curve([float(i % 7) for i in range(num_values)], width=60, height=8).splitlines()
+    assert len(lines) == 8
+    assert len(lines[-1].split("│")[1]) == min(num_values, 60)
+
+
+def test_the_moving_average_starts_at_the_first_value_and_skips_gaps():
+    average = moving_average([NAN, 2.0, NAN, 2.0])
+    assert math.isnan(average[0]) and average[1:] == pytest.approx([2.0, 2.0, 2.0])
+    assert moving_average([0.0, 1.0])[1] == pytest.approx(1 / 1.8)
+
+
+def test_the_picture_is_a_png_of_some_size(tmp_path):
+    path = tmp_path / "curve.png"
+    save_curve(path, [0, 1, 2], [0.1, NAN, 0.5], evals=[(0, 0.2), (3, 0.9)], title="arithmetic")
+    data = path.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    assert struct.unpack(">II", data[16:24]) == (840, 480)

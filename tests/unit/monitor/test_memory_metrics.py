@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from meshrl.monitor.memory import memory_metrics
+
+
+def test_children_are_counted_and_named():
+    """P32"""
+    code = "x = bytearray(48 << 20); print('ready', flush=True); input()"
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    child.stdout.readline()
+    sizes = {m.name: m.sum for m in memory_metrics({child.pid: "train_rank_0"})}
+    unnamed = {m.name: m.sum for m in memory_metrics()}
+    child.communicate(b"\n")
+    assert sizes["memory/rss_bytes/train_rank_0"] > 48 << 20
+    assert sizes["memory/rss_bytes"] == sum(v for n, v in sizes.items() if n != "memory/rss_bytes")
+    assert set(sizes) == {f"memory/rss_bytes{n}" for n in ("", "/controller", "/train_rank_0")}
+    assert unnamed["memory/rss_bytes/other"] > 48 << 20
+    gone = {m.name for m in memory_metrics({child.pid: "train_rank_0"})}
+    assert "memory/rss_bytes/train_rank_0" not in gone
+
+
+def test_a_rank_reports_itself_under_its_own_name():
+    assert "memory/rss_bytes/rank_1" in {m.name for m in memory_metrics(own_name="rank_1")}
+
+
+def test_memory_is_in_bytes_and_keeps_its_peak_within_a_step():
+    assert {(m.unit, m.reduce) for m in memory_metrics()} == {("bytes", "max")}

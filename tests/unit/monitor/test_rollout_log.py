@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from scripted_agent import IdTokenizer, scripted_trajectories
+
+from meshrl.core.errors import DataError, Failure
+from meshrl.core.types import Prompt, Trajectory
+from meshrl.monitor.rollout_log import RolloutLog, read_rollouts
+
+
+def decode(ids):
+    return IdTokenizer().decode(ids)
+
+
+def assert_same(a, b, path=""):
+    """Equal to the bit, NaN included, through dataclasses, containers and arrays."""
+    assert type(a) is type(b), (path, a, b)
+    if dataclasses.is_dataclass(a):
+        for f in dataclasses.fields(a):
+            assert_same(getattr(a, f.name), getattr(b, f.name), f"{path}.{f.name}")
+    elif isinstance(a, dict):
+        assert list(a) == list(b), path
+        for key in a:
+            assert_same(a[key], b[key], f"{path}[{key!r}]")
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b), path
+        for i, (x, y) in enumerate(zip(a, b)):
+            assert_same(x, y, f"{path}[{i}]")
+    elif isinstance(a, np.ndarray):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape), path
+        assert a.tobytes() == b.tobytes(), path
+    else:
+        assert a == b or (a != a and b != b), (path, a, b)
+
+
+def test_every_shape_of_trajectory_comes_back_to_the_bit(tmp_path):
+    trajectories = scripted_trajectories()
+    trajectories[0].turns[0].extras["entropy"] = np.array([np.nan, np.inf, -np.inf, 0.1, 0.2, 0.3], np.float32)
+    trajectories[1].rewards["format"] = Failure(kind="timeout", message="slow")
+    trajectories[1].reward = None
+    trajectories[2].rewards["odd"] = float("nan")
+    path = RolloutLog(tmp_path, decode).write(12, trajectories)
+    assert path == tmp_path / "rollouts" / "step_000012.jsonl"
+    logged = list(read_rollouts(path))
+    assert [entry.step for entry in logged] == [12] * 4
+    for entry, trajectory in zip(logged, trajectories):
+        assert_same(entry.trajectory, trajectory)
+        assert entry.texts == [decode(turn.output_ids.tolist()) for turn in trajectory.turns]
+
+
+def test_failures_and_empty_trajectories_are_written_too(tmp_path):
+    prompt = Prompt(id="p", ordinal=3, messages=[{"role": "user", "content": "é\n\u2028"}], answer={"x": [1]})
+    failed = Trajectory(
+        prompt=prompt, group_id="g", index=0, status="failed", failure=Failure(kind="engine", message="too long")
+    )
+    path = RolloutLog(tmp_path, decode).write(0, [failed])
+    (entry,) = read_rollouts(path)
+    assert_same(entry.trajectory, failed)
+
+
+def test_lines_are_strict_json_with_a_schema(tmp_path):
+    trajectory = scripted_trajectories(1, 1)[0]
+    trajectory.turns[0].extras["entropy"] = np.full(len(trajectory.turns[0].output_ids), np.nan, np.float32)
+    path = RolloutLog(tmp_path, decode).write(1, [trajectory])
+
+    def refuse(name):
+        raise AssertionError(name)
+
+    record = json.loads(path.read_text(), parse_constant=refuse)
+    assert record["schema"] == 1 and record["id"] == trajectory.id
+
+
+def test_media_arrays_stay_out_of_the_log(tmp_path):
+    pixels = {"pixel_values": np.zeros((4, 8), np.float32)}
+    path = RolloutLog(tmp_path, decode).write(0, scripted_trajectories(1, 1, media_outputs=pixels))
+    (entry,) = read_rollouts(path)
+    cat = entry.trajectory.prompt.media["cat"]
+    assert (cat.outputs, cat.digest, cat.source, cat.num_tokens) == ({}, "c47", "cat.png", 3)
+
+
+def test_a_step_made_again_replaces_what_was_left_of_it(tmp_path):
+    """P27"""
+    log = RolloutLog(tmp_path, decode)
+    log.write(3, scripted_trajectories(2, 2))
+    path = log.write(3, scripted_trajectories(1, 1))
+    assert len(list(read_rollouts(path))) == 1
+    assert [p.name for p in path.parent.iterdir()] == ["step_000003.jsonl"]
+
+
+def test_an_evaluation_stands_beside_the_step(tmp_path):
+    log = RolloutLog(tmp_path, decode)
+    assert log.write(3, [], name="eval").name == "eval_000003.jsonl"
+
+
+def test_another_schema_is_refused_by_line(tmp_path):
+    path = tmp_path / "step_000000.jsonl"
+    path.write_text('{"schema": 99}\n')
+    with pytest.raises(DataError, match=r"step_000000\.jsonl:1: schema 99"):
+        list(read_rollouts(path))
+
+
+def test_what_is_no_json_is_an_error_and_leaves_no_half_file(tmp_path):
+    bad = Trajectory(prompt=Prompt(id="p", ordinal=0, answer=object()), group_id="g", index=0)
+    with pytest.raises(TypeError):
+        RolloutLog(tmp_path, decode).write(0, [bad])
+    assert not (tmp_path / "rollouts" / "step_000000.jsonl").exists()
+
+
+def test_readers_and_sinks_import_no_torch_and_no_drawing():
+    """A viewer answers in milliseconds."""
+    modules = "meshrl.monitor.rollout_log, meshrl.monitor.sinks, meshrl.monitor.memory, meshrl.monitor.spans"
+    code = f"import sys, {modules}; print({{'torch', 'matplotlib', 'rich'}} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"

@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import io
+import json
+import math
+
+import pytest
+
+from meshrl.monitor.sinks import COLUMNS, JsonlSink, TerminalSink, duration, read_metrics
+
+UNITS = {"reward/mean": "reward", "train/grad_norm": "norm"}
+
+
+def write_steps(path, steps, first_step=None, value=1.0):
+    sink = JsonlSink(path, first_step, clock=lambda: 100.0)
+    for step in steps:
+        sink.write(step, {"reward/mean": value + step, "train/grad_norm": 0.5}, UNITS)
+    sink.close()
+
+
+def test_metrics_are_one_line_a_step_under_one_header(tmp_path):
+    path = tmp_path / "run" / "metrics.jsonl"
+    write_steps(path, [0, 1])
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert lines == [
+        {"schema": 1, "units": UNITS},
+        {"schema": 1, "step": 0, "time": 100.0, "metrics": {"reward/mean": 1.0, "train/grad_norm": 0.5}},
+        {"schema": 1, "step": 1, "time": 100.0, "metrics": {"reward/mean": 2.0, "train/grad_norm": 0.5}},
+    ]
+
+
+def test_each_step_is_on_disk_when_write_returns(tmp_path):
+    sink = JsonlSink(tmp_path / "m.jsonl")
+    sink.write(0, {"reward/mean": 1.0}, UNITS)
+    assert [line.step for line in read_metrics(tmp_path / "m.jsonl")[0]] == [0]
+    sink.close()
+
+
+def test_names_that_appear_later_bring_their_units(tmp_path):
+    sink = JsonlSink(tmp_path / "m.jsonl")
+    sink.write(0, {"reward/mean": 1.0}, {"reward/mean": "reward"})
+    sink.write(1, {"eval/mean_at_k": 0.5}, {"eval/mean_at_k": "fraction"})
+    sink.close()
+    lines, units = read_metrics(tmp_path / "m.jsonl")
+    assert units == {"reward/mean": "reward", "eval/mean_at_k": "fraction"}
+    assert [line.metrics for line in lines] == [{"reward/mean": 1.0}, {"eval/mean_at_k": 0.5}]
+
+
+def test_a_resumed_run_goes_on_in_the_same_file_without_the_steps_it_makes_again(tmp_path):
+    """P27: killed in step 4 while writing, resumed from the checkpoint after step 1."""
+    path = tmp_path / "m.jsonl"
+    write_steps(path, [0, 1, 2, 3])
+    with path.open("a") as file:
+        file.write('{"schema": 1, "step": 4, "ti')
+    write_steps(path, [2, 3, 4], first_step=2, value=10.0)
+    lines, _ = read_metrics(path)
+    assert [line.step for line in lines] == [0, 1, 2, 3, 4]
+    assert [line.metrics["reward/mean"] for line in lines] == [1.0, 2.0, 12.0, 13.0, 14.0]
+    assert path.read_text().count("units") == 1
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_without_a_first_step_all_whole_lines_are_kept(tmp_path):
+    path = tmp_path / "m.jsonl"
+    write_steps(path, [0, 1])
+    with path.open("a") as file:
+        file.write('{"schema"')
+    write_steps(path, [2])
+    assert [line.step for line in read_metrics(path)[0]] == [0, 1, 2]
+
+
+def test_values_that_json_does_not_know_survive(tmp_path):
+    path = tmp_path / "m.jsonl"
+    sink = JsonlSink(path)
+    values = {"a": float("nan"), "b": float("inf"), "c": float("-inf"), "d": 0.1}
+    sink.write(0, values, {})
+    sink.close()
+    assert "NaN" in json.loads(path.read_text())["metrics"].values()  # a text: strict readers accept the line
+    (line,), _ = read_metrics(path)
+    assert math.isnan(line.metrics.pop("a")) and line.metrics == {"b": math.inf, "c": -math.inf, "d": 0.1}
+
+
+def test_a_name_keeps_its_unit_over_a_resume(tmp_path):
+    path = tmp_path / "m.jsonl"
+    write_steps(path, [0])
+    sink = JsonlSink(path)
+    with pytest.raises(ValueError, match=r"units changed .*'reward/mean': \('reward', 'points'\)"):
+        sink.write(1, {"reward/mean": 1.0}, {"reward/mean": "points"})
+    sink.close()
+
+
+VALUES = {
+    "reward/mean": 0.53125,
+    "rollout/length_mean_tokens": 14.25,
+    "train/grad_norm": 0.4123,
+    "rollout/tokens_per_s": 1234.0,
+    "memory/rss_bytes": 1.25e9,
+}
+
+
+def test_away_from_a_terminal_a_step_is_one_plain_line():
+    out, now = io.StringIO(), [0.0]
+    sink = TerminalSink(200, out, clock=lambda: now[0])
+    now[0] = 10.0
+    sink.write(0, VALUES, {})
+    now[0] = 30.0
+    sink.write(1, {"reward/mean": float("nan")}, {})
+    sink.close()
+    assert out.getvalue().splitlines() == [
+        "step   1/200  reward 0.531  length 14.2  grad 0.412  rollout 1.2k tok/s  mem 1.2GB  left 33m10s",
+        "step   2/200  reward nan  left 1h06m",
+    ]
+    assert out.getvalue().isascii()
+
+
+def test_time_left_follows_the_steps_of_this_process_and_forgets_its_start_up():
+    out, now = io.StringIO(), [0.0]
+    sink = TerminalSink(10, out, clock=lambda: now[0], first_step=6)
+    now[0] = 100.0
+    sink.write(5, {"eval/mean_at_k": 0.25}, {})
+    now[0] = 104.0
+    sink.write(6, {}, {})
+    sink.write(6, {"eval/mean_at_k": 0.5}, {})
+    now[0] = 108.0
+    sink.write(7, {}, {})
+    assert out.getvalue().splitlines() == [
+        "step  6/10  eval 0.250",
+        "step  7/10  left 12s",
+        "step  7/10  eval 0.500  left 12s",
+        "step  8/10  left 8s",
+    ]
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_on_a_terminal_the_panel_shows_every_column_the_curve_and_notes(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "100")
+    out, now = Terminal(), [0.0]
+    sink = TerminalSink(4, out, clock=lambda: now[0])
+    sink.note("held-out before: [0.25]")
+    for step in range(2):
+        now[0] += 5.0
+        sink.write(step, {name: 0.5 + step for _, name, _ in COLUMNS}, {})
+    before_eval = len(out.getvalue())
+    sink.write(1, {"eval/mean_at_k": 0.75}, {})
+    sink.close()
+    shown = out.getvalue()
+    assert "held-out before: [0.25]" in shown
+    assert "step 2/4" in shown and "10s" in shown and "█" in shown
+    for label, _, _ in COLUMNS:
+        assert label in shown[before_eval:], label  # an evaluation does not blank the step's numbers
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0s"), (59.6, "1m00s"), (187, "3m07s"), (7500, "2h05m")])
+def test_durations_are_short(seconds, text):
+    assert duration(seconds) == text

@@ -1,0 +1,130 @@
+"""Reward functions that behave badly in every way P29 names; loaded in workers by dotted path."""
+
+import asyncio
+import ctypes
+import os
+import re
+import sys
+import time
+from fractions import Fraction
+
+RETURNED = {
+    "nan": float("nan"),
+    "inf": float("-inf"),
+    "text": "1.0",
+    "none": None,
+    "list": [1.0, 0.0],
+    "complex": 1j,
+    "true": True,
+    "int": 3,
+    "fraction": Fraction(1, 2),
+}
+
+
+def behave(completion, answer):
+    """Do what the completion says; anything unknown is worth 1."""
+    if completion in RETURNED:
+        return RETURNED[completion]
+    return ACTIONS.get(completion, lambda: 1.0)()
+
+
+def loop_forever():
+    while True:
+        pass
+
+
+def hang_in_c():
+    """One C call that holds the interpreter's lock, so that no signal handler and no thread can run."""
+    return bool(re.fullmatch(r"(a|a)*b", "a" * 60))
+
+
+def wait_for_a_forked_child():
+    pid = os.fork()
+    if pid == 0:
+        loop_forever()
+    os.waitpid(pid, 0)
+
+
+def come_back_twice():
+    """The child of the fork returns from the grader too."""
+    pid = os.fork()
+    if pid:
+        os.waitpid(pid, 0)
+    return 1.0 if pid else 0.0
+
+
+def leave_a_child():
+    """The answer comes, but a child runs on."""
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(600)
+    with open(os.environ["GRADER_PID_FILE"], "a") as file:
+        file.write(f"{pid}\n")
+    return 1.0
+
+
+def allocate_two_gigabytes():
+    return float(len(bytearray(2 << 30)))
+
+
+def segfault():
+    ctypes.string_at(0)
+
+
+def flood():
+    for _ in range(200):
+        print("x" * 50_000)
+        os.write(1, b"y" * 50_000)
+        os.write(2, b"z" * 50_000)
+    return 1.0
+
+
+ACTIONS = {
+    "loop": loop_forever,
+    "hang_in_c": hang_in_c,
+    "fork_and_wait": wait_for_a_forked_child,
+    "come_back_twice": come_back_twice,
+    "leave_a_child": leave_a_child,
+    "memory": allocate_two_gigabytes,
+    "raise": lambda: int("twelve"),
+    "sys_exit": lambda: sys.exit(0),
+    "os_exit": lambda: os._exit(3),
+    "segfault": segfault,
+    "flood": flood,
+}
+
+
+def torch_is_loaded(completion, answer):
+    return float("torch" in sys.modules or "numpy" in sys.modules)
+
+
+def offered(completion, answer, *, prompt, num_tokens, bonus=0.0):
+    return prompt["meta"]["base"] + num_tokens + bonus
+
+
+def everything(completion, answer, **rest):
+    return float(sorted(rest) == ["messages", "num_tokens", "prompt", "stop_reason"])
+
+
+waiting = []
+
+
+async def meet(completion, answer):
+    """Return only once `answer` calls are waiting at the same time."""
+    waiting.append(completion)
+    while len(waiting) < answer:
+        await asyncio.sleep(0)
+    return 1.0
+
+
+async def slow_or_blocking(completion, answer):
+    if completion == "never":
+        await asyncio.sleep(600)
+    if completion == "block":
+        time.sleep(600)
+    if completion == "raise":
+        raise ConnectionError("judge is down")
+    return 1.0
+
+
+no_function = 7

@@ -1,0 +1,122 @@
+"""P29: rewards of trajectories; a grader's trouble is a counted failure, never a reward of 0."""
+
+import asyncio
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from meshrl.config.task import RewardConfig, RewardTerm
+from meshrl.core.errors import Failure, RewardError
+from meshrl.core.types import Prompt, Trajectory, Turn
+from meshrl.reward.score import Scorer
+
+
+def make_trajectory(text, answer="4", **fields):
+    """One turn of three tokens whose parsed message has this content; None leaves no message."""
+    messages = [] if text is None else [{"role": "assistant", "content": text}]
+    turn = Turn(
+        context_ids=np.array([1], np.int32),
+        output_ids=np.array([2, 3, 4], np.int32),
+        logprobs=np.zeros(3, np.float32),
+        versions=np.zeros(3, np.int32),
+        stop_reason="stop",
+        messages=messages,
+    )
+    prompt = Prompt(
+        id="p", ordinal=0, messages=[{"role": "user", "content": "2+2="}], answer=answer, meta={"base": 1.0}
+    )
+    return Trajectory(prompt=prompt, group_id="p#0", index=0, turns=[turn], **fields)
+
+
+def score(trajectories, **cfg):
+    async def run():
+        scorer = Scorer(RewardConfig(**cfg))
+        try:
+            return await scorer.score(trajectories)
+        finally:
+            await scorer.close()
+
+    return {m.name.removeprefix("reward/"): m for m in asyncio.run(run())}
+
+
+EXACT = RewardTerm(kind="math_answer", args={"rule": "exact"})
+DIGITS = RewardTerm(kind="format", weight=0.5, args={"regex": "[0-9]+"})
+BEHAVE = RewardTerm(kind="sandbox_graders:behave")
+
+
+def test_the_reward_is_the_weighted_sum_of_its_terms():
+    trajectories = [make_trajectory(text) for text in ("4", "5", "four")]
+    metrics = score(trajectories, terms={"answer": EXACT, "form": DIGITS})
+    assert [t.rewards for t in trajectories] == [
+        {"answer": 1.0, "form": 1.0},
+        {"answer": 0.0, "form": 1.0},
+        {"answer": 0.0, "form": 0.0},
+    ]
+    assert [t.reward for t in trajectories] == [1.5, 0.5, 0.0]
+    assert (metrics["term/answer"].sum, metrics["term/answer"].weight) == (1.0, 3)
+    assert (metrics["term/form"].sum, metrics["term/form"].weight) == (2.0, 3)
+    assert (metrics["failed"].sum, metrics["failed"].weight) == (0, 6)
+
+
+def test_a_failed_grading_leaves_no_reward_and_is_counted():
+    trajectories = [make_trajectory("nan"), make_trajectory("raise"), make_trajectory("fine")]
+    metrics = score(trajectories, terms={"answer": EXACT, "other": BEHAVE}, max_failure_fraction=0.5)
+    assert [t.reward for t in trajectories] == [None, None, 1.0]
+    assert trajectories[0].rewards["answer"] == 0.0 and trajectories[0].rewards["other"].kind == "bad_value"
+    assert (metrics["failed"].sum, metrics["failed"].weight) == (2, 6)
+    assert metrics["failed_bad_value"].sum == 1 and metrics["failed_crash"].sum == 1
+    assert (metrics["term/other"].sum, metrics["term/other"].weight) == (1.0, 1)
+
+
+def test_too_many_failures_end_the_run_with_examples():
+    with pytest.raises(RewardError) as ended:
+        score([make_trajectory("raise"), make_trajectory("fine")], terms={"other": BEHAVE}, max_failure_fraction=0.4)
+    text = str(ended.value)
+    assert "1 of 2 gradings failed (1 crash)" in text and "max_failure_fraction = 0.4" in text
+    assert "p#0/0, term 'other': crash: ValueError: invalid literal" in text
+
+
+def test_the_threshold_itself_is_still_allowed():
+    assert score([make_trajectory("nan"), make_trajectory("x")], terms={"t": BEHAVE}, max_failure_fraction=0.5)
+
+
+def test_trajectories_that_failed_before_are_not_graded_and_not_blamed_on_graders():
+    failed = make_trajectory("4", status="failed", failure=Failure(kind="engine", message="gone"), reward=1.0)
+    evicted = make_trajectory("4", status="evicted")
+    truncated = make_trajectory("4", status="truncated")
+    metrics = score([failed, evicted, truncated], terms={"answer": EXACT}, max_failure_fraction=0.0)
+    assert [t.reward for t in (failed, evicted, truncated)] == [None, None, 1.0]
+    assert failed.rewards == {} and metrics["failed"].weight == 1
+
+
+def test_a_trajectory_without_a_message_is_a_failure_of_its_agent():
+    trajectories = [make_trajectory(None), make_trajectory("4")]
+    score(trajectories, terms={"answer": EXACT}, max_failure_fraction=0.5)
+    assert trajectories[0].rewards["answer"].kind == "agent" and trajectories[0].reward is None
+    assert trajectories[1].reward == 1.0
+
+
+def test_the_text_parts_of_a_message_are_what_is_graded():
+    parts = make_trajectory([{"type": "text", "text": "4"}, {"type": "image"}, {"type": "text", "text": "2"}], "42")
+    score([parts], terms={"answer": EXACT})
+    assert parts.reward == 1.0
+
+
+def test_user_functions_see_prompt_and_length():
+    trajectory = make_trajectory("x")
+    score([trajectory], terms={"t": RewardTerm(kind="sandbox_graders:offered", args={"bonus": 0.25})})
+    assert trajectory.reward == 1.0 + 3 + 0.25
+
+
+def test_nothing_to_score_is_fine():
+    assert score([], terms={"answer": EXACT})["failed"].weight == 0
+
+
+def test_the_reward_package_imports_no_torch_and_no_sympy():
+    code = (
+        "import sys, meshrl.reward.score, meshrl.reward.worker, meshrl.reward.math_answer\n"
+        "assert not {'torch', 'sympy', 'math_verify'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
