@@ -106,9 +106,9 @@ def _evaluate(args: argparse.Namespace) -> int:
     model = [f"model.path={json.dumps(args.model)}"] if args.model is not None else []
     loaded = _load_run(args.config, [*args.overrides, *model], "eval")
     _show_notices(loaded)
-    from meshrl.loops.run import evaluate_folder
+    from meshrl.loops.run import evaluate
 
-    return evaluate_folder(loaded)
+    return evaluate(loaded)
 
 
 def _load_run(config: str, overrides: Sequence[str], purpose: Literal["train", "eval"]) -> Loaded[RunConfig]:

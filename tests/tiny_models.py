@@ -41,6 +41,49 @@ def tiny_qwen2(dtype: torch.dtype = torch.float32, tie: bool = True, seed: int =
     return model
 
 
+FAMILIES: dict[str, dict[str, Any]] = {  # model type -> what makes it different, small enough to matter in a few tokens
+    "qwen2": {},
+    "llama": {},
+    "qwen3": {"head_dim": 8},
+    "mistral": {"sliding_window": 6},
+    "gemma2": {
+        "head_dim": 8,
+        "sliding_window": 6,
+        "query_pre_attn_scalar": 8,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    },
+    "cohere": {"logit_scale": 0.25},
+    "granite": {"logits_scaling": 4.0, "attention_multiplier": 0.2, "embedding_multiplier": 3.0},
+}
+
+
+def tiny_lm(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> torch.nn.Module:
+    """A tiny model of one of FAMILIES, with meshrl's attention and weights large enough to matter."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from meshrl.model import attention
+
+    attention.register()
+    facts: dict[str, Any] = dict(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        initializer_range=0.2,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    config = AutoConfig.for_model(family, **{**facts, **FAMILIES[family], **changes})
+    config.use_cache = False
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME, dtype=dtype).eval()
+
+
 IMAGE_TOKEN = 2
 
 

@@ -174,7 +174,8 @@ async def _refs(executor: Executor) -> AsyncIterator[BucketRef]:
 
 
 class _RemoteReceiver:
-    """A sampler in another process as a WeightReceiver: descriptions of buckets travel, payloads lie in memory."""
+    """A sampler in another process, driven as send_weights drives a WeightReceiver; but what it receives are
+    descriptions of buckets, whose payloads lie in shared memory."""
 
     def __init__(self, executor: Executor, rank: int, ring: str, layout: Layout):
         self.executor, self.rank, self.ring, self.slot_bytes = executor, rank, ring, layout.staging_bytes

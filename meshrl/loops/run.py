@@ -76,6 +76,8 @@ async def _train(loaded: Loaded[RunConfig], cfg: RunConfig) -> None:
     metrics = JsonlSink(folder / "metrics.jsonl")
     terminal.note(f"run {folder}: starting {_ranks(cfg)}")
     loading = asyncio.create_task(asyncio.to_thread(_load_task, cfg, True))
+    if cfg.cluster.executor == "inline":
+        await loading  # Transformers' lazy imports are not safe in two threads of one process
     with closing(terminal), closing(metrics):
         async with (
             _grading(cfg) as scorer,  # first: a reward that can't work is found before any model is loaded

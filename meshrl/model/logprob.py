@@ -22,9 +22,15 @@ class Head:
     softcap: float | None = None
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [..., D] -> [..., V] in fp32 (fp64 stays): bf16 logits are 0.025 nats off on average (P8)."""
-        out = torch.nn.functional.linear(hidden, self.weight, self.bias)
-        out = out.to(torch.promote_types(out.dtype, torch.float32))
+        """hidden [N, D] -> [N, V] in fp32 (fp64 stays). The product itself must come out in fp32: rounded to bf16 it puts
+        logprobs 0.016 nats off on average, two thirds of what a whole softmax in bf16 does (P8)."""
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        if hidden.dtype == wide or hidden.device.type == "cpu":  # CPUs have no product of 16-bit matrices into fp32
+            out = hidden.to(wide) @ self.weight.to(wide).T
+        else:
+            out = torch.mm(hidden, self.weight.T, out_dtype=wide)
+        if self.bias is not None:
+            out = out + self.bias
         if self.scale != 1.0:
             out = out * self.scale
         if self.softcap is not None:
@@ -68,8 +74,8 @@ class _ChunkedLogprob(torch.autograd.Function):
             lse = torch.logsumexp(z, dim=-1)
             logp[part] = z.gather(1, targets[part, None])[:, 0].sub_(lse).clamp_(max=0)
             if want_entropy:
-                p = torch.exp(z - lse[:, None])
-                ent[part] = (lse - (p * z).sum(-1)).clamp_(min=0)
+                logq = z.sub_(lse[:, None])  # lse - sum(p z) would cancel: its error grows with the logits
+                ent[part] = (logq.exp() * logq).sum(-1).neg_().clamp_(min=0)
         ctx.save_for_backward(hidden, weight, bias, targets, temperature)
         ctx.facts = (scale, softcap, chunk, want_entropy)
         return logp, ent

@@ -61,6 +61,8 @@ def resolve_reward(kind: str) -> RewardFn:
     module_name, _, name = kind.partition(":")
     try:
         module = importlib.import_module(module_name)
+    except MemoryError:
+        raise  # says nothing about the kind
     except Exception as error:  # user code: importing it may raise anything
         raise ConfigError(
             f"reward kind {kind!r}: importing {module_name!r} raised {type(error).__name__}: {error}; a module is "

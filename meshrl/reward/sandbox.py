@@ -34,7 +34,7 @@ Item = tuple[str, dict[str, Any]]
 """(term, payload): payload holds completion, answer and the keywords OFFERED in kinds.py."""
 
 _START_TIMEOUT_S = 60.0  # imports of a user's module on a busy machine
-_ASYNC_GRACE_S = 2.0  # async graders are timed in the worker; past this much more, the loop itself hangs
+_ASYNC_GRACE_S = 1.0  # async graders are timed in the worker; past this much more, the loop itself hangs
 _MAX_BATCH = 64  # items of one message, and async graders that wait together in one worker
 _MAX_REPLY_BYTES = 1 << 16
 
@@ -59,9 +59,9 @@ class Sandbox:
         self._started = self._closed = False
 
     @property
-    def num_replaced(self) -> int:
-        """Workers that were killed and replaced since the start."""
-        return sum(worker.num_replaced for worker in self._workers)
+    def num_killed(self) -> int:
+        """Workers killed so far because of what they graded; each is replaced when it is next needed."""
+        return sum(worker.num_killed for worker in self._workers)
 
     async def start(self) -> None:
         """Start all workers at once and wait until each has loaded every function; nothing to do the second time.
@@ -72,7 +72,7 @@ class Sandbox:
             if self._closed:
                 raise RewardError(_CLOSED)
             if not self._started:
-                await self._in_threads([worker.start for worker in self._workers])
+                await self._in_threads([functools.partial(self._with_worker, _Worker.start)] * len(self._workers))
                 self._started = True
 
     async def grade(self, items: Sequence[Item]) -> list[float | Failure]:
@@ -83,8 +83,8 @@ class Sandbox:
         """
         await self.start()
         batches = self._batches(items)
-        calls = [functools.partial(self._grade_batch, [items[i] for i in batch]) for batch in batches]
-        graded = await self._in_threads(calls)
+        gradings = [functools.partial(_Worker.grade, items=[items[i] for i in batch]) for batch in batches]
+        graded = await self._in_threads([functools.partial(self._with_worker, grading) for grading in gradings])
         results = {i: result for batch, part in zip(batches, graded) for i, result in zip(batch, part)}
         return [results[i] for i in range(len(items))]
 
@@ -108,10 +108,11 @@ class Sandbox:
             batches += [indices[start : start + size] for start in range(0, len(indices), size)]
         return batches
 
-    def _grade_batch(self, items: list[Item]) -> list[float | Failure]:
+    def _with_worker(self, use: Callable[[_Worker], Any]) -> Any:
+        """Runs in a thread. First in, first out: N uses at once, as at the start, are N different workers."""
         worker = self._idle.get()  # as many threads as workers, so there is one
         try:
-            return worker.grade(items)
+            return use(worker)
         finally:
             self._idle.put(worker)
 
@@ -140,10 +141,12 @@ class _Worker:
         self._ended = False
         self._running: _Running | None = None
         self.async_terms: frozenset[str] = frozenset()
-        self.num_replaced = 0
+        self.num_killed = 0
 
     def start(self) -> _Running:
-        """Start the process and wait until it is ready. Raises: ConfigError, RewardError (see Sandbox.start)."""
+        """The running process, started and ready. Raises: ConfigError, RewardError (see Sandbox.start)."""
+        if self._running is not None:
+            return self._running
         with tempfile.TemporaryFile() as output:
             running = self._spawn(output)
             try:
@@ -192,10 +195,7 @@ class _Worker:
         todo = list(range(len(items)))
         one_by_one = False
         while todo:
-            running = self._running
-            if running is None:
-                running = self.start()
-                self.num_replaced += 1
+            running = self.start()
             sent = todo[:1] if one_by_one else todo
             answered, broken = self._converse(running, [items[i] for i in sent])
             if self._ended:
@@ -234,6 +234,7 @@ class _Worker:
         if broken or retire:
             self._kill()
             self.release()
+            self.num_killed += 1
         return answered, broken
 
     def end(self) -> None:

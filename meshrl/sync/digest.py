@@ -42,7 +42,7 @@ def digest(tensor: torch.Tensor, start: int = 0) -> int:
     start: flat index, in the whole tensor, of this range's first element.
     """
     if tensor.is_contiguous():
-        return _unsigned(_range(_bytes_of(tensor), start * tensor.element_size()))
+        return _unsigned(_range(as_bytes(tensor), start * tensor.element_size()))
     if start:
         raise ValueError("a range that starts inside a tensor must be contiguous; use digest_slice for strided slices")
     return digest_slice(tensor, tensor.shape, (0,) * tensor.dim())
@@ -78,12 +78,18 @@ def partial_digest(tensor: torch.Tensor, global_shape: Sequence[int], offsets: S
     lead = max(split - 1, 0)
     begin = sum(at * stride for at, stride in zip(first, strides))
     if math.prod(shape[:lead]) == 1:
-        return _range(_bytes_of(tensor), begin * tensor.element_size())
+        return _range(as_bytes(tensor), begin * tensor.element_size())
     starts = torch.full((), begin, dtype=torch.int64, device=tensor.device)
     for dim in range(lead):
         starts = starts[..., None] + torch.arange(shape[dim], device=tensor.device) * strides[dim]
     size = tensor.element_size()
-    return _runs(_bytes_of(tensor).view(starts.numel(), -1), starts.reshape(-1) * size, math.prod(whole) * size)
+    return _runs(as_bytes(tensor).view(starts.numel(), -1), starts.reshape(-1) * size, math.prod(whole) * size)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor of any dtype and shape as uint8[num_bytes], outside of autograd."""
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))  # a size of 0 or 1 may carry any stride, view minds
+    return flat.view(torch.uint8)
 
 
 def digests_of(partials: torch.Tensor) -> list[int]:
@@ -93,10 +99,6 @@ def digests_of(partials: torch.Tensor) -> list[int]:
 
 def _unsigned(value: torch.Tensor) -> int:
     return int(value.item()) & MASK64
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def _contiguous_pieces(tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:

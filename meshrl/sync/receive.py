@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 import torch
 
 from meshrl.core.errors import SyncError, UnloadedParamsError
-from meshrl.sync.digest import digest
+from meshrl.sync.digest import as_bytes, digest
 from meshrl.sync.manifest import Ack, Entry, Layout, SyncHeader
 
 _SHOWN = 8  # names listed of each kind of fault; the rest is counted
@@ -221,7 +221,7 @@ class ReceiverState:
         for piece in layout.pieces(bucket.index):
             source = payload[piece.at : piece.at + piece.stop - piece.start]
             for target in self._writes[piece.entry.name]:
-                target.detach().view(-1).view(torch.uint8)[piece.start : piece.stop].copy_(source)
+                as_bytes(target)[piece.start : piece.stop].copy_(source)
         self._seconds["verify"] += checked - began
         self._seconds["load"] += time.perf_counter() - checked
         self._next += 1

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
 import torch
 
 from meshrl.core.errors import SyncError
-from meshrl.sync.digest import digest
+from meshrl.sync.digest import as_bytes, digest
 from meshrl.sync.manifest import Ack, Entry, Layout, SyncHeader, SyncMode
 from meshrl.sync.receive import Bucket, WeightReceiver, describe
 
@@ -97,7 +97,7 @@ def _in_order(layout: Layout, tensors: Iterator[tuple[str, torch.Tensor]]) -> It
             )
         if not tensor.is_contiguous():
             raise SyncError(f"the trainer yielded {name} with strides {tensor.stride()}; make it contiguous first")
-        raw = tensor.detach().view(-1).view(torch.uint8)
+        raw = as_bytes(tensor)
         del got, tensor
         yield entry, raw
         del raw
@@ -106,7 +106,11 @@ def _in_order(layout: Layout, tensors: Iterator[tuple[str, torch.Tensor]]) -> It
         raise SyncError(f"the trainer yielded {extra[0]} after the last tensor of the layout")
 
 
-async def send_weights(header: SyncHeader, buckets: Iterable[Bucket], receivers: Sequence[WeightReceiver]) -> list[Ack]:
+async def send_weights(
+    header: SyncHeader,
+    buckets: Iterable[Bucket] | AsyncIterable[Bucket],
+    receivers: Sequence[WeightReceiver],
+) -> list[Ack]:
     """One sync as a transaction: begin at all receivers, each bucket to all of them, commit at all.
 
     Consumes: `buckets`, one at a time; the next one is asked for when every receiver has taken the last.
@@ -120,7 +124,7 @@ async def send_weights(header: SyncHeader, buckets: Iterable[Bucket], receivers:
     try:
         await _each(receivers, "begin", lambda receiver: receiver.begin(header))
         asked = time.perf_counter()
-        for bucket in buckets:
+        async for bucket in _one_by_one(buckets):
             gathered += time.perf_counter() - asked
             await _deliver(receivers, bucket)
             asked = time.perf_counter()
@@ -138,6 +142,16 @@ async def send_weights(header: SyncHeader, buckets: Iterable[Bucket], receivers:
         raise SyncError(f"version {header.version} was not sent: {type(error).__name__}: {error}") from error
     wall = time.perf_counter() - began
     return [replace(ack, seconds=_split(ack.seconds, gathered, wall)) for ack in acks]
+
+
+async def _one_by_one(buckets: Iterable[Bucket] | AsyncIterable[Bucket]) -> AsyncIterator[Bucket]:
+    """Both kinds of stream as one: buckets cut in this process, or arriving from another."""
+    if isinstance(buckets, AsyncIterable):
+        async for bucket in buckets:
+            yield bucket
+    else:
+        for bucket in buckets:
+            yield bucket
 
 
 async def _deliver(receivers: Sequence[WeightReceiver], bucket: Bucket) -> None:

@@ -65,6 +65,15 @@ def weigh(samples: list[Sample]) -> list[Sample]:
     return samples
 
 
+def engine_over(
+    lm: torch.nn.Module, world: int, train: dict[str, Any] | None = None, dtype: torch.dtype | None = None
+) -> TrainEngine:
+    """A policy engine over `lm` on all ranks; dtype: what it computes in, by default what its weights are."""
+    cfg = TrainConfig(**(train or {}))
+    mesh = build_mesh(resolve_shape(cfg.mesh, world, cfg.sharding_strategy), "cpu")
+    return TrainEngine.wrap(lm, cfg, mesh, "policy", dtype or next(lm.parameters()).dtype)
+
+
 def partitioned(
     rank: int,
     world: int,
@@ -76,10 +85,7 @@ def partitioned(
     train: dict[str, Any],
 ) -> dict[str, Any]:
     """One forward_backward over this rank's micro-batches of `partition`; [] is a dummy."""
-    cfg = TrainConfig(**train)
-    lm = make_model(**model_args)
-    mesh = build_mesh(resolve_shape(cfg.mesh, world, cfg.sharding_strategy), "cpu")
-    engine = TrainEngine.wrap(lm, cfg, mesh, "policy", next(lm.parameters()).dtype)
+    engine = engine_over(make_model(**model_args), world, train)
     batches = [pack([samples[i] for i in micro], micro) for micro in partition[rank]]
     result = engine.forward_backward(batches, loss)
     grads = {n: whole(p.grad).numpy().copy() for n, p in engine.model.lm.named_parameters()}

@@ -20,6 +20,7 @@ BAD: list[tuple[str, list[str]]] = [
     ("train.optimizer.learning_rte=1", ["unknown key", "[command line]"]),
     ("train.optimizer.learning_rate=1", ["Nearest: train.optimizer.lr"]),
     ("train.optimzer.lr=1", ["train.optimzer", "Nearest: train.optimizer."]),
+    ("train.scheduler.knd=linear", ["Nearest: train.scheduler.kind"]),
     ("rollout.n=8", ["loop.samples_per_prompt"]),
     ("algo.kl_coef=0.1", ["algo.kl.coef"]),
     ("loop.batch_size=8", ["loop.prompts_per_step"]),
@@ -130,6 +131,7 @@ BAD: list[tuple[str, list[str]]] = [
     # files
     ("model.path=tniy", ["no such folder", "home/tniy", "elsewhere/tniy", "organisation/name"]),
     ("model.path=../home/tniy", ["no such folder"]),
+    ("model.path=tiny/checkpoint", ["no such folder", "home/tiny/checkpoint"]),
     ("data.path=missing.jsonl", ["no such file", "home/missing.jsonl", "elsewhere/missing.jsonl"]),
     ("data.path=tiny", ["a folder, not a file"]),
     ("data.path=run.yaml", ["no JSON object", "model:"]),

@@ -25,6 +25,8 @@ def behave(completion, answer):
     """Do what the completion says; anything unknown is worth 1."""
     if completion in RETURNED:
         return RETURNED[completion]
+    if completion == "leave_a_child":
+        return leave_a_child(answer)
     return ACTIONS.get(completion, lambda: 1.0)()
 
 
@@ -53,12 +55,12 @@ def come_back_twice():
     return 1.0 if pid else 0.0
 
 
-def leave_a_child():
+def leave_a_child(pid_file):
     """The answer comes, but a child runs on."""
     pid = os.fork()
     if pid == 0:
         time.sleep(600)
-    with open(os.environ["GRADER_PID_FILE"], "a") as file:
+    with open(pid_file, "a") as file:
         file.write(f"{pid}\n")
     return 1.0
 
@@ -72,11 +74,12 @@ def segfault():
 
 
 def flood():
+    """Worth 1 when it really went nowhere: a file that fills up would not be seen from outside."""
     for _ in range(200):
         print("x" * 50_000)
         os.write(1, b"y" * 50_000)
         os.write(2, b"z" * 50_000)
-    return 1.0
+    return float(all(os.path.samestat(os.fstat(fd), os.stat(os.devnull)) for fd in (1, 2)))
 
 
 ACTIONS = {
@@ -84,7 +87,6 @@ ACTIONS = {
     "hang_in_c": hang_in_c,
     "fork_and_wait": wait_for_a_forked_child,
     "come_back_twice": come_back_twice,
-    "leave_a_child": leave_a_child,
     "memory": allocate_two_gigabytes,
     "raise": lambda: int("twelve"),
     "sys_exit": lambda: sys.exit(0),
@@ -94,7 +96,7 @@ ACTIONS = {
 }
 
 
-def torch_is_loaded(completion, answer):
+def libraries(completion, answer):
     return float("torch" in sys.modules or "numpy" in sys.modules)
 
 
@@ -117,7 +119,7 @@ async def meet(completion, answer):
     return 1.0
 
 
-async def slow_or_blocking(completion, answer):
+async def slow(completion, answer):
     if completion == "never":
         await asyncio.sleep(600)
     if completion == "block":
@@ -128,3 +130,17 @@ async def slow_or_blocking(completion, answer):
 
 
 no_function = 7
+
+
+def no_arguments():
+    return 1.0
+
+
+class Judge:
+    """A client object whose call is async."""
+
+    async def __call__(self, completion, answer):
+        return 1.0
+
+
+judge = Judge()

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 from meshrl.core.types import mix64
 from meshrl.sync.digest import MASK64, digest, digest_slice, digests_of, partial_digest
@@ -110,6 +110,12 @@ def test_views_that_are_not_contiguous_have_the_digest_of_their_copy():
     assert digest(tensor[:, 1:8]) == digest(tensor[:, 1:8].contiguous())
 
 
+def test_any_stride_of_a_size_that_does_not_move_is_contiguous():
+    one, none = torch.ones(5, 7)[3:4, 2], torch.zeros(0).as_strided((0,), (0,))
+    assert one.stride() == (7,) and digest(one) == digest(torch.ones(1))
+    assert digest(none) == 0
+
+
 def test_scalars_have_a_digest():
     assert digest(torch.tensor(2.5)) == digest(torch.tensor([2.5])) != digest(torch.tensor(2.0))
 
@@ -179,14 +185,14 @@ def test_one_step_of_training_changes_the_digest():
     assert digest(torch.nextafter(values, torch.zeros_like(values))) != digest(values)
 
 
-class _LargestAllocation(TorchDispatchMode):
+class _LargestAllocation(TorchFunctionMode):
     """The largest storage that any operator returns, other than the one given."""
 
     def __init__(self, given):
         super().__init__()
         self.given, self.num_bytes = given.untyped_storage().data_ptr(), 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         if isinstance(out, torch.Tensor) and out.untyped_storage().data_ptr() != self.given:
             self.num_bytes = max(self.num_bytes, out.untyped_storage().nbytes())

@@ -1,0 +1,47 @@
+# make setup | fix | check | test | test-all | mutants | quickstart [SEED=0]
+# Everything lives in .venv and is installed once; nothing is compiled.
+
+PYTHON ?= python3
+SEED ?= 0
+PY := .venv/bin/python
+STAMP := .venv/setup-done
+
+.PHONY: help setup fix check test test-all mutants quickstart
+.DEFAULT_GOAL := help
+
+help:  ## list these commands
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP)  ## make .venv and install the pinned dependencies and meshrl itself
+
+# torch comes first and by the same constraints as all the rest, so that no dependency can bring another one.
+$(STAMP): constraints.txt requirements.txt requirements-dev.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "meshrl needs Python 3.11 or newer; $(PYTHON) is `$(PYTHON) -V 2>&1`." \
+	       "Give another one: make setup PYTHON=python3.12" >&2; exit 1; }
+	test -x $(PY) || $(PYTHON) -m venv .venv
+	$(PY) -m pip install --quiet --only-binary :all: -c constraints.txt torch
+	$(PY) -m pip install --quiet --only-binary :all: -c constraints.txt -r requirements.txt -r requirements-dev.txt
+	$(PY) -m pip install --quiet --no-deps --no-build-isolation -e .
+	@touch $(STAMP)
+
+fix: setup  ## mend what ruff can mend, and format
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+check: setup  ## ruff and mypy
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+test: setup  ## the CPU suite without the slow tests
+	$(PY) -m pytest -m "not slow and not gpu"
+
+test-all: setup  ## the CPU suite with the slow tests
+	$(PY) -m pytest -m "not gpu"
+
+mutants: setup  ## plant known faults one at a time; each must turn its test red
+	$(PY) tests/mutants/run.py
+
+quickstart: setup  ## train a tiny model by GRPO on two FSDP2 ranks, from nothing, in minutes
+	$(PY) examples/quickstart/quickstart.py --seed $(SEED)

@@ -1,0 +1,233 @@
+"""From nothing to a model that learned, in minutes on two CPU cores: `make quickstart`.
+
+A tiny Qwen2 model is built, learns sloppy addition from demonstrations, and is then taught to carry by nothing but a
+rule that checks its answers (GRPO). Everything lands in runs/quickstart; the numbers are in its report.json:
+
+    seed, steps
+    eval_before, eval_after   share of right greedy answers to held-out problems, before and after the RL
+    reward_curve              mean reward of each training step
+    wall_s, cpu_s             of the whole quickstart, without the installation
+    peak_rss_bytes            largest sum of resident sizes over the process tree, looked at five times a second; pages
+                              that processes share count in each of them, so that memory really taken was less
+    model                     the trained model's folder, relative to this checkout
+
+`--shuffle-rewards` is the control experiment: the same run, but the rewards of each batch are dealt out at random.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from meshrl.core.types import Trajectory
+from meshrl.monitor.curve import text_curve
+from meshrl.monitor.memory import memory_metrics
+from meshrl.monitor.rollout_log import read_rollouts
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+OURS = ".quickstart"  # marks a folder that a later call may replace
+GOOD_ENOUGH = 0.90  # held-out accuracy that the run must reach ...
+NO_LESSON = 0.45  # ... and that the control must not pass
+SECONDS_TO_END = 10.0  # what a step gets to end itself after Ctrl-C
+
+SMOKE_SFT = ("sft.num_steps=3", "train.scheduler.warmup_steps=0")
+SMOKE_GRPO = ("loop.num_steps=2", "loop.prompts_per_step=4", "data.eval_limit=16", "train.scheduler.warmup_steps=0")
+
+
+def main() -> int:
+    args = parse()
+    out = args.out.resolve()
+    claim(out)
+    place = Path(os.path.relpath(out, ROOT)) if out.is_relative_to(ROOT) else out
+    os.chdir(ROOT)
+    began = time.monotonic()
+    with peak_memory() as memory:
+        start, sft, grpo = place / "start", place / "sft", place / "grpo"
+        run_settings = [f"run.folder={place}", f"run.seed={args.seed}"]
+
+        say(1, "Build a tiny Qwen2 model with random weights, its tokenizer, and three sets of sums.")
+        run([HERE / "task.py", "--out", start, "--seed", args.seed])
+        show_rows(start)
+
+        say(2, "Warm up: imitate demonstrations that mostly forget to carry (supervised, two FSDP2 ranks).")
+        settings = [*run_settings, "run.name=sft", f"model.path={start}", f"sft.path={start}/warmup.jsonl"]
+        run(["-m", "meshrl", "sft", HERE / "sft.yaml", *settings, *(SMOKE_SFT if args.smoke else ())])
+        warm = only_model(sft)
+
+        say(3, "Learn by trial: sample answers, let a rule check them, make the right ones likelier (GRPO, two ranks).")
+        how = [HERE / "shuffled_rewards.py"] if args.shuffle_rewards else ["-m", "meshrl", "train"]
+        settings = [*run_settings, "run.name=grpo", f"model.path={warm}"]
+        settings += [f"data.path={start}/train.jsonl", f"data.eval_path={start}/heldout.jsonl"]
+        run([*how, HERE / "grpo.yaml", *settings, *(SMOKE_GRPO if args.smoke else ())])
+        result = json.loads((grpo / "result.json").read_text())
+
+        say(4, f"Load the result as any Transformers model: AutoModelForCausalLM.from_pretrained({result['model']!r})")
+        before, after = (list(read_rollouts(grpo / "rollouts" / f"eval_{n:06d}.jsonl")) for n in (0, result["steps"]))
+        pairs = [(old.trajectory, new.trajectory) for old, new in zip(before, after, strict=True)]
+        # First those that the training mended, then the others: all three mended when it went well.
+        pairs.sort(key=lambda pair: (pair[0].reward or 0) - (pair[1].reward or 0))
+        ask(result["model"], pairs[:3])
+
+    report = {
+        "seed": args.seed,
+        "eval_before": result["evals"][0]["mean_at_k"],
+        "eval_after": result["evals"][-1]["mean_at_k"],
+        "wall_s": round(time.monotonic() - began, 1),
+        "cpu_s": round(sum(os.times()[:4]), 1),
+        "peak_rss_bytes": memory[0],
+        "steps": result["steps"],
+        "reward_curve": result["reward_curve"],
+        "model": result["model"],
+    }
+    say(5, "What came of it.")
+    tell(report, pairs[:3], grpo / "reward.png")
+    (place / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+    print(f"report                 {place / 'report.json'}")
+    return verdict(args, report["eval_after"])
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the weights, the demonstrations' mistakes, the sampling"
+    )
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "quickstart", help="folder to write; replaced")
+    parser.add_argument("--smoke", action="store_true", help="a few steps only: every part runs, nothing is learned")
+    parser.add_argument("--shuffle-rewards", action="store_true", help="the control: rewards at random, same amount")
+    return parser.parse_args()
+
+
+def claim(out: Path) -> None:
+    """Make `out` a new folder of ours. One from an earlier quickstart is replaced; any other is left alone."""
+    if out.exists() and not (out / OURS).is_file() and any(out.iterdir()):
+        sys.exit(f"quickstart: {out} is there and was not made by the quickstart; move it away, or give another --out")
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    (out / OURS).write_text("Made by examples/quickstart/quickstart.py, whose next call replaces this folder.\n")
+
+
+def say(number: int, text: str) -> None:
+    print(f"\n[{number}/5] {text}\n", flush=True)
+
+
+def run(arguments: list[Any]) -> None:
+    """Run one Python command to its end, with its output on ours; nothing of it outlives us."""
+    words = [os.path.relpath(a, ROOT) if isinstance(a, Path) and a.is_relative_to(ROOT) else str(a) for a in arguments]
+    print("$ " + " ".join(["python", *words]).replace("python -m meshrl", "meshrl"), flush=True)
+    began, cpu = time.monotonic(), os.times()
+    process = subprocess.Popen([sys.executable, *words], stdin=subprocess.DEVNULL)
+    try:
+        code = process.wait()
+    except BaseException as error:  # the step ends its own ranks, if it is told and given the time
+        if not isinstance(error, KeyboardInterrupt):  # Ctrl-C reaches all processes of the terminal by itself
+            process.terminate()
+        try:
+            process.wait(SECONDS_TO_END)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        raise
+    if code:
+        sys.exit(f"quickstart: the command above ended with exit code {code}; its last lines say why")
+    used = os.times()
+    cpu_s = used.children_user + used.children_system - cpu.children_user - cpu.children_system
+    print(f"  (took {time.monotonic() - began:.0f} s, {cpu_s:.0f} s of CPU)", flush=True)
+
+
+@contextmanager
+def peak_memory() -> Iterator[list[int]]:
+    """Yields [bytes]: the largest resident size of this process and all below it, seen so far."""
+    peak, done = [0], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.2):
+            peak[0] = max(peak[0], int(next(m.sum for m in memory_metrics() if m.name == "memory/rss_bytes")))
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield peak
+    finally:
+        done.set()
+        thread.join()
+
+
+def show_rows(start: Path) -> None:
+    for name in ("warmup", "train", "heldout"):
+        lines = (start / f"{name}.jsonl").read_text().splitlines()
+        print(f"  {name + '.jsonl':<14} {len(lines):>6} rows, such as {lines[0]}")
+
+
+def only_model(run_folder: Path) -> Path:
+    (folder,) = run_folder.glob("checkpoints/step_*/model")
+    return folder
+
+
+def ask(folder: str, pairs: list[tuple[Trajectory, Trajectory]]) -> None:
+    """Greedy answers by plain Transformers, to show that the saved folder needs nothing of meshrl."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    print(f"  {type(model).__name__}, {model.num_parameters():,} parameters; asked by model.generate:")
+    for _, new in pairs:
+        inputs = tokenizer.apply_chat_template(
+            new.prompt.messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        tokens = model.generate(**inputs, do_sample=False, max_new_tokens=8)[0, inputs["input_ids"].shape[1] :]
+        print(f"  {question(new)} = {tokenizer.decode(tokens, skip_special_tokens=True)}")
+
+
+def question(trajectory: Trajectory) -> str:
+    return str(trajectory.prompt.messages[-1]["content"])
+
+
+def answer(trajectory: Trajectory) -> str:
+    return str(trajectory.turns[-1].messages[-1]["content"])
+
+
+def tell(report: dict[str, Any], pairs: list[tuple[Trajectory, Trajectory]], picture: Path) -> None:
+    print("  mean reward by step")
+    print("  " + text_curve(report["reward_curve"]).replace("\n", "\n  "))
+    print(f"\n  {'problem':<12} {'right':>8} {'before':>8} {'after':>8}")
+    for old, new in pairs:
+        print(f"  {question(new):<12} {new.prompt.answer:>8} {answer(old):>8} {answer(new):>8}")
+    print(f"\nheld-out accuracy      {report['eval_before']:.3f} before, {report['eval_after']:.3f} after")
+    print(f"took                   {report['wall_s']:.0f} s, {report['cpu_s']:.0f} s of CPU, {report['steps']} steps")
+    print(f"peak memory            {report['peak_rss_bytes'] / 1e9:.1f} GB in all processes together")
+    print(f"model                  {report['model']}")
+    print(f"reward curve           {picture}")
+
+
+def verdict(args: argparse.Namespace, accuracy: float) -> int:
+    """The exit code: 1 when the run did not show what it is there to show."""
+    if args.smoke:
+        return 0
+    if args.shuffle_rewards and accuracy > NO_LESSON:
+        print(
+            f"quickstart: random rewards must teach nothing, but {accuracy:.3f} is above {NO_LESSON}", file=sys.stderr
+        )
+        return 1
+    if not args.shuffle_rewards and accuracy < GOOD_ENOUGH:
+        text = f"quickstart: {accuracy:.3f} of the held-out answers are right after training; {GOOD_ENOUGH} is expected"
+        print(f"{text}. The reward curve and runs/quickstart/grpo/metrics.jsonl show where it stalled", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("\nquickstart: interrupted")

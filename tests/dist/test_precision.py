@@ -1,0 +1,172 @@
+"""Dtypes, buffers and ties through the life of a train engine (P9, P10, P11)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import engine_over, random_samples, weigh
+from tiny_models import tiny_qwen2
+
+from meshrl.algo.losses import sft_loss
+from meshrl.config.model import ModelConfig
+from meshrl.config.rollout import RolloutConfig
+from meshrl.config.train import TrainConfig
+from meshrl.model.causal import CausalModel
+from meshrl.model.load import load_causal_lm
+from meshrl.parallel.fsdp import shard_model, whole
+from meshrl.parallel.mesh import build_mesh, data_parallel_mesh, resolve_shape
+from meshrl.rollout.embedded.engine import build_embedded_engine
+from meshrl.train.engine import TrainEngine
+from meshrl.train.packing import pack
+
+
+def _away_from_zero() -> torch.nn.Module:
+    """Parameters of size 0.1 and more: bf16's next number is 5e-4 away or more, hundreds of steps of lr 1e-6."""
+    lm = tiny_qwen2()
+    for p in lm.parameters():
+        p.data += 0.1 * torch.where(p >= 0, 1.0, -1.0)
+    return lm
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    _away_from_zero().save_pretrained(path)
+    return path
+
+
+def _built(world: int, folder: Path, dtype: str, role: Any = "policy", **train: Any) -> TrainEngine:
+    cfg = TrainConfig(**train)
+    mesh = build_mesh(resolve_shape(cfg.mesh, world, cfg.sharding_strategy), "cpu")
+    return TrainEngine.build(ModelConfig(path=str(folder), dtype=dtype), cfg, mesh, role)
+
+
+def _step(engine: TrainEngine, rank: int, lr: float = 1e-6) -> None:
+    samples = weigh(random_samples(rank, [9, 5]))
+    engine.forward_backward([pack(samples, [0, 1])], sft_loss())
+    assert not engine.optim_step(lr).skipped
+
+
+def _dtypes(engine: TrainEngine) -> dict[str, set[torch.dtype]]:
+    state = [t for slot in engine.optimizer.state.values() for t in slot.values() if t.ndim] if engine.optimizer else []
+    return {
+        "parameters": {p.dtype for p in engine.model.parameters()},
+        "moments": {t.dtype for t in state},
+        "buffers": {b.dtype for b in engine.model.buffers()},
+        "wire": {t.dtype for _, t in engine.wire_weights()},
+    }
+
+
+def _dtypes_in_rank(rank: int, world: int, folder: Path, dtype: str) -> list[dict[str, set[torch.dtype]]]:
+    engine = _built(world, folder, dtype)
+    seen = [_dtypes(engine)]
+    gradients: set[torch.dtype] = set()
+    samples = weigh(random_samples(rank, [9, 5]))
+    engine.forward_backward([pack(samples, [0, 1])], sft_loss())
+    gradients |= {p.grad.dtype for p in engine.model.parameters()}
+    engine.optim_step(1e-6)
+    seen.append({**_dtypes(engine), "gradients": gradients})
+    reference = _built(world, folder, dtype, role="reference")
+    seen.append({"reference": _dtypes(reference)["parameters"], "buffers": _dtypes(reference)["buffers"]})
+    return seen
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_masters_moments_and_gradients_are_fp32_and_the_wire_has_the_compute_dtype(pool, folder, dtype):
+    """P9: after build and after step 1, for policy and reference."""
+    compute, fp32 = {getattr(torch, dtype)}, {torch.float32}
+    built, stepped, reference = pool.run(_dtypes_in_rank, 2, folder, dtype)[0]
+    assert built == {"parameters": fp32, "moments": set(), "buffers": fp32, "wire": compute}
+    assert stepped == {"parameters": fp32, "moments": fp32, "buffers": fp32, "wire": compute, "gradients": fp32}
+    assert reference == {"reference": compute, "buffers": fp32}
+
+
+def _twenty_steps(rank: int, world: int, folder: Path, master: str) -> float:
+    engine = _built(world, folder, "bfloat16", master_dtype=master)
+    before = [whole(p).clone() for p in engine.model.parameters()]
+    for _ in range(20):
+        _step(engine, rank)
+    return max(float((whole(p) - b).abs().max()) for p, b in zip(engine.model.parameters(), before, strict=True))
+
+
+def test_fp32_masters_move_at_lr_1e_6_and_bf16_masters_do_not(pool, folder):
+    """P9: twenty steps of AdamW; why train.master_dtype is float32 unless somebody asks."""
+    assert pool.run(_twenty_steps, 1, folder, "float32")[0] == pytest.approx(2e-5, rel=0.2)
+    assert pool.run(_twenty_steps, 1, folder, "bfloat16")[0] == 0.0
+
+
+def _buffers_in_rank(rank: int, world: int, folder: Path, dtype: str, role: str) -> dict[str, Any]:
+    engine = _built(world, folder, dtype, role=role)
+    if role == "policy":
+        _step(engine, rank)
+    return {name: b.numpy().copy() for name, b in engine.model.lm.named_buffers()}
+
+
+@pytest.mark.parametrize(("dtype", "role"), [("bfloat16", "policy"), ("bfloat16", "reference"), ("float32", "policy")])
+def test_buffers_equal_a_fresh_fp32_models(pool, folder, dtype, role):
+    """P10: after build, shard and a step, for W = 1 and 2, trainer and reference."""
+    fresh = dict(load_causal_lm(folder).named_buffers())
+    assert fresh
+    for world in (1, 2):
+        for got in pool.run(_buffers_in_rank, world, folder, dtype, role):
+            assert got.keys() == fresh.keys()
+            assert all((got[name] == b.numpy()).all() for name, b in fresh.items())
+
+
+def test_buffers_of_the_bf16_sampler_equal_a_fresh_fp32_models(folder):
+    """P10"""
+    model = ModelConfig(path=str(folder), dtype="bfloat16")
+    engine = build_embedded_engine(model, RolloutConfig(), torch.device("cpu"), "s", ())
+    held = dict(engine._weights.lm.named_buffers())
+    fresh = dict(load_causal_lm(folder).named_buffers())
+    assert held.keys() == fresh.keys() and all(torch.equal(held[name], b) for name, b in fresh.items())
+    assert {p.dtype for p in engine._weights.lm.parameters()} == {torch.bfloat16}
+
+
+def _ties_in_rank(rank: int, world: int, tie: bool, strategy: str) -> list[bool]:
+    engine = engine_over(tiny_qwen2(tie=tie), world, {"sharding_strategy": strategy})
+    lm = engine.model.lm
+    seen = []
+
+    def look() -> None:
+        seen.append(lm.lm_head.weight is lm.model.embed_tokens.weight)
+
+    look()
+    samples = weigh(random_samples(rank, [9, 5]))
+    engine.forward([pack(samples, [0, 1])])
+    look()
+    engine.forward_backward([pack(samples, [0, 1])], sft_loss())
+    look()
+    engine.optim_step(0.01)
+    look()
+    names = [name for name, _ in engine.wire_weights()]
+    look()
+    assert ("lm_head.weight" in names) != tie, "a tied head travels once, under its embedding's name"
+    assert engine.layout(1 << 20).tied == ({"lm_head.weight": "model.embed_tokens.weight"} if tie else {})
+    head, embedding = whole(lm.lm_head.weight), whole(lm.model.embed_tokens.weight)
+    assert torch.equal(head, embedding) == tie
+    return seen
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
+def test_tied_weights_stay_one_parameter_at_every_stage(pool, tie, strategy):
+    """P11: after build, forward, backward, step and sending."""
+    assert pool.run(_ties_in_rank, 2, tie, strategy) == [[tie] * 5] * 2
+
+
+def _tied_in_two_groups(rank: int, world: int) -> str:
+    model = CausalModel(tiny_qwen2(tie=True))
+    mesh = data_parallel_mesh(build_mesh((1, world, 1, 1), "cpu"))
+    groups = [model.lm.model.embed_tokens, *model.layers]
+    with pytest.raises(ValueError, match="shared with a parameter already managed") as error:
+        shard_model(model, groups, mesh, compute_dtype=torch.float32, reshard_after_forward=True)
+    return str(error.value)
+
+
+def test_tied_weights_in_two_groups_are_refused(pool):
+    """P11: so a change of grouping that splits a tie can't pass unnoticed."""
+    assert all("lm.model.embed_tokens.weight" in message for message in pool.run(_tied_in_two_groups, 2))

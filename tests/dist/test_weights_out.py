@@ -1,0 +1,117 @@
+"""What leaves the train engine: names, bytes, digests, and folders that Transformers loads (P11, P16)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import engine_over
+from tiny_models import tiny_lm, tiny_qwen2
+
+from meshrl.model.load import cast_parameters, tied_names
+from meshrl.parallel.fsdp import local_shard
+from meshrl.sync.digest import digest
+from meshrl.sync.manifest import Layout
+from meshrl.sync.receive import ReceiverState, describe, reconcile
+from meshrl.sync.send import iter_buckets, make_header
+
+UNEVEN: dict[str, Any] = dict(  # no dim divides by 4; a dim of 5 leaves the last of four ranks empty
+    vocab_size=61, hidden_size=30, intermediate_size=5, num_attention_heads=3, num_key_value_heads=1
+)
+STRATEGIES = {
+    "FULL_SHARD": {},
+    "SHARD_GRAD_OP": {},
+    "NO_SHARD": {},
+    "HYBRID_SHARD": {"mesh": {"dp_replicate": 2, "dp_shard": 2}},
+}
+
+
+def _sent(
+    rank: int, world: int, model: dict[str, Any], train: dict[str, Any], dtype: torch.dtype
+) -> tuple[Layout, dict[str, torch.Tensor], dict[str, int], int]:
+    engine = engine_over(tiny_qwen2(**model), world, train, dtype)
+    layout, digests = engine.layout(4096), engine.digests()
+    smallest = min(local_shard(p).numel() for p in engine.model.parameters())
+    return layout, {name: t.clone() for name, t in engine.wire_weights()}, digests, smallest
+
+
+def _check(sent: Any, model: dict[str, Any], dtype: torch.dtype) -> None:
+    layout, weights, digests, _ = sent
+    fresh = dict(cast_parameters(tiny_qwen2(**model), dtype).named_parameters())
+    assert list(weights) == list(fresh) == [entry.name for entry in layout.entries]
+    for name, want in fresh.items():
+        assert weights[name].dtype == dtype and torch.equal(weights[name], want), name
+    assert digests == {name: digest(want.detach()) for name, want in fresh.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_names_and_values_equal_a_fresh_model_to_the_bit(pool, world, dtype):
+    """P16: with dims that do not divide, and ranks that hold nothing of a tensor."""
+    model = {"tie": False, **UNEVEN}
+    for sent in pool.run(_sent, world, model, {}, dtype):
+        _check(sent, model, dtype)
+        assert world < 4 or sent[3] == 0 or sent[3] > 0
+    assert (min(sent[3] for sent in pool.run(_sent, world, model, {}, dtype)) == 0) == (world == 4)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_sharding_strategy_sends_the_same_weights_and_digests(pool, strategy):
+    """P16: replicas are counted once in a digest."""
+    train = {"sharding_strategy": strategy, **STRATEGIES[strategy]}
+    for sent in pool.run(_sent, 4, UNEVEN, train, torch.bfloat16):
+        _check(sent, UNEVEN, torch.bfloat16)
+
+
+@pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
+def test_another_model_becomes_the_trainers_through_layout_buckets_and_digests(pool, tie):
+    """P16: the whole way of a sync into a model of other values; aliases read back too."""
+    layout, weights, digests, _ = pool.run(_sent, 2, {"tie": tie}, {}, torch.bfloat16)[0]
+    other = cast_parameters(tiny_qwen2(tie=tie, seed=9), torch.bfloat16)
+    held = dict(other.named_parameters())
+    reconcile(layout, describe(held), tied_names(other))
+    receiver = ReceiverState(layout, held)
+    receiver.begin(make_header(layout, 0, digests))
+    with torch.no_grad():
+        for bucket in iter_buckets(layout, iter(weights.items())):
+            receiver.receive(bucket)
+        receiver.commit(lambda: other.named_parameters(remove_duplicate=False))
+    for (name, p), want in zip(other.named_parameters(), weights.values(), strict=True):
+        assert torch.equal(p, want), name
+
+
+TOKENIZER = {"tokenizer.json": "{}", "tokenizer_config.json": '{"a": 1}', "chat_template.jinja": "{{ x }}"}
+
+
+def _exported(rank: int, world: int, family: str, path: Path, tokenizer: Path, dtype: torch.dtype) -> None:
+    engine_over(tiny_lm(family), world, {}, dtype).export(path, tokenizer)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("family", ["qwen2", "gemma2"])
+def test_from_pretrained_of_an_exported_folder_gives_the_same_logits(pool, tmp_path, family, dtype):
+    """P9, P11: loaded by a stranger, with Transformers' own attention, cache and dtype; the tie survives."""
+    from transformers import AutoModelForCausalLM
+
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    for name, text in TOKENIZER.items():
+        (tokenizer / name).write_text(text)
+    (tokenizer / "model.safetensors").write_text("not a tokenizer's")
+    pool.run(_exported, 2, family, tmp_path / "out", tokenizer, dtype)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert loaded.config._attn_implementation in ("sdpa", "eager") and loaded.config.use_cache
+    mine = cast_parameters(tiny_lm(family), dtype)
+    assert (loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight) == (family == "gemma2")
+    for (name, got), (_, want) in zip(loaded.named_parameters(), mine.named_parameters(), strict=True):
+        assert got.dtype == dtype and torch.equal(got, want), name
+    loaded.set_attn_implementation("eager")
+    mine.set_attn_implementation("eager")
+    tokens = torch.arange(3, 20)[None]
+    with torch.no_grad():
+        assert torch.equal(loaded(tokens).logits, mine(tokens, use_cache=False).logits)
+    written = {p.name: p for p in (tmp_path / "out").iterdir()}
+    assert {name: written[name].read_text() for name in TOKENIZER} == TOKENIZER
+    assert {"config.json", "generation_config.json", "model.safetensors"} < written.keys()

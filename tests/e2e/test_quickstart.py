@@ -1,0 +1,147 @@
+"""The quickstart as a user runs it: the real commands, two FSDP2 ranks, its own folder. Lessons are in the slow tests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from meshrl.config.task import RewardConfig, RewardTerm
+from meshrl.core.types import Prompt, Trajectory, Turn
+from meshrl.reward.score import Scorer
+
+FOLDER = Path(__file__).parents[2] / "examples" / "quickstart"
+KEYS = {"seed", "eval_before", "eval_after", "wall_s", "peak_rss_bytes", "steps", "reward_curve"}
+
+
+def quickstart(out: Path, *arguments: str) -> tuple[dict[str, Any], str]:
+    """Run it; its report.json and what it printed."""
+    command = [sys.executable, str(FOLDER / "quickstart.py"), "--out", str(out), *arguments]
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    return json.loads((out / "report.json").read_text()), done.stdout
+
+
+@pytest.mark.timeout(300)
+def test_every_part_runs_and_leaves_what_the_docstring_says(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    out = tmp_path / "quickstart"
+    report, text = quickstart(out, "--smoke", "--seed", "3")
+    assert report.keys() >= KEYS
+    assert report["seed"] == 3
+    assert report["steps"] == len(report["reward_curve"]) == 2
+    assert 0.0 <= report["eval_before"] <= 1.0 and 0.0 <= report["eval_after"] <= 1.0
+    assert 100e6 < report["peak_rss_bytes"] < 6e9
+    assert report["wall_s"] > 0
+    assert (out / "grpo" / "reward.png").read_bytes().startswith(b"\x89PNG")
+    model = AutoModelForCausalLM.from_pretrained(report["model"])
+    assert model.config.model_type == "qwen2"
+    assert AutoTokenizer.from_pretrained(report["model"]).chat_template
+    steps = [line for line in text.splitlines() if line.startswith("[")]
+    assert [line[:5] for line in steps] == [f"[{i}/5]" for i in range(1, 6)]
+
+
+def test_the_three_sets_of_problems_are_disjoint_and_fixed() -> None:
+    task = runpy.run_path(str(FOLDER / "task.py"))
+    sets = task["split_problems"]()
+    assert sets == task["split_problems"]()
+    problems = [tuple(sorted(problem)) for part in sets for problem in part]
+    assert len(problems) == len(set(problems)) >= 30_000
+
+
+def test_a_folder_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    command = [sys.executable, str(FOLDER / "quickstart.py"), "--out", str(tmp_path)]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert str(tmp_path) in done.stderr
+    assert (tmp_path / "thesis.txt").read_text() == "years of work"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_nothing_of_it_lives_on_after_it_was_told_to_end(tmp_path: Path) -> None:
+    """P31: the ranks of the running step go with it."""
+    out = tmp_path / "quickstart"
+    process = subprocess.Popen(
+        [sys.executable, str(FOLDER / "quickstart.py"), "--out", str(out)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    family: list[psutil.Process] = []
+    while len(family) < 3:  # the step's own process and its two ranks
+        assert process.poll() is None
+        family = psutil.Process(process.pid).children(recursive=True)
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 143
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert not alive
+
+
+def trajectory(index: int, text: str, purpose: Any) -> Trajectory:
+    turn = Turn(
+        context_ids=np.array([1], np.int32),
+        output_ids=np.array([2], np.int32),
+        logprobs=np.zeros(1, np.float32),
+        versions=np.zeros(1, np.int32),
+        stop_reason="stop",
+        messages=[{"role": "assistant", "content": text}],
+    )
+    prompt = Prompt(id=str(index), ordinal=index, messages=[{"role": "user", "content": "1+1"}], answer="2")
+    return Trajectory(prompt=prompt, group_id=str(index), index=0, purpose=purpose, turns=[turn])
+
+
+def test_the_control_pays_as_many_answers_as_the_rule_but_others() -> None:
+    shuffling = runpy.run_path(str(FOLDER / "shuffled_rewards.py"))["ShufflingScorer"]
+    train = [trajectory(i, "2" if i < 20 else "3", "train") for i in range(40)]
+    held_out = [trajectory(i, "2" if i < 20 else "3", "eval") for i in range(40)]
+
+    async def score() -> None:
+        scorer = Scorer(RewardConfig(terms={"answer": RewardTerm(kind="math_answer", args={"rule": "exact"})}))
+        try:
+            for trajectories in (train, held_out):
+                await shuffling(scorer, seed=0).score(trajectories)
+        finally:
+            await scorer.close()
+
+    asyncio.run(score())
+    earned = [1.0] * 20 + [0.0] * 20
+    assert [t.reward for t in held_out] == earned
+    assert Counter(t.reward for t in train) == Counter(earned)
+    assert 5 <= sum(t.reward != r for t, r in zip(train, earned)) <= 35
+    assert [t.rewards["answer"] for t in train] == earned
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_it_learns_in_minutes(tmp_path: Path) -> None:
+    report, text = quickstart(tmp_path / "quickstart")
+    assert 0.10 <= report["eval_before"] <= 0.35
+    assert report["eval_after"] >= 0.90
+    assert report["peak_rss_bytes"] < 6e9
+    assert f"held-out accuracy      {report['eval_before']:.3f} before, {report['eval_after']:.3f} after" in text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_random_rewards_teach_nothing(tmp_path: Path) -> None:
+    """The control: were the lesson in the warm-up, the sampling or the schedule, it would be learned here too."""
+    report, _ = quickstart(tmp_path / "quickstart", "--shuffle-rewards")
+    assert 0.10 <= report["eval_before"] <= 0.35
+    assert report["eval_after"] <= 0.45

@@ -1,0 +1,97 @@
+"""CausalModel against the Transformers model inside it, and loading from a folder (P3, P9, P10, P11)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_models import FAMILIES, tiny_lm, tiny_qwen2
+
+from meshrl.core.errors import ConfigError
+from meshrl.model import attention
+from meshrl.model.attention import PackedAttention
+from meshrl.model.causal import CausalModel
+from meshrl.model.load import cast_parameters, load_causal_lm, tied_names
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_head_of_hidden_is_the_models_own_logits(family):
+    """Scale and softcap of the head are found in each family's config, whatever it calls them."""
+    lm = tiny_lm(family)
+    model, tokens = CausalModel(lm), torch.arange(3, 20)
+    with torch.no_grad():
+        hidden = model.hidden(tokens, torch.arange(17), PackedAttention([0, 17], CPU))
+        want = lm(tokens[None], attention_context=PackedAttention([0, 17], CPU)).logits[0]
+    torch.testing.assert_close(model.head().logits(hidden), want, rtol=1e-5, atol=1e-5)
+    assert len(model.layers) == 2 and model.vocab_size == 64
+
+
+def test_the_logprob_of_a_token_is_read_one_place_before_it():
+    """P3: a model that always says "next is this token + 1" scores a counting row with 0, and any other with less."""
+    lm = tiny_qwen2(tie=False)
+    with torch.no_grad():
+        for p in lm.parameters():
+            p.zero_()
+        lm.model.norm.weight.fill_(1.0)
+        lm.model.embed_tokens.weight.copy_(torch.eye(64, 32))
+        lm.lm_head.weight.copy_(torch.roll(torch.eye(64, 32), 1, dims=0) * 100)
+    model = CausalModel(lm)
+
+    def score(row: list[int]) -> torch.Tensor:
+        scored = torch.arange(1, len(row))
+        context = PackedAttention([0, len(row)], CPU)
+        ones = torch.ones(len(scored))
+        with torch.no_grad():
+            return model(torch.tensor(row), torch.arange(len(row)), context, scored, ones, 4, False, {})[0]
+
+    assert torch.equal(score([3, 4, 5, 6, 7]), torch.zeros(4))
+    wrong = score([3, 4, 9, 10, 7])
+    assert torch.equal(wrong < -100, torch.tensor([False, True, False, True]))
+
+
+def test_casting_keeps_buffers_in_fp32_and_ties(tmp_path):
+    """P10, P11: rotary frequencies rounded to bf16 are radians off at long positions."""
+    lm = cast_parameters(tiny_qwen2(tie=True), torch.bfloat16)
+    assert {p.dtype for p in lm.parameters()} == {torch.bfloat16}
+    assert lm.lm_head.weight is lm.model.embed_tokens.weight
+    fresh = dict(tiny_qwen2().named_buffers())
+    assert fresh
+    for name, buffer in lm.named_buffers():
+        assert buffer.dtype == torch.float32 and torch.equal(buffer, fresh[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
+def test_a_folder_loads_as_it_was_saved(tmp_path, tie, dtype):
+    """P9, P10, P11: parameters in the dtype asked for, buffers in fp32, ties kept, and our attention in place."""
+    saved = tiny_qwen2(tie=tie, attention_dropout=0.1)
+    saved.save_pretrained(tmp_path)
+    lm = load_causal_lm(tmp_path, dtype=dtype)
+    for (name, p), (_, want) in zip(lm.named_parameters(), saved.named_parameters(), strict=True):
+        assert torch.equal(p, want.to(dtype)), name
+    for (name, buffer), (_, want) in zip(lm.named_buffers(), saved.named_buffers(), strict=True):
+        assert torch.equal(buffer, want), name
+    assert (lm.lm_head.weight is lm.model.embed_tokens.weight) == tie
+    assert lm.config._attn_implementation == attention.NAME
+    assert not any(getattr(m, "attention_dropout", 0.0) for m in lm.modules())
+
+
+def test_a_folder_saved_in_bf16_loads_its_buffers_in_fp32(tmp_path):
+    """P10: the usual checkpoint is bf16; masters are made from it, never its rotary buffers."""
+    cast_parameters(tiny_qwen2(), torch.bfloat16).save_pretrained(tmp_path)
+    lm = load_causal_lm(tmp_path)
+    assert {p.dtype for p in lm.parameters()} == {torch.float32}
+    for (name, buffer), (_, want) in zip(lm.named_buffers(), tiny_qwen2().named_buffers(), strict=True):
+        assert torch.equal(buffer, want), name
+
+
+def test_a_folder_without_a_model_is_refused_by_name(tmp_path):
+    with pytest.raises(ConfigError, match=r"model\.path.*no config\.json"):
+        load_causal_lm(tmp_path)
+
+
+def test_tied_names_map_each_alias_to_the_name_that_is_sent():
+    """P11"""
+    assert tied_names(tiny_qwen2(tie=True)) == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert tied_names(tiny_qwen2(tie=False)) == {}

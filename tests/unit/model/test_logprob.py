@@ -1,0 +1,170 @@
+"""Chunked logprobs and entropies against a dense fp64 reference (P2, P8)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshrl.model.logprob import Head, token_logprobs
+
+N, D, V = 23, 12, 37
+HEADS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bias": {"bias": True},
+    "scale": {"scale": 0.25},
+    "softcap": {"softcap": 3.0},
+    "all": {"bias": True, "scale": 1.7, "softcap": 2.0},
+}
+
+
+def _inputs(dtype: torch.dtype, seed: int = 0, vocab: int = V) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return {
+        "hidden": torch.randn(N, D, generator=g, dtype=torch.float64).to(dtype),
+        "weight": torch.randn(vocab, D, generator=g, dtype=torch.float64).to(dtype),
+        "bias": torch.randn(vocab, generator=g, dtype=torch.float64).to(dtype),
+        "targets": torch.randint(vocab, (N,), generator=g),
+        "temperature": torch.tensor([0.6, 1.0, 1.3])[torch.randint(3, (N,), generator=g)],
+    }
+
+
+def _dense(x: dict[str, torch.Tensor], bias=False, scale=1.0, softcap=None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The definition, in fp64, with all logits at once."""
+    z = x["hidden"].double() @ x["weight"].double().T
+    z = (z + x["bias"].double() if bias else z) * scale
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    logq = torch.log_softmax(z / x["temperature"].double()[:, None], dim=-1)
+    return logq[torch.arange(N), x["targets"]], -(logq.exp() * logq).sum(-1)
+
+
+def _chunked(x: dict[str, torch.Tensor], chunk: int, bias=False, scale=1.0, softcap=None):
+    head = Head(x["weight"], x["bias"] if bias else None, scale, softcap)
+    return token_logprobs(x["hidden"], head, x["targets"], x["temperature"], chunk_tokens=chunk, entropy=True)
+
+
+def _grads(x: dict[str, torch.Tensor], score: Any) -> list[torch.Tensor]:
+    """Gradients of a random mixture of logprobs and entropies in hidden, weight and bias."""
+    leaves = {name: x[name].clone().requires_grad_() for name in ("hidden", "weight", "bias")}
+    logp, ent = score({**x, **leaves})
+    mix = torch.linspace(-1, 1, N, dtype=torch.float64)
+    (mix @ logp.double() + mix.flip(0) @ ent.double()).backward()
+    return [leaf.grad for leaf in leaves.values() if leaf.grad is not None]
+
+
+@pytest.mark.parametrize("chunk", [1, 7, N, 1000])
+@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS.keys())
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=["fp64", "fp32"])
+def test_values_and_gradients_equal_the_dense_definition(head, chunk, dtype, tolerance):
+    """P2, P8: at T = 0.6, 1 and 1.3 mixed in one call, for every chunk size."""
+    x = _inputs(dtype)
+    for got, want in zip(_chunked(x, chunk, **head), _dense(x, **head), strict=True):
+        assert got.dtype == dtype
+        torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
+    exact = _grads({k: v.double() if v.is_floating_point() else v for k, v in x.items()}, lambda y: _dense(y, **head))
+    grads = _grads(x, lambda y: _chunked(y, chunk, **head))
+    assert len(grads) == len(exact)
+    for got, want in zip(grads, exact, strict=True):
+        assert torch.linalg.norm(got.double() - want) < 10 * tolerance * torch.linalg.norm(want)
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.3])
+def test_temperature_divides_the_logits_and_greedy_scores_as_one(temperature):
+    """P2: the distribution of the sampler; temperature 0 (greedy) reports that of temperature 1."""
+    x = _inputs(torch.float32)
+    x["temperature"] = torch.full((N,), temperature)
+    got, _ = _chunked(x, 8)
+    logits = x["hidden"].double() @ x["weight"].double().T
+    want = torch.log_softmax(logits / temperature, -1)[torch.arange(N), x["targets"]]
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+    greedy, _ = _chunked({**x, "temperature": torch.zeros(N)}, 8)
+    one, _ = _chunked({**x, "temperature": torch.ones(N)}, 8)
+    assert torch.equal(greedy, one)
+    assert (temperature == 1.0) == torch.equal(one, got)
+
+
+def test_bf16_models_are_scored_in_fp32():
+    """P8: neither the logits nor the softmax are rounded to bf16; the same bf16 weights in fp64 are the reference."""
+    x = _inputs(torch.bfloat16, vocab=512)
+    x["weight"] = x["weight"] * 2  # logits of size 7, whose bf16 neighbours are 0.03 apart
+    logp, ent = _chunked(x, 8, bias=True)
+    assert logp.dtype == ent.dtype == torch.float32
+    want_logp, want_ent = _dense(x, bias=True)
+    torch.testing.assert_close(logp.double(), want_logp, rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(ent.double(), want_ent, rtol=1e-5, atol=2e-5)
+
+
+def test_bf16_gradients_are_right_to_bf16():
+    x = _inputs(torch.bfloat16)
+    exact = _grads({k: v.double() if v.is_floating_point() else v for k, v in x.items()}, lambda y: _dense(y, True))
+    for got, want in zip(_grads(x, lambda y: _chunked(y, 8, True)), exact, strict=True):
+        assert got.dtype == torch.bfloat16
+        assert torch.linalg.norm(got.double() - want) < 1e-2 * torch.linalg.norm(want)
+
+
+@pytest.mark.parametrize("size", [1e-3, 1.0, 300.0])
+def test_logprobs_are_never_above_zero_and_entropies_stay_in_range(size):
+    """P8: also where rounding would push them over, for near-uniform and near-certain distributions."""
+    x = _inputs(torch.float32, seed=3)
+    x["weight"] = x["weight"] * size
+    logits = x["hidden"] @ x["weight"].T
+    x["targets"] = logits.argmax(-1)
+    logp, ent = _chunked(x, 8)
+    assert torch.isfinite(logp).all() and (logp <= 0).all()
+    assert (ent >= 0).all() and (ent <= math.log(V) + 1e-5).all()
+
+
+def test_entropy_is_computed_only_when_asked_for():
+    x = _inputs(torch.float32)
+    logp, ent = token_logprobs(x["hidden"], Head(x["weight"]), x["targets"], x["temperature"])
+    assert ent is None
+    assert torch.equal(logp, _chunked(x, 2048)[0])
+
+
+def test_no_tokens_give_no_logprobs_and_no_gradient():
+    """A rank may hold nothing but masked tokens."""
+    hidden = torch.zeros(0, D, requires_grad=True)
+    weight = torch.randn(V, D, requires_grad=True)
+    logp, ent = token_logprobs(
+        hidden, Head(weight), torch.zeros(0, dtype=torch.int64), torch.zeros(0), chunk_tokens=4, entropy=True
+    )
+    (logp.sum() + ent.sum()).backward()
+    assert logp.shape == ent.shape == (0,)
+    assert torch.equal(weight.grad, torch.zeros_like(weight))
+
+
+class _Largest(TorchDispatchMode):
+    """Elements of the largest tensor that any operation returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(t, torch.Tensor):
+                self.elements = max(self.elements, t.numel())
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_logits_of_all_tokens_never_exist(dtype):
+    """P8: neither forward nor backward makes anything larger than one chunk of logits or the head's own gradient."""
+    tokens, vocab, dim, chunk = 512, 1000, 16, 32
+    hidden = torch.randn(tokens, dim).to(dtype).requires_grad_()
+    weight = torch.randn(vocab, dim).to(dtype).requires_grad_()
+    with _Largest() as largest:
+        logp, ent = token_logprobs(
+            hidden,
+            Head(weight, softcap=5.0),
+            torch.randint(vocab, (tokens,)),
+            torch.ones(tokens),
+            chunk_tokens=chunk,
+            entropy=True,
+        )
+        (logp.sum() + ent.sum()).backward()
+    assert chunk * vocab <= largest.elements < 2 * chunk * vocab < tokens * vocab

@@ -1,0 +1,165 @@
+"""Packed attention equals its rows one by one, leaks nothing between rows, and costs the sum of l^2 (P22)."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import FAMILIES, tiny_lm
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshrl.model.attention import SMALL_BUCKET_ROWS, How, PackedAttention
+from meshrl.model.causal import CausalModel
+
+CPU = torch.device("cpu")
+WILD = [1, 300, 2, 17, 300, 3, 900, 1, 64, 5, 17, 20]  # more than one bucket, some padded and some not
+
+
+def _bounds(lengths: list[int]) -> list[int]:
+    return [0, *itertools.accumulate(lengths)]
+
+
+def _qkv(tokens: int, heads: int = 4, kv_heads: int = 2, seed: int = 0) -> list[torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randn(tokens, h, 8, generator=g, dtype=torch.float64) for h in (heads, kv_heads, kv_heads)]
+
+
+def _dense_row(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: How) -> torch.Tensor:
+    """One row [l, H, D] by the definition."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * how.scale
+    if how.softcap is not None:
+        scores = how.softcap * torch.tanh(scores / how.softcap)
+    behind = torch.arange(len(q))[:, None] - torch.arange(len(q))[None]
+    hidden = (behind < 0) | (behind >= (how.window or len(q)))
+    return torch.einsum("hqk,khd->qhd", torch.softmax(scores.masked_fill(hidden, -math.inf), -1), v)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [How(0.3), How(0.3, window=6), How(0.3, softcap=2.0), How(0.3, window=6, softcap=2.0)],
+    ids=["plain", "window", "softcap", "both"],
+)
+@pytest.mark.parametrize("lengths", [WILD, [7], [5, 5, 5], [3, 8, 8, 1, 3]], ids=str)
+def test_packed_rows_equal_the_definition_row_by_row(lengths, how):
+    cu = _bounds(lengths)
+    packed = PackedAttention(cu, CPU)
+    q, k, v = _qkv(cu[-1])
+    got = packed.attend(0, q, k, v, how)
+    for a, b in itertools.pairwise(cu):
+        torch.testing.assert_close(got[a:b], _dense_row(q[a:b], k[a:b], v[a:b], how), rtol=1e-9, atol=1e-9)
+
+
+def test_wild_lengths_take_several_buckets_of_every_kind():
+    """So that the test above sees all the ways a bucket is laid out."""
+    packed = PackedAttention(_bounds(WILD), CPU)
+    assert len(packed.buckets) > 1
+    assert {b.gather is None for b in packed.buckets} == {True, False}
+    assert any(b.scatter is not None for b in packed.buckets)
+
+
+def test_empty_rows_take_no_part():
+    q, k, v = _qkv(8)
+    with_gaps, without = (PackedAttention(cu, CPU).attend(0, q, k, v, How(0.3)) for cu in ([0, 0, 3, 3, 8, 8], [0, 3, 8]))
+    assert torch.equal(with_gaps, without)
+
+
+class _Cost(TorchDispatchMode):
+    """Score elements that fused attention computes, and elements of the largest tensor made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = self.largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if "scaled_dot_product" in str(func):
+            batch, _, length, _ = args[0].shape
+            self.scores += batch * length * args[1].shape[2]
+        for t in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(t, torch.Tensor):
+                self.largest = max(self.largest, t.numel())
+        return out
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_pack_costs_what_its_rows_cost_one_by_one(seed):
+    """P22: the sum of l^2 to a quarter, and to one bucket that is too small to care; in few kernel launches."""
+    rng = np.random.default_rng(seed)
+    lengths = np.exp(rng.uniform(0, np.log([60, 500, 1200][seed % 3]), rng.integers(1, 40))).astype(int).tolist()
+    tokens, exact = sum(lengths), sum(n * n for n in lengths)
+    with _Cost() as cost:
+        packed = PackedAttention(_bounds(lengths), CPU)
+        packed.attend(0, *_qkv(tokens, heads=2, kv_heads=2), How(0.3))
+    assert exact <= cost.scores <= 1.25 * exact + SMALL_BUCKET_ROWS
+    assert len(packed.buckets) <= 12
+
+
+def test_a_long_pack_of_short_rows_makes_nothing_of_its_square():
+    """P22: no mask and no scores of T x T."""
+    lengths = [16] * 600
+    with _Cost() as cost:
+        PackedAttention(_bounds(lengths), CPU).attend(0, *_qkv(sum(lengths), 1, 1), How(0.3))
+    assert cost.scores == 600 * 16 * 16
+    assert cost.largest <= sum(lengths) * 8
+
+
+def _score(model: CausalModel, rows: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Packed logprobs of every token but the first, of each row."""
+    lengths = [len(r) for r in rows]
+    cu = _bounds(lengths)
+    scored = torch.cat([torch.arange(a + 1, b) for a, b in itertools.pairwise(cu)])
+    with torch.no_grad():
+        logp, _ = model(
+            torch.cat(rows),
+            torch.cat([torch.arange(n) for n in lengths]),
+            PackedAttention(cu, CPU),
+            scored,
+            torch.ones(len(scored)),
+            64,
+            False,
+            {},
+        )
+    return list(logp.split([n - 1 for n in lengths]))
+
+
+def _rows(seed: int, lengths: list[int]) -> list[torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, 64, (n,), generator=g) for n in lengths]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_logprobs_equal_plain_transformers_one_row_at_a_time(family):
+    """P22: and with it the facts of attention (window, softcap, scale) and head (scale, softcap) of each family."""
+    rows = _rows(1, [9, 2, 30, 9, 17, 3])
+    packed = _score(CausalModel(tiny_lm(family)), rows)
+    plain = tiny_lm(family)
+    plain.set_attn_implementation("eager")  # the only one of Transformers' own that knows a softcap
+    for row, got in zip(rows, packed, strict=True):
+        with torch.no_grad():
+            logq = torch.log_softmax(plain(row[None]).logits[0].double(), -1)
+        want = logq[:-1].gather(1, row[1:, None])[:, 0]
+        torch.testing.assert_close(got.double(), want, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_changing_one_row_changes_no_bit_of_another(family):
+    """P22: for each way a family attends, inside one padded bucket and across buckets."""
+    model = CausalModel(tiny_lm(family))
+    rows = _rows(2, [520, 40, 12, 12, 5, 400])
+    before = _score(model, rows)
+    for changed in (0, 3):
+        other = list(rows)
+        other[changed] = (rows[changed] + 7) % 64
+        after = _score(model, other)
+        for i in range(len(rows)):
+            assert torch.equal(before[i], after[i]) == (i != changed), f"row {i} after a change of row {changed}"
+
+
+def test_a_model_called_without_a_context_is_refused():
+    lm = tiny_lm("qwen2")
+    with pytest.raises(ValueError, match="without attention_context"):
+        lm(torch.tensor([[1, 2, 3]]))

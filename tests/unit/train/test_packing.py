@@ -1,0 +1,139 @@
+"""The packing plan (P25), and how rows become a Batch."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshrl.core.types import Media, Sample
+from meshrl.train.packing import make_plan, pack, row_cost
+
+LENGTHS = st.lists(st.one_of(st.integers(1, 40), st.integers(1, 4000)), max_size=60)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(lengths=LENGTHS, num_ranks=st.integers(1, 9), max_tokens=st.integers(1, 3000))
+def test_every_plan_holds_each_row_once_within_the_budget_on_equally_busy_ranks(lengths, num_ranks, max_tokens):
+    """P25: more ranks than rows, no row at all, and rows above the budget included."""
+    plan = make_plan(lengths, num_ranks, max_tokens)
+    assert len(plan.micro_batches) == num_ranks
+    assert len({len(micro) for micro in plan.micro_batches}) == 1 and len(plan.micro_batches[0]) >= 1
+    assert sorted(i for rank in range(num_ranks) for i in plan.rows(rank)) == list(range(len(lengths)))
+    for rank in plan.micro_batches:
+        for rows in rank:
+            assert sum(lengths[i] for i in rows) <= max_tokens or len(rows) == 1, "only a row above the budget is alone"
+    assert make_plan(list(lengths), num_ranks, max_tokens) == plan
+
+
+@pytest.mark.parametrize(
+    ("lengths", "num_ranks", "max_tokens", "want"),
+    [
+        ([], 2, 10, (((),), ((),))),
+        ([5], 3, 10, (((0,),), ((),), ((),))),
+        ([3, 3, 3], 2, 8, (((0, 2),), ((1,),))),
+        ([100, 1, 1], 1, 10, (((0,), (1, 2)),)),
+        ([4, 4, 4, 4], 1, 8, (((0, 2), (1, 3)),)),
+        ([5, 5, 5], 1, 9, (((0,), (1,), (2,)),)),
+        ([50, 5, 5, 5], 2, 10, (((0,), ()), ((1, 3), (2,)))),
+    ],
+    ids=["no rows", "one row", "uneven", "giant", "two packs", "three packs", "dummy"],
+)
+def test_plans_that_can_be_read(lengths, num_ranks, max_tokens, want):
+    """P25"""
+    assert make_plan(lengths, num_ranks, max_tokens).micro_batches == want
+
+
+def test_ranks_get_equal_work_and_not_equal_rows():
+    lengths = np.random.default_rng(0).integers(1, 4000, 200).tolist()
+    plan = make_plan(lengths, 8, 8192)
+    loads = [sum(row_cost(lengths[i]) for i in plan.rows(rank)) for rank in range(8)]
+    assert max(loads) < 1.01 * min(loads)
+    assert len(plan.micro_batches[0]) <= 1.3 * sum(lengths) / 8 / 8192 + 1
+
+
+def test_the_hash_tells_plans_apart():
+    """P25: what the ranks compare covers the lengths, the number of ranks and the budget."""
+    plans = [make_plan(*args) for args in (([3, 4], 2, 9), ([4, 3], 2, 9), ([3, 4], 1, 9), ([3, 4], 2, 8))]
+    assert len({p.hash for p in plans}) == 4
+
+
+def _sample(length: int, **changes) -> Sample:
+    mask = np.arange(length) >= length // 2
+    mask[0] = False
+    facts = dict(
+        trajectory_id=f"t{length}",
+        group_id="g",
+        row=0,
+        prefix_len=1,
+        tokens=np.arange(length, dtype=np.int32) + 10 * length,
+        mask=mask,
+        turn=np.zeros(length, np.int16),
+        rollout_logprobs=np.full(length, -1.0, np.float32),
+        versions=np.zeros(length, np.int32),
+        rewards=np.zeros(length, np.float32),
+        temperature=length / 10,
+        loss_weight=np.where(mask, 0.5, 0.0),
+    )
+    return Sample(**{**facts, **changes})
+
+
+def test_rows_lie_end_to_end_and_each_starts_at_position_0():
+    batch = pack([_sample(3), _sample(2)], [7, 4], plan_hash="h")
+    assert batch.tokens.tolist() == [30, 31, 32, 20, 21]
+    assert batch.cu_seqlens.tolist() == [0, 3, 5]
+    assert batch.position_ids.tolist() == [0, 1, 2, 0, 1]
+    assert batch.sample_index.tolist() == [0, 0, 0, 1, 1]
+    assert batch.mask.tolist() == [False, True, True, False, True]
+    np.testing.assert_allclose(batch.temperature, [0.3, 0.3, 0.3, 0.2, 0.2], rtol=1e-6)
+    assert (batch.rows, batch.plan_hash, batch.is_dummy) == ([7, 4], "h", False)
+    assert batch.old_logprobs is batch.advantages is batch.routed_experts is None
+
+
+def test_weights_of_the_harness_stay_fp64_and_those_of_a_run_fp32():
+    """P1: rounding once, on the controller."""
+    row = _sample(4)
+    assert pack([row], [0]).loss_weight.dtype == torch.float64
+    assert pack([dataclasses.replace(row, loss_weight=row.loss_weight.astype(np.float32))], [0]).loss_weight.dtype == (
+        torch.float32
+    )
+
+
+def test_an_array_that_only_some_rows_have_is_refused():
+    """A fill would be trained on."""
+    with pytest.raises(ValueError, match=r"t3.*no old_logprobs.*annotate all or none"):
+        pack([_sample(2, old_logprobs=np.zeros(2, np.float32)), _sample(3)], [0, 1])
+
+
+def test_a_dummy_is_a_batch_that_trains_nothing():
+    """P25"""
+    batch = pack([], [], plan_hash="h")
+    assert batch.is_dummy and batch.rows == [-1] and batch.num_tokens == int(batch.cu_seqlens[-1])
+    assert not batch.mask.any() and not batch.loss_weight.any()
+
+
+def test_routes_and_extras_that_a_row_lacks_are_filled():
+    routed = np.ones((2, 3, 4), np.int16)
+    extra = np.ones((3, 5), np.float32)
+    batch = pack([_sample(2, routed_experts=routed), _sample(3, token_extras={"x": extra})], [0, 1])
+    assert batch.routed_experts.shape == (5, 3, 4)
+    assert (batch.routed_experts[:2] == 1).all() and (batch.routed_experts[2:] == -1).all()
+    assert batch.token_extras["x"].shape == (5, 5)
+    assert (batch.token_extras["x"][:2] == 0).all() and (batch.token_extras["x"][2:] == 1).all()
+    with pytest.raises(ValueError, match="a model has one"):
+        pack([_sample(2, routed_experts=routed), _sample(2, routed_experts=routed[:, :, :2])], [0, 1])
+
+
+def test_media_come_in_the_order_their_spans_stand():
+    """P23: a vision model takes pixels by place, not by name."""
+
+    def media(value: float) -> Media:
+        return Media(kind="image", digest=str(value), source="", outputs={"pixel_values": np.full((1, 2), value)}, num_tokens=1)
+
+    first = _sample(4, media={"a": media(1), "b": media(2)}, media_spans=[("a", 2, 1), ("b", 1, 1)])
+    second = _sample(4, media={"c": media(3)}, media_spans=[("c", 0, 1)])
+    assert pack([first, second], [0, 1]).model_kwargs["pixel_values"][:, 0].tolist() == [2, 1, 3]
