@@ -52,6 +52,7 @@ def main() -> int:
     claim(out)
     place = Path(os.path.relpath(out, ROOT)) if out.is_relative_to(ROOT) else out
     os.chdir(ROOT)
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # a bar for 26 tensors is noise
     began = time.monotonic()
     with peak_memory() as memory:
         start, sft, grpo = place / "start", place / "sft", place / "grpo"

@@ -261,9 +261,9 @@ def _save_pretrained(
     config = copy.deepcopy(lm.config)
     config.use_cache = True
     config._attn_implementation = None
+    config.dtype = next(iter(state.values())).dtype  # of the shell, whose dtype save_pretrained writes into config.json
     with torch.device("meta"):
         shell = type(lm)._from_config(config)
-    config.dtype = next(iter(state.values())).dtype
     shell.generation_config = lm.generation_config
     shell.save_pretrained(path, state_dict=state)
     if tokenizer_from is not None:

@@ -160,10 +160,13 @@ def test_tied_weights_stay_one_parameter_at_every_stage(pool, tie, strategy):
 
 def _tied_in_two_groups(rank: int, world: int) -> str:
     model = CausalModel(tiny_qwen2(tie=True))
-    mesh = data_parallel_mesh(build_mesh((1, world, 1, 1), "cpu"))
+    mesh = build_mesh((1, world, 1, 1), "cpu")
     groups = [model.lm.model.embed_tokens, *model.layers]
     with pytest.raises(ValueError, match="shared with a parameter already managed") as error:
-        shard_model(model, groups, mesh, compute_dtype=torch.float32, reshard_after_forward=True)
+        shard_model(
+            model, groups, data_parallel_mesh(mesh), compute_dtype=torch.float32, reshard_after_forward=True
+        )
+        _step(TrainEngine(model, mesh, TrainConfig(), torch.float32, "policy"), rank)
     return str(error.value)
 
 

@@ -1,4 +1,4 @@
-"""The quickstart as a user runs it: the real commands, two FSDP2 ranks, its own folder. Lessons are in the slow tests."""
+"""The quickstart as a user runs it: the real commands, two FSDP2 ranks. What it learns is in the slow tests."""
 
 from __future__ import annotations
 
@@ -55,11 +55,9 @@ def test_every_part_runs_and_leaves_what_the_docstring_says(tmp_path: Path) -> N
     assert [line[:5] for line in steps] == [f"[{i}/5]" for i in range(1, 6)]
 
 
-def test_the_three_sets_of_problems_are_disjoint_and_fixed() -> None:
-    task = runpy.run_path(str(FOLDER / "task.py"))
-    sets = task["split_problems"]()
-    assert sets == task["split_problems"]()
-    problems = [tuple(sorted(problem)) for part in sets for problem in part]
+def test_the_three_sets_of_problems_are_disjoint() -> None:
+    sets = runpy.run_path(str(FOLDER / "task.py"))["split_problems"]()
+    problems = [tuple(sorted(problem)) for problems in sets for problem in problems]
     assert len(problems) == len(set(problems)) >= 30_000
 
 

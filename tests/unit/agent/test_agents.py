@@ -246,12 +246,13 @@ def test_a_context_finds_the_longest_turn_it_continues():
         ids = dict(context_ids=np.array(context, np.int32), output_ids=np.array(output, np.int32))
         return Turn(parent=parent, stop_reason="stop", **ids, **arrays)
 
-    turns = [turn(-1, [1, 2], [3]), turn(0, [4], [5]), turn(-1, [9], [9])]
+    turns = [turn(-1, [1, 2], [3]), turn(0, [4], [5]), turn(-1, [9], [9]), turn(-1, [1], [2])]
     for ids, expected in [
         ([1, 2, 3, 4, 5, 6], 1),
         ([1, 2, 3, 4, 5], 1),
         ([1, 2, 3, 4, 6], 0),
-        ([1, 2, 4], -1),
+        ([1, 2, 4], 3),
+        ([1, 3], -1),
         ([9, 9, 1], 2),
         ([], -1),
     ]:
