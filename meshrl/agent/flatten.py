@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from meshrl.agent.tree import TurnError, check_turns, leaf_paths
-from meshrl.core.batch import EXTRA_FILLS
-from meshrl.core.types import Metric, Sample, Trajectory, Turn
+from meshrl.core.types import EXTRA_FILLS, Metric, Sample, Trajectory, Turn
 
 _FROZEN = ("tokens", "mask", "turn", "rollout_logprobs", "versions", "routed_experts")
 

@@ -132,7 +132,7 @@ async def take_turn(
         seed=turn_seed(ctx.run_seed, prompt.ordinal, trajectory.index, number),
         max_new_tokens=min(ctx.max_new_tokens, room),
         min_version=ctx.min_version,
-        session=trajectory.id,
+        session=trajectory.group_id,  # a group stays on one engine, which computes its prompt once
     )
     try:
         turn = await generate(request)

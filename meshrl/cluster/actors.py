@@ -188,7 +188,7 @@ class RankWorker:
 
     def memory(self) -> tuple[list[Metric], dict[str, int]]:
         """This process's memory metrics, and the train engine's bytes by kind."""
-        metrics = memory_metrics()
+        metrics = memory_metrics(own_name=f"rank_{self.spec.rank}")
         metrics += [
             Metric(name=f"memory/device_{name}", sum=value, reduce="max", unit="bytes")
             for name, value in memory_stats(self.device).items()

@@ -13,8 +13,6 @@ import torch
 
 from meshrl.core.types import Metric
 
-EXTRA_FILLS: dict[str, float] = {}  # token_extras name -> value where a row has none; default 0
-
 
 @dataclass(kw_only=True, slots=True)
 class Batch:

@@ -20,6 +20,8 @@ from meshrl.core.errors import Failure
 
 SCHEMA = 1  # written into every file that holds records
 
+EXTRA_FILLS: dict[str, float] = {}  # token_extras name -> value where a row has none; default 0
+
 StopReason = Literal["stop", "length", "context", "abort", "error"]
 Purpose = Literal["train", "baseline", "eval"]
 Status = Literal["done", "truncated", "failed", "evicted"]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from meshrl.agent.loop import AgentContext
@@ -151,9 +153,8 @@ def rollout_metrics(job: Job, trajectories: Sequence[Trajectory], samples: Seque
     sampled = sum(len(turn.output_ids) for turn in turns)
     trained = sum(len(s) for s in samples)
     rollout_s, train_s = job.spans.seconds("rollout"), job.spans.seconds("train")
-    lengths = [sum(len(turn.output_ids) for turn in t.turns) for t in trajectories]
+    lengths = np.array([sum(len(turn.output_ids) for turn in t.turns) for t in trajectories])
     metrics = [
-        Metric(name="rollout/length_mean_tokens", sum=float(sum(lengths)), weight=len(lengths), unit="tokens"),
         histogram("rollout/length_tokens", lengths, "tokens"),
         Metric(name="rollout/num_tokens", sum=float(sampled), reduce="sum", unit="tokens"),
         Metric(name="train/num_tokens", sum=float(trained), reduce="sum", unit="tokens"),
@@ -173,5 +174,5 @@ async def finish_step(job: Job, trajectories: Sequence[Trajectory], metrics: lis
     metrics += job.spans.take()
     job.rollout_log.write(job.step, trajectories)
     values = job.report(job.step, metrics)
-    job.rewards.append(values["reward/mean"])
+    job.rewards.append(values.get("reward/mean", math.nan))  # no trajectory of the step may have a reward
     job.step += 1

@@ -160,7 +160,7 @@ def _runs(raw: torch.Tensor, starts: torch.Tensor, whole_bytes: int) -> torch.Te
         return torch.stack([_range(raw[run], at) for run, at in enumerate(starts.tolist())]).sum()
     aligned = run_bytes % 4 == 0 and not bool((starts % 4).any())
     unit = 4 if aligned else 1
-    step = max(1, chunk * unit // (run_bytes * 4) * 4)
+    step = max(1, chunk // (run_bytes // unit))
     within = torch.arange(0, run_bytes, unit, device=raw.device)
     total = raw.new_zeros((), dtype=torch.int64)
     for run in range(0, num_runs, step):

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from meshrl.core.batch import EXTRA_FILLS, Batch
-from meshrl.core.types import Sample
+from meshrl.core.batch import Batch
+from meshrl.core.types import EXTRA_FILLS, Sample
 
 QUADRATIC_TOKENS = 4096.0  # length at which a row's attention costs as much as the rest of the model
 _DUMMY_TOKENS = 2

@@ -67,7 +67,7 @@ def test_a_single_turn_holds_what_was_sampled_and_its_text():
     assert turn.parent == -1
     assert not turn.output_ids.flags.writeable
     request = parrot.requests[0]
-    assert (request.session, request.max_new_tokens) == ("p-0/2", 200)
+    assert (request.session, request.max_new_tokens) == ("p-0", 200)
 
 
 def test_ids_that_data_rendered_are_sent_as_they_are():

@@ -8,9 +8,8 @@ from scripted_agent import NUM_CHOSEN, NUM_LAYERS, scripted_trajectories
 
 from meshrl.agent.flatten import flatten
 from meshrl.agent.tree import TurnError
-from meshrl.core.batch import EXTRA_FILLS
 from meshrl.core.errors import Failure
-from meshrl.core.types import Media, Prompt, SamplingParams, Trajectory, Turn
+from meshrl.core.types import EXTRA_FILLS, Media, Prompt, SamplingParams, Trajectory, Turn
 
 
 def make_turn(context, output, parent=-1, **facts):

@@ -1,10 +1,8 @@
-"""One sync from end to end in one process: layout, buckets, the receiver's states, the three-sided transaction."""
+"""One sync from end to end in one process: the receiver's states, and several receivers at once."""
 
 import asyncio
-import weakref
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
@@ -83,49 +81,10 @@ def assert_holds(engine, weights):
     assert all(torch.equal(engine.params[name], tensor) for name, tensor in weights.items())
 
 
-# ---- layout and buckets
+# ---- what arrives
 
 
-def test_tensors_lie_end_to_end_and_aligned():
-    layout = layout_of(make_weights())
-    ends = [entry.offset + entry.num_bytes for entry in layout.entries]
-    assert all(entry.offset % 16 == 0 for entry in layout.entries)
-    assert all(0 <= after.offset - end < 16 for end, after in zip(ends, layout.entries[1:]))
-    assert layout.total_bytes == ends[-2]  # the last one is empty
-
-
-def test_the_layout_hash_covers_names_shapes_dtypes_ties_and_cap():
-    base = [("a", (2, 3), "float32"), ("b", (4,), "bfloat16")]
-    hashes = {
-        make_layout(base).hash,
-        make_layout(base[::-1]).hash,
-        make_layout([("c", *base[0][1:]), base[1]]).hash,
-        make_layout([("a", (3, 2), "float32"), base[1]]).hash,
-        make_layout([base[0], ("b", (4,), "float16")]).hash,
-        make_layout(base, {"t": "a"}).hash,
-        make_layout(base, {"t": "b"}).hash,
-        make_layout(base, bucket_bytes=99).hash,
-    }
-    assert len(hashes) == 8
-    assert make_layout(base).hash == make_layout(list(base)).hash
-
-
-@pytest.mark.parametrize(
-    "tensors, tied, cap, complaint",
-    [
-        ([("a", (1,), "float32")] * 2, {}, 99, "a stands twice"),
-        ([("a", (1,), "complex64")], {}, 99, "complex64.*no wire format"),
-        ([("a", (1,), "float32")], {"b": "c"}, 99, "b is tied to c, which is not sent"),
-        ([("a", (1,), "float32"), ("b", (1,), "float32")], {"b": "a"}, 99, "b is sent itself"),
-        ([("a", (1,), "float32")], {}, 15, "bucket_bytes is 15; allowed: 16 or more"),
-    ],
-)
-def test_a_layout_that_makes_no_sense_is_refused(tensors, tied, cap, complaint):
-    with pytest.raises(ValueError, match=complaint):
-        make_layout(tensors, tied, cap)
-
-
-@pytest.mark.parametrize("bucket_bytes", [16, 17, 61, 256, 1000, 4096, 7928, 7929, 1 << 20])
+@pytest.mark.parametrize("bucket_bytes", [16, 17, 61, 256, 1000, 4096, 7933, 7934, 1 << 20])
 @pytest.mark.parametrize("reuse", [False, True])
 def test_weights_arrive_to_the_bit_at_any_bucket_cap(bucket_bytes, reuse):
     """Including caps far below one tensor, odd ones, and one bucket for everything."""
@@ -138,88 +97,11 @@ def test_weights_arrive_to_the_bit_at_any_bucket_cap(bucket_bytes, reuse):
     assert engine.state.usable and engine.state.version == 4
 
 
-def test_pieces_cover_each_tensor_once():
-    layout = layout_of(make_weights(), 61)
-    pieces = [piece for index in range(layout.num_buckets) for piece in layout.pieces(index)]
-    for entry in layout.entries:
-        own = [(piece.start, piece.stop) for piece in pieces if piece.entry is entry]
-        assert [b for _, b in own[:-1]] == [a for a, _ in own[1:]]
-        assert (not own and not entry.num_bytes) or (own[0][0], own[-1][1]) == (0, entry.num_bytes)
-
-
 def test_a_model_without_tensors_syncs():
     layout = make_layout([])
     state = ReceiverState(layout, {})
     state.begin(make_header(layout, 0, {}))
     assert state.commit().version == 0
-
-
-def test_reuse_fills_one_buffer_and_staging_takes_turns():
-    weights = make_weights()
-    layout = layout_of(weights)
-    assert len({bucket.payload.data_ptr() for bucket in iter_buckets(layout, weights.items(), reuse=True)}) == 1
-    staging = [torch.full((layout.staging_bytes,), 99, dtype=torch.uint8) for _ in range(2)]
-    places = [bucket.payload.data_ptr() for bucket in iter_buckets(layout, weights.items(), staging=staging)]
-    assert places == [staging[index % 2].data_ptr() for index in range(layout.num_buckets)]
-
-
-def test_gaps_between_tensors_carry_zeros_and_not_what_lay_there_before():
-    weights = {"a": torch.ones(3, dtype=torch.uint8), "b": torch.ones(1, dtype=torch.uint8)}
-    (bucket,) = iter_buckets(layout_of(weights, tied={}), weights.items(), staging=[torch.full((17,), 9).byte()])
-    assert bucket.payload.tolist() == [1, 1, 1] + [0] * 13 + [1]
-
-
-class Memory(np.ndarray):
-    """An array that a weak reference can point to: it dies when no tensor looks at its memory any more."""
-
-
-def test_one_tensor_is_alive_at_a_time():
-    """P19: the memory of a tensor is let go before the next one is gathered."""
-    weights = {name: torch.zeros(shape) for name, shape in (("a", (5, 7)), ("b", (3,)), ("c", (0,)), ("d", (99,)))}
-    memories: list[weakref.ref] = []
-
-    def gather():
-        for name, tensor in weights.items():
-            assert all(memory() is None for memory in memories)
-            memory = np.ones(tensor.shape, dtype=np.float32).view(Memory)
-            memories.append(weakref.ref(memory))
-            item = [(name, torch.from_numpy(memory))]
-            del memory
-            yield item.pop()
-
-    layout = layout_of(weights, 64, tied={})
-    alive = [sum(memory() is not None for memory in memories) for _ in iter_buckets(layout, gather(), reuse=True)]
-    assert alive == [1] * layout.num_buckets and len(memories) == 4
-
-
-@pytest.mark.parametrize(
-    "change, complaint",
-    [
-        (lambda items: items[:-1], "ended before last.empty"),
-        (lambda items: [*items, ("more", torch.ones(1))], "yielded more after the last"),
-        (lambda items: [items[1], items[0], *items[2:]], r"yielded layers.0.q_proj.weight .* layout has embed.weight"),
-        (lambda items: [items[0], items[2], items[1], *items[3:]], r"k_proj.weight .* layout has layers.0.q_proj"),
-        (lambda items: [("embed.weight", torch.zeros(5, 37).bfloat16()), *items[1:]], r"embed.weight \[5, 37\]"),
-        (lambda items: [("embed.weight", torch.zeros(37, 5)), *items[1:]], "float32 where .* bfloat16"),
-        (lambda items: [("embed.weight", torch.zeros(5, 37).bfloat16().t()), *items[1:]], "contiguous"),
-    ],
-)
-def test_a_trainer_that_yields_something_else_is_stopped(change, complaint):
-    weights = make_weights()
-    with pytest.raises(SyncError, match=complaint):
-        list(iter_buckets(layout_of(weights), change(list(weights.items()))))
-
-
-def test_a_header_that_contradicts_itself_is_refused():
-    weights = make_weights()
-    layout = layout_of(weights)
-    digests = {name: digest(tensor) for name, tensor in weights.items()}
-    with pytest.raises(ValueError, match=r"different: norm.weight"):
-        make_header(layout, 0, {n: d for n, d in digests.items() if n != "norm.weight"})
-    with pytest.raises(ValueError, match="base_version goes with mode 'delta'"):
-        make_header(layout, 1, digests, base_version=0)
-    with pytest.raises(ValueError, match="base_version goes with mode 'delta'"):
-        make_header(layout, 1, digests, mode="delta")
 
 
 # ---- what goes wrong on the way (P15)
@@ -379,6 +261,12 @@ def test_released_or_strided_targets_are_refused():
         ReceiverState(layout, strided)
 
 
+def test_a_receiver_is_built_only_on_fitting_tensors():
+    weights = make_weights()
+    with pytest.raises(UnloadedParamsError, match=r"norm.weight \[7\] bfloat16"):
+        ReceiverState(layout_of(weights), {n: t for n, t in weights.items() if n != "norm.weight"})
+
+
 # ---- states and versions
 
 
@@ -442,74 +330,6 @@ def test_the_old_version_is_not_usable_while_the_new_one_arrives():
     sync(weights, 0, layout=layout, engines=[engine])
     engine.state.begin(header_of(layout, weights, 1))
     assert not engine.state.usable and engine.state.version == -1
-
-
-# ---- names, before anything runs (P16)
-
-
-OWN = {"model.embed.weight": ((8, 4), "float32"), "model.norm.weight": ((4,), "float32")}
-
-
-def wire(*tensors, tied=None):
-    return make_layout([*tensors], tied)
-
-
-def test_names_are_reconciled_both_ways_with_the_nearest_ones():
-    layout = wire(("model.embed.weight", (8, 4), "float32"), ("model.norm.wieght", (4,), "float32"))
-    with pytest.raises(UnloadedParamsError) as caught:
-        reconcile(layout, OWN)
-    message = str(caught.value)
-    assert "never sent; the receiver would keep its own values:\n    model.norm.weight [4] float32" in message
-    assert "no such parameter:\n    model.norm.wieght [4] float32 (nearest there: model.norm.weight" in message
-    assert "disagree on 2" in message and "model.embed.weight [" not in message
-
-
-@pytest.mark.parametrize("sent", [((4, 8), "float32"), ((8, 4), "bfloat16")])
-def test_other_shapes_and_dtypes_are_named(sent):
-    layout = wire(("model.embed.weight", *sent), ("model.norm.weight", (4,), "float32"))
-    with pytest.raises(
-        UnloadedParamsError, match=r"model.embed.weight: sent \[\d, \d\] \w+, the receiver has \[8, 4\]"
-    ):
-        reconcile(layout, OWN)
-
-
-@pytest.mark.parametrize(
-    "tied_sender, head_sent, own_head, tied_receiver, complaint",
-    [
-        (True, False, True, False, None),  # a head of its own in the receiver gets a copy
-        (True, False, True, True, None),
-        (True, False, False, True, None),
-        (False, True, True, False, None),
-        (True, False, False, False, "no such parameter:\n    head"),
-        (False, False, True, False, "never sent.*\n    head"),
-        (False, False, False, True, None),  # the receiver ties what the trainer does not know by a second name
-        (False, True, True, True, "tied in the receiver.*\n    head, which shares the memory of model.embed.weight"),
-        (False, True, False, True, "tied in the receiver.*\n    head"),
-        (False, True, False, False, "no such parameter:\n    head"),
-    ],
-)
-def test_ties_of_both_sides_are_compared(tied_sender, head_sent, own_head, tied_receiver, complaint):
-    tensors = [(name, *spec) for name, spec in OWN.items()] + [("head", (8, 4), "float32")] * head_sent
-    layout = wire(*tensors, tied={"head": "model.embed.weight"} if tied_sender else None)
-    own = OWN | ({"head": ((8, 4), "float32")} if own_head else {})
-    tied = {"head": "model.embed.weight"} if tied_receiver else {}
-    if complaint is None:
-        reconcile(layout, own, tied)
-    else:
-        with pytest.raises(UnloadedParamsError, match=complaint):
-            reconcile(layout, own, tied)
-
-
-def test_a_long_list_of_faults_is_counted_not_printed():
-    with pytest.raises(UnloadedParamsError, match="disagree on 1000 ") as caught:
-        reconcile(wire(), {f"layers.{i}.weight": ((1,), "float32") for i in range(1000)})
-    assert "and 992 more" in str(caught.value) and len(str(caught.value)) < 2000
-
-
-def test_a_receiver_is_built_only_on_fitting_tensors():
-    weights = make_weights()
-    with pytest.raises(UnloadedParamsError, match=r"norm.weight \[7\] bfloat16"):
-        ReceiverState(layout_of(weights), {n: t for n, t in weights.items() if n != "norm.weight"})
 
 
 # ---- several receivers

@@ -1,0 +1,49 @@
+"""Ranks compare the hash of the packing plan before they compute with it (P25)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from harness import engine_over, random_samples
+from tiny_models import tiny_qwen2
+
+from meshrl.cluster.actors import RankWorker
+from meshrl.cluster.executor import WorkerSpec
+from meshrl.config.model import ModelConfig
+from meshrl.config.train import TrainConfig
+from meshrl.train.packing import make_plan
+
+LENGTHS = [12, 3, 40, 7]
+
+
+def _forward(rank: int, world: int, budgets: list[int]) -> str:
+    spec = WorkerSpec(
+        rank=rank,
+        num_train_ranks=world,
+        num_rollout_ranks=0,
+        model=ModelConfig(path="unused"),
+        train=TrainConfig(),
+        rollout=None,
+        reference=False,
+        stop_token_ids=(),
+        rendezvous="",
+        timeout_s=60.0,
+    )
+    worker = RankWorker(spec)
+    worker.policy = engine_over(tiny_qwen2(), world)
+    samples = random_samples(0, LENGTHS)
+    plan = make_plan(LENGTHS, world, budgets[rank])
+    try:
+        rows = worker.forward(plan, {i: samples[i] for i in plan.rows(rank)}, "policy")
+    except ValueError as error:
+        return str(error)
+    assert all(np.isfinite(row).all() for row in rows.values())
+    return f"scored {sorted(rows)}"
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_with_different_plans_stop_before_they_hang(pool, world):
+    """P25: one micro-batch more on one rank would be a collective that nobody else joins."""
+    answers = pool.run(_forward, world, [100] * (world - 1) + [5])
+    assert all("different packing plans" in a for a in answers), answers
+    assert all(a.startswith("scored") for a in pool.run(_forward, world, [100] * world))
