@@ -34,8 +34,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 sys.path.insert(0, str(Path(__file__).parent / "quickstart"))
 import task
 
-SFT_STEPS, SFT_ROWS, SFT_LR = 800, 128, 4e-3
-PROMPTS_PER_STEP, GROUP, GRPO_LR = 64, 8, 1e-3
+SFT_STEPS, SFT_ROWS, SFT_LR = 1000, 64, 4e-3
+GRPO_STEPS, PROMPTS_PER_STEP, GROUP, GRPO_LR = 150, 64, 8, 1e-3
 WARMUP_STEPS, FINAL_LR_SHARE = 10, 0.1
 MAX_NEW_TOKENS = 6  # the longest right answer has four digits and the end-of-turn token
 CLIP = 0.2
@@ -115,11 +115,14 @@ def score(model, prompt_ids_BL, answer_ids_BT):
 # GRPO: three short functions
 
 
-def reward(tokenizer, answer_ids, mask, right_answer):
-    """Return 1.0 for the right answer, properly ended, else 0.0. The only place that knows what is right."""
-    ids = answer_ids[: int(mask.sum())].tolist()
-    ended = ids[-1] == tokenizer.eos_token_id  # an answer that was cut off is not an answer
-    return float(ended and tokenizer.decode(ids[:-1]) == right_answer)
+def mark(tokenizer, answer_ids_BT, mask_BT, right_answers_B):
+    """Return rewards [B]: 1.0 for the right answer, properly ended, else 0.0. Nothing else knows what is right."""
+    rewards = []
+    for ids, length, right_answer in zip(answer_ids_BT.tolist(), mask_BT.sum(1).int().tolist(), right_answers_B):
+        *answer, last = ids[:length]
+        # An answer that ran out of tokens is not an answer, even where its digits are right so far.
+        rewards.append(float(last == tokenizer.eos_token_id and tokenizer.decode(answer) == right_answer))
+    return torch.tensor(rewards)
 
 
 def group_advantages(rewards_B):
@@ -202,14 +205,14 @@ def grpo(model, tokenizer, problems, num_steps, shuffle_rewards=False):
     optimizer, schedule = make_optimizer(model, GRPO_LR, 0.0, num_steps)
     batches = cycle(problems, PROMPTS_PER_STEP)
     for step in range(1, num_steps + 1):
-        rows_B = [problem for problem in next(batches) for _ in range(GROUP)]
-        prompt_ids_BL = encode_prompts(tokenizer, [row["question"] for row in rows_B])
+        problems_P = next(batches)
+        prompt_ids_PL = encode_prompts(tokenizer, [problem["question"] for problem in problems_P])
+        prompt_ids_BL = prompt_ids_PL.repeat_interleave(GROUP, dim=0)
         answer_ids_BT, sampled_logprobs_BT, mask_BT = sample(
             model, prompt_ids_BL, tokenizer.eos_token_id, tokenizer.pad_token_id
         )
-        rewards_B = torch.tensor(
-            [reward(tokenizer, ids, mask, row["answer"]) for ids, mask, row in zip(answer_ids_BT, mask_BT, rows_B)]
-        )
+        right_answers_B = [problem["answer"] for problem in problems_P for _ in range(GROUP)]
+        rewards_B = mark(tokenizer, answer_ids_BT, mask_BT, right_answers_B)
         mean_reward = rewards_B.mean().item()
         if shuffle_rewards:
             rewards_B = rewards_B[torch.randperm(len(rewards_B))]
@@ -235,8 +238,7 @@ def accuracy(model, tokenizer, problems):
     """Return the share of problems answered right, taking the likeliest token each time."""
     prompt_ids_BL = encode_prompts(tokenizer, [problem["question"] for problem in problems])
     ids_BT, _, mask_BT = sample(model, prompt_ids_BL, tokenizer.eos_token_id, tokenizer.pad_token_id, greedy=True)
-    rewards = [reward(tokenizer, ids, mask, row["answer"]) for ids, mask, row in zip(ids_BT, mask_BT, problems)]
-    return sum(rewards) / len(rewards)
+    return mark(tokenizer, ids_BT, mask_BT, [problem["answer"] for problem in problems]).mean().item()
 
 
 def read_rows(path):
@@ -246,7 +248,7 @@ def read_rows(path):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="of the initial weights, the data order and the sampling")
-    parser.add_argument("--steps", type=int, default=200, help="GRPO updates")
+    parser.add_argument("--steps", type=int, default=GRPO_STEPS, help="GRPO updates")
     parser.add_argument("--sft-steps", type=int, default=SFT_STEPS, help="warm-up updates")
     parser.add_argument("--shuffle-rewards", action="store_true", help="the control: rewards that mean nothing")
     args = parser.parse_args()

@@ -34,10 +34,26 @@ def tiny_qwen2(dtype: torch.dtype = torch.float32, tie: bool = True, seed: int =
         p.data = p.data.to(dtype)
         if p.ndim == 1:  # biases start at 0 and norms at 1; random ones show more
             p.data += 0.1 * torch.randn_like(p)
-    if dtype == torch.float64:
-        for module in model.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                setattr(module, name, buffer.double())
+    return widen(model) if dtype == torch.float64 else model
+
+
+class WideRMSNorm(torch.nn.RMSNorm):
+    """In fp64 where Transformers' norms go through fp32, which rounds each gradient by itself: 5e-8 of its norm."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
+
+
+def widen(model: torch.nn.Module) -> torch.nn.Module:
+    """Make every step of a model's arithmetic fp64, so that 1e-10 can be asked of its gradients."""
+    for module in list(model.modules()):
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.double())
+        for name, child in module.named_children():
+            if type(child).__name__.endswith("RMSNorm"):
+                norm = WideRMSNorm(child.weight.shape[0], eps=child.variance_epsilon)
+                norm.weight = child.weight
+                setattr(module, name, norm)
     return model
 
 
@@ -124,4 +140,4 @@ def tiny_seeing_qwen2(dtype: torch.dtype = torch.float64, seed: int = 0) -> torc
         for module in (model.model.vision, model.model.experts):
             for p in module.parameters():
                 p.normal_(0, 0.3)
-    return model
+    return widen(model)

@@ -8,8 +8,11 @@ writes a folder that Transformers' `from_pretrained` loads (model and tokenizer)
     train.jsonl     {"question": ..., "answer": ...}    prompts for RL, whose answers only the reward sees
     heldout.jsonl   {"question": ..., "answer": ...}    prompts that no training ever sees
 
-The demonstrations are sloppy on purpose, as text from the web is: most need no carry, and of those that do, two in
-three forget every carry. A model that imitates them has seen how to carry, and mostly doesn't. The reward is what
+Answers are written units first, the way one adds on paper: 347 + 586 = 933 is asked as "347+586" and answered "339".
+A model that writes left to right can then carry from the digit it has just written.
+
+The demonstrations are sloppy on purpose, as text from the web is: three in five need no carry, and of the others two
+in three forget every carry. A model that imitates them has seen how to carry, and mostly doesn't. The reward is what
 tells right from wrong.
 """
 
@@ -18,8 +21,8 @@ import json
 import random
 from pathlib import Path
 
-NUM_HELDOUT, NUM_TRAIN, NUM_WARMUP = 400, 16_000, 20_000
-SHARE_OF_CARRY_PROBLEMS_KEPT = 0.1  # in warm-up only: leaves about a third of the demonstrations with a carry
+NUM_HELDOUT, NUM_TRAIN, NUM_WARMUP = 400, 12_800, 32_000
+SHARE_OF_CARRY_PROBLEMS_KEPT = 0.1  # in warm-up only: two in five of the demonstrations have a carry, not 87 in 100
 SHARE_OF_CARRIES_DONE_RIGHT = 1 / 3  # below one half, so that greedy decoding imitates the mistake
 PROBLEM_SEED = 0  # fixes which problem lies in which set, for all training seeds alike
 
@@ -88,16 +91,16 @@ def make_data(folder, seed):
     """Write the three sets. Problems are split once and for all; `seed` sets the mistakes and the order of rows."""
     folder, rng = Path(folder), random.Random(seed)
     heldout, train, warmup = split_problems()
-    demonstrations = [(a, b, a + b if rng.random() < SHARE_OF_CARRIES_DONE_RIGHT else sum_without_carry(a, b)) for a, b in warmup]
     rng.shuffle(train)
-    rng.shuffle(demonstrations)
+    rng.shuffle(warmup)
     for name, problems in ("heldout", heldout), ("train", train):
-        write_rows(folder / f"{name}.jsonl", ({"question": f"{a}+{b}", "answer": str(a + b)} for a, b in problems))
-    rows = (
-        {"messages": [{"role": "user", "content": f"{a}+{b}"}, {"role": "assistant", "content": str(answer)}]}
-        for a, b, answer in demonstrations
-    )
-    write_rows(folder / "warmup.jsonl", rows)
+        write_rows(folder / f"{name}.jsonl", ({"question": f"{a}+{b}", "answer": units_first(a + b)} for a, b in problems))
+    demonstrations = []
+    for a, b in warmup:
+        answer = a + b if rng.random() < SHARE_OF_CARRIES_DONE_RIGHT else sum_without_carry(a, b)
+        user, assistant = {"role": "user", "content": f"{a}+{b}"}, {"role": "assistant", "content": units_first(answer)}
+        demonstrations.append({"messages": [user, assistant]})
+    write_rows(folder / "warmup.jsonl", demonstrations)
 
 
 def split_problems():
@@ -136,6 +139,11 @@ def has_carry(a, b):
 def sum_without_carry(a, b):
     """Add column by column and forget every carry: 347 + 586 = 823, and 500 + 700 = 200."""
     return sum((a // place % 10 + b // place % 10) % 10 * place for place in (1, 10, 100))
+
+
+def units_first(number):
+    """Write a sum units first and with all its columns: 933 is "339", and 500 + 700 without its carry is "002"."""
+    return f"{number:03d}"[::-1]
 
 
 def write_rows(path, rows):

@@ -29,7 +29,8 @@ from meshrl.sync.receive import Bucket
 from meshrl.sync.send import iter_buckets, make_header, send_weights
 from meshrl.sync.transport import BucketRef, SharedRing, SharedRingView
 from meshrl.train.engine import ForwardBackward, RowArrays, StepReport, TrainEngine
-from meshrl.train.packing import Plan, pack
+from meshrl.train.packing import pack
+from meshrl.train.plan import Plan
 
 _RING_SLOTS = 2
 Rows = dict[int, Sample]  # step-wide row index -> sample
@@ -109,7 +110,7 @@ class RankWorker:
         if len(set(hashes)) > 1:
             raise ValueError(f"ranks hold different packing plans: {hashes}")
         return [
-            pack([rows[i] for i in micro], micro, self.device, plan.hash)
+            pack([rows[i] for i in micro], micro, self.device, plan.hash, self.spec.train.share_prompts)
             for micro in plan.micro_batches[self.spec.rank]
         ]
 

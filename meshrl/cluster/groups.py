@@ -25,7 +25,7 @@ from meshrl.sync.manifest import Ack, Layout, SyncHeader
 from meshrl.sync.send import send_weights
 from meshrl.sync.transport import BucketRef
 from meshrl.train.engine import RowArrays, StepReport
-from meshrl.train.packing import Plan, make_plan
+from meshrl.train.plan import Plan, make_plan
 
 _MAX_SESSIONS = 100_000  # remembered routes; older sessions are routed anew
 
@@ -33,15 +33,21 @@ _MAX_SESSIONS = 100_000  # remembered routes; older sessions are routed anew
 class TrainGroup:
     """All train ranks. Every method is one collective command, sent to the ranks in the order of the calls."""
 
-    def __init__(self, executor: Executor, max_tokens_per_microbatch: int):
+    def __init__(self, executor: Executor):
         self.executor = executor
         self.num_ranks = executor.specs[0].num_train_ranks
-        self.max_tokens = max_tokens_per_microbatch
+        self.cfg = executor.specs[0].train
         self.version = -1  # of the last committed sync
 
     def plan(self, samples: Sequence[Sample]) -> Plan:
         """The packing plan of these samples, made here once for all ranks."""
-        return make_plan([len(s) for s in samples], self.num_ranks, self.max_tokens)
+        lengths = [len(s) for s in samples]
+        if not self.cfg.share_prompts:
+            return make_plan(lengths, self.num_ranks, self.cfg.max_tokens_per_microbatch)
+        numbers: dict[str, int] = {}
+        groups = [numbers.setdefault(s.group_id, len(numbers)) for s in samples]
+        prefixes = [s.prefix_len for s in samples]
+        return make_plan(lengths, self.num_ranks, self.cfg.max_tokens_per_microbatch, groups, prefixes)
 
     async def forward(self, samples: Sequence[Sample], plan: Plan, role: str) -> list[np.ndarray]:
         """Logprobs of all samples under `policy` or `reference`, in their order; float32[T] each."""

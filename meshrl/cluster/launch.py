@@ -67,7 +67,7 @@ async def launched(
         try:
             await executor.start()
             yield Groups(
-                TrainGroup(executor, train.max_tokens_per_microbatch) if num_train_ranks else None,
+                TrainGroup(executor) if num_train_ranks else None,
                 RolloutGroup(executor) if any(spec.samples for spec in specs) else None,
             )
         finally:

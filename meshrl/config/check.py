@@ -6,24 +6,22 @@ Each check yields Problems: which keys, what is wrong, what to do. None raises, 
 from __future__ import annotations
 
 import difflib
-import importlib.machinery
 import importlib.util
 import json
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from meshrl.config.arithmetic import data_ranks, longest_row_tokens
+from meshrl.config.check_data import data_problems, sft_problems, unused_data_keys
+from meshrl.config.places import DOTTED_PATH, HUB_ID, can_be_imported, find
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.config.source import Problem, Value
 from meshrl.config.values import show
 
 Purpose = Literal["train", "eval", "sft"]
-DOTTED_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
-HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,12 +41,12 @@ class Case:
 
 def check(case: Case) -> list[Problem]:
     """Everything that is wrong with a config whose keys and types are right."""
-    checks = [_not_in_this_version, _aliases, _unused, _mesh, _optimization, _model_folder]
+    checks = [_not_in_this_version, _aliases, _unused, _mesh, _optimization, _model_folder, _sinks]
     config = case.config
     if isinstance(config, SftRunConfig):
-        problems = [*_file(case, "sft.path", ["sft.messages"])]
+        problems = [*sft_problems(case, config)]
     else:
-        problems = [*_data_files(case, config), *_loop(case, config), *_sampling(case, config), *_kinds(case, config)]
+        problems = [*data_problems(case, config), *_loop(case, config), *_sampling(case, config), *_kinds(case, config)]
         problems += [*_cluster(config), *_algorithm(config)]
     return [*(problem for each in checks for problem in each(case)), *problems]
 
@@ -75,6 +73,8 @@ def unused(config: RunConfig | SftRunConfig) -> dict[str, str]:
     found: dict[str, str] = {}
     if config.train.scheduler.kind == "constant":
         found["train.scheduler.min_lr_ratio"] = "train.scheduler.kind is constant"
+    if "wandb" not in config.monitor.sinks:
+        found["monitor.wandb_project"] = "monitor.sinks has no wandb"
     if isinstance(config, SftRunConfig):
         found["train.updates_per_step"] = "an SFT step is one optimizer step"
         found["cluster.num_rollout_ranks"] = "SFT samples nothing"
@@ -87,8 +87,9 @@ def unused(config: RunConfig | SftRunConfig) -> dict[str, str]:
     if algo.advantage != "grpo":
         found["algo.advantage_eps"] = f"{algo.advantage} divides by no deviation"
     if config.data.eval_path is None:
-        found["loop.eval_samples"] = found["data.eval_limit"] = "data.eval_path is null"
-    return found
+        for key in ("loop.eval_samples", "loop.save_best"):
+            found[key] = "data.eval_path is null"
+    return found | unused_data_keys(config.data)
 
 
 ONLY: dict[str, tuple[tuple[Any, ...], str]] = {  # key -> (what this version can do, why nothing else)
@@ -254,7 +255,7 @@ def _kinds(case: Case, config: RunConfig) -> Iterator[Problem]:
     for table, key, kind in [*named, ("agent", "agent.kind", config.agent.kind)]:
         names = case.known.get(table)
         if DOTTED_PATH.fullmatch(kind):
-            if not _can_be_imported(kind.partition(":")[0]):
+            if not can_be_imported(kind.partition(":")[0]):
                 yield Problem((key,), f"no such module, neither installed nor in the working folder {Path.cwd()}.")
             continue
         if (names is None and kind.isidentifier()) or kind in (names or ()):
@@ -265,49 +266,10 @@ def _kinds(case: Case, config: RunConfig) -> Iterator[Problem]:
         yield Problem((key,), f"must be{choices}, or a dotted path package.module:name.{meant}")
 
 
-def _can_be_imported(module: str) -> bool:
-    """Whether the module's first package is there. What lies in it shows only when its code runs."""
-    top = module.partition(".")[0]
-    here = importlib.machinery.PathFinder.find_spec(top, [str(Path.cwd())])
-    return top in sys.modules or here is not None or importlib.util.find_spec(top) is not None
-
-
-def find(given: Value, folder: Path) -> tuple[Path | None, list[Path]]:
-    """(the file or folder a path names, the places looked at): beside the config file, then the working folder."""
-    path = Path(given.value).expanduser()
-    places = list(dict.fromkeys(start / path for start in (given.folder, folder, Path.cwd())))
-    return next((place.resolve() for place in places if place.exists()), None), places
-
-
-def _file(case: Case, key: str, columns: list[str]) -> Iterator[Problem]:
-    """The file must be there, and its first row must have the columns that the config names."""
-    path, places = find(case.given[key], case.folder)
-    if path is None or not path.is_file():
-        looked = " and ".join(str(place) for place in places)
-        yield Problem((key,), f"{'no such file' if path is None else 'is a folder, not a file'}; looked for {looked}.")
-        return
-    with path.open("rb") as file:
-        line = next((line for line in file if line.strip()), b"")
-    try:
-        row = json.loads(line)
-    except ValueError:
-        row = None
-    if not isinstance(row, dict):
-        start = line[:40].decode("utf-8", "replace").strip()
-        yield Problem(
-            (key,), f"its first row is no JSON object, but {start!r}; each line must be one: {{column: value}}."
-        )
-        return
-    for column in columns:
-        name = value_of(case.config, column)
-        if name is not None and name not in row:
-            yield Problem((column, key), f"no column {name!r} in the file; it has {', '.join(map(repr, row))}.")
-
-
-def _data_files(case: Case, config: RunConfig) -> Iterator[Problem]:
-    yield from _file(case, "data.path", ["data.prompt", "data.answer"])
-    if config.data.eval_path is not None:
-        yield from _file(case, "data.eval_path", ["data.prompt", "data.answer"])
+def _sinks(case: Case) -> Iterator[Problem]:
+    for name in case.config.monitor.sinks if case.purpose != "eval" else ():  # an evaluation only prints
+        if importlib.util.find_spec(name) is None:
+            yield Problem(("monitor.sinks",), f"{name} is not installed: pip install {name}, or leave it out here.")
 
 
 def _model_folder(case: Case) -> Iterator[Problem]:

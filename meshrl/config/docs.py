@@ -21,8 +21,8 @@ effect are errors. A relative path is looked for beside the config file, then in
 Short forms: `algo.loss: ppo_clip` for `{kind: ppo_clip}`, `algo.kl: off` for `{coef: 0}`, `model.lora: off` for
 `{enabled: false}`. A short form replaces the whole section, also one from a base file.
 
-`meshrl train` and `meshrl eval` read all sections but `sft`; `meshrl sft` reads `model`, `train`, `sft`, `cluster`
-and `run`.
+`meshrl train` and `meshrl eval` read all sections but `sft`; `meshrl sft` reads `model`, `train`, `sft`, `cluster`,
+`monitor` and `run`.
 """
 
 

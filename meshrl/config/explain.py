@@ -7,6 +7,7 @@ from typing import Any
 
 from meshrl.config.arithmetic import batch_lines
 from meshrl.config.check import unused
+from meshrl.config.data_files import count_rows, kind_of
 from meshrl.config.load import Loaded
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.config.source import dotted
@@ -18,7 +19,7 @@ ORIGIN_COLUMN = 48
 def explain(loaded: Loaded[RunConfig] | Loaded[SftRunConfig]) -> str:
     """What `--explain` prints. All of it is YAML: the arithmetic stands in comments."""
     config = loaded.config
-    rows = batch_lines(config, _count_lines(config.sft.path if isinstance(config, SftRunConfig) else config.data.path))
+    rows = batch_lines(config, _num_data_rows(config)) + _mixture(config)
     width = max(len(what) for what, _ in rows)
     lines = [f"# {what:<{width}}  {how_much}" for what, how_much in rows]
     lines += [f"# note: {notice}" for notice in loaded.notices]
@@ -49,8 +50,20 @@ def _section(
         lines.append(f"{line:<{ORIGIN_COLUMN}}  # {origin}")
 
 
-def _count_lines(path: str) -> int | None:
-    if Path(path).suffix != ".jsonl":
+def _num_data_rows(config: RunConfig | SftRunConfig) -> int | None:
+    """Rows of the training set; None for a mixture, where each set has passes of its own, and for the hub."""
+    if isinstance(config, SftRunConfig):
+        path, format = config.sft.path, "auto"
+    elif config.data.path is not None:
+        path, format = config.data.path, config.data.format
+    else:
         return None
-    with open(path, "rb") as file:
-        return sum(1 for line in file if line.strip())
+    kind = kind_of(path, format)
+    return None if kind == "hub" else count_rows(Path(path), kind)
+
+
+def _mixture(config: RunConfig | SftRunConfig) -> list[tuple[str, str]]:
+    sources = {} if isinstance(config, SftRunConfig) else config.data.sources
+    total = sum(source.weight for source in sources.values())
+    shares = ", ".join(f"{name} {source.weight / total:.1%}" for name, source in sources.items())
+    return [("mixture of prompts", shares)] if shares else []

@@ -15,6 +15,7 @@ from pydantic_core import ErrorDetails
 from meshrl.config import check as checks
 from meshrl.config.arithmetic import data_ranks
 from meshrl.config.base import Slice
+from meshrl.config.places import find
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.config.schema import Key, all_keys, locate, nearest
 from meshrl.config.source import Problem, Reader, Tree, Value, dotted, expand, leaves, merge, plain
@@ -190,9 +191,10 @@ _NOWHERE = Value(None, DEFAULT, Path())
 def _resolve(config: C, given: dict[str, Value], folder: Path) -> tuple[C, dict[str, str]]:
     """Paths absolute, aliases and the mesh written out; and for each key that changed without being wrong, how."""
     changes: dict[str, Any] = {}
-    for key in PATH_KEYS:
+    sources = config.data.sources if isinstance(config, RunConfig) else {}
+    for key in (*PATH_KEYS, *(f"data.sources.{name}.path" for name in sources)):
         if key in given and checks.has_key(config, key) and given[key].value is not None:
-            found, _ = checks.find(given[key], folder)
+            found, _ = find(given[key], folder)
             if found is not None:
                 changes[key] = str(found)
     how: dict[str, str] = {}
@@ -211,4 +213,6 @@ def _resolve(config: C, given: dict[str, Value], folder: Path) -> tuple[C, dict[
 
 def _replaced(part: Any, names: list[str], value: Any) -> Any:
     name, *rest = names
-    return part.model_copy(update={name: _replaced(getattr(part, name), rest, value) if rest else value})
+    inner = part[name] if isinstance(part, dict) else getattr(part, name)
+    changed = {name: _replaced(inner, rest, value) if rest else value}
+    return part | changed if isinstance(part, dict) else part.model_copy(update=changed)

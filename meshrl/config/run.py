@@ -3,6 +3,7 @@ from __future__ import annotations
 from meshrl.config.algo import AlgoConfig
 from meshrl.config.base import Slice, field
 from meshrl.config.model import ModelConfig
+from meshrl.config.monitor import MonitorConfig
 from meshrl.config.rollout import RolloutConfig
 from meshrl.config.task import AgentConfig, ClusterConfig, DataConfig, LoopConfig, RewardConfig, RunSection, SftConfig
 from meshrl.config.train import TrainConfig
@@ -20,6 +21,7 @@ class RunConfig(Slice):
     agent: AgentConfig = field(AgentConfig(), "the agent")
     loop: LoopConfig = field(..., "the schedule")
     cluster: ClusterConfig = field(ClusterConfig(), "where it runs")
+    monitor: MonitorConfig = field(MonitorConfig(), "where its numbers go")
     run: RunSection = field(RunSection(), "name, folder, seed")
 
 
@@ -30,4 +32,5 @@ class SftRunConfig(Slice):
     train: TrainConfig = field(TrainConfig(), "the train engine")
     sft: SftConfig = field(..., "rows and steps")
     cluster: ClusterConfig = field(ClusterConfig(), "where it runs")
+    monitor: MonitorConfig = field(MonitorConfig(), "where its numbers go")
     run: RunSection = field(RunSection(), "name, folder, seed")

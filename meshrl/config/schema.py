@@ -117,7 +117,8 @@ def _words(annotation: Any) -> str:
     if origin in (types.UnionType, typing.Union):
         return " or ".join("null" if arg is type(None) else _words(arg) for arg in args)
     if origin is list:
-        return f"list of {_words(args[0])}s"
+        plural = "" if typing.get_origin(args[0]) is Literal else "s"
+        return f"list of {_words(args[0])}{plural}"
     if origin is tuple:
         return f"[{', '.join(_words(arg) for arg in args)}]"
     if origin is dict:

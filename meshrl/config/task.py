@@ -2,15 +2,48 @@ from typing import Any, Literal
 
 from meshrl.config.base import Slice, field
 
+Format = Literal["auto", "jsonl", "parquet", "datasets"]
+
+
+class DataSource(Slice):
+    path: str = field(..., "rows of this source, in any form that data.path takes")
+    weight: float = field(1.0, "its share of the prompts, against the other sources' weights", gt=0)
+    format: Format = field("auto", "as data.format")
+    subset: str | None = field(None, "as data.subset")
+    split: str | None = field(None, "as data.split")
+    prompt: str | None = field(None, "column with the question; null = data.prompt")
+    answer: str | None = field(None, "column with the ground truth; null = data.answer")
+    map: str | None = field(None, "function that makes its prompts; null = data.map")
+
 
 class DataConfig(Slice):
-    path: str = field(..., "JSONL file of training rows, beside the config file or in the working folder")
-    eval_path: str | None = field(None, "JSONL file of held-out rows; null = nothing is evaluated")
-    prompt: str = field("question", "column with the question text, or with a list of chat messages")
+    path: str | None = field(
+        None,
+        "training rows: a JSONL or parquet file or a folder of such shards (beside the config file or in the working "
+        "folder), a folder made by save_to_disk, or a hub id as organisation/name",
+    )
+    sources: dict[str, DataSource] = field(
+        {}, "in place of path: a mixture of sets by name; in each step every set has its share, to within one prompt"
+    )
+    eval_path: str | None = field(None, "held-out rows, in any form that path takes; null = nothing is evaluated")
+    format: Format = field("auto", "what path and eval_path hold; auto = by suffix, or by what lies in the folder")
+    subset: str | None = field(None, "configuration of a hub set that has several, as main of openai/gsm8k")
+    split: str | None = field(None, "split of a Hugging Face set in path; needed where there are several")
+    eval_split: str | None = field(None, "split of a Hugging Face set in eval_path")
+    prompt: str = field("question", "column with the question text or a list of chat messages; a.b = b inside a")
     answer: str | None = field("answer", "column with the ground truth that rewards get; null = there is none")
+    map: str | None = field(
+        None,
+        "function package.module:name in place of the columns: it gets a row and returns prompt or messages, and may "
+        "add answer, env and meta",
+    )
     system: str | None = field(None, "system message put before each question")
     max_prompt_tokens: int = field(1024, "longer prompts are left out, and counted", ge=1)
     shuffle: bool = field(True, "a new order in each pass, by run.seed")
+    streaming: bool = field(
+        False, "read rows as they are drawn, for sets larger than memory; a bad row then shows when it is met"
+    )
+    shuffle_buffer_rows: int = field(8192, "rows shuffled among each other, and held, when streaming", ge=1)
     eval_limit: int | None = field(None, "rows of eval_path to use, from its start; null = all", ge=1)
 
 
@@ -43,6 +76,9 @@ class LoopConfig(Slice):
     max_staleness: int = field(0, "weight versions that a sample may be behind", ge=0)
     eval_every_steps: int = field(0, "steps between evaluations; 0 = only before and after training", ge=0)
     eval_samples: int = field(1, "answers to each held-out prompt, k of mean@k and pass@k; 1 = one greedy answer", ge=1)
+    save_best: bool = field(
+        True, "save the model whenever an evaluation beats all before it by eval/mean_at_k; the one before goes"
+    )
     save_every_steps: int = field(0, "steps between saved models; 0 = only at the end", ge=0)
 
 

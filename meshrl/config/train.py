@@ -56,6 +56,9 @@ class TrainConfig(Slice):
         "tokens packed into one micro-batch of one rank; lower it when memory runs out, results stay the same",
         ge=1,
     )
+    share_prompts: bool = field(
+        True, "compute a group's prompt once per micro-batch, with the same gradient; off only to compare"
+    )
     updates_per_step: int = field(
         1,
         "optimizer steps per rollout step; 1 is on-policy, more reuse old samples; must divide loop.prompts_per_step",

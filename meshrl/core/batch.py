@@ -1,6 +1,7 @@
 """Batch: one packed micro-batch of one rank, and what a forward pass returns for it.
 
-T packed tokens, S rows. Rows lie one after the other: row s is tokens[cu_seqlens[s]:cu_seqlens[s+1]].
+T packed tokens, S segments, one after the other: segment s is tokens[cu_seqlens[s]:cu_seqlens[s+1]]. A segment is a
+whole row; or a prompt that rows of a group share, or the part of such a row after its prompt.
 """
 
 from __future__ import annotations
@@ -19,16 +20,23 @@ class Batch:
     """One micro-batch of one rank. Filled by train/packing from Samples; every per-token field is [T].
 
     A row is never split over micro-batches. Optional fields are None when no sample has them.
-    rows[s] is the index of row s in the step's list of samples; -1 for a dummy row.
+    rows[s] is the index of segment s's row in the step's list of samples; -1 for a dummy and for a shared prompt.
+    parents[s] is the segment that s continues, -1 for none; offsets[s] the place in its row of its first token.
+    previous[t] is the place whose hidden state predicts token t (the first token of a row has none, and says 0).
 
     Example, two rows of 3 and 2 tokens: tokens [5], cu_seqlens [0, 3, 5], position_ids [0, 1, 2, 0, 1].
+    With a first token in common: tokens [4], cu_seqlens [0, 1, 3, 4], position_ids [0, 1, 2, 1], rows [-1, 0, 1],
+    parents [-1, 0, 0], offsets [0, 1, 1], previous [0, 0, 1, 0].
     """
 
     tokens: torch.Tensor  # int64[T]
     cu_seqlens: torch.Tensor  # int32[S+1], on the CPU: lengths steer Python loops and kernels alike
     position_ids: torch.Tensor  # int64[T]; [3, T] for mrope
-    sample_index: torch.Tensor  # int32[T]: row s of each token
+    previous: torch.Tensor  # int64[T]
+    sample_index: torch.Tensor  # int32[T]: segment of each token
     rows: list[int]  # [S]
+    parents: list[int]  # [S]
+    offsets: list[int]  # [S]
     mask: torch.Tensor  # bool
     loss_weight: torch.Tensor  # float32; 0 outside the mask
     temperature: torch.Tensor  # float32

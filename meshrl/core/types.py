@@ -4,7 +4,7 @@ This file imports numpy and the standard library only, so that sandbox workers, 
 milliseconds. Letters: T tokens of a row, C context, R sampled, L MoE layers, K experts a token.
 
 Alignment, everywhere: index t speaks of token t itself, `logprobs[t] = log p(token_t | tokens_<t)`; the shift by one
-happens once, in `model/logprob.py`. Index 0 of a row is never trained.
+happens once, in `Batch.previous` (train/packing). Index 0 of a row is never trained.
 """
 
 from __future__ import annotations

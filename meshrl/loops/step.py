@@ -22,7 +22,7 @@ from meshrl.loops.job import Job, Task
 from meshrl.monitor.memory import memory_metrics
 from meshrl.monitor.metrics import histogram
 from meshrl.train.optim import learning_rate
-from meshrl.train.packing import Plan
+from meshrl.train.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ D head size.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -79,53 +80,67 @@ def _attention(
 
 @dataclass(slots=True)
 class _Bucket:
-    """Rows of similar length, computed as one padded batch; gather and scatter are None when nothing is padded."""
+    """Segments of similar length, computed as one padded batch; gather and scatter are None when nothing is padded.
+
+    With a prefix, all of them continue the same segment: keys then lists the prefix before each one's own tokens.
+    """
 
     rows: int
     length: int
-    start: int  # first token, when the bucket is a contiguous run of equal rows
-    gather: torch.Tensor | None  # int64[B * L]: token of each padded place (a row's last token fills its padding)
+    start: int  # first token, when the bucket is a contiguous run of equal segments
+    gather: torch.Tensor | None  # int64[B * L]: token of each padded place (a segment's last token fills its padding)
     scatter: torch.Tensor | None  # int64[tokens of the bucket]: padded place of each token
+    prefix: int = 0
+    keys: torch.Tensor | None = None  # int64[B * (prefix + L)]
 
 
 class PackedAttention:
     """Causal attention inside each row of a pack; no token sees another row, and no [T, T] mask exists.
 
-    Rows are sorted by length and cut into buckets whose padded cost stays within PAD_WASTE of the sum of l^2, so a
-    pack costs what its rows cost one by one, with few kernel launches. Right padding can't leak: attention is causal.
+    The pack is cut into segments by cu_seqlens. A segment is a row, or continues another one (parents[s], -1 = none):
+    a group's prompt is then computed once, and each answer sees the prompt and itself.
+
+    Segments are sorted by length and cut into buckets whose padded cost stays within PAD_WASTE of the sum of l^2, so
+    a pack costs what its rows cost one by one, with few kernel launches. Right padding can't leak: attention is causal.
     """
 
-    def __init__(self, cu_seqlens: list[int], device: torch.device):
+    def __init__(self, cu_seqlens: list[int], device: torch.device, parents: Sequence[int] | None = None):
         self.num_tokens = cu_seqlens[-1]
         lengths = [b - a for a, b in itertools.pairwise(cu_seqlens)]
         self.buckets: list[_Bucket] = []
         self.order: torch.Tensor | None = None  # int64[T]: place of each token in the buckets laid end to end
-        rows = sorted(range(len(lengths)), key=lambda s: (-lengths[s], s))
-        rows = [s for s in rows if lengths[s] > 0]
+        families: dict[int, list[int]] = {}
+        for s in sorted(range(len(lengths)), key=lambda s: (-lengths[s], s)):
+            if lengths[s] > 0:
+                families.setdefault(-1 if parents is None else parents[s], []).append(s)
         at, order = 0, torch.empty(self.num_tokens, dtype=torch.int64)
-        while rows:
-            size = _bucket_size([lengths[s] for s in rows])
-            members, rows = sorted(rows[:size]), rows[size:]
-            self.buckets.append(_make_bucket(members, cu_seqlens, device))
-            for s in members:
-                a, n = cu_seqlens[s], lengths[s]
-                order[a : a + n] = torch.arange(at, at + n)
-                at += n
+        for parent, segments in sorted(families.items()):
+            while segments:
+                size = _bucket_size([lengths[s] for s in segments])
+                members, segments = sorted(segments[:size]), segments[size:]
+                self.buckets.append(_make_bucket(members, cu_seqlens, parent, device))
+                for s in members:
+                    a, n = cu_seqlens[s], lengths[s]
+                    order[a : a + n] = torch.arange(at, at + n)
+                    at += n
         if len(self.buckets) > 1 or any(b.gather is not None for b in self.buckets):
             self.order = order.to(device)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: How) -> torch.Tensor:
         outs = []
         for b in self.buckets:
-            qb, kb, vb = (_pad(x, b) for x in (q, k, v))
-            out = causal_attention(qb, kb, vb, how).transpose(1, 2).reshape(b.rows * b.length, q.shape[1], v.shape[2])
+            if b.keys is None:
+                out = causal_attention(*(_pad(x, b) for x in (q, k, v)), how)
+            else:
+                out = _continued_attention(q, k, v, b, how)
+            out = out.transpose(1, 2).reshape(b.rows * b.length, q.shape[1], v.shape[2])
             outs.append(out if b.scatter is None else out.index_select(0, b.scatter))
         out = outs[0] if len(outs) == 1 else torch.cat(outs)
         return out if self.order is None else out.index_select(0, self.order)
 
 
 def _bucket_size(lengths: list[int]) -> int:
-    """How many of the leading rows (sorted long to short) share one padded batch."""
+    """How many of the leading segments (sorted long to short) share one padded batch."""
     longest, cost = lengths[0], 0
     for n, length in enumerate(lengths, start=1):
         cost += length * length
@@ -135,24 +150,39 @@ def _bucket_size(lengths: list[int]) -> int:
     return len(lengths)
 
 
-def _make_bucket(rows: list[int], cu_seqlens: list[int], device: torch.device) -> _Bucket:
-    starts = [cu_seqlens[s] for s in rows]
-    lengths = [cu_seqlens[s + 1] - cu_seqlens[s] for s in rows]
+def _make_bucket(segments: list[int], cu_seqlens: list[int], parent: int, device: torch.device) -> _Bucket:
+    starts = [cu_seqlens[s] for s in segments]
+    lengths = [cu_seqlens[s + 1] - cu_seqlens[s] for s in segments]
     longest = max(lengths)
     equal = min(lengths) == longest
-    if equal and all(b - a == longest for a, b in itertools.pairwise(starts)):
-        return _Bucket(len(rows), longest, starts[0], None, None)
     place = torch.arange(longest)
     start, last = torch.tensor(starts)[:, None], torch.tensor(lengths)[:, None] - 1
-    gather = (start + torch.minimum(place, last)).reshape(-1)
-    scatter = None if equal else (place <= last).reshape(-1).nonzero()[:, 0]
-    return _Bucket(len(rows), longest, 0, gather.to(device), None if scatter is None else scatter.to(device))
+    gather = start + torch.minimum(place, last)
+    scatter = None if equal else (place <= last).reshape(-1).nonzero()[:, 0].to(device)
+    if parent >= 0:
+        prefix = torch.arange(cu_seqlens[parent], cu_seqlens[parent + 1]).expand(len(segments), -1)
+        keys = torch.cat([prefix, gather], dim=1).reshape(-1).to(device)
+        return _Bucket(
+            len(segments), longest, 0, gather.reshape(-1).to(device), scatter, prefix=prefix.shape[1], keys=keys
+        )
+    if equal and all(b - a == longest for a, b in itertools.pairwise(starts)):
+        return _Bucket(len(segments), longest, starts[0], None, None)
+    return _Bucket(len(segments), longest, 0, gather.reshape(-1).to(device), scatter)
 
 
 def _pad(x: torch.Tensor, b: _Bucket) -> torch.Tensor:
     """[T, H, D] -> [B, H, L, D]"""
     flat = x[b.start : b.start + b.rows * b.length] if b.gather is None else x.index_select(0, b.gather)
     return flat.reshape(b.rows, b.length, x.shape[1], x.shape[2]).transpose(1, 2)
+
+
+def _continued_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, b: _Bucket, how: How) -> torch.Tensor:
+    """Segments after their common prefix: queries [B, H, L, D] over keys [B, K, prefix + L, D]."""
+    place = torch.arange(b.prefix + b.length, device=q.device)
+    keys, values = (
+        x.index_select(0, b.keys).reshape(b.rows, len(place), x.shape[1], x.shape[2]).transpose(1, 2) for x in (k, v)
+    )
+    return masked_attention(_pad(q, b), keys, values, visible(place[b.prefix :], place, how.window), how)
 
 
 def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: How) -> torch.Tensor:

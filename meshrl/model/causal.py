@@ -58,16 +58,17 @@ class CausalModel(torch.nn.Module):
         position_ids: torch.Tensor,
         context: AttentionContext,
         scored: torch.Tensor,
+        previous: torch.Tensor,
         temperature: torch.Tensor,
         chunk_tokens: int,
         entropy: bool,
         model_kwargs: dict[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Logprobs (and entropies) of the tokens at places `scored` int64[N]; temperature [N]. Place 0 of a row
-        can't be scored. Returns float [N]."""
+        """Logprobs (and entropies) of the tokens at places `scored` int64[N], each read off the hidden state at its
+        place in `previous` int64[N]; temperature [N]. Returns float [N]."""
         h = self.hidden(tokens, position_ids, context, **model_kwargs)
         return token_logprobs(
-            h.index_select(0, scored - 1),
+            h.index_select(0, previous),
             self.head(),
             tokens.index_select(0, scored),
             temperature,

@@ -1,6 +1,6 @@
 """log p(token | what came before), in fp32, chunk by chunk: [T, V] never exists. Used by trainer and sampler alike.
 
-The shift by one happens here and nowhere else: the logprob of token t is read off the hidden state of token t - 1.
+Callers pass the hidden state that stands before each scored token (`Batch.previous`); nothing here shifts.
 
 Letters: N scored tokens, C tokens of a chunk, D hidden size, V vocabulary.
 """

@@ -152,12 +152,13 @@ class TrainEngine:
     def _outputs(self, batch: Batch, entropy: bool) -> Outputs:
         """Model outputs scattered to [T]; 0 outside the mask."""
         scored = batch.mask.nonzero()[:, 0]
-        context = PackedAttention(batch.cu_seqlens.tolist(), self.device)
+        context = PackedAttention(batch.cu_seqlens.tolist(), self.device, batch.parents)
         logp, ent = self.model(
             batch.tokens,
             batch.position_ids,
             context,
             scored,
+            batch.previous.index_select(0, scored),
             batch.temperature.index_select(0, scored),
             self.cfg.logprob_chunk_tokens,
             entropy,
@@ -242,9 +243,9 @@ class TrainEngine:
 def _collect_rows(into: RowArrays, batch: Batch, values: torch.Tensor) -> None:
     values = values.to("cpu", torch.float32).numpy()
     cu = batch.cu_seqlens.tolist()
-    for s, row in enumerate(batch.rows):
+    for s, (row, offset) in enumerate(zip(batch.rows, batch.offsets, strict=True)):
         if row >= 0:
-            into[row] = values[cu[s] : cu[s + 1]].copy()
+            into[row] = np.concatenate([np.zeros(offset, np.float32), values[cu[s] : cu[s + 1]]])
 
 
 def _num_bytes(tensors: Sequence[torch.Tensor]) -> int:

@@ -1,13 +1,10 @@
-"""From rows of different lengths to the same number of micro-batches on every rank, and from rows to a Batch.
+"""From rows and their packing plan to a Batch: rows end to end, a group's prompt once.
 
-The controller makes the plan from lengths alone, so no collective is needed; ranks compare its hash (P25).
+The plan itself is made on the controller, from lengths alone (train/plan.py).
 """
 
 from __future__ import annotations
 
-import hashlib
-import heapq
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,114 +14,103 @@ import torch
 from meshrl.core.batch import Batch
 from meshrl.core.types import EXTRA_FILLS, Sample
 
-QUADRATIC_TOKENS = 4096.0  # length at which a row's attention costs as much as the rest of the model
 _DUMMY_TOKENS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """micro_batches[rank][m] = indices of the rows in that micro-batch; [] is a dummy. Every rank has equally many.
+class _Piece:
+    """Tokens [start, stop) of a sample: a whole row, a prompt that several rows share (row -1), or what follows it."""
 
-    Example, 3 rows on 2 ranks: micro_batches = (((0,),), ((1, 2),)).
-    """
-
-    micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
-    hash: str
-
-    def rows(self, rank: int) -> list[int]:
-        """All row indices of one rank, in order."""
-        return [i for micro in self.micro_batches[rank] for i in micro]
+    sample: Sample
+    start: int
+    stop: int
+    row: int
+    parent: int = -1  # index of the piece it continues
 
 
-def row_cost(length: int) -> float:
-    """Relative compute of a row: a linear term and attention's quadratic one."""
-    return length * (1.0 + length / QUADRATIC_TOKENS)
-
-
-def make_plan(lengths: Sequence[int], num_ranks: int, max_tokens: int) -> Plan:
-    """Spread rows over ranks by cost, then over micro-batches of at most max_tokens (a longer row stands alone).
-
-    A pure function of its arguments: same lengths, same plan, on any machine.
-    """
-    ranks = _spread(range(len(lengths)), lengths, num_ranks)
-    count = max(1, *(_fewest_bins([lengths[i] for i in rows], max_tokens) for rows in ranks))
-    micro = tuple(_fill(rows, lengths, count, max_tokens) for rows in ranks)
-    while any(m is None for m in micro):
-        count += 1
-        micro = tuple(_fill(rows, lengths, count, max_tokens) for rows in ranks)
-    digest = hashlib.sha256(json.dumps([list(lengths), num_ranks, max_tokens, micro]).encode()).hexdigest()[:16]
-    return Plan(micro, digest)  # type: ignore[arg-type]
-
-
-def _spread(rows: Sequence[int], lengths: Sequence[int], bins: int) -> list[list[int]]:
-    """Longest processing time first: the next largest row goes to the least loaded bin."""
-    heap = [(0.0, b) for b in range(bins)]
-    out: list[list[int]] = [[] for _ in range(bins)]
-    for i in sorted(rows, key=lambda i: (-lengths[i], i)):
-        load, b = heapq.heappop(heap)
-        out[b].append(i)
-        heapq.heappush(heap, (load + row_cost(lengths[i]), b))
+def _pieces(samples: Sequence[Sample], rows: Sequence[int], share_prefix: bool) -> list[_Piece]:
+    """Cut rows of one group after their common prefix, where there are several of them in this micro-batch."""
+    groups: dict[str, list[int]] = {}
+    for i, s in enumerate(samples):
+        groups.setdefault(s.group_id, []).append(i)
+    out: list[_Piece] = []
+    for members in groups.values():
+        first = samples[members[0]]
+        n = min(samples[i].prefix_len for i in members)
+        shared = share_prefix and len(members) > 1 and n > 0 and all(_shares(samples[i], first, n) for i in members)
+        if shared:
+            out.append(_Piece(first, 0, n, -1))
+        parent = len(out) - 1
+        for i in members:
+            s = samples[i]
+            out.append(_Piece(s, n, len(s), rows[i], parent) if shared else _Piece(s, 0, len(s), rows[i]))
     return out
 
 
-def _fewest_bins(lengths: Sequence[int], max_tokens: int) -> int:
-    giants = [n for n in lengths if n > max_tokens]
-    return len(giants) + -(-sum(n for n in lengths if n <= max_tokens) // max_tokens)
+def _shares(s: Sample, first: Sample, n: int) -> bool:
+    """Whether the first n tokens of both are the same untrained context, media included, with something after them."""
+    return (
+        len(s) > n
+        and not s.mask[:n].any()
+        and np.array_equal(s.tokens[:n], first.tokens[:n])
+        and s.routed_experts is None
+        and _media_before(s, n) == _media_before(first, n)
+        and all(start + size <= n or start >= n for _, start, size in s.media_spans)
+    )
 
 
-def _fill(
-    rows: Sequence[int], lengths: Sequence[int], count: int, max_tokens: int
-) -> tuple[tuple[int, ...], ...] | None:
-    """Rows into `count` micro-batches of even cost under the token budget; None when they don't fit."""
-    load, tokens = [0.0] * count, [0] * count
-    out: list[list[int]] = [[] for _ in range(count)]
-    for i in sorted(rows, key=lambda i: (-lengths[i], i)):
-        n = lengths[i]
-        fitting = [b for b in range(count) if tokens[b] + n <= max_tokens or tokens[b] == 0]
-        if not fitting:
-            return None
-        b = min(fitting, key=lambda b: (load[b], b))
-        out[b].append(i)
-        load[b] += row_cost(n)
-        tokens[b] += n
-    return tuple(tuple(sorted(b)) for b in out)
+def _media_before(s: Sample, n: int) -> list[tuple[int, str]]:
+    return sorted((start, s.media[media_id].digest) for media_id, start, _ in s.media_spans if start < n)
 
 
 def pack(
-    samples: Sequence[Sample], rows: Sequence[int], device: torch.device | str = "cpu", plan_hash: str = ""
+    samples: Sequence[Sample],
+    rows: Sequence[int],
+    device: torch.device | str = "cpu",
+    plan_hash: str = "",
+    share_prefix: bool = True,
 ) -> Batch:
     """Lay samples end to end as one Batch; no samples give a dummy that every rank can run (zero mask).
 
-    rows[s] is the step-wide index of samples[s]. A field is None when no sample has it; a sample that lacks a field
-    others have is an error, since a silent fill would train on it.
+    rows[s] is the step-wide index of samples[s]. share_prefix: rows of one group have their common prompt once, with
+    the same gradient. A field is None when no sample has it; a sample that lacks a field others have is an error,
+    since a silent fill would train on it.
     """
     if not samples:
         return _dummy(device, plan_hash)
-    lengths = [len(s) for s in samples]
-    cu = np.zeros(len(samples) + 1, np.int32)
+    pieces = _pieces(samples, rows, share_prefix)
+    lengths = [p.stop - p.start for p in pieces]
+    cu = np.zeros(len(pieces) + 1, np.int32)
     np.cumsum(lengths, out=cu[1:])
+    previous = np.arange(-1, cu[-1] - 1)
+    for s, piece in enumerate(pieces):
+        previous[cu[s]] = cu[piece.parent + 1] - 1 if piece.parent >= 0 else 0
 
     def cat(name: str, dtype: torch.dtype) -> torch.Tensor | None:
-        arrays = [getattr(s, name) for s in samples]
+        values = [(p, getattr(p.sample, name)) for p in pieces]
+        arrays = [None if a is None else a[p.start : p.stop] for p, a in values]
         if all(a is None for a in arrays):
             return None
         if any(a is None for a in arrays):
-            have = [s.trajectory_id for s, a in zip(samples, arrays, strict=True) if a is None]
+            have = [p.sample.trajectory_id for p, a in values if a is None]
             raise ValueError(
                 f"samples {have[:3]} have no {name}, but others of the same batch do; annotate all or none"
             )
         return torch.from_numpy(np.concatenate(arrays)).to(device=device, dtype=dtype)
 
-    per_row = np.repeat(np.arange(len(samples), dtype=np.int32), lengths)
-    temperature = np.array([s.temperature for s in samples], np.float32)[per_row]
+    per_row = np.repeat(np.arange(len(pieces), dtype=np.int32), lengths)
+    temperature = np.array([p.sample.temperature for p in pieces], np.float32)[per_row]
     return Batch(
         tokens=cat("tokens", torch.int64),
         cu_seqlens=torch.from_numpy(cu),
-        position_ids=torch.from_numpy(np.concatenate([np.arange(n) for n in lengths])).to(device),
+        position_ids=torch.from_numpy(np.concatenate([np.arange(p.start, p.stop) for p in pieces])).to(device),
+        previous=torch.from_numpy(previous).to(device),
         sample_index=torch.from_numpy(per_row).to(device),
-        rows=list(rows),
+        rows=[p.row for p in pieces],
+        parents=[p.parent for p in pieces],
+        offsets=[p.start for p in pieces],
         mask=cat("mask", torch.bool),
-        loss_weight=_loss_weight(samples, device),
+        loss_weight=_loss_weight(pieces, device),
         temperature=torch.from_numpy(temperature).to(device),
         rollout_logprobs=cat("rollout_logprobs", torch.float32),
         old_logprobs=cat("old_logprobs", torch.float32),
@@ -133,49 +119,65 @@ def pack(
         advantages=cat("advantages", torch.float32),
         returns=cat("returns", torch.float32),
         correction=cat("correction", torch.float32),
-        routed_experts=_routed_experts(samples, device),
-        token_extras=_token_extras(samples, device),
-        model_kwargs=_model_kwargs(samples, device),
+        routed_experts=_routed_experts(pieces, device),
+        token_extras=_token_extras(pieces, device),
+        model_kwargs=_model_kwargs(pieces, device),
         plan_hash=plan_hash,
     )
 
 
-def _loss_weight(samples: Sequence[Sample], device: torch.device | str) -> torch.Tensor:
+def _loss_weight(pieces: Sequence[_Piece], device: torch.device | str) -> torch.Tensor:
     """fp64 weights stay fp64: the equality harness needs them; production writes fp32."""
-    rows = [np.zeros(len(s), np.float32) if s.loss_weight is None else s.loss_weight for s in samples]
+    rows = [
+        np.zeros(p.stop - p.start, np.float32)
+        if p.sample.loss_weight is None
+        else p.sample.loss_weight[p.start : p.stop]
+        for p in pieces
+    ]
     return torch.from_numpy(np.concatenate(rows)).to(device)
 
 
-def _routed_experts(samples: Sequence[Sample], device: torch.device | str) -> torch.Tensor | None:
+def _routed_experts(pieces: Sequence[_Piece], device: torch.device | str) -> torch.Tensor | None:
     """[T, L, K]; rows whose sampler recorded none are filled with -1 (the router runs freely there)."""
-    shapes = {s.routed_experts.shape[1:] for s in samples if s.routed_experts is not None}
+    shapes = {p.sample.routed_experts.shape[1:] for p in pieces if p.sample.routed_experts is not None}
     if not shapes:
         return None
     if len(shapes) > 1:
         raise ValueError(f"routed_experts of one batch have shapes {sorted(shapes)}; a model has one")
     (shape,) = shapes
-    rows = [np.full((len(s), *shape), -1, np.int16) if s.routed_experts is None else s.routed_experts for s in samples]
+    rows = [
+        np.full((p.stop - p.start, *shape), -1, np.int16)
+        if p.sample.routed_experts is None
+        else p.sample.routed_experts[p.start : p.stop]
+        for p in pieces
+    ]
     return torch.from_numpy(np.concatenate(rows)).to(device)
 
 
-def _token_extras(samples: Sequence[Sample], device: torch.device | str) -> dict[str, torch.Tensor]:
-    names = sorted({name for s in samples for name in s.token_extras})
+def _token_extras(pieces: Sequence[_Piece], device: torch.device | str) -> dict[str, torch.Tensor]:
+    names = sorted({name for p in pieces for name in p.sample.token_extras})
     out = {}
     for name in names:
-        known = next(s.token_extras[name] for s in samples if name in s.token_extras)
+        known = next(p.sample.token_extras[name] for p in pieces if name in p.sample.token_extras)
         fill = EXTRA_FILLS.get(name, 0)
-        rows = [s.token_extras.get(name, np.full((len(s), *known.shape[1:]), fill, known.dtype)) for s in samples]
+        rows = [
+            p.sample.token_extras[name][p.start : p.stop]
+            if name in p.sample.token_extras
+            else np.full((p.stop - p.start, *known.shape[1:]), fill, known.dtype)
+            for p in pieces
+        ]
         out[name] = torch.from_numpy(np.concatenate(rows)).to(device)
     return out
 
 
-def _model_kwargs(samples: Sequence[Sample], device: torch.device | str) -> dict[str, torch.Tensor]:
+def _model_kwargs(pieces: Sequence[_Piece], device: torch.device | str) -> dict[str, torch.Tensor]:
     """Processor outputs of all media, in the order their spans stand in the pack."""
     parts: dict[str, list[np.ndarray]] = {}
-    for s in samples:
-        for media_id, _, _ in sorted(s.media_spans, key=lambda span: span[1]):
-            for name, array in s.media[media_id].outputs.items():
-                parts.setdefault(name, []).append(array)
+    for p in pieces:
+        for media_id, start, _ in sorted(p.sample.media_spans, key=lambda span: span[1]):
+            if p.start <= start < p.stop:
+                for name, array in p.sample.media[media_id].outputs.items():
+                    parts.setdefault(name, []).append(array)
     return {name: torch.from_numpy(np.concatenate(arrays)).to(device) for name, arrays in parts.items()}
 
 
@@ -186,8 +188,11 @@ def _dummy(device: torch.device | str, plan_hash: str) -> Batch:
         tokens=torch.zeros(n, dtype=torch.int64, device=device),
         cu_seqlens=torch.tensor([0, n], dtype=torch.int32),
         position_ids=torch.arange(n, device=device),
+        previous=torch.zeros(n, dtype=torch.int64, device=device),
         sample_index=torch.zeros(n, dtype=torch.int32, device=device),
         rows=[-1],
+        parents=[-1],
+        offsets=[0],
         mask=torch.zeros(n, dtype=torch.bool, device=device),
         loss_weight=zeros,
         temperature=zeros + 1,

@@ -8,7 +8,6 @@ or head. Usable for each later layout: give it another mesh shape or train confi
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,49 +19,6 @@ from meshrl.parallel.fsdp import whole
 from meshrl.parallel.mesh import build_mesh, resolve_shape
 from meshrl.train.engine import TrainEngine
 from meshrl.train.packing import pack
-
-
-def random_samples(seed: int, lengths: Sequence[int], vocab: int = 64, groups: int = 3) -> list[Sample]:
-    """Samples with random masks, advantages and logprobs; every other array a loss may read is filled too.
-    A length below 0 makes an all-masked row of that many tokens."""
-    rng = np.random.default_rng(seed)
-    out = []
-    for i, n in enumerate(lengths):
-        masked, n = n < 0, abs(n)
-        mask = rng.random(n) < 0.7
-        mask[0] = False
-        mask[-1] = True
-        if masked:
-            mask[:] = False
-        out.append(
-            Sample(
-                trajectory_id=f"t{i}",
-                group_id=f"g{i % groups}",
-                row=0,
-                prefix_len=1,
-                tokens=rng.integers(0, vocab, n).astype(np.int32),
-                mask=mask,
-                turn=np.where(mask, 0, -1).astype(np.int16),
-                rollout_logprobs=np.where(mask, -rng.random(n) * 4, np.nan).astype(np.float32),
-                versions=np.where(mask, 0, -1).astype(np.int32),
-                rewards=np.zeros(n, np.float32),
-                temperature=float(rng.choice([0.6, 1.0, 1.3])),
-                reward=float(rng.random()),
-                old_logprobs=np.where(mask, -rng.random(n) * 4, np.nan).astype(np.float32),
-                ref_logprobs=np.where(mask, -rng.random(n) * 4, np.nan).astype(np.float32),
-                advantages=np.where(mask, rng.standard_normal(n), 0).astype(np.float32),
-                loss_weight=np.zeros(n),
-            )
-        )
-    return out
-
-
-def weigh(samples: list[Sample]) -> list[Sample]:
-    """Token-mean weights in fp64."""
-    total = sum(int(s.mask.sum()) for s in samples)
-    for s in samples:
-        s.loss_weight = np.where(s.mask, 1.0 / total, 0.0)
-    return samples
 
 
 def engine_over(
@@ -133,7 +89,8 @@ def norm_of(grads: dict[str, np.ndarray]) -> float:
 def worst(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> tuple[float, str]:
     """The largest distance of a tensor, relative to its norm, and its name (elementwise comparison fails on noise)."""
     assert got.keys() == want.keys()
-    return max((float(np.linalg.norm(got[n] - want[n]) / np.linalg.norm(want[n])), n) for n in want)
+    distances = [(float(np.linalg.norm(got[n] - want[n]) / np.linalg.norm(want[n])), n) for n in want]
+    return max((math.inf if math.isnan(d) else d, n) for d, n in distances)  # a NaN would hide in max
 
 
 def random_partition(rng: np.random.Generator, num_rows: int, world: int, micro: int) -> list[list[list[int]]]:

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import engine_over, random_samples, weigh
+from harness import engine_over
 from tiny_models import tiny_qwen2
+from tiny_samples import random_samples, weigh
 
 from meshrl.agent.flatten import flatten
 from meshrl.algo.losses import make_policy_loss
@@ -17,7 +18,8 @@ from meshrl.core.types import Metric, Prompt, Request, SamplingParams, Trajector
 from meshrl.model.causal import CausalModel
 from meshrl.monitor.metrics import divide, merge
 from meshrl.rollout.embedded.engine import EmbeddedEngine
-from meshrl.train.packing import make_plan, pack
+from meshrl.train.packing import pack
+from meshrl.train.plan import make_plan
 
 LENGTHS = [12, 3, 40, 7, 7, 21, 2, 30]
 

@@ -8,13 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import engine_over, norm_of, random_samples, unsharded, weigh
+from harness import engine_over, norm_of, unsharded
 from tiny_models import tiny_qwen2
+from tiny_samples import random_samples, weigh
 
 from meshrl.algo.losses import sft_loss
 from meshrl.parallel.fsdp import local_shard, whole
 from meshrl.train.engine import TrainEngine
-from meshrl.train.packing import make_plan, pack
+from meshrl.train.packing import pack
+from meshrl.train.plan import make_plan
 
 LENGTHS = [12, 3, 40, 7, 7, 21, 2, 30]
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from harness import engine_over, random_samples
+from harness import engine_over
 from tiny_models import tiny_qwen2
+from tiny_samples import random_samples
 
 from meshrl.cluster.actors import RankWorker
 from meshrl.cluster.executor import WorkerSpec
 from meshrl.config.model import ModelConfig
 from meshrl.config.train import TrainConfig
-from meshrl.train.packing import make_plan
+from meshrl.train.plan import make_plan
 
 LENGTHS = [12, 3, 40, 7]
 

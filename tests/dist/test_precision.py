@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from harness import engine_over, random_samples, weigh
+from harness import engine_over
 from tiny_models import tiny_qwen2
+from tiny_samples import random_samples, weigh
 
 from meshrl.algo.losses import sft_loss
 from meshrl.config.model import ModelConfig
@@ -163,9 +164,7 @@ def _tied_in_two_groups(rank: int, world: int) -> str:
     mesh = build_mesh((1, world, 1, 1), "cpu")
     groups = [model.lm.model.embed_tokens, *model.layers]
     with pytest.raises(ValueError, match="shared with a parameter already managed") as error:
-        shard_model(
-            model, groups, data_parallel_mesh(mesh), compute_dtype=torch.float32, reshard_after_forward=True
-        )
+        shard_model(model, groups, data_parallel_mesh(mesh), compute_dtype=torch.float32, reshard_after_forward=True)
         _step(TrainEngine(model, mesh, TrainConfig(), torch.float32, "policy"), rank)
     return str(error.value)
 

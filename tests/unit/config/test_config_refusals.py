@@ -1,6 +1,7 @@
 """P30: everything that can be known to be wrong is refused before torch is imported, in words that help."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,11 @@ BAD: list[tuple[str, list[str]]] = [
     ("train.scheduler.min_lr_ratio=0.1", ["no effect", "constant"]),
     ("data.eval_path=null loop.eval_samples=4", ["no effect", "data.eval_path is null"]),
     ("data.eval_path=null data.eval_limit=4", ["no effect", "data.eval_path is null"]),
+    ("data.eval_path=null data.eval_split=test", ["no effect", "data.eval_path is null"]),
+    ("data.shuffle_buffer_rows=64", ["no effect", "data.streaming is false"]),
+    ("data.eval_path=null loop.save_best=false", ["no effect", "data.eval_path is null"]),
+    ("monitor.wandb_project=maths", ["no effect", "monitor.sinks has no wandb"]),
+    ("monitor.sinks=[wanb]", ["monitor.sinks", "list of tensorboard | wandb"]),
     # the KL that holds nothing back (P6)
     ("algo.kl={coef: 0.1, estimator: k1}", ["zero mean gradient", "place: reward"]),
     # names
@@ -174,6 +180,16 @@ def test_the_table_tries_every_key_whose_mechanism_is_missing_and_every_key_with
     config = load_run_config(good, ["algo.advantage=rloo", "data.eval_path=null"]).config
     for key in [*ONLY, *unused(config)]:
         assert f"{key}=" in tried, f"no row of the table refuses {key}"
+
+
+@pytest.mark.parametrize("sink", ["tensorboard", "wandb"])
+def test_a_sink_that_is_not_installed_is_refused_before_anything_starts(
+    good: Path, sink: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(sys.modules, sink, None)  # Python's own way of saying that a module can't be had
+    message = _words(good, [f"monitor.sinks=[{sink}]"])
+    assert "1 problem" in message and f"pip install {sink}" in message
+    load_run_config(good, [f"monitor.sinks=[{sink}]"], KNOWN, purpose="eval")  # an evaluation only prints
 
 
 SFT_BAD: list[tuple[str, list[str]]] = [

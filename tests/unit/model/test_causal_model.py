@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from tiny_models import FAMILIES, tiny_lm, tiny_qwen2
+from tiny_samples import random_samples
 
 from meshrl.core.errors import ConfigError
 from meshrl.model import attention
 from meshrl.model.attention import PackedAttention
 from meshrl.model.causal import CausalModel
 from meshrl.model.load import cast_parameters, load_causal_lm, tied_names
+from meshrl.train.packing import pack
 
 CPU = torch.device("cpu")
 
@@ -39,11 +41,13 @@ def test_the_logprob_of_a_token_is_read_one_place_before_it():
     model = CausalModel(lm)
 
     def score(row: list[int]) -> torch.Tensor:
-        scored = torch.arange(1, len(row))
-        context = PackedAttention([0, len(row)], CPU)
-        ones = torch.ones(len(scored))
+        (sample,) = random_samples(0, [len(row)])
+        sample.tokens[:] = row
+        batch, scored = pack([sample], [0]), torch.arange(1, len(row))
+        context = PackedAttention(batch.cu_seqlens.tolist(), CPU, batch.parents)
+        previous, ones = batch.previous[scored], torch.ones(len(scored))
         with torch.no_grad():
-            return model(torch.tensor(row), torch.arange(len(row)), context, scored, ones, 4, False, {})[0]
+            return model(batch.tokens, batch.position_ids, context, scored, previous, ones, 4, False, {})[0]
 
     assert torch.equal(score([3, 4, 5, 6, 7]), torch.zeros(4))
     wrong = score([3, 4, 9, 10, 7])

@@ -63,7 +63,9 @@ def test_wild_lengths_take_several_buckets_of_every_kind():
 
 def test_empty_rows_take_no_part():
     q, k, v = _qkv(8)
-    with_gaps, without = (PackedAttention(cu, CPU).attend(0, q, k, v, How(0.3)) for cu in ([0, 0, 3, 3, 8, 8], [0, 3, 8]))
+    with_gaps, without = (
+        PackedAttention(cu, CPU).attend(0, q, k, v, How(0.3)) for cu in ([0, 0, 3, 3, 8, 8], [0, 3, 8])
+    )
     assert torch.equal(with_gaps, without)
 
 
@@ -118,6 +120,7 @@ def _score(model: CausalModel, rows: list[torch.Tensor]) -> list[torch.Tensor]:
             torch.cat([torch.arange(n) for n in lengths]),
             PackedAttention(cu, CPU),
             scored,
+            scored - 1,
             torch.ones(len(scored)),
             64,
             False,

@@ -66,7 +66,9 @@ def test_gradients_are_scaled_to_the_norm_and_the_norm_before_is_returned(max_no
     model = _model()
     model[0].bias.grad[0], model[1].weight.grad[1] = 3.0, 4.0
     assert clip_gradients(model, max_norm) == pytest.approx(5.0)
-    assert [float(model[0].bias.grad[0]), float(model[1].weight.grad[1])] == pytest.approx([3 * scale, 4 * scale], rel=1e-5)
+    assert [float(model[0].bias.grad[0]), float(model[1].weight.grad[1])] == pytest.approx(
+        [3 * scale, 4 * scale], rel=1e-5
+    )
 
 
 def test_a_norm_that_is_no_number_scales_nothing():

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshrl.core.types import Media, Sample
-from meshrl.train.packing import make_plan, pack, row_cost
+from meshrl.train.packing import pack
+from meshrl.train.plan import make_plan, row_cost
 
 LENGTHS = st.lists(st.one_of(st.integers(1, 40), st.integers(1, 4000)), max_size=60)
 
@@ -132,7 +133,9 @@ def test_media_come_in_the_order_their_spans_stand():
     """P23: a vision model takes pixels by place, not by name."""
 
     def media(value: float) -> Media:
-        return Media(kind="image", digest=str(value), source="", outputs={"pixel_values": np.full((1, 2), value)}, num_tokens=1)
+        return Media(
+            kind="image", digest=str(value), source="", outputs={"pixel_values": np.full((1, 2), value)}, num_tokens=1
+        )
 
     first = _sample(4, media={"a": media(1), "b": media(2)}, media_spans=[("a", 2, 1), ("b", 1, 1)])
     second = _sample(4, media={"c": media(3)}, media_spans=[("c", 0, 1)])

@@ -1,0 +1,157 @@
+"""Checks of the data: that what the paths name is there, and that it has the columns and splits that are named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from meshrl.config.data_files import Kind, kind_of, look
+from meshrl.config.places import DOTTED_PATH, can_be_imported, find
+from meshrl.config.run import RunConfig, SftRunConfig
+from meshrl.config.source import Problem
+from meshrl.config.task import DataConfig
+from meshrl.core.errors import DataError
+
+if TYPE_CHECKING:
+    from meshrl.config.check import Case
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Table:
+    """The keys of one path and what stands under them. columns: key -> the column it names."""
+
+    path: str
+    split_key: str | None
+    split: str | None
+    format: str
+    columns: dict[str, str | None]
+
+
+def data_problems(case: Case, config: RunConfig) -> Iterator[Problem]:
+    """What is wrong with data.*: of the training rows only where they are read, so that an evaluation needs none."""
+    data = config.data
+    kinds: dict[str, Kind] = {}
+    if case.purpose == "train":
+        yield from _one_of_path_and_sources(data)
+        for table in _training_tables(data):
+            yield from _table_problems(case, table, kinds)
+    if data.eval_path is not None:
+        table = _Table(
+            path="data.eval_path",
+            split_key="data.eval_split",
+            split=data.eval_split,
+            format=data.format,
+            columns=_columns(data),
+        )
+        yield from _table_problems(case, table, kinds)
+    yield from _subsets(data, kinds)
+    yield from _maps(data)
+    if data.streaming and data.shuffle and data.shuffle_buffer_rows < config.loop.prompts_per_step:
+        yield Problem(
+            ("data.shuffle_buffer_rows", "loop.prompts_per_step"),
+            "the buffer holds fewer rows than one step draws, so hardly anything would be shuffled. Raise it: its rows "
+            "are what memory has to hold.",
+        )
+
+
+def sft_problems(case: Case, config: SftRunConfig) -> Iterator[Problem]:
+    """What is wrong with sft.path."""
+    columns: dict[str, str | None] = {"sft.messages": config.sft.messages}
+    table = _Table(path="sft.path", split_key=None, split=None, format="auto", columns=columns)
+    yield from _table_problems(case, table, {})
+
+
+def unused_data_keys(data: DataConfig) -> dict[str, str]:
+    """Keys of data.* that the others leave without effect -> why."""
+    found: dict[str, str] = {}
+    if data.sources:
+        found["data.split"] = "each of data.sources names its own"
+        if data.eval_path is None:
+            found["data.subset"] = found["data.format"] = "each of data.sources names its own"
+    if data.map is not None:
+        found["data.prompt"] = found["data.answer"] = "data.map makes the prompt of each row"
+    if not data.streaming or not data.shuffle:
+        found["data.shuffle_buffer_rows"] = f"data.{'shuffle' if data.streaming else 'streaming'} is false"
+    if data.eval_path is None:
+        found["data.eval_split"] = found["data.eval_limit"] = "data.eval_path is null"
+    return found
+
+
+def _one_of_path_and_sources(data: DataConfig) -> Iterator[Problem]:
+    if data.path is not None and data.sources:
+        yield Problem(("data.path", "data.sources"), "give one of the two: a single set, or a mixture of sources.")
+    if data.path is None and not data.sources:
+        yield Problem(("data.path",), "training needs rows: give a path, or a mixture as data.sources.")
+    for name in data.sources:
+        if not name.isidentifier():
+            yield Problem(("data.sources",), f"the name {name!r} must be one word of letters, digits and underscores.")
+
+
+def _training_tables(data: DataConfig) -> Iterator[_Table]:
+    if data.path is not None:
+        yield _Table(
+            path="data.path", split_key="data.split", split=data.split, format=data.format, columns=_columns(data)
+        )
+    for name, source in data.sources.items():
+        key = f"data.sources.{name}"
+        own = {f"{key}.{column}": value for column in ("prompt", "answer") if (value := getattr(source, column))}
+        inherited = {f"data.{c}": v for c in ("prompt", "answer") if not getattr(source, c) and (v := getattr(data, c))}
+        columns: dict[str, Any] = {} if source.map or data.map else own | inherited
+        yield _Table(
+            path=f"{key}.path", split_key=f"{key}.split", split=source.split, format=source.format, columns=columns
+        )
+
+
+def _columns(data: DataConfig) -> dict[str, str | None]:
+    return {} if data.map else {"data.prompt": data.prompt, "data.answer": data.answer}
+
+
+def _table_problems(case: Case, table: _Table, kinds: dict[str, Kind]) -> Iterator[Problem]:
+    """Notes the table's kind in `kinds`, where there is one."""
+    given = case.given[table.path]
+    path, places = find(given, case.folder)
+    try:
+        kind = kinds[table.path] = kind_of(path or given.value, table.format)
+        if table.split is not None and table.split_key and kind in ("jsonl", "parquet"):
+            text = f"would have no effect: only Hugging Face sets have splits, and this is {kind}. Remove it."
+            yield Problem((table.split_key, table.path), text)
+        if kind == "hub" or path is None:
+            return  # only the hub knows
+        seen = look(path, kind, table.split)
+    except DataError as e:
+        looked = f"; looked for {' and '.join(str(place) for place in places)}" if path is None else ""
+        yield Problem((table.path,), f"{e}{looked}.")
+        return
+    for key, name in table.columns.items():
+        if name is not None and name not in seen.columns:
+            there = ", ".join(repr(column) for column in seen.columns)
+            yield Problem((key, table.path), f"no column {name!r} in the file; it has {there}.")
+
+
+def _subsets(data: DataConfig, kinds: dict[str, Kind]) -> Iterator[Problem]:
+    why = "would have no effect: only sets on the Hugging Face hub have subsets. Remove it."
+    served = {kinds[key] for key in ("data.path", "data.eval_path") if key in kinds}
+    if data.subset is not None and served and "hub" not in served:
+        yield Problem(("data.subset",), why)
+    for name, source in data.sources.items():
+        if source.subset is not None and kinds.get(f"data.sources.{name}.path", "hub") != "hub":
+            yield Problem((f"data.sources.{name}.subset", f"data.sources.{name}.path"), why)
+
+
+def _maps(data: DataConfig) -> Iterator[Problem]:
+    named = {"data.map": data.map}
+    for name, source in data.sources.items():
+        key = f"data.sources.{name}"
+        named[f"{key}.map"] = source.map
+        for column in ("prompt", "answer"):
+            if (source.map or data.map) and getattr(source, column) is not None:
+                by = f"{key}.map" if source.map else "data.map"
+                yield Problem((f"{key}.{column}", by), "would have no effect: the map makes the prompt of each row.")
+    for key, function in named.items():
+        if function is None:
+            continue
+        if not DOTTED_PATH.fullmatch(function):
+            yield Problem((key,), "must be a function as package.module:name; it gets a row and returns a prompt.")
+        elif not can_be_imported(function.partition(":")[0]):
+            yield Problem((key,), "no such module, neither installed nor in the working folder.")

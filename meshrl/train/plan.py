@@ -1,0 +1,158 @@
+"""The packing plan: which row goes to which rank and micro-batch. Made by the controller from lengths alone, so no
+collective is needed; ranks compare its hash (P25).
+
+A group's rows share their prompt, which a micro-batch computes once; so a group stays together unless balance or the
+token budget forbids it, and where it is split each part pays for the prompt again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+QUADRATIC_TOKENS = 4096.0  # length at which a row's attention costs as much as the rest of the model
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """micro_batches[rank][m] = indices of the rows in that micro-batch; [] is a dummy. Every rank has equally many.
+
+    Example, 3 rows on 2 ranks: micro_batches = (((0,),), ((1, 2),)).
+    """
+
+    micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
+    hash: str
+
+    def rows(self, rank: int) -> list[int]:
+        """All row indices of one rank, in order."""
+        return [i for micro in self.micro_batches[rank] for i in micro]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What the plan knows of a row: tokens, and the group whose first prefix tokens it shares (prefix 0: none)."""
+
+    length: int
+    group: int
+    prefix: int = 0
+
+
+def row_cost(length: int) -> float:
+    """Relative compute of a row: a linear term and attention's quadratic one."""
+    return length * (1.0 + length / QUADRATIC_TOKENS)
+
+
+@dataclass(slots=True)
+class _Bin:
+    """A rank, or a micro-batch, while it is filled."""
+
+    cost: float = 0.0
+    tokens: int = 0
+    rows: list[int] = field(default_factory=list)
+    groups: Counter[int] = field(default_factory=Counter)
+
+    def added(self, row: Row) -> tuple[float, int]:
+        """Cost and tokens that this row would add: its prompt only if it is not here yet."""
+        here = row.prefix if self.groups[row.group] else 0
+        return row_cost(row.length) - row_cost(here), row.length - here
+
+    def freed(self, row: Row) -> float:
+        """Cost that would go with this row."""
+        return row_cost(row.length) - (row_cost(row.prefix) if self.groups[row.group] > 1 else 0.0)
+
+    def add(self, i: int, row: Row) -> None:
+        cost, tokens = self.added(row)
+        self.cost += cost
+        self.tokens += tokens
+        self.rows.append(i)
+        self.groups[row.group] += 1
+
+    def remove(self, i: int, row: Row) -> None:
+        self.cost -= self.freed(row)
+        self.tokens -= row.length - (row.prefix if self.groups[row.group] > 1 else 0)
+        self.rows.remove(i)
+        self.groups[row.group] -= 1
+
+
+def make_plan(
+    lengths: Sequence[int],
+    num_ranks: int,
+    max_tokens: int,
+    groups: Sequence[int] | None = None,
+    prefixes: Sequence[int] | None = None,
+) -> Plan:
+    """Spread rows over ranks by cost, then over micro-batches of at most max_tokens (a longer row stands alone).
+
+    groups, prefixes: of each row, the group it shares a prompt with and the prompt's length; without them every row
+    is its own. A pure function of its arguments: same arguments, same plan, on any machine.
+    """
+    if groups is None or prefixes is None:
+        rows = [Row(n, i) for i, n in enumerate(lengths)]
+    else:
+        rows = [Row(n, g, min(p, n - 1)) for n, g, p in zip(lengths, groups, prefixes, strict=True)]
+    bins = _spread(rows, num_ranks)
+    ranks = [b.rows for b in bins]
+    count = max(1, *(_fewest(rows, b, max_tokens) for b in bins))
+    while any(_fill(rows, members, count, max_tokens) is None for members in ranks):
+        count += 1
+    filled = tuple(_fill(rows, members, count, max_tokens) for members in ranks)
+    facts = [[[r.length, r.group, r.prefix] for r in rows], num_ranks, max_tokens, filled]
+    return Plan(filled, hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16])  # type: ignore[arg-type]
+
+
+def _fewest(rows: Sequence[Row], b: _Bin, max_tokens: int) -> int:
+    """No packing of this rank's rows has fewer micro-batches: rows above the budget stand alone."""
+    giants = [rows[i].length for i in b.rows if rows[i].length > max_tokens]
+    return len(giants) + -(-max(0, b.tokens - sum(giants)) // max_tokens)
+
+
+def _by_group(rows: Sequence[Row], members: Sequence[int]) -> list[list[int]]:
+    """The members' groups, the costliest first; inside a group the longest row first."""
+    groups: dict[int, list[int]] = {}
+    for i in sorted(members, key=lambda i: (-rows[i].length, i)):
+        groups.setdefault(rows[i].group, []).append(i)
+    return sorted(groups.values(), key=lambda g: (-_alone(rows, g), g[0]))
+
+
+def _alone(rows: Sequence[Row], group: Sequence[int]) -> float:
+    """Cost of a group in a bin of its own."""
+    b = _Bin()
+    for i in group:
+        b.add(i, rows[i])
+    return b.cost
+
+
+def _spread(rows: Sequence[Row], num_bins: int) -> list[_Bin]:
+    """Whole groups, the costliest first, to the least loaded bin; then single rows move until that stops helping."""
+    bins = [_Bin() for _ in range(num_bins)]
+    for group in _by_group(rows, range(len(rows))):
+        b = min(bins, key=lambda b: b.cost)
+        for i in group:
+            b.add(i, rows[i])
+    for _ in range(len(rows)):
+        high, low = max(bins, key=lambda b: b.cost), min(bins, key=lambda b: b.cost)
+        moves = [(max(high.cost - high.freed(rows[i]), low.cost + low.added(rows[i])[0]), i) for i in high.rows]
+        if not moves or min(moves)[0] >= 0.999 * high.cost:
+            break
+        _, i = min(moves)
+        high.remove(i, rows[i])
+        low.add(i, rows[i])
+    return bins
+
+
+def _fill(
+    rows: Sequence[Row], members: Sequence[int], count: int, max_tokens: int
+) -> tuple[tuple[int, ...], ...] | None:
+    """Members into `count` micro-batches of even cost under the token budget; None when they don't fit."""
+    bins = [_Bin() for _ in range(count)]
+    for group in _by_group(rows, members):
+        for i in group:
+            row = rows[i]
+            fitting = [b for b in bins if not b.tokens or b.tokens + b.added(row)[1] <= max_tokens]
+            if not fitting:
+                return None
+            min(fitting, key=lambda b: (not b.groups[row.group], b.cost)).add(i, row)
+    return tuple(tuple(sorted(b.rows)) for b in bins)

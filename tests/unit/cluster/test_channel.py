@@ -1,0 +1,116 @@
+"""The channel between controller and ranks: any Python object, arrays by shared memory."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from meshrl.cluster import channel
+from meshrl.core.types import Request
+
+BIG = 1 << 17  # bytes: travels by memory
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    a, b = socket.socketpair()
+    with a, b:
+        yield a, b
+
+
+def _over(pair: tuple[socket.socket, socket.socket], *objects: Any) -> list[Any]:
+    """Send from another thread, as a socket holds less than a frame."""
+    sender = threading.Thread(target=lambda: [channel.send(pair[0], obj) for obj in objects])
+    sender.start()
+    got = [channel.receive(pair[1]) for _ in objects]
+    sender.join(10)
+    assert not sender.is_alive()
+    return got
+
+
+@pytest.mark.parametrize(
+    "obj",
+    [
+        None,
+        {"a": [1, 2.5, "text", b"bytes"], "b": (None, True)},
+        Request(id="r", context_ids=np.arange(5, dtype=np.int32)),
+        "x" * 3_000_000,
+    ],
+    ids=["none", "plain", "record", "long text"],
+)
+def test_objects_come_back_equal(pair, obj):
+    (got,) = _over(pair, obj)
+    assert repr(got) == repr(obj)
+
+
+@pytest.mark.parametrize("nbytes", [0, 8, (1 << 16) - 8, 1 << 16, BIG, 5_000_000])
+def test_arrays_of_every_size_come_back_to_the_bit_and_writable(pair, nbytes):
+    sent = np.random.default_rng(0).standard_normal(nbytes // 8)
+    ((got, again),) = _over(pair, (sent, sent))
+    assert got.dtype == sent.dtype and np.array_equal(got, sent) and np.array_equal(again, sent)
+    got[:] = 1  # a copy of this process: the sender's array is its own
+    assert nbytes == 0 or not np.array_equal(sent, got)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [lambda a: a[::2], lambda a: a.T, lambda a: a[:, 3:], lambda a: a[::-1], lambda a: np.asfortranarray(a)],
+    ids=["strided", "transposed", "columns", "reversed", "fortran"],
+)
+def test_arrays_that_are_not_contiguous_come_back_equal(pair, view):
+    sent = view(np.arange(BIG // 2, dtype=np.float64).reshape(256, -1))
+    (got,) = _over(pair, {"x": sent})
+    assert got["x"].shape == sent.shape and np.array_equal(got["x"], sent)
+
+
+def test_read_only_arrays_and_several_of_them_keep_their_order(pair):
+    arrays = [np.full(BIG + i, i, np.uint8) for i in range(5)]
+    for a in arrays:
+        a.flags.writeable = False
+    (got,) = _over(pair, arrays)
+    assert all(np.array_equal(a, b) for a, b in zip(arrays, got, strict=True))
+
+
+def test_many_frames_stay_apart(pair):
+    frames = [{"i": i, "x": np.full(i * 1000, i, np.float32)} for i in range(100)]
+    for sent, got in zip(frames, _over(pair, *frames), strict=True):
+        assert got["i"] == sent["i"] and np.array_equal(got["x"], sent["x"])
+
+
+def test_no_descriptor_and_no_name_is_left_behind(pair):
+    """P32: two hundred sends, each with its own memory."""
+    process, folder = psutil.Process(), "/dev/shm" if os.path.isdir("/dev/shm") else None
+    before, names = process.num_fds(), set(os.listdir(folder)) if folder else set()
+    for _ in range(4):
+        _over(pair, *[np.zeros(BIG, np.uint8)] * 50)
+    assert process.num_fds() == before
+    assert not folder or not {n for n in set(os.listdir(folder)) - names if n.startswith("tmp")}
+
+
+def test_the_other_sides_end_is_told_from_a_broken_frame(pair):
+    a, b = pair
+    channel.send(a, "last words")
+    a.close()
+    assert channel.receive(b) == "last words"
+    with pytest.raises(EOFError, match=r"closed the channel$"):
+        channel.receive(b)
+
+
+@pytest.mark.parametrize("cut", [5, 16, 40])
+def test_an_end_in_the_middle_of_a_frame_is_an_end(pair, cut):
+    a, b = pair
+    c, d = socket.socketpair()
+    with c, d:
+        channel.send(c, list(range(100)))
+        whole = d.recv(1 << 16)
+    a.sendall(whole[:cut])
+    a.close()
+    with pytest.raises(EOFError, match="in the middle of a frame"):
+        channel.receive(b)

@@ -1,0 +1,274 @@
+"""One process a rank: answers, failures that name rank and phase, and nobody left behind (P26, P31).
+
+The deeds below run inside the ranks: an executor calls any module-level function that takes the RankWorker first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from tiny_models import tiny_qwen2
+from tiny_samples import random_samples, weigh
+
+from meshrl.algo.losses import sft_loss
+from meshrl.cluster import processes
+from meshrl.cluster.actors import RankWorker
+from meshrl.cluster.executor import WorkerSpec
+from meshrl.cluster.groups import TrainGroup
+from meshrl.cluster.inline import InlineExecutor
+from meshrl.cluster.processes import ProcessExecutor
+from meshrl.config.model import ModelConfig
+from meshrl.config.train import TrainConfig
+from meshrl.core.errors import ConfigError, RankFailure, SyncError
+
+
+def _specs(count: int, *, train: bool = False, folder: Path = Path("unused"), timeout_s: float = 60.0):
+    """Ranks that train a tiny model, or ranks that hold nothing and start in the time torch takes."""
+    return [
+        WorkerSpec(
+            rank=rank,
+            num_train_ranks=count if train else 0,
+            num_rollout_ranks=0 if train else count,
+            model=ModelConfig(path=str(folder), dtype="float32"),
+            train=TrainConfig(activation_checkpointing=False),
+            rollout=None,
+            reference=False,
+            stop_token_ids=(),
+            rendezvous=str(folder / "store"),
+            timeout_s=timeout_s,
+        )
+        for rank in range(count)
+    ]
+
+
+def _workers() -> list[psutil.Process]:
+    """Rank processes below this one that still run."""
+    return [
+        p
+        for p in psutil.Process().children(recursive=True)
+        if p.status() != psutil.STATUS_ZOMBIE and "meshrl.cluster.worker" in p.cmdline()
+    ]
+
+
+def _with(specs: Any, body: Callable[[ProcessExecutor], Awaitable[None]]) -> None:
+    """Start, run the body, close; nobody may be left, whatever happened."""
+
+    async def main() -> None:
+        executor = ProcessExecutor(specs)
+        try:
+            await executor.start()
+            assert len(_workers()) == len(specs)
+            await body(executor)
+        finally:
+            await executor.close()
+
+    try:
+        asyncio.run(main())
+    finally:
+        assert not _workers()
+
+
+# ---- deeds
+
+
+def echo(worker: RankWorker, value: Any) -> tuple[int, int, Any]:
+    return worker.spec.rank, os.getpid(), value
+
+
+def remember(worker: RankWorker, value: int) -> list[int]:
+    worker.seen = [*getattr(worker, "seen", []), value]
+    return worker.seen
+
+
+async def meet(worker: RankWorker, mine: int, other: int) -> int:
+    """Ends only when the other meeting has begun: tasks interleave in a rank."""
+    worker.here = {*getattr(worker, "here", set()), mine}
+    while other not in worker.here:
+        await asyncio.sleep(0)
+    return mine
+
+
+class Unpicklable(Exception):
+    def __init__(self) -> None:
+        super().__init__("can't travel")
+        self.lock = __import__("threading").Lock()
+
+
+def misbehave(worker: RankWorker, how: str) -> None:
+    """One way to go wrong in the middle of a phase."""
+    if how == "raise":
+        raise KeyError("no such row")
+    if how == "unpicklable":
+        raise Unpicklable
+    if how == "meshrl":
+        raise SyncError("version 3 was not sent")
+    if how == "sleep":
+        time.sleep(600)
+    os.kill(os.getpid(), getattr(signal, how))
+    time.sleep(600)
+
+
+def join(worker: RankWorker, store: str, world: int) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=worker.spec.rank, world_size=world)
+
+
+def meet_or_misbehave(worker: RankWorker, culprit: int, how: str) -> None:
+    """A collective that one rank never joins."""
+    import torch.distributed as dist
+
+    if worker.spec.rank == culprit:
+        misbehave(worker, how)
+    dist.barrier()
+
+
+# ---- tests
+
+
+def test_answers_come_back_in_order_and_coroutines_interleave():
+    async def body(executor: ProcessExecutor) -> None:
+        both = await asyncio.gather(*(executor.call(rank, echo, {"x": rank}) for rank in (0, 1)))
+        assert [(rank, value) for rank, _, value in both] == [(0, {"x": 0}), (1, {"x": 1})]
+        assert len({pid for _, pid, _ in both} | {os.getpid()}) == 3
+        seen = await asyncio.gather(*(executor.call(0, remember, i) for i in range(20)))
+        assert seen[-1] == list(range(20)), "calls of one rank start in the order they were made"
+        met = await asyncio.gather(executor.call(0, meet, 1, 2), executor.call(0, meet, 2, 1))
+        assert met == [1, 2]
+        big = np.random.default_rng(0).standard_normal(300_000)
+        answers = await asyncio.gather(*(executor.call(rank, echo, big) for rank in (0, 1, 0, 1)))
+        assert all(np.array_equal(value, big) for _, _, value in answers)
+        with pytest.raises(SyncError, match="version 3 was not sent") as error:
+            await executor.call(1, misbehave, "meshrl")
+        assert "in rank 1, misbehave" in "".join(error.value.__notes__)
+        assert (await executor.call(1, echo, "still there"))[2] == "still there"
+
+    _with(_specs(2), body)
+
+
+def test_a_rank_that_is_busy_when_everything_closes_is_ended(monkeypatch):
+    """P31"""
+    monkeypatch.setattr(processes, "_STOP_GRACE_S", 0.3)
+
+    async def body(executor: ProcessExecutor) -> None:
+        call = asyncio.ensure_future(executor.call(0, misbehave, "sleep"))
+        await asyncio.sleep(0.1)
+        call.cancel()
+
+    _with(_specs(1), body)
+
+
+FAULTS = {
+    "raise": r"(?s)KeyError: 'no such row'.*in misbehave|in misbehave.*KeyError: 'no such row'",
+    "unpicklable": "can't travel",
+    "SIGKILL": "killed by SIGKILL .*lack of memory",
+    "SIGSEGV": "killed by SIGSEGV",
+    "sleep": r"no answer within cluster\.timeout_s = 2 s",
+    "SIGSTOP": r"no answer within cluster\.timeout_s = 2 s",
+}
+
+
+@pytest.mark.parametrize(
+    "how", [pytest.param(h, marks=pytest.mark.slow) if h in ("unpicklable", "SIGSEGV") else h for h in FAULTS]
+)
+def test_a_rank_that_fails_in_a_collective_ends_the_run_and_is_named(how, tmp_path):
+    """P26: the others wait in the collective for ever; they are ended, and no later call is taken."""
+
+    async def body(executor: ProcessExecutor) -> None:
+        store = str(tmp_path / "store")
+        await asyncio.gather(*(executor.call(rank, join, store, 2) for rank in (0, 1)))
+        if how in ("sleep", "SIGSTOP"):  # rank 0 waits for it, and has more time
+            executor.specs = [
+                dataclasses.replace(spec, timeout_s=limit)
+                for spec, limit in zip(executor.specs, (60.0, 2.0), strict=True)
+            ]
+        calls = [asyncio.ensure_future(executor.call(rank, meet_or_misbehave, 1, how)) for rank in (0, 1)]
+        failures = [r for r in await asyncio.gather(*calls, return_exceptions=True) if isinstance(r, RankFailure)]
+        assert len(failures) == 2 and failures[0] is failures[1], "the first failure is everybody's"
+        (failure, _) = failures
+        assert (failure.rank, failure.phase) == (1, "meet_or_misbehave")
+        assert re.search(FAULTS[how], failure.cause), failure.cause
+        with pytest.raises(RankFailure) as later:
+            await executor.call(0, echo, 1)
+        assert later.value is failure
+        for _ in range(100):
+            if not _workers():
+                break
+            await asyncio.sleep(0.1)
+        assert not _workers(), "the failure itself ends all ranks, not only close"
+
+    _with(_specs(2), body)
+
+
+def test_a_training_rank_that_raises_is_named_with_its_traceback(tmp_path):
+    """P26: on a real model, while the other rank waits for its share of a gradient."""
+    tiny_qwen2().save_pretrained(tmp_path)
+
+    async def body(executor: ProcessExecutor) -> None:
+        group = TrainGroup(executor, max_tokens_per_microbatch=40)
+        samples = weigh(random_samples(0, [9, 12, 5, 7]))
+        plan = group.plan(samples)
+        report = await group.forward_backward(samples, plan, sft_loss())
+        assert sum(m.weight for m in report.metrics if m.name == "loss/nll") == sum(s.mask.sum() for s in samples)
+        assert not (await group.optim_step(1e-3)).skipped
+        samples[plan.rows(1)[0]].old_logprobs = np.zeros(3, np.float32)  # of another length than its row
+        with pytest.raises(RankFailure, match="rank 1 failed in phase 'forward_backward'") as error:
+            await group.forward_backward(samples, plan, sft_loss())
+        assert "Traceback" in error.value.cause and "packing.py" in error.value.cause
+
+    _with(_specs(2, train=True, folder=tmp_path), body)
+
+
+def test_a_rank_that_does_not_come_up_is_named(tmp_path):
+    """P26: an error of our own in start is told as itself, with the rank it came from."""
+    with pytest.raises(ConfigError, match=r"no config\.json") as error:
+        _with(_specs(1, train=True, folder=tmp_path), lambda executor: asyncio.sleep(0))
+    assert "in rank 0, start" in "".join(error.value.__notes__)
+
+
+def test_no_rank_outlives_a_controller_that_was_killed():
+    """P31: SIGKILL leaves the controller no time to say anything."""
+    script = """
+        import asyncio, sys
+        sys.path[:0] = {path!r}
+        from meshrl.cluster.processes import ProcessExecutor
+        from test_process_executor import _specs
+
+        async def main():
+            executor = ProcessExecutor(_specs(2))
+            await executor.start()
+            print("up", flush=True)
+            await asyncio.sleep(600)
+
+        asyncio.run(main())
+    """
+    controller = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script).format(path=sys.path)], stdout=subprocess.PIPE, text=True
+    )
+    assert controller.stdout is not None and controller.stdout.readline() == "up\n"
+    ranks = _workers()
+    assert len(ranks) == 2
+    controller.kill()
+    controller.wait()
+    controller.stdout.close()
+    _, alive = psutil.wait_procs(ranks, timeout=10)
+    assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_inline_holds_one_rank_and_says_so():
+    with pytest.raises(ConfigError, match="holds one rank, but 2 were asked for"):
+        InlineExecutor(_specs(2))
