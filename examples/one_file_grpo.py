@@ -191,9 +191,9 @@ def warm_up(model, tokenizer, demonstrations, num_steps):
     optimizer, schedule = make_optimizer(model, SFT_LR, 0.01, num_steps)
     batches = cycle(demonstrations, SFT_ROWS)
     for step in range(1, num_steps + 1):
-        pairs = [(user["content"], assistant["content"]) for user, assistant in (row["messages"] for row in next(batches))]
-        prompt_ids_BL = encode_prompts(tokenizer, [question for question, _ in pairs])
-        answer_ids_BT, mask_BT = encode_answers(tokenizer, [answer for _, answer in pairs])
+        chats_B = [row["messages"] for row in next(batches)]
+        prompt_ids_BL = encode_prompts(tokenizer, [user["content"] for user, _ in chats_B])
+        answer_ids_BT, mask_BT = encode_answers(tokenizer, [assistant["content"] for _, assistant in chats_B])
         loss = -(score(model, prompt_ids_BL, answer_ids_BT) * mask_BT).sum() / mask_BT.sum()
         update(model, optimizer, schedule, loss)
         if step % 100 == 0:
@@ -262,7 +262,7 @@ def main():
         task.make_data(folder, args.seed)
         model = AutoModelForCausalLM.from_pretrained(folder)
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        demonstrations, problems, heldout = (read_rows(folder / f"{name}.jsonl") for name in ("warmup", "train", "heldout"))
+        demonstrations, problems, heldout = (read_rows(folder / f"{n}.jsonl") for n in ("warmup", "train", "heldout"))
     torch.manual_seed(args.seed)
 
     start = time.process_time()

@@ -94,7 +94,8 @@ def make_data(folder, seed):
     rng.shuffle(train)
     rng.shuffle(warmup)
     for name, problems in ("heldout", heldout), ("train", train):
-        write_rows(folder / f"{name}.jsonl", ({"question": f"{a}+{b}", "answer": units_first(a + b)} for a, b in problems))
+        rows = [{"question": f"{a}+{b}", "answer": units_first(a + b)} for a, b in problems]
+        write_rows(folder / f"{name}.jsonl", rows)
     demonstrations = []
     for a, b in warmup:
         answer = a + b if rng.random() < SHARE_OF_CARRIES_DONE_RIGHT else sum_without_carry(a, b)

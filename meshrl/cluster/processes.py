@@ -103,6 +103,12 @@ class ProcessExecutor:
                 channel.send(rank.sock, calls)
             except OSError:
                 return  # the reader sees the end of the socket and says who died
+            except Exception as error:  # an argument that can't be pickled: nobody would ever answer
+                assert self._loop is not None
+                names = ", ".join(method.__name__ for _, method, _ in calls)
+                cause = f"the command could not be sent: {type(error).__name__}: {error}"
+                self._loop.call_soon_threadsafe(self._fail, RankFailure(index, names, cause))
+                return
 
     def _read(self, index: int, rank: _Rank) -> None:
         assert self._loop is not None
@@ -136,6 +142,7 @@ class ProcessExecutor:
                 future.set_exception(error)
             else:
                 self._fail(RankFailure(index, name, text))
+                future.set_exception(self._failure)  # it no longer stands among the pending
 
     def _fail(self, failure: RankFailure) -> None:
         """The first failure wins: everybody who waits gets it, and every rank is ended."""

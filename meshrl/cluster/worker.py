@@ -77,8 +77,17 @@ async def _serve(sock: socket.socket, spec: Any) -> None:
     from meshrl.cluster.actors import RankWorker
 
     server = _Server(sock, RankWorker(spec))
+    server.loop.set_exception_handler(_end_if_broken)
     server.loop.add_reader(sock.fileno(), server.readable)
     await server.done
+
+
+def _end_if_broken(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """A command that can't be read or an answer that can't be sent leaves its caller waiting; the rank's end tells it
+    at once. What was wrong stands on stderr."""
+    loop.default_exception_handler(context)
+    if "handle" in context:  # a callback of the server's own; a task's error has been answered, or is its owner's
+        os._exit(1)
 
 
 def _die_with(parent: int) -> None:

@@ -111,8 +111,9 @@ def _table_problems(case: Case, table: _Table, kinds: dict[str, Kind]) -> Iterat
     """Notes the table's kind in `kinds`, where there is one."""
     given = case.given[table.path]
     path, places = find(given, case.folder)
+    beside = next((place for place in places if place.parent.is_dir()), None)  # a misspelt path there is no hub id
     try:
-        kind = kinds[table.path] = kind_of(path or given.value, table.format)
+        kind = kinds[table.path] = kind_of(path or beside or given.value, table.format)
         if table.split is not None and table.split_key and kind in ("jsonl", "parquet"):
             text = f"would have no effect: only Hugging Face sets have splits, and this is {kind}. Remove it."
             yield Problem((table.split_key, table.path), text)

@@ -1,9 +1,10 @@
-"""Rows of a JSONL file -> Prompts (for RL) and SftRows (for SFT). A bad row is an error that names file and line."""
+"""Rows of a table -> Prompts (for RL) and SftRows (for SFT). A bad row is an error that names file and line."""
 
 from __future__ import annotations
 
+import importlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,12 @@ from typing import Any
 import numpy as np
 
 from meshrl.config.task import DataConfig, SftConfig
-from meshrl.core.errors import DataError
+from meshrl.core.errors import ConfigError, DataError
 from meshrl.core.types import Prompt
 from meshrl.data.chat import Message, render, sft_row
+from meshrl.data.tables import RawRow, Row, Table, open_table
 
-Row = dict[str, Any]
+MAPPED = ("prompt", "messages", "answer", "env", "meta")  # what a data.map function may return
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,105 +29,125 @@ class SftRow:
     mask: np.ndarray
 
 
-def load_rows(path: str | Path, limit: int | None = None) -> list[tuple[int, Row]]:
-    """(line number from 1, row) for each non-blank line of a UTF-8 JSONL file; the first `limit` of them.
+class PromptMaker:
+    """RawRow -> rendered Prompt, as data.{prompt, answer, system, map} say.
 
-    Raises: DataError for a missing or empty file, and for a line that is not UTF-8, not JSON or not an object.
+    tools: schemas of the agent's tools, for templates that put them into the prompt. source: the row's set in a
+    mixture; it begins the prompt's id and is its `env`, so that a reward can tell where a question is from.
+
+    Raises: ConfigError when there is no function data.map.
     """
-    path = Path(path)
-    if not path.is_file():
-        what = "is a folder" if path.is_dir() else "does not exist"
-        raise DataError(f"data file {str(path)!r} {what} (working folder: {Path.cwd()}); give a JSONL file")
-    rows: list[tuple[int, Row]] = []
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if limit is not None and len(rows) == limit:
-                break
-            if line.strip():
-                rows.append((number, _parse_line(line, f"{path}:{number}")))
-    if not rows:
-        raise DataError(f"{path} holds no rows; each line should be one JSON object")
-    return rows
 
+    def __init__(self, cfg: DataConfig, tokenizer: Any, tools: list[dict] | None = None, source: str | None = None):
+        self._cfg, self._tokenizer, self._tools, self._source = cfg, tokenizer, tools, source
+        self._map = None if cfg.map is None else _function(cfg.map)
 
-def _parse_line(line: bytes, where: str) -> Row:
-    try:
-        row = json.loads(line.decode("utf-8-sig"), parse_constant=_refuse_constant)
-    except UnicodeDecodeError as cause:
-        raise DataError(f"{where}: not UTF-8 at byte {cause.start}; save the file as UTF-8") from cause
-    except ValueError as cause:
-        raise DataError(f"{where}: not JSON ({cause}); each line should be one whole JSON object") from cause
-    if not isinstance(row, dict):
-        raise DataError(f"{where}: a JSON {type(row).__name__}; each line should be one JSON object {{column: value}}")
-    return row
+    def __call__(self, raw: RawRow, ordinal: int) -> Prompt:
+        """Raises: DataError for a row that is not as the config says, or that the chat template refuses."""
+        row = self._columns(raw) if self._map is None else self._mapped(raw, self._map)
+        messages = _messages(row["content"], raw.where, row["name"], text_role="user")
+        if self._cfg.system is not None:
+            if messages[0]["role"] == "system":
+                raise DataError(
+                    f"{raw.where}: {row['name']} begins with a system message and data.system is set too; keep one"
+                )
+            messages = [{"role": "system", "content": self._cfg.system}, *messages]
+        prompt = Prompt(
+            id=raw.id if self._source is None else f"{self._source}/{raw.id}",
+            ordinal=ordinal,
+            messages=messages,
+            answer=_plain(row["answer"], "the answer", raw.where),
+            env=row["env"] or self._source or "default",
+            meta={name: _plain(value, f"column {name!r}", raw.where) for name, value in row["meta"].items()},
+        )
+        try:
+            prompt.ids = render(self._tokenizer, messages, tools=self._tools)
+        except DataError as cause:
+            raise DataError(f"{raw.where}: {cause}") from cause
+        prompt.ids.flags.writeable = False
+        return prompt
 
+    def _columns(self, raw: RawRow) -> dict[str, Any]:
+        """Columns other than prompt and answer travel in `meta`."""
+        cfg, answer = self._cfg, None
+        content = _column(raw.data, cfg.prompt, "data.prompt", raw.where)
+        if cfg.answer is not None:
+            answer = _column(raw.data, cfg.answer, "data.answer", raw.where)
+            if answer is None:
+                raise DataError(
+                    f"{raw.where}: column {cfg.answer!r} is null; set data.answer: null if no reward needs a ground "
+                    "truth"
+                )
+        meta = {k: v for k, v in raw.data.items() if k not in (cfg.prompt, cfg.answer)}
+        return {"content": content, "name": f"column {cfg.prompt!r}", "answer": answer, "env": None, "meta": meta}
 
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
-
-
-def prompt_from_row(row: Row, cfg: DataConfig, prompt_id: str, ordinal: int, where: str) -> Prompt:
-    """One row as an unrendered Prompt. Columns other than prompt and answer travel in `meta`.
-
-    Raises: DataError when a column named in the config is missing or holds something else than it should.
-    """
-    content = _column(row, cfg.prompt, "data.prompt", where)
-    messages = _messages(content, where, cfg.prompt, text_role="user")
-    if cfg.system is not None:
-        if messages[0]["role"] == "system":
-            raise DataError(
-                f"{where}: column {cfg.prompt!r} begins with a system message and data.system is set too; keep one"
-            )
-        messages = [{"role": "system", "content": cfg.system}, *messages]
-    answer = None
-    if cfg.answer is not None:
-        answer = _column(row, cfg.answer, "data.answer", where)
-        if answer is None:
-            raise DataError(
-                f"{where}: column {cfg.answer!r} is null; set data.answer: null if no reward needs a ground truth"
-            )
-    meta = {k: v for k, v in row.items() if k not in (cfg.prompt, cfg.answer)}
-    return Prompt(id=prompt_id, ordinal=ordinal, messages=messages, answer=answer, meta=meta)
+    def _mapped(self, raw: RawRow, function: Callable[[Row], Any]) -> dict[str, Any]:
+        told = f"{raw.where}: data.map {self._cfg.map}"
+        wanted = f"it should be a dict of prompt or messages, and maybe {', '.join(MAPPED[2:])}"
+        try:
+            made = function(raw.data)
+        except Exception as error:  # user code: it may raise anything
+            raise DataError(f"{told} raised {type(error).__name__}: {error}") from error
+        if not isinstance(made, dict):
+            raise DataError(f"{told} returned {_shown(made)}; {wanted}")
+        strange = [name for name in made if name not in MAPPED]
+        if strange or ("prompt" in made) == ("messages" in made):
+            raise DataError(f"{told} returned {', '.join(map(repr, made)) or 'nothing'}; {wanted}")
+        env, meta = made.get("env"), made.get("meta", {})
+        if not isinstance(meta, dict) or not (env is None or isinstance(env, str)):
+            raise DataError(f"{told} returned env {_shown(env)} and meta {_shown(meta)}; a text and a dict are wanted")
+        name = "prompt" if "prompt" in made else "messages"
+        return {
+            "content": made[name],
+            "name": f"the {name} from data.map",
+            "answer": made.get("answer"),
+            "env": env,
+            "meta": meta,
+        }
 
 
 def load_prompts(
-    path: str | Path, cfg: DataConfig, tokenizer: Any, limit: int | None = None, tools: list[dict] | None = None
+    path: str | Path,
+    cfg: DataConfig,
+    tokenizer: Any,
+    limit: int | None = None,
+    tools: list[dict] | None = None,
+    *,
+    split: str | None = None,
+    source: str | None = None,
 ) -> tuple[list[Prompt], int]:
-    """All prompts of a file, rendered once, and how many were left out for being longer than max_prompt_tokens.
+    """All prompts of a table, rendered once, and how many were left out for being longer than max_prompt_tokens.
 
     The id is "<file stem>-<line>", the ordinal the place in the file (PromptSource gives each draw its own).
-    tools: schemas of the agent's tools, for templates that put them into the prompt.
+    limit: only that many rows, from the start. split: of a Hugging Face set. tools, source: as PromptMaker's.
 
-    Raises: DataError as load_rows and prompt_from_row, when the template refuses a row, and when no row is left.
+    Raises: DataError as open_table and PromptMaker, and when no row is there or none is left.
     """
-    prompts, lengths = [], []
-    for ordinal, (number, row) in enumerate(load_rows(path, limit)):
-        where = f"{path}:{number}"
-        prompt = prompt_from_row(row, cfg, f"{Path(path).stem}-{number}", ordinal, where)
-        try:
-            prompt.ids = render(tokenizer, prompt.messages or [], tools=tools)
-        except DataError as cause:
-            raise DataError(f"{where}: {cause}") from cause
-        prompt.ids.flags.writeable = False
-        lengths.append(len(prompt.ids))
-        prompts.append(prompt)
+    make = PromptMaker(cfg, tokenizer, tools, source)
+    table = open_table(path, cfg.format, cfg.subset, split)
+    prompts = [make(raw, ordinal) for ordinal, raw in enumerate(table.rows(0, limit))]
+    require_rows(table, len(prompts))
+    lengths = [len(p.ids) for p in prompts if p.ids is not None]
     kept = [p for p, length in zip(prompts, lengths) if length <= cfg.max_prompt_tokens]
-    _require_rows(path, len(kept), lengths, "data.max_prompt_tokens", cfg.max_prompt_tokens)
+    if not kept:
+        raise all_too_long(table.name, lengths, "data.max_prompt_tokens", cfg.max_prompt_tokens)
     return kept, len(prompts) - len(kept)
 
 
 def load_sft_rows(
     path: str | Path, cfg: SftConfig, tokenizer: Any, stop_ids: Iterable[int]
 ) -> tuple[list[SftRow], int]:
-    """All conversations of a file as rendered rows, and how many were left out for being over max_row_tokens.
+    """All conversations of a table as rendered rows, and how many were left out for being over max_row_tokens.
 
-    Raises: DataError as load_rows and sft_row, with file and line, and when no row is left.
+    Raises: DataError as open_table and sft_row, with file and line, and when no row is left.
     """
     stops = tuple(stop_ids)
     rows, lengths = [], []
-    for number, row in load_rows(path):
-        where = f"{path}:{number}"
-        messages = _messages(_column(row, cfg.messages, "sft.messages", where), where, cfg.messages, text_role=None)
+    table = open_table(path)
+    for raw in table.rows():
+        where = raw.where
+        content = _column(raw.data, cfg.messages, "sft.messages", where)
+        messages = _messages(content, where, f"column {cfg.messages!r}", text_role=None)
         try:
             ids, mask = sft_row(tokenizer, messages, stops)
         except DataError as cause:
@@ -133,44 +155,88 @@ def load_sft_rows(
         ids.flags.writeable = mask.flags.writeable = False
         lengths.append(len(ids))
         if len(ids) <= cfg.max_row_tokens:
-            rows.append(SftRow(id=f"{Path(path).stem}-{number}", ids=ids, mask=mask))
-    _require_rows(path, len(rows), lengths, "sft.max_row_tokens", cfg.max_row_tokens)
+            rows.append(SftRow(id=raw.id, ids=ids, mask=mask))
+    require_rows(table, len(lengths))
+    if not rows:
+        raise all_too_long(table.name, lengths, "sft.max_row_tokens", cfg.max_row_tokens)
     return rows, len(lengths) - len(rows)
 
 
+def require_rows(table: Table, num_rows: int) -> None:
+    """Raises: DataError for a table without rows."""
+    if num_rows == 0:
+        raise DataError(f"{table.name} holds no rows; in JSONL each line should be one JSON object")
+
+
+def all_too_long(name: str, lengths: list[int], key: str, limit: int) -> DataError:
+    """The error of a table of which nothing is left."""
+    return DataError(
+        f"{name}: all {len(lengths)} rows are longer than {key} = {limit} tokens "
+        f"(shortest {min(lengths)}); raise it or shorten the rows"
+    )
+
+
 def _column(row: Row, name: str, key: str, where: str) -> Any:
-    if name not in row:
-        raise DataError(f"{where}: no column {name!r} (columns: {', '.join(row) or 'none'}); set {key} to one of them")
-    return row[name]
+    """A column by its name; a name with dots that is no column leads into one: reward_model.ground_truth."""
+    if name in row:
+        return row[name]
+    value: Any = row
+    for part in name.split("."):
+        if not isinstance(value, dict) or part not in value:
+            raise DataError(
+                f"{where}: no column {name!r} (columns: {', '.join(row) or 'none'}); set {key} to one of them"
+            )
+        value = value[part]
+    return value
 
 
-def _messages(value: Any, where: str, column: str, text_role: str | None) -> list[Message]:
-    """A column as a message list: such a list as it stands, or (where text_role is given) a text as one message."""
+def _messages(value: Any, where: str, name: str, text_role: str | None) -> list[Message]:
+    """A message list as it stands, or (where text_role is given) a text as one message. name: what held it."""
     wanted = "a list of {role, content} messages" + (" or a text" if text_role else "")
     if isinstance(value, str) and text_role:
         if not value.strip():
-            raise DataError(f"{where}: column {column!r} is an empty text; it should be {wanted}")
+            raise DataError(f"{where}: {name} is an empty text; it should be {wanted}")
         return [{"role": text_role, "content": value}]
     if not isinstance(value, list) or not value:
-        raise DataError(f"{where}: column {column!r} is {_shown(value)}; it should be {wanted}")
+        raise DataError(f"{where}: {name} is {_shown(value)}; it should be {wanted}")
     for i, message in enumerate(value):
         good = isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message
         if not good or not isinstance(message["content"], str):
             raise DataError(
-                f"{where}: message {i} of column {column!r} is {_shown(message)}; "
+                f"{where}: message {i} of {name} is {_shown(message)}; "
                 'it should be like {"role": "user", "content": "text"}'
             )
     return list(value)
 
 
-def _require_rows(path: str | Path, num_kept: int, lengths: list[int], key: str, limit: int) -> None:
-    if num_kept == 0:
+def _function(path: str) -> Callable[[Row], Any]:
+    """The function behind package.module:name."""
+    module_name, _, name = path.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # user code: importing it may raise anything
+        raise ConfigError(
+            f"data.map is {path!r}: importing {module_name!r} raised {type(error).__name__}: {error}; a module is "
+            "looked for in the working folder and on PYTHONPATH"
+        ) from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigError(f"data.map is {path!r}: {module.__file__} has no function {name!r}")
+    return function
+
+
+def _plain(value: Any, what: str, where: str) -> Any:
+    """The value, once it is known to be plain JSON: it goes to rewards in other processes and into the run's files."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as cause:
         raise DataError(
-            f"{path}: all {len(lengths)} rows are longer than {key} = {limit} tokens "
-            f"(shortest {min(lengths)}); raise it or shorten the rows"
-        )
+            f"{where}: {what} holds {_shown(value)}, which is no plain JSON ({cause}); leave it out or convert it, "
+            "with a data.map function or in the file"
+        ) from cause
+    return value
 
 
 def _shown(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
+    text = json.dumps(value, ensure_ascii=False, default=repr)
     return f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}"

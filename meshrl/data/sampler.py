@@ -1,21 +1,44 @@
 """Which row comes next: a deterministic order that any place in the run can be resumed at.
 
 An ordinal counts everything a run has drawn, over epochs. Row and epoch are pure functions of it, so the whole state
-of a source is one number; the rest of what `state()` holds is there to refuse a resume on other data.
+of a source is one number, and of a mixture one for each source; the rest of what `state()` holds is there to refuse a
+resume on other data. data/streaming.py does the same for sets larger than memory.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
 from meshrl.core.errors import DataError
 from meshrl.core.types import SCHEMA, Prompt, Sample
 from meshrl.data.datasets import SftRow
+
+
+class PromptFeed(Protocol):
+    """An endless stream of training prompts that can be resumed exactly."""
+
+    @property
+    def num_left_out(self) -> int:
+        """Rows longer than data.max_prompt_tokens found so far: all at the start if every row is read then, else one
+        by one as they are drawn."""
+        ...
+
+    def next(self, n: int) -> list[Prompt]:
+        """The next n prompts, under ordinals that rise by one."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Plain JSON: the exact place, and what must be equal for it to mean the same rows."""
+        ...
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken. Raises: DataError when rows, order or seed are not what they were."""
+        ...
 
 
 class RowOrder:
@@ -30,11 +53,29 @@ class RowOrder:
     def row(self, ordinal: int) -> int:
         epoch, place = divmod(ordinal, self.num_rows)
         if self.shuffle and epoch != self._epoch:
-            # Raw bits of Philox under a stable sort: numpy promises that stream for ever, and no such thing for
-            # Generator.permutation, which a resume under another numpy must not depend on.
-            bits = np.random.Philox(np.random.SeedSequence([self.seed, epoch])).random_raw(self.num_rows)
-            self._epoch, self._rows = epoch, np.argsort(bits, kind="stable")
+            self._epoch, self._rows = epoch, permutation(self.num_rows, self.seed, epoch)
         return int(self._rows[place])
+
+
+def permutation(size: int, *key: int) -> np.ndarray:
+    """An order of `size` things, int64[size], by the numbers in `key`.
+
+    Raw bits of Philox under a stable sort: numpy promises that stream for ever, and no such thing for
+    Generator.permutation, which a resume under another numpy must not depend on.
+    """
+    bits = np.random.Philox(np.random.SeedSequence(key)).random_raw(size)
+    return np.argsort(bits, kind="stable")
+
+
+def require_same(mine: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Raises: DataError when a saved state speaks of other rows, or of another order of them, than `mine`."""
+    other = {k: (saved.get(k), v) for k, v in mine.items() if saved.get(k) != v}
+    if other:
+        told = "; ".join(f"{k} was {was!r}, is {now!r}" for k, (was, now) in other.items())
+        raise DataError(
+            f"this checkpoint was made on another data order ({told}), so it can't be resumed to the exact row. "
+            "Restore the data files, the tokenizer, data.* and run.seed, or start a new run."
+        )
 
 
 class _Source:
@@ -59,14 +100,7 @@ class _Source:
 
         Raises: DataError when rows, seed, shuffle or schema are not what they were: the order would be another.
         """
-        mine = {"schema": SCHEMA, **self._identity()}
-        other = {k: (state.get(k), v) for k, v in mine.items() if state.get(k) != v}
-        if other:
-            told = "; ".join(f"{k} was {was!r}, is {now!r}" for k, (was, now) in other.items())
-            raise DataError(
-                f"this checkpoint was made on another data order ({told}), so it can't be resumed to the exact row. "
-                "Restore the data file, tokenizer and run.seed, or start a new run."
-            )
+        require_same({"schema": SCHEMA, **self._identity()}, state)
         self.next_ordinal = int(state["next_ordinal"])
 
     def _identity(self) -> dict[str, Any]:
@@ -75,22 +109,72 @@ class _Source:
 
 
 class PromptSource(_Source):
-    """An endless stream of prompts: `next(n)` gives the next n with rising ordinals, into the next epoch if need be."""
+    """A PromptFeed over prompts in memory: `next(n)` gives the next n, into the next epoch if need be."""
 
-    def __init__(self, prompts: Sequence[Prompt], seed: int, shuffle: bool = True):
-        super().__init__(_digest((p.id, p.ids) for p in prompts), len(prompts), seed, shuffle)
+    def __init__(self, prompts: Sequence[Prompt], seed: int, shuffle: bool = True, num_left_out: int = 0):
+        super().__init__(digest_of((p.id, p.ids) for p in prompts), len(prompts), seed, shuffle)
         self._prompts = list(prompts)
+        self.num_left_out = num_left_out
 
     def next(self, n: int) -> list[Prompt]:
         """The next n prompts. A file with fewer rows than n wraps: the same row again, under an ordinal of its own."""
         return [dataclasses.replace(self._prompts[row], ordinal=ordinal) for ordinal, row in self._draw(n)]
 
 
+class PromptMixture:
+    """A PromptFeed that draws from several, each in proportion to its weight: as evenly as whole prompts allow.
+
+    Every draw goes to the source that is furthest behind its share; where each starts is set by the seed. So any
+    stretch of the run, a single step too, holds each source to within a prompt or two of its share (independent random
+    draws would scatter by the square root of the number drawn). Each source runs through epochs of its own.
+    """
+
+    def __init__(self, feeds: Mapping[str, PromptFeed], weights: Mapping[str, float], seed: int):
+        total = sum(weights.values())
+        self._feeds, self._seed = dict(feeds), seed
+        self._shares = {name: weights[name] / total for name in feeds}
+        # Raw Philox bits as a fraction: see permutation().
+        bits = np.random.Philox(np.random.SeedSequence([seed, len(feeds)])).random_raw(len(feeds))
+        self._starts = {name: int(raw) / 2**64 for name, raw in zip(feeds, bits)}
+        self._drawn = dict.fromkeys(feeds, 0)
+
+    @property
+    def num_left_out(self) -> int:
+        return sum(feed.num_left_out for feed in self._feeds.values())
+
+    def next(self, n: int) -> list[Prompt]:
+        first = sum(self._drawn.values())
+        return [self._one(ordinal) for ordinal in range(first, first + n)]
+
+    def _one(self, ordinal: int) -> Prompt:
+        behind = {
+            name: share * (ordinal + 1) + self._starts[name] - self._drawn[name]
+            for name, share in self._shares.items()
+        }
+        name = max(behind, key=lambda name: behind[name])
+        self._drawn[name] += 1
+        (prompt,) = self._feeds[name].next(1)
+        return dataclasses.replace(prompt, ordinal=ordinal)
+
+    def state(self) -> dict[str, Any]:
+        sources = {name: {"drawn": self._drawn[name], **feed.state()} for name, feed in self._feeds.items()}
+        return {"schema": SCHEMA, **self._identity(), "sources": sources}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        require_same({"schema": SCHEMA, **self._identity()}, state)
+        for name, feed in self._feeds.items():
+            feed.load_state(state["sources"][name])
+            self._drawn[name] = int(state["sources"][name]["drawn"])
+
+    def _identity(self) -> dict[str, Any]:
+        return {"seed": self._seed, "shares": self._shares}
+
+
 class SftSource(_Source):
     """An endless stream of SFT rows as Samples, ready for packing once the loss weights are assigned."""
 
     def __init__(self, rows: Sequence[SftRow], seed: int, shuffle: bool = True):
-        super().__init__(_digest((r.id, r.ids) for r in rows), len(rows), seed, shuffle)
+        super().__init__(digest_of((r.id, r.ids) for r in rows), len(rows), seed, shuffle)
         self._rows = list(rows)
 
     def next(self, n: int) -> list[Sample]:
@@ -114,7 +198,7 @@ def _sft_sample(row: SftRow, ordinal: int) -> Sample:
     )
 
 
-def _digest(rows: Iterable[tuple[str, np.ndarray | None]]) -> str:
+def digest_of(rows: Iterable[tuple[str, np.ndarray | None]]) -> str:
     """Of ids and rendered tokens: another tokenizer or template is other data."""
     total = hashlib.sha256()
     for name, ids in rows:

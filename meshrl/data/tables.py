@@ -59,10 +59,12 @@ def open_table(path: str | Path, format: str = "auto", subset: str | None = None
         if kind == "hub":
             return _from_hub(str(path), subset, split)
         if kind == "datasets":
-            return DatasetTable(str(path), _load_saved(split_folder(Path(path), split)))
+            folder = split_folder(Path(path), split)
+            stem = "-".join(part.name for part in dict.fromkeys((Path(path), folder)))
+            return DatasetTable(str(folder), stem, _load_saved(folder))
         files = files_of(Path(path), kind)
     except DataError as cause:
-        raise DataError(f"{path}: {cause} (working folder: {Path.cwd()})") from cause
+        raise DataError(f"{path}: {cause}") from cause
     tables: list[Table] = [ParquetTable(file) if kind == "parquet" else JsonlTable(file) for file in files]
     return tables[0] if len(tables) == 1 else Shards(str(path), tables)
 
@@ -80,7 +82,9 @@ class JsonlTable:
     def rows(self, start: int = 0, stop: int | None = None) -> Iterator[RawRow]:
         at, number, skip = 0, 0, start
         if start >= ROWS_AT_ONCE:
-            mark = min(start // ROWS_AT_ONCE, len(self._index[1]) - 1)
+            if start >= self.num_rows:
+                return
+            mark = start // ROWS_AT_ONCE
             (at, number), skip = self._index[1][mark], start - mark * ROWS_AT_ONCE
         left = None if stop is None else stop - start
         with self._path.open("rb") as file:
@@ -163,9 +167,8 @@ class ParquetTable:
 class DatasetTable:
     """A Hugging Face `datasets.Dataset`: Arrow files on disk, mapped into memory page by page."""
 
-    def __init__(self, name: str, dataset: Any):
-        self.name, self._dataset = name, dataset
-        self._stem = "-".join(part for part in (Path(name).name, str(dataset.split or "")) if part)
+    def __init__(self, name: str, stem: str, dataset: Any):
+        self.name, self._stem, self._dataset = name, stem, dataset
 
     @property
     def num_rows(self) -> int:
@@ -192,21 +195,69 @@ class Shards:
 
     @property
     def num_rows(self) -> int:
-        return self._ends[-1]
+        return sum(table.num_rows for table in self._tables)
 
     def rows(self, start: int = 0, stop: int | None = None) -> Iterator[RawRow]:
-        before = 0
-        for i, table in enumerate(self._tables):
+        before = 0  # rows of the tables that are done with; nothing is counted that is not skipped
+        for table in self._tables:
             if stop is not None and before >= stop:
                 return
-            skip = max(0, start - before) if start else 0
-            if not start or self._ends[i] > start:  # without a start, nothing has to be counted
-                yield from self._limited(table, skip, None if stop is None else stop - before)
-            before = self._ends[i] if start or stop is not None else 0
+            skip = max(0, start - before)
+            if skip and skip >= table.num_rows:
+                before += table.num_rows
+                continue
+            before += skip
+            for row in table.rows(skip, None if stop is None else skip + stop - before):
+                before += 1
+                yield row
 
     def fingerprint(self) -> list[Any]:
         return [table.fingerprint() for table in self._tables]
 
-    @functools.cached_property
-    def _ends(self) -> list[int]:
-        return list(accumulate(table.num_rows for table in self._tables))
+
+def _load_saved(folder: Path) -> Any:
+    datasets = _datasets()
+    try:
+        return datasets.load_from_disk(str(folder))
+    except (OSError, ValueError) as cause:
+        raise DataError(f"is not whole: {cause}. Save the set anew with save_to_disk") from cause
+
+
+def _from_hub(name: str, subset: str | None, split: str | None) -> DatasetTable:
+    datasets = _datasets()
+    try:
+        found = datasets.load_dataset(name, name=subset, split=split)
+    except (OSError, ValueError) as cause:  # no network, no such set, subset or split
+        raise DataError(
+            f"can't be had from the Hugging Face hub: {cause}. Where the hub is out of reach, fetch the set elsewhere, "
+            "write it with save_to_disk or to_json, and give that path"
+        ) from cause
+    if isinstance(found, dict):
+        split = chosen_split(list(found), split)
+        found = found[split]
+    return DatasetTable(f"{name}[{split}]", f"{name.partition('/')[2]}-{split}", found)
+
+
+def _datasets() -> Any:
+    try:
+        import datasets
+    except ImportError as cause:
+        raise DataError("is a Hugging Face set, which is read with datasets: pip install datasets") from cause
+    datasets.disable_progress_bars()  # they would tear the run's own display
+    return datasets
+
+
+def _parse_line(line: bytes, where: str) -> Row:
+    try:
+        row = json.loads(line.decode("utf-8-sig"), parse_constant=_refuse_constant)
+    except UnicodeDecodeError as cause:
+        raise DataError(f"{where}: not UTF-8 at byte {cause.start}; save the file as UTF-8") from cause
+    except ValueError as cause:
+        raise DataError(f"{where}: not JSON ({cause}); each line should be one whole JSON object") from cause
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: a JSON {type(row).__name__}; each line should be one JSON object {{column: value}}")
+    return row
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")

@@ -9,6 +9,7 @@ import numpy as np
 from meshrl.cluster.groups import RolloutGroup
 from meshrl.config.run import RunConfig
 from meshrl.core.types import Metric, Trajectory
+from meshrl.loops.export import keep_best
 from meshrl.loops.job import Job, Task
 from meshrl.loops.step import collect, sampling_params
 from meshrl.reward.score import Scorer
@@ -49,7 +50,8 @@ async def evaluate_prompts(
 
 
 async def evaluate_and_report(job: Job) -> None:
-    """Evaluate if there are held-out prompts; numbers to the sinks under the last finished step, answers to a file."""
+    """Evaluate if there are held-out prompts; numbers to the sinks under the last finished step, answers to a file.
+    With loop.save_best the model is kept if it is the best so far."""
     if not job.task.eval_prompts:
         return
     with job.spans("eval"):
@@ -63,3 +65,6 @@ async def evaluate_and_report(job: Job) -> None:
         f"eval after {job.step} steps: mean@{k} {values['eval/mean_at_k']:.3f}, pass@{k} "
         f"{values['eval/pass_at_k']:.3f} on {len(job.task.eval_prompts)} held-out prompts ({how})"
     )
+    if job.cfg.loop.save_best:
+        with job.spans("export"):
+            await keep_best(job, values["eval/mean_at_k"])

@@ -11,11 +11,10 @@ from meshrl.agent.loop import Agent
 from meshrl.cluster.groups import RolloutGroup, TrainGroup
 from meshrl.config.run import RunConfig
 from meshrl.core.types import Metric, Prompt
-from meshrl.data.sampler import PromptSource
+from meshrl.data.sampler import PromptFeed
 from meshrl.loops.proof import SamplerProof
-from meshrl.monitor.metrics import divide, merge, units
 from meshrl.monitor.rollout_log import RolloutLog
-from meshrl.monitor.sinks import Sink
+from meshrl.monitor.sinks import Sink, report
 from meshrl.monitor.spans import Spans
 from meshrl.reward.score import Scorer
 from meshrl.sync.manifest import Layout
@@ -27,9 +26,9 @@ class Task:
 
     tokenizer: Any
     agent: Agent
-    train_prompts: PromptSource | None
+    train_prompts: PromptFeed | None
     eval_prompts: list[Prompt]
-    num_too_long: int  # training prompts left out for their length
+    num_eval_left_out: int  # held-out prompts over data.max_prompt_tokens
     stop_token_ids: tuple[int, ...]
     max_context_tokens: int
 
@@ -52,13 +51,10 @@ class Job:
     proof: SamplerProof = field(default_factory=SamplerProof)
     step: int = 0
     num_updates: int = 0
+    exported_step: int = 0  # of the newest model written; 0 = none yet
     rewards: list[float] = field(default_factory=list)  # mean training reward of each step
     evals: list[tuple[int, float]] = field(default_factory=list)  # (finished steps, mean@k)
 
     def report(self, step: int, metrics: Sequence[Metric]) -> dict[str, float]:
         """Divide, once, and hand the step's numbers to every sink."""
-        merged = merge(metrics)
-        values, names = divide(merged), units(merged)
-        for sink in self.sinks:
-            sink.write(step, values, names)
-        return values
+        return report(self.sinks, step, metrics)

@@ -7,31 +7,31 @@ import json
 import os
 import signal
 import sys
-import time
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager, closing
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from meshrl.agent.loop import resolve_agent
 from meshrl.cluster.launch import launched
-from meshrl.config.explain import to_yaml
 from meshrl.config.load import Loaded
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.core.errors import MeshrlError
 from meshrl.data.chat import load_tokenizer, stop_token_ids
-from meshrl.data.datasets import load_prompts, load_sft_rows
-from meshrl.data.sampler import PromptSource, SftSource
+from meshrl.data.datasets import load_sft_rows
+from meshrl.data.feed import load_eval_prompts, open_feed
+from meshrl.data.sampler import SftSource
 from meshrl.loops.colocated import colocated
 from meshrl.loops.evaluate import evaluate_prompts
-from meshrl.loops.export import export_to, model_folder
+from meshrl.loops.export import export_to, model_folder, read_best
 from meshrl.loops.job import Job, Task
+from meshrl.loops.record import recorded
 from meshrl.loops.sft import sft as sft_loop
 from meshrl.monitor.curve import save_curve
 from meshrl.monitor.memory import memory_metrics
 from meshrl.monitor.metrics import divide, merge, units
 from meshrl.monitor.rollout_log import RolloutLog
-from meshrl.monitor.sinks import JsonlSink, Sink, TerminalSink
 from meshrl.reward.score import Scorer
 
 
@@ -70,15 +70,11 @@ def _run(main: Coroutine[Any, Any, None]) -> int:
 
 
 async def _train(loaded: Loaded[RunConfig], cfg: RunConfig) -> None:
-    folder = _new_folder(loaded, cfg.run.folder, cfg.run.name)
-    began = time.monotonic()
-    terminal = TerminalSink(cfg.loop.num_steps)
-    metrics = JsonlSink(folder / "metrics.jsonl")
-    terminal.note(f"run {folder}: starting {_ranks(cfg)}")
-    loading = asyncio.create_task(asyncio.to_thread(_load_task, cfg, True))
-    if cfg.cluster.executor == "inline":
-        await loading  # Transformers' lazy imports are not safe in two threads of one process
-    with closing(terminal), closing(metrics):
+    with recorded(loaded, cfg.loop.num_steps) as record:
+        record.note(f"run {record.folder}: starting {_ranks(cfg)}")
+        loading = asyncio.create_task(asyncio.to_thread(_load_task, cfg, True))
+        if cfg.cluster.executor == "inline":
+            await loading  # Transformers' lazy imports are not safe in two threads of one process
         async with (
             _grading(cfg) as scorer,  # first: a reward that can't work is found before any model is loaded
             launched(
@@ -95,24 +91,25 @@ async def _train(loaded: Loaded[RunConfig], cfg: RunConfig) -> None:
             layout = await groups.trainer.layout(cfg.rollout.sync_bucket_bytes)
             await groups.rollouts.reconcile(layout)
             task = await loading
-            if task.num_too_long:
-                terminal.note(f"left out {task.num_too_long} prompts over {cfg.data.max_prompt_tokens} tokens")
-            terminal.note(f"ready after {time.monotonic() - began:.1f} s")
+            told = _tell_left_out(record.note, task, cfg)
+            record.note(f"ready after {record.seconds:.1f} s")
             job = Job(
                 cfg=cfg,
-                folder=folder,
+                folder=record.folder,
                 task=task,
                 trainer=groups.trainer,
                 rollouts=groups.rollouts,
                 scorer=scorer,
                 layout=layout,
-                sinks=(metrics, terminal),
-                note=terminal.note,
-                rollout_log=RolloutLog(folder, task.tokenizer.decode),
+                sinks=record.sinks,
+                note=record.note,
+                rollout_log=RolloutLog(record.folder, task.tokenizer.decode),
             )
+            record.summary = partial(_summary, job)
             await LOOPS[cfg.loop.kind](job)
-        _write_result(job, time.monotonic() - began)
-        terminal.note(f"done: {job.step} steps in {time.monotonic() - began:.0f} s; see {folder}")
+        save_curve(record.folder / "reward.png", list(range(1, job.step + 1)), job.rewards, job.evals)
+        _tell_left_out(record.note, task, cfg, told)
+        record.note(f"done: {job.step} steps in {record.seconds:.0f} s; see {record.folder / 'report.html'}")
 
 
 @asynccontextmanager
@@ -130,26 +127,29 @@ def _load_task(cfg: RunConfig, training: bool) -> Task:
     """Tokenizer, prompts and agent; runs in a thread while the ranks start."""
     tokenizer = load_tokenizer(cfg.model.path)
     agent = resolve_agent(cfg.agent)
-    source, too_long = None, 0
-    if training:
-        prompts, too_long = load_prompts(cfg.data.path, cfg.data, tokenizer, tools=agent.tools)
-        source = PromptSource(prompts, cfg.run.seed, cfg.data.shuffle)
-    held_out = []
-    if cfg.data.eval_path is not None:
-        held_out, _ = load_prompts(
-            cfg.data.eval_path, cfg.data, tokenizer, limit=cfg.data.eval_limit, tools=agent.tools
-        )
-        for i, prompt in enumerate(held_out):
-            prompt.ordinal = -1 - i  # seeds of evaluation never meet those of training, whose ordinals count up from 0
+    feed = open_feed(cfg.data, tokenizer, cfg.run.seed, agent.tools) if training else None
+    held_out, num_eval_left_out = load_eval_prompts(cfg.data, tokenizer, agent.tools)
     return Task(
         tokenizer=tokenizer,
         agent=agent,
-        train_prompts=source,
+        train_prompts=feed,
         eval_prompts=held_out,
-        num_too_long=too_long,
+        num_eval_left_out=num_eval_left_out,
         stop_token_ids=stop_token_ids(tokenizer, cfg.model.path),
         max_context_tokens=_max_context(cfg),
     )
+
+
+def _tell_left_out(note: Callable[[str], None], task: Task, cfg: RunConfig, told: int | None = None) -> int:
+    """A line about prompts that are too long, and how many it counts. Called at the start and, with what was `told`
+    then, at the end: streaming finds them one by one."""
+    assert task.train_prompts is not None
+    found, limit = task.train_prompts.num_left_out, cfg.data.max_prompt_tokens
+    if found > (told or 0):
+        note(f"left out {found} training prompts over {limit} tokens")
+    if told is None and task.num_eval_left_out:
+        note(f"left out {task.num_eval_left_out} held-out prompts over {limit} tokens")
+    return found
 
 
 def _max_context(cfg: RunConfig) -> int:
@@ -181,48 +181,25 @@ async def _evaluate(cfg: RunConfig) -> None:
 
 
 async def _sft(loaded: Loaded[SftRunConfig], cfg: SftRunConfig) -> None:
-    folder = _new_folder(loaded, cfg.run.folder, cfg.run.name)
-    terminal = TerminalSink(cfg.sft.num_steps)
-    jsonl = JsonlSink(folder / "metrics.jsonl")
-    sinks: tuple[Sink, ...] = (jsonl, terminal)
-
     def load() -> tuple[SftSource, int]:
         tokenizer = load_tokenizer(cfg.model.path)
         rows, left_out = load_sft_rows(cfg.sft.path, cfg.sft, tokenizer, stop_token_ids(tokenizer, cfg.model.path))
         return SftSource(rows, cfg.run.seed, cfg.sft.shuffle), left_out
 
-    def report(step: int, metrics: Any) -> dict[str, float]:
-        merged = merge(metrics)
-        values = divide(merged)
-        for sink in sinks:
-            sink.write(step, values, units(merged))
-        return values
-
-    loading = asyncio.create_task(asyncio.to_thread(load))
-    with closing(terminal), closing(jsonl):
+    with recorded(loaded, cfg.sft.num_steps) as record:
+        loading = asyncio.create_task(asyncio.to_thread(load))
         async with launched(
             cfg.model, cfg.train, None, cfg.cluster, num_train_ranks=cfg.cluster.num_train_ranks, num_rollout_ranks=0
         ) as groups:
             assert groups.trainer is not None
             source, left_out = await loading
             if left_out:
-                terminal.note(f"left out {left_out} rows over {cfg.sft.max_row_tokens} tokens")
-            await sft_loop(cfg, groups.trainer, source, report)
-            path = model_folder(folder, cfg.sft.num_steps)
+                record.note(f"left out {left_out} rows over {cfg.sft.max_row_tokens} tokens")
+            losses = await sft_loop(cfg, groups.trainer, source, record.report)
+            path = model_folder(record.folder, cfg.sft.num_steps)
             await export_to(groups.trainer, path, cfg.model.path)
-        terminal.note(f"wrote {path}")
-
-
-def _new_folder(loaded: Loaded[Any], parent: str, name: str) -> Path:
-    """Make runs/NAME with the resolved config in it. Raises: MeshrlError when a run of that name is there."""
-    if name == "auto":
-        name = f"{loaded.path.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder = Path(parent) / name
-    if (folder / "metrics.jsonl").exists():
-        raise MeshrlError(f"{folder} already holds a run; choose another run.name, or remove that folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(to_yaml(loaded), encoding="utf-8")
-    return folder
+            record.summary = lambda: {"steps": len(losses), "loss_curve": losses, "model": str(path)}
+        record.note(f"wrote {path}; see {record.folder / 'report.html'}")
 
 
 def _ranks(cfg: RunConfig) -> str:
@@ -230,19 +207,18 @@ def _ranks(cfg: RunConfig) -> str:
     return f"{cfg.cluster.num_train_ranks} train ranks, {where}, executor {cfg.cluster.executor}"
 
 
-def _write_result(job: Job, wall_s: float) -> None:
-    """result.json and reward.png: the run in a few numbers and one picture."""
+def _summary(job: Job) -> dict[str, Any]:
+    """The run in a few numbers, for result.json. model: the newest that was written."""
     rss = next(m.sum for m in memory_metrics() if m.name == "memory/rss_bytes")
-    result = {
+    best = read_best(job.folder)
+    return {
         "steps": job.step,
-        "wall_s": round(wall_s, 2),
         "evals": [{"step": step, "mean_at_k": value} for step, value in job.evals],
         "reward_curve": job.rewards,
         "final_rss_bytes": int(rss),
-        "model": str(model_folder(job.folder, job.step)),
+        "model": str(model_folder(job.folder, job.exported_step)) if job.exported_step else None,
+        "best": {"step": best.step, "mean_at_k": best.score, "model": best.model} if best else None,
     }
-    (job.folder / "result.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    save_curve(job.folder / "reward.png", list(range(1, job.step + 1)), job.rewards, job.evals)
 
 
 LOOPS = {"colocated": colocated}

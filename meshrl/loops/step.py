@@ -141,6 +141,10 @@ async def sync(job: Job) -> list[Metric]:
     ]
     for ack in acks:
         metrics += [
+            Metric(name="sync/proven_wire", sum=float(ack.wire), unit="fraction"),
+            Metric(name="sync/proven_resident", sum=float(ack.resident is True), unit="fraction"),
+        ]
+        metrics += [
             Metric(name=f"sync/{stage}_s", sum=seconds, reduce="max", unit="s")
             for stage, seconds in ack.seconds.items()
         ]
@@ -172,6 +176,8 @@ async def finish_step(job: Job, trajectories: Sequence[Trajectory], metrics: lis
     metrics += memory_metrics()
     metrics.append(Metric(name="sync/latency_s", sum=job.spans.seconds("sync"), reduce="sum", unit="s"))
     metrics += job.spans.take()
+    if job.proof.threshold is not None:
+        metrics.append(Metric(name="proof/limit", sum=job.proof.threshold, reduce="max", unit="nats"))
     job.rollout_log.write(job.step, trajectories)
     values = job.report(job.step, metrics)
     job.rewards.append(values.get("reward/mean", math.nan))  # no trajectory of the step may have a reward

@@ -10,22 +10,32 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from meshrl.core.types import SCHEMA
+from meshrl.core.types import SCHEMA, Metric
 from meshrl.monitor.curve import text_curve
 from meshrl.monitor.jsonl import read_lines, to_line
+from meshrl.monitor.metrics import divide, merge, units
 
 
 class Sink(Protocol):
-    """Takes the numbers of a step, as `divide` and `units` give them."""
+    """Takes the numbers of a step, as `divide` and `units` give them; is closed once, with how the run ended."""
 
     def write(self, step: int, values: Mapping[str, float], units: Mapping[str, str]) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self, failed: bool = False) -> None: ...
+
+
+def report(sinks: Sequence[Sink], step: int, metrics: Iterable[Metric]) -> dict[str, float]:
+    """Divide, once, and hand the step's numbers to every sink. Returns the numbers."""
+    merged = merge(metrics)
+    values, names = divide(merged), units(merged)
+    for sink in sinks:
+        sink.write(step, values, names)
+    return values
 
 
 class JsonlSink:
@@ -73,7 +83,7 @@ class JsonlSink:
         self._file.write(to_line(line))
         self._file.flush()
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         self._file.close()
 
 
@@ -168,7 +178,7 @@ class TerminalSink:
         curve = Text(text_curve(self._curve, width=60, height=6))
         return Panel(Group(bar, table, curve), title=f"step {step + 1}/{self._num_steps}", title_align="left")
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         if self._live is not None:
             self._live.stop()
 

@@ -88,8 +88,8 @@ class WandbSink:
             ) from e
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
-        offline = Path(self._run.dir).parent
-        self.where = f"offline; upload it with: wandb sync {offline}" if self._run.offline else self._run.url
+        upload = f"offline; upload it with: wandb sync {Path(self._run.dir).parent}"
+        self.where = upload if self._run.offline else self._run.url or "disabled by WANDB_MODE"
 
     def write(self, step: int, values: Mapping[str, float], units: Mapping[str, str]) -> None:
         self._run.log({"step": step + 1, **values})

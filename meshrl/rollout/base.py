@@ -41,7 +41,7 @@ class EngineStats:
     cached_tokens: int = 0
     free_slots: int = 0
     prefill_tokens: int = 0  # since start
-    decode_tokens: int = 0
+    decode_tokens: int = 0  # sampled, since start
     prefill_s: float = 0.0
     decode_s: float = 0.0
     version: int = -1

@@ -45,6 +45,7 @@ HOMES: dict[str, set[str]] = {  # library -> packages or files of meshrl that ma
     "safetensors": {"model"},
     "peft": {"model"},
     "datasets": {"data"},
+    "pyarrow": {"data", "config/data_files.py"},
     "tensorboard": {"monitor"},
     "wandb": {"monitor"},
     "rich": {"tools", "monitor"},

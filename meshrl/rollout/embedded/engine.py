@@ -132,17 +132,17 @@ class EmbeddedEngine:
         began = time.perf_counter()
         admission = self._scheduler.admit() if self._pause is None else Admission()
         rows = self._scheduler.running
-        logits = self._runner.step(self._scheduler, admission)
-        if self._sampling is None or admission.sequences:
+        logits = self._runner.step(rows, admission)
+        if self._sampling is None or admission.joined:
             self._sampling = RowSampling([s.request for s in rows], self._device)
         positions = np.array([s.first_position + len(s.tokens) for s in rows], np.int64)
         drawn = draw(logits, self._sampling, positions, lambda row: rows[row].ids())
         tokens, logprobs = torch.stack([drawn.tokens.double(), drawn.logprobs.double()]).tolist()
         done = self._record(rows, tokens, logprobs, drawn.extras)
-        for sequence in admission.sequences:
+        for sequence, _ in admission.joined:
             sequence.times.prefill_s += sequence.lap()
         finished = [(rows[row].request.id, self._turn(rows[row], reason)) for row, reason in done.items()]
-        if done or admission.sequences:
+        if done or admission.joined:
             self._settle(done.keys())
         self._count(admission, len(rows), time.perf_counter() - began)
         return finished
@@ -197,7 +197,7 @@ class EmbeddedEngine:
     def _count(self, admission: Admission, num_rows: int, seconds: float) -> None:
         """A step computes contexts and new tokens together; its time is split by the tokens computed."""
         prefilled = sum(len(fill.ids) for fill in admission.fills)
-        decoded = num_rows - len(admission.sequences)
+        decoded = num_rows - len(admission.joined)
         self._totals.prefill_tokens += prefilled
         self._totals.decode_tokens += num_rows
         self._totals.prefill_s += seconds * prefilled / (prefilled + decoded)

@@ -1,6 +1,6 @@
 """Keys and values of running sequences, in tiles: memory that decode attention reads in one contiguous stream.
 
-A store has rows (one for each sequence, or for each shared prompt) and places (tokens of a row). Tile t of a layer
+A store has rows (one for each sequence) and places (tokens of a row). Tile t of a layer
 holds places [STARTS[t], STARTS[t + 1]) of the leading rows, as K [R, heads, W, D] and V [R, heads, W, Dv]. So
 `tile[:n]` is contiguous, and a batched matrix product over it reads nothing but what it needs. On CPUs that is twice
 as fast as views into rows of full capacity, growing copies nothing, and rows of mixed lengths cost what they are
@@ -108,15 +108,23 @@ class KVStore:
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, writes: Sequence[Write]) -> None:
         """Put k [T, heads, D] and v [T, heads, Dv] where the plan says."""
-        tiles = self.layers.setdefault(layer, [])
         for w in writes:
-            while len(tiles) <= w.tile:
-                width = int(STARTS[len(tiles) + 1] - STARTS[len(tiles)])
-                tiles.append((_tile(k, width, 0), _tile(v, width, 0)))
-            if tiles[w.tile][0].shape[0] < w.num_rows:
-                tiles[w.tile] = (_grown(tiles[w.tile][0], w.num_rows), _grown(tiles[w.tile][1], w.num_rows))
-            for tile, x in zip(tiles[w.tile], (k, v), strict=True):
+            for tile, x in zip(self._tile(layer, w.tile, w.num_rows, k, v), (k, v), strict=True):
                 tile[w.rows, :, w.places] = x if w.source is None else x.index_select(0, w.source)
+
+    def copy_rows(self, other: KVStore, pairs: Sequence[tuple[int, int, int]], device: torch.device) -> None:
+        """Copy rows of another store; pairs: (row here, row there, length)."""
+        for t, start in enumerate(STARTS):
+            pairs = [pair for pair in pairs if pair[2] > start]
+            if not pairs:
+                return
+            here, there, _ = (torch.tensor(side, device=device) for side in zip(*pairs, strict=True))
+            for layer, tiles in other.layers.items():
+                mine = self._tile(
+                    layer, t, max(pair[0] for pair in pairs) + 1, *(x[0].transpose(0, 1) for x in tiles[t])
+                )
+                for to, source in zip(mine, tiles[t], strict=True):
+                    to.index_copy_(0, here, source.index_select(0, there))
 
     def move(self, order: Sequence[int], lengths: Sequence[int], device: torch.device) -> None:
         """Row order[i] becomes row i. lengths: of the rows in their old places."""
@@ -134,12 +142,24 @@ class KVStore:
         """Give the memory back."""
         self.layers = {}
 
+    def _tile(
+        self, layer: int, index: int, num_rows: int, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A tile with room for num_rows; k [T, heads, D] and v [T, heads, Dv] say of what."""
+        tiles = self.layers.setdefault(layer, [])
+        while len(tiles) <= index:
+            width = int(STARTS[len(tiles) + 1] - STARTS[len(tiles)])
+            tiles.append((_empty(k, width), _empty(v, width)))
+        if tiles[index][0].shape[0] < num_rows:
+            tiles[index] = (_grown(tiles[index][0], num_rows), _grown(tiles[index][1], num_rows))
+        return tiles[index]
 
-def _tile(like: torch.Tensor, width: int, rows: int) -> torch.Tensor:
-    return like.new_zeros((rows, like.shape[1], width, like.shape[2]))  # zeros: a masked NaN would still poison sums
+
+def _empty(like: torch.Tensor, width: int) -> torch.Tensor:
+    return like.new_empty((0, like.shape[-2], width, like.shape[-1]))
 
 
 def _grown(tile: torch.Tensor, num_rows: int) -> torch.Tensor:
-    grown = tile.new_zeros((max(8, 1 << (num_rows - 1).bit_length()), *tile.shape[1:]))
+    grown = tile.new_zeros((max(8, 1 << (num_rows - 1).bit_length()), *tile.shape[1:]))  # 0 * NaN would be NaN
     grown[: tile.shape[0]] = tile
     return grown

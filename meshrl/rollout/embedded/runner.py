@@ -13,65 +13,61 @@ from meshrl.model.causal import CausalModel
 from meshrl.model.logprob import token_logprobs
 from meshrl.rollout.embedded.cached_attention import DecodeAttention, PrefillAttention, StepAttention
 from meshrl.rollout.embedded.kv_cache import KVStore, plan_writes
-from meshrl.rollout.embedded.scheduler import Admission, Fill, Move, Scheduler, Sequence
+from meshrl.rollout.embedded.scheduler import Admission, Fill, Move, Sequence
 
 
 class Runner:
-    """Owns the cache: `own` holds a row for each running sequence, `shared` one for each prompt of a group."""
+    """Owns the cache: `running` has a row for each running sequence, `prompts` one for each prompt of a group."""
 
     def __init__(self, model: CausalModel, device: torch.device):
         self.model, self.device = model, device
-        self.own, self.shared = KVStore(), KVStore()
+        self.running, self.prompts = KVStore(), KVStore()
 
     @torch.inference_mode()
-    def step(self, scheduler: Scheduler, admission: Admission) -> torch.Tensor:
-        """Compute the new contexts and the last token of every other running row -> logits float[N, V], one row for
-        each of `scheduler.running`, in its order."""
-        joined = admission.sequences
-        rows = scheduler.running[: len(scheduler.running) - len(joined)]
-        fills = admission.fills
+    def step(self, running: list[Sequence], admission: Admission) -> torch.Tensor:
+        """Compute the new contexts, and the last token of every row that ran before -> logits float[N, V] for all
+        running rows, in their order."""
+        rows, fills = running[: len(running) - len(admission.joined)], admission.fills
         tokens = [fill.ids for fill in fills] + [np.array([s.tokens[-1] for s in rows], np.int64)]
-        places = [np.arange(len(fill.ids)) for fill in fills] + [np.array([s.num_cached for s in rows], np.int64)]
+        places = [np.arange(len(fill.ids)) for fill in fills] + [np.array([s.cached for s in rows], np.int64)]
         hidden = self.model.hidden(
             torch.from_numpy(np.concatenate(tokens)).to(self.device),
             torch.from_numpy(np.concatenate(places)).to(self.device),
-            self._context(fills, rows, scheduler),
+            self._context(fills, rows),
         )
-        ends = np.cumsum([len(fill.ids) for fill in fills])
-        alone: dict[int, torch.Tensor] = {}  # own row -> final hidden state of its context
-        for fill, end in zip(fills, ends, strict=True):
-            if fill.prompt is None:
-                alone[fill.row] = hidden[end - 1]
-            else:
-                fill.prompt.last_hidden = hidden[end - 1].clone()
-        drawn = hidden[ends[-1] if fills else 0 :]
-        if joined:
-            lasts = [s.prompt.last_hidden if s.prompt else alone[len(rows) + i] for i, s in enumerate(joined)]
-            drawn = torch.cat([drawn, torch.stack(lasts)])
         for sequence in rows:
             sequence.cached += 1
-        return self.model.head().logits(drawn)
+        return self.model.head().logits(self._last_states(hidden, len(rows), admission))
 
-    def _context(self, fills: list[Fill], rows: list[Sequence], scheduler: Scheduler) -> AttentionContext:
-        prefill = self._prefill(fills) if fills else None
+    def _last_states(self, hidden: torch.Tensor, num_rows: int, admission: Admission) -> torch.Tensor:
+        """The state that each running row draws from: its newest token's, or for who joins its context's last one.
+        Members of a group get their copy of the prompt here."""
+        end, alone = 0, []
+        for fill in admission.fills:
+            end += len(fill.ids)
+            if fill.prompt is None:
+                alone.append(hidden[end - 1])
+            else:
+                fill.prompt.last_hidden = hidden[end - 1].clone()
+        if not admission.joined:
+            return hidden[end:]
+        own = iter(alone)
+        states = [next(own) if prompt is None else prompt.last_hidden for _, prompt in admission.joined]
+        copies = [(num_rows + i, p.row, p.length) for i, (_, p) in enumerate(admission.joined) if p is not None]
+        self.running.copy_rows(self.prompts, copies, self.device)
+        return torch.cat([hidden[end:], torch.stack(states)])
+
+    def _context(self, fills: list[Fill], rows: list[Sequence]) -> AttentionContext:
         if not rows:
-            assert prefill is not None, "a step has contexts to compute or rows to go on with"
-            return prefill
-        decode = DecodeAttention(
-            self.own,
-            np.array([s.cached + 1 for s in rows], np.int64),
-            self.shared,
-            np.array([s.prompt.row if s.prompt else -1 for s in rows], np.int64),
-            np.array([p.length for p in scheduler.prompts if p.last_hidden is not None], np.int64),
-            self.device,
-        )
-        return StepAttention(prefill, decode) if prefill else decode
+            return self._prefill(fills)
+        decode = DecodeAttention(self.running, np.array([s.cached + 1 for s in rows], np.int64), self.device)
+        return StepAttention(self._prefill(fills), decode) if fills else decode
 
     def _prefill(self, fills: list[Fill]) -> PrefillAttention:
         lengths = [len(fill.ids) for fill in fills]
         bounds = np.concatenate([[0], np.cumsum(lengths)])
         writes = []
-        for store, shared in ((self.own, False), (self.shared, True)):
+        for store, shared in ((self.running, False), (self.prompts, True)):
             part = [i for i, fill in enumerate(fills) if (fill.prompt is not None) == shared]
             if part:
                 rows = np.concatenate([np.full(lengths[i], fills[i].row, np.int64) for i in part])
@@ -81,9 +77,9 @@ class Runner:
         return PrefillAttention(bounds.tolist(), self.device, writes)
 
     @torch.inference_mode()
-    def follow(self, own: Move | None, shared: Move | None) -> None:
+    def follow(self, running: Move | None, prompts: Move | None) -> None:
         """Move rows as `Scheduler.settle` decided."""
-        for store, move in ((self.own, own), (self.shared, shared)):
+        for store, move in ((self.running, running), (self.prompts, prompts)):
             if move is not None:
                 store.move(move.order, move.lengths, self.device)
 
@@ -99,9 +95,9 @@ class Runner:
 
     @property
     def num_bytes(self) -> int:
-        return self.own.num_bytes + self.shared.num_bytes
+        return self.running.num_bytes + self.prompts.num_bytes
 
     def flush(self) -> None:
         """Drop every key and value: they belong to weights (P17)."""
-        self.own.clear()
-        self.shared.clear()
+        self.running.clear()
+        self.prompts.clear()

@@ -1,7 +1,7 @@
-"""Who runs next: a first-in first-out queue, a bounded set of running sequences, and prompts shared by their groups.
+"""Who runs next: a first-in first-out queue, a bounded set of running sequences, and prompts that groups wait for.
 
-Pure Python over ids and lengths; no tensor and no model. Row i of the engine's own store belongs to `running[i]`,
-row j of its shared store to `prompts[j]`.
+Pure Python over ids and lengths; no tensor and no model. Row i of the running store belongs to `running[i]`, row j of
+the prompt store to `prompts[j]`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from meshrl.rollout.embedded.kv_cache import arrange
 
 @dataclass(eq=False, slots=True)
 class SharedPrompt:
-    """A context whose keys and values are computed and stored once for several sequences.
+    """A context that several sequences wait with: computed once, kept until none of them waits, copied to each.
 
     last_hidden: the final hidden state of its last token, from which every member draws its first token.
     """
@@ -28,7 +28,6 @@ class SharedPrompt:
     key: bytes
     length: int
     row: int
-    num_running: int = 0
     last_hidden: Any = None
 
 
@@ -41,8 +40,7 @@ class Sequence:
     limit: int  # tokens it may still sample when it arrives
     limit_reason: StopReason
     key: bytes = b""  # its whole context, prefix and sampled tokens included: equal keys share
-    prompt: SharedPrompt | None = None
-    cached: int = 0  # tokens in its own row
+    cached: int = 0  # tokens in its row of the store
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -55,10 +53,6 @@ class Sequence:
         """Output position of the first token sampled here: a continuation goes on where its prefix ends."""
         prefix = self.request.prefix_output
         return 0 if prefix is None else len(prefix)
-
-    @property
-    def num_cached(self) -> int:
-        return self.cached + (self.prompt.length if self.prompt else 0)
 
     def ids(self) -> np.ndarray:
         """Everything the next token depends on: int64[context + prefix + sampled]."""
@@ -75,7 +69,7 @@ class Sequence:
 
 @dataclass(slots=True)
 class Fill:
-    """A context to compute: int64[C] ids, into a row of the own store or of the shared store."""
+    """A context to compute, int64[C] ids: into a row of the running store, or of the prompt store."""
 
     ids: np.ndarray
     row: int
@@ -84,9 +78,10 @@ class Fill:
 
 @dataclass(slots=True)
 class Admission:
-    """What joins in this step: sequences, in the order of their rows, and the contexts to compute for them."""
+    """What joins in this step: sequences in the order of their rows, each with the prompt it copies (None = its
+    context is computed in its own row), and the contexts to compute."""
 
-    sequences: list[Sequence] = field(default_factory=list)
+    joined: list[tuple[Sequence, SharedPrompt | None]] = field(default_factory=list)
     fills: list[Fill] = field(default_factory=list)
 
 
@@ -117,15 +112,17 @@ class Scheduler:
     def admit(self) -> Admission:
         """Take the head of the queue while there are rows and prefill budget.
 
-        Sequences that wait with equal contexts share a prompt: it is computed for the first, the others join free.
-        A sequence that is alone with its context keeps it in its own row.
+        Sequences that wait with equal contexts share a prompt: it is computed for the first, the others copy it, now
+        or when there is a row for them.
         """
         admission, budget = Admission(), self.prefill_tokens
         while self.waiting and len(self.running) < self.max_running:
             sequence = self.waiting[0]
             prompt = self._prompt_of_key.get(sequence.key)
-            if prompt is None:
-                ids = sequence.ids()
+            ids = sequence.ids()
+            if prompt is not None:
+                sequence.times.cached_tokens += len(ids)
+            else:
                 if admission.fills and len(ids) > budget:
                     break
                 budget -= len(ids)
@@ -133,41 +130,31 @@ class Scheduler:
                     prompt = SharedPrompt(sequence.key, len(ids), len(self.prompts))
                     self.prompts.append(prompt)
                     self._prompt_of_key[sequence.key] = prompt
-                else:
-                    sequence.cached = len(ids)
                 admission.fills.append(Fill(ids, prompt.row if prompt else len(self.running), prompt))
-            else:
-                sequence.times.cached_tokens += prompt.length
-            if prompt is not None:
-                sequence.prompt = prompt
-                prompt.num_running += 1
             self._dequeue(self.waiting.popleft())
             sequence.times.queue_s += sequence.lap()
+            sequence.cached = len(ids)
             self.running.append(sequence)
-            admission.sequences.append(sequence)
+            admission.joined.append((sequence, prompt))
         return admission
 
     def settle(self, gone: Collection[int]) -> tuple[Move | None, Move | None]:
-        """Let the rows in `gone` leave, drop prompts that nobody uses or waits for, and close the gaps.
+        """Let the rows in `gone` leave, drop prompts that nobody waits for, and close the gaps.
 
-        Returns how own rows and shared rows move (None = they stay); the stores follow before the next step.
+        Returns how running rows and prompt rows move (None = they stay); the stores follow before the next step.
         """
-        for row in gone:
-            prompt = self.running[row].prompt
-            if prompt is not None:
-                prompt.num_running -= 1
-        own = _move([s.cached for s in self.running], gone)
-        if own is not None:
-            self.running = [self.running[row] for row in own.order]
-        unused = {p.row for p in self.prompts if not p.num_running and not self._waiting_of_key[p.key]}
+        running = _move([s.cached for s in self.running], gone)
+        if running is not None:
+            self.running = [self.running[row] for row in running.order]
+        unused = {p.row for p in self.prompts if not self._waiting_of_key[p.key]}
         for row in unused:
             del self._prompt_of_key[self.prompts[row].key]
-        shared = _move([p.length for p in self.prompts], unused)
-        if shared is not None:
-            self.prompts = [self.prompts[row] for row in shared.order]
+        prompts = _move([p.length for p in self.prompts], unused)
+        if prompts is not None:
+            self.prompts = [self.prompts[row] for row in prompts.order]
             for row, prompt in enumerate(self.prompts):
                 prompt.row = row
-        return own, shared
+        return running, prompts
 
     def withdraw(self, ids: Collection[str] | None) -> tuple[list[Sequence], list[int]]:
         """Take these requests (None = all) out of the queue, and name the rows of those that run, for `settle`."""
@@ -180,7 +167,7 @@ class Scheduler:
     def requeue_all(self) -> None:
         """Forget every cached token: those who run go back to the head of the queue, with what they have sampled."""
         for sequence in reversed(self.running):
-            sequence.prompt, sequence.cached = None, 0
+            sequence.cached = 0
             sequence.times.decode_s += sequence.lap()
             self._enqueue(sequence)
             self.waiting.appendleft(sequence)

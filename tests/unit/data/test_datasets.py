@@ -7,7 +7,7 @@ from tiny_tokenizers import FORGETFUL, tiny_tokenizer
 
 from meshrl.config.task import DataConfig, SftConfig
 from meshrl.core.errors import DataError
-from meshrl.data.datasets import load_prompts, load_rows, load_sft_rows
+from meshrl.data.datasets import load_prompts, load_sft_rows
 
 GOOD = {"question": "1+1=", "answer": "2", "level": 3}
 
@@ -69,7 +69,8 @@ def test_prompts_over_the_limit_are_left_out_and_counted(tmp_path):
 
 def test_a_limit_takes_the_first_rows_and_reads_no_further(tmp_path):
     path = write(tmp_path, GOOD, GOOD, "not json")
-    assert [number for number, _ in load_rows(path, limit=2)] == [1, 2]
+    prompts, _ = load_prompts(path, config(path), tiny_tokenizer(), limit=2)
+    assert [p.id for p in prompts] == ["train-1", "train-2"]
 
 
 @pytest.mark.parametrize(
@@ -108,12 +109,12 @@ def test_a_byte_order_mark_is_no_error(tmp_path):
 
 
 def test_missing_and_empty_files_are_told_apart(tmp_path):
-    with pytest.raises(DataError, match=r"does not exist \(working folder: "):
-        load_rows(tmp_path / "none.jsonl")
-    with pytest.raises(DataError, match="is a folder"):
-        load_rows(tmp_path)
+    with pytest.raises(DataError, match=r"none\.jsonl: no such file"):
+        load(tmp_path / "none.jsonl")
+    with pytest.raises(DataError, match=r"is a folder, not a file; it has no \*\.jsonl"):
+        load(tmp_path)
     with pytest.raises(DataError, match="holds no rows"):
-        load_rows(write(tmp_path, "", "  "))
+        load(write(tmp_path, "", "  "))
 
 
 def test_two_system_messages_are_a_conflict_and_not_a_choice(tmp_path):

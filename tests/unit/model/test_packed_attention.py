@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import FAMILIES, tiny_lm
+from tiny_samples import random_samples
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshrl.core.types import Sample
 from meshrl.model.attention import SMALL_BUCKET_ROWS, How, PackedAttention
 from meshrl.model.causal import CausalModel
+from meshrl.train.packing import pack
 
 CPU = torch.device("cpu")
 WILD = [1, 300, 2, 17, 300, 3, 900, 1, 64, 5, 17, 20]  # more than one bucket, some padded and some not
@@ -70,17 +73,19 @@ def test_empty_rows_take_no_part():
 
 
 class _Cost(TorchDispatchMode):
-    """Score elements that fused attention computes, and elements of the largest tensor made."""
+    """Score elements that attention computes for each head, fused or not, and elements of the largest tensor made."""
 
-    def __init__(self) -> None:
+    def __init__(self, heads: int) -> None:
         super().__init__()
-        self.scores = self.largest = 0
+        self.heads, self.scores, self.largest = heads, 0, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         if "scaled_dot_product" in str(func):
             batch, _, length, _ = args[0].shape
             self.scores += batch * length * args[1].shape[2]
+        elif "softmax" in str(func):
+            self.scores += out.numel() // self.heads
         for t in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(t, torch.Tensor):
                 self.largest = max(self.largest, t.numel())
@@ -93,7 +98,7 @@ def test_a_pack_costs_what_its_rows_cost_one_by_one(seed):
     rng = np.random.default_rng(seed)
     lengths = np.exp(rng.uniform(0, np.log([60, 500, 1200][seed % 3]), rng.integers(1, 40))).astype(int).tolist()
     tokens, exact = sum(lengths), sum(n * n for n in lengths)
-    with _Cost() as cost:
+    with _Cost(heads=2) as cost:
         packed = PackedAttention(_bounds(lengths), CPU)
         packed.attend(0, *_qkv(tokens, heads=2, kv_heads=2), How(0.3))
     assert exact <= cost.scores <= 1.25 * exact + SMALL_BUCKET_ROWS
@@ -103,10 +108,10 @@ def test_a_pack_costs_what_its_rows_cost_one_by_one(seed):
 def test_a_long_pack_of_short_rows_makes_nothing_of_its_square():
     """P22: no mask and no scores of T x T."""
     lengths = [16] * 600
-    with _Cost() as cost:
+    with _Cost(heads=1) as cost:
         PackedAttention(_bounds(lengths), CPU).attend(0, *_qkv(sum(lengths), 1, 1), How(0.3))
     assert cost.scores == 600 * 16 * 16
-    assert cost.largest <= sum(lengths) * 8
+    assert cost.largest <= 600 * 16 * 16
 
 
 def _score(model: CausalModel, rows: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -160,6 +165,80 @@ def test_changing_one_row_changes_no_bit_of_another(family):
         after = _score(model, other)
         for i in range(len(rows)):
             assert torch.equal(before[i], after[i]) == (i != changed), f"row {i} after a change of row {changed}"
+
+
+def _group(seed: int, prompt: int, answers: list[int]) -> list[Sample]:
+    samples = random_samples(seed, [prompt + n for n in answers], groups=1)
+    for s in samples:
+        s.prefix_len, s.mask, s.temperature = prompt, np.arange(len(s)) >= prompt, 1.0
+        s.tokens[:prompt] = samples[0].tokens[:prompt]
+    return samples
+
+
+def _score_packed(model: CausalModel, samples: list[Sample], share_prefix: bool = True) -> list[torch.Tensor]:
+    """Logprobs of the trained tokens of each sample, in one pack."""
+    batch = pack(samples, list(range(len(samples))), share_prefix=share_prefix)
+    assert (batch.num_tokens < sum(len(s) for s in samples)) == share_prefix
+    scored = batch.mask.nonzero()[:, 0]
+    context = PackedAttention(batch.cu_seqlens.tolist(), CPU, batch.parents)
+    with torch.no_grad():
+        logp, _ = model(
+            batch.tokens,
+            batch.position_ids,
+            context,
+            scored,
+            batch.previous[scored],
+            batch.temperature[scored],
+            64,
+            False,
+            {},
+        )
+    row_of = torch.tensor(batch.rows)[batch.sample_index[scored].long()]
+    return [logp[row_of == i] for i in range(len(samples))]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_after_a_shared_prompt_equal_plain_transformers_one_row_at_a_time(family):
+    """P22: with windows that end inside the prompt, and answers of one token."""
+    samples = _group(3, 9, [5, 1, 30, 5])
+    packed = _score_packed(CausalModel(tiny_lm(family)), samples)
+    plain = tiny_lm(family)
+    plain.set_attn_implementation("eager")
+    for s, got in zip(samples, packed, strict=True):
+        tokens = torch.from_numpy(s.tokens.astype(np.int64))
+        with torch.no_grad():
+            logq = torch.log_softmax(plain(tokens[None]).logits[0].double(), -1)
+        want = logq[:-1].gather(1, tokens[1:, None])[8:, 0]
+        torch.testing.assert_close(got.double(), want, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma2"])
+def test_changing_one_answer_changes_no_bit_of_the_others_that_share_its_prompt(family):
+    """P22"""
+    model = CausalModel(tiny_lm(family))
+    samples = _group(4, 12, [40, 7, 7, 1])
+    before = _score_packed(model, samples)
+    for changed in range(len(samples)):
+        kept = samples[changed].tokens.copy()
+        samples[changed].tokens[12:] = (kept[12:] + 7) % 64
+        after = _score_packed(model, samples)
+        samples[changed].tokens[:] = kept
+        for i in range(len(samples)):
+            assert torch.equal(before[i], after[i]) == (i != changed), f"answer {i} after a change of {changed}"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_sharing_a_prompt_never_costs_more_than_not_sharing_it(seed):
+    rng = np.random.default_rng(seed)
+    prompt, answers = int(rng.integers(1, 400)), rng.integers(1, 300, 12).tolist()
+    costs = []
+    for share in (True, False):
+        batch = pack(_group(seed, prompt, answers), list(range(12)), share_prefix=share)
+        with _Cost(heads=2) as cost:
+            context = PackedAttention(batch.cu_seqlens.tolist(), CPU, batch.parents)
+            context.attend(0, *_qkv(batch.num_tokens, heads=2, kv_heads=2), How(0.3))
+        costs.append(cost.scores)
+    assert costs[0] <= costs[1]
 
 
 def test_a_model_called_without_a_context_is_refused():

@@ -31,6 +31,32 @@ def test_every_plan_holds_each_row_once_within_the_budget_on_equally_busy_ranks(
     assert make_plan(list(lengths), num_ranks, max_tokens) == plan
 
 
+GROUPS = st.lists(st.tuples(st.integers(1, 300), st.lists(st.integers(1, 200), min_size=1, max_size=9)), max_size=12)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(groups=GROUPS, num_ranks=st.integers(1, 5), max_tokens=st.integers(1, 1500), random=st.randoms())
+def test_a_plan_of_groups_counts_each_prompt_once_in_a_micro_batch(groups, num_ranks, max_tokens, random):
+    """P25: groups of a prompt and its answers, their rows in any order."""
+    rows = [(g, prompt, answer) for g, (prompt, answers) in enumerate(groups) for answer in answers]
+    random.shuffle(rows)
+    arguments = ([p + a for _, p, a in rows], num_ranks, max_tokens, [g for g, _, _ in rows], [p for _, p, _ in rows])
+    plan = make_plan(*arguments)
+    assert len({len(micro) for micro in plan.micro_batches}) == 1 and len(plan.micro_batches[0]) >= 1
+    assert sorted(i for rank in range(num_ranks) for i in plan.rows(rank)) == list(range(len(rows)))
+    for members in (micro for rank in plan.micro_batches for micro in rank):
+        prompts = {rows[i][0]: rows[i][1] for i in members}
+        assert sum(prompts.values()) + sum(rows[i][2] for i in members) <= max_tokens or len(members) == 1
+    assert make_plan(*arguments) == plan
+
+
+def test_a_group_stays_together_where_balance_allows():
+    plan = make_plan([110] * 8, 2, 1000, [0, 1] * 4, [100] * 8)
+    assert plan.micro_batches == (((0, 2, 4, 6),), ((1, 3, 5, 7),))
+    alone = make_plan([110] * 4, 4, 1000, [0] * 4, [100] * 4)
+    assert sorted(alone.rows(rank) for rank in range(4)) == [[0], [1], [2], [3]], "no rank stays idle for that"
+
+
 @pytest.mark.parametrize(
     ("lengths", "num_ranks", "max_tokens", "want"),
     [
@@ -85,6 +111,8 @@ def _sample(length: int, **changes) -> Sample:
 
 def test_rows_lie_end_to_end_and_each_starts_at_position_0():
     batch = pack([_sample(3), _sample(2)], [7, 4], plan_hash="h")
+    assert batch.parents == [-1, -1] and batch.offsets == [0, 0]
+    assert batch.previous[batch.position_ids > 0].tolist() == [0, 1, 3]
     assert batch.tokens.tolist() == [30, 31, 32, 20, 21]
     assert batch.cu_seqlens.tolist() == [0, 3, 5]
     assert batch.position_ids.tolist() == [0, 1, 2, 0, 1]
@@ -93,6 +121,34 @@ def test_rows_lie_end_to_end_and_each_starts_at_position_0():
     np.testing.assert_allclose(batch.temperature, [0.3, 0.3, 0.3, 0.2, 0.2], rtol=1e-6)
     assert (batch.rows, batch.plan_hash, batch.is_dummy) == ([7, 4], "h", False)
     assert batch.old_logprobs is batch.advantages is batch.routed_experts is None
+
+
+def test_a_shared_prompt_stands_once_and_every_answer_continues_it():
+    """The example of Batch's docstring."""
+    first, second = _sample(3, group_id="g"), _sample(2, group_id="g", tokens=np.array([30, 99], np.int32))
+    batch = pack([first, second], [0, 1])
+    assert batch.tokens.tolist() == [30, 31, 32, 99]
+    assert batch.cu_seqlens.tolist() == [0, 1, 3, 4]
+    assert batch.position_ids.tolist() == [0, 1, 2, 1]
+    assert (batch.rows, batch.parents, batch.offsets) == ([-1, 0, 1], [-1, 0, 0], [0, 1, 1])
+    assert batch.previous.tolist() == [0, 0, 1, 0]
+    assert batch.mask.tolist() == [False, True, True, True]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"group_id": "other"},
+        {"prefix_len": 0},
+        {"tokens": np.array([7, 99], np.int32)},
+        {"mask": np.array([True, True])},
+    ],
+    ids=["other group", "no prefix", "other prompt", "trained prompt"],
+)
+def test_only_rows_of_one_group_with_one_untrained_prompt_share_it(changes):
+    second = _sample(2, **{"group_id": "g", "tokens": np.array([30, 99], np.int32), **changes})
+    assert pack([_sample(3, group_id="g"), second], [0, 1]).parents == [-1, -1]
+    assert pack([_sample(3, group_id="g"), second], [0, 1], share_prefix=False).parents == [-1, -1]
 
 
 def test_weights_of_the_harness_stay_fp64_and_those_of_a_run_fp32():

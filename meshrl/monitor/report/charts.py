@@ -1,0 +1,217 @@
+"""Curves and stacked bars as SVG texts. Colours are the page's CSS classes, so that they follow light and dark."""
+
+from __future__ import annotations
+
+import html
+import itertools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from meshrl.monitor.curve import moving_average
+from meshrl.monitor.sinks import duration
+
+WIDTH, HEIGHT = 460, 220
+LEFT, RIGHT, TOP, BOTTOM = 46, WIDTH - 8, 10, HEIGHT - 24
+MAX_POINTS = 240  # more are averaged in equal parts
+SMOOTH_FROM = 12  # points; fewer are drawn as they are
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """style: curve (with its moving average), dots, or limit (dashed). Values that are not finite leave a gap."""
+
+    label: str
+    steps: Sequence[int]
+    values: Sequence[float]
+    style: Literal["curve", "dots", "limit"] = "curve"
+
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    """From a value to its place between two edges of the drawing."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool = False
+
+    def __call__(self, value: float) -> float:
+        low, high, at = (self._unlog(v) for v in (self.low, self.high, value))
+        share = (at - low) / (high - low) if high > low else 0.5
+        return round(self.start + min(max(share, 0.0), 1.0) * (self.end - self.start), 1)
+
+    def _unlog(self, value: float) -> float:
+        return math.log10(max(value, self.low)) if self.log else value
+
+
+def number(value: float, unit: str = "") -> str:
+    """A value as people read it: three digits, k and M from a thousand on, GB, 2m07s."""
+    if not math.isfinite(value):
+        return str(value)
+    if unit == "s" and value >= 100:
+        return duration(value)
+    tail = {"bytes": "B", "s": " s"}.get(unit, "")
+    for factor, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= factor:
+            return f"{value / factor:.3g} {letter}{tail}" if tail == "B" else f"{value / factor:.3g}{letter}{tail}"
+    return f"{value:.3g}{' ' if tail == 'B' else ''}{tail}"
+
+
+def line_chart(lines: Sequence[Line], unit: str, log: bool = False) -> str:
+    """Lines over finished steps, with axes. The values lie in the element too, for the page's script.
+
+    log: a logarithmic axis; values of 0 or less stand at its lower end.
+    """
+    drawn = [_thinned(line) for line in lines]
+    steps = sorted({s for line in drawn for s in line.steps})
+    values = [v for line in drawn for v in line.values if math.isfinite(v) and (v > 0 or not log)]
+    if not values:
+        return ""
+    across = _Scale(steps[0], steps[-1], LEFT, RIGHT)
+    up = _Scale(*_range(values, log), BOTTOM, TOP, log)
+    parts = [*_axes(across, up, unit)]
+    for index, line in enumerate(drawn):
+        parts += _drawn(line, index, across, up)
+    data = {
+        "steps": steps,
+        "lines": [_by_step(line, steps, unit) for line in drawn],
+        "x": [across(step) for step in steps],
+    }
+    return _svg(parts, html.escape(json.dumps(data)))
+
+
+def stacked_chart(layers: Mapping[str, Mapping[int, float]], max_bars: int = 60) -> str:
+    """One bar for each step (for several when there are many: their mean), its layers stacked in the given order.
+
+    layers: seconds by name and finished steps.
+    """
+    steps = sorted({step for layer in layers.values() for step in layer})
+    count = min(len(steps), max_bars)
+    bars = [steps[len(steps) * i // count : len(steps) * (i + 1) // count] for i in range(count)]
+    heights = {n: [sum(layer.get(s, 0.0) for s in bar) / len(bar) for bar in bars] for n, layer in layers.items()}
+    top = max((sum(column) for column in zip(*heights.values())), default=0.0)
+    if top <= 0:
+        return ""
+    up = _Scale(0.0, top * 1.05, BOTTOM, TOP)
+    edge = _Scale(0, count, LEFT, RIGHT)
+    gap = 1 if count > 20 else 3
+    parts = _axes(_Scale(steps[0], steps[-1], (edge(0) + edge(1)) / 2, (edge(count - 1) + edge(count)) / 2), up, "s")
+    for i in range(count):
+        base = 0.0
+        for index, (name, column) in enumerate(heights.items()):
+            y, lower = up(base + column[i]), up(base)
+            base += column[i]
+            if lower > y:
+                parts.append(
+                    f'<rect class="f{index}" x="{edge(i) + gap / 2}" y="{y}" width="{edge(i + 1) - edge(i) - gap:.1f}" '
+                    f'height="{lower - y:.1f}"><title>{html.escape(name)} {number(column[i], "s")}</title></rect>'
+                )
+    return _svg(parts)
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """A curve without axes, the size of a word."""
+    thin = _thinned(Line("", range(len(values)), values)).values
+    known = [v for v in thin if math.isfinite(v)]
+    if len(known) < 2:
+        return ""
+    across, up = _Scale(0, len(thin) - 1, 1, 89), _Scale(min(known), max(known), 16, 2)
+    return f'<svg class="spark" viewBox="0 0 90 18">{_path(range(len(thin)), thin, across, up, "l0")}</svg>'
+
+
+def _svg(parts: list[str], data: str = "") -> str:
+    held = f' data-chart="{data}"' if data else ""
+    return f'<svg class="plot" viewBox="0 0 {WIDTH} {HEIGHT}" role="img"{held}>{"".join(parts)}</svg>'
+
+
+def _thinned(line: Line) -> Line:
+    if len(line.values) <= MAX_POINTS or line.style == "dots":
+        return line
+    cuts = [len(line.values) * i // MAX_POINTS for i in range(MAX_POINTS + 1)]
+    parts = list(itertools.pairwise(cuts))
+    means = [_mean(line.values[a:b]) for a, b in parts]
+    return Line(line.label, [line.steps[b - 1] for _, b in parts], means, line.style)
+
+
+def _mean(values: Sequence[float]) -> float:
+    known = [v for v in values if math.isfinite(v)]
+    return sum(known) / len(known) if known else math.nan
+
+
+def _range(values: Sequence[float], log: bool) -> tuple[float, float]:
+    low, high = min(values), max(values)
+    if log:
+        return 10 ** math.floor(math.log10(low) - 0.01), 10 ** math.ceil(math.log10(high) + 0.01)
+    if 0 <= low <= 0.6 * high:  # a curve whose level matters stands on 0
+        return 0.0, high * 1.05
+    pad = (high - low) * 0.08 or abs(high) * 0.1 or 1.0
+    return low - pad, high + pad
+
+
+def _drawn(line: Line, index: int, across: _Scale, up: _Scale) -> list[str]:
+    if line.style == "limit":
+        return [_path(line.steps, line.values, across, up, "limit")]
+    if line.style == "dots":
+        dots = [
+            f'<circle class="f{index}" cx="{across(s)}" cy="{up(v)}" r="3.4"/>'
+            for s, v in zip(line.steps, line.values)
+            if math.isfinite(v)
+        ]
+        return [_path(line.steps, line.values, across, up, f"l{index} thin"), *dots]
+    if len(line.values) < SMOOTH_FROM:
+        return [_path(line.steps, line.values, across, up, f"l{index}")]
+    smooth = moving_average(line.values)
+    return [
+        _path(line.steps, line.values, across, up, f"l{index} raw"),
+        _path(line.steps, smooth, across, up, f"l{index}"),
+    ]
+
+
+def _path(steps: Sequence[int], values: Sequence[float], across: _Scale, up: _Scale, css: str) -> str:
+    moves, pen_down = [], False
+    for step, value in zip(steps, values):
+        if math.isfinite(value):
+            moves.append(f"{'L' if pen_down else 'M'}{across(step):g} {up(value):g}")
+        pen_down = math.isfinite(value)
+    if len(moves) == 1:  # a single point is a short dash, or nobody would see it
+        moves.append("h3")
+    return f'<path class="{css}" d="{"".join(moves)}"/>'
+
+
+def _by_step(line: Line, steps: Sequence[int], unit: str) -> list[str]:
+    known = {step: number(value, unit) for step, value in zip(line.steps, line.values)}
+    return [known.get(step, "") for step in steps]
+
+
+def _axes(across: _Scale, up: _Scale, unit: str) -> list[str]:
+    parts = []
+    for tick in _log_ticks(up) if up.log else _ticks(up.low, up.high, 4):
+        y = up(tick)
+        parts.append(f'<path class="grid" d="M{LEFT} {y}H{RIGHT}"/>')
+        parts.append(f'<text x="{LEFT - 6}" y="{y + 3.5}" text-anchor="end">{number(tick, unit)}</text>')
+    for tick in _ticks(across.low, across.high, 6):
+        if abs(tick - round(tick)) < 1e-9:
+            parts.append(f'<text x="{across(tick)}" y="{HEIGHT - 8}" text-anchor="middle">{tick:g}</text>')
+    parts.append(f'<path class="axis" d="M{LEFT} {BOTTOM}H{RIGHT}"/>')
+    return parts
+
+
+def _ticks(low: float, high: float, about: int) -> list[float]:
+    """Round values between low and high, about so many."""
+    if high <= low:
+        return [low]
+    raw = (high - low) / about
+    power = 10 ** math.floor(math.log10(raw))
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def _log_ticks(up: _Scale) -> list[float]:
+    low, high = round(math.log10(up.low)), round(math.log10(up.high))
+    every = max(1, math.ceil((high - low) / 6))
+    return [10.0**power for power in range(low, high + 1, every)]

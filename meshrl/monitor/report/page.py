@@ -1,0 +1,61 @@
+"""report.html: a run on one page that needs nothing else, written at the run's end and by `meshrl report`."""
+
+from __future__ import annotations
+
+import os
+from html import escape
+from pathlib import Path
+
+from meshrl.monitor.report.read import RunFolder, read_run
+from meshrl.monitor.report.sections import (
+    every_number,
+    headline,
+    learning,
+    proofs,
+    samples,
+    settings,
+    stability,
+    timing,
+)
+from meshrl.monitor.report.style import SCRIPT, STYLE
+
+
+def write_report(folder: Path) -> Path:
+    """Write `folder`/report.html from what is there so far; whole or not at all.
+
+    Raises: MeshrlError when `folder` is no run's.
+    """
+    run = read_run(folder)
+    path = folder / "report.html"
+    aside = path.with_suffix(".aside")
+    aside.write_text(page(run), encoding="utf-8")
+    os.replace(aside, path)
+    return path
+
+
+def page(run: RunFolder) -> str:
+    """The whole page."""
+    name = escape(run.folder.resolve().name)
+    parts = [headline(run), learning(run), samples(run), stability(run), proofs(run), timing(run), settings(run)]
+    if not run.series:
+        parts.insert(1, '<p class="note">No step is finished yet.</p>')
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{name}</title><style>{STYLE}</style></head>\n<body>{_header(run, name)}\n"
+        + "\n".join(part for part in [*parts, every_number(run)] if part)
+        + f"\n<footer>Curves show each step, pale, and its moving average. Written from the files in this folder; "
+        f"<code>meshrl report {name}</code> writes it anew.</footer><script>{SCRIPT}</script></body></html>\n"
+    )
+
+
+def _header(run: RunFolder, name: str) -> str:
+    status = run.result.get("status")
+    shown = status or ("ended" if run.result else "no result yet")
+    error = run.result.get("error")
+    known = [(key, run.setting(key)) for key in ("model.path", "algo.advantage", "cluster.num_train_ranks", "run.seed")]
+    told = " · ".join(f"{key.rpartition('.')[2]} {escape(value)}" for key, value in known if value)
+    badge = f'<span class="badge {escape(status or "")}">{escape(shown)}</span>'
+    return f"<header><h1>{name}</h1>{badge}<p>{told}</p></header>" + (
+        f'<div class="error">{escape(error)}</div>' if error else ""
+    )

@@ -1,0 +1,165 @@
+"""What a run's folder tells, also that of a run that failed or still goes on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from meshrl.core.errors import MeshrlError
+from meshrl.monitor.jsonl import read_lines
+from meshrl.monitor.sinks import MetricsLine, read_metrics
+
+PAUSE_S = 600.0  # more than that between two lines, over what their phases say, is a run that was resumed later
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One metric. steps: finished steps at each value, rising; an evaluation before the first step is at 0."""
+
+    unit: str
+    steps: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One line of config.yaml, such as train.optimizer.lr = 1e-06 from gsm8k.yaml:12."""
+
+    key: str
+    value: str
+    origin: str
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """score: of the first reward term; None when its grading failed. status: as in a Trajectory."""
+
+    text: str
+    score: float | None
+    status: str
+
+    @property
+    def is_right(self) -> bool:
+        """As in pass@k: the score is 1 or more."""
+        return self.score is not None and self.score >= 1
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A held-out prompt and what one evaluation answered to it. question: (role, text) of its messages."""
+
+    question: list[tuple[str, str]]
+    truth: str
+    answers: list[Answer] = field(default_factory=list)
+
+    @property
+    def is_right(self) -> bool:
+        """At least half of the answers are."""
+        return 2 * sum(answer.is_right for answer in self.answers) >= len(self.answers)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFolder:
+    """result: result.json, empty before the run's end. phases: seconds by phase and finished steps, "other" being the
+    time between them. first_eval, last_eval: (finished steps, prompts by id), None for what is not there."""
+
+    folder: Path
+    result: dict[str, Any]
+    best: dict[str, Any] | None
+    series: dict[str, Series]
+    phases: dict[str, dict[int, float]]
+    wall_s: float
+    settings: list[Setting]
+    first_eval: tuple[int, dict[str, Asked]] | None
+    last_eval: tuple[int, dict[str, Asked]] | None
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that are finished."""
+        return max((steps for series in self.series.values() for steps in series.steps), default=0)
+
+    def setting(self, key: str) -> str | None:
+        return next((s.value for s in self.settings if s.key == key), None)
+
+
+def read_run(folder: Path) -> RunFolder:
+    """Raises: MeshrlError when it is no run's folder."""
+    path = folder / "metrics.jsonl"
+    if not path.is_file():
+        raise MeshrlError(f"{folder} has no metrics.jsonl; give the folder of a run, such as runs/NAME")
+    lines, units = read_metrics(path)
+    series: dict[str, Series] = {}
+    for line in lines:
+        for name, value in line.metrics.items():
+            one = series.setdefault(name, Series(units.get(name, "")))
+            one.steps.append(line.step + 1)
+            one.values.append(value)
+    result = _json(folder / "result.json") or {}
+    evals = sorted((folder / "rollouts").glob("eval_*.jsonl"))
+    return RunFolder(
+        folder=folder,
+        result=result,
+        best=_json(folder / "checkpoints" / "best.json"),
+        series=series,
+        phases=_phases(lines),
+        wall_s=result.get("wall_s") or (lines[-1].time - lines[0].time if lines else 0.0),
+        settings=_settings(folder / "config.yaml"),
+        first_eval=_evaluation(evals[0]) if evals else None,
+        last_eval=_evaluation(evals[-1]) if len(evals) > 1 else None,
+    )
+
+
+def _json(path: Path) -> dict[str, Any] | None:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def _phases(lines: list[MetricsLine]) -> dict[str, dict[int, float]]:
+    phases: dict[str, dict[int, float]] = {}
+    for before, line in zip([None, *lines], lines):
+        step = max(line.step + 1, 1)  # an evaluation before the first step is shown with it
+        spent = {n[5:-2]: s for n, s in line.metrics.items() if n.startswith("time/") and n.endswith("_s")}
+        rest = line.time - before.time - sum(spent.values()) if before else 0.0
+        spent["other"] = rest if 0 < rest < PAUSE_S else 0.0
+        for phase, seconds in spent.items():
+            by_step = phases.setdefault(phase, {})
+            by_step[step] = by_step.get(step, 0.0) + seconds
+    return phases
+
+
+def _settings(path: Path) -> list[Setting]:
+    """The lines of a resolved config: `key: value   # origin`, nested by two blanks; "# key: value" is unused."""
+    found: list[Setting] = []
+    above: list[str] = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        body, mark, origin = line.rpartition("  # ")
+        text = body if mark else line
+        level = (len(text) - len(text.lstrip())) // 2
+        name, _, value = text.strip().removeprefix("# ").partition(":")
+        if mark:
+            found.append(Setting(".".join([*above[:level], name]), value.strip(), origin))
+        else:
+            above = [*above[:level], name]
+    return found
+
+
+def _evaluation(path: Path) -> tuple[int, dict[str, Asked]]:
+    asked: dict[str, Asked] = {}
+    for record in read_lines(path):
+        prompt = record["prompt"]
+        if prompt["id"] not in asked:
+            asked[prompt["id"]] = Asked([_message(m) for m in prompt["messages"]], _plain(prompt["answer"]))
+        score = next(iter(record["rewards"].values()), None)
+        text = "\n".join(turn["text"] for turn in record["turns"])
+        known = None if score is None or isinstance(score, dict) else float(score)
+        asked[prompt["id"]].answers.append(Answer(text, known, record["status"]))
+    return int(path.stem.rpartition("_")[2]), asked
+
+
+def _message(message: dict[str, Any]) -> tuple[str, str]:
+    return message.get("role", ""), _plain(message.get("content"))
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

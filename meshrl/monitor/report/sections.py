@@ -1,0 +1,300 @@
+"""The parts of report.html, each from what a run's folder tells to HTML. What is not there has no part."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from meshrl.monitor.glossary import Entry, meaning_of
+from meshrl.monitor.report.charts import Line, line_chart, number, sparkline, stacked_chart
+from meshrl.monitor.report.read import Asked, RunFolder
+from meshrl.monitor.sinks import duration
+
+SAMPLES_OF_A_KIND = 3
+PHASES = ("rollout", "reward", "train", "sync", "eval", "export")  # in a step's order; others follow
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """names: metrics of one unit; those that a run did not log, or only as 0, are left out."""
+
+    title: str
+    names: tuple[str, ...]
+    log: bool = False
+
+
+def headline(run: RunFolder) -> str:
+    """The run in a handful of numbers."""
+    tiles = [*_scores(run), *_cost(run)]
+    cells = (
+        f'<div class="tile"><span>{escape(name)}</span><b>{escape(value)}</b><small>{escape(more)}</small></div>'
+        for name, value, more in tiles
+    )
+    return f'<section class="tiles">{"".join(cells)}</section>'
+
+
+def _scores(run: RunFolder) -> Iterable[tuple[str, str, str]]:
+    held_out = run.series.get("eval/mean_at_k")
+    if held_out:
+        first, last = held_out.values[0], held_out.values[-1]
+        more = f"{last - first:+.3f}" if len(held_out.values) > 1 else "one evaluation so far"
+        if run.best:
+            at = f"after step {run.best['step']}" if run.best["step"] else "before training"
+            more += f"; best {run.best['score']:.3f} {at}"
+        yield "held-out score", f"{first:.3f} → {last:.3f}" if len(held_out.values) > 1 else f"{first:.3f}", more
+    for name, title in (("reward/mean", "training reward"), ("loss/nll", "loss")):
+        values = [v for v in run.series[name].values if math.isfinite(v)] if name in run.series else []
+        if values:
+            tenth = max(1, len(values) // 10)
+            begin, end = sum(values[:tenth]) / tenth, sum(values[-tenth:]) / tenth
+            means = f"means of the first and last {tenth} steps" if tenth > 1 else "first and last step"
+            yield title, f"{begin:.3f} → {end:.3f}", means
+
+
+def _cost(run: RunFolder) -> Iterable[tuple[str, str, str]]:
+    planned = run.setting("loop.num_steps") or run.setting("sft.num_steps")
+    yield "steps", str(run.num_steps), f"of {planned}" if planned else ""
+    yield "wall time", duration(run.wall_s), "from start to end" if run.result else "from first to last line"
+    for name, title in (("memory/rss_bytes", "all processes"), ("memory/device_peak_bytes", "fullest device")):
+        values = [v for v in run.series[name].values if math.isfinite(v)] if name in run.series else []
+        if values:
+            yield "peak memory", number(max(values), "bytes"), title
+    for name, title in (("rollout", "sampled"), ("train", "trained")):
+        tokens, seconds = run.series.get(f"{name}/num_tokens"), run.series.get(f"time/{name}_s")
+        if tokens and seconds and sum(seconds.values) > 0:
+            speed = sum(tokens.values) / sum(seconds.values)
+            yield f"tokens {title}", number(sum(tokens.values)), f"{number(speed)} a second in that phase"
+
+
+def learning(run: RunFolder) -> str:
+    return _charts(run, "Learning", LEARNING)
+
+
+def stability(run: RunFolder) -> str:
+    return _charts(run, "Stability", STABILITY)
+
+
+def _charts(run: RunFolder, title: str, charts: Sequence[Chart]) -> str:
+    figures = "".join(_figure(run, chart) for chart in charts)
+    return f'<section><h2>{title}</h2><div class="grid2">{figures}</div></section>' if figures else ""
+
+
+def _figure(run: RunFolder, chart: Chart) -> str:
+    names = [n for n in chart.names if n in run.series and any(run.series[n].values)]
+    if not names:
+        return ""
+    lines = []
+    for name in names:
+        style = "dots" if name.startswith("eval/") else "limit" if name == "proof/limit" else "curve"
+        lines.append(Line(name, run.series[name].steps, run.series[name].values, style))  # type: ignore[arg-type]
+    unit = run.series[names[0]].unit
+    drawing = line_chart(lines, unit, chart.log)
+    if not drawing:
+        return ""
+    legend = "".join(
+        f'<span><i class="k{"limit" if line.style == "limit" else i}"></i><code>{escape(line.label)}</code> '
+        f"<b>{number(line.values[-1], unit)}</b></span>"
+        for i, line in enumerate(lines)
+    )
+    caption = f"{escape(chart.title)}<small>{escape(unit)}</small>"
+    return (
+        f'<figure><figcaption><b>{caption}</b><span class="at"></span></figcaption>'
+        f'<div class="legend">{legend}</div>{drawing}{_meanings(names)}</figure>'
+    )
+
+
+def _meanings(names: Sequence[str]) -> str:
+    entries: dict[Entry, str] = {}
+    for name in names:
+        if (found := meaning_of(name)) is not None:
+            entries.setdefault(found[0], name)
+    texts = []
+    for entry, name in entries.items():
+        who = f"<code>{escape(name)}</code> " if len(entries) > 1 else ""
+        texts.append(f'<p class="good">{who}{_prose(entry.healthy)}</p>')
+        if entry.otherwise:
+            texts.append(f'<p class="else">{_prose(entry.otherwise)}</p>')
+    return "".join(texts)
+
+
+def _prose(text: str) -> str:
+    """The glossary's text: `code` in backquotes, a capital at its start."""
+    shown = re.sub("`([^`]+)`", r"<code>\1</code>", escape(text, quote=False))
+    return shown[:1].upper() + shown[1:]
+
+
+def proofs(run: RunFolder) -> str:
+    """That the sampler was the trainer: digests acknowledged at each sync, and what was sampled re-scored."""
+    facts = [*_sync_facts(run), *_score_facts(run)]
+    if not facts:
+        return ""
+    items = "".join(f'<li class="{"yes" if holds else "no"}">{text}</li>' for holds, text in facts)
+    figure = _figure(run, Chart("Sampler against trainer", tuple(PROOF), log=True))
+    return f'<section><h2>Proofs</h2><div class="grid2"><ul class="proofs">{items}</ul>{figure}</div></section>'
+
+
+def _sync_facts(run: RunFolder) -> Iterable[tuple[bool, str]]:
+    version = run.series.get("sync/version")
+    for name, what in (
+        ("wire", "the bytes that arrived had the digests they were sent with"),
+        ("resident", "the parameters that the samplers compute with, read back, had the trainer's digests"),
+    ):
+        series = run.series.get(f"sync/proven_{name}")
+        if series and version:
+            worst = min(series.values)
+            who = "every sampler" if worst == 1 else f"only {worst:.0%} of the samplers in the worst sync"
+            syncs = f"{len(series.values)} weight syncs up to version {version.values[-1]:.0f}"
+            yield worst == 1, f"<b>{name}</b> {syncs}: {who} acknowledged that {what}."
+
+
+def _score_facts(run: RunFolder) -> Iterable[tuple[bool, str]]:
+    mean, limit = run.series.get(PROOF[0]), run.series.get("proof/limit")
+    if mean and limit:
+        worst, allowed = max(mean.values), limit.values[-1]
+        yield (
+            worst <= allowed,
+            f"<b>behaviour</b> {len(mean.values)} steps re-scored by the trainer before they were trained on: the mean "
+            f"difference of log-probabilities was at most {worst:.2g} nats a token; allowed are {allowed:.2g}.",
+        )
+
+
+def samples(run: RunFolder) -> str:
+    """The same held-out prompts before and after: learned, unlearned, still wrong."""
+    if run.first_eval is None or run.last_eval is None:
+        return ""
+    (first, before), (last, after) = run.first_eval, run.last_eval
+    kinds: dict[tuple[bool, bool], list[str]] = {}
+    for prompt, asked in before.items():
+        if prompt in after:
+            kinds.setdefault((asked.is_right, after[prompt].is_right), []).append(prompt)
+    parts = []
+    for (was, now), title in KINDS.items():
+        found = kinds.get((was, now), [])
+        rows = "".join(_sample(before[p], after[p]) for p in found[:SAMPLES_OF_A_KIND])
+        count = f"<small>{len(found)} of {sum(map(len, kinds.values()))}</small>"
+        parts.append(f"<h3>{title} {count}</h3>{rows if (was, now) != (True, True) else ''}")
+    told = f"Held-out prompts before training and after step {last}" if first == 0 else f"After steps {first}, {last}"
+    note = f"{told}; the first {SAMPLES_OF_A_KIND} of each kind. All of them: <code>rollouts/eval_*.jsonl</code>."
+    return f'<section><h2>Samples</h2><p class="note">{note}</p>{"".join(parts)}</section>'
+
+
+def _sample(before: Asked, after: Asked) -> str:
+    question = "".join(
+        f"<div><small>{escape(role)}</small><pre>{escape(text)}</pre></div>" for role, text in before.question
+    )
+    truth = f"<div><small>answer</small><pre>{escape(before.truth)}</pre></div>"
+    return f'<div class="sample"><div>{question}{truth}</div>{_answer("before", before)}{_answer("after", after)}</div>'
+
+
+def _answer(when: str, asked: Asked) -> str:
+    """One answer of the kind that most of them are."""
+    shown = next((a for a in asked.answers if a.is_right == asked.is_right), asked.answers[0])
+    score = "not graded" if shown.score is None else f"score {shown.score:.3g}"
+    right = sum(answer.is_right for answer in asked.answers)
+    several = f", {right} of {len(asked.answers)} right" if len(asked.answers) > 1 else ""
+    cut = ", cut" if shown.status == "truncated" else ""
+    css = "yes" if asked.is_right else "no"
+    return f'<div class="{css}"><small>{when}: {score}{several}{cut}</small><pre>{escape(shown.text)}</pre></div>'
+
+
+def timing(run: RunFolder) -> str:
+    """Where the seconds went, and the speeds and sizes that explain them."""
+    order = [*PHASES, *(p for p in run.phases if p not in PHASES and p != "other"), "other"]
+    layers = {phase: run.phases[phase] for phase in order if sum(run.phases.get(phase, {}).values()) > 0}
+    drawing = stacked_chart(layers)
+    totals = {phase: sum(by_step.values()) for phase, by_step in layers.items()}
+    whole = sum(totals.values())
+    bars = "".join(
+        f'<tr><td><i class="k{i}"></i>{escape(phase)}</td><td class="num">{number(seconds, "s")}</td>'
+        f'<td class="num">{seconds / whole:.1%}</td>'
+        f'<td class="bar"><i class="b{i}" style="width:{seconds / whole:.1%}"></i></td></tr>'
+        for i, (phase, seconds) in enumerate(totals.items())
+    )
+    figure = (
+        f"<figure><figcaption><b>Time of a step<small>s</small></b></figcaption>{drawing}"
+        f'<table class="phases">{bars}</table>{_meanings(["time/rollout_s"])}'
+        "<p>other: the time between the phases, such as logging.</p></figure>"
+    )
+    figures = (figure if drawing else "") + "".join(_figure(run, chart) for chart in SPEED)
+    return f'<section><h2>Time and memory</h2><div class="grid2">{figures}</div></section>' if figures else ""
+
+
+def settings(run: RunFolder) -> str:
+    """What was set for this run, and the rest folded away."""
+    if not run.settings:
+        return ""
+    chosen = [s for s in run.settings if not s.origin.startswith(("default", "unused"))]
+    rest = [s for s in run.settings if s not in chosen]
+
+    def table(found: list) -> str:
+        rows = (
+            f"<tr><td><code>{escape(s.key)}</code></td><td><code>{escape(s.value)}</code></td>"
+            f'<td class="origin">{escape(s.origin)}</td></tr>'
+            for s in found
+        )
+        return f'<div class="wide"><table class="settings">{"".join(rows)}</table></div>'
+
+    return (
+        f"<section><h2>Configuration</h2>{table(chosen)}"
+        f"<details><summary>{len(rest)} more with their defaults</summary>{table(rest)}</details></section>"
+    )
+
+
+def every_number(run: RunFolder) -> str:
+    """All metrics with their first, last and extreme values."""
+    rows = []
+    for name, series in sorted(run.series.items()):
+        known = [v for v in series.values if math.isfinite(v)] or [math.nan]
+        cells = "".join(
+            f'<td class="num">{number(v, series.unit)}</td>'
+            for v in (series.values[0], series.values[-1], min(known), max(known))
+        )
+        found = meaning_of(name)
+        told = _prose(found[0].healthy) if found else ""
+        unit = escape(series.unit if series.unit not in ("bytes", "s") else "")
+        rows.append(
+            f"<tr><td><code>{escape(name)}</code></td>{cells}<td>{unit}</td><td>{sparkline(series.values)}</td>"
+            f'<td class="told">{told}</td></tr>'
+        )
+    head = "".join(f"<th>{text}</th>" for text in ("metric", "first", "last", "least", "most", "unit", "", "healthy"))
+    table = f'<div class="wide"><table class="numbers"><tr>{head}</tr>{"".join(rows)}</table></div>'
+    return f"<section><h2>Every number</h2><details><summary>{len(rows)} metrics</summary>{table}</details></section>"
+
+
+KINDS = {
+    (False, True): "Wrong, then right",
+    (True, False): "Right, then wrong",
+    (False, False): "Still wrong",
+    (True, True): "Right all along",
+}
+
+LEARNING = (
+    Chart("Reward", ("reward/mean", "eval/mean_at_k")),
+    Chart("Held-out", ("eval/mean_at_k", "eval/pass_at_k")),
+    Chart("Loss", ("loss/nll",)),
+    Chart("Groups without signal", ("reward/groups_without_signal",)),
+    Chart("Answer length", ("rollout/length_mean_tokens", "rollout/length_tokens/p95")),
+    Chart("Cut answers", ("rollout/truncated_fraction",)),
+    Chart("Entropy", ("loss/entropy",)),
+)
+
+STABILITY = (
+    Chart("Gradient norm", ("train/grad_norm",)),
+    Chart("Distance from the policy that sampled", ("loss/approx_kl",)),
+    Chart("Distance from the reference", ("loss/kl", "reward/kl")),
+    Chart("Clipped ratios", ("loss/clip_fraction_low", "loss/clip_fraction_high")),
+    Chart("Equal answers in a group", ("rollout/duplicate_fraction",)),
+    Chart("Failed gradings", ("reward/failed",)),
+    Chart("Learning rate", ("train/lr",)),
+)
+
+SPEED = (
+    Chart("Speed", ("rollout/tokens_per_s", "train/tokens_per_s")),
+    Chart("Memory", ("memory/rss_bytes", "memory/rss_bytes/controller", "memory/device_peak_bytes")),
+    Chart("Weight sync", ("sync/latency_s", "sync/gather_s", "sync/verify_s")),
+)
+
+PROOF = ("proof/logprob_abs_diff_mean", "proof/logprob_abs_diff_max", "proof/limit")

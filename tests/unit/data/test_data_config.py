@@ -1,0 +1,170 @@
+"""P30: what is wrong with the data keys is told by the config's check, before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from meshrl.config.explain import explain, to_yaml
+from meshrl.config.load import load_run_config, load_sft_config
+from meshrl.core.errors import ConfigError
+
+ROW = {"question": "1+1=", "answer": "2", "info": {"level": 3}}
+BASE = """\
+model: {path: organisation/name}
+loop: {num_steps: 4, prompts_per_step: 2}
+data:
+"""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A folder with one set of each kind."""
+    import datasets
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    home = tmp_path_factory.mktemp("home")
+    (home / "train.jsonl").write_text((json.dumps(ROW) + "\n") * 30)
+    (home / "disguised.jsonl").write_bytes(b"PAR1....")
+    pq.write_table(pa.Table.from_pylist([ROW] * 20), home / "train.parquet")
+    one = datasets.Dataset.from_list([ROW] * 3)
+    one.save_to_disk(home / "saved")
+    datasets.DatasetDict(train=one, test=one).save_to_disk(home / "splits")
+    for kind in ("jsonl", "parquet"):
+        (home / "shards" / kind).mkdir(parents=True)
+        for i in range(2):
+            source = home / f"train.{kind}"
+            (home / "shards" / kind / f"{i}.{kind}").write_bytes(source.read_bytes())
+    (home / "shards" / "mixed").mkdir()
+    for kind in ("jsonl", "parquet"):
+        (home / "shards" / "mixed" / f"0.{kind}").write_bytes((home / f"train.{kind}").read_bytes())
+    return home
+
+
+def load(home, data, purpose="train"):
+    path = home / "run.yaml"
+    path.write_text(BASE + "".join(f"  {line}\n" for line in data))
+    return load_run_config(path, [], None, purpose)
+
+
+GOOD = [
+    ["path: train.jsonl"],
+    ["path: train.jsonl", "format: jsonl"],
+    ["path: train.jsonl", "answer: info.level"],
+    ["path: train.parquet", "answer: info.level"],
+    ["path: saved", "answer: info.level"],
+    ["path: splits", "split: train", "eval_path: splits", "eval_split: test"],
+    ["path: shards/jsonl"],
+    ["path: shards/parquet"],
+    ["path: shards/mixed", "format: parquet"],
+    ["path: openai/gsm8k", "subset: main", "split: train", "eval_path: train.jsonl"],
+    ["path: train.jsonl", "map: json:loads"],
+    ["path: train.jsonl", "streaming: true", "shuffle_buffer_rows: 2"],
+    ["sources: {a: {path: train.jsonl, weight: 2}, b: {path: splits, split: test, answer: info.level}}"],
+]
+
+
+@pytest.mark.parametrize("data", GOOD, ids=" ".join)
+def test_a_right_data_section_is_accepted_and_survives_being_written_out(home, data):
+    loaded = load(home, data)
+    again = home / "again.yaml"
+    again.write_text(to_yaml(loaded))
+    assert load_run_config(again).config == loaded.config
+    explain(loaded)
+
+
+BAD: list[tuple[list[str], list[str]]] = [
+    (["prompt: question"], ["data.path", "training needs rows", "data.sources"]),
+    (["path: train.jsonl", "sources: {a: {path: train.jsonl}}"], ["give one of the two"]),
+    (["sources: {a: {weight: 2}}"], ["data.sources.a.path", "required"]),
+    (["sources: {a: {path: train.jsonl, weight: 0}}"], ["data.sources.a.weight = 0", "number > 0"]),
+    (["sources: {a: {path: train.jsonl, wieght: 2}}"], ["unknown key", "data.sources.a.weight"]),
+    (["sources: {a: {path: missing.jsonl}}"], ["data.sources.a.path = missing.jsonl", "no such file", "looked for"]),
+    (["sources: {a: {path: train.jsonl, prompt: q}}"], ["data.sources.a.prompt = q", "no column 'q'"]),
+    (["sources: {a: {path: train.jsonl}}", "prompt: q"], ["data.prompt = q", "data.sources.a.path"]),
+    (["sources: {a-b: {path: train.jsonl}}"], ["'a-b'", "one word"]),
+    (["sources: {a: {path: train.jsonl}}", "split: x"], ["data.split", "no effect", "names its own"]),
+    (["sources: {a: {path: train.jsonl}}", "subset: x"], ["data.subset", "no effect", "names its own"]),
+    (["sources: {a: {path: train.jsonl}}", "format: jsonl"], ["data.format", "no effect", "names its own"]),
+    (["sources: {a: {path: train.jsonl, subset: main}}"], ["data.sources.a.subset", "only sets on the Hugging Face"]),
+    (["sources: {a: {path: train.jsonl, map: json:loads, answer: b}}"], ["data.sources.a.answer", "no effect"]),
+    (["path: train.jsonl", "split: train"], ["data.split = train", "only Hugging Face sets have splits", "jsonl"]),
+    (["path: train.parquet", "subset: main"], ["data.subset", "only sets on the Hugging Face hub"]),
+    (["path: splits"], ["data.path", "the splits train, test", "has to be named"]),
+    (["path: splits", "split: dev"], ["there is no split 'dev'"]),
+    (["path: saved", "split: train"], ["without splits"]),
+    (["path: train.jsonl", "eval_path: splits"], ["data.eval_path", "has to be named"]),
+    (["path: train.parquet", "prompt: q"], ["no column 'q'", "'question', 'answer', 'info', 'info.level'"]),
+    (["path: saved", "prompt: q"], ["no column 'q'", "'info.level'"]),
+    (["path: shards/jsonl", "prompt: q"], ["no column 'q'"]),
+    (["path: shards/mixed"], ["jsonl or as parquet", "format"]),
+    (["path: shards"], ["is a folder, not a file", "no *.jsonl or *.parquet", "save_to_disk"]),
+    (["path: saved", "format: parquet"], ["no *.parquet"]),
+    (["path: train.jsonl", "format: parquet"], ["no parquet file that pyarrow can read"]),
+    (["path: disguised.jsonl"], ["is a parquet file by its first bytes"]),
+    (["path: train.jsonl", "format: datasets"], ["takes a folder made by save_to_disk"]),
+    (["path: train.jsonl", "format: csv"], ["auto | jsonl | parquet | datasets"]),
+    (["path: nowhere/train.jsonl"], ["no such file", "looked for"]),
+    (["path: shards/missing"], ["no such file", "looked for"]),
+    (["path: train.jsonl", "map: loads"], ["data.map = loads", "package.module:name"]),
+    (["path: train.jsonl", "map: no_such_module_here:f"], ["no such module"]),
+    (["path: train.jsonl", "map: json:loads", "prompt: q"], ["data.prompt = q", "no effect", "data.map"]),
+    (["path: train.jsonl", "map: json:loads", "answer: q"], ["data.answer = q", "no effect", "data.map"]),
+    (["path: train.jsonl", "shuffle: false", "streaming: true", "shuffle_buffer_rows: 9"], ["data.shuffle is false"]),
+    (["path: train.jsonl", "streaming: true", "shuffle_buffer_rows: 1"], ["fewer rows than one step draws"]),
+]
+
+
+@pytest.mark.parametrize(("data", "words"), BAD, ids=[" ".join(data) for data, _ in BAD])
+def test_a_wrong_data_section_is_refused_in_words_that_help(home, data, words):
+    with pytest.raises(ConfigError) as error:
+        load(home, data)
+    message = " ".join(str(error.value).split())
+    for word in words:
+        assert word in message
+    assert "1 problem " in message
+
+
+def test_an_evaluation_needs_no_training_rows(home):
+    load(home, ["path: gone.jsonl", "eval_path: train.jsonl"], purpose="eval")
+    load(home, ["eval_path: train.jsonl"], purpose="eval")
+
+
+def test_explain_counts_rows_where_that_is_cheap_and_shows_the_shares_of_a_mixture(home):
+    assert "of 20 rows" in explain(load(home, ["path: train.parquet"]))
+    assert "of 60 rows" in explain(load(home, ["path: shards/jsonl"]))
+    text = explain(load(home, ["sources: {a: {path: train.jsonl, weight: 3}, b: {path: train.parquet}}"]))
+    assert "a 75.0%, b 25.0%" in text and "passes" not in text
+
+
+def test_paths_of_a_mixture_are_made_absolute_and_can_be_overridden(home):
+    load(home, ["sources: {a: {path: train.jsonl}}"])
+    config = load_run_config(home / "run.yaml", ["data.sources.a.weight=2", "data.sources.b.path=train.parquet"]).config
+    assert {name: (s.path, s.weight) for name, s in config.data.sources.items()} == {
+        "a": (str(home / "train.jsonl"), 2.0),
+        "b": (str(home / "train.parquet"), 1.0),
+    }
+
+
+def test_sft_rows_may_be_parquet(home):
+    path = home / "sft.yaml"
+    path.write_text("model: {path: organisation/name}\nsft: {path: train.parquet, num_steps: 1, messages: info}\n")
+    assert load_sft_config(path).config.sft.path == str(home / "train.parquet")
+    with pytest.raises(ConfigError, match="no column 'chat'"):
+        load_sft_config(path, ["sft.messages=chat"])
+
+
+def test_checks_of_every_kind_of_set_need_neither_torch_nor_datasets(home):
+    code = (
+        "import sys\nsys.modules['torch'] = sys.modules['transformers'] = sys.modules['datasets'] = None\n"
+        "from meshrl.config.load import load_run_config\n"
+        "for data in ('train.parquet', 'saved', 'train.jsonl'):\n"
+        f"    load_run_config({str(home / 'plain.yaml')!r}, [f'data.path={{data}}'])\n"
+    )
+    (home / "plain.yaml").write_text(BASE.replace("data:", "data: {path: train.jsonl}"))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

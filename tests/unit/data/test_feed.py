@@ -1,0 +1,237 @@
+"""Mixtures and streaming: the order of training prompts, and that a resume continues at the exact prompt (P27)."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from collections import Counter
+
+import pytest
+from tiny_tokenizers import tiny_tokenizer
+
+from meshrl.config.task import DataConfig, DataSource
+from meshrl.core.errors import DataError
+from meshrl.data.feed import load_eval_prompts, open_feed
+from meshrl.data.streaming import BufferOrder
+
+
+def write(path, n, text="{}+1="):
+    rows = [{"question": text.format(i), "answer": str(i)} for i in range(n)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture
+def config(tmp_path):
+    """config(kind, **changes): a DataConfig over 50 rows, of which five are too long; mixtures have 7 more."""
+    path = write(tmp_path / "train.jsonl", 50)
+    lines = open(path).read().splitlines()
+    for i in range(0, 50, 10):
+        lines[i] = json.dumps({"question": "x" * 100, "answer": ""})
+    (tmp_path / "train.jsonl").write_text("\n".join(lines))
+    more = write(tmp_path / "more.jsonl", 7, "what is {}?")
+
+    def make(kind, **changes):
+        changes = {"max_prompt_tokens": 70, **changes}
+        if "stream" in kind:
+            changes = {"streaming": True, "shuffle_buffer_rows": 20, **changes}
+        if "mixture" in kind:
+            sources = {"sums": DataSource(path=path, weight=3.0), "talk": DataSource(path=more)}
+            return DataConfig(sources=sources, **changes)
+        return DataConfig(path=path, **changes)
+
+    return make
+
+
+def feed(cfg, seed=0):
+    return open_feed(cfg, tiny_tokenizer(), seed)
+
+
+def drawn(prompts):
+    return [(p.ordinal, p.id, p.answer) for p in prompts]
+
+
+FEEDS = ["memory", "stream", "mixture", "mixture of streams"]
+
+
+@pytest.mark.parametrize("kind", FEEDS)
+@pytest.mark.parametrize("before", [0, 3, 19, 45, 58, 140])
+def test_a_resumed_feed_continues_at_the_exact_prompt(config, kind, before):
+    """P27: at the start, within a buffer, at the end of an epoch, and in a later one; the count of those left out too."""
+    one = feed(config(kind))
+    one.next(before)
+    state = json.loads(json.dumps(one.state()))
+    other = feed(config(kind))
+    other.load_state(state)
+    assert drawn(other.next(60)) == drawn(one.next(60))
+    assert other.num_left_out == one.num_left_out > 0
+    assert other.state() == one.state()
+
+
+@pytest.mark.parametrize("kind", FEEDS)
+def test_the_order_depends_on_the_seed_and_not_on_the_size_of_the_draws(config, kind):
+    singles = feed(config(kind), seed=1)
+    by_one = [drawn(singles.next(1))[0] for _ in range(90)]
+    assert by_one == drawn(feed(config(kind), seed=1).next(90))
+    assert by_one != drawn(feed(config(kind), seed=2).next(90))
+    assert [ordinal for ordinal, _, _ in by_one] == list(range(90))
+
+
+@pytest.mark.parametrize("kind", FEEDS)
+@pytest.mark.parametrize(
+    ("seed", "changes", "told"),
+    [
+        (1, {}, "seed was 0, is 1"),
+        (0, {"max_prompt_tokens": 2000}, "was"),
+        (0, {"system": "Hi."}, "digest was"),
+        (0, {"shuffle": False}, "shuffle was True, is False"),
+    ],
+)
+def test_a_resume_on_another_order_or_other_data_is_refused(config, kind, seed, changes, told):
+    """P27: it would repeat some prompts and never see others, and no curve would show it."""
+    state = feed(config(kind)).state()
+    with pytest.raises(DataError, match=told):
+        feed(config(kind, **changes), seed).load_state(state)
+
+
+def test_a_resume_with_other_weights_is_refused(config):
+    state = feed(config("mixture")).state()
+    cfg = config("mixture")
+    sources = cfg.sources | {"talk": cfg.sources["talk"].model_copy(update={"weight": 2.0})}
+    with pytest.raises(DataError, match="shares was"):
+        feed(cfg.model_copy(update={"sources": sources})).load_state(state)
+
+
+def test_a_stream_gives_the_prompts_that_a_reading_of_all_gives(config):
+    memory, stream = feed(config("memory")), feed(config("stream"))
+    assert memory.num_left_out == 5 and stream.num_left_out == 0
+    for _ in range(3):  # every epoch holds each prompt once, in an order of its own
+        assert sorted(p.id for p in memory.next(45)) == sorted(p.id for p in stream.next(45))
+    by_id = {p.id: p for p in memory.next(45)}
+    for prompt in stream.next(45):
+        same = by_id[prompt.id]
+        assert (prompt.messages, prompt.answer, prompt.meta) == (same.messages, same.answer, same.meta)
+        assert prompt.ids.tolist() == same.ids.tolist()
+    assert 15 <= stream.num_left_out <= 20
+
+
+def test_a_stream_without_shuffling_keeps_the_order_of_the_file(config):
+    stream = feed(config("stream", shuffle=False, max_prompt_tokens=2000))
+    assert [p.id for p in stream.next(120)] == [f"train-{i % 50 + 1}" for i in range(120)]
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 16, 31, 50, 160, 161, 1000])
+@pytest.mark.parametrize("buffer_rows", [1, 5, 16, 100, 4096])
+def test_every_epoch_of_a_buffered_order_reads_each_row_once_and_holds_no_more_than_the_buffer(num_rows, buffer_rows):
+    order = BufferOrder(num_rows, seed=3, shuffle=True, buffer_rows=buffer_rows)
+    epochs = []
+    position = 0
+    for _ in range(3):
+        rows, end = [], position + num_rows
+        while position < end:
+            first, stretches, dealt = order.buffer(position)
+            assert first == position and len(dealt) <= buffer_rows
+            held = [row for begin, stop in stretches for row in range(begin, stop)]
+            assert sorted(dealt) == list(range(len(held)))
+            assert order.buffer(position + len(dealt) - 1)[0] == first  # the last of a buffer leads to its start
+            rows += [held[i] for i in dealt]
+            position += len(dealt)
+        assert sorted(rows) == list(range(num_rows)) and position == end
+        epochs.append(rows)
+    assert num_rows < 5 or len({tuple(rows) for rows in epochs}) == 3
+
+
+def test_a_buffer_mixes_rows_from_all_over_the_set():
+    """A buffer over neighbouring rows only would leave a file that is sorted by topic as good as sorted."""
+    order = BufferOrder(10_000, seed=0, shuffle=True, buffer_rows=320)
+    _, stretches, _ = order.buffer(0)
+    assert len({begin // 1000 for begin, _ in stretches}) >= 6
+
+
+def test_the_order_of_a_stream_is_the_same_on_every_machine(config):
+    """P27: written down, so that another numpy can't change it unseen."""
+    stream = feed(config("stream", shuffle_buffer_rows=4, max_prompt_tokens=2000))
+    assert [int(p.id.removeprefix("train-")) for p in stream.next(8)] == [32, 9, 1, 20, 4, 46, 10, 27]
+
+
+def test_a_stream_never_holds_all_rows(tmp_path):
+    """8 MB of rows; what Python holds on the way stays far below."""
+    path = write(tmp_path / "big.jsonl", 4000, "{}" + "+1" * 1000)
+    assert (tmp_path / "big.jsonl").stat().st_size > 8e6
+    tokenizer, cfg = tiny_tokenizer(), DataConfig(path=path, streaming=True, shuffle_buffer_rows=64)
+    cfg = cfg.model_copy(update={"max_prompt_tokens": 5000})
+    tracemalloc.start()
+    stream = open_feed(cfg, tokenizer, 0)
+    for _ in range(20):
+        stream.next(8)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1.5e6
+
+
+def test_a_stream_of_rows_that_are_all_too_long_ends_and_says_so(config):
+    with pytest.raises(DataError, match=r"all 50 rows are longer than data\.max_prompt_tokens = 5 tokens"):
+        feed(config("stream", max_prompt_tokens=5)).next(1)
+
+
+def test_a_stream_names_a_bad_row_when_it_is_drawn(config):
+    cfg = config("stream", shuffle=False)
+    lines = open(cfg.path).read().splitlines()
+    lines[29] = '{"question": 7, "answer": "1"}'
+    open(cfg.path, "w").write("\n".join(lines))
+    stream = feed(cfg)
+    stream.next(20)
+    with pytest.raises(DataError, match=r"train\.jsonl:30: column 'question' is int 7"):
+        stream.next(20)
+
+
+def test_a_file_that_shrinks_under_a_stream_is_noticed(config):
+    cfg = config("stream", shuffle=False, shuffle_buffer_rows=10)
+    stream = feed(cfg)
+    stream.next(2)
+    lines = open(cfg.path).read().splitlines()
+    open(cfg.path, "w").write("\n".join(lines[:15]))
+    with pytest.raises(DataError, match="holds fewer rows than when the run began"):
+        stream.next(30)
+
+
+@pytest.mark.parametrize("weights", [(3, 1), (1, 1), (1, 99), (0.2, 0.3)])
+def test_every_stretch_of_a_mixture_holds_the_sources_in_proportion(config, weights):
+    cfg = config("mixture")
+    sources = {
+        name: source.model_copy(update={"weight": float(weight)})
+        for (name, source), weight in zip(cfg.sources.items(), weights)
+    }
+    mixture = feed(cfg.model_copy(update={"sources": sources}))
+    share = weights[0] / sum(weights)
+    for _ in range(20):
+        count = Counter(p.env for p in mixture.next(32))
+        assert abs(count["sums"] - 32 * share) <= 1
+
+
+def test_sources_of_a_mixture_keep_their_columns_and_are_told_apart(config, tmp_path):
+    rows = [{"problem": f"{i}-1=", "solution": i} for i in range(4)]
+    (tmp_path / "other.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cfg = config("mixture")
+    other = DataSource(path=str(tmp_path / "other.jsonl"), prompt="problem", answer="solution")
+    mixture = feed(cfg.model_copy(update={"sources": cfg.sources | {"other": other}}))
+    seen = {p.env: p for p in mixture.next(30)}
+    assert set(seen) == {"sums", "talk", "other"}
+    assert all(p.id.startswith(f"{env}/") for env, p in seen.items())
+    assert seen["other"].answer in range(4) and seen["other"].messages[0]["content"].endswith("-1=")
+    assert mixture.num_left_out == 5
+
+
+def test_each_source_of_a_mixture_runs_through_epochs_of_its_own(config):
+    mixture = feed(config("mixture"))
+    talk = [p.id for p in mixture.next(100) if p.env == "talk"]
+    assert len(set(talk[:7])) == len(set(talk[7:14])) == 7
+
+
+def test_held_out_prompts_have_ordinals_that_training_never_has(config, tmp_path):
+    """P14: the ordinal makes the seed of a sample; evaluation must not use up or repeat those of training."""
+    cfg = config("memory", eval_path=config("memory").path, eval_limit=12)
+    prompts, left_out = load_eval_prompts(cfg, tiny_tokenizer())
+    assert (len(prompts), left_out) == (10, 2)
+    assert [p.ordinal for p in prompts] == [-1 - i for i in range(10)]
+    assert load_eval_prompts(config("memory"), tiny_tokenizer()) == ([], 0)
