@@ -66,6 +66,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
             "--explain", action="store_true", help="print the resolved config, its origins and the batch arithmetic"
         )
     evaluate.add_argument("--model", metavar="FOLDER", help="evaluate this model in place of model.path")
+    report = add("report", _report, "write RUN/report.html anew, also while the run goes on")
+    report.add_argument("folder", metavar="RUN", help="a run's folder, such as runs/NAME")
     config = add("config", _config, "list the config's keys with type, default and meaning")
     config.add_argument("word", metavar="WORD", nargs="?", help="only keys with this word in them")
 
@@ -124,6 +126,15 @@ def _load_run(config: str, overrides: Sequence[str], purpose: Literal["train", "
     if loaded.config.agent.kind in AGENTS:
         resolve_agent(loaded.config.agent)
     return loaded
+
+
+def _report(args: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from meshrl.monitor.report.page import write_report
+
+    print(f"wrote {write_report(Path(args.folder))}")
+    return 0
 
 
 def _config(args: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ from rank_pool import RankPool
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[RankPool]:
-    """Four gloo ranks with torch loaded; started at the first use."""
+    """Up to four gloo ranks with torch loaded; each is started when a test first needs it."""
     p = RankPool(4)
     yield p
     p.close()

@@ -10,8 +10,10 @@ import multiprocessing as mp
 import os
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +49,10 @@ class RankPool:
         self.size, self.timeout_s = size, timeout_s
         self._workers: list[tuple[Any, Any]] = []
 
-    def _start(self) -> None:
+    def _start(self, count: int) -> None:
+        """Have at least `count` ranks; those that no test has needed yet cost nothing."""
         ctx = mp.get_context("spawn")
-        for rank in range(self.size):
+        for rank in range(len(self._workers), count):
             ours, theirs = ctx.Pipe()
             p = ctx.Process(target=_serve, args=(rank, theirs, list(sys.path), os.getpid()), daemon=True)
             p.start()
@@ -59,23 +62,28 @@ class RankPool:
     def run(self, fn: Callable[..., Any], world: int, *args: Any) -> list[Any]:
         if world > self.size:
             raise ValueError(f"world {world} is larger than the pool of {self.size}")
-        if not self._workers:
-            self._start()
+        self._start(world)
+        waiting = {conn: rank for rank, (_, conn) in enumerate(self._workers[:world])}
+        answers: list[Any] = [None] * world
         with tempfile.TemporaryDirectory() as folder:
-            for _, conn in self._workers[:world]:
+            for conn in waiting:
                 conn.send((fn, world, args, str(Path(folder) / "store")))
-            answers: list[Any] = [None] * world
-            for rank in range(world):
-                conn = self._workers[rank][1]
-                if not conn.poll(self.timeout_s):
-                    failed = [a[1] for a in answers if a and not a[0]]
+            end = time.monotonic() + self.timeout_s
+            while waiting:
+                ready = wait(list(waiting), timeout=max(0.0, end - time.monotonic()))
+                if not ready:
                     self.close()
-                    raise TimeoutError(f"rank {rank} of {world} gave no answer to {fn.__name__}; others: {failed}")
-                answers[rank] = conn.recv()
-                if not answers[rank][0]:
-                    self.close()  # the others may wait in a collective for ever
-                    raise AssertionError(f"rank {rank} of {world} in {fn.__name__}:\n{answers[rank][1]}")
-        return [value for _, value in answers]
+                    raise TimeoutError(f"ranks {list(waiting.values())} of {world} gave no answer to {fn.__name__}")
+                for conn in ready:
+                    rank = waiting.pop(conn)
+                    try:
+                        ok, answers[rank] = conn.recv()
+                    except EOFError:
+                        ok, answers[rank] = False, "its process ended"
+                    if not ok:
+                        self.close()  # the others may wait in a collective for ever
+                        raise AssertionError(f"rank {rank} of {world} in {fn.__name__}:\n{answers[rank]}")
+        return answers
 
     def close(self) -> None:
         for process, conn in self._workers:

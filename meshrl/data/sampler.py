@@ -148,8 +148,7 @@ class PromptMixture:
 
     def _one(self, ordinal: int) -> Prompt:
         behind = {
-            name: share * (ordinal + 1) + self._starts[name] - self._drawn[name]
-            for name, share in self._shares.items()
+            name: share * (ordinal + 1) + self._starts[name] - self._drawn[name] for name, share in self._shares.items()
         }
         name = max(behind, key=lambda name: behind[name])
         self._drawn[name] += 1

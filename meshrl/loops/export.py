@@ -67,8 +67,8 @@ async def keep_best(job: Job, score: float) -> None:
     os.replace(aside, path)
     if beaten is not None and beaten.step and not _saved_anyway(job.cfg.loop, beaten.step):
         folder = Path(beaten.model)
-        shutil.rmtree(folder)
-        if not any(folder.parent.iterdir()):
+        shutil.rmtree(folder, ignore_errors=True)
+        if folder.parent.is_dir() and not any(folder.parent.iterdir()):
             folder.parent.rmdir()
 
 

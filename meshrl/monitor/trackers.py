@@ -95,5 +95,5 @@ class WandbSink:
         self._run.log({"step": step + 1, **values})
 
     def close(self, failed: bool = False) -> None:
-        """End the run, waiting until its numbers are written; a failed one is marked so."""
+        """End the run; one that failed is marked so."""
         self._run.finish(exit_code=int(failed))

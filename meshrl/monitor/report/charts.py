@@ -10,23 +10,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from meshrl.monitor.curve import moving_average
 from meshrl.monitor.sinks import duration
 
 WIDTH, HEIGHT = 460, 220
-LEFT, RIGHT, TOP, BOTTOM = 46, WIDTH - 8, 10, HEIGHT - 24
+LEFT, RIGHT, TOP, BOTTOM = 50, WIDTH - 16, 10, HEIGHT - 24
 MAX_POINTS = 240  # more are averaged in equal parts
 SMOOTH_FROM = 12  # points; fewer are drawn as they are
+SMOOTH_SHARE = 30  # a smoothed point is the mean of one such part of the curve to each side
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """style: curve (with its moving average), dots, or limit (dashed). Values that are not finite leave a gap."""
+    """style: noisy (pale, with its moving average), plain, dots, or limit (dashed). Values that are not finite leave a
+    gap."""
 
     label: str
     steps: Sequence[int]
     values: Sequence[float]
-    style: Literal["curve", "dots", "limit"] = "curve"
+    style: Literal["noisy", "plain", "dots", "limit"] = "plain"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +50,16 @@ class _Scale:
 
 
 def number(value: float, unit: str = "") -> str:
-    """A value as people read it: three digits, k and M from a thousand on, GB, 2m07s."""
+    """A value as people read it: three digits, k and M from a thousand on, 2e-7, 1.2 GB, 40 ms, 2m07s."""
     if not math.isfinite(value):
         return str(value)
     if unit == "s" and value >= 100:
         return duration(value)
+    if unit == "s" and 0 < value < 0.1:
+        return f"{value * 1e3:.3g} ms"
+    if 0 < abs(value) < 1e-3:
+        digits, _, power = f"{value:.2e}".partition("e")
+        return f"{float(digits):g}e{int(power)}"
     tail = {"bytes": "B", "s": " s"}.get(unit, "")
     for factor, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= factor:
@@ -72,7 +78,7 @@ def line_chart(lines: Sequence[Line], unit: str, log: bool = False) -> str:
     if not values:
         return ""
     across = _Scale(steps[0], steps[-1], LEFT, RIGHT)
-    up = _Scale(*_range(values, log), BOTTOM, TOP, log)
+    up = _Scale(*_range(values, unit, log), BOTTOM, TOP, log)
     parts = [*_axes(across, up, unit)]
     for index, line in enumerate(drawn):
         parts += _drawn(line, index, across, up)
@@ -84,10 +90,10 @@ def line_chart(lines: Sequence[Line], unit: str, log: bool = False) -> str:
     return _svg(parts, html.escape(json.dumps(data)))
 
 
-def stacked_chart(layers: Mapping[str, Mapping[int, float]], max_bars: int = 60) -> str:
+def stacked_chart(layers: Mapping[str, Mapping[int, float]], colours: Sequence[int], max_bars: int = 60) -> str:
     """One bar for each step (for several when there are many: their mean), its layers stacked in the given order.
 
-    layers: seconds by name and finished steps.
+    layers: seconds by name and finished steps. colours: one for each layer.
     """
     steps = sorted({step for layer in layers.values() for step in layer})
     count = min(len(steps), max_bars)
@@ -102,14 +108,14 @@ def stacked_chart(layers: Mapping[str, Mapping[int, float]], max_bars: int = 60)
     parts = _axes(_Scale(steps[0], steps[-1], (edge(0) + edge(1)) / 2, (edge(count - 1) + edge(count)) / 2), up, "s")
     for i in range(count):
         base = 0.0
-        for index, (name, column) in enumerate(heights.items()):
+        for colour, (name, column) in zip(colours, heights.items()):
             y, lower = up(base + column[i]), up(base)
             base += column[i]
             if lower > y:
-                parts.append(
-                    f'<rect class="f{index}" x="{edge(i) + gap / 2}" y="{y}" width="{edge(i + 1) - edge(i) - gap:.1f}" '
-                    f'height="{lower - y:.1f}"><title>{html.escape(name)} {number(column[i], "s")}</title></rect>'
-                )
+                x, width = edge(i) + gap / 2, edge(i + 1) - edge(i) - gap
+                box = f'x="{x:.1f}" y="{y}" width="{width:.1f}" height="{lower - y:.1f}"'
+                told = f"{html.escape(name)} {number(column[i], 's')}"
+                parts.append(f'<rect class="f{colour}" {box}><title>{told}</title></rect>')
     return _svg(parts)
 
 
@@ -142,8 +148,10 @@ def _mean(values: Sequence[float]) -> float:
     return sum(known) / len(known) if known else math.nan
 
 
-def _range(values: Sequence[float], log: bool) -> tuple[float, float]:
+def _range(values: Sequence[float], unit: str, log: bool) -> tuple[float, float]:
     low, high = min(values), max(values)
+    if unit == "fraction" and low >= 0 and 0.5 < high <= 1:
+        return 0.0, 1.0
     if log:
         return 10 ** math.floor(math.log10(low) - 0.01), 10 ** math.ceil(math.log10(high) + 0.01)
     if 0 <= low <= 0.6 * high:  # a curve whose level matters stands on 0
@@ -162,9 +170,10 @@ def _drawn(line: Line, index: int, across: _Scale, up: _Scale) -> list[str]:
             if math.isfinite(v)
         ]
         return [_path(line.steps, line.values, across, up, f"l{index} thin"), *dots]
-    if len(line.values) < SMOOTH_FROM:
+    if line.style == "plain" or len(line.values) < SMOOTH_FROM:
         return [_path(line.steps, line.values, across, up, f"l{index}")]
-    smooth = moving_average(line.values)
+    reach = max(2, len(line.values) // SMOOTH_SHARE)
+    smooth = [_mean(line.values[max(0, i - reach) : i + reach + 1]) for i in range(len(line.values))]
     return [
         _path(line.steps, line.values, across, up, f"l{index} raw"),
         _path(line.steps, smooth, across, up, f"l{index}"),
@@ -189,13 +198,14 @@ def _by_step(line: Line, steps: Sequence[int], unit: str) -> list[str]:
 
 def _axes(across: _Scale, up: _Scale, unit: str) -> list[str]:
     parts = []
-    for tick in _log_ticks(up) if up.log else _ticks(up.low, up.high, 4):
+    for tick in _log_ticks(up) if up.log else _ticks(up.low, up.high, 5):
         y = up(tick)
         parts.append(f'<path class="grid" d="M{LEFT} {y}H{RIGHT}"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{y + 3.5}" text-anchor="end">{number(tick, unit)}</text>')
     for tick in _ticks(across.low, across.high, 6):
         if abs(tick - round(tick)) < 1e-9:
             parts.append(f'<text x="{across(tick)}" y="{HEIGHT - 8}" text-anchor="middle">{tick:g}</text>')
+    parts.append(f'<text x="{LEFT - 14}" y="{HEIGHT - 8}" text-anchor="end">step</text>')
     parts.append(f'<path class="axis" d="M{LEFT} {BOTTOM}H{RIGHT}"/>')
     return parts
 

@@ -51,11 +51,20 @@ def page(run: RunFolder) -> str:
 
 def _header(run: RunFolder, name: str) -> str:
     status = run.result.get("status")
-    shown = status or ("ended" if run.result else "no result yet")
+    shown = status or "no result yet"
     error = run.result.get("error")
-    known = [(key, run.setting(key)) for key in ("model.path", "algo.advantage", "cluster.num_train_ranks", "run.seed")]
-    told = " · ".join(f"{key.rpartition('.')[2]} {escape(value)}" for key, value in known if value)
+    known = {name: run.setting(key) for name, key in ABOUT.items()}
+    told = " · ".join(f"{name} {escape(value)}" for name, value in known.items() if value)
     badge = f'<span class="badge {escape(status or "")}">{escape(shown)}</span>'
     return f"<header><h1>{name}</h1>{badge}<p>{told}</p></header>" + (
         f'<div class="error">{escape(error)}</div>' if error else ""
     )
+
+
+ABOUT = {
+    "model": "model.path",
+    "advantage": "algo.advantage",
+    "loss": "algo.loss.kind",
+    "train ranks": "cluster.num_train_ranks",
+    "seed": "run.seed",
+}

@@ -14,15 +14,18 @@ from meshrl.monitor.report.read import Asked, RunFolder
 from meshrl.monitor.sinks import duration
 
 SAMPLES_OF_A_KIND = 3
+OTHER = 6  # the grey among the colours
 PHASES = ("rollout", "reward", "train", "sync", "eval", "export")  # in a step's order; others follow
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """names: metrics of one unit; those that a run did not log, or only as 0, are left out."""
+    """names: metrics that share an axis; what a run did not log, logged only as 0 or like one before is left out.
+    noisy: drawn with a moving average."""
 
     title: str
     names: tuple[str, ...]
+    noisy: bool = True
     log: bool = False
 
 
@@ -56,8 +59,8 @@ def _scores(run: RunFolder) -> Iterable[tuple[str, str, str]]:
 
 def _cost(run: RunFolder) -> Iterable[tuple[str, str, str]]:
     planned = run.setting("loop.num_steps") or run.setting("sft.num_steps")
-    yield "steps", str(run.num_steps), f"of {planned}" if planned else ""
-    yield "wall time", duration(run.wall_s), "from start to end" if run.result else "from first to last line"
+    done = f"{run.num_steps} of {planned}" if planned else str(run.num_steps)
+    yield "steps", done, f"{duration(run.wall_s)} {'in all' if run.result else 'from first to last line'}"
     for name, title in (("memory/rss_bytes", "all processes"), ("memory/device_peak_bytes", "fullest device")):
         values = [v for v in run.series[name].values if math.isfinite(v)] if name in run.series else []
         if values:
@@ -84,11 +87,13 @@ def _charts(run: RunFolder, title: str, charts: Sequence[Chart]) -> str:
 
 def _figure(run: RunFolder, chart: Chart) -> str:
     names = [n for n in chart.names if n in run.series and any(run.series[n].values)]
-    if not names:
+    names = [n for i, n in enumerate(names) if all(run.series[n] != run.series[m] for m in names[:i])]
+    if max((len(run.series[name].values) for name in names), default=0) < 2:
         return ""
+    usual = "noisy" if chart.noisy else "plain"
     lines = []
     for name in names:
-        style = "dots" if name.startswith("eval/") else "limit" if name == "proof/limit" else "curve"
+        style = "dots" if name.startswith("eval/") else "limit" if name == "proof/limit" else usual
         lines.append(Line(name, run.series[name].steps, run.series[name].values, style))  # type: ignore[arg-type]
     unit = run.series[names[0]].unit
     drawing = line_chart(lines, unit, chart.log)
@@ -113,7 +118,7 @@ def _meanings(names: Sequence[str]) -> str:
             entries.setdefault(found[0], name)
     texts = []
     for entry, name in entries.items():
-        who = f"<code>{escape(name)}</code> " if len(entries) > 1 else ""
+        who = f"<code>{escape(name)}</code>: " if len(entries) > 1 else ""
         texts.append(f'<p class="good">{who}{_prose(entry.healthy)}</p>')
         if entry.otherwise:
             texts.append(f'<p class="else">{_prose(entry.otherwise)}</p>')
@@ -132,7 +137,7 @@ def proofs(run: RunFolder) -> str:
     if not facts:
         return ""
     items = "".join(f'<li class="{"yes" if holds else "no"}">{text}</li>' for holds, text in facts)
-    figure = _figure(run, Chart("Sampler against trainer", tuple(PROOF), log=True))
+    figure = _figure(run, Chart("Sampler against trainer", PROOF, log=True))
     return f'<section><h2>Proofs</h2><div class="grid2"><ul class="proofs">{items}</ul>{figure}</div></section>'
 
 
@@ -157,7 +162,7 @@ def _score_facts(run: RunFolder) -> Iterable[tuple[bool, str]]:
         yield (
             worst <= allowed,
             f"<b>behaviour</b> {len(mean.values)} steps re-scored by the trainer before they were trained on: the mean "
-            f"difference of log-probabilities was at most {worst:.2g} nats a token; allowed are {allowed:.2g}.",
+            f"difference of log-probabilities was at most {number(worst)} nats a token; allowed are {number(allowed)}.",
         )
 
 
@@ -170,15 +175,16 @@ def samples(run: RunFolder) -> str:
     for prompt, asked in before.items():
         if prompt in after:
             kinds.setdefault((asked.is_right, after[prompt].is_right), []).append(prompt)
-    parts = []
-    for (was, now), title in KINDS.items():
-        found = kinds.get((was, now), [])
-        rows = "".join(_sample(before[p], after[p]) for p in found[:SAMPLES_OF_A_KIND])
-        count = f"<small>{len(found)} of {sum(map(len, kinds.values()))}</small>"
-        parts.append(f"<h3>{title} {count}</h3>{rows if (was, now) != (True, True) else ''}")
-    told = f"Held-out prompts before training and after step {last}" if first == 0 else f"After steps {first}, {last}"
-    note = f"{told}; the first {SAMPLES_OF_A_KIND} of each kind. All of them: <code>rollouts/eval_*.jsonl</code>."
-    return f'<section><h2>Samples</h2><p class="note">{note}</p>{"".join(parts)}</section>'
+    counts = " ".join(
+        f'<span class="badge">{title.lower()} <b>{len(kinds.get(kind, []))}</b></span>' for kind, title in KINDS.items()
+    )
+    parts = [f'<p class="note">Held-out prompts, after {first} and after {last} steps.</p><p>{counts}</p>']
+    for kind, title in KINDS.items():
+        shown = kinds.get(kind, [])[:SAMPLES_OF_A_KIND]
+        if shown and kind != (True, True):
+            parts.append(f"<h3>{title}</h3>{''.join(_sample(before[prompt], after[prompt]) for prompt in shown)}")
+    parts.append('<p class="note">All answers: <code>rollouts/eval_*.jsonl</code>.</p>')
+    return f"<section><h2>Samples</h2>{''.join(parts)}</section>"
 
 
 def _sample(before: Asked, after: Asked) -> str:
@@ -204,18 +210,19 @@ def timing(run: RunFolder) -> str:
     """Where the seconds went, and the speeds and sizes that explain them."""
     order = [*PHASES, *(p for p in run.phases if p not in PHASES and p != "other"), "other"]
     layers = {phase: run.phases[phase] for phase in order if sum(run.phases.get(phase, {}).values()) > 0}
-    drawing = stacked_chart(layers)
+    colours = [OTHER if phase == "other" else i % OTHER for i, phase in enumerate(layers)]
+    drawing = stacked_chart(layers, colours)
     totals = {phase: sum(by_step.values()) for phase, by_step in layers.items()}
     whole = sum(totals.values())
     bars = "".join(
-        f'<tr><td><i class="k{i}"></i>{escape(phase)}</td><td class="num">{number(seconds, "s")}</td>'
+        f'<tr><td><i class="k{colour}"></i>{escape(phase)}</td><td class="num">{number(seconds, "s")}</td>'
         f'<td class="num">{seconds / whole:.1%}</td>'
-        f'<td class="bar"><i class="b{i}" style="width:{seconds / whole:.1%}"></i></td></tr>'
-        for i, (phase, seconds) in enumerate(totals.items())
+        f'<td class="bar"><i class="b{colour}" style="width:{seconds / whole:.1%}"></i></td></tr>'
+        for colour, (phase, seconds) in zip(colours, totals.items())
     )
     figure = (
         f"<figure><figcaption><b>Time of a step<small>s</small></b></figcaption>{drawing}"
-        f'<table class="phases">{bars}</table>{_meanings(["time/rollout_s"])}'
+        f'<table class="phases">{bars}</table>{_meanings(["time/rollout_s"] if "rollout" in layers else [])}'
         "<p>other: the time between the phases, such as logging.</p></figure>"
     )
     figures = (figure if drawing else "") + "".join(_figure(run, chart) for chart in SPEED)
@@ -272,8 +279,7 @@ KINDS = {
 }
 
 LEARNING = (
-    Chart("Reward", ("reward/mean", "eval/mean_at_k")),
-    Chart("Held-out", ("eval/mean_at_k", "eval/pass_at_k")),
+    Chart("Reward", ("reward/mean", "eval/mean_at_k", "eval/pass_at_k")),
     Chart("Loss", ("loss/nll",)),
     Chart("Groups without signal", ("reward/groups_without_signal",)),
     Chart("Answer length", ("rollout/length_mean_tokens", "rollout/length_tokens/p95")),
@@ -288,12 +294,12 @@ STABILITY = (
     Chart("Clipped ratios", ("loss/clip_fraction_low", "loss/clip_fraction_high")),
     Chart("Equal answers in a group", ("rollout/duplicate_fraction",)),
     Chart("Failed gradings", ("reward/failed",)),
-    Chart("Learning rate", ("train/lr",)),
+    Chart("Learning rate", ("train/lr",), noisy=False),
 )
 
 SPEED = (
     Chart("Speed", ("rollout/tokens_per_s", "train/tokens_per_s")),
-    Chart("Memory", ("memory/rss_bytes", "memory/rss_bytes/controller", "memory/device_peak_bytes")),
+    Chart("Memory", ("memory/rss_bytes", "memory/rss_bytes/controller", "memory/device_peak_bytes"), noisy=False),
     Chart("Weight sync", ("sync/latency_s", "sync/gather_s", "sync/verify_s")),
 )
 

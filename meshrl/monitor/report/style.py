@@ -21,13 +21,15 @@ code, pre { font: 12px/1.45 ui-monospace, SFMono-Regular, Menlo, Consolas, monos
 header { display: flex; flex-wrap: wrap; gap: 4px 12px; align-items: center; }
 header p { flex-basis: 100%; margin: 0; color: var(--soft); overflow-wrap: anywhere; }
 .badge { border: 1px solid currentColor; border-radius: 99px; padding: 1px 10px; font-size: 13px; color: var(--soft); }
+.badge b { color: var(--ink); }
 .badge.done { color: var(--yes); } .badge.failed { color: var(--no); } .badge.interrupted { color: var(--maybe); }
 .error { border-left: 4px solid var(--no); background: var(--card); padding: 10px 14px; white-space: pre-wrap;
   overflow-wrap: anywhere; margin: 16px 0 0; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(165px, 1fr)); gap: 10px; margin-top: 20px; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(172px, 1fr)); gap: 10px; margin-top: 20px; }
 .tile { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 12px 14px; }
 .tile span { display: block; color: var(--soft); font-size: 12px; }
-.tile b { display: block; font-size: 21px; font-weight: 600; line-height: 1.35; font-variant-numeric: tabular-nums; }
+.tile b { display: block; font-size: 19px; font-weight: 600; white-space: nowrap;
+  line-height: 1.35; font-variant-numeric: tabular-nums; }
 .tile small { display: block; line-height: 1.35; }
 .grid2 { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 430px), 1fr)); gap: 14px; }
 figure, .proofs { margin: 0; background: var(--card); border: 1px solid var(--line); border-radius: 10px;

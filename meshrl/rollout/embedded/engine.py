@@ -175,8 +175,10 @@ class EmbeddedEngine:
 
     def _turn(self, s: Sequence, reason: StopReason) -> Turn:
         self._ids.discard(s.request.id)
-        if s.tokens:
+        if s.cached:
             s.times.decode_s += s.lap()
+        else:
+            s.times.queue_s += s.lap()
         return Turn(
             context_ids=s.request.context_ids,
             output_ids=np.array(s.tokens, np.int32),
@@ -197,11 +199,11 @@ class EmbeddedEngine:
     def _count(self, admission: Admission, num_rows: int, seconds: float) -> None:
         """A step computes contexts and new tokens together; its time is split by the tokens computed."""
         prefilled = sum(len(fill.ids) for fill in admission.fills)
-        decoded = num_rows - len(admission.joined)
+        share = prefilled / max(1, prefilled + num_rows - len(admission.joined))
         self._totals.prefill_tokens += prefilled
         self._totals.decode_tokens += num_rows
-        self._totals.prefill_s += seconds * prefilled / (prefilled + decoded)
-        self._totals.decode_s += seconds * decoded / (prefilled + decoded)
+        self._totals.prefill_s += seconds * share
+        self._totals.decode_s += seconds * (1 - share)
 
     def _withdraw(self, ids: Collection[str] | None) -> list[tuple[str, Turn]]:
         """End these requests (None = all) with what they have."""

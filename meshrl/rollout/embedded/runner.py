@@ -27,17 +27,24 @@ class Runner:
     def step(self, running: list[Sequence], admission: Admission) -> torch.Tensor:
         """Compute the new contexts, and the last token of every row that ran before -> logits float[N, V] for all
         running rows, in their order."""
-        rows, fills = running[: len(running) - len(admission.joined)], admission.fills
-        tokens = [fill.ids for fill in fills] + [np.array([s.tokens[-1] for s in rows], np.int64)]
-        places = [np.arange(len(fill.ids)) for fill in fills] + [np.array([s.cached for s in rows], np.int64)]
-        hidden = self.model.hidden(
-            torch.from_numpy(np.concatenate(tokens)).to(self.device),
-            torch.from_numpy(np.concatenate(places)).to(self.device),
-            self._context(fills, rows),
-        )
+        rows = running[: len(running) - len(admission.joined)]
+        hidden = self._compute(rows, admission.fills)
         for sequence in rows:
             sequence.cached += 1
         return self.model.head().logits(self._last_states(hidden, len(rows), admission))
+
+    def _compute(self, rows: list[Sequence], fills: list[Fill]) -> torch.Tensor:
+        """Final hidden states [T, D] of all contexts end to end, then of one token a row."""
+        if not rows and not fills:  # all who run have just joined a prompt that is there
+            weight = self.model.head().weight
+            return weight.new_empty(0, weight.shape[1])
+        tokens = [fill.ids for fill in fills] + [np.array([s.tokens[-1] for s in rows], np.int64)]
+        places = [np.arange(len(fill.ids)) for fill in fills] + [np.array([s.cached for s in rows], np.int64)]
+        return self.model.hidden(
+            torch.from_numpy(np.concatenate(tokens)).to(self.device),
+            torch.from_numpy(np.concatenate(places)).to(self.device),
+            self._context(rows, fills),
+        )
 
     def _last_states(self, hidden: torch.Tensor, num_rows: int, admission: Admission) -> torch.Tensor:
         """The state that each running row draws from: its newest token's, or for who joins its context's last one.
@@ -57,7 +64,7 @@ class Runner:
         self.running.copy_rows(self.prompts, copies, self.device)
         return torch.cat([hidden[end:], torch.stack(states)])
 
-    def _context(self, fills: list[Fill], rows: list[Sequence]) -> AttentionContext:
+    def _context(self, rows: list[Sequence], fills: list[Fill]) -> AttentionContext:
         if not rows:
             return self._prefill(fills)
         decode = DecodeAttention(self.running, np.array([s.cached + 1 for s in rows], np.int64), self.device)

@@ -93,7 +93,8 @@ def inverse_cdf(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     """The token at which the cumulative sum of probs [N, V] exceeds u * total; u float64[N] in [0, 1) -> int64[N].
 
     Block sums first, then the one block that holds the answer. Both searches look for the first sum ABOVE the target,
-    and targets stay below the last sum, so a token of probability 0 can't be the answer, whatever the rounding.
+    and targets stay below the last sum, so a token of probability 0 can't be the answer, whatever the rounding. Rows
+    of NaN give some valid id, and a NaN logprob for the caller to see.
     """
     num_rows, vocab = probs.shape
     blocks = F.pad(probs, (0, -vocab % BLOCK)).view(num_rows, -1, BLOCK)
@@ -104,7 +105,7 @@ def inverse_cdf(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     inside = blocks[torch.arange(num_rows, device=probs.device), block[:, 0]].double().cumsum(-1)
     target = _below((target - before).clamp_(min=0), inside[:, -1])
     place = torch.searchsorted(inside, target[:, None], right=True).clamp_(max=BLOCK - 1)
-    return (block * BLOCK + place)[:, 0]
+    return (block * BLOCK + place)[:, 0].clamp_(max=vocab - 1)
 
 
 def _below(x: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:

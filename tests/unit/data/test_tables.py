@@ -261,7 +261,7 @@ def test_a_function_makes_prompts_of_rows_of_any_shape(maps):
         ("misspelt", "returned 'prompt', 'anwser'; it should be"),
         ("empty", "the prompt from data.map is an empty text"),
         ("deep", "the answer holds set .*no plain JSON"),
-        ("wrong_meta", "meta str \"level 3\"; a text and a dict"),
+        ("wrong_meta", 'meta str "level 3"; a text and a dict'),
         ("breaks", "data.map row_maps_of_a_user:breaks raised KeyError: 'question'"),
     ],
 )

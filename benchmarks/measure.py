@@ -1,0 +1,182 @@
+"""How every benchmark here measures: contenders in turn, ratios with their interval, the machine's facts, one last line.
+
+A figure that compares two things comes from rounds in which both ran, one right after the other, in an order that is
+turned round each time; so what else the machine does hits both alike. Wall time is what a user waits for. CPU time
+(all threads of the process) stands beside it: it moves less when others use the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = Path(__file__).resolve().parent / "results"
+LIBRARIES = ("torch", "transformers", "numpy", "trl", "accelerate")
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """What one piece of work took. cpu_s: of all threads of this process."""
+
+    wall_s: float
+    cpu_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """A median over rounds and its 95 % interval by bootstrap."""
+
+    value: float
+    low: float
+    high: float
+
+
+def timed(work: Callable[[], Any]) -> Timing:
+    """Run it once, with the garbage of what came before collected."""
+    gc.collect()
+    wall, cpu = time.perf_counter(), time.process_time()
+    work()
+    return Timing(time.perf_counter() - wall, time.process_time() - cpu)
+
+
+def alternate(
+    contenders: Mapping[str, Callable[[int], Any]], rounds: int, warmups: int = 1
+) -> dict[str, list[Timing]]:
+    """Each contender once a round, in turn; the order is turned round after each round. Warm-ups are not kept.
+
+    A contender gets the number of the round, so that all of a round can do the same work; warm-ups count from -1 down.
+    """
+    kept: dict[str, list[Timing]] = {name: [] for name in contenders}
+    for i in range(-warmups, rounds):
+        names = list(contenders)
+        for name in names if i % 2 == 0 else names[::-1]:
+            took = timed(lambda name=name: contenders[name](i))
+            if i >= 0:
+                kept[name].append(took)
+    return kept
+
+
+def paired_ratio(over: Sequence[float], under: Sequence[float], resamples: int = 4000) -> Ratio:
+    """Median over rounds of over[i] / under[i], and how far it moves when the rounds are drawn again."""
+    return median_interval([a / b for a, b in zip(over, under, strict=True)], resamples)
+
+
+def median_interval(values: Sequence[float], resamples: int = 4000) -> Ratio:
+    """The median and its 95 % bootstrap interval."""
+    array = np.asarray(values, np.float64)
+    picks = np.random.default_rng(0).integers(0, len(array), (resamples, len(array)))
+    low, high = np.quantile(np.median(array[picks], axis=1), [0.025, 0.975])
+    return Ratio(float(np.median(array)), float(low), float(high))
+
+
+def median(values: Sequence[float]) -> float:
+    return float(np.median(np.asarray(values, np.float64)))
+
+
+def machine(threads: int) -> dict[str, Any]:
+    """What a reader needs to judge a figure; call it before the work, for the load that others put on the machine."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": threads,
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "python": platform.python_version(),
+        **{name: version for name in LIBRARIES if (version := _version(name))},
+        "load_average_before": [round(x, 2) for x in os.getloadavg()],
+    }
+
+
+def _cpu_model() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+class Report:
+    """Collects a benchmark's raw samples, figures and bars; writes them down and prints the last line."""
+
+    def __init__(self, name: str, args: argparse.Namespace):
+        self.name, self._args = name, args
+        self._machine = machine(args.threads)
+        self._began = time.monotonic()
+        self.raw: dict[str, Any] = {}
+        self.figures: dict[str, Any] = {}
+        self.bars: list[dict[str, Any]] = []
+        load = self._machine["load_average_before"][0]
+        if load > 0.5:
+            self.say(f"note: load average {load} before the start; others use this machine, so trust ratios only")
+
+    def say(self, text: str) -> None:
+        print(text, flush=True)
+
+    def figure(self, name: str, value: float | Ratio, digits: int = 4) -> float:
+        """Keep and print a figure. A Ratio also leaves NAME_low and NAME_high."""
+        if isinstance(value, Ratio):
+            found = {name: value.value, f"{name}_low": value.low, f"{name}_high": value.high}
+            self.say(f"{name}: {value.value:.{digits}g}  (95 %: {value.low:.{digits}g} .. {value.high:.{digits}g})")
+        else:
+            found = {name: float(value)}
+            self.say(f"{name}: {value:.{digits}g}")
+        self.figures.update({n: _rounded(v) for n, v in found.items()})
+        return found[name]
+
+    def bar(self, name: str, value: float, *, at_least: float | None = None, at_most: float | None = None) -> None:
+        """A figure that has to reach something."""
+        holds = value >= at_least if at_least is not None else value <= at_most
+        need = f">= {at_least:.4g}" if at_least is not None else f"<= {at_most:.4g}"
+        self.bars.append({"name": name, "value": _rounded(value), "need": need, "holds": bool(holds)})
+        self.say(f"bar {name}: {value:.4g}, need {need}: {'holds' if holds else 'MISSED'}")
+
+    def keep_timings(self, name: str, timings: Mapping[str, Sequence[Timing]]) -> None:
+        self.raw[name] = {who: [asdict(t) for t in found] for who, found in timings.items()}
+
+    def finish(self, headline: Sequence[str] = ()) -> None:
+        """Write NAME_<date>.json and print the last line; `headline` names figures to stand at its top level too."""
+        took = round(time.monotonic() - self._began, 1)
+        line = {"benchmark": self.name, **{name: self.figures[name] for name in headline}}
+        line |= {"figures": self.figures, "bars": self.bars}
+        folder = self._args.results or (tempfile.mkdtemp(prefix="benchmark-") if self._args.smoke else RESULTS)
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        path = Path(folder) / f"{self.name}_{time.strftime('%Y%m%d-%H%M%S')}.json"
+        settings = {name: str(v) if isinstance(v, Path) else v for name, v in vars(self._args).items()}
+        record = {"machine": self._machine, "settings": settings, "took_s": took, **line, "raw": self.raw}
+        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        self.say(f"raw samples: {path} (after {took} s)")
+        print(json.dumps(line), flush=True)
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.5g}") if math.isfinite(value) else value
+
+
+def parser(description: str | None, rounds: int) -> argparse.ArgumentParser:
+    """The options that all benchmarks share."""
+    p = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--model", type=Path, help="folder that from_pretrained loads; default: random weights, 5 M shape")
+    p.add_argument("--rounds", type=int, default=rounds, help=f"rounds of the alternation (default {rounds})")
+    p.add_argument("--threads", type=int, default=2, help="threads of torch (default 2)")
+    p.add_argument("--results", type=Path, help="folder for the raw samples (default benchmarks/results)")
+    p.add_argument("--smoke", action="store_true", help="tiny sizes, two rounds: does it run at all?")
+    return p

@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# GRPO with Qwen2-7B-Instruct on GSM8K, FSDP2 over the GPUs of one node. From any folder:
+#
+#   examples/grpo_trainer/run_qwen2-7b_math_fsdp.sh [key=value ...] [--explain]
+#
+# Environment, all optional:
+#   GPUS_PER_NODE  train ranks, one for each GPU            (8)
+#   NNODES         machines                                 (1)
+#   MODEL          model folder or hub id                   (Qwen/Qwen2-7B-Instruct)
+#   DATA           folder with train.jsonl and test.jsonl   (openai/gsm8k from the hub)
+#   OUT            folder that gets the run's own           (runs/)
+#   MESHRL         the command                              (meshrl)
+# key=value overrides any key of the config, and wins over these.
+set -euo pipefail
+
+here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
+overrides=(
+  "cluster.num_train_ranks=${GPUS_PER_NODE:-8}"
+  "cluster.nodes=${NNODES:-1}"
+)
+# Quoted as YAML, so that a path with a blank or a colon stays one text. data.* of the hub set are taken back with null.
+quoted() { printf "'%s'" "${1//\'/\'\'}"; }
+[[ -n ${MODEL:-} ]] && overrides+=("model.path=$(quoted "$MODEL")")
+[[ -n ${OUT:-} ]] && overrides+=("run.folder=$(quoted "$OUT")")
+if [[ -n ${DATA:-} ]]; then
+  overrides+=(
+    "data.path=$(quoted "$DATA/train.jsonl")" data.subset=null data.split=null
+    "data.eval_path=$(quoted "$DATA/test.jsonl")" data.eval_split=null
+  )
+fi
+
+exec "${MESHRL:-meshrl}" train "$here/config/qwen2-7b_gsm8k_fsdp.yaml" "${overrides[@]}" "$@"

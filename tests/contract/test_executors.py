@@ -1,0 +1,161 @@
+"""One run under every executor and layout: the same numbers (the contract of cluster/executor.py)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_run import steps_of, train, write_run
+
+from meshrl.cluster.actors import RankWorker
+from meshrl.cluster.inline import InlineExecutor
+from meshrl.core.errors import SamplerMismatchError
+from meshrl.monitor.rollout_log import read_rollouts
+
+Run = Callable[..., Path]
+LAYOUTS = {
+    "inline": ("cluster.executor=inline",),
+    "one process": (),
+    "two ranks": ("cluster.num_train_ranks=2",),
+    "two ranks again": ("cluster.num_train_ranks=2",),
+    "split": ("cluster.num_train_ranks=2", "cluster.num_rollout_ranks=1"),
+}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Any:
+    """An inline rank sets this process's threads."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def run(config: Path) -> Run:
+    """The folder of a layout's run, made once."""
+    made: dict[str, Path] = {}
+
+    def get(layout: str) -> Path:
+        if layout not in made:
+            made[layout] = train(config, layout.replace(" ", "_"), *LAYOUTS[layout])
+        return made[layout]
+
+    return get
+
+
+def _weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "checkpoints" / "step_000002" / "model" / "model.safetensors")
+
+
+def _sampled(folder: Path) -> list[tuple[str, list[int], list[float], list[int]]]:
+    """What every trajectory of every step said, and with which weights."""
+    out = []
+    for path in sorted((folder / "rollouts").glob("*.jsonl")):
+        for record in read_rollouts(path):
+            for turn in record.trajectory.turns:
+                out.append(
+                    (record.trajectory.id, turn.output_ids.tolist(), turn.logprobs.tolist(), turn.versions.tolist())
+                )
+    assert len(out) == 2 * 4 * 4
+    return out
+
+
+@pytest.mark.parametrize(("a", "b"), [("inline", "one process"), ("two ranks", "two ranks again")])
+def test_the_same_run_gives_the_same_numbers_to_the_bit(run: Run, a: str, b: str):
+    """Under another executor at world size 1, and twice under the same: metrics, tokens, logprobs and weights."""
+    first, second = run(a), run(b)
+    assert steps_of(first) == steps_of(second)
+    assert len(steps_of(first)) == 2
+    assert _sampled(first) == _sampled(second)
+    ours, theirs = _weights(first), _weights(second)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert any(not torch.equal(ours[name], start) for name, start in load_file(_model(first)).items())
+
+
+def _model(folder: Path) -> Path:
+    return folder.parents[1] / "model" / "model.safetensors"
+
+
+@pytest.mark.parametrize(("a", "b"), [("two ranks", "one process"), ("split", "two ranks")])
+def test_another_layout_gives_the_same_numbers_to_rounding(run: Run, a: str, b: str):
+    """Two ranks against one; samplers in processes of their own (weights through shared memory) against colocated."""
+    ours, theirs = steps_of(run(a)), steps_of(run(b))
+    for mine, other in zip(ours, theirs, strict=True):
+        shared = {k for k in mine.keys() & other.keys() if not k.startswith("proof/")}
+        assert {"reward/mean", "loss/policy", "train/grad_norm", "rollout/length_mean_tokens"} <= shared
+        for name in shared:
+            assert mine[name] == pytest.approx(other[name], rel=1e-3, abs=1e-4), name
+        assert mine["proof/logprob_abs_diff_max"] < 1e-4
+    for mine, other in zip(_sampled(run(a)), _sampled(run(b)), strict=True):
+        assert mine[:2] == other[:2] and mine[3] == other[3]
+        np.testing.assert_allclose(mine[2], other[2], atol=1e-3)
+    ours, theirs = _weights(run(a)), _weights(run(b))
+    for name in ours:  # AdamW's first steps are signs: a gradient of rounding size may turn one
+        assert float((ours[name] - theirs[name]).abs().mean()) < 1e-4, name
+
+
+def _calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """What the loop asks of the ranks, by method; forwards by the role they are for."""
+    seen: Counter[str] = Counter()
+    call = InlineExecutor.call
+
+    async def counting(self: InlineExecutor, rank: int, method: Any, *args: Any) -> Any:
+        seen[method.__name__ + (f" {args[-1]}" if method is RankWorker.forward else "")] += 1
+        return await call(self, rank, method, *args)
+
+    monkeypatch.setattr(InlineExecutor, "call", counting)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("override", "forwards"),
+    [
+        ("train.updates_per_step=1", {}),
+        ("train.updates_per_step=2", {"forward policy": 4}),
+        ("algo.kl.coef=0.1", {"forward reference": 2}),
+    ],
+)
+def test_a_step_asks_for_no_forward_that_the_algorithm_does_not_need(config, monkeypatch, override, forwards):
+    """P7: none on a single on-policy update; old logprobs once for each of several; a reference only for a KL."""
+    calls = _calls(monkeypatch)
+    folder = train(config, "counted_" + "_".join(forwards).replace(" ", "_"), "cluster.executor=inline", override)
+    assert {name: n for name, n in calls.items() if name.startswith("forward ")} == forwards
+    assert calls["forward_backward"] == calls["optim_step"] == 2 * (2 if "updates_per_step=2" in override else 1)
+    first = steps_of(folder)[0]
+    if not forwards:
+        assert first["loss/ratio_mean"] == first["loss/ratio_max"] == 1
+        assert first["loss/clip_fraction_low"] == first["loss/clip_fraction_high"] == 0
+    if "forward reference" in forwards:
+        assert first["loss/kl"] == 0, "P6: policy and reference are the same model at step 0"
+
+
+def test_a_sampler_that_kept_its_old_weights_is_caught_within_the_step(config, monkeypatch):
+    """P15: acknowledged, but not what it computes with. Nothing is trained on what it said."""
+    sync, workers = RankWorker.sync_colocated, []
+
+    async def stale(self: RankWorker, layout: Any, version: int) -> Any:
+        parameters = dict(self._sampler()._weights.lm.named_parameters())
+        old = {name: p.clone() for name, p in parameters.items()}
+        ack = await sync(self, layout, version)
+        if version == 1:
+            for name, p in parameters.items():
+                p.copy_(old[name])
+        workers.append(self)
+        return ack
+
+    monkeypatch.setattr(RankWorker, "sync_colocated", stale)
+    with pytest.raises(SamplerMismatchError, match="at weight version 1 the sampler's logprobs are"):
+        train(config, "stale", "cluster.executor=inline", "loop.num_steps=4")
+    assert len(steps_of(config.parent / "runs" / "stale")) == 1
+    assert workers[0].policy.num_optimizer_steps == 1

@@ -1,0 +1,236 @@
+"""What every rollout engine owes, through rollout.base.RolloutEngine alone. A new engine is a new row of ENGINES."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+from tiny_engines import ask, layout_of, sync, tiny_engine
+from tiny_models import tiny_lm
+
+from meshrl.core.errors import CapabilityError, RequestError, StaleWeightsError, SyncError, UnloadedParamsError
+from meshrl.rollout.base import RolloutEngine
+from meshrl.sync.manifest import make_layout
+from meshrl.sync.receive import describe
+
+
+def embedded(lm: torch.nn.Module) -> RolloutEngine:
+    return tiny_engine(lm, trusted=False, stop_token_ids=(2,), max_running=4)
+
+
+ENGINES = {"embedded": embedded}  # name -> an engine of max_context_tokens 256 without weights, stop id 2
+CONTEXT = list(range(10, 40))
+
+
+@pytest.fixture(scope="module")
+def lm():
+    return tiny_lm("qwen2", tie_word_embeddings=True)
+
+
+@pytest.fixture(params=ENGINES)
+def make(request, lm):
+    """Awaited: an engine that has reconciled and holds the model's weights as version 0."""
+
+    async def build():
+        engine = ENGINES[request.param](lm)
+        await engine.reconcile(layout_of(lm))
+        await sync(lm, engine, 0)
+        return engine
+
+    return build
+
+
+def go(main):
+    """Run a test's coroutine against a deadline: a hang is a failure that says so."""
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+async def until_tokens(engine, count):
+    while engine.stats().decode_tokens < count:
+        await asyncio.sleep(0.001)
+
+
+def test_a_turn_is_complete(make):
+    async def main():
+        engine = await make()
+        requests = [ask(str(g), CONTEXT, seed=g, max_new_tokens=12) for g in range(6)]
+        for request, turn in zip(requests, await asyncio.gather(*map(engine.generate, requests))):
+            count = len(turn.output_ids)
+            assert turn.context_ids.tolist() == CONTEXT  # ids are echoed: nothing was rendered again
+            assert 1 <= count <= 12 and turn.logprobs.shape == turn.versions.shape == (count,)
+            assert turn.output_ids.dtype == turn.versions.dtype == np.int32 and turn.logprobs.dtype == np.float32
+            assert (turn.logprobs <= 0).all() and set(turn.versions) == {0}
+            assert turn.stop_reason == ("stop" if turn.output_ids[-1] == 2 else "length")
+            assert 2 not in turn.output_ids[:-1]
+            assert (turn.seed, turn.sampling) == (request.seed, request.sampling) and turn.engine_id
+            assert turn.times.prefill_s > 0
+        await engine.close()
+
+    go(main)
+
+
+def test_the_same_request_is_the_same_answer_and_another_seed_another(make):
+    """P14"""
+
+    async def main():
+        engine = await make()
+        first = await engine.generate(ask("a", CONTEXT, seed=5, ignore_eos=True))
+        company = [ask(f"c{g}", CONTEXT[g:], seed=g, ignore_eos=True) for g in range(5)]
+        again, other, *_ = await asyncio.gather(
+            engine.generate(ask("b", CONTEXT, seed=5, ignore_eos=True)),
+            engine.generate(ask("d", CONTEXT, seed=6, ignore_eos=True)),
+            *map(engine.generate, company),
+        )
+        assert first.output_ids.tolist() == again.output_ids.tolist() != other.output_ids.tolist()
+
+    go(main)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_logprobs_agree_with_score(make, temperature):
+    """Teacher-forced, from no cache; at temperature 0 and 1 they are the same distribution."""
+
+    async def main():
+        engine = await make()
+        if not engine.capabilities.score:
+            return
+        turn = await engine.generate(ask("a", CONTEXT, temperature=temperature, seed=1, ignore_eos=True))
+        scores = await engine.score(np.concatenate([turn.context_ids, turn.output_ids]))
+        assert scores.shape == (len(CONTEXT) + 16,) and scores.dtype == np.float32 and scores[0] == 0
+        close = np.allclose(turn.logprobs, scores[len(CONTEXT) :], atol=1e-5 if engine.capabilities.exact else 0.1)
+        assert close == (temperature != 0.7)
+
+    go(main)
+
+
+def test_abort_and_continuation_make_one_turn(make):
+    async def main():
+        engine = await make()
+        whole = await engine.generate(ask("whole", CONTEXT, seed=3, max_new_tokens=100, ignore_eos=True))
+        task = asyncio.create_task(engine.generate(ask("part", CONTEXT, seed=3, max_new_tokens=100, ignore_eos=True)))
+        await until_tokens(engine, 105)
+        assert await engine.abort(["part"]) == 1
+        part = await task
+        assert part.stop_reason == "abort" and 0 < len(part.output_ids) < 100
+        assert part.output_ids.tolist() == whole.output_ids.tolist()[: len(part.output_ids)]
+        rest = await engine.generate(
+            ask("rest", CONTEXT, seed=3, max_new_tokens=100, ignore_eos=True, prefix_output=part.output_ids)
+        )
+        assert [*part.output_ids, *rest.output_ids] == whole.output_ids.tolist() and rest.stop_reason == "length"
+
+    go(main)
+
+
+@pytest.mark.parametrize("mode", ["wait", "abort", "keep"])
+def test_pause_holds_and_resume_goes_on(make, mode):
+    async def main():
+        engine = await make()
+        task = asyncio.create_task(engine.generate(ask("a", CONTEXT, max_new_tokens=60, ignore_eos=True)))
+        await until_tokens(engine, 3)
+        await engine.pause(mode)
+        late = asyncio.create_task(engine.generate(ask("late", CONTEXT)))
+        await asyncio.sleep(0.02)
+        held = engine.stats().decode_tokens
+        await asyncio.sleep(0.02)
+        assert engine.stats().decode_tokens == held and not late.done()
+        assert task.done() == (mode != "keep")
+        await engine.resume()
+        turn = await task
+        assert turn.stop_reason == ("abort" if mode == "abort" else "length")
+        assert (len(turn.output_ids) == 60) == (mode != "abort")
+        await late
+
+    go(main)
+
+
+def test_weights_are_a_version(make, lm):
+    """P15, P17: after a sync, the old prompt is answered by the new weights; a version that is not there is refused."""
+
+    async def main():
+        engine, other = await make(), tiny_lm("qwen2", tie_word_embeddings=True, seed=1)
+        before = await engine.generate(ask("a", CONTEXT, seed=1, ignore_eos=True))
+        ack = await sync(other, engine, 1)
+        assert ack.wire and ack.resident == (True if engine.capabilities.resident_digest else None)
+        after = await engine.generate(ask("a", CONTEXT, seed=1, ignore_eos=True, min_version=1))
+        assert set(after.versions) == {1} and after.output_ids.tolist() != before.output_ids.tolist()
+        if engine.capabilities.score:
+            scores = await engine.score(np.concatenate([after.context_ids, after.output_ids]))
+            np.testing.assert_allclose(after.logprobs, scores[len(CONTEXT) :], atol=0.1)
+        with pytest.raises(StaleWeightsError):
+            await engine.generate(ask("b", CONTEXT, min_version=2))
+        with pytest.raises(SyncError):
+            await sync(lm, engine, 1)  # versions rise
+
+    go(main)
+
+
+def test_a_cancelled_sync_leaves_no_usable_weights(make, lm):
+    async def main():
+        engine = await make()
+        await engine.cancel()
+        with pytest.raises(StaleWeightsError):
+            await engine.generate(ask("a", CONTEXT))
+        await sync(lm, engine, 1)
+        assert set((await engine.generate(ask("a", CONTEXT))).versions) == {1}
+
+    go(main)
+
+
+def test_running_requests_survive_new_weights_where_declared(make):
+    async def main():
+        engine, other = await make(), tiny_lm("qwen2", tie_word_embeddings=True, seed=1)
+        if not engine.capabilities.in_flight:
+            return
+        task = asyncio.create_task(engine.generate(ask("a", CONTEXT, max_new_tokens=100, ignore_eos=True)))
+        await until_tokens(engine, 3)
+        await engine.pause("keep")
+        await sync(other, engine, 1)
+        await engine.resume()
+        versions = (await task).versions
+        assert len(versions) == 100 and set(versions) == {0, 1} and (np.diff(versions) >= 0).all()
+
+    go(main)
+
+
+def test_released_memory_comes_back_where_declared(make, lm):
+    async def main():
+        engine = await make()
+        if not engine.capabilities.release:
+            return
+        await engine.generate(ask("a", CONTEXT))
+        assert await engine.release({"weights", "kv_cache", "graphs"}) > 0
+        with pytest.raises(StaleWeightsError):
+            await engine.generate(ask("b", CONTEXT))
+        assert await engine.restore({"weights", "kv_cache", "graphs"}) > 0
+        await sync(lm, engine, 1)
+        await engine.generate(ask("b", CONTEXT))
+
+    go(main)
+
+
+def test_names_that_do_not_fit_are_refused(make, lm):
+    """P16: before any training, both ways."""
+
+    async def main():
+        engine = await make()
+        specs = [(name, *spec) for name, spec in describe(dict(lm.named_parameters())).items()]
+        for wrong in (specs[:-1], [*specs, ("model.extra.weight", (2,), "float32")]):
+            with pytest.raises(UnloadedParamsError):
+                await engine.reconcile(make_layout(wrong))
+
+    go(main)
+
+
+def test_what_an_engine_cannot_do_is_refused_on_arrival(make):
+    async def main():
+        engine = await make()
+        with pytest.raises(RequestError, match="256"):
+            await engine.generate(ask("a", [3] * 256))
+        if not engine.capabilities.adapters:
+            with pytest.raises(CapabilityError):
+                await engine.generate(ask("b", CONTEXT, adapter="x"))
+        with pytest.raises(CapabilityError):
+            await engine.release({"gradients"})
+        assert engine.stats().running == engine.stats().waiting == 0
+
+    go(main)

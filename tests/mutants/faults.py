@@ -1,0 +1,334 @@
+"""Faults that must not pass the tests: each is one edit of one file, and the tests that have to turn red for it.
+
+`old` stands exactly once in the file. What a fault breaks is a trap of its own: silent, plausible, and met by users.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Fault(NamedTuple):
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+_EQUALITY = "tests/dist/test_equality.py::"
+_STEP = "tests/dist/test_optimizer_step.py::"
+_WEIGHTS_OUT = "tests/dist/test_weights_out.py::"
+_LOGPROB = "tests/unit/model/test_logprob.py::"
+_PACKED = "tests/unit/model/test_packed_attention.py::"
+_PACKING = "tests/unit/train/test_packing.py::"
+_LOSSES = "tests/unit/algo/test_policy_losses.py::"
+_GROUPS = "tests/unit/algo/test_group_advantages.py::"
+_REDUCE = "tests/unit/algo/test_loss_weights.py::"
+_FLATTEN = "tests/unit/agent/test_flatten.py::"
+_SYNC = "tests/unit/sync/test_sync_transaction.py::"
+_RUN = "tests/contract/test_executors.py::"
+_SAMPLER = "tests/unit/rollout/test_embedded_sampler.py::"
+_ENGINE = "tests/unit/rollout/test_embedded_weights.py::"
+
+FAULTS = [
+    # ---- numbers
+    Fault(
+        "the shift by one is left out",
+        "meshrl/train/packing.py",
+        "previous = np.arange(-1, cu[-1] - 1)",
+        "previous = np.arange(0, cu[-1])",
+        ("tests/unit/model/test_causal_model.py::test_the_logprob_of_a_token_is_read_one_place_before_it",),
+    ),
+    Fault(
+        "FSDP's mean over ranks is not undone",
+        "meshrl/train/engine.py",
+        "(total * self.num_data_ranks).backward()",
+        "total.backward()",
+        (_EQUALITY + "test_gradient_does_not_depend_on_ranks_micro_batches_or_packs[2-fp32]",),
+    ),
+    Fault(
+        "a denominator of its own for each micro-batch",
+        "meshrl/algo/losses.py",
+        "return (weight * loss).sum(), _sums(terms, weight)",
+        "return (weight * loss).sum() / weight.sum(), _sums(terms, weight)",
+        (_LOSSES + "test_sums_and_metrics_do_not_depend_on_the_partition",),
+    ),
+    Fault(
+        "token_mean divides by the row's own tokens",
+        "meshrl/algo/reduce.py",
+        "return np.full(len(lengths), 1.0 / lengths.sum())",
+        "return 1.0 / lengths",
+        (_REDUCE + "test_golden_weights",),
+    ),
+    Fault(
+        "masked positions are multiplied by 0",
+        "meshrl/algo/losses.py",
+        "return torch.where(mask, values, torch.zeros_like(values))",
+        "return values * mask",
+        (_LOSSES + "test_poison_in_masked_positions_changes_no_bit",),
+    ),
+    Fault(
+        "one metric counts masked positions",
+        "meshrl/algo/losses.py",
+        'return (weight * nll).sum(), _sums({"loss/nll": nll}, batch.mask)',
+        'return (weight * nll).sum(), _sums({"loss/nll": nll}, torch.ones_like(batch.mask))',
+        (_LOSSES + "test_sft_golden_value",),
+    ),
+    Fault(
+        "the policy's metrics count masked positions",
+        "meshrl/algo/losses.py",
+        "_sums(terms, weight) + _sums(seen, mask)",
+        "_sums(terms, weight) + _sums(seen, torch.ones_like(mask))",
+        (_LOSSES + "test_an_all_masked_batch_gives_zero_loss_zero_gradient_and_no_weight",),
+    ),
+    Fault(
+        "clip bounds are swapped",
+        "meshrl/algo/losses.py",
+        "low, high = 1.0 - cfg.clip_low, 1.0 + cfg.clip_high",
+        "low, high = 1.0 - cfg.clip_high, 1.0 + cfg.clip_low",
+        (_LOSSES + "test_ppo_clip_golden_values",),
+    ),
+    Fault(
+        "the KL has the wrong sign",
+        "meshrl/algo/kl.py",
+        "return KL_ESTIMATORS[kind](ref_logprobs - logprobs)",
+        "return KL_ESTIMATORS[kind](logprobs - ref_logprobs)",
+        ("tests/unit/algo/test_kl_estimators.py::test_golden_values",),
+    ),
+    Fault(
+        "on-policy old logprobs carry a gradient",
+        "meshrl/algo/losses.py",
+        "old = new.detach() if batch.old_logprobs is None",
+        "old = new if batch.old_logprobs is None",
+        (_LOSSES + "test_on_policy_ratio_is_exactly_one",),
+    ),
+    Fault(
+        "eps stands inside the root of the variance",
+        "meshrl/algo/advantages.py",
+        "return (rewards - rewards.mean()) / (rewards.std(ddof=1) + eps)",
+        "return (rewards - rewards.mean()) / np.sqrt(rewards.var(ddof=1) + eps)",
+        (_GROUPS + "test_golden_values_of_a_group_of_four",),
+    ),
+    Fault(
+        "groups go by position",
+        "meshrl/algo/advantages.py",
+        "groups.setdefault(trajectory.group_id, []).append(trajectory)",
+        "groups.setdefault(str(trajectories.index(trajectory) // 4), []).append(trajectory)",
+        (_GROUPS + "test_order_changes_no_bit",),
+    ),
+    Fault(
+        "the trainer ignores the temperature",
+        "meshrl/model/logprob.py",
+        "z = head.logits(hidden[part]).div_(temperature[part, None].to(dtype))",
+        "z = head.logits(hidden[part])",
+        (_LOGPROB + "test_temperature_divides_the_logits_and_greedy_scores_as_one",),
+    ),
+    Fault(
+        "logits are rounded to bf16",
+        "meshrl/model/logprob.py",
+        "out = hidden.to(wide) @ self.weight.to(wide).T",
+        "out = (hidden @ self.weight.T).to(wide)",
+        (_LOGPROB + "test_bf16_models_are_scored_in_fp32",),
+    ),
+    Fault(
+        "rotary buffers are rounded to bf16",
+        "meshrl/model/load.py",
+        "for p in model.parameters():  # yields a tied tensor once",
+        "for p in [*model.parameters(), *model.buffers()]:",
+        ("tests/unit/model/test_causal_model.py::test_casting_keeps_buffers_in_fp32_and_ties",),
+    ),
+    Fault(
+        "a gradient that is no number is stepped with",
+        "meshrl/train/engine.py",
+        "skipped = not np.isfinite(norm)",
+        "skipped = False",
+        (_STEP + "test_a_norm_that_is_no_number_skips_the_step_on_every_rank_alike[1-inf-train0]",),
+    ),
+    # ---- tokens and packs
+    Fault(
+        "attention runs over the whole pack",
+        "meshrl/model/attention.py",
+        "self.num_tokens = cu_seqlens[-1]\n",
+        "self.num_tokens = cu_seqlens[-1]\n        cu_seqlens, parents = [0, cu_seqlens[-1]], None\n",
+        (_PACKED + "test_changing_one_row_changes_no_bit_of_another[qwen2]",),
+    ),
+    Fault(
+        "an answer does not see its shared prompt",
+        "meshrl/model/attention.py",
+        "cu_seqlens[-1]\n        lengths = ",
+        "cu_seqlens[-1]\n        parents = None\n        lengths = ",
+        (_PACKED + "test_answers_after_a_shared_prompt_equal_plain_transformers_one_row_at_a_time[qwen2]",),
+    ),
+    Fault(
+        "positions run on through the pack",
+        "meshrl/train/packing.py",
+        "np.concatenate([np.arange(p.start, p.stop) for p in pieces])",
+        "np.arange(cu[-1])",
+        (_PACKING + "test_rows_lie_end_to_end_and_each_starts_at_position_0",),
+    ),
+    Fault(
+        "a dummy micro-batch trains",
+        "meshrl/train/packing.py",
+        "mask=torch.zeros(n, dtype=torch.bool, device=device),",
+        "mask=torch.ones(n, dtype=torch.bool, device=device),",
+        (_PACKING + "test_a_dummy_is_a_batch_that_trains_nothing",),
+    ),
+    Fault(
+        "a budget that counts no shared prompt",
+        "meshrl/train/plan.py",
+        "return row_cost(row.length) - row_cost(here), row.length - here",
+        "return row_cost(row.length) - row_cost(here), row.length - row.prefix",
+        (_PACKING + "test_a_plan_of_groups_counts_each_prompt_once_in_a_micro_batch",),
+    ),
+    Fault(
+        "ranks do not compare their plans",
+        "meshrl/cluster/actors.py",
+        "if len(set(hashes)) > 1:",
+        "if len(set(hashes)) > self.spec.num_ranks:",
+        ("tests/dist/test_plan_agreement.py::test_ranks_with_different_plans_stop_before_they_hang[2]",),
+    ),
+    Fault(
+        "supervised rows do not train their end token",
+        "meshrl/data/chat.py",
+        "mask[len(head) : end] = True",
+        "mask[len(head) : end - 1] = True",
+        ("tests/unit/data/test_chat.py::test_sft_trains_the_answer_and_its_end_token_and_nothing_after",),
+    ),
+    Fault(
+        "sampled end tokens are not trained",
+        "meshrl/agent/flatten.py",
+        "mask[end - r : end] = i not in owned",
+        "mask[end - r : end - 1] = i not in owned",
+        (_FLATTEN + "test_every_sampled_token_is_trained_whatever_its_value",),
+    ),
+    Fault(
+        "the prompt is trained",
+        "meshrl/agent/flatten.py",
+        "mask[end - r : end] = i not in owned",
+        "mask[1:end] = i not in owned",
+        (_FLATTEN + "test_one_turn_becomes_the_row_of_the_worked_example",),
+    ),
+    # ---- the sampler
+    Fault(
+        "seeds do not know the sample's index",
+        "meshrl/core/types.py",
+        "for part in (ordinal, index, turn):",
+        "for part in (ordinal, turn):",
+        ("tests/unit/agent/test_agents.py::test_seeds_follow_run_ordinal_index_and_turn_and_nothing_else",),
+    ),
+    Fault(
+        "all rows are drawn with one seed",
+        "meshrl/rollout/embedded/sampler.py",
+        "bits = _mix64(seeds ^ _mix64(positions.astype(np.uint64)))",
+        "bits = _mix64(seeds[:1] ^ _mix64(positions.astype(np.uint64)))",
+        (_SAMPLER + "test_a_row_is_drawn_alike_in_any_company",),
+    ),
+    Fault(
+        "the sampler's logprobs ignore the temperature",
+        "meshrl/rollout/embedded/sampler.py",
+        "    logprobs = (z.gather(1, tokens[:, None]) - lse)[:, 0].clamp_(max=0)\n",
+        "    logprobs = torch.log_softmax(z * rows.temperature, -1).gather(1, tokens[:, None])[:, 0]\n",
+        (_SAMPLER + "test_logprobs_are_those_of_the_tempered_distribution_and_draws_follow_it",),
+    ),
+    Fault(
+        "caches survive new weights",
+        "meshrl/rollout/embedded/engine.py",
+        "        self._flush()\n        self._weights.begin(header)",
+        "        self._weights.begin(header)",
+        (_ENGINE + "test_weights_may_change_under_running_requests",),
+    ),
+    # ---- weights
+    Fault(
+        "a tied head with memory of its own is not written",
+        "meshrl/sync/receive.py",
+        "writes[source].append(self._targets[alias])",
+        "pass",
+        (_SYNC + "test_a_head_with_memory_of_its_own_is_written_too",),
+    ),
+    Fault(
+        "a tied head is not read back",
+        "meshrl/sync/receive.py",
+        "return sent | {alias: sent[source] for alias, source in self.layout.tied.items()}",
+        "return sent",
+        (_SYNC + "test_a_tied_head_left_behind_is_named_with_the_version_it_still_has",),
+    ),
+    Fault(
+        "a dropped bucket passes",
+        "meshrl/sync/receive.py",
+        "if self._next < self.layout.num_buckets:\n            first",
+        "if self._next < 0:\n            first",
+        (_SYNC + "test_a_stream_that_was_damaged_is_refused_and_named",),
+    ),
+    Fault(
+        "a bucket's digest is not checked",
+        "meshrl/sync/receive.py",
+        "if arrived != bucket.digest:",
+        "if arrived == -1:",
+        (_SYNC + "test_a_stream_that_was_damaged_is_refused_and_named",),
+    ),
+    Fault(
+        "the version is visible before the proof",
+        "meshrl/sync/receive.py",
+        "began = time.perf_counter()\n        if read_back is None:",
+        'began, self._committed, self._phase = 0.0, header, "idle"\n        if read_back is None:',
+        (_SYNC + "test_every_tensor_that_differs_is_named_and_no_other",),
+    ),
+    Fault(
+        "the version does not rise",
+        "meshrl/cluster/groups.py",
+        "    trainer.version = version\n    return acks",
+        "    return acks",
+        (
+            _RUN
+            + "test_a_step_asks_for_no_forward_that_the_algorithm_does_not_need[train.updates_per_step=1-forwards0]",
+        ),
+    ),
+    Fault(
+        "replicas count twice in a digest",
+        "meshrl/parallel/fsdp.py",
+        "p.device_mesh.get_local_rank(axis) == 0",
+        "p.device_mesh.get_local_rank(axis) >= 0",
+        (_WEIGHTS_OUT + "test_every_sharding_strategy_sends_the_same_weights_and_digests[NO_SHARD]",),
+    ),
+    # ---- runs
+    Fault(
+        "the optimizer steps before the sampler's proof",
+        "meshrl/loops/step.py",
+        "        metrics += report.metrics\n        if len(updates) == 1:",
+        "        metrics += report.metrics\n        await job.trainer.optim_step(1e-6)\n        if len(updates) == 1:",
+        (_RUN + "test_a_sampler_that_kept_its_old_weights_is_caught_within_the_step",),
+    ),
+    Fault(
+        "the sampler's proof passes NaN",
+        "meshrl/algo/mismatch.py",
+        ".nan_to_num(nan=math.inf, posinf=math.inf)",
+        ".nan_to_num(nan=0.0, posinf=math.inf)",
+        ("tests/unit/loops/test_sampler_proof.py::test_broken_numbers_are_a_mismatch_at_any_step",),
+    ),
+    Fault(
+        "a failed grading counts as 0",
+        "meshrl/reward/score.py",
+        "            if isinstance(value, Failure):\n                return None",
+        "            if isinstance(value, Failure):\n                continue",
+        ("tests/unit/reward/test_scorer.py::test_a_failed_grading_leaves_no_reward_and_is_counted",),
+    ),
+    Fault(
+        "an unknown config key is ignored",
+        "meshrl/config/base.py",
+        'extra="forbid"',
+        'extra="ignore"',
+        (
+            "tests/unit/config/test_config_refusals.py::test_everything_wrong_is_shown_at_once_with_file_line_and_command_line",
+        ),
+    ),
+    Fault(
+        "the call that failed waits for its deadline",
+        "meshrl/cluster/processes.py",
+        "                future.set_exception(self._failure)  # it no longer stands among the pending\n",
+        "",
+        (
+            "tests/unit/cluster/test_process_executor.py::test_a_rank_that_fails_in_a_collective_ends_the_run_and_is_named[raise]",
+        ),
+    ),
+]

@@ -1,0 +1,62 @@
+"""A whole run in miniature: a tiny model with its tokenizer, prompts, a reward, and the config that ties them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def ascii_share(completion: str, answer: str) -> float:
+    """A reward that differs from answer to answer, even when a random model gives them."""
+    return sum(c.isascii() for c in completion) / max(1, len(completion))
+
+
+def write_run(folder: Path) -> Path:
+    """A model, rows and a config.yaml in `folder`; returns the config's path."""
+    from tiny_models import tiny_qwen2
+    from tiny_tokenizers import tiny_tokenizer
+
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(folder / "model")
+    tiny_qwen2(vocab_size=len(tokenizer), initializer_range=0.1).save_pretrained(folder / "model")
+    rows = [{"question": f"{i}+{i}", "answer": str(2 * i)} for i in range(20)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config: dict[str, Any] = {
+        "model": {"path": "model", "dtype": "float32"},
+        "train": {
+            "activation_checkpointing": False,
+            "max_tokens_per_microbatch": 160,
+            "optimizer": {"lr": 0.01},
+        },
+        "rollout": {"sampling": {"max_new_tokens": 8}, "sync_bucket_bytes": 20000},
+        "data": {"path": "rows.jsonl", "max_prompt_tokens": 64},
+        "reward": {"terms": {"ascii": {"kind": "tiny_run:ascii_share"}}},
+        "loop": {"num_steps": 2, "prompts_per_step": 4, "samples_per_prompt": 4},
+        "run": {"folder": str(folder / "runs")},
+    }
+    (folder / "config.yaml").write_text(json.dumps(config, indent=1))
+    return folder / "config.yaml"
+
+
+def train(config: Path, name: str, *overrides: str) -> Path:
+    """`meshrl train` in this process; the run's folder."""
+    from meshrl.config.load import load_run_config
+    from meshrl.loops import run
+
+    loaded = load_run_config(config, [*overrides, f"run.name={name}"])
+    assert run.train(loaded) == 0
+    return Path(loaded.config.run.folder) / name
+
+
+def steps_of(folder: Path, without_units: Sequence[str] = ("s", "tokens/s", "bytes")) -> list[dict[str, float]]:
+    """The metrics of each step, without those that differ from run to run: times and memory."""
+    units: dict[str, str] = {}
+    steps = []
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        units |= record.get("units", {})
+        if "metrics" in record:
+            steps.append(record["metrics"])
+    return [{k: v for k, v in step.items() if units[k] not in without_units} for step in steps]

@@ -1,0 +1,83 @@
+"""What a run leaves behind: the best model, result.json, report.html, and numbers that the glossary explains."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny_run import train, write_run
+
+from meshrl.core.errors import RewardError
+from meshrl.loops.export import read_best
+from meshrl.monitor.glossary import meaning_of
+from meshrl.monitor.sinks import read_metrics
+
+GRADER = '''
+from pathlib import Path
+
+def score(completion, answer, script=None):
+    """Training answers by their length; held-out ones by the next number of the script."""
+    if answer == "held-out" and script is not None:
+        now, *later = Path(script).read_text().split()
+        Path(script).write_text(" ".join(later))
+        return float(now)
+    if script is None and answer == "6":
+        raise RuntimeError("the grader broke")
+    return float(len(completion) % 3)
+'''
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tiny run whose reward is GRADER, evaluated on one held-out row after every step."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "grader_of_this_test.py").write_text(GRADER)
+    (tmp_path / "held_out.jsonl").write_text(json.dumps({"question": "1+1", "answer": "held-out"}))
+    path = write_run(tmp_path)
+    written = json.loads(path.read_text())
+    written["cluster"] = {"executor": "inline"}
+    written["data"]["eval_path"] = "held_out.jsonl"
+    written["reward"]["terms"] = {"answer": {"kind": "grader_of_this_test:score"}}
+    written["loop"] = {"num_steps": 4, "prompts_per_step": 2, "samples_per_prompt": 2, "eval_every_steps": 1}
+    path.write_text(json.dumps(written))
+    return path
+
+
+def test_the_best_model_stays_and_the_record_names_it(config: Path, tmp_path: Path):
+    """Each evaluation up to step 3 beats all before, step 4 only ties: the model of step 1 goes, that of step 2 stays
+    because it was to be saved anyway."""
+    script = tmp_path / "script"
+    script.write_text("0.25 0.5 0.625 0.75 0.75")
+    folder = train(config, "best", "loop.save_every_steps=2", f"reward.terms.answer.args.script={script}")
+
+    best = read_best(folder)
+    assert best is not None and (best.step, best.score) == (3, 0.75)
+    kept = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert kept == ["best.json", "step_000002", "step_000003", "step_000004"]
+    assert (Path(best.model) / "model.safetensors").stat().st_size > 0
+
+    result = json.loads((folder / "result.json").read_text())
+    assert (result["status"], result["error"], result["steps"]) == ("done", None, 4)
+    assert result["best"] == {"step": 3, "mean_at_k": 0.75, "model": best.model}
+    assert [e["mean_at_k"] for e in result["evals"]] == [0.25, 0.5, 0.625, 0.75, 0.75]
+    page = (folder / "report.html").read_text()
+    assert "0.250 → 0.750" in page and "best 0.750 after step 3" in page and "4 weight syncs up to version 4" in page
+
+    _, units = read_metrics(folder / "metrics.jsonl")
+    explained = {name: meaning_of(name) for name in units}
+    assert [name for name, found in explained.items() if found is None] == []
+    wrong = {n: (units[n], found[1]) for n, found in explained.items() if found and (units[n] or "none") != found[1]}
+    assert wrong == {}
+
+
+def test_a_run_that_fails_says_why_and_shows_what_there_is(config: Path):
+    """The grader breaks for one of the rows, so the run ends in whichever step draws it."""
+    with pytest.raises(RewardError):
+        train(config, "fails", "loop.num_steps=10", "data.shuffle=false")
+    folder = Path(json.loads(config.read_text())["run"]["folder"]) / "fails"
+    result = json.loads((folder / "result.json").read_text())
+    assert result["status"] == "failed" and "RewardError" in result["error"] and "the grader broke" in result["error"]
+    assert result["steps"] == 1
+    page = (folder / "report.html").read_text()
+    assert "the grader broke" in page and "reward/mean" in page

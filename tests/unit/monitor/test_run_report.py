@@ -1,0 +1,210 @@
+"""report.html: whole, of one piece, and true to the run's files."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from meshrl.core.errors import MeshrlError
+from meshrl.core.types import Prompt, Trajectory, Turn
+from meshrl.monitor.report.charts import Line, line_chart, number, stacked_chart
+from meshrl.monitor.report.page import write_report
+from meshrl.monitor.report.read import read_run
+from meshrl.monitor.rollout_log import RolloutLog
+from meshrl.monitor.sinks import JsonlSink
+
+VOID = {"meta", "br", "link", "img"}
+CONFIG = """\
+# resolved from gsm8k.yaml
+model:
+  path: tiny                                    # gsm8k.yaml:2
+train:
+  optimizer:
+    lr: 1e-05                                   # command line
+    # eps: 1e-08                                # unused: nobody asks
+loop:
+  num_steps: 20                                 # gsm8k.yaml:9
+  save_every_steps: 0                           # default
+"""
+UNITS = {"reward/mean": "", "eval/mean_at_k": "score", "memory/rss_bytes": "bytes", "train/grad_norm": "norm"}
+UNITS |= {"time/rollout_s": "s", "time/train_s": "s", "sync/version": "version", "sync/proven_wire": "fraction"}
+UNITS |= {"proof/logprob_abs_diff_mean": "nats", "proof/limit": "nats"}
+
+
+class Whole(HTMLParser):
+    """Checks that every element is closed in order; collects text and attributes."""
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.open: list[str] = []
+        self.attributes: set[str] = set()
+        self.text: list[str] = []
+        self.feed(page)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.attributes |= {name for name, _ in attrs}
+        self.open += [tag] * (tag not in VOID)
+
+    def handle_startendtag(self, tag, attrs):
+        self.attributes |= {name for name, _ in attrs}
+
+    def handle_endtag(self, tag):
+        assert self.open and self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def attempt(question: str, text: str, score: float) -> Trajectory:
+    turn = Turn(
+        context_ids=np.array([1], np.int32),
+        output_ids=np.array([ord(c) for c in text], np.int32),
+        logprobs=np.zeros(len(text), np.float32),
+        versions=np.zeros(len(text), np.int32),
+        stop_reason="stop",
+    )
+    prompt = Prompt(id=question, ordinal=-1, messages=[{"role": "user", "content": question}], answer="42")
+    return Trajectory(
+        prompt=prompt, group_id=question, index=0, purpose="eval", turns=[turn], rewards={"answer": score}, reward=score
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Twenty steps of a made-up run with two evaluations, an infinity, and an answer that would like to be HTML."""
+    run = tmp_path / "made_up"
+    clock = iter(range(1000))
+    sink = JsonlSink(run / "metrics.jsonl", clock=lambda: 2.0 * next(clock))
+    sink.write(-1, {"eval/mean_at_k": 1 / 3}, UNITS)
+    for step in range(20):
+        values = {
+            "reward/mean": step / 20,
+            "train/grad_norm": math.inf if step == 7 else 1.0,
+            "memory/rss_bytes": 1e9 + step * 1e6,
+            "time/rollout_s": 1.25,
+            "time/train_s": 0.5,
+            "sync/version": step + 1.0,
+            "sync/proven_wire": 1.0,
+            "proof/logprob_abs_diff_mean": 1e-6,
+            "proof/limit": 1e-4,
+        }
+        sink.write(step, values, UNITS)
+    sink.write(19, {"eval/mean_at_k": 2 / 3}, UNITS)
+    sink.close()
+    log = RolloutLog(run, lambda ids: "".join(map(chr, ids)))
+    log.write(0, [attempt("6*7?", "41", 0), attempt("forty two?", "42", 1), attempt("hard?", "no", 0)], name="eval")
+    evil = attempt("forty two?", "</pre><script>alert(1)</script>", 0)
+    log.write(20, [attempt("6*7?", "42 indeed", 1), evil, attempt("hard?", "still no", 0)], name="eval")
+    (run / "config.yaml").write_text(CONFIG)
+    return run
+
+
+def test_the_page_is_whole_and_loads_nothing(folder: Path):
+    page = write_report(folder).read_text(encoding="utf-8")
+    seen = Whole(page)
+    assert seen.attributes.isdisjoint({"src", "href", "srcset", "onclick", "onload"})
+    assert not re.search(r"url\(|@import|https?://(?!www\.w3\.org/2000/svg)", page)
+    assert page.count("<script") == 1
+    assert "</pre><script>alert(1)</script>" in "".join(seen.text)  # as text
+    assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "metrics.jsonl", "report.html", "rollouts"]
+
+
+def test_the_page_tells_scores_samples_proofs_settings_and_times(folder: Path):
+    (folder / "checkpoints").mkdir()
+    (folder / "checkpoints" / "best.json").write_text(json.dumps({"step": 20, "score": 2 / 3, "model": "m"}))
+    text = " ".join("".join(Whole(write_report(folder).read_text(encoding="utf-8")).text).split())
+    for words in (
+        "0.333 → 0.667",
+        "+0.333; best 0.667 after step 20",
+        "1.02 GB",
+        "20 of 20",
+        "Wrong, then right",
+        "42 indeed",
+        "20 weight syncs up to version 20: every sampler acknowledged",
+        "at most 1e-6 nats a token; allowed are 1e-4",
+        "Rises, with noise of about std / sqrt(samples)",
+        "train.optimizer.lr1e-05command line",
+        "no result yet",
+    ):
+        assert words in text, words
+    assert re.search(r"wrong, then right 1 right, then wrong 1 still wrong 1 right all along 0", text)
+    assert re.search(r"rollout25 s59\.5%.*train10 s23\.8%.*other7 s16\.7%", text)
+
+
+def test_the_folder_is_read_as_it_was_written(folder: Path):
+    run = read_run(folder)
+    assert run.series["eval/mean_at_k"].steps == [0, 20]
+    assert run.series["reward/mean"].steps == list(range(1, 21))
+    assert run.wall_s == 2.0 * 21
+    assert [(s.key, s.value, s.origin) for s in run.settings] == [
+        ("model.path", "tiny", "gsm8k.yaml:2"),
+        ("train.optimizer.lr", "1e-05", "command line"),
+        ("train.optimizer.eps", "1e-08", "unused: nobody asks"),
+        ("loop.num_steps", "20", "gsm8k.yaml:9"),
+        ("loop.save_every_steps", "0", "default"),
+    ]
+
+
+def test_a_pause_before_a_resumed_step_is_not_time_of_that_step(folder: Path):
+    sink = JsonlSink(folder / "metrics.jsonl", clock=lambda: 90_000.0)
+    sink.write(20, {"time/rollout_s": 1.25}, {})
+    sink.close()
+    assert read_run(folder).phases["other"][21] == 0.0
+
+
+def test_a_run_without_a_step_has_a_page_and_a_folder_without_a_run_has_none(tmp_path: Path):
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "result.json").write_text(json.dumps({"status": "failed", "error": "RankFailure: <gone>", "wall_s": 3}))
+    text = "".join(Whole(write_report(tmp_path).read_text(encoding="utf-8")).text)
+    assert "No step is finished yet" in text and "RankFailure: <gone>" in text
+    with pytest.raises(MeshrlError, match=r"has no metrics\.jsonl"):
+        write_report(tmp_path / "elsewhere")
+
+
+def points(svg: str, css: str) -> list[tuple[float, float]]:
+    path = re.search(rf'<path class="{css}" d="([^"]*)"', svg)
+    assert path is not None, css
+    return [(float(x), float(y)) for x, y in re.findall(r"[ML]([\d.]+) ([\d.]+)", path[1])]
+
+
+def test_curves_stand_where_their_values_are():
+    """A value twice as high is twice as far from the axis; what is not finite leaves a gap."""
+    svg = line_chart([Line("a", [1, 2, 3, 4], [0.0, 1.0, math.nan, 2.0])], "")
+    (x0, y0), (x1, y1), (x3, y3) = points(svg, "l0")
+    assert y0 - y3 == pytest.approx(2 * (y0 - y1), abs=0.2) and y3 < y1 < y0
+    assert x3 - x0 == pytest.approx(3 * (x1 - x0), abs=0.3)
+    assert svg.count("M", svg.index("l0")) >= 2
+    log = points(line_chart([Line("a", [1, 2, 3], [1e-6, 1e-4, 1e-2])], "", log=True), "l0")
+    assert log[0][1] - log[1][1] == pytest.approx(log[1][1] - log[2][1], abs=0.2)
+    assert line_chart([Line("a", [1], [math.nan])], "") == ""
+
+
+def test_long_curves_are_drawn_in_a_bounded_number_of_points():
+    svg = line_chart([Line("a", range(10_000), [float(i) for i in range(10_000)])], "")
+    assert len(points(svg, "l0")) == 240 and len(svg) < 20_000
+    bars = stacked_chart({"rollout": dict.fromkeys(range(10_000), 1.0)}, [0])
+    assert bars.count("<rect") == 60
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        (1.3e9, "bytes", "1.3 GB"),
+        (5.1e9, "", "5.1G"),
+        (0.04, "s", "40 ms"),
+        (187, "s", "3m07s"),
+        (2.34e-7, "nats", "2.34e-7"),
+        (0.5, "fraction", "0.5"),
+        (math.nan, "s", "nan"),
+    ],
+)
+def test_numbers_are_short(value: float, unit: str, text: str):
+    assert number(value, unit) == text

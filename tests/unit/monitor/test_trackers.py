@@ -1,0 +1,75 @@
+"""TensorBoard and W&B get what metrics.jsonl gets. W&B runs offline, as the real package."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshrl.config.monitor import MonitorConfig
+from meshrl.core.errors import ConfigError
+from meshrl.monitor.trackers import open_trackers
+
+UNITS = {"eval/mean_at_k": "score", "reward/mean": "", "train/grad_norm": "norm"}
+
+
+def write_a_little(cfg: MonitorConfig, folder: Path) -> list[str]:
+    """An evaluation before the first step, the step, an evaluation after it; what was noted."""
+    notes: list[str] = []
+    for sink in open_trackers(cfg, folder, {"model": {"path": "a_model_of_this_test"}}, notes.append):
+        sink.write(-1, {"eval/mean_at_k": 0.25}, UNITS)
+        sink.write(0, {"reward/mean": 0.5, "train/grad_norm": math.nan}, UNITS)
+        sink.write(0, {"eval/mean_at_k": 0.75}, UNITS)
+        sink.close()
+    return notes
+
+
+def test_tensorboard_counts_finished_steps_and_explains_its_curves(tmp_path: Path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.util.tensor_util import make_ndarray
+
+    (note,) = write_a_little(MonitorConfig(sinks=["tensorboard", "tensorboard"]), tmp_path)
+    assert note == f"TensorBoard: tensorboard --logdir {tmp_path / 'tensorboard'}"
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    found = {
+        name: [(e.step, float(make_ndarray(e.tensor_proto))) for e in events.Tensors(name)]
+        for name in events.Tags()["tensors"]
+    }
+    assert found["eval/mean_at_k"] == [(0, 0.25), (1, 0.75)]
+    assert found["reward/mean"] == [(1, 0.5)]
+    assert found["train/grad_norm"][0][0] == 1 and math.isnan(found["train/grad_norm"][0][1])
+    described = events.SummaryMetadata("train/grad_norm").summary_description
+    assert described.startswith("Unit: norm.\n\nHealthy: ") and "Otherwise: spikes" in described
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    """The package, knowing nobody. Its service writes until it is torn down, and remembers settings as long."""
+    package = pytest.importorskip("wandb")
+    monkeypatch.setenv("HOME", str(tmp_path))  # no .netrc there
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_PROJECT", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    yield package
+    package.teardown()
+
+
+def test_wandb_keeps_an_offline_run_below_the_runs_folder(tmp_path: Path, wandb: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    (note,) = write_a_little(MonitorConfig(sinks=["wandb"], wandb_project="a_project_of_this_test"), tmp_path)
+    wandb.teardown()
+    (written,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    assert note == f"W&B: offline; upload it with: wandb sync {written.parent}"
+    raw = written.read_bytes()
+    words = (tmp_path.name, "a_project_of_this_test", "a_model_of_this_test", "eval/mean_at_k", "train/grad_norm")
+    for word in words:
+        assert word.encode() in raw, word
+
+
+def test_wandb_without_a_login_says_what_to_do(tmp_path: Path, wandb: Any):
+    with pytest.raises(ConfigError, match=r"(?s)No API key.*wandb login.*WANDB_MODE=offline"):
+        open_trackers(MonitorConfig(sinks=["wandb"]), tmp_path, {}, print)

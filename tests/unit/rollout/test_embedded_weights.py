@@ -1,0 +1,363 @@
+"""Weights under the engine: syncs, caches that belong to a version, continuation, lent memory (P11, P14, P15, P17)."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+from tiny_engines import ask, layout_of, run, sync, tiny_engine
+from tiny_models import tiny_lm
+
+from meshrl.core.errors import CapabilityError, MeshrlError, RequestError, StaleWeightsError, SyncError
+from meshrl.sync.digest import digest
+from meshrl.sync.manifest import make_layout
+from meshrl.sync.receive import describe
+from meshrl.sync.send import iter_buckets, make_header
+
+CONTEXT = list(range(3, 33))
+
+
+@pytest.fixture(scope="module")
+def old():
+    return tiny_lm("qwen2", tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="module")
+def new():
+    return tiny_lm("qwen2", tie_word_embeddings=True, seed=1)
+
+
+def logprobs_on(lm, turn, at):
+    """A cold engine's logprobs of a turn's tokens from place `at` on."""
+    scored = tiny_engine(lm)._runner.score(np.concatenate([turn.context_ids, turn.output_ids]))
+    return scored[len(turn.context_ids) :][at]
+
+
+def test_after_a_sync_the_engine_is_a_cold_engine_of_the_new_weights(old, new):
+    """P15, P17: same prompt before and after; the resident proof covers both names of the tied head (P11)."""
+
+    async def main():
+        engine = tiny_engine(old)
+        await engine.reconcile(layout_of(new))
+        group = [ask(str(g), CONTEXT, seed=g) for g in range(4)]
+        before = await asyncio.gather(*map(engine.generate, group))
+        ack = await sync(new, engine, 3)
+        assert (ack.version, ack.wire, ack.resident) == (3, True, True) and engine.stats().version == 3
+        after = await asyncio.gather(*map(engine.generate, group))
+        cold = run(tiny_engine(new), group)
+        for g, turn in enumerate(after):
+            assert turn.output_ids.tolist() == cold[str(g)].output_ids.tolist() != before[g].output_ids.tolist()
+            assert set(turn.versions) == {3} and set(before[g].versions) == {0}
+            np.testing.assert_allclose(turn.logprobs, cold[str(g)].logprobs, atol=1e-6)
+        ids = np.array(CONTEXT)
+        np.testing.assert_array_equal(await engine.score(ids), await tiny_engine(new).score(ids))
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("paused", [True, False])
+def test_weights_may_change_under_running_requests(old, new, paused):
+    """Tokens after the commit carry the new version and exactly its logprobs, which old keys and values could not
+    give (P17); those who wait for a row meet no stale prompt either."""
+
+    async def main():
+        engine = tiny_engine(old, max_running=3)
+        await engine.reconcile(layout_of(new))
+        requests = [ask(str(g), CONTEXT, seed=g, max_new_tokens=40) for g in range(5)]
+        waiting = [asyncio.create_task(engine.generate(r)) for r in requests]
+        while engine.stats().decode_tokens < 30:
+            await asyncio.sleep(0)
+        if paused:
+            await engine.pause("keep")
+            held = engine.stats().decode_tokens
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert engine.stats().decode_tokens == held
+        await sync(new, engine, 1)
+        if paused:
+            assert engine.stats().cached_tokens == 0
+            await engine.resume()
+        turns = await asyncio.gather(*waiting)
+        assert {t.stop_reason for t in turns} == {"length"} and {len(t.output_ids) for t in turns} == {40}
+        assert sum(len(set(t.versions)) == 2 for t in turns) == 3
+        for turn in turns:
+            assert (np.diff(turn.versions) >= 0).all()
+            for version, lm in enumerate((old, new)):
+                at = turn.versions == version
+                np.testing.assert_allclose(turn.logprobs[at], logprobs_on(lm, turn, at), atol=1e-5)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("want", [(), ("entropy", "topk:2")])
+def test_an_aborted_turn_goes_on_where_it_stopped(old, want):
+    """P14: tokens of both parts together are those of the turn that nothing interrupted."""
+
+    async def main():
+        engine = tiny_engine(old)
+        requests = [ask(str(g), CONTEXT, seed=g, max_new_tokens=50, want=want) for g in range(4)]
+        whole = run(tiny_engine(old), requests)
+        tasks = [asyncio.create_task(engine.generate(r)) for r in requests]
+        while engine.stats().decode_tokens < 40:
+            await asyncio.sleep(0)
+        assert await engine.abort(["1", "nobody"]) == 1 and tasks[1].done() is False
+        assert await engine.abort() == 3 and await engine.abort() == 0
+        parts = await asyncio.gather(*tasks)
+        for r, part in zip(requests, parts):
+            assert part.stop_reason == "abort" and 0 < len(part.output_ids) < 50
+            r.prefix_output = part.output_ids
+        rest = await asyncio.gather(*map(engine.generate, requests))
+        for r, part, end in zip(requests, parts, rest):
+            assert [*part.output_ids, *end.output_ids] == whole[r.id].output_ids.tolist()
+            logprobs = np.concatenate([part.logprobs, end.logprobs])
+            np.testing.assert_allclose(logprobs, whole[r.id].logprobs, atol=1e-5)
+            assert {name: len(x) for name, x in end.extras.items()} == {
+                name: 50 - len(part.output_ids) for name in whole[r.id].extras
+            }
+        assert engine.stats().running == engine.stats().waiting == 0
+
+    asyncio.run(main())
+
+
+def test_waiting_requests_are_aborted_without_tokens(old):
+    async def main():
+        engine = tiny_engine(old, max_running=1)
+        first = asyncio.create_task(engine.generate(ask("first", CONTEXT)))
+        second = asyncio.create_task(engine.generate(ask("second", CONTEXT)))
+        while engine.stats().decode_tokens < 2:
+            await asyncio.sleep(0)
+        await engine.abort(["second"])
+        turn = await second
+        assert turn.stop_reason == "abort" and turn.output_ids.shape == turn.logprobs.shape == (0,)
+        assert (await first).stop_reason == "length"
+        assert turn.times.queue_s > 0 == turn.times.decode_s
+
+    asyncio.run(main())
+
+
+def test_a_caller_who_is_cancelled_leaves_no_request_behind(old):
+    async def main():
+        engine = tiny_engine(old)
+        tasks = [asyncio.create_task(engine.generate(ask(str(g), CONTEXT, max_new_tokens=200))) for g in range(2)]
+        while engine.stats().decode_tokens < 4:
+            await asyncio.sleep(0)
+        tasks[0].cancel()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert engine.stats().running == 1
+        assert (await engine.generate(ask("0", [3]))).stop_reason == "length"  # its id is free again
+        await tasks[1]
+
+    asyncio.run(main())
+
+
+def test_pause_wait_lets_who_runs_finish_and_admits_nobody(old):
+    async def main():
+        engine = tiny_engine(old, max_running=2)
+        tasks = [asyncio.create_task(engine.generate(ask(str(g), CONTEXT, seed=g))) for g in range(3)]
+        while not engine.stats().decode_tokens:
+            await asyncio.sleep(0)
+        await engine.pause("wait")
+        await asyncio.sleep(0)
+        assert [t.done() for t in tasks] == [True, True, False]
+        tasks.append(asyncio.create_task(engine.generate(ask("late", CONTEXT))))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert (engine.stats().running, engine.stats().waiting) == (0, 2)
+        await engine.resume()
+        assert all(t.stop_reason == "length" for t in await asyncio.gather(*tasks))
+
+    asyncio.run(main())
+
+
+def test_requests_of_one_tick_are_admitted_together(old):
+    """The same tasks give the same batches, so the same run gives the same numbers."""
+
+    async def main():
+        engine = tiny_engine(old, max_running=64)
+        tasks = [asyncio.create_task(engine.generate(ask(str(g), CONTEXT, seed=g))) for g in range(40)]
+        while not engine.stats().decode_tokens:
+            await asyncio.sleep(0)
+        assert engine.stats().decode_tokens == engine.stats().running == 40
+        await asyncio.gather(*tasks)
+
+    asyncio.run(main())
+
+
+def test_no_generation_without_a_version(old):
+    """P15: an engine that nobody has given weights refuses, and so does one that is behind."""
+
+    async def main():
+        engine = tiny_engine(old, trusted=False)
+        with pytest.raises(StaleWeightsError, match="version -1"):
+            await engine.generate(ask("a", CONTEXT, min_version=-1))
+        with pytest.raises(StaleWeightsError):
+            await engine.score(np.array(CONTEXT))
+        with pytest.raises(SyncError, match="reconcile"):
+            await sync(old, engine, 0)
+        await engine.reconcile(layout_of(old))
+        await sync(old, engine, 4)
+        await engine.generate(ask("a", CONTEXT, min_version=4))
+        with pytest.raises(StaleWeightsError, match="version 4, request b needs 5"):
+            await engine.generate(ask("b", CONTEXT, min_version=5))
+
+    asyncio.run(main())
+
+
+def test_a_request_during_a_sync_waits_for_the_version_that_arrives(old, new):
+    async def main():
+        engine = tiny_engine(old)
+        layout, weights = layout_of(new), {n: p.detach() for n, p in new.named_parameters()}
+        await engine.reconcile(layout)
+        await engine.begin(make_header(layout, 1, {n: digest(p) for n, p in weights.items()}))
+        with pytest.raises(StaleWeightsError):
+            await engine.generate(ask("two", CONTEXT, min_version=2))
+        task = asyncio.create_task(engine.generate(ask("one", CONTEXT, min_version=1)))
+        for bucket in iter_buckets(layout, weights.items()):
+            await engine.receive(bucket)
+            await asyncio.sleep(0)
+        assert engine.stats().waiting == 1 and engine.stats().version == -1
+        await engine.commit()
+        turn = await task
+        assert set(turn.versions) == {1}
+        np.testing.assert_allclose(turn.logprobs, logprobs_on(new, turn, slice(None)), atol=1e-5)
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_sync_ends_requests_and_closes_the_engine_until_the_next_one(old, new):
+    """P15: half of the buckets are in place, so nothing may be sampled."""
+
+    async def main():
+        engine = tiny_engine(old)
+        layout, weights = layout_of(new), {n: p.detach() for n, p in new.named_parameters()}
+        await engine.reconcile(layout)
+        task = asyncio.create_task(engine.generate(ask("a", CONTEXT)))
+        while engine.stats().decode_tokens < 3:
+            await asyncio.sleep(0)
+        await engine.begin(make_header(layout, 1, {n: digest(p) for n, p in weights.items()}))
+        await engine.receive(next(iter_buckets(layout, weights.items())))
+        await engine.cancel()
+        turn = await task
+        assert turn.stop_reason == "abort" and len(turn.output_ids) >= 3
+        with pytest.raises(StaleWeightsError):
+            await engine.generate(ask("b", CONTEXT))
+        with pytest.raises(StaleWeightsError, match="no longer holds"):
+            engine.trust_loaded_weights()
+        await sync(new, engine, 1)
+        assert set((await engine.generate(ask("b", CONTEXT))).versions) == {1}
+
+    asyncio.run(main())
+
+
+def test_a_head_that_is_not_tied_any_more_is_found_at_commit(old, new):
+    """P11, P15: the wire can't see it; reading back under both names does."""
+
+    async def main():
+        engine = tiny_engine(old)
+        await engine.reconcile(layout_of(new))
+        lm = engine._weights.lm
+        lm.lm_head.weight = torch.nn.Parameter(lm.lm_head.weight.clone(), requires_grad=False)
+        with pytest.raises(SyncError, match=r"lm_head\.weight"):
+            await sync(new, engine, 1)
+        with pytest.raises(StaleWeightsError):
+            await engine.generate(ask("a", CONTEXT))
+
+    asyncio.run(main())
+
+
+def test_names_are_reconciled_both_ways(old):
+    """P16"""
+
+    async def main():
+        engine = tiny_engine(old)
+        specs = [(name, *spec) for name, spec in describe(dict(old.named_parameters())).items()]
+        with pytest.raises(MeshrlError, match=r"model\.norm\.weight"):
+            await engine.reconcile(make_layout([s for s in specs if s[0] != "model.norm.weight"]))
+        with pytest.raises(MeshrlError, match=r"model\.extra"):
+            await engine.reconcile(make_layout([*specs, ("model.extra", (2,), "float32")]))
+
+    asyncio.run(main())
+
+
+def test_lent_memory_is_really_free_and_comes_back(old, new):
+    """Parameters and cache give up their storage; a request in place waits, and goes on under the next weights."""
+
+    async def main():
+        engine = tiny_engine(old)
+        await engine.reconcile(layout_of(new))
+        task = asyncio.create_task(engine.generate(ask("a", CONTEXT, max_new_tokens=30)))
+        while engine.stats().decode_tokens < 5:
+            await asyncio.sleep(0)
+        held = list(engine._weights.lm.parameters())
+        cache = engine._runner.num_bytes
+        weights = sum(p.nbytes for p in held)
+        assert cache > 0 and await engine.release({"weights", "kv_cache", "graphs"}) == cache + weights
+        assert sum(p.untyped_storage().nbytes() for p in held) == 0 == engine._runner.num_bytes
+        assert await engine.release({"weights", "kv_cache"}) == 0
+        with pytest.raises(StaleWeightsError):
+            await engine.score(np.array(CONTEXT))
+        with pytest.raises(StaleWeightsError, match="no longer holds"):
+            engine.trust_loaded_weights()
+        assert await engine.restore({"weights"}) == weights and await engine.restore({"weights"}) == 0
+        await sync(new, engine, 1)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not task.done() and engine.stats().running == 0  # its cache's memory is still lent
+        await engine.restore({"kv_cache", "graphs"})
+        turn = await task
+        assert len(turn.output_ids) == 30 and set(turn.versions) == {0, 1}
+        at = turn.versions == 1
+        np.testing.assert_allclose(turn.logprobs[at], logprobs_on(new, turn, at), atol=1e-5)
+        assert engine._weights.lm.lm_head.weight is engine._weights.lm.model.embed_tokens.weight  # P11
+        with pytest.raises(CapabilityError, match="gradients"):
+            await engine.release({"gradients"})
+
+    asyncio.run(main())
+
+
+def test_lending_the_cache_alone_keeps_the_weights(old):
+    async def main():
+        engine = tiny_engine(old)
+        request = ask("a", CONTEXT, max_new_tokens=30)
+        task = asyncio.create_task(engine.generate(request))
+        while engine.stats().decode_tokens < 5:
+            await asyncio.sleep(0)
+        assert await engine.release({"kv_cache"}) > 0
+        assert await engine.restore({"kv_cache"}) == 0
+        assert (await task).output_ids.tolist() == run(tiny_engine(old), [request])["a"].output_ids.tolist()
+
+    asyncio.run(main())
+
+
+def test_a_step_that_fails_reaches_every_caller(old):
+    async def main():
+        broken = tiny_lm("qwen2")
+        with torch.no_grad():
+            broken.model.norm.weight.fill_(float("nan"))
+        engine = tiny_engine(broken, max_running=1)
+        results = await asyncio.gather(
+            *(engine.generate(ask(str(g), CONTEXT)) for g in range(3)), return_exceptions=True
+        )
+        assert all(isinstance(r, MeshrlError) for r in results) and not engine.has_work
+
+    asyncio.run(main())
+
+
+def test_times_and_close(old):
+    async def main():
+        engine = tiny_engine(old, max_running=1)
+        turns = await asyncio.gather(*(engine.generate(ask(str(g), CONTEXT, seed=g)) for g in range(2)))
+        for turn in turns:
+            assert min(turn.times.queue_s, turn.times.prefill_s, turn.times.decode_s) > 0
+        assert turns[1].times.queue_s > turns[0].times.prefill_s + turns[0].times.decode_s
+        assert turns[1].times.cached_tokens == len(CONTEXT)
+        task = asyncio.create_task(engine.generate(ask("a", CONTEXT, max_new_tokens=200)))
+        while engine.stats().decode_tokens < 40:
+            await asyncio.sleep(0)
+        await engine.close()
+        assert (await task).stop_reason == "abort" and engine._runner.num_bytes == 0
+        with pytest.raises(RequestError, match="closed"):
+            await engine.generate(ask("b", CONTEXT))
+
+    asyncio.run(main())
