@@ -1,4 +1,4 @@
-"""How every benchmark here measures: contenders in turn, ratios with their interval, the machine's facts, one last line.
+"""How every benchmark here measures: contenders in turn, ratios with their interval, facts of the machine, a last line.
 
 A figure that compares two things comes from rounds in which both ran, one right after the other, in an order that is
 turned round each time; so what else the machine does hits both alike. Wall time is what a user waits for. CPU time
@@ -45,17 +45,15 @@ class Ratio:
     high: float
 
 
-def timed(work: Callable[[], Any]) -> Timing:
+def timed(work: Callable[..., Any], *args: Any) -> Timing:
     """Run it once, with the garbage of what came before collected."""
     gc.collect()
     wall, cpu = time.perf_counter(), time.process_time()
-    work()
+    work(*args)
     return Timing(time.perf_counter() - wall, time.process_time() - cpu)
 
 
-def alternate(
-    contenders: Mapping[str, Callable[[int], Any]], rounds: int, warmups: int = 1
-) -> dict[str, list[Timing]]:
+def alternate(contenders: Mapping[str, Callable[[int], Any]], rounds: int, warmups: int = 1) -> dict[str, list[Timing]]:
     """Each contender once a round, in turn; the order is turned round after each round. Warm-ups are not kept.
 
     A contender gets the number of the round, so that all of a round can do the same work; warm-ups count from -1 down.
@@ -64,7 +62,7 @@ def alternate(
     for i in range(-warmups, rounds):
         names = list(contenders)
         for name in names if i % 2 == 0 else names[::-1]:
-            took = timed(lambda name=name: contenders[name](i))
+            took = timed(contenders[name], i)
             if i >= 0:
                 kept[name].append(took)
     return kept

@@ -60,9 +60,8 @@ def build(data: Path, out: Path, seed: int = 0, vocab_size: int = VOCAB_SIZE, **
             roles = {"user": row["question"], "assistant": row["answer"]}
             messages = [{"role": role, "content": text} for role, text in roles.items()]
             file.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
-    print(
-        f"{out}: Qwen2 of {model.num_parameters():,} parameters, {len(tokenizer):,} tokens, {len(rows):,} warm-up rows"
-    )
+    print(f"{out}: Qwen2 of {model.num_parameters():,} parameters, vocabulary of {len(tokenizer):,}")
+    print(f"{out}/warmup.jsonl: {len(rows):,} rows")
 
 
 def build_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:

@@ -13,10 +13,10 @@ single process of plain PyTorch:
    average become more likely, the worse ones less. No teacher, no value network: the group is the baseline. Now more
    than nine held-out problems in ten come out right.
 
-`--shuffle-rewards` is the control: the same run with the rewards dealt to the wrong answers learns nothing.
+`--shuffle-rewards` is the control: the same run, with the rewards dealt out at random, unlearns the task instead.
 
 Shapes, at the end of names or in comments:
-    P prompts of a step   G answers of a prompt (the group)   B rows: P * G of them, group by group, or fewer in a chunk
+    P prompts of a step   G answers of a prompt (the group)   B rows, P * G of them in GRPO, group by group
     L tokens of a prompt  T tokens of an answer               V vocabulary
 """
 

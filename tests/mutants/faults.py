@@ -108,7 +108,7 @@ FAULTS = [
         "meshrl/algo/advantages.py",
         "return (rewards - rewards.mean()) / (rewards.std(ddof=1) + eps)",
         "return (rewards - rewards.mean()) / np.sqrt(rewards.var(ddof=1) + eps)",
-        (_GROUPS + "test_golden_values_of_a_group_of_four",),
+        (_GROUPS + "test_eps_is_added_to_the_deviation_and_not_to_the_variance",),
     ),
     Fault(
         "groups go by position",
@@ -272,7 +272,7 @@ FAULTS = [
         "meshrl/sync/receive.py",
         "began = time.perf_counter()\n        if read_back is None:",
         'began, self._committed, self._phase = 0.0, header, "idle"\n        if read_back is None:',
-        (_SYNC + "test_every_tensor_that_differs_is_named_and_no_other",),
+        (_SYNC + "test_the_new_version_is_visible_only_after_its_proof",),
     ),
     Fault(
         "the version does not rise",

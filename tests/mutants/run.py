@@ -112,7 +112,8 @@ def _try_all(faults: Sequence[Fault], copies: Sequence[Path]) -> int:
 def _clean(copy: Path, tests: Sequence[str]) -> Verdict:
     """All named tests on the package as it is: green, or what they say of a fault means nothing."""
     code, output, seconds = _pytest(copy, tests)
-    return Verdict("without any fault", code == 0, _last_line(output), seconds)
+    failed = re.findall(r"^(?:FAILED|ERROR) .*", output, re.MULTILINE)
+    return Verdict("without any fault", code == 0, "; ".join(failed) or _last_line(output), seconds)
 
 
 def _try(copy: Path, fault: Fault) -> Verdict:

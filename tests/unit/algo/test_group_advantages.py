@@ -69,6 +69,12 @@ def test_golden_values_of_a_group_of_four(method, golden):
     )
 
 
+def test_eps_is_added_to_the_deviation_and_not_to_the_variance():
+    """Under the root it would shrink the advantages of a group whose rewards differ little."""
+    got = advantages_of([make_sample(r) for r in (0.0, 1.0)], eps=0.5)
+    assert got == pytest.approx([-0.5 / (math.sqrt(0.5) + 0.5), 0.5 / (math.sqrt(0.5) + 0.5)], rel=1e-6)
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("rewards", [[0.7], [0.1] * 7, [1 / 3] * 3, [0.1 + 0.2, 0.3, 0.3], [1.0] * 8, [0.0] * 8])
 def test_groups_without_signal_get_exactly_zero(method, rewards):

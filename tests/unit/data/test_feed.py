@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tracemalloc
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from tiny_tokenizers import tiny_tokenizer
@@ -25,7 +26,7 @@ def write(path, n, text="{}+1="):
 def config(tmp_path):
     """config(kind, **changes): a DataConfig over 50 rows, of which five are too long; mixtures have 7 more."""
     path = write(tmp_path / "train.jsonl", 50)
-    lines = open(path).read().splitlines()
+    lines = Path(path).read_text().splitlines()
     for i in range(0, 50, 10):
         lines[i] = json.dumps({"question": "x" * 100, "answer": ""})
     (tmp_path / "train.jsonl").write_text("\n".join(lines))
@@ -57,7 +58,7 @@ FEEDS = ["memory", "stream", "mixture", "mixture of streams"]
 @pytest.mark.parametrize("kind", FEEDS)
 @pytest.mark.parametrize("before", [0, 3, 19, 45, 58, 140])
 def test_a_resumed_feed_continues_at_the_exact_prompt(config, kind, before):
-    """P27: at the start, within a buffer, at the end of an epoch, and in a later one; the count of those left out too."""
+    """P27: at the start, within a buffer, at the end of an epoch, in a later one; the count of those left out too."""
     one = feed(config(kind))
     one.next(before)
     state = json.loads(json.dumps(one.state()))
@@ -92,6 +93,15 @@ def test_a_resume_on_another_order_or_other_data_is_refused(config, kind, seed, 
     state = feed(config(kind)).state()
     with pytest.raises(DataError, match=told):
         feed(config(kind, **changes), seed).load_state(state)
+
+
+def test_a_stream_notices_at_a_resume_that_a_row_far_from_its_start_was_changed(config):
+    """P27: it renders only its first rows at the start, and knows the others by where they lie."""
+    state = feed(config("stream")).state()
+    path = Path(config("stream").path)
+    path.write_text(path.read_text().replace('"44+1="', '"forty-four"'))
+    with pytest.raises(DataError, match="digest was"):
+        feed(config("stream")).load_state(state)
 
 
 def test_a_resume_with_other_weights_is_refused(config):
@@ -176,9 +186,9 @@ def test_a_stream_of_rows_that_are_all_too_long_ends_and_says_so(config):
 
 def test_a_stream_names_a_bad_row_when_it_is_drawn(config):
     cfg = config("stream", shuffle=False)
-    lines = open(cfg.path).read().splitlines()
+    lines = Path(cfg.path).read_text().splitlines()
     lines[29] = '{"question": 7, "answer": "1"}'
-    open(cfg.path, "w").write("\n".join(lines))
+    Path(cfg.path).write_text("\n".join(lines))
     stream = feed(cfg)
     stream.next(20)
     with pytest.raises(DataError, match=r"train\.jsonl:30: column 'question' is int 7"):
@@ -189,8 +199,8 @@ def test_a_file_that_shrinks_under_a_stream_is_noticed(config):
     cfg = config("stream", shuffle=False, shuffle_buffer_rows=10)
     stream = feed(cfg)
     stream.next(2)
-    lines = open(cfg.path).read().splitlines()
-    open(cfg.path, "w").write("\n".join(lines[:15]))
+    lines = Path(cfg.path).read_text().splitlines()
+    Path(cfg.path).write_text("\n".join(lines[:15]))
     with pytest.raises(DataError, match="holds fewer rows than when the run began"):
         stream.next(30)
 

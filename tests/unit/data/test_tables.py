@@ -101,7 +101,7 @@ def test_a_row_says_where_it_stands_in_its_own_file(tmp_path, kind, id, where):
 def test_a_fingerprint_is_that_of_the_rows_and_not_of_the_opening(tmp_path, kind):
     table = open_kind(kind, tmp_path / "data")
     assert json.loads(json.dumps(table.fingerprint())) == open_kind(kind, tmp_path / "again").fingerprint()
-    other = questions(NUM - 1) + [{"question": "a longer question", "answer": "x", "level": {"n": 0}}]
+    other = [*questions(NUM - 1), {"question": "a longer question", "answer": "x", "level": {"n": 0}}]
     path = tmp_path / "other"
     path.mkdir()
     {

@@ -62,7 +62,8 @@ def test_the_best_model_stays_and_the_record_names_it(config: Path, tmp_path: Pa
     assert result["best"] == {"step": 3, "mean_at_k": 0.75, "model": best.model}
     assert [e["mean_at_k"] for e in result["evals"]] == [0.25, 0.5, 0.625, 0.75, 0.75]
     page = (folder / "report.html").read_text()
-    assert "0.250 → 0.750" in page and "best 0.750 after step 3" in page and "4 weight syncs up to version 4" in page
+    assert "0.250 → 0.750" in page and "best 0.750 after step 3" in page
+    assert page.count("4 weight syncs up to version 4: every sampler acknowledged") == 2  # wire and resident
 
     _, units = read_metrics(folder / "metrics.jsonl")
     explained = {name: meaning_of(name) for name in units}

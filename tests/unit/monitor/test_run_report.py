@@ -15,7 +15,7 @@ from meshrl.core.errors import MeshrlError
 from meshrl.core.types import Prompt, Trajectory, Turn
 from meshrl.monitor.report.charts import Line, line_chart, number, stacked_chart
 from meshrl.monitor.report.page import write_report
-from meshrl.monitor.report.read import read_run
+from meshrl.monitor.report.read import Answer, Asked, read_run
 from meshrl.monitor.rollout_log import RolloutLog
 from meshrl.monitor.sinks import JsonlSink
 
@@ -151,6 +151,11 @@ def test_the_folder_is_read_as_it_was_written(folder: Path):
         ("loop.num_steps", "20", "gsm8k.yaml:9"),
         ("loop.save_every_steps", "0", "default"),
     ]
+
+
+@pytest.mark.parametrize(("scores", "is_right"), [([1, 0], True), ([1, 0, 0.9], False), ([None, None, 2], False)])
+def test_a_prompt_with_several_answers_is_right_when_half_of_them_are(scores: list[float | None], is_right: bool):
+    assert Asked([], "", [Answer("", score, "done") for score in scores]).is_right == is_right
 
 
 def test_a_pause_before_a_resumed_step_is_not_time_of_that_step(folder: Path):

@@ -332,6 +332,30 @@ def test_the_old_version_is_not_usable_while_the_new_one_arrives():
     assert not engine.state.usable and engine.state.version == -1
 
 
+@pytest.mark.parametrize("right", [True, False])
+def test_the_new_version_is_visible_only_after_its_proof(right):
+    """P15: not while the parameters are read back, and not when the proof fails and nobody cancels."""
+    weights, layout = make_weights(), layout_of(make_weights())
+    engine, seen = Engine(layout), []
+    engine.state.begin(header_of(layout, weights, 5))
+    for bucket in iter_buckets(layout, weights.items()):
+        engine.state.receive(bucket)
+    if not right:
+        engine.params["norm.weight"].zero_()
+
+    def read_back():
+        seen.append((engine.state.version, engine.state.usable))
+        yield from engine.read_back()
+
+    if right:
+        engine.state.commit(read_back)
+    else:
+        with pytest.raises(SyncError, match=r"norm\.weight"):
+            engine.state.commit(read_back)
+    assert seen == [(-1, False)]
+    assert (engine.state.version, engine.state.usable) == ((5, True) if right else (-1, False))
+
+
 # ---- several receivers
 
 

@@ -1,0 +1,207 @@
+"""What packing is worth in training: right-padded batches against packed rows, and against a group's prompt once.
+
+    python benchmarks/packing.py
+
+One forward and backward over 64 rows (8 groups of 8, GSM8K's lengths, others in each round) on one rank:
+
+    padded  plain Transformers: SDPA with an attention mask, in micro-batches of the size that is fastest here
+    packed  meshrl's engine, rows end to end
+    shared  meshrl's engine, the prompt of a group computed once (as a run does it)
+
+All three score the same positions with the same chunked head, and are checked to find the same logprobs. Trained tokens
+are those with a loss: the answers'. Then the packing plan: how much more the busiest of 8 ranks has to do than it must.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from measure import Report, alternate, median, paired_ratio, parser
+from workload import gsm8k_groups, model_folder, start_single_rank, trained_tokens, training_samples
+
+from meshrl.algo.losses import make_policy_loss
+from meshrl.config.algo import AlgoConfig
+from meshrl.config.train import TrainConfig
+from meshrl.core.types import Sample
+from meshrl.model.load import DTYPES, load_causal_lm
+from meshrl.model.logprob import Head, token_logprobs
+from meshrl.train.engine import TrainEngine
+from meshrl.train.packing import pack
+from meshrl.train.plan import make_plan, row_cost
+
+CHUNK_TOKENS = 2048
+MAX_TOKENS = 16384
+ROWS_PER_BATCH = (8, 16, 64)  # of the padded batches; the fastest of these is the rival
+SAME_NATS = {"float32": 1e-3, "bfloat16": 0.2}  # largest difference of a logprob that rounding may make
+
+Rows = dict[int, np.ndarray]
+
+
+class Padded:
+    """Right-padded batches through Transformers' own attention, with the engine's head and loss."""
+
+    def __init__(self, folder: Any, dtype: str):
+        from transformers import AutoModelForCausalLM
+
+        self.lm = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype], attn_implementation="sdpa")
+        self.lm.train().config.use_cache = False
+        self.rows_per_batch = ROWS_PER_BATCH[0]
+
+    def __call__(self, samples: Sequence[Sample]) -> Rows:
+        """Forward, backward, and the logprobs of the trained tokens by row."""
+        found: Rows = {}
+        for start in range(0, len(samples), self.rows_per_batch):
+            rows = samples[start : start + self.rows_per_batch]
+            longest = max(len(s) for s in rows)
+
+            def padded(name: str, rows: Sequence[Sample] = rows, longest: int = longest) -> torch.Tensor:
+                arrays = [getattr(s, name) for s in rows]
+                return torch.from_numpy(np.stack([np.pad(a, (0, longest - len(a))) for a in arrays]))
+
+            tokens, mask = padded("tokens").long(), padded("mask")
+            real = torch.arange(longest) < torch.tensor([len(s) for s in rows])[:, None]
+            hidden = self.lm.base_model(input_ids=tokens, attention_mask=real.long()).last_hidden_state
+            row, place = mask.nonzero(as_tuple=True)
+            logp, _ = token_logprobs(
+                hidden[row, place - 1],
+                Head(self.lm.get_output_embeddings().weight),
+                tokens[row, place],
+                torch.ones(len(row)),
+                chunk_tokens=CHUNK_TOKENS,
+            )
+            weight = padded("loss_weight")[row, place] * padded("advantages")[row, place]
+            (-weight * (logp - logp.detach()).exp()).sum().backward()
+            parts = logp.detach().float().numpy()
+            ends = np.cumsum([s.mask.sum() for s in rows])
+            found.update({start + i: part for i, part in enumerate(np.split(parts, ends[:-1]))})
+        return found
+
+    def drop_gradients(self) -> None:
+        self.lm.zero_grad(set_to_none=True)
+
+
+class Packed:
+    """The engine: plan, pack, forward and backward, as a rank does it."""
+
+    def __init__(self, folder: Any, dtype: str, mesh: Any, share: bool):
+        cfg = TrainConfig(activation_checkpointing=False, logprob_chunk_tokens=CHUNK_TOKENS)
+        self.engine = TrainEngine.wrap(load_causal_lm(folder), cfg, mesh, "policy", DTYPES[dtype])
+        self.share, self.loss = share, make_policy_loss(AlgoConfig())
+
+    def __call__(self, samples: Sequence[Sample]) -> Rows:
+        lengths, groups = [len(s) for s in samples], [int(s.group_id) for s in samples]
+        prefixes = [s.prefix_len for s in samples]
+        plan = make_plan(lengths, 1, MAX_TOKENS, *((groups, prefixes) if self.share else ()))
+        micro = plan.micro_batches[0]
+        batches = [pack([samples[i] for i in rows], rows, share_prefix=self.share) for rows in micro]
+        result = self.engine.forward_backward(batches, self.loss, entropy=False)
+        return {i: row[samples[i].mask] for i, row in result.logprobs.items()}
+
+    def drop_gradients(self) -> None:
+        self.engine.drop_gradients()
+
+
+def measure_dtype(report: Report, args: Any, folder: Any, mesh: Any, dtype: str) -> None:
+    """The three contenders in one compute dtype (the engine's parameters are fp32 in both, the rival's are not)."""
+    num_groups, scale = (2, 0.1) if args.smoke else (8, 1.0)
+    padded = Padded(folder, dtype)
+    runs = {"padded": padded, "packed": Packed(folder, dtype, mesh, False), "shared": Packed(folder, dtype, mesh, True)}
+    work: dict[int, list[Sample]] = {}
+
+    def samples(i: int) -> list[Sample]:
+        if i not in work:
+            work[i] = training_samples(gsm8k_groups(num_groups, 8, seed=100 + i, scale=scale), seed=100 + i)
+        return work[i]
+
+    def contender(run: Any) -> Any:
+        def one(i: int) -> None:
+            run(samples(i))
+            run.drop_gradients()
+
+        return one
+
+    found = {name: run(samples(-1)) for name, run in runs.items()}
+    require_same(found, dtype)
+    probe = {}
+    for size in ROWS_PER_BATCH:
+        padded.rows_per_batch = size
+        probe[size] = alternate({"padded": contender(padded)}, 1, warmups=0)["padded"][0]
+    padded.rows_per_batch = min(probe, key=lambda size: probe[size].wall_s)
+    report.say(f"{dtype}: padded batches are fastest with {padded.rows_per_batch} rows of {ROWS_PER_BATCH}")
+    report.raw[f"padded_rows_per_batch_{dtype}"] = {size: took.wall_s for size, took in probe.items()}
+
+    took = alternate({name: contender(run) for name, run in runs.items()}, args.rounds)
+    report.keep_timings(dtype, took)
+    for name, timings in took.items():
+        rates = [trained_tokens(samples(i)) / t.wall_s for i, t in enumerate(timings)]
+        report.figure(f"trained_tokens_per_s_{name}_{dtype}", median(rates))
+        report.figure(f"cpu_s_{name}_{dtype}", median([t.cpu_s for t in timings]))
+    wall = {name: [t.wall_s for t in timings] for name, timings in took.items()}
+    ratio = report.figure(f"ratio_packed_over_padded_{dtype}", paired_ratio(wall["padded"], wall["packed"]))
+    report.bar(f"ratio_packed_over_padded_{dtype}", ratio, at_least=1.8)
+    report.figure(f"ratio_shared_over_packed_{dtype}", paired_ratio(wall["packed"], wall["shared"]))
+    report.figure(f"ratio_shared_over_padded_{dtype}", paired_ratio(wall["padded"], wall["shared"]))
+
+
+def require_same(found: dict[str, Rows], dtype: str) -> None:
+    """Speed of another computation would mean nothing. Raises: SystemExit."""
+    for name, rows in found.items():
+        off = max(float(np.abs(rows[i] - row).max()) for i, row in found["padded"].items())
+        if not off <= SAME_NATS[dtype]:
+            raise SystemExit(f"{name} and padded differ by {off:.3g} nats in {dtype}; they don't compute the same")
+
+
+def balance(report: Report, draws: int, num_ranks: int = 8, num_groups: int = 16, samples: int = 8) -> None:
+    """Cost of the busiest rank over max(mean, largest row), on heavy-tailed lengths; the worst of many draws.
+
+    Rows: prompts of GSM8K's size, answers lognormal with a tail of several thousand tokens (sigma 1, cut at 8,192).
+    """
+    worst: dict[str, list[float]] = defaultdict(list)
+    for seed in range(draws):
+        rng = np.random.default_rng(seed)
+        prompts = rng.integers(40, 170, num_groups).repeat(samples)
+        lengths = prompts + np.minimum(8192, np.exp(rng.normal(6, 1, len(prompts)))).astype(int) + 1
+        groups = np.arange(num_groups).repeat(samples)
+        for name, share in (("alone", False), ("shared", True)):
+            extra = (groups.tolist(), prompts.tolist()) if share else ()
+            plan = make_plan(lengths.tolist(), num_ranks, MAX_TOKENS, *extra)
+            costs = [
+                _cost([(int(lengths[i]), int(groups[i]), int(prompts[i]) if share else 0) for i in plan.rows(rank)])
+                for rank in range(num_ranks)
+            ]
+            least = max(float(np.mean(costs)), max(row_cost(int(n)) for n in lengths))
+            worst[name].append(max(costs) / least)
+    report.raw["balance"] = dict(worst)
+    for name, values in worst.items():
+        value = report.figure(f"balance_worst_of_{draws}_{name}", max(values))
+        report.bar(f"balance_{name}", value, at_most=1.1)
+
+
+def _cost(rows: Sequence[tuple[int, int, int]]) -> float:
+    """Of one rank's (length, group, prompt): what is shared is paid once."""
+    members = Counter(group for _, group, _ in rows)
+    prompts = {group: prompt for _, group, prompt in rows}
+    total = sum(row_cost(length) for length, _, _ in rows)
+    return total - sum((count - 1) * row_cost(prompts[group]) for group, count in members.items())
+
+
+def main() -> None:
+    p = parser(__doc__, rounds=5)
+    p.add_argument("--dtype", choices=["float32", "bfloat16", "both"], default="both", help="compute dtype")
+    args = p.parse_args()
+    args.rounds = 2 if args.smoke else args.rounds
+    report = Report("packing", args)
+    mesh = start_single_rank(args.threads)
+    folder = model_folder(args.model, "smoke" if args.smoke else "5M")
+    for dtype in ("float32", "bfloat16") if args.dtype == "both" else (args.dtype,):
+        measure_dtype(report, args, folder, mesh, dtype)
+    balance(report, draws=5 if args.smoke else 100)
+    report.finish()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""What the benchmarks work on: models by size, GSM8K's lengths, and training samples of those lengths."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from meshrl.core.types import Sample
+
+VOCAB = 2048
+# name -> the Qwen2Config fields that make it; embeddings are tied and counted.
+SHAPES: dict[str, dict[str, int]] = {
+    "smoke": dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64),
+    "0.9M": dict(hidden_size=128, num_hidden_layers=3, num_attention_heads=4, intermediate_size=416),
+    "5M": dict(hidden_size=256, num_hidden_layers=6, num_attention_heads=8, intermediate_size=768),
+    "28M": dict(hidden_size=512, num_hidden_layers=8, num_attention_heads=8, intermediate_size=1664),
+}
+
+
+def model_folder(given: Path | None, shape: str) -> Path:
+    """The given folder, or a new one with random weights of that shape."""
+    if given is not None:
+        return given
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    facts = SHAPES[shape]
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCAB,
+        num_key_value_heads=facts["num_attention_heads"] // 2,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        **facts,
+    )
+    folder = Path(tempfile.mkdtemp(prefix=f"model-{shape}-"))
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One prompt and the answers to it, as numbers of tokens."""
+
+    prompt: int
+    answers: tuple[int, ...]
+
+
+def gsm8k_groups(num_groups: int, samples: int, seed: int, scale: float = 1.0) -> list[Group]:
+    """Groups drawn from gsm8k_lengths.json, each length times `scale` (at least 2 tokens)."""
+    known = json.loads(Path(__file__).with_name("gsm8k_lengths.json").read_text(encoding="utf-8"))
+    rng = np.random.default_rng(seed)
+    size = len(known["prompt_tokens"])
+    picked = rng.choice(size, num_groups, replace=num_groups > size)
+
+    def scaled(n: int) -> int:
+        return max(2, round(n * scale))
+
+    return [
+        Group(scaled(known["prompt_tokens"][i]), tuple(scaled(n) for n in known["answer_tokens"][i][:samples]))
+        for i in picked
+    ]
+
+
+def training_samples(groups: list[Group], seed: int) -> list[Sample]:
+    """Rows as flatten, assign_advantages and assign_loss_weights would leave them: random tokens and advantages, each
+    answer trained, the loss weighted by the number of trained tokens."""
+    rng = np.random.default_rng(seed)
+    total = sum(n for group in groups for n in group.answers)
+    out = []
+    for g, group in enumerate(groups):
+        prompt = rng.integers(3, VOCAB, group.prompt)
+        for k, n in enumerate(group.answers):
+            tokens = np.concatenate([prompt, rng.integers(3, VOCAB, n)]).astype(np.int32)
+            mask = np.arange(len(tokens)) >= group.prompt
+            advantage = rng.standard_normal()
+            out.append(
+                Sample(
+                    trajectory_id=f"{g}/{k}",
+                    group_id=str(g),
+                    row=0,
+                    prefix_len=group.prompt,
+                    tokens=tokens,
+                    mask=mask,
+                    turn=np.where(mask, 0, -1).astype(np.int16),
+                    rollout_logprobs=np.where(mask, -7.6, np.nan).astype(np.float32),
+                    versions=np.where(mask, 0, -1).astype(np.int32),
+                    rewards=np.zeros(len(tokens), np.float32),
+                    advantages=np.where(mask, advantage, 0).astype(np.float32),
+                    loss_weight=np.where(mask, 1 / total, 0).astype(np.float32),
+                )
+            )
+    return out
+
+
+def trained_tokens(samples: list[Sample]) -> int:
+    """Tokens that carry a loss: the answers'."""
+    return sum(int(s.mask.sum()) for s in samples)
+
+
+def start_single_rank(threads: int) -> Any:
+    """A process group of one rank in this process, and its mesh: FSDP2 runs as it does on many."""
+    import torch.distributed as dist
+
+    from meshrl.parallel.mesh import build_mesh
+
+    torch.set_num_threads(threads)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return build_mesh((1, 1, 1, 1), "cpu")
