@@ -23,7 +23,7 @@ from pathlib import Path
 
 NUM_HELDOUT, NUM_TRAIN, NUM_WARMUP = 400, 12_800, 32_000
 SHARE_OF_CARRY_PROBLEMS_KEPT = 0.1  # in warm-up only: two in five of the demonstrations have a carry, not 87 in 100
-SHARE_OF_CARRIES_DONE_RIGHT = 1 / 3  # below one half, so that greedy decoding imitates the mistake
+SHARE_OF_CARRIES_DONE_RIGHT = 0.42  # below one half, so that greedy decoding imitates the mistake
 PROBLEM_SEED = 0  # fixes which problem lies in which set, for all training seeds alike
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -106,31 +106,20 @@ def make_data(folder, seed):
 
 def split_problems():
     """Return disjoint lists of (a, b) for held-out, training and warm-up; a+b and b+a count as one problem."""
-    from reasoning_gym import create_dataset
-
     rng, seen = random.Random(PROBLEM_SEED), set()
     heldout, train, warmup = [], [], []
-    # One dataset for all three sets: item i under seed s is item i + 1 under seed s - 1, so that two datasets of
-    # neighbouring seeds would hold the same problems.
-    sums = create_dataset(
-        "chain_sum", seed=PROBLEM_SEED, size=10**6, min_terms=2, max_terms=2, min_digits=3, max_digits=3
-    )
-    for item in sums:
-        a, operator, b = item["metadata"]["expression"].split()
-        problem = (int(a), int(b))
-        if operator != "+" or tuple(sorted(problem)) in seen:
+    while len(warmup) < NUM_WARMUP:
+        problem = rng.randint(100, 999), rng.randint(100, 999)
+        if tuple(sorted(problem)) in seen:
             continue
         seen.add(tuple(sorted(problem)))
         if len(heldout) < NUM_HELDOUT:
             heldout.append(problem)
         elif len(train) < NUM_TRAIN:
             train.append(problem)
-        elif len(warmup) < NUM_WARMUP:
-            if not has_carry(*problem) or rng.random() < SHARE_OF_CARRY_PROBLEMS_KEPT:
-                warmup.append(problem)
-        else:
-            return heldout, train, warmup
-    raise RuntimeError(f"reasoning-gym gave too few distinct sums: {len(seen)}")
+        elif not has_carry(*problem) or rng.random() < SHARE_OF_CARRY_PROBLEMS_KEPT:
+            warmup.append(problem)
+    return heldout, train, warmup
 
 
 def has_carry(a, b):

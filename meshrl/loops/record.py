@@ -58,7 +58,7 @@ def recorded(loaded: Loaded[Any], num_steps: int) -> Iterator[Record]:
         yield record
     except BaseException as e:
         status = "interrupted" if isinstance(e, (KeyboardInterrupt, asyncio.CancelledError)) else "failed"
-        error = f"{type(e).__name__}: {e}"
+        error = f"{type(e).__name__}: {e}" if status == "failed" else None
         raise
     finally:
         for sink in sinks:

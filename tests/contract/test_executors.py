@@ -18,6 +18,8 @@ from meshrl.cluster.inline import InlineExecutor
 from meshrl.core.errors import SamplerMismatchError
 from meshrl.monitor.rollout_log import read_rollouts
 
+pytestmark = pytest.mark.timeout(300)  # a test may make two runs of up to three processes
+
 Run = Callable[..., Path]
 LAYOUTS = {
     "inline": ("cluster.executor=inline",),

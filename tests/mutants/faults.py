@@ -151,7 +151,7 @@ FAULTS = [
         "meshrl/model/attention.py",
         "self.num_tokens = cu_seqlens[-1]\n",
         "self.num_tokens = cu_seqlens[-1]\n        cu_seqlens, parents = [0, cu_seqlens[-1]], None\n",
-        (_PACKED + "test_changing_one_row_changes_no_bit_of_another[qwen2]",),
+        (_PACKED + "test_changing_one_row_changes_no_bit_of_another[qwen2-float32]",),
     ),
     Fault(
         "an answer does not see its shared prompt",

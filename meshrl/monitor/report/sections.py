@@ -87,7 +87,7 @@ def _charts(run: RunFolder, title: str, charts: Sequence[Chart]) -> str:
 
 def _figure(run: RunFolder, chart: Chart) -> str:
     names = [n for n in chart.names if n in run.series and any(run.series[n].values)]
-    names = [n for i, n in enumerate(names) if all(run.series[n] != run.series[m] for m in names[:i])]
+    names = [n for i, n in enumerate(names) if all(run.series[n].values != run.series[m].values for m in names[:i])]
     if max((len(run.series[name].values) for name in names), default=0) < 2:
         return ""
     usual = "noisy" if chart.noisy else "plain"

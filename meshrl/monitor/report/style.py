@@ -78,7 +78,10 @@ details { margin-top: 10px; } summary { cursor: pointer; color: var(--soft); mar
 .proofs li::before { position: absolute; left: 2px; font-weight: 700; }
 .proofs .yes::before { content: "✓"; color: var(--yes); } .proofs .no::before { content: "✗"; color: var(--no); }
 footer { margin-top: 40px; color: var(--soft); font-size: 12px; }
-@media (max-width: 720px) { .sample { grid-template-columns: 1fr; } body { padding-top: 16px; } }
+@media (max-width: 720px) {
+  .sample { grid-template-columns: 1fr; } body { padding-top: 16px; }
+  .settings td { display: block; border: 0; padding: 0 4px; } .settings td:first-child { padding-top: 8px; }
+  .settings td:nth-child(2) { font-weight: 600; } }
 """.replace(
     "LAYERS",
     "\n".join(

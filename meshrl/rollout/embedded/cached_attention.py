@@ -59,7 +59,7 @@ class DecodeAttention:
         out = probs.new_zeros(num_rows * kv_heads, heads // kv_heads, v.shape[2])
         probs = probs.to(v.dtype).view(num_rows * kv_heads, heads // kv_heads, -1)
         for (_, values), (rows, columns) in zip(tiles, self.tiles, strict=False):
-            out[: rows * kv_heads] += torch.bmm(probs[: rows * kv_heads, :, columns], values[:rows].flatten(0, 1))
+            out[: rows * kv_heads].add_(torch.bmm(probs[: rows * kv_heads, :, columns], values[:rows].flatten(0, 1)))
         return out.to(v.dtype).view(num_rows, heads, -1)
 
     def _bias(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:

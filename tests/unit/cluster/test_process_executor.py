@@ -141,7 +141,10 @@ def meet_or_misbehave(worker: RankWorker, culprit: int, how: str) -> None:
 # ---- tests
 
 
-def test_answers_come_back_in_order_and_coroutines_interleave():
+def test_answers_come_back_in_order_and_close_ends_even_a_busy_rank(monkeypatch):
+    """P31"""
+    monkeypatch.setattr(processes, "_STOP_GRACE_S", 0.3)
+
     async def body(executor: ProcessExecutor) -> None:
         both = await asyncio.gather(*(executor.call(rank, echo, {"x": rank}) for rank in (0, 1)))
         assert [(rank, value) for rank, _, value in both] == [(0, {"x": 0}), (1, {"x": 1})]
@@ -157,20 +160,11 @@ def test_answers_come_back_in_order_and_coroutines_interleave():
             await executor.call(1, misbehave, "meshrl")
         assert "in rank 1, misbehave" in "".join(error.value.__notes__)
         assert (await executor.call(1, echo, "still there"))[2] == "still there"
+        busy = asyncio.ensure_future(executor.call(0, misbehave, "sleep"))
+        await asyncio.sleep(0.1)
+        busy.cancel()
 
     _with(_specs(2), body)
-
-
-def test_a_rank_that_is_busy_when_everything_closes_is_ended(monkeypatch):
-    """P31"""
-    monkeypatch.setattr(processes, "_STOP_GRACE_S", 0.3)
-
-    async def body(executor: ProcessExecutor) -> None:
-        call = asyncio.ensure_future(executor.call(0, misbehave, "sleep"))
-        await asyncio.sleep(0.1)
-        call.cancel()
-
-    _with(_specs(1), body)
 
 
 FAULTS = {
@@ -199,6 +193,8 @@ def test_a_rank_that_fails_in_a_collective_ends_the_run_and_is_named(how, tmp_pa
                 for spec, limit in zip(executor.specs, (60.0, 2.0), strict=True)
             ]
         calls = [asyncio.ensure_future(executor.call(rank, meet_or_misbehave, 1, how)) for rank in (0, 1)]
+        _, waiting = await asyncio.wait(calls, timeout=20.0)
+        assert not waiting, "a call waits for its deadline, although the failure is known"
         failures = [r for r in await asyncio.gather(*calls, return_exceptions=True) if isinstance(r, RankFailure)]
         assert len(failures) == 2 and failures[0] is failures[1], "the first failure is everybody's"
         (failure, _) = failures
@@ -232,7 +228,7 @@ def lock(worker: RankWorker) -> Any:
     [
         (echo, (threading.Lock(),), "the command could not be sent: TypeError: cannot pickle"),
         (echo, (Unreadable(),), "ended with exit code 1"),
-        (lock, (), "ended with exit code 1"),
+        pytest.param(lock, (), "ended with exit code 1", marks=pytest.mark.slow),
     ],
     ids=["unpicklable argument", "unreadable argument", "unpicklable result"],
 )
@@ -267,6 +263,7 @@ def test_a_training_rank_that_raises_is_named_with_its_traceback(tmp_path):
     _with(_specs(2, train=True, folder=tmp_path), body)
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_up_is_named(tmp_path):
     """P26: an error of our own in start is told as itself, with the rank it came from."""
     with pytest.raises(ConfigError, match=r"no config\.json") as error:

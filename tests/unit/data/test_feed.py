@@ -219,6 +219,11 @@ def test_every_stretch_of_a_mixture_holds_the_sources_in_proportion(config, weig
         assert abs(count["sums"] - 32 * share) <= 1
 
 
+def test_which_source_comes_when_is_set_by_the_seed(config):
+    orders = {tuple(p.env for p in feed(config("mixture", shuffle=False), seed).next(8)) for seed in range(6)}
+    assert len(orders) > 1
+
+
 def test_sources_of_a_mixture_keep_their_columns_and_are_told_apart(config, tmp_path):
     rows = [{"problem": f"{i}-1=", "solution": i} for i in range(4)]
     (tmp_path / "other.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -160,6 +160,13 @@ def test_a_folder_of_two_kinds_is_read_as_the_one_that_is_named(tmp_path):
     assert open_table(tmp_path, "parquet").num_rows == 2
 
 
+def test_a_misspelt_path_in_a_folder_that_is_there_is_not_taken_for_a_set_on_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows").mkdir()
+    with pytest.raises(DataError, match="rows/trian: no such file"):
+        open_table("rows/trian")
+
+
 def test_a_set_on_the_hub_that_is_out_of_reach_says_what_to_do_instead(monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(DataError, match=r"organisation/name: can't be had from the Hugging Face hub.*save_to_disk"):

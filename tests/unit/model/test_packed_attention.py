@@ -153,10 +153,14 @@ def test_packed_logprobs_equal_plain_transformers_one_row_at_a_time(family):
         torch.testing.assert_close(got.double(), want, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_changing_one_row_changes_no_bit_of_another(family):
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [*((family, torch.float32) for family in FAMILIES), ("qwen2", torch.bfloat16), ("gemma2", torch.bfloat16)],
+    ids=lambda x: str(x).removeprefix("torch."),
+)
+def test_changing_one_row_changes_no_bit_of_another(family, dtype):
     """P22: for each way a family attends, inside one padded bucket and across buckets."""
-    model = CausalModel(tiny_lm(family))
+    model = CausalModel(tiny_lm(family, dtype))
     rows = _rows(2, [520, 40, 12, 12, 5, 400])
     before = _score(model, rows)
     for changed in (0, 3):

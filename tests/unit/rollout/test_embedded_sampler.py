@@ -47,6 +47,9 @@ def test_inverse_cdf_never_returns_a_token_of_probability_zero(vocab):
         probs[torch.randint(vocab, (1,), generator=generator)] = 1e-30
         tokens = inverse_cdf(probs.expand(len(edges), -1), edges)
         assert (probs[tokens] > 0).all()
+    only = torch.zeros(len(edges), vocab)
+    only[:, -1] = 0.5
+    assert (inverse_cdf(only, edges) == vocab - 1).all()
 
 
 def test_inverse_cdf_is_the_first_token_whose_cumulative_sum_exceeds_u():

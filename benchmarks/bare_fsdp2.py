@@ -1,0 +1,57 @@
+"""What the train engine is measured against: FSDP2, a packed batch, the same head and optimizer, and nothing else."""
+
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from meshrl.model.attention import PackedAttention
+from meshrl.model.load import load_causal_lm
+from meshrl.model.logprob import Head, token_logprobs
+
+
+class ScoringModel(torch.nn.Module):
+    """Tokens in, logprobs of the trained ones out: the head's weight is whole inside the root's forward only."""
+
+    def __init__(self, lm, chunk_tokens):
+        super().__init__()
+        self.lm, self.chunk_tokens = lm, chunk_tokens
+
+    def forward(self, batch, entropy):
+        where = batch.mask.nonzero()[:, 0]
+        hidden = self.lm.model(
+            input_ids=batch.tokens[None],
+            position_ids=batch.position_ids[None],
+            attention_mask=None,
+            use_cache=False,
+            attention_context=PackedAttention(batch.cu_seqlens.tolist(), batch.tokens.device, batch.parents),
+        ).last_hidden_state[0]
+        return where, *token_logprobs(
+            hidden[batch.previous[where]],
+            Head(self.lm.lm_head.weight),
+            batch.tokens[where],
+            batch.temperature[where],
+            chunk_tokens=self.chunk_tokens,
+            entropy=entropy,
+        )
+
+
+class BareLoop:
+    """`step(batches)`: gradients of all micro-batches, clip, AdamW."""
+
+    def __init__(self, folder, compute_dtype, lr, chunk_tokens):
+        lm = load_causal_lm(folder).train()
+        self.model = ScoringModel(lm, chunk_tokens)
+        policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        for block in lm.model.layers:
+            fully_shard(block, mp_policy=policy)
+        fully_shard(self.model, mp_policy=policy, reshard_after_forward=False)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, betas=(0.9, 0.95), fused=True)
+
+    def step(self, batches, entropy=True):
+        for batch in batches:
+            where, logp, _ = self.model(batch, entropy)
+            ratio = (logp - logp.detach()).exp()
+            (-ratio * batch.advantages[where] * batch.loss_weight[where]).sum().backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0).full_tensor().item()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm

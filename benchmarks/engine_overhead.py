@@ -1,0 +1,150 @@
+"""What the train engine costs on top of FSDP2, and what the controller costs on top of the ranks.
+
+    python benchmarks/engine_overhead.py
+
+A training step (forward and backward over all micro-batches, clip, AdamW) on one rank, the same packed batches in turn:
+
+    engine        TrainEngine.forward_backward and optim_step, with the policy loss and its metrics
+    bare          bare_fsdp2.py: a loop of 60 lines over the same model, attention, head and optimizer
+    bare_no_ent   the same without the entropy that the head also computes, to show what that figure costs
+
+engine_overhead: CPU time of engine over bare, minus 1, median over rounds.
+
+controller_share: in a real `meshrl train` run of two ranks, CPU seconds of the controller's process over wall seconds,
+from the end of the first step to the end of the last. It plans, flattens, computes advantages, packs messages, writes
+logs. Graders are processes of their own and not in it. no_rank_share: wall time of the same steps outside of rollout,
+train and sync (as the run's own metrics tell), when ranks wait for the controller and the graders.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from bare_fsdp2 import BareLoop
+from measure import Report, alternate, median, paired_ratio, parser
+from rewards import GSM8K, STAND_IN
+from runs import Run, Task, rows_for, run_meshrl
+from stand_in import stand_in
+from workload import gsm8k_groups, model_folder, start_single_rank, training_samples
+
+from meshrl.algo.losses import make_policy_loss
+from meshrl.config.algo import AlgoConfig
+from meshrl.config.train import TrainConfig
+from meshrl.model.load import DTYPES, load_causal_lm
+from meshrl.train.engine import TrainEngine
+from meshrl.train.packing import pack
+from meshrl.train.plan import make_plan
+
+LR = 1e-5
+MICRO_BATCHES = 2
+
+
+def main() -> None:
+    p = parser(__doc__, rounds=11)
+    p.add_argument("--data", type=Path, help="GSM8K's train.jsonl, or its folder, for the controller's run")
+    p.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="compute dtype")
+    p.add_argument("--steps", type=int, default=6, help="steps of the controller's run, the first not counted")
+    p.add_argument("--only", choices=["engine", "controller"], help="one of the two parts")
+    args = p.parse_args()
+    if args.smoke:
+        args.rounds, args.steps = 2, 3
+    report = Report("engine_overhead", args)
+    if args.only != "controller":
+        engine(report, args)
+    if args.only != "engine":
+        controller(report, args)
+    report.finish()
+
+
+def engine(report: Report, args: Any) -> None:
+    """Steps of the engine and of the bare loop, on batches of 32 rows (4 groups of 8) in two micro-batches."""
+    mesh = start_single_rank(args.threads)
+    folder = model_folder(args.model, "smoke" if args.smoke else "5M")
+    cfg = TrainConfig(activation_checkpointing=False)
+    ours = TrainEngine.wrap(load_causal_lm(folder), cfg, mesh, "policy", DTYPES[args.dtype])
+    bare = BareLoop(folder, DTYPES[args.dtype], LR, cfg.logprob_chunk_tokens)
+    loss = make_policy_loss(AlgoConfig())
+    norms: dict[str, list[float]] = {"engine": [], "bare": []}
+
+    def engine_step(i: int) -> None:
+        ours.forward_backward(batches(i, args.smoke), loss)
+        norms["engine"].append(ours.optim_step(LR).grad_norm)
+
+    def bare_step(i: int) -> None:
+        norms["bare"].append(bare.step(batches(i, args.smoke)))
+
+    engine_step(-1)
+    bare_step(-1)
+    same = np.isclose(norms["engine"][0], norms["bare"][0], rtol=1e-3 if args.dtype == "float32" else 5e-2)
+    if not same:
+        raise SystemExit(f"gradient norms differ: {norms}; the two don't compute the same")
+    contenders = {
+        "engine": engine_step,
+        "bare": bare_step,
+        "bare_no_ent": lambda i: bare.step(batches(i, args.smoke), False),
+    }
+    took = alternate(contenders, args.rounds)
+    report.keep_timings(f"step_{args.dtype}", took)
+    cpu = {name: [t.cpu_s for t in timings] for name, timings in took.items()}
+    wall = {name: [t.wall_s for t in timings] for name, timings in took.items()}
+    for name in took:
+        report.figure(f"cpu_s_{name}", median(cpu[name]))
+        report.figure(f"wall_s_{name}", median(wall[name]))
+    value = report.figure("engine_overhead", minus_one(paired_ratio(cpu["engine"], cpu["bare"])))
+    report.figure("engine_overhead_wall", minus_one(paired_ratio(wall["engine"], wall["bare"])))
+    report.figure("entropy_cost", minus_one(paired_ratio(cpu["bare"], cpu["bare_no_ent"])))
+    report.bar("engine_overhead", value, at_most=0.05)
+    torch.distributed.destroy_process_group()
+
+
+def batches(i: int, smoke: bool) -> list[Any]:
+    """The packed micro-batches of round i, equal whoever asks."""
+    groups = gsm8k_groups(2 if smoke else 4, 8, seed=200 + i, scale=0.1 if smoke else 1.0)
+    samples = training_samples(groups, seed=200 + i)
+    numbers, prefixes = [int(s.group_id) for s in samples], [s.prefix_len for s in samples]
+    half = -(-sum(len(s) for s in samples) // MICRO_BATCHES)
+    plan = make_plan([len(s) for s in samples], 1, half, numbers, prefixes)
+    return [pack([samples[r] for r in rows], rows) for rows in plan.micro_batches[0]]
+
+
+def minus_one(ratio: Any) -> Any:
+    return type(ratio)(ratio.value - 1, ratio.low - 1, ratio.high - 1)
+
+
+def controller(report: Report, args: Any) -> None:
+    """A real run of two ranks, watched from outside."""
+    model, data = stand_in(args.model, args.data, args.smoke)
+    small = dict(prompts_per_step=2, samples_per_prompt=4, max_new_tokens=16) if args.smoke else {}
+    with tempfile.TemporaryDirectory(prefix="engine-overhead-") as name:
+        folder = Path(name)
+        num_rows = args.steps * small.get("prompts_per_step", 8)
+        task = Task(
+            model=str(model.resolve()),
+            data=str(rows_for(model, data, num_rows, folder / "rows.jsonl")),
+            rewards=STAND_IN if args.model is None else GSM8K,
+            num_steps=args.steps,
+            threads=args.threads,
+            dtype=args.dtype,
+            **small,
+        )
+        run = run_meshrl(task, folder / "meshrl")
+    report.raw["controller_run"] = asdict(run)
+    report.figure("step_s", run.seconds_after_first() / (len(run.steps) - 1))
+    for phase in ("rollout", "reward", "train", "sync"):
+        report.figure(f"share_{phase}", phase_share(run, phase))
+    report.figure("no_rank_share", 1 - sum(phase_share(run, phase) for phase in ("rollout", "train", "sync")))
+    value = report.figure("controller_share", run.cpu_s_after_first() / run.seconds_after_first())
+    report.bar("controller_share", value, at_most=0.03)
+
+
+def phase_share(run: Run, phase: str) -> float:
+    return sum(s.metrics[f"time/{phase}_s"] for s in run.steps[1:]) / run.seconds_after_first()
+
+
+if __name__ == "__main__":
+    main()

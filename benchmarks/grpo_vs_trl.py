@@ -1,0 +1,165 @@
+"""GRPO from end to end: meshrl against TRL's GRPOTrainer, on the same model, prompts and settings, process by process.
+
+    python benchmarks/grpo_vs_trl.py --model MODEL --data train.jsonl            # speed and memory, three pairs
+    python benchmarks/grpo_vs_trl.py --model MODEL --data train.jsonl --curve    # and 60 steps of each: the reward
+    python benchmarks/grpo_vs_trl.py --model MODEL --data train.jsonl --probe    # which settings are fastest here
+
+Same in both: prompts and their order, chat template, 8 prompts x 8 answers of at most 256 tokens, rewards, advantage,
+loss, optimizer, learning rate, compute dtype, fp32 masters, threads. Each trainer has its best settings on this machine
+(README.md says what was tried). A pair is one run of each, right after each other; the first step of a run warms up and
+is not counted. Without --model and --data a stand-in with random weights is made (see stand_in.py).
+
+ratio_samples_per_s: meshrl over TRL. ratio_peak_memory: meshrl over TRL, PSS of the whole process tree.
+reward_gap: distance of the two reward curves, mean over the second half of the steps (see `gap`).
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from measure import ROOT, Report, median, paired_ratio, parser
+from rewards import GSM8K, STAND_IN
+from runs import Run, Task, rows_for, run_meshrl, run_trl
+from stand_in import stand_in
+
+TRL_BEST: dict[str, Any] = {"micro_batch": 16, "num_ranks": 1, "continuous_batching": None}
+MESHRL_BEST = {"num_ranks": 2}
+PAGED = {"page_size": 32, "num_blocks": 1024, "max_batch_tokens": 2048}  # left alone it takes half of the memory
+SAME_REWARD = 0.03  # two seeds of one trainer are this far apart after 60 steps, on a scale where right is 1
+
+
+def main() -> None:
+    p = parser(__doc__, rounds=3)
+    p.add_argument("--data", type=Path, help="GSM8K's train.jsonl, or its folder; default: the rows in examples/data")
+    p.add_argument("--steps", type=int, default=5, help="steps of a run, the first is not counted (default 5)")
+    p.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="compute dtype of both")
+    p.add_argument("--curve", action="store_true", help="also 60 steps of each, for the reward curves")
+    p.add_argument("--probe", action="store_true", help="try each trainer's settings, compare nothing")
+    p.add_argument("--trl-python", type=Path, default=ROOT / ".venv-trl" / "bin" / "python", help="TRL's environment")
+    args = p.parse_args()
+    if not args.trl_python.exists():
+        p.error(f"{args.trl_python} is not there; benchmarks/README.md says how to install TRL beside meshrl")
+    if args.smoke:
+        args.rounds, args.steps = 1, 3
+    report = Report("grpo_vs_trl", args)
+    args.rewards = STAND_IN if args.model is None else GSM8K
+    args.model, args.data = stand_in(args.model, args.data, args.smoke)
+    with tempfile.TemporaryDirectory(prefix="grpo-vs-trl-") as folder:
+        if args.probe:
+            probe(report, args, Path(folder))
+        else:
+            compare(report, args, Path(folder))
+
+
+def compare(report: Report, args: Any, folder: Path) -> None:
+    """Pairs of short runs; with --curve one pair of long ones."""
+    task = make_task(args, folder, args.steps)
+    pairs: list[tuple[Run, Run]] = []
+    for i in range(args.rounds):
+        pairs.append(pair(task, args, folder / str(i), first_trl=i % 2 == 1))
+        keep(report, f"pair_{i}", pairs[-1], task)
+    speed = report.figure("ratio_samples_per_s", ratio_of(pairs, lambda r: r.samples_per_s(samples(task))))
+    report.figure("ratio_tokens_per_s", ratio_of(pairs, Run.tokens_per_s))
+    report.figure("ratio_peak_memory", ratio_of(pairs, lambda r: r.peak_pss_bytes))
+    for name, side in (("meshrl", 0), ("trl", 1)):
+        report.figure(f"samples_per_s_{name}", median([p[side].samples_per_s(samples(task)) for p in pairs]))
+        report.figure(f"tokens_per_s_{name}", median([p[side].tokens_per_s() for p in pairs]))
+        report.figure(f"peak_memory_bytes_{name}", max(p[side].peak_pss_bytes for p in pairs))
+        report.figure(f"peak_rss_bytes_{name}", max(p[side].peak_rss_bytes for p in pairs))
+    report.bar("ratio_samples_per_s", speed, at_least=3.0)
+    if args.curve:
+        pairs = [pair(make_task(args, folder, 6 if args.smoke else 60), args, folder / "curve", first_trl=False)]
+        keep(report, "curve", pairs[0], task)
+    value, noise = gap(pairs)
+    report.figure("reward_gap_noise", noise)
+    report.bar("reward_gap", report.figure("reward_gap", value), at_most=noise)
+    report.finish(headline=("ratio_samples_per_s", "ratio_peak_memory", "reward_gap"))
+
+
+def make_task(args: Any, folder: Path, steps: int) -> Task:
+    small = dict(prompts_per_step=2, samples_per_prompt=4, max_new_tokens=16) if args.smoke else {}
+    num_rows = steps * small.get("prompts_per_step", 8)
+    return Task(
+        model=str(args.model.resolve()),
+        data=str(rows_for(args.model, args.data, num_rows, folder / f"rows_{steps}.jsonl")),
+        rewards=args.rewards,
+        dtype=args.dtype,
+        num_steps=steps,
+        threads=args.threads,
+        **small,
+    )
+
+
+def samples(task: Task) -> int:
+    return task.prompts_per_step * task.samples_per_prompt
+
+
+def pair(task: Task, args: Any, folder: Path, first_trl: bool) -> tuple[Run, Run]:
+    """(meshrl's run, TRL's run), in either order."""
+    settings = {**TRL_BEST, "micro_batch": min(TRL_BEST["micro_batch"], samples(task))}
+    if first_trl:
+        trl = run_trl(task, folder / "trl", args.trl_python, settings)
+        return run_meshrl(task, folder / "meshrl", **MESHRL_BEST), trl
+    return run_meshrl(task, folder / "meshrl", **MESHRL_BEST), run_trl(task, folder / "trl", args.trl_python, settings)
+
+
+def keep(report: Report, name: str, runs: tuple[Run, Run], task: Task) -> None:
+    for who, run in zip(("meshrl", "trl"), runs, strict=True):
+        report.raw[f"{name}_{who}"] = {**asdict(run), "cpu": None}
+        report.say(
+            f"{name} {who}: {run.samples_per_s(samples(task)):.2f} samples/s, {run.tokens_per_s():.0f} tokens/s, "
+            f"{run.peak_pss_bytes / 2**20:.0f} MiB, reward {run.steps[0].reward:.3f} .. {run.steps[-1].reward:.3f}"
+        )
+
+
+def ratio_of(pairs: Sequence[tuple[Run, Run]], figure: Any) -> Any:
+    return paired_ratio([figure(ours) for ours, _ in pairs], [figure(theirs) for _, theirs in pairs])
+
+
+def gap(pairs: Sequence[tuple[Run, Run]]) -> tuple[float, float]:
+    """(distance of the reward curves, how much of it is noise).
+
+    Both see the same prompts in the same step, so the difference of a step's mean rewards is that of the policies and
+    of sampling. The distance is the mean difference over the second half of the steps; the noise is three standard
+    errors of it, and at least SAME_REWARD, by which two seeds of the same trainer may end up apart.
+    """
+    differences = np.array(
+        [
+            ours.steps[i].reward - theirs.steps[i].reward
+            for ours, theirs in pairs
+            for i in range(len(ours.steps) // 2, len(ours.steps))
+        ]
+    )
+    error = differences.std(ddof=1) / len(differences) ** 0.5
+    return float(abs(differences.mean())), float(max(SAME_REWARD, 3 * error))
+
+
+def probe(report: Report, args: Any, folder: Path) -> None:
+    """Samples/s of each trainer under the settings worth trying. One run each: differences below 5 % say nothing."""
+    task = make_task(args, folder, args.steps)
+    tries: list[dict[str, Any]] = [
+        {"micro_batch": rows, "num_ranks": 1, "continuous_batching": None} for rows in (8, 16, 32, 64)
+    ]
+    tries += [{"micro_batch": 16, "num_ranks": 2, "continuous_batching": None}]
+    tries += [{"micro_batch": 16, "num_ranks": 1, "continuous_batching": PAGED}]
+    for dtype in ("bfloat16", "float32"):
+        this = Task(**{**vars(task), "dtype": dtype})
+        for i, settings in enumerate(tries[:1] if args.smoke else tries):
+            fitting = {**settings, "micro_batch": min(settings["micro_batch"], samples(task))}
+            run = run_trl(this, folder / f"trl_{dtype}_{i}", args.trl_python, fitting)
+            name = f"{settings['micro_batch']}_rows_{settings['num_ranks']}_ranks"
+            name += "_paged" if settings["continuous_batching"] else ""
+            report.figure(f"samples_per_s_trl_{dtype}_{name}", run.samples_per_s(samples(task)))
+        for ranks in (1, 2):
+            run = run_meshrl(this, folder / f"meshrl_{dtype}_{ranks}", ranks)
+            report.figure(f"samples_per_s_meshrl_{dtype}_{ranks}_ranks", run.samples_per_s(samples(task)))
+    report.finish()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""Whole training runs as processes of their own: what both trainers are asked for, and what a run took.
+
+The trainers report the end of each step themselves (wall-clock seconds, reward, sampled tokens). From outside a sampler
+reads, a few times a second, the memory of the process tree and the CPU time of its first process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from meshrl.config.task import DataConfig
+from meshrl.data.chat import load_tokenizer
+from meshrl.data.datasets import load_prompts
+from meshrl.monitor.sinks import read_metrics
+
+HERE = Path(__file__).resolve().parent
+SAMPLE_EVERY_S = 0.25
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is trained, the same for both trainers. Rows of `data` are taken in order, prompts_per_step a step."""
+
+    model: str
+    data: str
+    rewards: dict[str, dict[str, Any]]
+    dtype: str = "bfloat16"
+    num_steps: int = 5
+    prompts_per_step: int = 8
+    samples_per_prompt: int = 8
+    max_prompt_tokens: int = 256  # longer ones are left out beforehand, for both
+    max_new_tokens: int = 256
+    threads: int = 2
+    seed: int = 0
+    optimizer: dict[str, Any] = field(
+        default_factory=lambda: dict(lr=3e-5, betas=[0.9, 0.95], eps=1e-8, weight_decay=0.0, clip=1.0)
+    )
+    advantage_eps: float = 1e-4  # what TRL adds to a group's standard deviation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One finished step: time since 1970, mean reward of its samples, sampled tokens, everything else it reported."""
+
+    time: float
+    reward: float
+    tokens: float
+    metrics: dict[str, float]
+
+
+@dataclass(kw_only=True)
+class Run:
+    """What a run took. peak_pss_bytes: of the process tree, where each shared page counts once; peak_rss_bytes counts
+    it in each process. cpu: (time since 1970, CPU seconds of the first process)."""
+
+    steps: list[Step]
+    wall_s: float
+    peak_pss_bytes: int
+    peak_rss_bytes: int
+    cpu: list[tuple[float, float]]
+
+    def seconds_after_first(self) -> float:
+        """From the end of the first step, which warms caches up, to the end of the last."""
+        return self.steps[-1].time - self.steps[0].time
+
+    def cpu_s_after_first(self) -> float:
+        """CPU seconds of the first process over the same time."""
+        times, seconds = zip(*self.cpu, strict=True)
+        first, last = np.interp([self.steps[0].time, self.steps[-1].time], times, seconds)
+        return float(last - first)
+
+    def tokens_per_s(self) -> float:
+        return sum(s.tokens for s in self.steps[1:]) / self.seconds_after_first()
+
+    def samples_per_s(self, samples_per_step: int) -> float:
+        return (len(self.steps) - 1) * samples_per_step / self.seconds_after_first()
+
+
+def rows_for(model: Path, data: Path, num_rows: int, path: Path, max_prompt_tokens: int = 256) -> Path:
+    """Write a file of exactly num_rows rows whose prompts are short enough; too few start again from the first."""
+    cfg = DataConfig(path=str(data), max_prompt_tokens=max_prompt_tokens)
+    prompts, _ = load_prompts(data, cfg, load_tokenizer(model))
+    rows = [{"question": p.messages[-1]["content"], "answer": p.answer} for p in prompts]
+    path.write_text("".join(json.dumps(rows[i % len(rows)]) + "\n" for i in range(num_rows)), encoding="utf-8")
+    return path
+
+
+def run_meshrl(task: Task, folder: Path, num_ranks: int = 2) -> Run:
+    """`meshrl train` in its layout for this task: num_ranks processes that train and sample."""
+    config = {
+        "model": {"path": task.model, "dtype": task.dtype},
+        "data": {"path": task.data, "shuffle": False, "max_prompt_tokens": task.max_prompt_tokens},
+        "reward": {"terms": task.rewards},
+        "rollout": {"sampling": {"max_new_tokens": task.max_new_tokens}},
+        "algo": {"advantage_eps": task.advantage_eps},
+        "train": {"activation_checkpointing": False, "optimizer": task.optimizer},
+        "loop": {
+            "num_steps": task.num_steps,
+            "prompts_per_step": task.prompts_per_step,
+            "samples_per_prompt": task.samples_per_prompt,
+        },
+        "cluster": {"executor": "processes", "num_train_ranks": num_ranks},
+        "run": {"name": "run", "folder": str(folder), "seed": task.seed},
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "config.yaml"
+    path.write_text(json.dumps(config, indent=1), encoding="utf-8")  # JSON is YAML
+    found = _watch([sys.executable, "-m", "meshrl", "train", str(path)], folder, task.threads)
+    lines, _ = read_metrics(folder / "run" / "metrics.jsonl")
+    found.steps = [
+        Step(
+            time=line.time,
+            reward=line.metrics.get("reward/mean", float("nan")),
+            tokens=line.metrics["rollout/num_tokens"],
+            metrics={n: v for n, v in line.metrics.items() if n.startswith("time/")},
+        )
+        for line in lines
+        if "rollout/num_tokens" in line.metrics
+    ]
+    return found
+
+
+def run_trl(task: Task, folder: Path, python: Path, settings: dict[str, Any]) -> Run:
+    """TRL's GRPOTrainer (trl_grpo.py) under the Python of its own environment; settings: see trl_grpo.py."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path, steps = folder / "task.json", folder / "steps.jsonl"
+    path.write_text(json.dumps({"task": vars(task), "settings": settings, "steps": str(steps)}), encoding="utf-8")
+    ranks = settings["num_ranks"]
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    found = _watch([str(python), *launch, str(HERE / "trl_grpo.py"), str(path)], folder, max(1, task.threads // ranks))
+    for line in steps.read_text(encoding="utf-8").splitlines():
+        found.steps.append(Step(**json.loads(line)))
+    return found
+
+
+def _watch(command: list[str], folder: Path, threads: int) -> Run:
+    """Run a command to its end. Raises: SystemExit with the end of its output when it fails."""
+    log = folder / "log.txt"
+    paths = [str(HERE), str(HERE.parent)]  # rewards.py, and meshrl itself in an environment that lacks it
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": str(threads)}
+    began = time.monotonic()
+    with log.open("wb") as out:
+        process = psutil.Popen(command, stdout=out, stderr=out, stdin=subprocess.DEVNULL, env=env, cwd=folder)
+        run = Run(steps=[], wall_s=0.0, peak_pss_bytes=0, peak_rss_bytes=0, cpu=[(time.time(), 0.0)])
+        sampler = threading.Thread(target=_sample, args=(process, run), daemon=True)
+        sampler.start()
+        try:
+            code = process.wait()
+        except BaseException:
+            process.send_signal(signal.SIGTERM)  # both trainers take their children with them
+            raise
+        sampler.join()
+    run.wall_s = time.monotonic() - began
+    if code != 0:
+        tail = log.read_text(encoding="utf-8", errors="replace")[-3000:]
+        raise SystemExit(f"{' '.join(command)} ended with {code}:\n{tail}")
+    return run
+
+
+def _sample(process: psutil.Process, run: Run) -> None:
+    while True:
+        try:
+            cpu = process.cpu_times()
+            tree = [process, *process.children(recursive=True)]
+        except psutil.Error:
+            return
+        run.cpu.append((time.time(), cpu.user + cpu.system))
+        pss = rss = 0
+        for p in tree:
+            try:
+                rss += p.memory_info().rss
+                pss += _pss(p)
+            except (psutil.Error, OSError):  # it has just ended
+                continue
+        run.peak_pss_bytes, run.peak_rss_bytes = max(run.peak_pss_bytes, pss), max(run.peak_rss_bytes, rss)
+        time.sleep(SAMPLE_EVERY_S)
+
+
+def _pss(process: psutil.Process) -> int:
+    """Proportional set size; where the kernel does not tell, the resident size."""
+    rollup = Path(f"/proc/{process.pid}/smaps_rollup")
+    if not rollup.exists():
+        return process.memory_info().rss
+    return next(int(line.split()[1]) << 10 for line in rollup.read_text().splitlines() if line.startswith("Pss:"))
