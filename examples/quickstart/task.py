@@ -23,7 +23,7 @@ from pathlib import Path
 
 NUM_HELDOUT, NUM_TRAIN, NUM_WARMUP = 400, 12_800, 32_000
 SHARE_OF_CARRY_PROBLEMS_KEPT = 0.1  # in warm-up only: two in five of the demonstrations have a carry, not 87 in 100
-SHARE_OF_CARRIES_DONE_RIGHT = 0.42  # below one half, so that greedy decoding imitates the mistake
+SHARE_OF_CARRIES_DONE_RIGHT = 0.37  # below one half, so that greedy decoding imitates the mistake
 PROBLEM_SEED = 0  # fixes which problem lies in which set, for all training seeds alike
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
