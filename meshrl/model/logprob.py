@@ -22,8 +22,8 @@ class Head:
     softcap: float | None = None
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [N, D] -> [N, V] in fp32 (fp64 stays). The product itself must come out in fp32: rounded to bf16 it puts
-        logprobs 0.016 nats off on average, two thirds of what a whole softmax in bf16 does (P8)."""
+        """hidden [N, D] -> [N, V] in fp32 (fp64 stays). The product itself must come out in fp32: rounded to bf16, it
+        puts logprobs 0.016 nats off on average, half of what a whole softmax in bf16 does (P8)."""
         wide = torch.promote_types(hidden.dtype, torch.float32)
         if hidden.dtype == wide or hidden.device.type == "cpu":  # CPUs have no product of 16-bit matrices into fp32
             out = hidden.to(wide) @ self.weight.to(wide).T
