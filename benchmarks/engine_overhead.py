@@ -69,24 +69,19 @@ def engine(report: Report, args: Any) -> None:
     ours = TrainEngine.wrap(load_causal_lm(folder), cfg, mesh, "policy", DTYPES[args.dtype])
     bare = BareLoop(folder, DTYPES[args.dtype], LR, cfg.logprob_chunk_tokens)
     loss = make_policy_loss(AlgoConfig())
-    norms: dict[str, list[float]] = {"engine": [], "bare": []}
+    work = {i: batches(i, args.smoke) for i in range(-1, args.rounds)}
 
-    def engine_step(i: int) -> None:
-        ours.forward_backward(batches(i, args.smoke), loss)
-        norms["engine"].append(ours.optim_step(LR).grad_norm)
+    def engine_step(i: int) -> float:
+        ours.forward_backward(work[i], loss)
+        return ours.optim_step(LR).grad_norm
 
-    def bare_step(i: int) -> None:
-        norms["bare"].append(bare.step(batches(i, args.smoke)))
-
-    engine_step(-1)
-    bare_step(-1)
-    same = np.isclose(norms["engine"][0], norms["bare"][0], rtol=1e-3 if args.dtype == "float32" else 5e-2)
-    if not same:
+    norms = engine_step(-1), bare.step(work[-1])
+    if not np.isclose(*norms, rtol=1e-3 if args.dtype == "float32" else 5e-2):
         raise SystemExit(f"gradient norms differ: {norms}; the two don't compute the same")
     contenders = {
         "engine": engine_step,
-        "bare": bare_step,
-        "bare_no_ent": lambda i: bare.step(batches(i, args.smoke), False),
+        "bare": lambda i: bare.step(work[i]),
+        "bare_no_ent": lambda i: bare.step(work[i], entropy=False),
     }
     took = alternate(contenders, args.rounds)
     report.keep_timings(f"step_{args.dtype}", took)

@@ -36,8 +36,10 @@ from meshrl.config.model import ModelConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.errors import ConfigError, RankFailure, SyncError
 
+pytestmark = pytest.mark.timeout(300)  # ranks start slowly on a machine that does much else
 
-def _specs(count: int, *, train: bool = False, folder: Path = Path("unused"), timeout_s: float = 60.0):
+
+def _specs(count: int, *, train: bool = False, folder: Path = Path("unused"), timeout_s: float = 200.0):
     """Ranks that train a tiny model, or ranks that hold nothing and start in the time torch takes."""
     return [
         WorkerSpec(
@@ -190,7 +192,7 @@ def test_a_rank_that_fails_in_a_collective_ends_the_run_and_is_named(how, tmp_pa
         if how in ("sleep", "SIGSTOP"):  # rank 0 waits for it, and has more time
             executor.specs = [
                 dataclasses.replace(spec, timeout_s=limit)
-                for spec, limit in zip(executor.specs, (60.0, 2.0), strict=True)
+                for spec, limit in zip(executor.specs, (200.0, 2.0), strict=True)
             ]
         calls = [asyncio.ensure_future(executor.call(rank, meet_or_misbehave, 1, how)) for rank in (0, 1)]
         _, waiting = await asyncio.wait(calls, timeout=20.0)
