@@ -2,5 +2,5 @@
 
 
 def right(completion: str, answer: str) -> float:
-    """1.0 for the very digits that are expected, else 0.0: as numbers "002" and "2" would be equal, as sums they aren't."""
+    """1.0 for the very digits expected, else 0.0: as numbers "002" and "2" would be equal, as sums they are not."""
     return float(completion == answer)
