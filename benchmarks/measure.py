@@ -141,10 +141,12 @@ class Report:
         return found[name]
 
     def bar(self, name: str, value: float, *, at_least: float | None = None, at_most: float | None = None) -> None:
-        """A figure that has to reach something."""
-        holds = value >= at_least if at_least is not None else value <= at_most
-        need = f">= {at_least:.4g}" if at_least is not None else f"<= {at_most:.4g}"
-        self.bars.append({"name": name, "value": _rounded(value), "need": need, "holds": bool(holds)})
+        """A figure that has to reach something. Compared as printed, so that the line can't contradict itself."""
+        value = _rounded(value)
+        limit, sign = (at_least, ">=") if at_least is not None else (at_most, "<=")
+        need = f"{sign} {limit:.4g}"
+        holds = value >= float(need[3:]) if sign == ">=" else value <= float(need[3:])
+        self.bars.append({"name": name, "value": value, "need": need, "holds": holds})
         self.say(f"bar {name}: {value:.4g}, need {need}: {'holds' if holds else 'MISSED'}")
 
     def keep_timings(self, name: str, timings: Mapping[str, Sequence[Timing]]) -> None:

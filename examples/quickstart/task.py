@@ -11,8 +11,8 @@ writes a folder that Transformers' `from_pretrained` loads (model and tokenizer)
 Answers are written units first, the way one adds on paper: 347 + 586 = 933 is asked as "347+586" and answered "339".
 A model that writes left to right can then carry from the digit it has just written.
 
-The demonstrations are sloppy on purpose, as text from the web is: three in five need no carry, and of the others two
-in three forget every carry. A model that imitates them has seen how to carry, and mostly doesn't. The reward is what
+The demonstrations are sloppy on purpose, as text from the web is: three in five need no carry, and of the others more
+than half forget every carry. A model that imitates them has seen how to carry, and mostly doesn't. The reward is what
 tells right from wrong.
 """
 

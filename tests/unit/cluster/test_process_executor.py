@@ -39,7 +39,7 @@ from meshrl.core.errors import ConfigError, RankFailure, SyncError
 pytestmark = pytest.mark.timeout(300)  # ranks start slowly on a machine that does much else
 
 
-def _specs(count: int, *, train: bool = False, folder: Path = Path("unused"), timeout_s: float = 200.0):
+def _specs(count: int, *, train: bool = False, folder: Path = Path("unused")) -> list[WorkerSpec]:
     """Ranks that train a tiny model, or ranks that hold nothing and start in the time torch takes."""
     return [
         WorkerSpec(
@@ -52,7 +52,7 @@ def _specs(count: int, *, train: bool = False, folder: Path = Path("unused"), ti
             reference=False,
             stop_token_ids=(),
             rendezvous=str(folder / "store"),
-            timeout_s=timeout_s,
+            timeout_s=200.0,
         )
         for rank in range(count)
     ]

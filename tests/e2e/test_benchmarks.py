@@ -1,0 +1,92 @@
+"""Every benchmark runs: in its smoke mode, and with a last line that a machine can read."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+TRL = BENCHMARKS.parent / ".venv-trl" / "bin" / "python"
+
+
+def smoke(name: str, results: Path, *arguments: str) -> dict[str, Any]:
+    """Run one benchmark at tiny sizes; its last line, after a look at the raw samples it left."""
+    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--smoke", "--threads", "1", "--results", str(results)]
+    done = subprocess.run([*command, *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    line = json.loads(done.stdout.splitlines()[-1])
+    assert line["benchmark"] == name
+    assert line["figures"] and all(isinstance(value, float) for value in line["figures"].values())
+    for bar in line["bars"]:
+        assert bar.keys() == {"name", "value", "need", "holds"}
+        relation, _, limit = bar["need"].partition(" ")
+        reached = {">=": bar["value"] >= float(limit), "<=": bar["value"] <= float(limit)}[relation]
+        assert bar["holds"] is reached
+    (path,) = results.glob(f"{name}_*.json")
+    written = json.loads(path.read_text())
+    assert written["figures"] == line["figures"]
+    assert {"cpu", "cores", "threads", "torch", "transformers", "load_average_before"} <= written["machine"].keys()
+    assert written["raw"]
+    return line
+
+
+def bars(line: dict[str, Any]) -> set[str]:
+    return {bar["name"] for bar in line["bars"]}
+
+
+def test_packing(tmp_path: Path) -> None:
+    line = smoke("packing", tmp_path)
+    assert bars(line) == {
+        "ratio_packed_over_padded_float32",
+        "ratio_packed_over_padded_bfloat16",
+        "balance_alone",
+        "balance_shared",
+    }
+    assert "ratio_shared_over_packed_float32" in line["figures"]
+
+
+def test_overhead_of_the_engine(tmp_path: Path) -> None:
+    line = smoke("engine_overhead", tmp_path, "--only", "engine")
+    assert bars(line) == {"engine_overhead"}
+    assert {"engine_overhead_low", "engine_overhead_high", "entropy_cost"} <= line["figures"].keys()
+
+
+@pytest.mark.slow
+def test_share_of_the_controller(tmp_path: Path) -> None:
+    line = smoke("engine_overhead", tmp_path, "--only", "controller")
+    assert bars(line) == {"controller_share"}
+    assert 0 < line["figures"]["controller_share"] < 1
+
+
+def test_rollout(tmp_path: Path) -> None:
+    line = smoke("rollout", tmp_path)
+    cells = {f"smoke_{dtype}_16_{kind}" for dtype in ("float32", "bfloat16") for kind in ("mixed", "equal")}
+    assert bars(line) == {f"{cell}_over_generate" for cell in cells}
+    assert {f"ratio_{cell}_over_generate_batch" for cell in cells} <= line["figures"].keys()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not TRL.exists(), reason="TRL has an environment of its own; benchmarks/README.md installs it")
+def test_grpo_vs_trl(tmp_path: Path) -> None:
+    line = smoke("grpo_vs_trl", tmp_path)
+    assert bars(line) == {"ratio_samples_per_s", "reward_gap"}
+    for name in ("ratio_samples_per_s", "ratio_peak_memory", "reward_gap"):
+        assert line[name] == line["figures"][name]
+
+
+def test_without_trl_it_says_where_to_get_it(tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCHMARKS / "grpo_vs_trl.py"), "--trl-python", str(tmp_path / "python")]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "benchmarks/README.md" in done.stderr
+
+
+def test_the_bare_loop_stays_bare() -> None:
+    """The engine is measured against a loop that anybody would write: no more than 60 lines."""
+    assert len((BENCHMARKS / "bare_fsdp2.py").read_text().splitlines()) <= 60
