@@ -11,7 +11,7 @@ from meshrl.monitor.metrics import divide, merge
 
 MARGIN = 10.0  # a later step may be this many times further off than the first, whose weights were proven equal
 FLOOR_NATS = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}  # rounding of a healthy engine stays below
-CEILING_NATS = 0.5  # no rounding explains this, at any version
+CEILING_NATS = {"float32": 1e-2, "bfloat16": 0.2, "float16": 0.1}  # no rounding explains more, at any version
 
 
 @dataclass(slots=True)
@@ -31,8 +31,8 @@ class SamplerProof:
             return
         mean = values[NAME]
         if self.threshold is None:
-            limit = CEILING_NATS
-            self.threshold = min(CEILING_NATS, max(FLOOR_NATS[dtype], MARGIN * mean))
+            limit = CEILING_NATS[dtype]
+            self.threshold = min(limit, max(FLOOR_NATS[dtype], MARGIN * mean))
         else:
             limit = self.threshold
         if mean > limit:

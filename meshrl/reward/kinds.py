@@ -86,6 +86,11 @@ def make_grader(term: str, kind: str, args: dict[str, Any]) -> Grader:
     try:
         signature = inspect.signature(function)
         parameters = signature.parameters.values()
+        first = [p.name for p in list(parameters)[:2]]
+        if first[:1] != ["completion"] and ("completion" in first or set(first) & set(OFFERED)):
+            raise TypeError(
+                f"the first two arguments are the completion and the answer, in this order; this function has {first}"
+            )
         own = [p.name for p in list(parameters)[2:] if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
         open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
         unknown = [] if open_ended else [name for name in args if name not in own]

@@ -144,3 +144,8 @@ class Judge:
 
 
 judge = Judge()
+
+
+def swapped(prompt, completion):
+    """Takes what it will not be given in this order."""
+    return 1.0

@@ -20,6 +20,7 @@ def test_names_and_dotted_paths_lead_to_functions():
         ("sandbox_graders:behav", {}, "no function 'behav'; did you mean 'behave'"),
         ("sandbox_graders:no_function", {}, "no function 'no_function'"),
         ("sandbox_graders:no_arguments", {}, "too many positional arguments"),
+        ("sandbox_graders:swapped", {}, "completion and the answer, in this order"),
         ("math_answer", {"rul": "exact"}, "no argument 'rul'; allowed: rule; did you mean 'rule'"),
         ("math_answer", {"rule": "exakt"}, "rule is 'exakt'; allowed: auto, gsm8k, exact, math_verify"),
         ("format", {}, "missing a required argument: 'regex'"),
