@@ -4,12 +4,15 @@
 
 One forward and backward over 64 rows (8 groups of 8, GSM8K's lengths, others in each round) on one rank:
 
-    padded  plain Transformers: SDPA with an attention mask, in micro-batches of the size that is fastest here
-    packed  meshrl's engine, rows end to end
-    shared  meshrl's engine, the prompt of a group computed once (as a run does it)
+    padded   plain Transformers (SDPA with an attention mask): all rows padded to the longest of the 64, as trainers do
+             that pad, in micro-batches of the size that is fastest here
+    trimmed  the same, each micro-batch cut to its own longest row: the best that padding can do, since a group's
+             answers are alike in length and stand together
+    packed   meshrl's engine, rows end to end
+    shared   meshrl's engine, the prompt of a group computed once (as a run does it)
 
-All three score the same positions with the same chunked head, and are checked to find the same logprobs. Trained tokens
-are those with a loss: the answers'. Then the packing plan: how much more the busiest of 8 ranks has to do than it must.
+All score the same positions with the same chunked head, and are checked to find the same logprobs. Trained tokens are
+those with a loss: the answers'. Then the packing plan: how much more the busiest of 8 ranks has to do than it must.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from measure import Report, alternate, median, paired_ratio, parser
+from measure import Report, alternate, median, paired_ratio, parser, timed
 from workload import gsm8k_groups, model_folder, start_single_rank, trained_tokens, training_samples
 
 from meshrl.algo.losses import make_policy_loss
@@ -35,20 +38,26 @@ from meshrl.train.plan import make_plan, row_cost
 
 CHUNK_TOKENS = 2048
 MAX_TOKENS = 16384
-ROWS_PER_BATCH = (8, 16, 64)  # of the padded batches; the fastest of these is the rival
+ROWS_PER_BATCH = (8, 16, 64)  # of the padded micro-batches; the fastest of these is the rival
 SAME_NATS = {"float32": 1e-3, "bfloat16": 0.2}  # largest difference of a logprob that rounding may make
 
 Rows = dict[int, np.ndarray]
 
 
+def load_plain(folder: Any, dtype: str) -> Any:
+    """The model as Transformers loads it."""
+    from transformers import AutoModelForCausalLM
+
+    lm = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype], attn_implementation="sdpa").train()
+    lm.config.use_cache = False
+    return lm
+
+
 class Padded:
     """Right-padded batches through Transformers' own attention, with the engine's head and loss."""
 
-    def __init__(self, folder: Any, dtype: str):
-        from transformers import AutoModelForCausalLM
-
-        self.lm = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype], attn_implementation="sdpa")
-        self.lm.train().config.use_cache = False
+    def __init__(self, lm: Any, trim: bool):
+        self.lm, self.trim = lm, trim
         self.rows_per_batch = ROWS_PER_BATCH[0]
 
     def __call__(self, samples: Sequence[Sample]) -> Rows:
@@ -56,7 +65,7 @@ class Padded:
         found: Rows = {}
         for start in range(0, len(samples), self.rows_per_batch):
             rows = samples[start : start + self.rows_per_batch]
-            longest = max(len(s) for s in rows)
+            longest = max(len(s) for s in (rows if self.trim else samples))
 
             def padded(name: str, rows: Sequence[Sample] = rows, longest: int = longest) -> torch.Tensor:
                 arrays = [getattr(s, name) for s in rows]
@@ -106,10 +115,15 @@ class Packed:
 
 
 def measure_dtype(report: Report, args: Any, folder: Any, mesh: Any, dtype: str) -> None:
-    """The three contenders in one compute dtype (the engine's parameters are fp32 in both, the rival's are not)."""
+    """The contenders in one compute dtype (the engine's parameters are fp32 in both, the rival's are not)."""
     num_groups, scale = (2, 0.1) if args.smoke else (8, 1.0)
-    padded = Padded(folder, dtype)
-    runs = {"padded": padded, "packed": Packed(folder, dtype, mesh, False), "shared": Packed(folder, dtype, mesh, True)}
+    lm = load_plain(folder, dtype)
+    runs: dict[str, Any] = {
+        "padded": Padded(lm, trim=False),
+        "trimmed": Padded(lm, trim=True),
+        "packed": Packed(folder, dtype, mesh, share=False),
+        "shared": Packed(folder, dtype, mesh, share=True),
+    }
     work: dict[int, list[Sample]] = {}
 
     def samples(i: int) -> list[Sample]:
@@ -126,13 +140,14 @@ def measure_dtype(report: Report, args: Any, folder: Any, mesh: Any, dtype: str)
 
     found = {name: run(samples(-1)) for name, run in runs.items()}
     require_same(found, dtype)
-    probe = {}
-    for size in ROWS_PER_BATCH:
-        padded.rows_per_batch = size
-        probe[size] = alternate({"padded": contender(padded)}, 1, warmups=0)["padded"][0]
-    padded.rows_per_batch = min(probe, key=lambda size: probe[size].wall_s)
-    report.say(f"{dtype}: padded batches are fastest with {padded.rows_per_batch} rows of {ROWS_PER_BATCH}")
-    report.raw[f"padded_rows_per_batch_{dtype}"] = {size: took.wall_s for size, took in probe.items()}
+    for name in ("padded", "trimmed"):
+        probe = {}
+        for size in ROWS_PER_BATCH[: 2 if name == "trimmed" else None]:  # 64 rows have nothing to trim
+            runs[name].rows_per_batch = size
+            probe[size] = timed(contender(runs[name]), -1).wall_s
+        runs[name].rows_per_batch = min(probe, key=lambda size: probe[size])
+        report.say(f"{dtype}: {name} batches are fastest with {runs[name].rows_per_batch} of {tuple(probe)} rows")
+        report.raw[f"{name}_rows_per_batch_{dtype}"] = probe
 
     took = alternate({name: contender(run) for name, run in runs.items()}, args.rounds)
     report.keep_timings(dtype, took)
@@ -145,6 +160,8 @@ def measure_dtype(report: Report, args: Any, folder: Any, mesh: Any, dtype: str)
     report.bar(f"ratio_packed_over_padded_{dtype}", ratio, at_least=1.8)
     report.figure(f"ratio_shared_over_packed_{dtype}", paired_ratio(wall["packed"], wall["shared"]))
     report.figure(f"ratio_shared_over_padded_{dtype}", paired_ratio(wall["padded"], wall["shared"]))
+    report.figure(f"ratio_packed_over_trimmed_{dtype}", paired_ratio(wall["trimmed"], wall["packed"]))
+    report.figure(f"ratio_shared_over_trimmed_{dtype}", paired_ratio(wall["trimmed"], wall["shared"]))
 
 
 def require_same(found: dict[str, Rows], dtype: str) -> None:

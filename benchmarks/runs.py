@@ -1,7 +1,7 @@
 """Whole training runs as processes of their own: what both trainers are asked for, and what a run took.
 
 The trainers report the end of each step themselves (wall-clock seconds, reward, sampled tokens). From outside a sampler
-reads, a few times a second, the memory of the process tree and the CPU time of its first process.
+reads, twice a second, the memory of the process tree and the CPU time of its first process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from meshrl.data.datasets import load_prompts
 from meshrl.monitor.sinks import read_metrics
 
 HERE = Path(__file__).resolve().parent
-SAMPLE_EVERY_S = 0.25
+SAMPLE_EVERY_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)

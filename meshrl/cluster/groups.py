@@ -46,7 +46,7 @@ class TrainGroup:
             return make_plan(lengths, self.num_ranks, self.cfg.max_tokens_per_microbatch)
         numbers: dict[str, int] = {}
         groups = [numbers.setdefault(s.group_id, len(numbers)) for s in samples]
-        prefixes = [s.prefix_len for s in samples]
+        prefixes = [s.prefix_len if len(s) > s.prefix_len and s.routed_experts is None else 0 for s in samples]
         return make_plan(lengths, self.num_ranks, self.cfg.max_tokens_per_microbatch, groups, prefixes)
 
     async def forward(self, samples: Sequence[Sample], plan: Plan, role: str) -> list[np.ndarray]:

@@ -8,6 +8,7 @@ rank's answer, the rank's death (its socket ends), or the deadline. The first fa
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import queue
@@ -163,13 +164,18 @@ class ProcessExecutor:
             await asyncio.wait([asyncio.ensure_future(s) for s in stops], timeout=_STOP_GRACE_S)
         for rank in self._ranks:
             rank.commands.put(None)
+            with contextlib.suppress(OSError):  # a dead rank's socket is not connected any more
+                rank.sock.shutdown(socket.SHUT_RDWR)  # close alone does not end a recv that the reader stands in
             rank.sock.close()
-        for rank in self._ranks:
-            try:
-                await asyncio.to_thread(rank.process.wait, _STOP_GRACE_S)
-            except subprocess.TimeoutExpired:
-                rank.process.kill()
-                await asyncio.to_thread(rank.process.wait)
+        await asyncio.gather(*(asyncio.to_thread(_end, rank.process) for rank in self._ranks))
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    try:
+        process.wait(_STOP_GRACE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _loopback() -> str:

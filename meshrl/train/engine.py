@@ -19,7 +19,8 @@ from meshrl.config.model import ModelConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.batch import Batch, LossFn, Outputs
 from meshrl.core.device import current_device
-from meshrl.core.types import Metric
+from meshrl.core.errors import ConfigError, MeshrlError
+from meshrl.core.types import Metric, Sample
 from meshrl.model.attention import PackedAttention
 from meshrl.model.causal import CausalModel
 from meshrl.model.load import DTYPES, load_causal_lm, tied_names
@@ -28,8 +29,10 @@ from meshrl.parallel.mesh import data_parallel_mesh
 from meshrl.sync.digest import digests_of, partial_digest
 from meshrl.sync.manifest import Layout, make_layout
 from meshrl.train.optim import build_optimizer, clip_gradients
+from meshrl.train.packing import pack
 
 Role = Literal["policy", "reference"]
+MAX_SKIPPED_IN_A_ROW = 5
 RowArrays = dict[int, np.ndarray]  # step-wide row index -> float32[T]
 _DTYPE_NAMES = {v: k for k, v in DTYPES.items()}
 
@@ -65,19 +68,22 @@ class TrainEngine:
         self.num_data_ranks = data_parallel_mesh(mesh).size()
         self.optimizer = build_optimizer(model, cfg.optimizer) if role == "policy" else None
         self.num_optimizer_steps = 0
+        self.num_skipped_in_a_row = 0
         self.version = 0
 
     @classmethod
     def build(cls, model_cfg: ModelConfig, train_cfg: TrainConfig, mesh: DeviceMesh, role: Role) -> TrainEngine:
         """Load, checkpoint, shard. Masters in train.master_dtype, compute in model.dtype.
 
-        Raises: ConfigError when the folder can't be loaded; ValueError when packed rows are not independent in it.
+        Raises: ConfigError when the folder can't be loaded, or when packed rows are not independent in the model.
         """
         lm = load_causal_lm(model_cfg.path, dtype=torch.float32 if role == "policy" else DTYPES[model_cfg.dtype])
         if role == "policy" and train_cfg.master_dtype != "float32":
             for p in lm.parameters():
                 p.data = p.data.to(DTYPES[train_cfg.master_dtype])
-        return cls.wrap(lm, train_cfg, mesh, role, DTYPES[model_cfg.dtype])
+        engine = cls.wrap(lm, train_cfg, mesh, role, DTYPES[model_cfg.dtype])
+        engine.require_independent_rows()
+        return engine
 
     @classmethod
     def wrap(
@@ -100,6 +106,24 @@ class TrainEngine:
         )
         return cls(model, mesh, cfg, compute_dtype, role)
 
+    def require_independent_rows(self) -> None:
+        """Score one row beside two different neighbours: its logprobs must be equal to the bit (P22; a collective).
+
+        Raises: ConfigError when the model lets packed rows see each other.
+        """
+        rows = []
+        for neighbour in (1, 2):
+            pair = [
+                _probe_row([(neighbour + i) % self.model.vocab_size for i in range(9)]),
+                _probe_row([3, 1, 2, 4, 1]),
+            ]
+            rows.append(self.forward([pack(pair, [0, 1], self.device)])[0][1])
+        if not np.array_equal(rows[0], rows[1]):
+            raise ConfigError(
+                f"{type(self.model.lm).__name__} lets rows of one pack see each other: one row's logprobs differ by "
+                f"{np.abs(rows[0] - rows[1]).max():.2g} nats beside two different rows. It can't be trained packed"
+            )
+
     # ---- scoring and training
 
     @torch.no_grad()
@@ -111,6 +135,7 @@ class TrainEngine:
             _collect_rows(logprobs, batch, out.logprobs)
             if out.entropy is not None:
                 _collect_rows(entropies, batch, out.entropy)
+        self.model.reshard()  # without a backward pass nobody else frees the root's whole parameters
         return logprobs, entropies
 
     def forward_backward(self, batches: Sequence[Batch], loss: LossFn, entropy: bool = True) -> ForwardBackward:
@@ -137,6 +162,12 @@ class TrainEngine:
             raise ValueError(f"a {self.role} engine has no optimizer")
         norm = clip_gradients(self.model, self.cfg.optimizer.clip)
         skipped = not np.isfinite(norm)
+        self.num_skipped_in_a_row = self.num_skipped_in_a_row + 1 if skipped else 0
+        if self.num_skipped_in_a_row > MAX_SKIPPED_IN_A_ROW:
+            raise MeshrlError(
+                f"the gradient norm was {norm} in {self.num_skipped_in_a_row} optimizer steps in a row, and none was "
+                "taken: the run can't learn any more. Look at loss/* of the last good step; a lower lr helps"
+            )
         if not skipped:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
@@ -223,6 +254,7 @@ class TrainEngine:
             for _ in self.wire_weights():
                 pass
         else:
+            state |= _persistent_buffers(self.model.lm)
             _save_pretrained(self.model.lm, state, Path(path), tokenizer_from)
         dist.barrier()
 
@@ -240,12 +272,39 @@ class TrainEngine:
         }
 
 
+def _probe_row(tokens: list[int]) -> Sample:
+    n = len(tokens)
+    return Sample(
+        trajectory_id="probe",
+        group_id=f"probe-{n}",
+        row=0,
+        prefix_len=0,
+        tokens=np.array(tokens, np.int32),
+        mask=np.arange(n) > 0,
+        turn=np.zeros(n, np.int16),
+        rollout_logprobs=np.zeros(n, np.float32),
+        versions=np.zeros(n, np.int32),
+        rewards=np.zeros(n, np.float32),
+    )
+
+
 def _collect_rows(into: RowArrays, batch: Batch, values: torch.Tensor) -> None:
     values = values.to("cpu", torch.float32).numpy()
     cu = batch.cu_seqlens.tolist()
     for s, (row, offset) in enumerate(zip(batch.rows, batch.offsets, strict=True)):
         if row >= 0:
             into[row] = np.concatenate([np.zeros(offset, np.float32), values[cu[s] : cu[s + 1]]])
+
+
+def _persistent_buffers(lm: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers that belong to a checkpoint (a router's correction bias, say), in their own dtype."""
+    kept = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in lm.named_modules()
+        for name, _ in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    }
+    return {name: b.detach().cpu() for name, b in lm.named_buffers() if name in kept}
 
 
 def _num_bytes(tensors: Sequence[torch.Tensor]) -> int:

@@ -37,13 +37,15 @@ def _pieces(samples: Sequence[Sample], rows: Sequence[int], share_prefix: bool) 
     for members in groups.values():
         first = samples[members[0]]
         n = min(samples[i].prefix_len for i in members)
-        shared = share_prefix and len(members) > 1 and n > 0 and all(_shares(samples[i], first, n) for i in members)
-        if shared:
+        sharing = [i for i in members if n > 0 and share_prefix and _shares(samples[i], first, n)]
+        if len(sharing) < 2:
+            sharing = []
+        else:
             out.append(_Piece(first, 0, n, -1))
         parent = len(out) - 1
         for i in members:
             s = samples[i]
-            out.append(_Piece(s, n, len(s), rows[i], parent) if shared else _Piece(s, 0, len(s), rows[i]))
+            out.append(_Piece(s, n, len(s), rows[i], parent) if i in sharing else _Piece(s, 0, len(s), rows[i]))
     return out
 
 

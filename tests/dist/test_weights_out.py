@@ -115,3 +115,18 @@ def test_from_pretrained_of_an_exported_folder_gives_the_same_logits(pool, tmp_p
     written = {p.name: p for p in (tmp_path / "out").iterdir()}
     assert {name: written[name].read_text() for name in TOKENIZER} == TOKENIZER
     assert {"config.json", "generation_config.json", "model.safetensors"} < written.keys()
+
+
+def _export_with_buffer(rank: int, world: int, folder: str) -> None:
+    lm = tiny_qwen2()
+    lm.model.register_buffer("correction_bias", torch.arange(3.0))
+    engine_over(lm, world).export(folder)
+
+
+def test_persistent_buffers_are_exported_with_the_parameters(pool, tmp_path):
+    """P28: a router's correction bias is no parameter, and the exported model is another one without it."""
+    from safetensors import safe_open
+
+    pool.run(_export_with_buffer, 2, str(tmp_path))
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert file.get_tensor("model.correction_bias").tolist() == [0.0, 1.0, 2.0]

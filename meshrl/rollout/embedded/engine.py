@@ -217,7 +217,6 @@ class EmbeddedEngine:
         """Drop all keys and values; who was running waits at the head of the queue with its tokens."""
         self._scheduler.requeue_all()
         self._runner.flush()
-        self._sampling = None
 
     # ---- generation, with one
 

@@ -99,3 +99,24 @@ def test_tied_names_map_each_alias_to_the_name_that_is_sent():
     """P11"""
     assert tied_names(tiny_qwen2(tie=True)) == {"lm_head.weight": "model.embed_tokens.weight"}
     assert tied_names(tiny_qwen2(tie=False)) == {}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_folder_of_each_family_passes_the_self_test_at_loading(family, tmp_path):
+    tiny_lm(family).save_pretrained(tmp_path)
+    assert type(load_causal_lm(tmp_path)) is type(tiny_lm(family))
+
+
+def test_what_we_would_compute_differently_is_refused_at_loading(tmp_path):
+    """P22: dynamic rope looks at the longest row of a pack; a head we do not know would fool sampler and trainer."""
+    tiny_qwen2(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="rope_type dynamic"):
+        load_causal_lm(tmp_path)
+
+
+def test_dropout_is_off_wherever_a_model_keeps_it(tmp_path):
+    lm = tiny_lm("qwen2")
+    lm.config.attention_dropout = 0.5
+    lm.save_pretrained(tmp_path)
+    loaded = load_causal_lm(tmp_path).train()
+    assert {layer.self_attn.attention_dropout for layer in loaded.model.layers} == {0.0}

@@ -184,6 +184,20 @@ def test_requests_of_one_tick_are_admitted_together(old):
     asyncio.run(main())
 
 
+def test_who_asks_while_the_engine_wakes_up_joins_the_first_step(old):
+    async def main():
+        engine = tiny_engine(old)
+        tasks = [asyncio.create_task(engine.generate(ask("first", CONTEXT)))]
+        await asyncio.sleep(0)
+        tasks.append(asyncio.create_task(engine.generate(ask("second", CONTEXT))))
+        while not engine.stats().decode_tokens:
+            await asyncio.sleep(0)
+        assert engine.stats().decode_tokens == 2
+        await asyncio.gather(*tasks)
+
+    asyncio.run(main())
+
+
 def test_no_generation_without_a_version(old):
     """P15: an engine that nobody has given weights refuses, and so does one that is behind."""
 
