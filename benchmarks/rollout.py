@@ -247,7 +247,7 @@ def prompts(asks: Sequence[Ask]) -> int:
 def cells(args: Any) -> list[tuple[str, str, int]]:
     """(size, dtype, requests) of this run."""
     if args.smoke:
-        return [("smoke", "float32", 16), ("smoke", "bfloat16", 16)]
+        return [("smoke", "float32", 16)]
     if args.quick:
         return [("0.9M", dtype, 64) for dtype in args.dtypes]
     sizes = ["given"] if args.model else args.sizes

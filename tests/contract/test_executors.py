@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -47,10 +48,11 @@ def threads() -> Any:
 def run(config: Path) -> Run:
     """The folder of a layout's run, made once."""
     made: dict[str, Path] = {}
+    numbers = itertools.count()  # a run that failed leaves its folder, and the next test tries again
 
     def get(layout: str) -> Path:
         if layout not in made:
-            made[layout] = train(config, layout.replace(" ", "_"), *LAYOUTS[layout])
+            made[layout] = train(config, f"run_{next(numbers)}", *LAYOUTS[layout])
         return made[layout]
 
     return get
