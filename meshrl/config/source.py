@@ -131,7 +131,8 @@ class Reader:
             return {key.value: self._plain(entry, origin, depth + 1) for key, entry in self._entries(node, name, "")}
         if node.tag != YAML_TEXT:
             raise ConfigError(f"{origin}: the YAML tag {node.tag!r} is not used here; write the plain value")
-        return scalar(node.value) if node.style is None else node.value
+        quoted = isinstance(node, yaml.ScalarNode) and node.style is not None
+        return node.value if quoted else scalar(node.value)
 
     def _entries(self, node: yaml.MappingNode, name: str, path: str) -> Iterator[tuple[yaml.ScalarNode, yaml.Node]]:
         first: dict[str, int] = {}
