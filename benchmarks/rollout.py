@@ -152,7 +152,7 @@ class Gemm:
         self.layers = [m for m in lm.modules() if isinstance(m, torch.nn.Linear)]  # the head is one of them
         self.inputs = {m.in_features: torch.randn(rows, m.in_features, dtype=m.weight.dtype) for m in self.layers}
         self.flop_per_token = sum(2 * m.weight.numel() for m in self.layers)
-        self.steps = max(2, math.ceil(GEMM_FLOP / (self.flop_per_token * rows)))
+        self.steps = min(200, max(2, math.ceil(GEMM_FLOP / (self.flop_per_token * rows))))
         self.tokens = self.steps * rows
 
     @torch.inference_mode()
