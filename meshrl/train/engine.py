@@ -176,6 +176,10 @@ class TrainEngine:
         self.optimizer.zero_grad(set_to_none=True)
         return StepReport(grad_norm=norm, skipped=skipped, lr=lr, num_optimizer_steps=self.num_optimizer_steps)
 
+    def drop_gradients(self) -> None:
+        """Forget gradients of an update that will not be applied."""
+        self.model.zero_grad(set_to_none=True)
+
     def _outputs(self, batch: Batch, entropy: bool) -> Outputs:
         """Model outputs scattered to [T]; 0 outside the mask."""
         scored = batch.mask.nonzero()[:, 0]
