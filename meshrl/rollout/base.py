@@ -51,7 +51,8 @@ class RolloutEngine(WeightReceiver, Protocol):
     """token ids -> token ids + logprobs. Weights arrive through the WeightReceiver half of the protocol.
 
     States of weights: none (version -1) -> begin .. commit -> version v. generate() with min_version above the
-    version raises StaleWeightsError.
+    version raises StaleWeightsError; while a sync is open, the version is the one that is arriving, and requests wait
+    for it.
     """
 
     capabilities: Capabilities

@@ -32,8 +32,8 @@ class DecodeAttention:
     """One new token for each of the N leading rows of a store: its key and value are written, then it attends to all
     places of its row. lengths int[N]: places of each row, the new token's included.
 
-    Batched matrix products over whole tiles, softmax in fp32: on CPUs two to four times as fast as SDPA, which is
-    made for many queries a row.
+    Batched matrix products over whole tiles, softmax in fp32: on CPUs 1.4 (float32) to 6 times (bfloat16, a key head
+    for each query head) as fast as SDPA over the same tiles, which is made for many queries a row.
     """
 
     def __init__(self, store: KVStore, lengths: np.ndarray, device: torch.device):
