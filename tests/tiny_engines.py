@@ -11,6 +11,7 @@ import torch
 
 from meshrl.core.types import Request, SamplingParams, Turn
 from meshrl.model.causal import CausalModel
+from meshrl.model.lean import lean_decoder
 from meshrl.model.load import tied_names
 from meshrl.rollout.embedded.engine import EmbeddedEngine
 from meshrl.sync.digest import digest
@@ -23,7 +24,7 @@ def tiny_engine(lm: torch.nn.Module, trusted: bool = True, **changes: Any) -> Em
     """An engine over a copy of the model; its weights count as version 0 unless trusted is False."""
     facts: dict[str, Any] = dict(stop_token_ids=(), max_running=8, max_context_tokens=256, engine_id="tiny")
     model = CausalModel(copy.deepcopy(lm).eval().requires_grad_(False))
-    engine = EmbeddedEngine(model, device=torch.device("cpu"), **{**facts, **changes})
+    engine = EmbeddedEngine(model, device=torch.device("cpu"), lean=lean_decoder(model), **{**facts, **changes})
     if trusted:
         engine.trust_loaded_weights()
     return engine

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from meshrl.model.attention import How, PackedAttention, visible
-from meshrl.rollout.embedded.kv_cache import STARTS, KVStore, Write, plan_writes, rows_of_tiles
+from meshrl.rollout.embedded.kv_cache import STARTS, KVStore, Tiles, Write, plan_writes, rows_of_tiles
 
 
 class PrefillAttention(PackedAttention):
@@ -50,17 +51,28 @@ class DecodeAttention:
         num_rows, heads, size = q.shape
         kv_heads = k.shape[1]
         q = q.reshape(num_rows * kv_heads, -1, size)  # the H / K query heads of a key head share one product
-        scores = self._bias(how.window, q.dtype).expand(-1, heads, -1).clone(memory_format=torch.contiguous_format)
         tiles = self.store.layers[layer]
-        for (keys, _), (rows, columns) in zip(tiles, self.tiles, strict=False):
-            products = torch.bmm(q[: rows * kv_heads], keys[:rows].flatten(0, 1).transpose(1, 2))
-            _add(scores[:rows, :, columns], products.view(rows, heads, -1), how)
-        probs = torch.softmax(scores, dim=-1)
+        scores = self._scores(q, tiles, kv_heads).view(num_rows, heads, -1)
+        if how.softcap is not None:
+            scores = torch.tanh(scores.float() * (how.scale / how.softcap))
+        bias = self._bias(how.window, q.dtype)
+        scores = torch.add(bias, scores, alpha=how.scale if how.softcap is None else how.softcap)
+        probs = torch.softmax(scores, dim=-1).to(v.dtype).view(num_rows * kv_heads, heads // kv_heads, -1)
         out = probs.new_zeros(num_rows * kv_heads, heads // kv_heads, v.shape[2])
-        probs = probs.to(v.dtype).view(num_rows * kv_heads, heads // kv_heads, -1)
         for (_, values), (rows, columns) in zip(tiles, self.tiles, strict=False):
-            out[: rows * kv_heads].add_(torch.bmm(probs[: rows * kv_heads, :, columns], values[:rows].flatten(0, 1)))
-        return out.to(v.dtype).view(num_rows, heads, -1)
+            part = slice(rows * kv_heads)
+            out[part].baddbmm_(probs[part, :, columns], values[:rows].flatten(0, 1))
+        return out.view(num_rows, heads, -1)
+
+    def _scores(self, q: torch.Tensor, tiles: Tiles, kv_heads: int) -> torch.Tensor:
+        """q.k of every row with every place of the tiles [N * K, H / K, C]; any number where a tile lacks the row."""
+        products = [
+            torch.bmm(q[: rows * kv_heads], keys[:rows].flatten(0, 1).transpose(1, 2))
+            for (keys, _), (rows, _) in zip(tiles, self.tiles, strict=False)
+        ]
+        if any(len(p) < len(q) for p in products):
+            products = [F.pad(p, (0, 0, 0, 0, 0, len(q) - len(p))) for p in products]
+        return products[0] if len(products) == 1 else torch.cat(products, dim=-1)
 
     def _bias(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
         """[N, 1, C]: 0 where the new token may look, -inf elsewhere; made once a step for each window."""
@@ -86,11 +98,3 @@ class StepAttention:
                 self.decode.attend(layer, q[n:], k[n:], v[n:], how),
             ]
         )
-
-
-def _add(scores: torch.Tensor, products: torch.Tensor, how: How) -> None:
-    """Scale (and softcap) q.k products and add them to the bias that `scores` holds, in fp32."""
-    if how.softcap is None:
-        scores.add_(products, alpha=how.scale)
-    else:
-        scores.add_(torch.tanh(products.to(scores.dtype) * (how.scale / how.softcap)), alpha=how.softcap)

@@ -23,7 +23,8 @@ from meshrl.core.device import empty_cache
 from meshrl.core.errors import CapabilityError, ConfigError, MeshrlError, RequestError, StaleWeightsError
 from meshrl.core.types import Media, Request, StopReason, Turn
 from meshrl.model.causal import CausalModel
-from meshrl.model.load import DTYPES, load_causal_lm
+from meshrl.model.lean import LeanDecoder, lean_decoder
+from meshrl.model.load import DTYPES, cast_parameters, load_causal_lm
 from meshrl.rollout.base import Capabilities, EngineStats, PauseMode
 from meshrl.rollout.embedded.requests import accept
 from meshrl.rollout.embedded.runner import Runner
@@ -48,7 +49,9 @@ def build_embedded_engine(
 
     Raises: ConfigError when rollout.max_context_tokens is more than the model has positions.
     """
-    lm = load_causal_lm(model_cfg.path, dtype=DTYPES[model_cfg.dtype]).to(device).eval().requires_grad_(False)
+    model = CausalModel(load_causal_lm(model_cfg.path).eval().requires_grad_(False))
+    lean = lean_decoder(model)
+    lm = cast_parameters(model.lm, DTYPES[model_cfg.dtype]).to(device)
     positions = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
     max_context_tokens = rollout_cfg.max_context_tokens or positions
     if max_context_tokens is None or (positions is not None and max_context_tokens > positions):
@@ -57,7 +60,8 @@ def build_embedded_engine(
             f"max_position_embeddings {positions}. Give a number up to that (null takes the model's own)"
         )
     return EmbeddedEngine(
-        CausalModel(lm),
+        model,
+        lean=lean,
         stop_token_ids=stop_token_ids,
         max_running=rollout_cfg.max_running_requests,
         max_context_tokens=max_context_tokens,
@@ -83,9 +87,12 @@ class EmbeddedEngine:
         max_context_tokens: int,
         engine_id: str,
         device: torch.device,
+        lean: LeanDecoder | None = None,
         prefill_tokens_per_step: int = PREFILL_TOKENS,
     ):
         dtype = next(model.parameters()).dtype
+        if lean is not None:
+            lean.fuse()
         self.capabilities = Capabilities(
             release=True, in_flight=True, resident_digest=True, score=True, exact=dtype == torch.float32
         )
@@ -93,7 +100,7 @@ class EmbeddedEngine:
         self._stop_token_ids, self._vocab_size, self._device = stop_token_ids, model.vocab_size, device
         self._weights = EngineWeights(model.lm, engine_id)
         self._scheduler = Scheduler(max_running, prefill_tokens_per_step)
-        self._runner = Runner(model, device)
+        self._runner = Runner(model, device, lean)
         self._sampling: RowSampling | None = None  # of the rows as they stand
         self._totals = EngineStats()
         self._ids: set[str] = set()

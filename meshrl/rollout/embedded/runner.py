@@ -10,7 +10,8 @@ import torch
 
 from meshrl.model.attention import AttentionContext, PackedAttention
 from meshrl.model.causal import CausalModel
-from meshrl.model.logprob import token_logprobs
+from meshrl.model.lean import LeanDecoder
+from meshrl.model.logprob import Head, token_logprobs
 from meshrl.rollout.embedded.cached_attention import DecodeAttention, PrefillAttention, StepAttention
 from meshrl.rollout.embedded.kv_cache import KVStore, plan_writes
 from meshrl.rollout.embedded.scheduler import Admission, Fill, Move, Sequence
@@ -19,8 +20,10 @@ from meshrl.rollout.embedded.scheduler import Admission, Fill, Move, Sequence
 class Runner:
     """Owns the cache: `running` has a row for each running sequence, `prompts` one for each prompt of a group."""
 
-    def __init__(self, model: CausalModel, device: torch.device):
+    def __init__(self, model: CausalModel, device: torch.device, lean: LeanDecoder | None):
         self.model, self.device = model, device
+        self._hidden = model.hidden if lean is None else lean.hidden
+        self._head: Head | None = None
         self.running, self.prompts = KVStore(), KVStore()
 
     @torch.inference_mode()
@@ -31,7 +34,9 @@ class Runner:
         hidden = self._compute(rows, admission.fills)
         for sequence in rows:
             sequence.cached += 1
-        return self.model.head().logits(self._last_states(hidden, len(rows), admission))
+        if self._head is None:
+            self._head = self.model.head().ready()
+        return self._head.logits(self._last_states(hidden, len(rows), admission))
 
     def _compute(self, rows: list[Sequence], fills: list[Fill]) -> torch.Tensor:
         """Final hidden states [T, D] of all contexts end to end, then of one token a row."""
@@ -40,7 +45,7 @@ class Runner:
             return weight.new_empty(0, weight.shape[1])
         tokens = [fill.ids for fill in fills] + [np.array([s.tokens[-1] for s in rows], np.int64)]
         places = [np.arange(len(fill.ids)) for fill in fills] + [np.array([s.cached for s in rows], np.int64)]
-        return self.model.hidden(
+        return self._hidden(
             torch.from_numpy(np.concatenate(tokens)).to(self.device),
             torch.from_numpy(np.concatenate(places)).to(self.device),
             self._context(rows, fills),
@@ -95,7 +100,7 @@ class Runner:
         """Logprobs of ids[1:] given what stands before each, at temperature 1, without any cache; float32[T]."""
         tokens = torch.from_numpy(np.asarray(ids, np.int64)).to(self.device)
         places = torch.arange(len(ids), device=self.device)
-        hidden = self.model.hidden(tokens, places, PackedAttention([0, len(ids)], self.device))
+        hidden = self._hidden(tokens, places, PackedAttention([0, len(ids)], self.device))
         ones = torch.ones(len(ids) - 1, device=self.device)
         logprobs, _ = token_logprobs(hidden[:-1], self.model.head(), tokens[1:], ones)
         return np.concatenate([np.zeros(1, np.float32), logprobs.float().cpu().numpy()])
@@ -105,6 +110,7 @@ class Runner:
         return self.running.num_bytes + self.prompts.num_bytes
 
     def flush(self) -> None:
-        """Drop every key and value: they belong to weights (P17)."""
+        """Drop every key and value, and what was made of the head: they belong to weights (P17)."""
+        self._head = None
         self.running.clear()
         self.prompts.clear()

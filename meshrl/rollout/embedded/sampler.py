@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from meshrl.core.types import Request, SamplingParams
 
-BLOCK = 128  # tokens whose probabilities are summed before the fp64 cumulative sum: it reads [N, V] once, in fp32
+BLOCK = 128  # tokens whose weights are summed before the fp64 cumulative sum: it reads [N, V] once, in fp32
 
 History = Callable[[int], np.ndarray]
 """row -> every token that its sequence holds so far; asked for only by rows with a repetition penalty."""
@@ -73,15 +73,18 @@ def draw(logits: torch.Tensor, rows: RowSampling, positions: np.ndarray, history
     or penalty: what a trainer that knows no filters computes. A token of probability 0 is never drawn.
     """
     z = logits if rows.unit_temperature else logits.div_(rows.temperature)
-    lse = torch.logsumexp(z, dim=-1, keepdim=True)
+    top = z.amax(-1, keepdim=True)
+    weights = torch.exp(z - top)
+    ends = block_ends(weights)
+    lse = top + torch.log(ends[:, -1:]).to(z.dtype)
     if rows.all_greedy:
         tokens = z.argmax(-1)
     else:
-        probs = torch.exp(z - lse)
         for row, params in rows.filtered:
-            probs[row] = _filtered(z[row] * rows.temperature[row], params, history, row)
+            weights[row] = _filtered(z[row] * rows.temperature[row], params, history, row)
+            ends[row] = block_ends(weights[row][None])[0]
         u = torch.from_numpy(uniforms(rows.seeds, positions)).to(z.device)
-        tokens = inverse_cdf(probs, u)
+        tokens = inverse_cdf(weights, ends, u)
         if rows.greedy is not None:
             tokens = torch.where(rows.greedy, z.argmax(-1), tokens)
     logprobs = (z.gather(1, tokens[:, None]) - lse)[:, 0].clamp_(max=0)
@@ -89,20 +92,29 @@ def draw(logits: torch.Tensor, rows: RowSampling, positions: np.ndarray, history
     return Drawn(tokens, logprobs.float(), extras)
 
 
-def inverse_cdf(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-    """The token at which the cumulative sum of probs [N, V] exceeds u * total; u float64[N] in [0, 1) -> int64[N].
+def _blocks(weights: torch.Tensor) -> torch.Tensor:
+    """[N, V] -> [N, blocks, B], filled up with zeros."""
+    missing = -weights.shape[1] % BLOCK
+    return (F.pad(weights, (0, missing)) if missing else weights).view(len(weights), -1, BLOCK)
 
-    Block sums first, then the one block that holds the answer. Both searches look for the first sum ABOVE the target,
-    and targets stay below the last sum, so a token of probability 0 can't be the answer, whatever the rounding. Rows
-    of NaN give some valid id, and a NaN logprob for the caller to see.
+
+def block_ends(weights: torch.Tensor) -> torch.Tensor:
+    """The cumulative sum of weights [N, V] at the end of each block of B: float64[N, blocks]."""
+    return _blocks(weights).sum(-1).double().cumsum(-1)
+
+
+def inverse_cdf(weights: torch.Tensor, ends: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """The token at which the cumulative sum of weights [N, V] exceeds u * total; u float64[N] in [0, 1) -> int64[N].
+
+    Block sums (ends, of `block_ends`) first, then the one block that holds the answer. Both searches look for the
+    first sum ABOVE the target, and targets stay below the last sum, so a token of weight 0 can't be the answer,
+    whatever the rounding. Rows of NaN give some valid id, and a NaN logprob for the caller to see.
     """
-    num_rows, vocab = probs.shape
-    blocks = F.pad(probs, (0, -vocab % BLOCK)).view(num_rows, -1, BLOCK)
-    ends = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+    num_rows, vocab = weights.shape
     target = _below(u * ends[:, -1], ends[:, -1])
-    block = torch.searchsorted(ends, target[:, None], right=True).clamp_(max=blocks.shape[1] - 1)
-    before = torch.where(block > 0, ends.gather(1, (block - 1).clamp(min=0)), 0.0)[:, 0]
-    inside = blocks[torch.arange(num_rows, device=probs.device), block[:, 0]].double().cumsum(-1)
+    block = torch.searchsorted(ends, target[:, None], right=True).clamp_(max=ends.shape[1] - 1)
+    before = torch.where(block > 0, ends.gather(1, (block - 1).clamp_(min=0)), 0.0)[:, 0]
+    inside = _blocks(weights)[torch.arange(num_rows, device=u.device), block[:, 0]].double().cumsum(-1)
     target = _below((target - before).clamp_(min=0), inside[:, -1])
     place = torch.searchsorted(inside, target[:, None], right=True).clamp_(max=BLOCK - 1)
     return (block * BLOCK + place)[:, 0].clamp_(max=vocab - 1)

@@ -83,12 +83,13 @@ class EngineWeights:
 
     def restore(self) -> int:
         """Take the memory back; returns bytes taken. Its content is garbage until the next full sync."""
-        taken = 0
-        for p in self.lm.parameters():
-            if p.untyped_storage().nbytes() == 0:
-                p.untyped_storage().resize_((p.storage_offset() + p.numel()) * p.element_size())
-                taken += p.untyped_storage().nbytes()
-        return taken
+        before = after = 0
+        for p in self.lm.parameters():  # several may be views of one storage
+            needed, storage = (p.storage_offset() + p.numel()) * p.element_size(), p.untyped_storage()
+            if storage.nbytes() < needed:
+                before, after = before + storage.nbytes(), after + needed
+                storage.resize_(needed)
+        return after - before
 
     def _read_back(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every name of every parameter that the modules compute with."""

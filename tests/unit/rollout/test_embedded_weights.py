@@ -8,7 +8,10 @@ import torch
 from tiny_engines import ask, layout_of, run, sync, tiny_engine
 from tiny_models import tiny_lm
 
+from meshrl.config.model import ModelConfig
+from meshrl.config.rollout import RolloutConfig
 from meshrl.core.errors import CapabilityError, MeshrlError, RequestError, StaleWeightsError, SyncError
+from meshrl.rollout.embedded.engine import build_embedded_engine
 from meshrl.sync.digest import digest
 from meshrl.sync.manifest import make_layout
 from meshrl.sync.receive import describe
@@ -51,6 +54,27 @@ def test_after_a_sync_the_engine_is_a_cold_engine_of_the_new_weights(old, new):
             np.testing.assert_allclose(turn.logprobs, cold[str(g)].logprobs, atol=1e-6)
         ids = np.array(CONTEXT)
         np.testing.assert_array_equal(await engine.score(ids), await tiny_engine(new).score(ids))
+
+    asyncio.run(main())
+
+
+def test_nothing_made_of_the_old_weights_survives_a_sync_in_bf16(tmp_path, old, new):
+    """P11, P17: the widened copy of the head and the joined products are those of the new weights."""
+    engines = {}
+    for name, lm in (("old", old), ("new", new)):
+        lm.save_pretrained(tmp_path / name)
+        cfg = ModelConfig(path=str(tmp_path / name), dtype="bfloat16")
+        engines[name] = build_embedded_engine(cfg, RolloutConfig(), torch.device("cpu"), name, ())
+        engines[name].trust_loaded_weights()
+
+    async def main():
+        engine, rounded = engines["old"], engines["new"]._weights.lm
+        await engine.reconcile(layout_of(rounded))
+        await engine.generate(ask("before", CONTEXT))
+        await sync(rounded, engine, 1)
+        after, cold = await engine.generate(ask("0", CONTEXT)), run(engines["new"], [ask("0", CONTEXT)])["0"]
+        assert after.output_ids.tolist() == cold.output_ids.tolist()
+        np.testing.assert_array_equal(after.logprobs, cold.logprobs)
 
     asyncio.run(main())
 

@@ -96,9 +96,9 @@ def test_a_hole_is_filled_from_the_end_and_nothing_else_moves():
 
 
 def test_tile_widths_grow_so_that_long_contexts_have_few_tiles():
-    assert STARTS[:9].tolist() == [0, 64, 128, 192, 256, 320, 384, 448, 512]
+    assert STARTS[:9].tolist() == [0, 128, 256, 384, 512, 640, 768, 896, 1024]
     assert np.searchsorted(STARTS, 32768) <= 32
-    assert (np.diff(STARTS) <= np.maximum(64, STARTS[:-1] // 4)).all()
+    assert (np.diff(STARTS) <= np.maximum(128, STARTS[:-1] // 4)).all()
 
 
 def test_copied_rows_are_the_rows_of_the_other_store():

@@ -1,0 +1,77 @@
+"""The sampler's lean forward: equal to Transformers' modules where it is used, and not used where it would differ."""
+
+import copy
+
+import pytest
+import torch
+from tiny_models import FAMILIES, tiny_lm
+
+from meshrl.model.attention import PackedAttention
+from meshrl.model.causal import CausalModel
+from meshrl.model.lean import lean_decoder
+
+LEAN = {"qwen2", "llama", "qwen3", "mistral"}
+
+
+def model_of(lm):
+    return CausalModel(copy.deepcopy(lm).eval().requires_grad_(False))
+
+
+def tokens_of(model, lengths=(40, 7, 1)):
+    rows = [torch.randint(1, model.vocab_size, (n,), generator=torch.Generator().manual_seed(n)) for n in lengths]
+    cu = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    return torch.cat(rows), torch.cat([torch.arange(n) for n in lengths]), PackedAttention(cu, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_equal_where_it_fits_and_absent_where_it_does_not(family):
+    model = model_of(tiny_lm(family))
+    lean = lean_decoder(model)
+    assert (lean is not None) == (family in LEAN)
+    if lean is not None:
+        args = tokens_of(model)
+        expected = model.hidden(*args)
+        torch.testing.assert_close(lean.hidden(*args), expected, rtol=1e-5, atol=2e-5)
+        lean.fuse()
+        torch.testing.assert_close(lean.hidden(*args), expected, rtol=1e-5, atol=2e-5)
+        torch.testing.assert_close(model.hidden(*args), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("part", ["norm", "rotation", "residual", "activation"])
+def test_modules_with_the_right_names_but_other_arithmetic_are_left_alone(part, monkeypatch):
+    """The names of the parts say nothing about what they compute: the probe does."""
+    from transformers.models.qwen2 import modeling_qwen2 as qwen2
+
+    if part == "norm":  # Gemma's weight is an offset from 1
+        plain = qwen2.Qwen2RMSNorm.forward
+        monkeypatch.setattr(qwen2.Qwen2RMSNorm, "forward", lambda self, x: plain(self, x) * (1 + 1 / self.weight))
+    if part == "rotation":  # Cohere's pairs are neighbours
+        monkeypatch.setattr(
+            qwen2, "rotate_half", lambda x: torch.stack([-x[..., 1::2], x[..., ::2]], dim=-1).flatten(-2)
+        )
+    if part == "residual":  # Granite scales what a block adds
+        block = qwen2.Qwen2DecoderLayer.forward
+        monkeypatch.setattr(
+            qwen2.Qwen2DecoderLayer, "forward", lambda self, x, *a, **k: x + 0.5 * (block(self, x, *a, **k) - x)
+        )
+    lm = tiny_lm("qwen2", hidden_act="gelu" if part == "activation" else "silu")
+    assert lean_decoder(model_of(lm)) is None
+
+
+@torch.inference_mode()
+def test_fused_parameters_stay_the_models_own():
+    """P11: names, ties and in-place loading as before; what is loaded is what both forwards compute with."""
+    model, other = (
+        model_of(tiny_lm("qwen3", tie_word_embeddings=True)),
+        tiny_lm("qwen3", tie_word_embeddings=True, seed=1),
+    )
+    lean, names = lean_decoder(model), [name for name, _ in model.named_parameters()]
+    lean.fuse()
+    assert [name for name, _ in model.named_parameters()] == names
+    for p, q in zip(model.lm.parameters(), other.parameters(), strict=True):
+        p.copy_(q)
+    args = tokens_of(model)
+    torch.testing.assert_close(lean.hidden(*args), model.hidden(*args), rtol=1e-5, atol=2e-5)
+    expected = CausalModel(other.eval()).hidden(*args)
+    torch.testing.assert_close(lean.hidden(*args), expected, rtol=1e-5, atol=2e-5)
