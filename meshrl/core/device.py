@@ -74,6 +74,13 @@ def empty_cache(device: torch.device) -> None:
         torch.accelerator.empty_cache()
 
 
+def has_varlen_kernels(device: torch.device) -> bool:
+    """Whether torch.nn.attention.varlen has kernels for this device: NVIDIA GPUs from Ampere on."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def set_threads(num_ranks_on_machine: int) -> int:
     """Share the machine's cores evenly among its ranks and return the threads of this one (at least 1)."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)

@@ -85,34 +85,31 @@ class _ChunkedLogprob(torch.autograd.Function):
                 logq = z.sub_(lse[:, None])  # lse - sum(p z) would cancel: its error grows with the logits
                 ent[part] = (logq.exp() * logq).sum(-1).neg_().clamp_(min=0)
         ctx.save_for_backward(hidden, weight, bias, targets, temperature)
-        ctx.facts = (scale, softcap, chunk, want_entropy)
+        ctx.set_materialize_grads(False)  # an entropy that is only watched costs no backward
+        ctx.facts = (scale, softcap, chunk)
         return logp, ent
 
     @staticmethod
     def backward(ctx, grad_logp, grad_ent):  # type: ignore[override]
         hidden, weight, bias, targets, temperature = ctx.saved_tensors
-        scale, softcap, chunk, want_entropy = ctx.facts
+        scale, softcap, chunk = ctx.facts
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
         grad_bias = None if bias is None else torch.zeros(bias.shape, dtype=dtype, device=bias.device)
         for a in range(0, hidden.shape[0], chunk):
             part = slice(a, a + chunk)
-            x = hidden[part]
-            raw = Head(weight, bias, scale).logits(x)
-            capped = raw if softcap is None else torch.tanh(raw / softcap) * softcap
-            t = temperature[part, None].to(dtype)
-            logq = torch.log_softmax(capped / t, dim=-1)
-            p = logq.exp()
-            dz = p * -grad_logp[part, None]
-            dz.scatter_add_(1, targets[part, None], grad_logp[part, None].to(dz.dtype))
-            if want_entropy:
-                # dH/dz_j = -p_j (log p_j + H)
-                h = -(p * logq).sum(-1, keepdim=True)
-                dz -= grad_ent[part, None] * p * (logq + h)
-            dz /= t
-            if softcap is not None:
-                dz *= 1 - (capped / softcap) ** 2
+            x, t = hidden[part], temperature[part, None].to(dtype)
+            z = Head(weight, bias, scale, softcap).logits(x)
+            slope = None if softcap is None else 1 - (z / softcap) ** 2
+            p = torch.softmax(z.div_(t), dim=-1)
+            dz = torch.zeros_like(p) if grad_ent is None else _entropy_slope(z, p) * grad_ent[part, None]
+            if grad_logp is not None:
+                g = grad_logp[part, None].to(dtype)
+                dz.addcmul_(p, g, value=-1).scatter_add_(1, targets[part, None], g)
+            dz.div_(t)
+            if slope is not None:
+                dz *= slope
             if scale != 1.0:
                 dz *= scale
             dz_low = dz.to(weight.dtype)
@@ -122,3 +119,10 @@ class _ChunkedLogprob(torch.autograd.Function):
                 grad_bias += dz.sum(0)
         grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
         return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None, None, None, None, None
+
+
+def _entropy_slope(z: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """dH/dz_j = -p_j (log p_j + H), of p = softmax(z) [C, V]."""
+    logq = torch.log_softmax(z, dim=-1)
+    entropy = -(p * logq).sum(-1, keepdim=True)
+    return -p * (logq + entropy)

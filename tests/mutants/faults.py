@@ -156,8 +156,8 @@ FAULTS = [
     Fault(
         "an answer does not see its shared prompt",
         "meshrl/model/attention.py",
-        "cu_seqlens[-1]\n        lengths = ",
-        "cu_seqlens[-1]\n        parents = None\n        lengths = ",
+        "self._segments = (cu_seqlens, parents, device)",
+        "self._segments = (cu_seqlens, None, device)",
         (_PACKED + "test_answers_after_a_shared_prompt_equal_plain_transformers_one_row_at_a_time[qwen2]",),
     ),
     Fault(

@@ -1,0 +1,175 @@
+"""GRPO steps of a model of 0.5B's shape on one GPU, colocated, and how fast weights get from trainer to sampler.
+
+    python benchmarks/gpu_step.py
+
+What a run does, through the same groups (executor inline): sample groups of 8, reward, flatten, advantages, one update
+with the sampler's proof before it, sync with its digests. Random weights; the reward is a share of the answer's
+tokens; each answer gets its number of tokens in advance, by GSM8K's lengths. The first step warms up.
+
+sync_gb_per_s: bytes of the weights in bf16 over seconds of a whole sync, every proof included. peak_gib_PHASE: most of
+the device's memory in that phase.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from gpu_workload import gpu_parser, model_folder, peak_bytes, start
+from measure import Report, median
+from workload import VOCAB, gsm8k_groups
+
+from meshrl.agent.flatten import flatten
+from meshrl.algo.advantages import assign_advantages
+from meshrl.algo.losses import make_policy_loss
+from meshrl.algo.reduce import assign_loss_weights
+from meshrl.cluster.groups import RolloutGroup, TrainGroup, sync_weights
+from meshrl.cluster.launch import launched
+from meshrl.config.algo import AlgoConfig
+from meshrl.config.model import ModelConfig
+from meshrl.config.rollout import RolloutConfig
+from meshrl.config.task import ClusterConfig
+from meshrl.config.train import TrainConfig
+from meshrl.core.device import reset_peak_memory, synchronize
+from meshrl.core.types import Prompt, Request, SamplingParams, Trajectory, Turn, turn_seed
+from meshrl.loops.proof import SamplerProof
+from meshrl.monitor.metrics import divide, merge
+from meshrl.monitor.spans import Spans
+from meshrl.sync.manifest import Layout
+
+SYNCS = 5
+PHASES = ("rollout", "train", "sync")
+
+
+class Steps:
+    """One GRPO step after the other, spelled out, with the seconds and the peak memory of each phase."""
+
+    def __init__(self, trainer: TrainGroup, rollouts: RolloutGroup, layout: Layout, device: torch.device, args: Any):
+        self.trainer, self.rollouts, self.layout, self.device = trainer, rollouts, layout, device
+        self.num_groups, self.scale = (2, 0.1) if args.smoke else (args.prompts, 1.0)
+        self.algo, self.proof, self.spans = AlgoConfig(), SamplerProof(), Spans()
+        self.peaks: dict[str, int] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        reset_peak_memory(self.device)
+        with self.spans(name):
+            yield
+            synchronize(self.device)
+        self.peaks[name] = peak_bytes(self.device)
+
+    async def sync(self) -> None:
+        with self.phase("sync"):
+            await sync_weights(self.trainer, self.rollouts, self.layout)
+
+    async def step(self, ordinal: int) -> dict[str, float]:
+        """Sample, train, sync; what it took and what it counted."""
+        with self.phase("rollout"):
+            trajectories = await asyncio.gather(*self.attempts(ordinal))
+        samples, _ = flatten(trajectories)
+        assign_advantages(samples, self.algo)
+        assign_loss_weights(samples, self.algo, 256)
+        with self.phase("train"):
+            report = await self.trainer.forward_backward(
+                samples, self.trainer.plan(samples), make_policy_loss(self.algo)
+            )
+            self.proof.check(report.mismatch, "bfloat16", self.trainer.version)
+            update = await self.trainer.optim_step(1e-6)
+        await self.sync()
+        return {
+            **{name: self.spans.seconds(name) for name in PHASES},
+            "sampled_tokens": sum(len(t.turns[0].output_ids) for t in trajectories),
+            "trained_tokens": sum(len(s) for s in samples),
+            "grad_norm": update.grad_norm,
+            **divide(merge(report.mismatch)),
+        }
+
+    def attempts(self, ordinal: int) -> Iterator[Any]:
+        """8 attempts at each prompt of the step, as coroutines."""
+        rng = np.random.default_rng(ordinal)
+        for g, group in enumerate(gsm8k_groups(self.num_groups, 8, ordinal, self.scale)):
+            place = ordinal * self.num_groups + g
+            prompt = Prompt(id=str(place), ordinal=place, ids=rng.integers(3, VOCAB, group.prompt).astype(np.int32))
+            for index, tokens in enumerate(group.answers):
+                yield self.attempt(prompt, index, tokens)
+
+    async def attempt(self, prompt: Prompt, index: int, tokens: int) -> Trajectory:
+        turn: Turn = await self.rollouts.generate(
+            Request(
+                id=f"{prompt.id}/{index}",
+                context_ids=prompt.ids,
+                sampling=SamplingParams(ignore_eos=True),
+                seed=turn_seed(0, prompt.ordinal, index, 0),
+                max_new_tokens=tokens,
+                min_version=self.trainer.version,
+            )
+        )
+        reward = float((turn.output_ids % 2).mean())
+        return Trajectory(prompt=prompt, group_id=prompt.id, index=index, turns=[turn], reward=reward)
+
+
+async def measure(report: Report, args: Any, device: torch.device) -> None:
+    folder = model_folder(args.model, "smoke" if args.smoke else "0.5B", device)
+    async with launched(
+        ModelConfig(path=str(folder), dtype="bfloat16"),
+        TrainConfig(),
+        RolloutConfig(max_context_tokens=512),
+        ClusterConfig(executor="inline"),
+        num_train_ranks=1,
+        num_rollout_ranks=0,
+    ) as groups:
+        trainer, rollouts = groups.trainer, groups.rollouts
+        assert trainer is not None and rollouts is not None
+        layout = await trainer.layout(RolloutConfig().sync_bucket_bytes)
+        await rollouts.reconcile(layout)
+        run = Steps(trainer, rollouts, layout, device, args)
+        await run.sync()
+        run.spans.take()
+        steps = []
+        for ordinal in range(args.rounds + 1):
+            steps.append(await run.step(ordinal))
+            run.spans.take()
+        peaks = dict(run.peaks)
+        syncs = []
+        for _ in range(SYNCS):
+            await run.sync()
+            syncs.append(run.spans.seconds("sync"))
+            run.spans.take()
+        held = (await trainer.memory())[0][1]
+    report.raw |= {"steps": steps, "syncs_s": syncs, "sync_bytes": layout.total_bytes, "trainer_bytes": held}
+    tell(report, steps[1:], peaks, layout.total_bytes, syncs)
+
+
+def tell(
+    report: Report, steps: list[dict[str, float]], peaks: dict[str, int], num_bytes: int, syncs: list[float]
+) -> None:
+    def middle(name: str) -> float:
+        return median([step[name] for step in steps])
+
+    whole = [sum(step[name] for name in PHASES) for step in steps]
+    report.figure("step_s", median(whole))
+    for name in PHASES:
+        report.figure(f"step_{name}_s", middle(name))
+        if peaks[name]:
+            report.figure(f"step_peak_gib_{name}", peaks[name] / 2**30)
+    report.figure("step_sampled_tokens_per_s", median([s["sampled_tokens"] / s["rollout"] for s in steps]))
+    report.figure("step_trained_tokens_per_s", median([s["trained_tokens"] / s["train"] for s in steps]))
+    report.figure("step_proof_logprob_abs_diff_mean", middle("proof/logprob_abs_diff_mean"))
+    report.figure("sync_gb_per_s", num_bytes / median(syncs) / 1e9)
+
+
+def main() -> None:
+    p = gpu_parser(__doc__, rounds=2)
+    p.add_argument("--prompts", type=int, default=32, help="prompts a step, 8 answers to each (default 32)")
+    args = p.parse_args()
+    report, device = start("gpu_step", args)
+    asyncio.run(measure(report, args, device))
+    report.finish()
+
+
+if __name__ == "__main__":
+    main()

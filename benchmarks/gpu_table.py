@@ -1,0 +1,88 @@
+"""The last step of h200.sh: what its parts found as one table and one JSON line. Needs no GPU.
+
+    python benchmarks/gpu_table.py --parts FOLDER --tests tests.xml --results FOLDER
+
+Ends with 1 when a test failed, or a part left no figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+from measure import Report
+
+PARTS = ("gpu_train", "gpu_rollout", "gpu_step")
+
+
+def read_tests(path: Path) -> dict[str, Any]:
+    """Counts, and each failure with its message, from pytest's JUnit file; nothing at all when it was never written."""
+    if not path.exists():
+        return {"passed": 0, "failed": 1, "skipped": 0, "seconds": 0.0, "failures": {"pytest": "left no report"}}
+    suite = next(ET.parse(path).getroot().iter("testsuite"))
+    failures, skipped = {}, 0
+    for case in suite.iter("testcase"):
+        broken = next((x for kind in ("failure", "error") if (x := case.find(kind)) is not None), None)
+        if broken is not None:
+            failures[f"{case.get('classname')}::{case.get('name')}"] = (broken.get("message") or "")[:1000]
+        skipped += case.find("skipped") is not None
+    total = int(suite.get("tests", 0))
+    passed = total - len(failures) - skipped
+    took = float(suite.get("time", 0))
+    return {"passed": passed, "failed": len(failures), "skipped": skipped, "seconds": took, "failures": failures}
+
+
+def read_parts(folder: Path) -> dict[str, Any]:
+    """The newest record of each part; a part that was ended left none."""
+    found = {part: sorted(folder.glob(f"{part}_*.json")) for part in PARTS}
+    return {part: json.loads(paths[-1].read_text(encoding="utf-8")) for part, paths in found.items() if paths}
+
+
+def rows(figures: dict[str, float]) -> list[str]:
+    """One line a figure; the ends of an interval stand behind its middle."""
+    lines = []
+    for name, value in figures.items():
+        if name.endswith(("_low", "_high")):
+            continue
+        ends = [figures.get(f"{name}{end}") for end in ("_low", "_high")]
+        interval = f" ({ends[0]:.4g} .. {ends[1]:.4g})" if None not in ends else ""
+        lines.append(f"| {name} | {value:.4g}{interval} |")
+    return lines
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--parts", type=Path, required=True, help="folder with the parts' records")
+    p.add_argument("--tests", type=Path, required=True, help="JUnit file of tests/gpu")
+    p.add_argument("--results", type=Path, help="folder for the whole record (default benchmarks/results)")
+    p.add_argument("--threads", type=int, default=2)
+    p.add_argument("--smoke", action="store_true", help="keep the record out of benchmarks/results")
+    args = p.parse_args()
+    tests, parts = read_tests(args.tests), read_parts(args.parts)
+    report = Report("h200", args)
+    facts = [part["raw"]["device"] for part in parts.values()]
+    report.raw |= {"device": facts[0] if facts else {}, "tests": tests, **parts}
+    for kind in ("passed", "failed", "skipped"):
+        report.figures[f"tests_{kind}"] = float(tests[kind])
+    for part in parts.values():
+        report.figures |= part["figures"]
+        report.bars += part["bars"]
+    versions = {name: part["machine"].get(name) for part in parts.values() for name in ("torch", "transformers")}
+    report.say(f"\n{report.raw['device'].get('name', 'no device')}, {versions}\n\n| figure | value |\n| --- | ---: |")
+    report.say("\n".join(rows(report.figures)))
+    missing = [part for part in PARTS if part not in parts]
+    for name, message in tests["failures"].items():
+        report.say(f"FAILED {name}: {message.splitlines()[0] if message else ''}")
+    for part in missing:
+        report.say(f"MISSING {part}: it failed or was ended at its time limit; its output stands above")
+    report.figures["parts_missing"] = float(len(missing))
+    report.finish()
+    sys.exit(1 if missing or tests["failed"] else 0)
+
+
+if __name__ == "__main__":
+    main()

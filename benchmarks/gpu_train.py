@@ -1,0 +1,162 @@
+"""Model FLOP utilisation of a training step at 4k, 16k and 64k tokens on one GPU, and what attention takes of it.
+
+    python benchmarks/gpu_train.py [--peak-tflops 989]
+
+A step is what a rank does with one micro-batch: pack it, forward, backward, clip, AdamW; bf16 compute over fp32 masters
+in FSDP2 of one rank; a model of 0.5B's shape with random weights.
+
+    row       one row of all the tokens, every one of them scored
+    rows      packed rows of GSM8K's lengths, answers scored, other lengths in each round as in a run
+    ..._ckpt  each block's activations computed again in backward: more FLOP done, none more counted
+
+mfu: FLOP of gpu_workload.step_flop over seconds and over --peak-tflops.
+
+Then packed attention alone, forward and backward, one layer: PyTorch's kernel for packed rows, and the buckets that
+stand in where there is none. Lengths differ from round to round. family: groups of 8 that share their prompt.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from gpu_workload import config_of, gpu_parser, peak_bytes, random_model, seconds, start, start_single_rank, step_flop
+from measure import Report, median
+from workload import gsm8k_groups, training_samples
+
+from meshrl.algo.losses import make_policy_loss
+from meshrl.config.algo import AlgoConfig
+from meshrl.config.train import TrainConfig
+from meshrl.core.device import empty_cache, reset_peak_memory
+from meshrl.core.types import Sample
+from meshrl.model.attention import How, PackedAttention
+from meshrl.train.engine import TrainEngine
+from meshrl.train.packing import pack
+
+LR = 1e-6
+GEMM = 8192
+HEADS, KV_HEADS, HEAD_SIZE = 14, 2, 64  # of the attention measured alone
+
+
+def one_row(tokens: int, seed: int) -> list[Sample]:
+    (sample,) = training_samples(gsm8k_groups(1, 1, seed), seed)
+    rng = np.random.default_rng(seed)
+    mask = np.arange(tokens) > 0
+    sample.tokens, sample.mask = rng.integers(3, 2048, tokens).astype(np.int32), mask
+    sample.turn = sample.versions = np.zeros(tokens, np.int32)
+    sample.rollout_logprobs = np.full(tokens, -11.9, np.float32)
+    sample.rewards = np.zeros(tokens, np.float32)
+    sample.advantages = mask.astype(np.float32)
+    sample.loss_weight = (mask / (tokens - 1)).astype(np.float32)
+    return [sample]
+
+
+def gsm8k_rows(tokens: int, seed: int) -> list[Sample]:
+    """As many rows, in whole groups but for the last, as fit."""
+    samples = training_samples(gsm8k_groups(max(1, tokens // 1500), 8, seed), seed)
+    ends = np.cumsum([len(s) for s in samples])
+    return samples[: max(1, int(np.searchsorted(ends, tokens, side="right")))]
+
+
+ROWS: dict[str, Callable[[int, int], list[Sample]]] = {"row": one_row, "rows": gsm8k_rows}
+
+
+def measure_gemm(report: Report, device: torch.device, size: int) -> None:
+    """What a bf16 matrix product reaches on this device today: the ceiling of every figure below."""
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    took = [seconds(device, lambda: [a @ b for _ in range(5)]) / 5 for _ in range(4)][1:]
+    report.figure("gemm_tflop_per_s", 2 * size**3 / median(took) / 1e12)
+
+
+def measure_steps(report: Report, args: Any, device: torch.device, sizes: list[int]) -> None:
+    shape = "smoke" if args.smoke else "0.5B"
+    config = config_of(shape)
+    mesh = start_single_rank(device)
+    cfg = TrainConfig(activation_checkpointing=True)
+    engine = TrainEngine.wrap(random_model(shape, device), cfg, mesh, "policy", torch.bfloat16)
+    loss = make_policy_loss(AlgoConfig())
+    for tokens, kind, checkpointing in itertools.product(sizes, ROWS, (True, False)):
+        if tokens == max(sizes) and not checkpointing:
+            continue  # every block's activations of the longest would fill the card
+        lm = engine.model.lm
+        if checkpointing:
+            lm.gradient_checkpointing_enable({"use_reentrant": False})
+        else:
+            lm.gradient_checkpointing_disable()
+        rounds = {i: ROWS[kind](tokens, 100 + i) for i in range(-1, args.rounds)}
+        took, flop = [], []
+        for i, samples in rounds.items():
+            if i == 0:
+                reset_peak_memory(device)
+
+            def step(samples: list[Sample] = samples) -> None:
+                batch = pack(samples, range(len(samples)), device, share_prefix=False)
+                engine.forward_backward([batch], loss)
+                engine.optim_step(LR)
+
+            spent = seconds(device, step)
+            if i >= 0:
+                took.append(spent)
+                scored = sum(int(s.mask.sum()) for s in samples)
+                flop.append(step_flop(config, [len(s) for s in samples], scored))
+        name = f"{kind}_{tokens}{'_ckpt' if checkpointing else ''}"
+        report.raw[f"step_{name}"] = {"seconds": took, "flop": flop}
+        rates = [f / s / 1e12 for f, s in zip(flop, took, strict=True)]
+        report.figure(f"mfu_{name}", median(rates) / args.peak_tflops)
+        computed = [sum(len(s) for s in rounds[i]) for i in range(args.rounds)]
+        report.figure(f"train_tokens_per_s_{name}", median([n / s for n, s in zip(computed, took, strict=True)]))
+        if peak := peak_bytes(device):
+            report.figure(f"train_peak_gib_{name}", peak / 2**30)
+        empty_cache(device)
+    torch.distributed.destroy_process_group()
+
+
+def measure_attention(report: Report, args: Any, device: torch.device, sizes: list[int]) -> None:
+    """One layer of packed attention, forward and backward, by each way that this device has."""
+    ways = ["varlen", "buckets"] if PackedAttention([0, 1], device).use_varlen else ["buckets"]
+    for tokens, kind in itertools.product(sizes, ("row", "rows", "family")):
+        packs = {i: pack_of(kind, tokens, 500 + i) for i in range(-1, args.rounds)}
+        for way in ways:
+            took = []
+            for i, (cu, parents) in packs.items():
+                q, k, v = (
+                    torch.randn(cu[-1], h, HEAD_SIZE, device=device, dtype=torch.bfloat16, requires_grad=True)
+                    for h in (HEADS, KV_HEADS, KV_HEADS)
+                )
+
+                def work(cu: Any = cu, parents: Any = parents, q: Any = q, k: Any = k, v: Any = v) -> None:
+                    packed = PackedAttention(cu, device, parents)
+                    packed.use_varlen = way == "varlen"  # noqa: B023  (called at once)
+                    packed.attend(0, q, k, v, How(HEAD_SIZE**-0.5)).sum().backward()
+
+                spent = seconds(device, work)
+                if i >= 0:
+                    took.append(spent)
+            report.raw[f"attention_{kind}_{tokens}_{way}"] = took
+            report.figure(f"attention_ms_{kind}_{tokens}_{way}", 1e3 * median(took))
+        empty_cache(device)
+
+
+def pack_of(kind: str, tokens: int, seed: int) -> tuple[list[int], list[int]]:
+    """Bounds and parents of the segments that this many tokens make."""
+    samples = ROWS["row" if kind == "row" else "rows"](tokens, seed)
+    batch = pack(samples, range(len(samples)), share_prefix=kind == "family")
+    return batch.cu_seqlens.tolist(), batch.parents
+
+
+def main() -> None:
+    args = gpu_parser(__doc__, rounds=3).parse_args()
+    report, device = start("gpu_train", args)
+    sizes = [64, 256] if args.smoke else [4096, 16384, 65536]
+    report.figure("peak_tflops_of_mfu", args.peak_tflops)
+    measure_gemm(report, device, 128 if args.smoke else GEMM)
+    measure_steps(report, args, device, sizes)
+    measure_attention(report, args, device, sizes[1:])
+    report.finish()
+
+
+if __name__ == "__main__":
+    main()

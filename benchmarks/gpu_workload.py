@@ -1,0 +1,160 @@
+"""What the GPU benchmarks share: models by shape, the device and its clock, and how many FLOP a training step has."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from measure import Report, parser
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshrl.core.device import dist_backend, local_device, memory_stats, synchronize
+from meshrl.parallel.mesh import build_mesh
+
+# The shape of Qwen2.5-0.5B: 494 M parameters, of which 136 M are the embedding, which is the head as well.
+SHAPES: dict[str, dict[str, int]] = {
+    "0.5B": dict(
+        vocab_size=151936,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        max_position_embeddings=131072,
+    ),
+    "smoke": dict(
+        vocab_size=2048,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+    ),
+}
+H200_BF16_TFLOPS = 989.0  # dense, by the data sheet
+
+
+def gpu_parser(description: str | None, rounds: int) -> argparse.ArgumentParser:
+    """The shared options, and those of a GPU benchmark. --smoke runs on the CPU."""
+    p = parser(description, rounds)
+    p.add_argument(
+        "--peak-tflops",
+        type=float,
+        default=H200_BF16_TFLOPS,
+        help=f"dense bf16 TFLOP/s of the device by its data sheet (default {H200_BF16_TFLOPS:g}, an H200)",
+    )
+    return p
+
+
+def start(name: str, args: argparse.Namespace) -> tuple[Report, torch.device]:
+    """The report with the device's facts in it, and the device. --smoke forces the CPU."""
+    if args.smoke:
+        os.environ["MESHRL_DEVICE"] = "cpu"
+        args.rounds = 2
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    torch.set_num_threads(args.threads)
+    device = local_device(0)
+    if device.type == "cpu" and not args.smoke:
+        raise SystemExit(f"{name} measures an accelerator, and this machine has none; --smoke runs it on the CPU")
+    report = Report(name, args)
+    report.raw["device"] = device_facts(device)
+    report.say(f"on {report.raw['device']['name']}, torch {torch.__version__}")
+    return report, device
+
+
+def device_facts(device: torch.device) -> dict[str, Any]:
+    """What a reader needs to judge a figure of this device."""
+    if device.type != "cuda":
+        return {"name": platform.processor() or platform.machine(), "type": device.type}
+    facts = torch.cuda.get_device_properties(device)
+    found = {
+        "name": facts.name,
+        "type": device.type,
+        "memory_bytes": facts.total_memory,
+        "multiprocessors": facts.multi_processor_count,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+    }
+    if tool := shutil.which("nvidia-smi"):
+        query = [tool, "--query-gpu=driver_version,clocks.sm,clocks.mem,power.limit", "--format=csv,noheader"]
+        done = subprocess.run(query, capture_output=True, text=True)
+        found["driver, clocks, power limit"] = done.stdout.splitlines()[0] if done.stdout else done.stderr.strip()
+    return found
+
+
+def config_of(shape: str) -> Any:
+    from transformers import Qwen2Config
+
+    return Qwen2Config(tie_word_embeddings=True, **SHAPES[shape])
+
+
+def random_model(shape: str, device: torch.device) -> torch.nn.Module:
+    """fp32 random weights in the device's memory, with meshrl's attention."""
+    from transformers import Qwen2ForCausalLM
+
+    from meshrl.model import attention
+
+    attention.register()
+    config = config_of(shape)
+    config._attn_implementation = attention.NAME
+    config.use_cache = False
+    torch.manual_seed(0)
+    with device:
+        return Qwen2ForCausalLM(config)
+
+
+def model_folder(given: Path | None, shape: str, device: torch.device) -> Path:
+    """The given folder, or a new one with random bf16 weights of that shape."""
+    if given is not None:
+        return given
+    folder = Path(tempfile.mkdtemp(prefix=f"model-{shape}-"))
+    random_model(shape, device).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def start_single_rank(device: torch.device) -> DeviceMesh:
+    """A process group of one rank in this process, and its mesh on the device."""
+    dist.init_process_group(dist_backend(device), store=dist.HashStore(), rank=0, world_size=1)
+    return build_mesh((1, 1, 1, 1), device.type)
+
+
+def seconds(device: torch.device, work: Callable[[], Any]) -> float:
+    """Wall time of the work, all that it queued on the device included."""
+    synchronize(device)
+    began = time.perf_counter()
+    work()
+    synchronize(device)
+    return time.perf_counter() - began
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Most bytes of the device's memory since reset_peak_memory; 0 on the CPU, which does not count."""
+    return memory_stats(device).get("peak_bytes", 0)
+
+
+def step_flop(config: Any, lengths: Sequence[int], scored: int) -> float:
+    """FLOP that forward and backward of these rows need, in the usual count: nothing that is computed twice.
+
+    6 for each parameter of a matrix product and token (2 forward, 4 backward): the blocks' for every token, the
+    head's for every scored one; the embedding is looked up. Causal attention of a row of l tokens: 6 l^2 H D a layer
+    (two products of 2 l^2 H D forward, of which causality needs half, and twice that backward).
+    """
+    hidden, layers = config.hidden_size, config.num_hidden_layers
+    size = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
+    queries, keys = config.num_attention_heads * size, config.num_key_value_heads * size
+    block = hidden * (queries + 2 * keys) + queries * hidden + 3 * hidden * config.intermediate_size
+    products = layers * block * sum(lengths) + config.vocab_size * hidden * scored
+    return 6.0 * products + 6.0 * layers * queries * sum(n * n for n in lengths)

@@ -1,0 +1,49 @@
+#!/usr/bin/env bash
+# What a GPU has to say about meshrl, in one command of at most 8 minutes: the tests of tests/gpu, training, sampling,
+# whole GRPO steps, weight sync; then a table, and a last line of JSON. Random weights: nothing is fetched.
+#
+#   benchmarks/h200.sh [--smoke] [--results FOLDER] [--peak-tflops 989]
+#
+#   --smoke        tiny sizes on the CPU, the GPU tests skipped: does it run at all?
+#   --results      folder for the record h200_<date>.json (default benchmarks/results)
+#   --peak-tflops  dense bf16 TFLOP/s that MFU is a share of (default 989: an H200)
+#
+# PYTHON names the interpreter (default .venv/bin/python where there is one, else python3). It needs torch >= 2.11,
+# transformers, numpy, psutil, pydantic, pytest and pytest-timeout; meshrl itself need not be installed.
+# A part that fails or takes too long is ended and named; the others go on. Ends with 1 if any did.
+set -uo pipefail
+
+smoke=() results=() peak=() patience=1
+while [ $# -gt 0 ]; do
+  case "$1" in
+    --smoke) smoke=(--smoke --threads 1) patience=5; shift ;;
+    --results) mkdir -p "$2" && results=(--results "$(cd "$2" && pwd)"); shift 2 ;;
+    --peak-tflops) peak=(--peak-tflops "$2"); shift 2 ;;
+    *) sed -n '2,10p' "$0" >&2; exit 2 ;;
+  esac
+done
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
+python=${PYTHON:-python3}
+[ -n "${PYTHON:-}" ] || [ ! -x .venv/bin/python ] || python=.venv/bin/python
+
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}" NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-lo}" # one machine
+[ ${#smoke[@]} -eq 0 ] || export MESHRL_DEVICE=cpu
+parts=$(mktemp -d)
+trap 'rm -rf "$parts"' EXIT
+
+# run SECONDS COMMAND...: ended after that long, and killed if it does not end
+run() {
+  local limit=$(($1 * patience)) began=$SECONDS
+  shift
+  printf '\n== %s\n' "${*: 1:3}"
+  timeout --kill-after=5 "$limit" "$@" || printf '== ended with %s\n' $?
+  printf '== %s s of %s\n' $((SECONDS - began)) "$limit"
+}
+
+run 165 "$python" -m pytest tests/gpu -m gpu -q -p no:cacheprovider --junitxml="$parts/tests.xml"
+run 120 "$python" benchmarks/gpu_train.py --results "$parts" "${smoke[@]}" "${peak[@]}"
+run 100 "$python" benchmarks/gpu_rollout.py --results "$parts" "${smoke[@]}"
+run 65 "$python" benchmarks/gpu_step.py --results "$parts" "${smoke[@]}"
+"$python" benchmarks/gpu_table.py --parts "$parts" --tests "$parts/tests.xml" "${results[@]}" "${smoke[@]}"

@@ -1,0 +1,34 @@
+"""Tests that need an accelerator: skipped, with the reason, where there is none. The equality harness is shared."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))  # harness.py
+
+from meshrl.core.device import device_type, dist_backend, local_device
+from meshrl.parallel.mesh import build_mesh
+
+
+@pytest.fixture(scope="session")
+def accelerator() -> torch.device:
+    """The first accelerator of this machine, made current."""
+    if device_type() == "cpu":
+        pytest.skip("needs an accelerator; this machine has none (or MESHRL_DEVICE=cpu hides it)")
+    return local_device(0)
+
+
+@pytest.fixture(scope="module")
+def meshes(accelerator: torch.device) -> Iterator[dict[str, DeviceMesh]]:
+    """One rank in this process: its mesh on the accelerator, and one on the CPU to compare with."""
+    dist.init_process_group(dist_backend(accelerator), store=dist.HashStore(), rank=0, world_size=1)
+    kinds = {"cpu", accelerator.type}
+    yield {kind: build_mesh((1, 1, 1, 1), kind) for kind in kinds}
+    dist.destroy_process_group()

@@ -1,0 +1,127 @@
+"""What never lies in the accelerator's memory: [T, V] logits, [T, T] scores, the weights once more (P8, P19)."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import tiny_qwen2
+
+from meshrl.config.train import TrainConfig
+from meshrl.core.device import memory_stats, reset_peak_memory
+from meshrl.model.attention import How, PackedAttention
+from meshrl.model.causal import CausalModel
+from meshrl.model.load import cast_parameters
+from meshrl.model.logprob import Head, token_logprobs
+from meshrl.rollout.embedded.engine import EmbeddedEngine
+from meshrl.sync.send import iter_buckets, make_header, send_weights
+from meshrl.train.engine import TrainEngine
+
+pytestmark = pytest.mark.gpu
+
+MIB = 1 << 20
+
+
+def _peak(device: torch.device, work: Callable[[], Any]) -> int:
+    """Bytes that the work took on top of what was there, at its worst moment."""
+    gc.collect()
+    before = memory_stats(device)["allocated_bytes"]
+    reset_peak_memory(device)
+    work()
+    return memory_stats(device)["peak_bytes"] - before
+
+
+def test_the_head_holds_a_chunk_of_logits_at_a_time(accelerator):
+    """P8: 16,384 tokens of a vocabulary of 65,536 would be 4 GiB of fp32 logits, and as much again in backward."""
+    n, d, v, chunk = 16384, 64, 65536, 512
+    weight = torch.randn(v, d, device=accelerator, dtype=torch.bfloat16, requires_grad=True)
+    hidden = torch.randn(n, d, device=accelerator, dtype=torch.bfloat16, requires_grad=True)
+    targets = torch.randint(0, v, (n,), device=accelerator)
+
+    def work() -> None:
+        ones = torch.ones(n, device=accelerator)
+        logp, ent = token_logprobs(hidden, Head(weight), targets, ones, chunk_tokens=chunk, entropy=True)
+        (logp.sum() + ent.sum()).backward()
+
+    assert _peak(accelerator, work) < 10 * chunk * v * 4 < n * v * 4 / 3
+
+
+@pytest.mark.parametrize("kind", ["rows", "family"])
+def test_attention_holds_no_scores(accelerator, kind):
+    """Rows of up to 16,384 tokens in bf16, and eight answers of 4,096 to a prompt of as many: scores of the four heads
+    would be 2 GiB in either case."""
+    lengths = [16384, 8192] if kind == "rows" else [4096] * 9
+    cu = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    packed = PackedAttention(cu, accelerator, None if kind == "rows" else [-1, *[0] * 8])
+    if not packed.use_varlen:
+        pytest.skip("PyTorch has no kernel for packed rows on this accelerator")
+    qkv = [torch.randn(cu[-1], h, 64, device=accelerator, dtype=torch.bfloat16) for h in (4, 2, 2)]
+    leaves = [x.requires_grad_() for x in qkv]
+    assert _peak(accelerator, lambda: packed.attend(0, *leaves, How(0.125)).sum().backward()) < 400 * MIB
+
+
+def _wide(seed: int = 0) -> torch.nn.Module:
+    """About 90 M parameters, 180 MiB in bf16; the largest tensor has 8."""
+    shape = dict(vocab_size=8192, hidden_size=512, intermediate_size=2048, num_hidden_layers=24)
+    return tiny_qwen2(seed=seed, initializer_range=0.02, **shape)
+
+
+def _sampler(device: torch.device) -> EmbeddedEngine:
+    lm = cast_parameters(_wide(1), torch.bfloat16).to(device).eval().requires_grad_(False)
+    return EmbeddedEngine(
+        CausalModel(lm), stop_token_ids=(), max_running=8, max_context_tokens=256, engine_id="gpu", device=device
+    )
+
+
+def test_a_sync_takes_a_bucket_and_a_tensor_on_top(meshes, accelerator):
+    """P19: never the weights a second time."""
+    engine = TrainEngine.wrap(_wide(), TrainConfig(), meshes[accelerator.type], "policy", torch.bfloat16)
+    sampler = _sampler(accelerator)
+    layout = engine.layout(4 * MIB)
+
+    async def sync(version: int) -> None:
+        if version == 0:
+            await sampler.reconcile(layout)
+        header = make_header(layout, version, engine.digests())
+        await send_weights(header, iter_buckets(layout, engine.wire_weights(), reuse=True), [sampler])
+
+    asyncio.run(sync(0))  # the digest's tables of keys are made once, and stay
+    # a bucket; the largest tensor in fp32 and bf16, gathered and cast; the digest's words as int64, four times as long
+    assert _peak(accelerator, lambda: asyncio.run(sync(1))) < 80 * MIB < layout.total_bytes / 2
+    assert sampler.stats().version == 1
+
+
+def test_released_memory_comes_back(accelerator):
+    """Weights and cache are lent out while the trainer works, and taken back."""
+    sampler = _sampler(accelerator)
+    weights = sum(p.numel() * p.element_size() for p in sampler._weights.lm.parameters())
+
+    async def scenario() -> tuple[int, int, int]:
+        full = memory_stats(accelerator)["allocated_bytes"]
+        freed = await sampler.release({"weights", "kv_cache"})
+        empty = memory_stats(accelerator)["allocated_bytes"]
+        taken = await sampler.restore({"weights", "kv_cache"})
+        assert freed == taken == weights
+        return full, empty, memory_stats(accelerator)["allocated_bytes"]
+
+    full, empty, again = asyncio.run(scenario())
+    assert full - empty >= weights
+    assert abs(again - full) < MIB
+
+
+def test_the_engine_counts_what_it_holds(meshes, accelerator):
+    """TrainEngine.memory() is what the allocator says the engine took: fp32 masters, gradients, two moments."""
+    gc.collect()
+    before = memory_stats(accelerator)["allocated_bytes"]
+    engine = TrainEngine.wrap(_wide(), TrainConfig(), meshes[accelerator.type], "policy", torch.bfloat16)
+    for p in engine.model.parameters():
+        p.grad = torch.zeros_like(p)
+    engine.optim_step(1e-6)
+    gc.collect()
+    held = memory_stats(accelerator)["allocated_bytes"] - before
+    counted = sum(engine.memory().values())
+    assert counted == pytest.approx(held, rel=0.1)
