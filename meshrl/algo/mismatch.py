@@ -6,20 +6,27 @@ T tokens.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
 from meshrl.algo.kl import kl_estimate
 from meshrl.core.types import Metric
 
+SHORT_ROW_TOKENS = 32  # a row with fewer counts as one of so many: one unlucky token is no broken engine
 
-def sampler_mismatch(rollout_logprobs: torch.Tensor, logprobs: torch.Tensor, mask: torch.Tensor) -> list[Metric]:
+
+def sampler_mismatch(
+    rollout_logprobs: torch.Tensor, logprobs: torch.Tensor, mask: torch.Tensor, row_lengths: Sequence[int]
+) -> list[Metric]:
     """Compare what the sampler said about its tokens with what the trainer says about them, where mask is True.
 
-    Three metrics in nats: mean and largest absolute difference, and KL(sampler, trainer) by k3. A difference that is
-    not a number counts as infinite, so that no comparison with a threshold lets it pass.
+    Four metrics in nats: mean and largest absolute difference, the largest mean of a row (one stale engine of many
+    would hardly move the mean over all), and KL(sampler, trainer) by k3. A difference that is not a number counts as
+    infinite, so that no comparison with a threshold lets it pass.
 
-    Shapes: all [T]; at least one trained token, or the means have weight 0 and the largest difference is 0.
+    Shapes: all [T], rows of row_lengths end to end; at least one trained token, or the means have weight 0 and the
+    largest differences are 0.
     """
     sampled = rollout_logprobs[mask].double()
     difference = (logprobs[mask].double() - sampled).detach()
@@ -28,8 +35,11 @@ def sampler_mismatch(rollout_logprobs: torch.Tensor, logprobs: torch.Tensor, mas
     count = values.shape[1]
     mean_sum, kl_sum = values.sum(dim=1).tolist()
     largest = float(values[0].max()) if count else 0.0
+    counts = [int(row.sum()) for row in mask.split(list(row_lengths))]
+    rows = [float(row.sum()) / max(n, SHORT_ROW_TOKENS) for n, row in zip(counts, values[0].split(counts), strict=True)]
     return [
         Metric(name="proof/logprob_abs_diff_mean", sum=mean_sum, weight=count, unit="nats"),
         Metric(name="proof/logprob_abs_diff_max", sum=largest, reduce="max", unit="nats"),
+        Metric(name="proof/logprob_abs_diff_row", sum=max(rows, default=0.0), reduce="max", unit="nats"),
         Metric(name="proof/sampler_kl", sum=kl_sum, weight=count, unit="nats"),
     ]

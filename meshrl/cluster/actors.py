@@ -227,4 +227,5 @@ def _mismatch(result: ForwardBackward, rows: Rows) -> list[Metric]:
         torch.from_numpy(np.concatenate([s.rollout_logprobs for s, _ in picked])),
         torch.from_numpy(np.concatenate([logprobs for _, logprobs in picked])),
         torch.from_numpy(np.concatenate([s.mask for s, _ in picked])),
+        [len(s) for s, _ in picked],
     )

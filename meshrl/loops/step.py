@@ -103,7 +103,7 @@ async def annotate(job: Job, updates: Sequence[Update]) -> list[Metric]:
                 update.samples, await job.trainer.forward(update.samples, update.plan, "policy"), strict=True
             ):
                 s.old_logprobs = row
-                mismatch += sampler_mismatch(*(torch.tensor(a) for a in (s.rollout_logprobs, row, s.mask)))
+                mismatch += sampler_mismatch(*map(torch.tensor, (s.rollout_logprobs, row, s.mask)), [len(s)])
     if mismatch:
         job.proof.check(mismatch, job.cfg.model.dtype, job.trainer.version)
     return mismatch

@@ -298,7 +298,8 @@ SECTIONS: tuple[Section, ...] = (
         "The trainer scores what was sampled before every optimizer step. The first step, where both "
         "sides hold the same untouched weights, calibrates the limit: ten times its mean difference, or "
         "what rounding explains in the model's dtype if that is more (1e-4 nats in float32, 0.02 in bfloat16), "
-        "but never above 0.01 and 0.2 nats, which also bound the first step itself. Beyond it the run ends with "
+        "but never above 0.01 and 0.2 nats, which also bound the first step itself. A single row may be five times as "
+        "far off. Beyond that the run ends with "
         "`SamplerMismatchError` rather than train on a mistake.",
         (
             _entry(
@@ -312,6 +313,12 @@ SECTIONS: tuple[Section, ...] = (
                 "nats",
                 "an order or two above the mean",
                 "large on single tokens only: a filter in sampling, another temperature, a cache that survived a sync",
+            ),
+            _entry(
+                "proof/logprob_abs_diff_row",
+                "nats",
+                "a few times the mean",
+                "far above the mean: one engine of several samples with other weights",
             ),
             _entry("proof/sampler_kl", "nats", "tiny and level", "as the mean"),
             _entry(

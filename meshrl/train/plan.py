@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+ENOUGH = 0.999  # a change has to lower the cost of the fullest bin to this share of it
 QUADRATIC_TOKENS = 4096.0  # length at which a row's attention costs as much as the rest of the model
 
 
@@ -126,21 +127,48 @@ def _alone(rows: Sequence[Row], group: Sequence[int]) -> float:
 
 
 def _spread(rows: Sequence[Row], num_bins: int) -> list[_Bin]:
-    """Whole groups, the costliest first, to the least loaded bin; then single rows move until that stops helping."""
+    """Whole groups, the costliest first, to the least loaded bin; then single rows move, or change places, between
+    the fullest bin and an emptier one until that stops helping."""
     bins = [_Bin() for _ in range(num_bins)]
     for group in _by_group(rows, range(len(rows))):
         b = min(bins, key=lambda b: b.cost)
         for i in group:
             b.add(i, rows[i])
-    for _ in range(len(rows)):
-        high, low = max(bins, key=lambda b: b.cost), min(bins, key=lambda b: b.cost)
-        moves = [(max(high.cost - high.freed(rows[i]), low.cost + low.added(rows[i])[0]), i) for i in high.rows]
-        if not moves or min(moves)[0] >= 0.999 * high.cost:
+    for _ in range(2 * len(rows)):
+        *others, high = sorted(bins, key=lambda b: b.cost)
+        if not any(_move(rows, high, low) or _swap(rows, high, low) for low in others):
             break
-        _, i = min(moves)
-        high.remove(i, rows[i])
-        low.add(i, rows[i])
     return bins
+
+
+def _move(rows: Sequence[Row], high: _Bin, low: _Bin) -> bool:
+    """Move the row that evens the two out best; False when none helps."""
+    moves = [(max(high.cost - high.freed(rows[i]), low.cost + low.added(rows[i])[0]), i) for i in high.rows]
+    if not moves or min(moves)[0] >= ENOUGH * high.cost:
+        return False
+    _, i = min(moves)
+    high.remove(i, rows[i])
+    low.add(i, rows[i])
+    return True
+
+
+def _swap(rows: Sequence[Row], high: _Bin, low: _Bin) -> bool:
+    """Let the two rows change places that even the bins out best; False when none helps. Prompts count as if each of
+    the two rows paid for its own, which is never less than what they do pay."""
+    swaps = [
+        (max(high.cost - high.freed(rows[i]) + row_cost(rows[j].length), low.cost - low.freed(rows[j]) + gain), i, j)
+        for i in high.rows
+        for gain in [low.added(rows[i])[0]]
+        for j in low.rows
+    ]
+    if not swaps or min(swaps)[0] >= ENOUGH * high.cost:
+        return False
+    _, i, j = min(swaps)
+    high.remove(i, rows[i])
+    low.remove(j, rows[j])
+    high.add(j, rows[j])
+    low.add(i, rows[i])
+    return True
 
 
 def _fill(

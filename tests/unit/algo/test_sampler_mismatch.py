@@ -8,8 +8,9 @@ import torch
 from meshrl.algo.mismatch import sampler_mismatch
 
 
-def values(*args):
-    return {m.name.removeprefix("proof/"): (m.sum, m.weight) for m in sampler_mismatch(*args)}
+def values(sampled, scored, mask, row_lengths=None):
+    metrics = sampler_mismatch(sampled, scored, mask, row_lengths or [len(mask)])
+    return {m.name.removeprefix("proof/"): (m.sum, m.weight) for m in metrics}
 
 
 def test_golden_values_under_the_mask():
@@ -37,4 +38,17 @@ def test_broken_numbers_pass_no_threshold(broken):
 
 def test_nothing_trained_weighs_nothing():
     got = values(torch.tensor([math.nan]), torch.tensor([0.0]), torch.tensor([False]))
-    assert got == {"logprob_abs_diff_mean": (0.0, 0), "logprob_abs_diff_max": (0.0, 1.0), "sampler_kl": (0.0, 0)}
+    largest = {"logprob_abs_diff_max": (0.0, 1.0), "logprob_abs_diff_row": (0.0, 1.0)}
+    assert got == {"logprob_abs_diff_mean": (0.0, 0), "sampler_kl": (0.0, 0), **largest}
+
+
+def test_the_worst_row_is_seen_however_many_are_fine():
+    """One stale row of 40 tokens among 99 good ones; short rows are weighed as if they had 32 tokens."""
+    lengths = [40] * 100
+    sampled, stale = torch.full((4000,), -1.0), torch.zeros(4000)
+    stale[400:440] = 0.5
+    got = values(sampled, sampled + stale, torch.ones(4000, dtype=torch.bool), lengths)
+    assert got["logprob_abs_diff_mean"] == (pytest.approx(20.0), 4000)
+    assert got["logprob_abs_diff_row"][0] == pytest.approx(0.5)
+    short = values(sampled[:4], sampled[:4] + 0.5, torch.tensor([False, True, True, True]), [2, 2])
+    assert short["logprob_abs_diff_row"][0] == pytest.approx(2 * 0.5 / 32)

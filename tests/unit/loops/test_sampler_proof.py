@@ -13,7 +13,7 @@ from meshrl.loops.proof import CEILING_NATS, FLOOR_NATS, MARGIN, SamplerProof
 
 def _off_by(nats: float, tokens: int = 4) -> list[Metric]:
     sampled = -torch.rand(tokens) - 1
-    return sampler_mismatch(sampled, sampled + nats, torch.ones(tokens, dtype=torch.bool))
+    return sampler_mismatch(sampled, sampled + nats, torch.ones(tokens, dtype=torch.bool), [tokens])
 
 
 @pytest.mark.parametrize("dtype", FLOOR_NATS)
@@ -80,3 +80,13 @@ def test_a_step_without_samples_does_not_calibrate():
     assert proof.threshold is None
     proof.check(_off_by(0.0005), "float32", 0)
     assert proof.threshold == pytest.approx(0.0005 * MARGIN, rel=1e-4)
+
+
+def test_one_stale_row_among_many_ends_the_run():
+    """P15: the mean over all rows is within the limit, and one engine still samples with other weights."""
+    proof = SamplerProof()
+    proof.check(_off_by(0.0), "float32", 0)
+    healthy = [m for _ in range(4000) for m in _off_by(0.0, tokens=40)]
+    proof.check(healthy + _off_by(4 * FLOOR_NATS["float32"], tokens=40), "float32", 1)
+    with pytest.raises(SamplerMismatchError, match=r"worst row 0\.3"):
+        proof.check(healthy + _off_by(0.3, tokens=40), "float32", 1)

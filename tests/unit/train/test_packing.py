@@ -57,6 +57,26 @@ def test_a_group_stays_together_where_balance_allows():
     assert sorted(alone.rows(rank) for rank in range(4)) == [[0], [1], [2], [3]], "no rank stays idle for that"
 
 
+def _cost_of_rank(rows):
+    """Of (length, group, prompt): a group's prompt once."""
+    prompts = {group: prompt for _, group, prompt in rows}
+    own = sum(row_cost(length) - row_cost(prompt) for length, _, prompt in rows)
+    return own + sum(row_cost(prompt) for prompt in prompts.values())
+
+
+@pytest.mark.parametrize(("num_ranks", "num_groups"), [(8, 16), (16, 32), (3, 2), (1, 4)])
+def test_groups_of_heavy_tailed_rows_keep_every_rank_equally_busy(num_ranks, num_groups):
+    """At most 1.1 times the least that any plan could reach; some draws need rows to change places."""
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        groups, prompts = np.arange(num_groups).repeat(8), rng.integers(40, 170, num_groups).repeat(8)
+        lengths = prompts + np.minimum(8192, np.exp(rng.normal(6, 1, len(prompts)))).astype(int) + 1
+        plan = make_plan(lengths.tolist(), num_ranks, 16384, groups.tolist(), prompts.tolist())
+        rows = list(zip(lengths.tolist(), groups.tolist(), prompts.tolist(), strict=True))
+        costs = [_cost_of_rank([rows[i] for i in plan.rows(rank)]) for rank in range(num_ranks)]
+        assert max(costs) <= 1.1 * max(np.mean(costs), max(row_cost(n) for n in lengths.tolist())), seed
+
+
 @pytest.mark.parametrize(
     ("lengths", "num_ranks", "max_tokens", "want"),
     [
