@@ -34,7 +34,7 @@ class DecodeAttention:
     places of its row. lengths int[N]: places of each row, the new token's included.
 
     Batched matrix products over whole tiles, softmax in fp32: on CPUs 1.4 (float32) to 6 times (bfloat16, a key head
-    for each query head) as fast as SDPA over the same tiles, which is made for many queries a row.
+    for each query head) as fast as SDPA, which is made for many queries a row.
     """
 
     def __init__(self, store: KVStore, lengths: np.ndarray, device: torch.device):
@@ -50,19 +50,20 @@ class DecodeAttention:
         self.store.write(layer, k, v, self.writes)
         num_rows, heads, size = q.shape
         kv_heads = k.shape[1]
-        q = q.reshape(num_rows * kv_heads, -1, size)  # the H / K query heads of a key head share one product
         tiles = self.store.layers[layer]
+        held = tiles[0][0].dtype
+        q = q.to(held).reshape(num_rows * kv_heads, -1, size)  # query heads of one key head share a product
         scores = self._scores(q, tiles, kv_heads).view(num_rows, heads, -1)
         if how.softcap is not None:
             scores = torch.tanh(scores.float() * (how.scale / how.softcap))
         bias = self._bias(how.window, q.dtype)
         scores = torch.add(bias, scores, alpha=how.scale if how.softcap is None else how.softcap)
-        probs = torch.softmax(scores, dim=-1).to(v.dtype).view(num_rows * kv_heads, heads // kv_heads, -1)
+        probs = torch.softmax(scores, dim=-1).to(held).view(num_rows * kv_heads, heads // kv_heads, -1)
         out = probs.new_zeros(num_rows * kv_heads, heads // kv_heads, v.shape[2])
         for (_, values), (rows, columns) in zip(tiles, self.tiles, strict=False):
             part = slice(rows * kv_heads)
             out[part].baddbmm_(probs[part, :, columns], values[:rows].flatten(0, 1))
-        return out.view(num_rows, heads, -1)
+        return out.to(v.dtype).view(num_rows, heads, -1)
 
     def _scores(self, q: torch.Tensor, tiles: Tiles, kv_heads: int) -> torch.Tensor:
         """q.k of every row with every place of the tiles [N * K, H / K, C]; any number where a tile lacks the row."""
