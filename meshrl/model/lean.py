@@ -18,10 +18,12 @@ import torch
 import torch.nn.functional as F
 from transformers.activations import SiLUActivation
 
+from meshrl.model import prepack
 from meshrl.model.attention import AttentionContext, How, PackedAttention
 from meshrl.model.causal import CausalModel
 
 SAME = 1e-4  # of the largest state, in fp32: rounding stays below, an unknown scale or norm is a hundred times more
+PACK_BYTES = 1 << 30  # of weights that are held twice for speed; larger models multiply the parameters themselves
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _QKV = ("q_proj", "k_proj", "v_proj")
 _BACKBONE = {"embed_tokens", "layers", "norm", "rotary_emb"}
@@ -51,9 +53,21 @@ class LeanDecoder:
 
     def fuse(self) -> None:
         """Move the weights of each joint product into one tensor; the parameters stay, as views of it."""
-        for layer in self.layers:
-            layer.qkv.fuse()
-            layer.gate_up.fuse()
+        for product in self._products():
+            product.fuse()
+
+    def pack(self) -> None:
+        """Keep a copy of these very weights that multiplies faster; `unpack` before they change."""
+        if sum(product.num_bytes for product in self._products()) <= PACK_BYTES:
+            for product in self._products():
+                product.pack()
+
+    def unpack(self) -> None:
+        for product in self._products():
+            product.unpack()
+
+    def _products(self) -> list[_Product]:
+        return [product for layer in self.layers for product in layer.products]
 
 
 @torch.inference_mode()
@@ -90,16 +104,32 @@ class _Product:
 
     def __init__(self, parts: Sequence[torch.nn.Linear]):
         self._parts = parts
-        self._whole: tuple[torch.Tensor, torch.Tensor | None] | None = None
+        self._whole: torch.Tensor | None = None
+        self._bias: torch.Tensor | None = None
+        self._packed: torch.Tensor | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self._whole is None:
-            return torch.cat([part(x) for part in self._parts], dim=-1)
-        return F.linear(x, *self._whole)
+        if self._packed is not None:
+            return prepack.linear(x, self._packed, self._bias)
+        if self._whole is not None:
+            return F.linear(x, self._whole, self._bias)
+        return torch.cat([part(x) for part in self._parts], dim=-1)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.weight.nbytes for part in self._parts)
 
     def fuse(self) -> None:
         biases = [part.bias for part in self._parts]
-        self._whole = (_joined([part.weight for part in self._parts]), None if biases[0] is None else _joined(biases))
+        self._whole = _joined([part.weight for part in self._parts])
+        self._bias = None if biases[0] is None else _joined(biases)
+
+    def pack(self) -> None:
+        assert self._whole is not None, "fuse comes first"
+        self._packed = prepack.prepacked(self._whole)
+
+    def unpack(self) -> None:
+        self._packed = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +152,10 @@ class _Layer:
     qkv: _Product
     q_norm: _Norm | None
     k_norm: _Norm | None
-    out: torch.nn.Linear
+    out: _Product
     before_mlp: _Norm
     gate_up: _Product
-    down: torch.nn.Linear
+    down: _Product
 
     def __call__(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, context: AttentionContext
@@ -138,10 +168,14 @@ class _Layer:
             qk = torch.cat([self.q_norm(qk[:, :h]), self.k_norm(qk[:, h:])], dim=1)
         qk = (qk * cos).addcmul_(qk.roll(qk.shape[-1] // 2, -1), sin)
         attended = context.attend(self.index, qk[:, :h], qk[:, h:], qkv[:, h + k :], self.how)
-        x += F.linear(attended.reshape(len(x), -1), self.out.weight, self.out.bias)
+        x += self.out(attended.reshape(len(x), -1))
         gate, up = self.gate_up(self.before_mlp(x)).chunk(2, dim=-1)
-        x += F.linear(F.silu(gate).mul_(up), self.down.weight, self.down.bias)
+        x += self.down(F.silu(gate).mul_(up))
         return x
+
+    @property
+    def products(self) -> list[_Product]:
+        return [self.qkv, self.out, self.gate_up, self.down]
 
 
 def _layer(index: int, block: Any, how: How) -> _Layer:
@@ -155,10 +189,10 @@ def _layer(index: int, block: Any, how: How) -> _Layer:
         qkv=_Product([getattr(attention, name) for name in _QKV]),
         q_norm=None if q_norm is None else _norm(q_norm),
         k_norm=None if q_norm is None else _norm(attention.k_norm),
-        out=attention.o_proj,
+        out=_Product([attention.o_proj]),
         before_mlp=_norm(block.post_attention_layernorm),
         gate_up=_Product([mlp.gate_proj, mlp.up_proj]),
-        down=mlp.down_proj,
+        down=_Product([mlp.down_proj]),
     )
 
 

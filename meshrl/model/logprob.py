@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from meshrl.model import prepack
+
 
 @dataclass(frozen=True, slots=True)
 class Head:
@@ -20,12 +22,15 @@ class Head:
     bias: torch.Tensor | None = None
     scale: float = 1.0
     softcap: float | None = None
+    packed: torch.Tensor | None = None  # the weight once more, see `ready`
 
     def ready(self) -> Head:
-        """The same head for many calls of `logits` with these very weights: on a CPU its weight is widened once."""
+        """The same head for many calls of `logits` with these very weights and no gradient: on a CPU its weight is
+        widened and sorted once."""
         if self.weight.device.type != "cpu":
             return self
-        return replace(self, weight=self.weight.to(torch.promote_types(self.weight.dtype, torch.float32)))
+        wide = self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
+        return replace(self, weight=wide, packed=prepack.prepacked(wide))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [N, D] -> [N, V] in fp32 (fp64 stays). The product itself must come out in fp32: rounded to bf16, it
@@ -33,7 +38,9 @@ class Head:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         if self.weight.dtype == wide:
             hidden = hidden.to(wide)
-        if hidden.dtype == wide or hidden.device.type == "cpu":  # CPUs have no product of 16-bit matrices into fp32
+        if self.packed is not None:
+            out = prepack.linear(hidden, self.packed, None)
+        elif hidden.dtype == wide or hidden.device.type == "cpu":  # CPUs have no product of 16-bit matrices into fp32
             out = hidden.to(wide) @ self.weight.to(wide).T
         else:
             out = torch.mm(hidden, self.weight.T, out_dtype=wide)

@@ -22,20 +22,22 @@ class Runner:
 
     def __init__(self, model: CausalModel, device: torch.device, lean: LeanDecoder | None):
         self.model, self.device = model, device
-        self._hidden = model.hidden if lean is None else lean.hidden
-        self._head: Head | None = None
+        self._lean, self._hidden = lean, model.hidden if lean is None else lean.hidden
+        self._head: Head | None = None  # made ready for these weights, as the lean forward is
         self.running, self.prompts = KVStore(), KVStore()
 
     @torch.inference_mode()
     def step(self, running: list[Sequence], admission: Admission) -> torch.Tensor:
         """Compute the new contexts, and the last token of every row that ran before -> logits float[N, V] for all
         running rows, in their order."""
+        if self._head is None:
+            self._head = self.model.head().ready()
+            if self._lean is not None:
+                self._lean.pack()
         rows = running[: len(running) - len(admission.joined)]
         hidden = self._compute(rows, admission.fills)
         for sequence in rows:
             sequence.cached += 1
-        if self._head is None:
-            self._head = self.model.head().ready()
         return self._head.logits(self._last_states(hidden, len(rows), admission))
 
     def _compute(self, rows: list[Sequence], fills: list[Fill]) -> torch.Tensor:
@@ -110,7 +112,9 @@ class Runner:
         return self.running.num_bytes + self.prompts.num_bytes
 
     def flush(self) -> None:
-        """Drop every key and value, and what was made of the head: they belong to weights (P17)."""
+        """Drop every key and value, and every copy made of the weights: they belong to one version (P11, P17)."""
         self._head = None
+        if self._lean is not None:
+            self._lean.unpack()
         self.running.clear()
         self.prompts.clear()

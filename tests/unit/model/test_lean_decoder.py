@@ -33,8 +33,9 @@ def test_equal_where_it_fits_and_absent_where_it_does_not(family):
         args = tokens_of(model)
         expected = model.hidden(*args)
         torch.testing.assert_close(lean.hidden(*args), expected, rtol=1e-5, atol=2e-5)
-        lean.fuse()
-        torch.testing.assert_close(lean.hidden(*args), expected, rtol=1e-5, atol=2e-5)
+        for change in (lean.fuse, lean.pack, lean.unpack):
+            change()
+            torch.testing.assert_close(lean.hidden(*args), expected, rtol=1e-5, atol=2e-5)
         torch.testing.assert_close(model.hidden(*args), expected, rtol=0, atol=0)
 
 

@@ -1,0 +1,25 @@
+"""Weights in the order in which oneDNN multiplies them, so that a product of a few rows does not sort them each time.
+
+For 4 rows and 256 -> 1536 in bf16 a product takes 44 us with a weight that was sorted before, 124 us without (one core
+with AVX512); the result is the same to the bit in bf16. The copy belongs to the weights of one moment.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def prepacked(weight: torch.Tensor) -> torch.Tensor | None:
+    """A sorted copy of weight [out, in] for `linear`; None where oneDNN does not compute this."""
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return None
+    if weight.dtype == torch.bfloat16:
+        known = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    else:
+        known = weight.dtype == torch.float32
+    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None) if known else None
+
+
+def linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x [..., in] -> [..., out] with a prepacked weight."""
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
