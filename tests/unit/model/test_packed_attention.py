@@ -13,7 +13,7 @@ from tiny_samples import random_samples
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshrl.core.types import Sample
-from meshrl.model.attention import SMALL_BUCKET_ROWS, How, PackedAttention
+from meshrl.model.attention import ALIGNED_KEYS, SMALL_BUCKET_ROWS, How, PackedAttention
 from meshrl.model.causal import CausalModel
 from meshrl.train.packing import pack
 
@@ -59,9 +59,9 @@ def test_packed_rows_equal_the_definition_row_by_row(lengths, how):
 def test_wild_lengths_take_several_buckets_of_every_kind():
     """So that the test above sees all the ways a bucket is laid out."""
     packed = PackedAttention(_bounds(WILD), CPU)
-    assert len(packed.buckets) > 1
-    assert {b.gather is None for b in packed.buckets} == {True, False}
-    assert any(b.scatter is not None for b in packed.buckets)
+    assert len(packed.padded(1)[0]) > 1
+    assert {b.gather is None for b in packed.padded(1)[0]} == {True, False}
+    assert any(b.scatter is not None for b in packed.padded(1)[0])
 
 
 def test_empty_rows_take_no_part():
@@ -102,7 +102,7 @@ def test_a_pack_costs_what_its_rows_cost_one_by_one(seed):
         packed = PackedAttention(_bounds(lengths), CPU)
         packed.attend(0, *_qkv(tokens, heads=2, kv_heads=2), How(0.3))
     assert exact <= cost.scores <= 1.25 * exact + SMALL_BUCKET_ROWS
-    assert len(packed.buckets) <= 12
+    assert len(packed.padded(1)[0]) <= 12
 
 
 def test_a_long_pack_of_short_rows_makes_nothing_of_its_square():
@@ -249,3 +249,20 @@ def test_a_model_called_without_a_context_is_refused():
     lm = tiny_lm("qwen2")
     with pytest.raises(ValueError, match="without attention_context"):
         lm(torch.tensor([[1, 2, 3]]))
+
+
+@pytest.mark.parametrize("parents", [None, [-1, 0, 0, -1, 3]], ids=["rows", "families"])
+def test_rows_padded_to_whole_vectors_equal_the_definition_in_bf16(parents):
+    """CPUs pad keys in bf16 for speed; what is padded must not be seen."""
+    lengths = [9, 5, 7, 6, 3]
+    cu = _bounds(lengths)
+    packed = PackedAttention(cu, CPU, parents)
+    assert all((b.prefix + b.length) % ALIGNED_KEYS == 0 for b in packed.padded(ALIGNED_KEYS)[0])
+    q, k, v = (x.bfloat16() for x in _qkv(cu[-1]))
+    got = packed.attend(0, q, k, v, How(0.3)).double()
+    for s, (a, b) in enumerate(itertools.pairwise(cu)):
+        parent = -1 if parents is None else parents[s]
+        before = slice(cu[parent], cu[parent + 1]) if parent >= 0 else slice(0, 0)
+        rows = [torch.cat([x[before], x[a:b]]).double() for x in (q, k, v)]
+        want = _dense_row(*rows, How(0.3))[-(b - a) :]
+        torch.testing.assert_close(got[a:b], want, rtol=0, atol=0.03)
