@@ -13,6 +13,8 @@ import torch
 
 from meshrl.model import prepack
 
+KEPT_LOGITS = 1 << 24  # numbers of [N, V] in fp32 that a step may keep (64 MiB) rather than compute twice
+
 
 @dataclass(frozen=True, slots=True)
 class Head:
@@ -75,31 +77,39 @@ def token_logprobs(
 
 
 class _ChunkedLogprob(torch.autograd.Function):
-    """Forward keeps no logits; backward computes each chunk's again. Peak memory is one chunk of [C, V]."""
+    """Forward keeps no logits, backward computes each chunk's again: peak memory is one chunk of [C, V]. Few
+    enough logits are one chunk, and kept."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, temperature, scale, softcap, chunk, want_entropy):  # type: ignore[override]
         head = Head(weight, bias, scale, softcap)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
+        keep = ctx.needs_input_grad[0] and softcap is None and hidden.shape[0] * weight.shape[0] <= KEPT_LOGITS
+        chunk, kept = max(1, hidden.shape[0]) if keep else chunk, None
+        flat = hidden.device.type == "cpu" and bool((temperature == 1).all())  # accelerators would have to wait
         logp = torch.empty(hidden.shape[0], dtype=dtype, device=hidden.device)
         ent = torch.empty_like(logp) if want_entropy else logp.new_empty(0)
         for a in range(0, hidden.shape[0], chunk):
             part = slice(a, a + chunk)
-            z = head.logits(hidden[part]).div_(temperature[part, None].to(dtype))
+            z = head.logits(hidden[part])
+            if not flat:
+                z.div_(temperature[part, None].to(dtype))
             lse = torch.logsumexp(z, dim=-1)
             logp[part] = z.gather(1, targets[part, None])[:, 0].sub_(lse).clamp_(max=0)
-            if want_entropy:
+            if want_entropy or keep:
                 logq = z.sub_(lse[:, None])  # lse - sum(p z) would cancel: its error grows with the logits
+            if want_entropy:
                 ent[part] = (logq.exp() * logq).sum(-1).neg_().clamp_(min=0)
-        ctx.save_for_backward(hidden, weight, bias, targets, temperature)
+            kept = logq if keep else None
+        ctx.save_for_backward(hidden, weight, bias, targets, temperature, kept)
         ctx.set_materialize_grads(False)  # an entropy that is only watched costs no backward
-        ctx.facts = (scale, softcap, chunk)
+        ctx.facts = (scale, softcap, chunk, flat)
         return logp, ent
 
     @staticmethod
     def backward(ctx, grad_logp, grad_ent):  # type: ignore[override]
-        hidden, weight, bias, targets, temperature = ctx.saved_tensors
-        scale, softcap, chunk = ctx.facts
+        hidden, weight, bias, targets, temperature, kept = ctx.saved_tensors
+        scale, softcap, chunk, flat = ctx.facts
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
@@ -107,14 +117,18 @@ class _ChunkedLogprob(torch.autograd.Function):
         for a in range(0, hidden.shape[0], chunk):
             part = slice(a, a + chunk)
             x, t = hidden[part], temperature[part, None].to(dtype)
-            z = Head(weight, bias, scale, softcap).logits(x)
-            slope = None if softcap is None else 1 - (z / softcap) ** 2
-            p = torch.softmax(z.div_(t), dim=-1)
-            dz = torch.zeros_like(p) if grad_ent is None else _entropy_slope(z, p) * grad_ent[part, None]
+            logq, slope = kept, None
+            if logq is None:
+                z = Head(weight, bias, scale, softcap).logits(x)
+                slope = None if softcap is None else 1 - (z / softcap) ** 2
+                logq = torch.log_softmax(z.div_(t), dim=-1)
+            p = logq.exp()
+            dz = torch.zeros_like(p) if grad_ent is None else _entropy_slope(logq, p) * grad_ent[part, None]
             if grad_logp is not None:
                 g = grad_logp[part, None].to(dtype)
                 dz.addcmul_(p, g, value=-1).scatter_add_(1, targets[part, None], g)
-            dz.div_(t)
+            if not flat:
+                dz.div_(t)
             if slope is not None:
                 dz *= slope
             if scale != 1.0:
@@ -128,8 +142,7 @@ class _ChunkedLogprob(torch.autograd.Function):
         return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None, None, None, None, None
 
 
-def _entropy_slope(z: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-    """dH/dz_j = -p_j (log p_j + H), of p = softmax(z) [C, V]."""
-    logq = torch.log_softmax(z, dim=-1)
+def _entropy_slope(logq: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """dH/dz_j = -p_j (log p_j + H), of p = exp(logq) = softmax(z) [C, V]."""
     entropy = -(p * logq).sum(-1, keepdim=True)
     return -p * (logq + entropy)

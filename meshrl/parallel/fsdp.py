@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 
@@ -27,6 +27,14 @@ def shard_model(
     for block in blocks:
         fully_shard(block, mesh=dp_mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     fully_shard(root, mesh=dp_mesh, mp_policy=policy, reshard_after_forward=False)
+
+
+def reshard(root: torch.nn.Module) -> None:
+    """Free every whole parameter: after a forward without a backward nobody else does, and a whole parameter is no
+    shard of this rank to be saved, digested or sent. FSDP's own method reaches one group only."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def local_shard(p: torch.Tensor) -> torch.Tensor:

@@ -32,6 +32,7 @@ def _sent(
     rank: int, world: int, model: dict[str, Any], train: dict[str, Any], dtype: torch.dtype
 ) -> tuple[Layout, dict[str, torch.Tensor], dict[str, int], int]:
     engine = engine_over(tiny_qwen2(**model), world, train, dtype)
+    engine.require_independent_rows()  # a forward without a backward must leave nothing whole behind
     layout, digests = engine.layout(4096), engine.digests()
     smallest = min(local_shard(p).numel() for p in engine.model.parameters())
     return layout, {name: t.clone() for name, t in engine.wire_weights()}, digests, smallest

@@ -120,8 +120,8 @@ FAULTS = [
     Fault(
         "the trainer ignores the temperature",
         "meshrl/model/logprob.py",
-        "z = head.logits(hidden[part]).div_(temperature[part, None].to(dtype))",
-        "z = head.logits(hidden[part])",
+        "z.div_(temperature[part, None].to(dtype))",
+        "z",
         (_LOGPROB + "test_temperature_divides_the_logits_and_greedy_scores_as_one",),
     ),
     Fault(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshrl.model import logprob
 from meshrl.model.logprob import Head, token_logprobs
 
 N, D, V = 23, 12, 37
@@ -19,6 +20,12 @@ HEADS: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 3.0},
     "all": {"bias": True, "scale": 1.7, "softcap": 2.0},
 }
+
+
+@pytest.fixture(autouse=True, params=[0, logprob.KEPT_LOGITS], ids=["computed again", "kept"])
+def both_ways(request, monkeypatch):
+    """Logits that are computed again in the backward pass, and few enough to be kept."""
+    monkeypatch.setattr(logprob, "KEPT_LOGITS", request.param)
 
 
 def _inputs(dtype: torch.dtype, seed: int = 0, vocab: int = V) -> dict[str, torch.Tensor]:
