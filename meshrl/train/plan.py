@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+EVEN = 1.01  # cost of the fullest bin over the least it could be, from which on no row moves any more
 ENOUGH = 0.999  # a change has to lower the cost of the fullest bin to this share of it
 QUADRATIC_TOKENS = 4096.0  # length at which a row's attention costs as much as the rest of the model
 
@@ -127,18 +128,37 @@ def _alone(rows: Sequence[Row], group: Sequence[int]) -> float:
 
 
 def _spread(rows: Sequence[Row], num_bins: int) -> list[_Bin]:
-    """Whole groups, the costliest first, to the least loaded bin; then single rows move, or change places, between
-    the fullest bin and an emptier one until that stops helping."""
-    bins = [_Bin() for _ in range(num_bins)]
+    """Whole groups, the costliest first, to the least loaded bin; where that can't be evened out, single rows to where
+    they cost least."""
+    by_group, by_row = ([_Bin() for _ in range(num_bins)] for _ in range(2))
     for group in _by_group(rows, range(len(rows))):
-        b = min(bins, key=lambda b: b.cost)
+        b = min(by_group, key=lambda b: b.cost)
         for i in group:
             b.add(i, rows[i])
+    _even_out(rows, by_group)
+    if _unevenness(rows, by_group) <= EVEN:
+        return by_group
+    for i in sorted(range(len(rows)), key=lambda i: (-rows[i].length, i)):
+        min(by_row, key=lambda b: b.cost + b.added(rows[i])[0]).add(i, rows[i])
+    return min(by_group, by_row, key=lambda bins: max(b.cost for b in bins))
+
+
+def _unevenness(rows: Sequence[Row], bins: Sequence[_Bin]) -> float:
+    """Cost of the fullest bin over the least that it could be: the mean, or the costliest row alone."""
+    costs = [b.cost for b in bins]
+    least = max(sum(costs) / len(costs), max((row_cost(row.length) for row in rows), default=0.0))
+    return max(costs) / least if least else 1.0
+
+
+def _even_out(rows: Sequence[Row], bins: list[_Bin]) -> None:
+    """Single rows move, or change places, between the fullest bin and an emptier one, until that stops helping or the
+    bins are even."""
     for _ in range(2 * len(rows)):
         *others, high = sorted(bins, key=lambda b: b.cost)
+        if _unevenness(rows, bins) <= EVEN:
+            break
         if not any(_move(rows, high, low) or _swap(rows, high, low) for low in others):
             break
-    return bins
 
 
 def _move(rows: Sequence[Row], high: _Bin, low: _Bin) -> bool:

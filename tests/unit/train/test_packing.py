@@ -67,7 +67,7 @@ def _cost_of_rank(rows):
 @pytest.mark.parametrize(("num_ranks", "num_groups"), [(8, 16), (16, 32), (3, 2), (1, 4)])
 def test_groups_of_heavy_tailed_rows_keep_every_rank_equally_busy(num_ranks, num_groups):
     """At most 1.1 times the least that any plan could reach; some draws need rows to change places."""
-    for seed in range(40):
+    for seed in (*range(20), 64):  # at 64 two long rows of different groups meet
         rng = np.random.default_rng(seed)
         groups, prompts = np.arange(num_groups).repeat(8), rng.integers(40, 170, num_groups).repeat(8)
         lengths = prompts + np.minimum(8192, np.exp(rng.normal(6, 1, len(prompts)))).astype(int) + 1
