@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("MESHRL_TRACEBACK") == "1":
             raise
         name = "" if isinstance(e, ConfigError) else f"{type(e).__name__}: "
-        print(f"meshrl: {name}{e}", file=sys.stderr)
+        print("\n".join([f"meshrl: {name}{e}", *getattr(e, "__notes__", ())]), file=sys.stderr)
         return 2 if isinstance(e, ConfigError) else 1
     except KeyboardInterrupt:
         print("meshrl: interrupted", file=sys.stderr)
@@ -56,7 +56,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     train = add("train", _train, "reinforcement learning: sample, score, update, sync, again")
     sft = add("sft", _sft, "supervised fine-tuning on chat rows")
     evaluate = add("eval", _evaluate, "evaluate a model on data.eval_path (loop.eval_samples answers a prompt)")
-    for sub in (train, sft, evaluate):
+    launch = add("launch", _launch, "write the batch file of a job on several nodes; `meshrl launch slurm CONFIG`")
+    launch.add_argument("scheduler", choices=["slurm"], help="for whom")
+    for sub in (train, sft, evaluate, launch):
         sub.add_argument("config", metavar="CONFIG", help="YAML file; docs/config.md lists its keys")
         sub.add_argument(
             "overrides", metavar="key=value", nargs="*", help="dotted overrides such as train.optimizer.lr=1e-6"
@@ -65,9 +67,17 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         sub.add_argument(
             "--explain", action="store_true", help="print the resolved config, its origins and the batch arithmetic"
         )
+    _add_launch_options(launch)
     evaluate.add_argument("--model", metavar="FOLDER", help="evaluate this model in place of model.path")
     report = add("report", _report, "write RUN/report.html anew, also while the run goes on")
     report.add_argument("folder", metavar="RUN", help="a run's folder, such as runs/NAME")
+    status = add("status", _status, "tell where a run stands: step, phase, reward, processes")
+    stop = add("stop", _stop, "have a run end with a checkpoint, as Ctrl-C does, from another terminal")
+    for sub in (status, stop):
+        sub.add_argument("folder", metavar="RUN", help="a run's folder, such as runs/NAME")
+    convert = add("convert", _convert, "make a folder that from_pretrained loads out of a checkpoint")
+    convert.add_argument("checkpoint", metavar="CHECKPOINT", help="such as runs/NAME/checkpoints/step_000100")
+    convert.add_argument("out", metavar="FOLDER", help="the folder to write; must not be there yet")
     config = add("config", _config, "list the config's keys with type, default and meaning")
     config.add_argument("word", metavar="WORD", nargs="?", help="only keys with this word in them")
 
@@ -80,6 +90,17 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     if rest:
         args.overrides += rest
     return args
+
+
+def _add_launch_options(launch: argparse.ArgumentParser) -> None:
+    launch.add_argument("--command", dest="run", choices=["train", "sft", "eval"], default="train", help="what to run")
+    launch.add_argument("--nodes", type=int, default=1, metavar="N", help="machines; 1 when not given")
+    launch.add_argument(
+        "--gpus-per-node", type=int, metavar="G", help="sets the number of ranks to N x G; else the config's is kept"
+    )
+    for name, text in (("time", "limit, as 12:00:00"), ("partition", "queue"), ("account", "who pays")):
+        launch.add_argument(f"--{name}", metavar=name.upper(), help=f"{text}; the cluster's default when not given")
+    launch.add_argument("--out", metavar="FILE", help="where to write it; the terminal when not given")
 
 
 def _train(args: argparse.Namespace) -> int:
@@ -128,12 +149,66 @@ def _load_run(config: str, overrides: Sequence[str], purpose: Literal["train", "
     return loaded
 
 
+def _launch(args: argparse.Namespace) -> int:
+    from functools import partial
+    from pathlib import Path
+
+    from meshrl.cluster.slurm import SlurmJob, batch_file
+    from meshrl.config.load import load_sft_config
+
+    load = partial(load_sft_config, args.config) if args.run == "sft" else partial(_load_run, args.config)
+    load = partial(load, purpose=args.run) if args.run != "sft" else load
+    job = SlurmJob(
+        command=args.run,
+        nodes=args.nodes,
+        gpus_per_node=args.gpus_per_node,
+        time=args.time,
+        partition=args.partition,
+        account=args.account,
+    )
+    text = batch_file(load, args.config, args.overrides, job)
+    if args.out is None:
+        print(text, end="")
+    else:
+        Path(args.out).write_text(text, encoding="utf-8")
+        print(f"wrote {args.out}; submit it by: sbatch {args.out}")
+    return 0
+
+
 def _report(args: argparse.Namespace) -> int:
     from pathlib import Path
 
     from meshrl.monitor.report.page import write_report
 
     print(f"wrote {write_report(Path(args.folder))}")
+    return 0
+
+
+def _status(args: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from meshrl.loops.status import describe
+
+    print(describe(Path(args.folder)))
+    return 0
+
+
+def _stop(args: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from meshrl.loops.status import stop
+
+    print(stop(Path(args.folder)))
+    return 0
+
+
+def _convert(args: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from meshrl.tools.convert import convert
+
+    convert(Path(args.checkpoint), Path(args.out))
+    print(f"wrote {args.out}")
     return 0
 
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# GRPO with Qwen2-7B-Instruct on GSM8K, FSDP2 over the GPUs of one node. From any folder:
+# GRPO with Qwen2-7B-Instruct on GSM8K, FSDP2 over the GPUs of one node or of several. From any folder:
 #
 #   examples/grpo_trainer/run_qwen2-7b_math_fsdp.sh [key=value ...] [--explain]
 #
 # Environment, all optional:
 #   GPUS_PER_NODE  train ranks, one for each GPU            (8)
-#   NNODES         machines                                 (1)
+#   NNODES         machines; more than one: on a Ray cluster (1)
 #   MODEL          model folder or hub id                   (Qwen/Qwen2-7B-Instruct)
 #   DATA           folder with train.jsonl and test.jsonl   (openai/gsm8k from the hub)
 #   OUT            folder that gets the run's own           (runs/)
@@ -14,10 +14,9 @@
 set -euo pipefail
 
 here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
-overrides=(
-  "cluster.num_train_ranks=${GPUS_PER_NODE:-8}"
-  "cluster.nodes=${NNODES:-1}"
-)
+nodes=${NNODES:-1}
+overrides=("cluster.num_train_ranks=$((${GPUS_PER_NODE:-8} * nodes))")
+[[ $nodes -gt 1 ]] && overrides+=("cluster.executor=ray" "cluster.nodes=$nodes")
 # Quoted as YAML, so that a path with a blank or a colon stays one text. data.* of the hub set are taken back with null.
 quoted() { printf "'%s'" "${1//\'/\'\'}"; }
 [[ -n ${MODEL:-} ]] && overrides+=("model.path=$(quoted "$MODEL")")

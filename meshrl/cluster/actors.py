@@ -6,6 +6,7 @@ say so; the controller sends them to all train ranks in the same order.
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 from meshrl.algo.mismatch import sampler_mismatch
 from meshrl.cluster.executor import WorkerSpec
+from meshrl.cluster.rendezvous import open_store
 from meshrl.core.batch import LossFn
 from meshrl.core.device import dist_backend, local_device, memory_stats, set_threads
 from meshrl.core.types import Metric, Request, Sample, Turn
@@ -26,8 +28,10 @@ from meshrl.rollout.base import EngineStats
 from meshrl.rollout.embedded.engine import EmbeddedEngine, build_embedded_engine
 from meshrl.sync.manifest import Ack, Layout, SyncHeader
 from meshrl.sync.receive import Bucket
+from meshrl.sync.remote_ring import RemoteRingView, RingServer, ring_of
 from meshrl.sync.send import iter_buckets, make_header, send_weights
 from meshrl.sync.transport import BucketRef, SharedRing, SharedRingView
+from meshrl.train.checkpoint_files import FileFact
 from meshrl.train.engine import ForwardBackward, RowArrays, StepReport, TrainEngine
 from meshrl.train.packing import pack
 from meshrl.train.plan import Plan
@@ -54,21 +58,22 @@ class RankWorker:
         self.reference: TrainEngine | None = None
         self.sampler: EmbeddedEngine | None = None
         self._ring: SharedRing | None = None
-        self._ring_view: SharedRingView | None = None
+        self._ring_server: RingServer | None = None  # for samplers on other machines
+        self._ring_view: SharedRingView | RemoteRingView | None = None
         self._buckets: Iterator[Bucket] | None = None
 
     def start(self) -> str:
         """Join the process group and build this rank's engines (collective over train ranks). Returns the device."""
         spec = self.spec
-        set_threads(spec.num_ranks)
+        set_threads(spec.num_local_ranks)
         self.device = local_device(spec.rank)
         if spec.trains:
             dist.init_process_group(
                 dist_backend(self.device),
-                store=dist.FileStore(spec.rendezvous, spec.num_train_ranks),
+                store=open_store(spec.rendezvous, spec.num_train_ranks, spec.timeout_s),
                 rank=spec.rank,
                 world_size=spec.num_train_ranks,
-                timeout=datetime.timedelta(seconds=spec.timeout_s),
+                timeout=datetime.timedelta(seconds=spec.collective_timeout_s),
             )
             shape = resolve_shape(spec.train.mesh, spec.num_train_ranks, spec.train.sharding_strategy)
             mesh = build_mesh(shape, self.device.type)
@@ -104,6 +109,23 @@ class RankWorker:
     def export(self, path: str, tokenizer_from: str | None) -> None:
         self._trainer().export(path, tokenizer_from)
 
+    # ---- checkpoints
+
+    def save(self, folder: str) -> None:
+        """Copy the training state to host memory and start to write it (collective)."""
+        self._trainer().save(folder)
+
+    async def finish_save(self) -> tuple[str, FileFact]:
+        """Wait for the file that `save` began, while other commands go on; its name, size and hash."""
+        return await asyncio.to_thread(self._trainer().finish_save)
+
+    def load(self, folder: str) -> None:
+        """Take over the training state of a checkpoint (collective)."""
+        self._trainer().load(folder)
+
+    def state_bytes(self) -> int:
+        return self._trainer().state_bytes()
+
     def _batches(self, plan: Plan, rows: Rows) -> list[Any]:
         hashes: list[Any] = [None] * self.spec.num_train_ranks
         dist.all_gather_object(hashes, plan.hash)
@@ -132,9 +154,12 @@ class RankWorker:
         if self.spec.rank == 0:
             if self._ring is None:
                 self._ring = SharedRing(_RING_SLOTS, layout.staging_bytes)
+                if self.spec.nodes > 1:
+                    self._ring_server = RingServer(self._ring, self.spec.address)
             self._buckets = iter_buckets(layout, trainer.wire_weights(), staging=self._ring.slots)
         trainer.version = version
-        return header, self._ring.name if self._ring else ""
+        ring = self._ring_server or self._ring
+        return header, ring.name if ring else ""
 
     def sync_next(self) -> BucketRef | None:
         """Gather the next bucket into shared memory and say where it lies; None after the last."""
@@ -151,13 +176,17 @@ class RankWorker:
         await self._sampler().reconcile(layout)
 
     async def begin(self, header: SyncHeader, ring: str, slot_bytes: int) -> None:
-        """Open the sender's shared memory and begin."""
-        if self._ring_view is None or self._ring_view.name != ring:
-            self._ring_view = SharedRingView(ring, _RING_SLOTS, slot_bytes)
+        """Open the sender's shared memory, or connect to it on rank 0's machine, and begin."""
+        name = ring_of(ring) if self.spec.rank < self.spec.num_local_ranks else ring
+        if self._ring_view is None or self._ring_view.name != name:
+            remote = name != ring_of(ring)
+            self._ring_view = (
+                RemoteRingView(name, slot_bytes) if remote else SharedRingView(name, _RING_SLOTS, slot_bytes)
+            )
         await self._sampler().begin(header)
 
     async def receive(self, ref: BucketRef) -> None:
-        """Load a bucket that lies in shared memory."""
+        """Load a bucket that lies in the sender's memory."""
         assert self._ring_view is not None, "receive comes after begin"
         await self._sampler().receive(self._ring_view.bucket(ref))
 
@@ -200,6 +229,8 @@ class RankWorker:
         """Free what the rank holds."""
         if self.sampler is not None:
             await self.sampler.close()
+        if self._ring_server is not None:
+            self._ring_server.close()
         if self._ring is not None:
             self._ring.close()
         if self._ring_view is not None:

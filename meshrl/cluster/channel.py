@@ -1,7 +1,8 @@
-"""Python objects between two processes over a Unix socket; large arrays go through shared memory, not the socket.
+"""Python objects between two processes over a socket. Over a Unix socket, large arrays go through shared memory; over
+TCP they follow in the stream, straight from the array and straight into the new one.
 
-A frame is a header, a pickle, and optionally the descriptor of an unlinked file in memory that holds the arrays. No
-name exists that could leak: the memory goes when both sides have closed it.
+A frame is a header, the arrays' sizes and a pickle, and then the arrays, or the descriptor of an unlinked file in
+memory that holds them. No name exists that could leak: the memory goes when both sides have closed it.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import struct
 import tempfile
 from typing import Any
 
-_HEADER = struct.Struct("<QQ")  # bytes that follow, number of arrays that came by memory
-_BIG = 1 << 16  # an array from this size on travels by memory
+_HEADER = struct.Struct("<QQ")  # bytes that follow, number of arrays beside the pickle
+_BIG = 1 << 16  # an array from this size on travels beside the pickle
 _MEMORY_FOLDER = "/dev/shm" if os.path.isdir("/dev/shm") and os.access("/dev/shm", os.W_OK) else None
 
 
@@ -37,6 +38,11 @@ def send(sock: socket.socket, obj: Any) -> None:
     if not sizes:
         sock.sendall(header + body)
         return
+    if sock.family != socket.AF_UNIX:
+        sock.sendall(header + body)
+        for view in buffers:
+            sock.sendall(view)
+        return
     total = sum(sizes)
     with tempfile.TemporaryFile(dir=_MEMORY_FOLDER) as file:
         file.truncate(total)
@@ -50,7 +56,7 @@ def send(sock: socket.socket, obj: Any) -> None:
 
 
 def receive(sock: socket.socket) -> Any:
-    """Read one frame; arrays that came by memory are writable copies of this process. Raises EOFError at the end."""
+    """Read one frame; arrays from beside the pickle are writable copies of this process. Raises EOFError at the end."""
     head, fds, _, _ = socket.recv_fds(sock, _HEADER.size, 1)
     if not head:
         raise EOFError("the other side closed the channel")
@@ -61,6 +67,8 @@ def receive(sock: socket.socket) -> Any:
     if not count:
         return pickle.loads(body)
     sizes = struct.unpack_from(f"<{count}Q", body)
+    if not fds:
+        return pickle.loads(body[8 * count :], buffers=[_read(sock, n) for n in sizes])
     with open(fds[0], "rb") as file, mmap.mmap(file.fileno(), sum(sizes), access=mmap.ACCESS_READ) as memory:
         at, buffers = 0, []
         for n in sizes:

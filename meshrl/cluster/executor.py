@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from meshrl.config.model import ModelConfig
@@ -24,8 +24,20 @@ class WorkerSpec:
     rollout: RolloutConfig | None
     reference: bool
     stop_token_ids: tuple[int, ...]
-    rendezvous: str  # file of the process group's store
-    timeout_s: float
+    rendezvous: str  # where the process group's store is, see cluster/rendezvous.py
+    timeout_s: float  # deadline of every phase that deadlines does not name
+    deadlines: Mapping[str, float] = field(default_factory=dict)  # seconds by phase
+    nodes: int = 1  # machines, with equally many ranks each, in the order of the ranks
+    address: str = ""  # under which other machines reach this rank's; empty where there are none
+
+    def deadline_s(self, phase: str) -> float:
+        """Seconds that one command of a phase may take."""
+        return self.deadlines.get(phase, self.timeout_s)
+
+    @property
+    def collective_timeout_s(self) -> float:
+        """Of torch.distributed's own waits: after every deadline, which names the rank that is to blame."""
+        return max([self.timeout_s, *self.deadlines.values()]) + 60.0
 
     @property
     def trains(self) -> bool:
@@ -39,18 +51,37 @@ class WorkerSpec:
     def num_ranks(self) -> int:
         return self.num_train_ranks + self.num_rollout_ranks
 
+    @property
+    def num_local_ranks(self) -> int:
+        """Ranks on this one's machine."""
+        return self.num_ranks // self.nodes
+
 
 class Executor(Protocol):
     """Runs RankWorkers somewhere. `call(rank, RankWorker.method, *args)` awaits the method's result in that rank.
 
     Calls of one rank start in the order they were made; calls made in one tick of the event loop arrive together.
-    A MeshrlError raised in a rank is raised here as itself; anything else, and a rank's death, as RankFailure.
+    A MeshrlError raised in a rank is raised here as itself. Anything else is a RankFailure that names the rank which is
+    to blame, the phase (`phases.phase_of(method)`) and the cause: an exception, a process that ended, a command not
+    answered within `spec.deadline_s(phase)`.
+
+    A failed rank that trains ends them all: every call, under way or later, raises the same failure. So does an
+    exception in any rank. A rank that only samples and dies, or gives no answer, is ended alone: its own calls raise
+    until `restart` has replaced it.
     """
 
     specs: Sequence[WorkerSpec]
 
-    async def start(self) -> None: ...
+    async def start(self) -> None:
+        """Bring up all ranks: processes (phase start), then `RankWorker.start` in each (phase load)."""
+        ...
 
     async def call(self, rank: int, method: Callable[..., Any], *args: Any) -> Any: ...
 
-    async def close(self) -> None: ...
+    async def restart(self, rank: int) -> None:
+        """Replace a lost rank that only samples by a new one, as `start` leaves it. Raises: RankFailure."""
+        ...
+
+    async def close(self) -> None:
+        """End every rank, whatever it does. The end of a good run is `call(rank, RankWorker.stop)` before it."""
+        ...

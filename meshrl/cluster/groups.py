@@ -9,7 +9,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
-from collections.abc import AsyncIterator, Sequence
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,13 +20,14 @@ import numpy as np
 from meshrl.cluster.actors import RankWorker, UpdateReport
 from meshrl.cluster.executor import Executor
 from meshrl.core.batch import LossFn
-from meshrl.core.errors import SyncError
+from meshrl.core.errors import RankFailure, SyncError
 from meshrl.core.types import Metric, Request, Sample, Turn
 from meshrl.rollout.base import EngineStats
 from meshrl.rollout.continuation import join_turns
 from meshrl.sync.manifest import Ack, Layout, SyncHeader
 from meshrl.sync.send import send_weights
 from meshrl.sync.transport import BucketRef
+from meshrl.train.checkpoint_files import FileFact
 from meshrl.train.engine import RowArrays, StepReport
 from meshrl.train.plan import Plan, make_plan
 
@@ -72,6 +76,26 @@ class TrainGroup:
         """Write a folder that `from_pretrained` loads."""
         await self._all(RankWorker.export, path, tokenizer_from)
 
+    async def save(self, folder: str) -> None:
+        """Copy the training state to host memory and start to write it into `folder`; training may go on."""
+        await self._all(RankWorker.save, folder)
+
+    async def finish_save(self) -> dict[str, FileFact]:
+        """Wait until every rank's file is on disk. Raises: CheckpointError."""
+        return dict(await self._all(RankWorker.finish_save))
+
+    async def load(self, folder: str, version: int) -> None:
+        """Take over a saved training state, whose weights were `version`: the next sync commits that number again.
+
+        Raises: CheckpointError, before anything is touched.
+        """
+        await self._all(RankWorker.load, folder)
+        self.version = version - 1
+
+    async def state_bytes(self) -> int:
+        """Bytes that a checkpoint takes, all ranks together."""
+        return sum(await self._all(RankWorker.state_bytes))
+
     async def memory(self) -> list[tuple[list[Metric], dict[str, int]]]:
         """Each rank's memory metrics, and its engine's bytes by kind."""
         return await self._all(RankWorker.memory)
@@ -90,10 +114,21 @@ class TrainGroup:
 
 
 class RolloutGroup:
-    """All samplers, with the shape of one: adds routing by session, and continuation of aborted turns."""
+    """All samplers, with the shape of one: adds routing by session, continuation of aborted turns, and the
+    replacement of ranks that only sample and are lost; what they were asked is asked again.
 
-    def __init__(self, executor: Executor):
-        self.executor = executor
+    max_restarts: how many are replaced before the failure of the next is raised. note: told of each.
+    """
+
+    def __init__(self, executor: Executor, max_restarts: int = 0):
+        self.executor, self.max_restarts = executor, max_restarts
+        self.note: Callable[[str], None] = partial(print, file=sys.stderr)
+        self.bring_weights: Callable[[int], Awaitable[Any]] | None = None  # gives a new rank what the others have
+        self.mending = asyncio.Lock()  # one replacement or sync at a time: both need all train ranks
+        self._mended: set[RankFailure] = set()  # all calls of a lost rank raise the same one
+        self._layout: Layout | None = None
+        self.num_restarts = self.num_redone = 0
+        self._told = (0, 0)
         self.ranks = [spec.rank for spec in executor.specs if spec.samples]
         self._next = itertools.cycle(self.ranks)
         self._routes: dict[str, int] = {}
@@ -104,7 +139,12 @@ class RolloutGroup:
         parts: list[Turn] = []
         asked = request
         while True:
-            turn: Turn = await self.executor.call(rank, RankWorker.generate, asked)
+            try:
+                turn: Turn = await self.executor.call(rank, RankWorker.generate, asked)
+            except RankFailure as failure:
+                await self.replaced(failure)
+                self.num_redone += 1
+                continue
             parts.append(turn)
             if turn.stop_reason != "abort":
                 return parts[0] if len(parts) == 1 else join_turns(parts)
@@ -120,6 +160,12 @@ class RolloutGroup:
             self._routes[session] = next(self._next)
         return self._routes[session]
 
+    def forget_sessions(self) -> None:
+        """Deal sessions out from the first sampler on again, so that where a prompt runs does not depend on what was
+        sampled before: a resumed run places, and so rounds, as one that was never interrupted (P27)."""
+        self._next = itertools.cycle(self.ranks)
+        self._routes.clear()
+
     async def score(self, ids: np.ndarray) -> np.ndarray:
         return await self.executor.call(self.ranks[0], RankWorker.score, ids)
 
@@ -129,10 +175,63 @@ class RolloutGroup:
 
     async def reconcile(self, layout: Layout) -> None:
         """Compare the trainer's layout with every sampler's own parameters. Raises: UnloadedParamsError."""
+        self._layout = layout
         await self._all(RankWorker.reconcile, layout)
 
     async def trust_loaded_weights(self) -> None:
+        self.bring_weights = lambda rank: self.executor.call(rank, RankWorker.trust_loaded_weights)
         await self._all(RankWorker.trust_loaded_weights)
+
+    # ---- ranks that are lost
+
+    async def replaced(self, failure: RankFailure) -> None:
+        """Wait until a new rank with the same weights stands in the place of the one whose calls raised `failure`.
+
+        Raises: as `restart`.
+        """
+        async with self.mending:
+            if await self.restart(failure) and self.bring_weights is not None:
+                await self.bring_weights(failure.rank)
+
+    async def restart(self, failure: RankFailure) -> bool:
+        """Put a new rank without weights in the place of a lost one; False if that was done before. `mending` is held.
+
+        Raises: the failure, if its rank trains, or the run has failed as a whole, or max_restarts is used up.
+        """
+        if failure in self._mended:
+            return False
+        began, rank = time.monotonic(), failure.rank
+        lost = failure
+        while True:
+            if self.executor.specs[lost.rank].trains:
+                raise lost
+            if self.num_restarts >= self.max_restarts:
+                lost.add_note(f"{self.num_restarts} lost ranks were replaced before it (cluster.max_restarts)")
+                raise lost
+            self.num_restarts += 1
+            self.note(f"{str(lost).splitlines()[0]}; replacing it")
+            try:
+                await self.executor.restart(rank)
+                if self._layout is not None:
+                    await self.executor.call(rank, RankWorker.reconcile, self._layout)
+            except RankFailure as again:
+                if again is lost:
+                    raise
+                lost = again
+            else:
+                self._mended.add(failure)
+                self.note(f"rank {rank} is back after {time.monotonic() - began:.1f} s")
+                return True
+
+    def losses(self) -> list[Metric]:
+        """Ranks replaced and requests asked again since the last call."""
+        (restarts, redone), self._told = self._told, (self.num_restarts, self.num_redone)
+        return [
+            Metric(name="rollout/ranks_replaced", sum=self.num_restarts - restarts, reduce="sum", unit="ranks"),
+            Metric(name="rollout/requests_redone", sum=self.num_redone - redone, reduce="sum", unit="requests"),
+        ]
+
+    # ----
 
     async def stats(self) -> list[EngineStats]:
         return await self._all(RankWorker.stats)
@@ -159,17 +258,42 @@ async def sync_weights(trainer: TrainGroup, rollouts: RolloutGroup, layout: Layo
             *(executor.call(rank, RankWorker.sync_colocated, layout, version) for rank in rollouts.ranks)
         )
     else:
-        begun = await asyncio.gather(
-            *(executor.call(r, RankWorker.sync_begin, layout, version) for r in range(trainer.num_ranks))
-        )
-        header, ring = begun[0]
-        if any(other.digests != header.digests for other, _ in begun):
-            raise SyncError("train ranks disagree on the digests of the weights they are about to send")
-        drains = [asyncio.ensure_future(executor.call(r, RankWorker.sync_drain)) for r in range(1, trainer.num_ranks)]
-        receivers = [_RemoteReceiver(executor, rank, ring, layout) for rank in rollouts.ranks]
-        acks = await send_weights(header, _refs(executor), receivers)
-        await asyncio.gather(*drains)
+        async with rollouts.mending:
+            acks = await _send_to_all(trainer, rollouts, layout, version)
+        rollouts.bring_weights = lambda rank: _send(trainer, [rank], layout, version)
     trainer.version = version
+    return acks
+
+
+async def _send_to_all(trainer: TrainGroup, rollouts: RolloutGroup, layout: Layout, version: int) -> list[Ack]:
+    """Once more from the start, to all, when a sampler is lost on the way and can be replaced."""
+    while True:
+        try:
+            return await _send(trainer, rollouts.ranks, layout, version)
+        except SyncError as error:
+            if not isinstance(error.__cause__, RankFailure):
+                raise
+            await rollouts.restart(error.__cause__)
+
+
+async def _send(trainer: TrainGroup, ranks: Sequence[int], layout: Layout, version: int) -> list[Ack]:
+    """Give these samplers the trainer's weights as they are, as this version (collective over train ranks)."""
+    executor = trainer.executor
+    begun = await asyncio.gather(
+        *(executor.call(r, RankWorker.sync_begin, layout, version) for r in range(trainer.num_ranks))
+    )
+    header, ring = begun[0]
+    if any(other.digests != header.digests for other, _ in begun):
+        raise SyncError("train ranks disagree on the digests of the weights they are about to send")
+    drains = [asyncio.ensure_future(executor.call(r, RankWorker.sync_drain)) for r in range(1, trainer.num_ranks)]
+    try:
+        acks = await send_weights(header, _refs(executor), [_RemoteReceiver(executor, r, ring, layout) for r in ranks])
+    except SyncError:
+        async for _ in _refs(executor):  # the other train ranks stand in gathers that rank 0 has to take part in
+            pass
+        await asyncio.gather(*drains)
+        raise
+    await asyncio.gather(*drains)
     return acks
 
 

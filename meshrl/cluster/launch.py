@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from meshrl.cluster.actors import RankWorker
 from meshrl.cluster.executor import Executor, WorkerSpec
 from meshrl.cluster.groups import RolloutGroup, TrainGroup
 from meshrl.cluster.inline import InlineExecutor
 from meshrl.cluster.processes import ProcessExecutor
+from meshrl.cluster.torchrun import TorchrunExecutor, is_launched
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
 from meshrl.config.task import ClusterConfig
 from meshrl.config.train import TrainConfig
-
-EXECUTORS: dict[str, Callable[[Sequence[WorkerSpec]], Executor]] = {
-    "inline": InlineExecutor,
-    "processes": ProcessExecutor,
-}
+from meshrl.core.errors import ConfigError, RankFailure
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ async def launched(
 ) -> AsyncIterator[Groups]:
     """Start all ranks, give the groups, and end every rank whatever happens inside.
 
-    Raises: RankFailure when a rank does not come up.
+    Raises: RankFailure when a rank does not come up, or fails while it ends.
     """
     with tempfile.TemporaryDirectory(prefix="meshrl-") as folder:
         specs = [
@@ -60,15 +60,44 @@ async def launched(
                 stop_token_ids=stop_token_ids,
                 rendezvous=str(Path(folder) / "store"),
                 timeout_s=cluster.timeout_s,
+                nodes=math.gcd(cluster.nodes, num_train_ranks + num_rollout_ranks),  # an evaluation may have fewer
+                deadlines={phase: seconds for phase, seconds in cluster.deadlines if seconds is not None},
             )
             for rank in range(num_train_ranks + num_rollout_ranks)
         ]
-        executor = EXECUTORS[cluster.executor](specs)
+        if is_launched() and cluster.executor != "processes":
+            raise ConfigError(
+                f"cluster.executor is {cluster.executor}, but torchrun (RANK and WORLD_SIZE are set) has started one "
+                "process a rank: use executor processes, or start meshrl without it"
+            )
+        executor = EXECUTORS[cluster.executor](specs, cluster)
         try:
             await executor.start()
             yield Groups(
                 TrainGroup(executor) if num_train_ranks else None,
-                RolloutGroup(executor) if any(spec.samples for spec in specs) else None,
+                RolloutGroup(executor, cluster.max_restarts) if any(spec.samples for spec in specs) else None,
             )
+            ends = (executor.call(spec.rank, RankWorker.stop) for spec in specs)
+            for end in await asyncio.gather(*ends, return_exceptions=True):
+                if isinstance(end, BaseException) and not (isinstance(end, RankFailure) and not specs[end.rank].trains):
+                    raise end  # a rank that only samples is not missed any more
         finally:
             await executor.close()
+
+
+def _processes(specs: Sequence[WorkerSpec], cluster: ClusterConfig) -> Executor:
+    """One process a rank: started below this one, or by torchrun on every machine."""
+    return TorchrunExecutor(specs) if is_launched() else ProcessExecutor(specs)
+
+
+def _ray(specs: Sequence[WorkerSpec], cluster: ClusterConfig) -> Executor:
+    from meshrl.cluster.ray import RayExecutor  # an extra, which other runs do without
+
+    return RayExecutor(specs, cluster.address)
+
+
+EXECUTORS: dict[str, Callable[[Sequence[WorkerSpec], ClusterConfig], Executor]] = {
+    "inline": lambda specs, cluster: InlineExecutor(specs),
+    "processes": _processes,
+    "ray": _ray,
+}

@@ -99,11 +99,12 @@ def _die_with(parent: int) -> None:
 
 
 def main() -> None:
-    sock = socket.socket(fileno=int(sys.argv[1]))
+    """Arguments: the descriptors of its channel and of the file its stacks go to, and its name, for `ps`."""
+    sock, stacks = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     parent, spec = channel.receive(sock)
     _die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole terminal group; the controller decides
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     asyncio.run(_serve(sock, spec))
     os._exit(0)  # libraries' exit handlers may wait for peers that are gone
 

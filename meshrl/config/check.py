@@ -41,7 +41,7 @@ class Case:
 
 def check(case: Case) -> list[Problem]:
     """Everything that is wrong with a config whose keys and types are right."""
-    checks = [_not_in_this_version, _aliases, _unused, _mesh, _optimization, _model_folder, _sinks]
+    checks = [_not_in_this_version, _aliases, _unused, _mesh, _optimization, _model_folder, _sinks, _resume, _machines]
     config = case.config
     if isinstance(config, SftRunConfig):
         problems = [*sft_problems(case, config)]
@@ -71,6 +71,8 @@ def has_key(config: RunConfig | SftRunConfig, path: str) -> bool:
 def unused(config: RunConfig | SftRunConfig) -> dict[str, str]:
     """Keys that the other choices leave without effect -> why. Setting one is an error; --explain shows them so."""
     found: dict[str, str] = {}
+    if config.cluster.executor != "ray":
+        found["cluster.address"] = f"cluster.executor is {config.cluster.executor}"
     if config.train.scheduler.kind == "constant":
         found["train.scheduler.min_lr_ratio"] = "train.scheduler.kind is constant"
     if "wandb" not in config.monitor.sinks:
@@ -105,9 +107,6 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {  # key -> (what this version ca
     "rollout.pipeline_model_parallel_size": ((1,), "no rollout engine here splits a model into pipeline stages"),
     "loop.kind": (("colocated",), "this version has no asynchronous loop yet: it generates and trains in turn"),
     "loop.max_staleness": ((0,), "the colocated loop always samples with the newest weights"),
-    "cluster.executor": (("inline", "processes"), "this version runs on one machine, without Ray"),
-    "cluster.nodes": ((1,), "this version runs on one machine"),
-    "run.resume": (("never",), "this version can't continue a run from a checkpoint yet: every run starts anew"),
 }
 
 
@@ -244,6 +243,25 @@ def _cluster(config: RunConfig) -> Iterator[Problem]:
         yield Problem(("rollout.mesh.dp", f"cluster.{name}"), text)
 
 
+def _machines(case: Case) -> Iterator[Problem]:
+    cluster = case.config.cluster
+    ranks = cluster.num_train_ranks + cluster.num_rollout_ranks
+    if cluster.executor != "ray":
+        if cluster.nodes > 1:
+            text = "several machines need executor: ray; or start the run by torchrun, and leave nodes out."
+            yield Problem(("cluster.nodes", "cluster.executor"), text)
+        return
+    if importlib.util.find_spec("ray") is None:
+        yield Problem(("cluster.executor",), "ray is not installed: pip install 'meshrl[ray]', on every machine.")
+    if cluster.address == "local" and cluster.nodes > 1:
+        yield Problem(
+            ("cluster.address", "cluster.nodes"), "a local Ray has one machine. Give the cluster's host:port."
+        )
+    if ranks % cluster.nodes:
+        keys = ("cluster.nodes", "cluster.num_train_ranks", "cluster.num_rollout_ranks")
+        yield Problem(keys, f"every machine has equally many ranks, but {cluster.nodes} do not divide {ranks}.")
+
+
 def _kinds(case: Case, config: RunConfig) -> Iterator[Problem]:
     terms = config.reward.terms
     if not terms:
@@ -270,6 +288,24 @@ def _sinks(case: Case) -> Iterator[Problem]:
     for name in case.config.monitor.sinks if case.purpose != "eval" else ():  # an evaluation only prints
         if importlib.util.find_spec(name) is None:
             yield Problem(("monitor.sinks",), f"{name} is not installed: pip install {name}, or leave it out here.")
+
+
+def _resume(case: Case) -> Iterator[Problem]:
+    run = case.config.run
+    if case.purpose == "eval" or run.resume == "never":
+        return
+    if run.resume == "auto":
+        if run.name == "auto":
+            text = "a name made of the time names no run that was there before. Give the run a name of its own."
+            yield Problem(("run.resume", "run.name"), text)
+        return
+    path, places = find(case.given["run.resume"], case.folder)
+    if path is None:
+        looked = " and ".join(str(place) for place in places)
+        yield Problem(("run.resume",), f"allowed: never, auto, or a checkpoint's folder; looked for {looked}.")
+    elif not ((path / "manifest.json").is_file() or (path / "state" / "manifest.json").is_file()):
+        text = f"{path} is no checkpoint: it has no state/manifest.json. Give a folder such as checkpoints/step_000100."
+        yield Problem(("run.resume",), text)
 
 
 def _model_folder(case: Case) -> Iterator[Problem]:

@@ -24,7 +24,8 @@ from meshrl.core.errors import ConfigError
 
 DEFAULT = "default"
 C = TypeVar("C", bound=RunConfig | SftRunConfig)
-PATH_KEYS = ("model.path", "data.path", "data.eval_path", "sft.path")
+PATH_KEYS = ("model.path", "data.path", "data.eval_path", "sft.path", "run.resume")
+NO_PATHS = ("auto", "never")  # words that run.resume takes in place of a path; a folder of that name is none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,7 +194,7 @@ def _resolve(config: C, given: dict[str, Value], folder: Path) -> tuple[C, dict[
     changes: dict[str, Any] = {}
     sources = config.data.sources if isinstance(config, RunConfig) else {}
     for key in (*PATH_KEYS, *(f"data.sources.{name}.path" for name in sources)):
-        if key in given and checks.has_key(config, key) and given[key].value is not None:
+        if key in given and checks.has_key(config, key) and given[key].value not in (None, *NO_PATHS):
             found, _ = find(given[key], folder)
             if found is not None:
                 changes[key] = str(found)

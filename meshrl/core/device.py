@@ -11,6 +11,7 @@ import os
 import torch
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl", "xpu": "xccl"}
+_COUNTED_AS = {"cuda": "GPU", "xpu": "GPU", "npu": "NPU"}
 
 
 def device_type() -> str:
@@ -38,6 +39,13 @@ def local_device(local_rank: int) -> torch.device:
 def current_device(kind: str) -> torch.device:
     """The device of that kind that this process has made current."""
     return torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
+
+
+def cluster_resources() -> tuple[str, ...]:
+    """The names by which cluster schedulers count accelerators that this run may use; empty when it is told to use
+    the CPU. A controller without any may have ranks that have some."""
+    kind = os.environ.get("MESHRL_DEVICE") or None
+    return tuple(dict.fromkeys(name for device, name in _COUNTED_AS.items() if kind in (None, device)))
 
 
 def dist_backend(device: torch.device) -> str:
@@ -82,8 +90,10 @@ def has_varlen_kernels(device: torch.device) -> bool:
 
 
 def set_threads(num_ranks_on_machine: int) -> int:
-    """Share the machine's cores evenly among its ranks and return the threads of this one (at least 1)."""
+    """Share the machine's cores evenly among its ranks and return the threads of this one: at least 1, and at most
+    what OMP_NUM_THREADS says, which others on the machine may count on."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    threads = max(1, cores // max(1, num_ranks_on_machine))
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    threads = max(1, min(cores // max(1, num_ranks_on_machine), int(asked) if asked.isdigit() else cores))
     torch.set_num_threads(threads)
     return threads

@@ -42,11 +42,26 @@ class RequestError(MeshrlError):
 
 
 class RankFailure(MeshrlError):
-    """A rank worker died or raised; carries the rank, the phase and the cause."""
+    """A rank worker died, raised or gave no answer. phase: what it was doing, a name of `cluster.deadlines`. cause: one
+    line. details: what follows that line, as a traceback. stacks: where every rank stood, in full; not in the text.
+    kind: raised | ended | silent; the last two may not happen again."""
 
-    def __init__(self, rank: int, phase: str, cause: str):
-        super().__init__(f"rank {rank} failed in phase {phase!r}: {cause}")
-        self.rank, self.phase, self.cause = rank, phase, cause
+    def __init__(self, rank: int, phase: str, cause: str, details: str = "", stacks: str = "", kind: str = "ended"):
+        super().__init__(rank, phase, cause, details, stacks, kind)
+        self.rank, self.phase, self.cause, self.details = rank, phase, cause, details
+        self.stacks, self.kind = stacks, kind
+
+    def __str__(self) -> str:
+        first = f"rank {self.rank} failed in phase {self.phase!r}: {self.cause}"
+        return f"{first}\n{self.details.rstrip()}" if self.details else first
+
+
+class DeadlineError(MeshrlError):
+    """A phase of the run that does not end, without a rank to blame: an agent, a grader, or the controller itself."""
+
+
+class CheckpointError(MeshrlError):
+    """A checkpoint that can't be written, or one that is not whole or not of this run; names the file."""
 
 
 class RewardError(MeshrlError):

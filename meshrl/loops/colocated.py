@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from meshrl.agent.flatten import flatten
 from meshrl.algo.advantages import assign_advantages
-from meshrl.loops.evaluate import evaluate_and_report
-from meshrl.loops.export import export_model
+from meshrl.loops.evaluate import evaluate_if_due
 from meshrl.loops.job import Job
+from meshrl.loops.resume import save_if_due
 from meshrl.loops.step import (
     annotate,
     collect,
     finish_step,
+    grade,
     rollout_metrics,
     sampling_params,
     split_updates,
@@ -20,13 +21,17 @@ from meshrl.loops.step import (
 
 
 async def colocated(job: Job) -> None:
-    """Run to loop.num_steps. Evaluates before the first step and after the last, if there are held-out prompts."""
+    """Run to loop.num_steps, from the step that the job stands at. Evaluates before the first step and after the last,
+    if there are held-out prompts."""
     cfg, task, spans = job.cfg, job.task, job.spans
     sampling = sampling_params(cfg.rollout.sampling, task.stop_token_ids)
     assert task.train_prompts is not None, "training needs data.path"
     await sync(job)
-    await evaluate_and_report(job)
-    while job.step < cfg.loop.num_steps:
+    while True:
+        await evaluate_if_due(job)
+        await save_if_due(job)
+        if job.step >= cfg.loop.num_steps:
+            return
         prompts = task.train_prompts.next(cfg.loop.prompts_per_step)
         with spans("rollout"):
             trajectories = await collect(
@@ -40,24 +45,20 @@ async def colocated(job: Job) -> None:
                 job.trainer.version,
             )
         with spans("reward"):
-            metrics = await job.scorer.score(trajectories)
+            metrics = await grade(cfg, job.scorer, trajectories)
         samples, flat_metrics = flatten(trajectories)
         metrics += flat_metrics
-        if samples:
-            with spans("train"):
-                updates = split_updates(job, samples, cfg.train.updates_per_step)
-                metrics += await annotate(job, updates)
-                metrics += assign_advantages(samples, cfg.algo)
-                metrics += await update(job, updates)
-            with spans("sync"):
-                metrics += await sync(job)
-        else:
-            job.note(f"step {job.step + 1}: none of {len(trajectories)} trajectories has a reward; nothing to train on")
-        metrics += rollout_metrics(job, trajectories, samples)
-        await finish_step(job, trajectories, metrics)
-        last = job.step == cfg.loop.num_steps
-        if last or (cfg.loop.eval_every_steps and job.step % cfg.loop.eval_every_steps == 0):
-            await evaluate_and_report(job)
-        if last or (cfg.loop.save_every_steps and job.step % cfg.loop.save_every_steps == 0):
-            with spans("export"):
-                await export_model(job)
+        with job.stop.held():  # a checkpoint must find weights, data and metrics at one and the same step
+            if samples:
+                with spans("train"):
+                    updates = split_updates(job, samples, cfg.train.updates_per_step)
+                    metrics += await annotate(job, updates)
+                    metrics += assign_advantages(samples, cfg.algo)
+                    metrics += await update(job, updates)
+                with spans("sync"):
+                    metrics += await sync(job)
+            else:
+                count = len(trajectories)
+                job.note(f"step {job.step + 1}: none of {count} trajectories has a reward; nothing to train on")
+            metrics += rollout_metrics(job, trajectories, samples)
+            await finish_step(job, trajectories, metrics)

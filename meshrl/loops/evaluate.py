@@ -11,7 +11,7 @@ from meshrl.config.run import RunConfig
 from meshrl.core.types import Metric, Trajectory
 from meshrl.loops.export import keep_best
 from meshrl.loops.job import Job, Task
-from meshrl.loops.step import collect, sampling_params
+from meshrl.loops.step import collect, grade, sampling_params
 from meshrl.reward.score import Scorer
 
 
@@ -45,14 +45,17 @@ async def evaluate_prompts(
     k = cfg.loop.eval_samples
     sampling = sampling_params(cfg.rollout.sampling, task.stop_token_ids, greedy=k == 1)
     trajectories = await collect(cfg, task, rollouts, task.eval_prompts, k, "eval", sampling, min_version)
-    await scorer.score(trajectories)
+    await grade(cfg, scorer, trajectories)
     return trajectories, eval_metrics(trajectories, cfg)
 
 
-async def evaluate_and_report(job: Job) -> None:
-    """Evaluate if there are held-out prompts; numbers to the sinks under the last finished step, answers to a file.
-    With loop.save_best the model is kept if it is the best so far."""
-    if not job.task.eval_prompts:
+async def evaluate_if_due(job: Job) -> None:
+    """Evaluate before the first step, after the last and every loop.eval_every_steps, each once, if there are held-out
+    prompts. Numbers go to the sinks under the last finished step, answers to a file. With loop.save_best the model is
+    kept if it is the best so far."""
+    every, done = job.cfg.loop.eval_every_steps, bool(job.evals) and job.evals[-1][0] == job.step
+    due = job.step in (0, job.cfg.loop.num_steps) or (every and job.step % every == 0)
+    if done or not due or not job.task.eval_prompts:
         return
     with job.spans("eval"):
         trajectories, metrics = await evaluate_prompts(job.cfg, job.task, job.rollouts, job.scorer, job.trainer.version)

@@ -12,7 +12,9 @@ from meshrl.cluster.groups import RolloutGroup, TrainGroup
 from meshrl.config.run import RunConfig
 from meshrl.core.types import Metric, Prompt
 from meshrl.data.sampler import PromptFeed
+from meshrl.loops.checkpoints import Checkpoints
 from meshrl.loops.proof import SamplerProof
+from meshrl.loops.stop import Stop
 from meshrl.monitor.rollout_log import RolloutLog
 from meshrl.monitor.sinks import Sink, report
 from meshrl.monitor.spans import Spans
@@ -35,7 +37,8 @@ class Task:
 
 @dataclass(kw_only=True, slots=True)
 class Job:
-    """One run. step counts finished rollout steps, num_updates the optimizer steps asked for so far."""
+    """One run. restarts: from a checkpoint, after failures. step counts finished rollout steps, num_updates the
+    optimizer steps asked for so far."""
 
     cfg: RunConfig
     folder: Path
@@ -47,10 +50,14 @@ class Job:
     sinks: Sequence[Sink]
     note: Callable[[str], None]
     rollout_log: RolloutLog
-    spans: Spans = field(default_factory=Spans)
+    checkpoints: Checkpoints
+    stop: Stop
+    spans: Spans
+    restarts: int
     proof: SamplerProof = field(default_factory=SamplerProof)
     step: int = 0
     num_updates: int = 0
+    cursor: dict[str, Any] = field(default_factory=dict)  # the data's state after the last finished step
     exported_step: int = 0  # of the newest model written; 0 = none yet
     rewards: list[float] = field(default_factory=list)  # mean training reward of each step
     evals: list[tuple[int, float]] = field(default_factory=list)  # (finished steps, mean@k)

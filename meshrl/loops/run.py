@@ -15,19 +15,27 @@ from typing import Any
 
 from meshrl.agent.loop import resolve_agent
 from meshrl.cluster.launch import launched
+from meshrl.cluster.torchrun import follow, is_follower
 from meshrl.config.load import Loaded
 from meshrl.config.run import RunConfig, SftRunConfig
+from meshrl.config.task import ClusterConfig
 from meshrl.core.errors import MeshrlError
 from meshrl.data.chat import load_tokenizer, stop_token_ids
 from meshrl.data.datasets import load_sft_rows
 from meshrl.data.feed import load_eval_prompts, open_feed
 from meshrl.data.sampler import SftSource
+from meshrl.loops.checkpoints import Checkpoints
 from meshrl.loops.colocated import colocated
 from meshrl.loops.evaluate import evaluate_prompts
 from meshrl.loops.export import export_to, model_folder, read_best
 from meshrl.loops.job import Job, Task
 from meshrl.loops.record import recorded
+from meshrl.loops.restart import through_failures
+from meshrl.loops.resume import note_resumed, restore, save_now
+from meshrl.loops.sft import SftJob
 from meshrl.loops.sft import sft as sft_loop
+from meshrl.loops.stop import Stop
+from meshrl.loops.watch import watched
 from meshrl.monitor.curve import save_curve
 from meshrl.monitor.memory import memory_metrics
 from meshrl.monitor.metrics import divide, merge, units
@@ -37,40 +45,46 @@ from meshrl.reward.score import Scorer
 
 def train(loaded: Loaded[RunConfig]) -> int:
     """`meshrl train`: run the configured loop to its last step. Returns the exit code."""
-    return _run(_train(loaded, loaded.config))
+    return _run(loaded.config.cluster, lambda stop: through_failures(loaded, partial(_train, stop)))
 
 
 def evaluate(loaded: Loaded[RunConfig]) -> int:
     """`meshrl eval`: answer the held-out prompts with the model of the config, train nothing."""
-    return _run(_evaluate(loaded.config))
+    return _run(loaded.config.cluster, lambda stop: _evaluate(loaded.config))
 
 
 def sft(loaded: Loaded[SftRunConfig]) -> int:
     """`meshrl sft`: supervised fine-tuning. Returns the exit code."""
-    return _run(_sft(loaded, loaded.config))
+    return _run(loaded.config.cluster, lambda stop: through_failures(loaded, partial(_sft, stop)))
 
 
-def _run(main: Coroutine[Any, Any, None]) -> int:
-    """Run to the end; SIGTERM unwinds like Ctrl-C, so that no rank outlives the run (P31)."""
+def _run(cluster: ClusterConfig, main: Callable[[Stop], Coroutine[Any, Any, None]]) -> int:
+    """Run to the end. Ctrl-C and SIGTERM unwind it, so that no rank outlives the run (P31). Of the processes that
+    torchrun started, rank 0 does all this, and the others hold its ranks."""
+    if is_follower():
+        return follow()
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # dotted paths of the config may name a module that lies here
 
+    stop = Stop()
+
     async def guarded() -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-        await main
+        with stop.listening(), watched(cluster):
+            await main(stop)
 
     try:
         asyncio.run(guarded())
     except asyncio.CancelledError:
+        if stop.signal == signal.SIGINT:
+            raise KeyboardInterrupt from None
         print("meshrl: ended by SIGTERM", file=sys.stderr)
         return 143
     return 0
 
 
-async def _train(loaded: Loaded[RunConfig], cfg: RunConfig) -> None:
-    with recorded(loaded, cfg.loop.num_steps) as record:
+async def _train(stop: Stop, loaded: Loaded[RunConfig], restarts: int) -> None:
+    cfg = loaded.config
+    with recorded(loaded, "train", cfg.loop.num_steps) as record:
         record.note(f"run {record.folder}: starting {_ranks(cfg)}")
         loading = asyncio.create_task(asyncio.to_thread(_load_task, cfg, True))
         if cfg.cluster.executor == "inline":
@@ -86,8 +100,10 @@ async def _train(loaded: Loaded[RunConfig], cfg: RunConfig) -> None:
                 num_rollout_ranks=cfg.cluster.num_rollout_ranks,
                 reference=cfg.algo.kl.coef > 0,
             ) as groups,
+            Checkpoints(record.folder, groups.trainer, cfg.run.keep_checkpoints, record.note) as checkpoints,
         ):
             assert groups.trainer is not None and groups.rollouts is not None
+            groups.rollouts.note = record.note
             layout = await groups.trainer.layout(cfg.rollout.sync_bucket_bytes)
             await groups.rollouts.reconcile(layout)
             task = await loading
@@ -104,9 +120,20 @@ async def _train(loaded: Loaded[RunConfig], cfg: RunConfig) -> None:
                 sinks=record.sinks,
                 note=record.note,
                 rollout_log=RolloutLog(record.folder, task.tokenizer.decode),
+                checkpoints=checkpoints,
+                stop=stop,
+                spans=record.spans,
+                restarts=restarts,
             )
             record.summary = partial(_summary, job)
-            await LOOPS[cfg.loop.kind](job)
+            if record.start is not None:
+                await restore(job, record.start)
+            try:
+                await LOOPS[cfg.loop.kind](job)
+            except asyncio.CancelledError:
+                record.note(f"interrupted; ending with a checkpoint of step {job.step}")
+                await save_now(job)
+                raise
         save_curve(record.folder / "reward.png", list(range(1, job.step + 1)), job.rewards, job.evals)
         _tell_left_out(record.note, task, cfg, told)
         record.note(f"done: {job.step} steps in {record.seconds:.0f} s; see {record.folder / 'report.html'}")
@@ -180,25 +207,41 @@ async def _evaluate(cfg: RunConfig) -> None:
         print(f"{name:<28} {value:.4g} {names[name]}")
 
 
-async def _sft(loaded: Loaded[SftRunConfig], cfg: SftRunConfig) -> None:
+async def _sft(stop: Stop, loaded: Loaded[SftRunConfig], restarts: int) -> None:
+    cfg = loaded.config
+
     def load() -> tuple[SftSource, int]:
         tokenizer = load_tokenizer(cfg.model.path)
         rows, left_out = load_sft_rows(cfg.sft.path, cfg.sft, tokenizer, stop_token_ids(tokenizer, cfg.model.path))
         return SftSource(rows, cfg.run.seed, cfg.sft.shuffle), left_out
 
-    with recorded(loaded, cfg.sft.num_steps) as record:
+    with recorded(loaded, "sft", cfg.sft.num_steps) as record:
         loading = asyncio.create_task(asyncio.to_thread(load))
-        async with launched(
-            cfg.model, cfg.train, None, cfg.cluster, num_train_ranks=cfg.cluster.num_train_ranks, num_rollout_ranks=0
-        ) as groups:
+        ranks = cfg.cluster.num_train_ranks
+        async with (
+            launched(cfg.model, cfg.train, None, cfg.cluster, num_train_ranks=ranks, num_rollout_ranks=0) as groups,
+            Checkpoints(record.folder, groups.trainer, cfg.run.keep_checkpoints, record.note) as checkpoints,
+        ):
             assert groups.trainer is not None
             source, left_out = await loading
             if left_out:
                 record.note(f"left out {left_out} rows over {cfg.sft.max_row_tokens} tokens")
-            losses = await sft_loop(cfg, groups.trainer, source, record.report)
+            job = SftJob(
+                cfg, groups.trainer, source, record.report, checkpoints, stop, source.state(), record.spans, restarts
+            )
+            record.summary = lambda: {"steps": len(job.losses), "loss_curve": job.losses}
+            if record.start is not None:
+                await job.restore(record.start)
+                note_resumed(record.note, record.start, cfg.model_dump(mode="json"))
+            try:
+                await sft_loop(job)
+            except asyncio.CancelledError:
+                record.note(f"interrupted; ending with a checkpoint of step {len(job.losses)}")
+                await job.save()
+                raise
             path = model_folder(record.folder, cfg.sft.num_steps)
             await export_to(groups.trainer, path, cfg.model.path)
-            record.summary = lambda: {"steps": len(losses), "loss_curve": losses, "model": str(path)}
+            record.summary = lambda: {"steps": len(job.losses), "loss_curve": job.losses, "model": str(path)}
         record.note(f"wrote {path}; see {record.folder / 'report.html'}")
 
 

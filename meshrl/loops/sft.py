@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from meshrl.algo.losses import sft_loss
 from meshrl.algo.reduce import assign_loss_weights
@@ -11,6 +13,9 @@ from meshrl.config.algo import AlgoConfig
 from meshrl.config.run import SftRunConfig
 from meshrl.core.types import Metric
 from meshrl.data.sampler import SftSource
+from meshrl.loops.checkpoints import Checkpoints
+from meshrl.loops.resume import Start
+from meshrl.loops.stop import Stop
 from meshrl.monitor.memory import memory_metrics
 from meshrl.monitor.spans import Spans
 from meshrl.train.optim import learning_rate
@@ -18,27 +23,63 @@ from meshrl.train.optim import learning_rate
 Report = Callable[[int, Sequence[Metric]], dict[str, float]]
 
 
-async def sft(cfg: SftRunConfig, trainer: TrainGroup, source: SftSource, report: Report) -> list[float]:
-    """Run to sft.num_steps and return the loss of each step, in nats a trained token."""
-    loss, spans, losses = sft_loss(), Spans(), list[float]()
-    denominator = AlgoConfig(aggregation="token_mean")
-    for step in range(cfg.sft.num_steps):
-        samples = source.next(cfg.sft.rows_per_step)
+@dataclass(slots=True)
+class SftJob:
+    """One run. cursor: the data's state after the last finished step. losses: of each finished step, in nats a trained
+    token."""
+
+    cfg: SftRunConfig
+    trainer: TrainGroup
+    source: SftSource
+    report: Report
+    checkpoints: Checkpoints
+    stop: Stop
+    cursor: dict[str, Any]
+    spans: Spans
+    restarts: int
+    losses: list[float] = field(default_factory=list)
+
+    async def save(self) -> None:
+        """Begin a checkpoint of the last finished step, if there is one and it is not saved yet."""
+        if self.losses:
+            saved = {"kind": "sft", "data": self.cursor, "losses": list(self.losses)}
+            with self.stop.held():
+                await self.checkpoints.save(len(self.losses), {**saved, "config": self.cfg.model_dump(mode="json")})
+
+    async def restore(self, start: Start) -> None:
+        """Put the job, and its trainer, where `save` was called. Raises: CheckpointError, DataError."""
+        self.source.load_state(start.saved["data"])
+        await self.trainer.load(str(start.folder), version=0)
+        self.cursor, self.losses = start.saved["data"], start.saved["losses"]
+
+
+async def sft(job: SftJob) -> None:
+    """Run to sft.num_steps, from the step that the job stands at."""
+    cfg, trainer, loss, spans = job.cfg, job.trainer, sft_loss(), job.spans
+    denominator, every = AlgoConfig(aggregation="token_mean"), cfg.sft.save_every_steps
+    for step in range(len(job.losses), cfg.sft.num_steps):
+        samples = job.source.next(cfg.sft.rows_per_step)
         assign_loss_weights(samples, denominator, max_new_tokens=0)
-        with spans("train"):
-            result = await trainer.forward_backward(samples, trainer.plan(samples), loss)
-            lr = learning_rate(step, cfg.sft.num_steps, cfg.train.optimizer.lr, cfg.train.scheduler)
-            stepped = await trainer.optim_step(lr)
-        num_tokens = sum(len(s) for s in samples)
-        metrics = [
-            *result.metrics,
-            Metric(name="train/grad_norm", sum=stepped.grad_norm, unit="norm"),
-            Metric(name="train/lr", sum=lr, unit="1/step"),
-            Metric(name="train/skipped_steps", sum=float(stepped.skipped), reduce="sum", unit="steps"),
-            Metric(name="train/num_tokens", sum=float(num_tokens), reduce="sum", unit="tokens"),
-            Metric(name="train/tokens_per_s", sum=num_tokens, weight=spans.seconds("train"), unit="tokens/s"),
-            *memory_metrics(),
-            *spans.take(),
-        ]
-        losses.append(report(step, metrics)["loss/nll"])
-    return losses
+        with job.stop.held():  # a checkpoint must find weights, data and metrics at one and the same step
+            with spans("train"):
+                result = await trainer.forward_backward(samples, trainer.plan(samples), loss)
+                lr = learning_rate(step, cfg.sft.num_steps, cfg.train.optimizer.lr, cfg.train.scheduler)
+                stepped = await trainer.optim_step(lr)
+            num_tokens = sum(len(s) for s in samples)
+            metrics = [
+                *result.metrics,
+                Metric(name="train/grad_norm", sum=stepped.grad_norm, unit="norm"),
+                Metric(name="train/lr", sum=lr, unit="1/step"),
+                Metric(name="train/skipped_steps", sum=float(stepped.skipped), reduce="sum", unit="steps"),
+                Metric(name="train/num_tokens", sum=float(num_tokens), reduce="sum", unit="tokens"),
+                Metric(name="train/tokens_per_s", sum=num_tokens, weight=spans.seconds("train"), unit="tokens/s"),
+                Metric(name="train/restarts", sum=float(job.restarts), reduce="max", unit="restarts"),
+                *memory_metrics(),
+                *spans.take(),
+            ]
+            job.losses.append(job.report(step, metrics)["loss/nll"])
+            job.cursor = job.source.state()
+        job.checkpoints.check()
+        if step + 1 == cfg.sft.num_steps or (every and (step + 1) % every == 0):
+            with spans("save"):
+                await job.save()

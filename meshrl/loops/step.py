@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,9 +17,11 @@ from meshrl.cluster.groups import RolloutGroup, sync_weights
 from meshrl.config.rollout import SamplingConfig
 from meshrl.config.run import RunConfig
 from meshrl.core.types import Metric, Prompt, Purpose, Sample, SamplingParams, Trajectory
+from meshrl.loops.deadlines import in_time
 from meshrl.loops.job import Job, Task
 from meshrl.monitor.memory import memory_metrics
 from meshrl.monitor.metrics import histogram
+from meshrl.reward.score import Scorer
 from meshrl.train.optim import learning_rate
 from meshrl.train.plan import Plan
 
@@ -69,12 +70,19 @@ async def collect(
             min_version=min_version,
         )
 
+    rollouts.forget_sessions()
     runs = [
         task.agent.run(prompt, index, rollouts.generate, ctx)
         for prompt, ctx in [(prompt, context(prompt)) for prompt in prompts]
         for index in range(num_samples)
     ]
-    return list(await asyncio.gather(*runs))
+    return await in_time(cfg.cluster, "eval" if purpose == "eval" else "rollout", runs)
+
+
+async def grade(cfg: RunConfig, scorer: Scorer, trajectories: Sequence[Trajectory]) -> list[Metric]:
+    """Rewards of the trajectories, within the deadline of the phase."""
+    (metrics,) = await in_time(cfg.cluster, "reward", [scorer.score(trajectories)])
+    return metrics
 
 
 def split_updates(job: Job, samples: Sequence[Sample], num_updates: int) -> list[Update]:
@@ -163,6 +171,7 @@ def rollout_metrics(job: Job, trajectories: Sequence[Trajectory], samples: Seque
         Metric(name="rollout/num_tokens", sum=float(sampled), reduce="sum", unit="tokens"),
         Metric(name="train/num_tokens", sum=float(trained), reduce="sum", unit="tokens"),
         Metric(name="rollout/tokens_per_s", sum=sampled, weight=rollout_s, unit="tokens/s"),
+        *job.rollouts.losses(),
     ]
     if train_s:
         metrics.append(Metric(name="train/tokens_per_s", sum=trained, weight=train_s, unit="tokens/s"))
@@ -175,6 +184,7 @@ async def finish_step(job: Job, trajectories: Sequence[Trajectory], metrics: lis
         metrics += device_metrics
     metrics += memory_metrics()
     metrics.append(Metric(name="sync/latency_s", sum=job.spans.seconds("sync"), reduce="sum", unit="s"))
+    metrics.append(Metric(name="train/restarts", sum=float(job.restarts), reduce="max", unit="restarts"))
     metrics += job.spans.take()
     if job.proof.threshold is not None:
         metrics.append(Metric(name="proof/limit", sum=job.proof.threshold, reduce="max", unit="nats"))
@@ -182,3 +192,5 @@ async def finish_step(job: Job, trajectories: Sequence[Trajectory], metrics: lis
     values = job.report(job.step, metrics)
     job.rewards.append(values.get("reward/mean", math.nan))  # no trajectory of the step may have a reward
     job.step += 1
+    assert job.task.train_prompts is not None, "training needs data.path"
+    job.cursor = job.task.train_prompts.state()

@@ -118,7 +118,13 @@ SECTIONS: tuple[Section, ...] = (
                 "reward/workers_killed",
                 "processes",
                 "0",
-                "each was killed for time or memory, and another started in its place",
+                "each was killed for time or memory or died, and another started in its place",
+            ),
+            _entry(
+                "reward/gradings_redone",
+                "gradings",
+                "0",
+                "their worker died, by itself or by the kernel for lack of memory, and they got a second try",
             ),
             _entry("reward/kl", "nats", "small, rises slowly", "only with `algo.kl.place: reward`; as `loss/kl`"),
         ),
@@ -204,6 +210,12 @@ SECTIONS: tuple[Section, ...] = (
             ),
             _entry("rollout/num_tokens", "tokens", "samples x mean length", ""),
             _entry(
+                "rollout/ranks_replaced, rollout/requests_redone",
+                "ranks, requests",
+                "0",
+                "a rank that only samples died or gave no answer; the run's notes say why",
+            ),
+            _entry(
                 "rollout/tokens_per_s",
                 "tokens/s",
                 "level, or falling slowly as answers grow",
@@ -284,6 +296,12 @@ SECTIONS: tuple[Section, ...] = (
                 "steps",
                 "0",
                 "the gradient was not finite and the step was left out on all ranks alike",
+            ),
+            _entry(
+                "train/restarts",
+                "restarts",
+                "0",
+                "train ranks died or gave no answer, and the run went on from its last checkpoint",
             ),
             _entry(
                 "train/num_tokens, train/tokens_per_s",

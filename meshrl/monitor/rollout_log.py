@@ -57,6 +57,15 @@ class RolloutLog:
         return path
 
 
+def remove_steps(folder: Path, first_step: int) -> None:
+    """Remove from a run's rollouts/ what it holds of step `first_step` (from 0) and later: those steps come again.
+    Evaluations are named by finished steps, so one after first_step steps stays."""
+    for path in folder.glob("*_*.jsonl"):
+        name, _, number = path.stem.rpartition("_")
+        if number.isdigit() and int(number) >= first_step + (name != "step"):
+            path.unlink()
+
+
 def read_rollouts(path: str | Path) -> Iterator[LoggedTrajectory]:
     """The trajectories of one step's file, one at a time.
 

@@ -6,8 +6,22 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 from meshrl.core.types import Metric
+
+_INNERMOST: ContextVar[str] = ContextVar("span", default="")
+_open: list[str] = []
+
+
+def current_span() -> str:
+    """The innermost phase that the running task is in, or was in when it was created; "" outside all."""
+    return _INNERMOST.get()
+
+
+def latest_span() -> str:
+    """The phase that any task of this process has entered last and not left; "" outside all."""
+    return _open[-1] if _open else ""
 
 
 class Spans:
@@ -17,8 +31,9 @@ class Spans:
     exceed the step's. Device work that was queued and not waited for ends up in the phase that waits.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter):
-        self._clock = clock
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, entered: Callable[[str], None] = lambda _: None):
+        """entered: told the phase that the run is in, at each change; "" between two phases."""
+        self._clock, self._entered = clock, entered
         self._inside: dict[str, int] = defaultdict(int)
         self._since: dict[str, float] = {}
         self._seconds: dict[str, float] = {}
@@ -29,13 +44,19 @@ class Spans:
         if self._inside[phase] == 0:
             self._since[phase] = self._clock()
         self._inside[phase] += 1
+        outer = _INNERMOST.set(phase)
+        _open.append(phase)
+        self._entered(phase)
         try:
             yield
         finally:
+            _INNERMOST.reset(outer)
+            _open.remove(phase)
             self._inside[phase] -= 1
             if self._inside[phase] == 0:
                 took = self._clock() - self._since[phase]
                 self._seconds[phase] = self._seconds.get(phase, 0.0) + took
+            self._entered(latest_span())
 
     def seconds(self, phase: str) -> float:
         """Seconds of a phase since the last `take`, finished blocks only."""

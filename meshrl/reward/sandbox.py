@@ -1,8 +1,10 @@
 """Grading in processes that can be killed (P29): each item ends as a number or a typed Failure, whatever it does.
 
 A thread for each worker process holds the conversation and the clock, so that a busy event loop neither delays a
-grader nor mistakes its own pause for a grader's. A worker that hangs, dies or runs out of memory is killed with its
-process group and replaced; only the item it was working on fails. The isolation is against accidents, not malice:
+grader nor mistakes its own pause for a grader's. A worker that hangs, dies or runs out of memory is killed with all it
+started and replaced; only the item it was working on fails. One that dies may not have done so because of the item (the
+kernel picks any process when memory is short), so the item is graded once more before it fails. The isolation is
+against accidents, not malice:
 a grader has the user's rights and files.
 """
 
@@ -28,6 +30,7 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from meshrl.core.errors import ConfigError, Failure, RewardError
+from meshrl.monitor.processes import kill_descendants
 from meshrl.reward.worker import read_frame, send_frame
 
 Item = tuple[str, dict[str, Any]]
@@ -62,6 +65,11 @@ class Sandbox:
     def num_killed(self) -> int:
         """Workers killed so far because of what they graded; each is replaced when it is next needed."""
         return sum(worker.num_killed for worker in self._workers)
+
+    @property
+    def num_redone(self) -> int:
+        """Gradings done again so far because their worker died."""
+        return sum(worker.num_redone for worker in self._workers)
 
     async def start(self) -> None:
         """Start all workers at once and wait until each has loaded every function; nothing to do the second time.
@@ -141,7 +149,7 @@ class _Worker:
         self._ended = False
         self._running: _Running | None = None
         self.async_terms: frozenset[str] = frozenset()
-        self.num_killed = 0
+        self.num_killed = self.num_redone = 0
 
     def start(self) -> _Running:
         """The running process, started and ready. Raises: ConfigError, RewardError (see Sandbox.start)."""
@@ -194,6 +202,7 @@ class _Worker:
         results: dict[int, float | Failure] = {}
         todo = list(range(len(items)))
         one_by_one = False
+        again: set[int] = set()
         while todo:
             running = self.start()
             sent = todo[:1] if one_by_one else todo
@@ -204,6 +213,9 @@ class _Worker:
             todo = [i for i in todo if i not in results]
             if broken is not None and is_async and len(sent) > 1:
                 one_by_one = True  # any of those in flight may have done it: each gets its own turn
+            elif broken is not None and broken.kind == "crash" and todo[0] not in again:
+                again.add(todo[0])
+                self.num_redone += 1
             elif broken is not None:
                 results[todo.pop(0)] = broken
         return [results[i] for i in range(len(items))]
@@ -250,11 +262,12 @@ class _Worker:
             self._running = None
 
     def _kill(self) -> None:
-        """SIGKILL to the whole process group, then reap it; nothing to do for one that is dead already."""
+        """SIGKILL to the whole process group and all that left it, then reap; nothing to do for what is dead."""
         with self._lock:
             if self._running is None or self._running.process.returncode is not None:
                 return
             process = self._running.process
+            kill_descendants(process.pid)
             with contextlib.suppress(ProcessLookupError, PermissionError):  # gone; macOS says it the second way
                 os.killpg(process.pid, signal.SIGKILL)
             process.communicate()  # closes its standard input and waits

@@ -45,7 +45,7 @@ class Scorer:
 
         Raises: RewardError when the share of failed gradings is above `max_failure_fraction`.
         """
-        killed = self._sandbox.num_killed
+        killed, redone = self._sandbox.num_killed, self._sandbox.num_redone
         scored = [t for t in trajectories if t.status in ("done", "truncated")]
         for trajectory in trajectories:
             trajectory.rewards, trajectory.reward = {}, None
@@ -60,7 +60,11 @@ class Scorer:
         for trajectory in scored:
             trajectory.reward = self._weighted_sum(trajectory.rewards)
         self._check_failures(scored)
-        return self._metrics(scored, self._sandbox.num_killed - killed)
+        return [
+            *self._metrics(scored),
+            Metric(name="reward/workers_killed", sum=self._sandbox.num_killed - killed, reduce="sum", unit="processes"),
+            Metric(name="reward/gradings_redone", sum=self._sandbox.num_redone - redone, reduce="sum", unit="gradings"),
+        ]
 
     async def close(self) -> None:
         """End the workers and everything they started."""
@@ -90,7 +94,7 @@ class Scorer:
             f"reward.timeout_s ({self._cfg.timeout_s:g}) or reward.max_memory_bytes ({self._cfg.max_memory_bytes})"
         )
 
-    def _metrics(self, scored: list[Trajectory], killed: int) -> list[Metric]:
+    def _metrics(self, scored: list[Trajectory]) -> list[Metric]:
         metrics = []
         failed: Counter[str] = Counter()
         for name in self._cfg.terms:
@@ -104,7 +108,6 @@ class Scorer:
             Metric(name=f"reward/failed_{kind}", sum=count, reduce="sum", unit="gradings")
             for kind, count in sorted(failed.items())
         ]
-        metrics.append(Metric(name="reward/workers_killed", sum=killed, reduce="sum", unit="processes"))
         return metrics
 
 

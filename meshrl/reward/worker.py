@@ -1,8 +1,9 @@
 """A process that grades, started by `sandbox.py` as `python -m meshrl.reward.worker FD`. It imports no torch.
 
 Two processes in a session of their own. The guard waits: when the other end of its standard input closes, because
-the parent is gone however it ended, it kills the whole group; when the grader dies it tells the parent how. The
-grader, forked from it, reads batches from the socket FD and answers each item as soon as it is graded.
+the parent is gone however it ended, it kills all that descends from it; when the grader dies it does so too, and tells
+the parent how. On Linux it inherits whatever the grader leaves behind, so that nothing escapes by a session of its own.
+The grader, forked from it, reads batches from the socket FD and answers each item as soon as it is graded.
 
 Frames are a length (4 bytes, big-endian) and a body: pickle towards the worker, which trusts its parent, and JSON
 back, so that no answer can run code in the parent.
@@ -31,6 +32,7 @@ from typing import Any
 from meshrl.core.errors import ConfigError
 from meshrl.reward.kinds import Grader, make_grader
 
+_SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h
 _LENGTH = struct.Struct("!I")
 _MAX_MESSAGE_CHARS = 400
 
@@ -61,25 +63,52 @@ def _read_exactly(link: socket.socket, count: int) -> bytes:
 def main(fd: int) -> None:
     """Fork the grader and guard it: see the top of this file. Returns in neither process."""
     link = socket.socket(fileno=fd)
-    signal.signal(signal.SIGCHLD, lambda *_: _report_death(link))
-    if os.fork() == 0:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    _linux_prctl(_SET_CHILD_SUBREAPER, 1)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])  # until the handler knows the grader
+    grader = os.fork()
+    if grader == 0:
+        _linux_prctl(_SET_PDEATHSIG, signal.SIGKILL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         serve(link)
         os._exit(0)
+    signal.signal(signal.SIGCHLD, lambda *_: _report_death(link, grader))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
     os.read(0, 1)  # the parent never writes: this returns when its end closes
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    _kill_descendants()
     os.killpg(0, signal.SIGKILL)
 
 
-def _report_death(link: socket.socket) -> None:
-    """The guard's SIGCHLD handler: say how the grader ended, then end too."""
-    pid, status = os.waitpid(-1, os.WNOHANG)
-    if pid == 0:  # stopped or continued, not dead
-        return
+def _report_death(link: socket.socket, grader: int) -> None:
+    """The guard's SIGCHLD handler: reap; when it was the grader, end what it left, say how it ended, and end too."""
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:  # stopped or continued, not dead
+            return
+        if pid == grader:
+            break
     killed = os.WIFSIGNALED(status)
     how = signal.Signals(os.WTERMSIG(status)).name if killed else f"exit status {os.WEXITSTATUS(status)}"
+    _kill_descendants()
     send_frame(link, json.dumps({"died": how}).encode())
     os._exit(0)
+
+
+def _kill_descendants() -> None:
+    from meshrl.monitor.processes import kill_descendants  # only the end of a worker needs it
+
+    kill_descendants(os.getpid())
+
+
+def _linux_prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(option, value)
 
 
 def serve(link: socket.socket) -> None:

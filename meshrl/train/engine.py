@@ -24,12 +24,16 @@ from meshrl.core.types import Metric, Sample
 from meshrl.model.attention import PackedAttention
 from meshrl.model.causal import CausalModel
 from meshrl.model.load import DTYPES, load_causal_lm, tied_names
-from meshrl.parallel.fsdp import is_first_replica, local_shard, shard_model, shard_start, whole
+from meshrl.model.save import save_pretrained
+from meshrl.parallel.fsdp import is_first_replica, local_shard, reshard, shard_model, shard_start, whole
 from meshrl.parallel.mesh import data_parallel_mesh
 from meshrl.sync.digest import digests_of, partial_digest
 from meshrl.sync.manifest import Layout, make_layout
+from meshrl.train.checkpoint import BackgroundWrite, stage
+from meshrl.train.checkpoint_files import FileFact
 from meshrl.train.optim import build_optimizer, clip_gradients
 from meshrl.train.packing import pack
+from meshrl.train.state import load_state, persistent_buffers, state_bytes, state_tensors
 
 Role = Literal["policy", "reference"]
 MAX_SKIPPED_IN_A_ROW = 5
@@ -70,6 +74,7 @@ class TrainEngine:
         self.num_optimizer_steps = 0
         self.num_skipped_in_a_row = 0
         self.version = 0
+        self._write: BackgroundWrite | None = None
 
     @classmethod
     def build(cls, model_cfg: ModelConfig, train_cfg: TrainConfig, mesh: DeviceMesh, role: Role) -> TrainEngine:
@@ -135,7 +140,7 @@ class TrainEngine:
             _collect_rows(logprobs, batch, out.logprobs)
             if out.entropy is not None:
                 _collect_rows(entropies, batch, out.entropy)
-        self.model.reshard()  # without a backward pass nobody else frees the root's whole parameters
+        reshard(self.model)
         return logprobs, entropies
 
     def forward_backward(self, batches: Sequence[Batch], loss: LossFn, entropy: bool = True) -> ForwardBackward:
@@ -244,19 +249,44 @@ class TrainEngine:
             yield name, whole(p.detach().to(dtype))
 
     def _wire_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        self.model.reshard()
+        reshard(self.model)
         yield from self.model.lm.named_parameters()
 
     def export(self, path: str | Path, tokenizer_from: str | Path | None = None) -> None:
-        """Write a folder that `from_pretrained` loads, in the compute dtype (a collective; rank 0 writes)."""
-        state = {name: t.cpu() for name, t in self.wire_weights()} if dist.get_rank() == 0 else None
-        if state is None:
-            for _ in self.wire_weights():
-                pass
-        else:
-            state |= _persistent_buffers(self.model.lm)
-            _save_pretrained(self.model.lm, state, Path(path), tokenizer_from)
-        dist.barrier()
+        """Write a folder that `from_pretrained` loads, in the compute dtype (a collective). Each rank writes a file of
+        its own, with about as many bytes as the others', and holds no more of the model than these."""
+        sizes = [(name, p.numel() * self.compute_dtype.itemsize) for name, p in self._wire_parameters()]
+        buffers = persistent_buffers(self.model.lm)
+        save_pretrained(self.model.lm, sizes, self.wire_weights(), buffers, Path(path), tokenizer_from)
+
+    # ---- checkpoints
+
+    def save(self, folder: str | Path) -> None:
+        """Copy the whole training state to host memory (a collective) and start to write it into `folder`; training
+        may go on. Raises: CheckpointError."""
+        reshard(self.model)
+        counters = (self.num_optimizer_steps, self.num_skipped_in_a_row)
+        state = state_tensors(self.model.lm, self.optimizer, counters, self.device)
+        self._write = BackgroundWrite(Path(folder), stage(state))
+
+    def finish_save(self) -> tuple[str, FileFact]:
+        """Wait until this rank's file is on disk; its name, size and hash. Raises: CheckpointError."""
+        assert self._write is not None, "finish_save comes after save"
+        write, self._write = self._write, None
+        return write.finish()
+
+    def load(self, folder: str | Path) -> None:
+        """Take over the state that any number of ranks saved (a collective).
+
+        Raises: CheckpointError, before anything is touched, when a file is damaged or of another model.
+        """
+        reshard(self.model)
+        counters = load_state(Path(folder), self.model.lm, self.optimizer, self.device)
+        self.num_optimizer_steps, self.num_skipped_in_a_row = counters
+
+    def state_bytes(self) -> int:
+        """Bytes of this rank's share of a checkpoint."""
+        return state_bytes(self.model.lm, self.optimizer)
 
     def memory(self) -> dict[str, int]:
         """Bytes this rank holds: params, grads, optimizer, buffers."""
@@ -296,51 +326,5 @@ def _collect_rows(into: RowArrays, batch: Batch, values: torch.Tensor) -> None:
             into[row] = np.concatenate([np.zeros(offset, np.float32), values[cu[s] : cu[s + 1]]])
 
 
-def _persistent_buffers(lm: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Buffers that belong to a checkpoint (a router's correction bias, say), in their own dtype."""
-    kept = {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, module in lm.named_modules()
-        for name, _ in module.named_buffers(recurse=False)
-        if name not in module._non_persistent_buffers_set
-    }
-    return {name: b.detach().cpu() for name, b in lm.named_buffers() if name in kept}
-
-
 def _num_bytes(tensors: Sequence[torch.Tensor]) -> int:
     return sum(local_shard(t).numel() * t.element_size() for t in tensors)
-
-
-def _save_pretrained(
-    lm: torch.nn.Module, state: dict[str, torch.Tensor], path: Path, tokenizer_from: str | Path | None
-) -> None:
-    import copy
-    import shutil
-
-    path.mkdir(parents=True, exist_ok=True)
-    config = copy.deepcopy(lm.config)
-    config.use_cache = True
-    config._attn_implementation = None
-    config.dtype = next(iter(state.values())).dtype  # of the shell, whose dtype save_pretrained writes into config.json
-    with torch.device("meta"):
-        shell = type(lm)._from_config(config)
-    shell.generation_config = lm.generation_config
-    shell.save_pretrained(path, state_dict=state)
-    if tokenizer_from is not None:
-        for name in TOKENIZER_FILES:
-            if (Path(tokenizer_from) / name).is_file():
-                shutil.copy(Path(tokenizer_from) / name, path / name)
-
-
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "chat_template.json",
-    "preprocessor_config.json",
-)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import secrets
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_run import steps_of, train, write_run
+from torchrun_runs import living, train_by_torchrun
 
 from meshrl.cluster.actors import RankWorker
 from meshrl.cluster.inline import InlineExecutor
@@ -22,13 +24,19 @@ from meshrl.monitor.rollout_log import read_rollouts
 pytestmark = pytest.mark.timeout(300)  # a test may make two runs of up to three processes
 
 Run = Callable[..., Path]
+RAY = ("cluster.executor=ray", "cluster.address=local")
 LAYOUTS = {
     "inline": ("cluster.executor=inline",),
     "one process": (),
     "two ranks": ("cluster.num_train_ranks=2",),
     "two ranks again": ("cluster.num_train_ranks=2",),
     "split": ("cluster.num_train_ranks=2", "cluster.num_rollout_ranks=1"),
+    "ray": ("cluster.num_train_ranks=2", *RAY),
+    "ray split": ("cluster.num_train_ranks=2", "cluster.num_rollout_ranks=1", *RAY),
+    "torchrun": ("cluster.num_train_ranks=2",),
+    "torchrun on two nodes": ("cluster.num_train_ranks=2",),
 }
+NODES = {"torchrun": 1, "torchrun on two nodes": 2}
 
 
 @pytest.fixture(scope="module")
@@ -45,14 +53,28 @@ def threads() -> Any:
 
 
 @pytest.fixture(scope="module")
-def run(config: Path) -> Run:
+def monkeypatch_module() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
+
+
+@pytest.fixture(scope="module")
+def run(config: Path, monkeypatch_module: pytest.MonkeyPatch) -> Run:
     """The folder of a layout's run, made once."""
+    monkeypatch_module.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
     made: dict[str, Path] = {}
     numbers = itertools.count()  # a run that failed leaves its folder, and the next test tries again
 
     def get(layout: str) -> Path:
+        if layout.startswith("ray"):
+            pytest.importorskip("ray", reason="ray is not installed: pip install 'meshrl[ray]'")
         if layout not in made:
-            made[layout] = train(config, f"run_{next(numbers)}", *LAYOUTS[layout])
+            name = f"run_{next(numbers)}"
+            if layout in NODES:
+                made[layout] = train_by_torchrun(config, name, *LAYOUTS[layout], nodes=NODES[layout], ranks=2)
+            else:
+                made[layout] = train(config, name, *LAYOUTS[layout])
+            assert living(name) == []
         return made[layout]
 
     return get
@@ -75,9 +97,19 @@ def _sampled(folder: Path) -> list[tuple[str, list[int], list[float], list[int]]
     return out
 
 
-@pytest.mark.parametrize(("a", "b"), [("inline", "one process"), ("two ranks", "two ranks again")])
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ("inline", "one process"),
+        ("two ranks", "two ranks again"),
+        ("two ranks", "ray"),
+        ("two ranks", "torchrun"),
+        pytest.param("split", "ray split", marks=pytest.mark.slow),
+        pytest.param("two ranks", "torchrun on two nodes", marks=pytest.mark.slow),
+    ],
+)
 def test_the_same_run_gives_the_same_numbers_to_the_bit(run: Run, a: str, b: str):
-    """Under another executor at world size 1, and twice under the same: metrics, tokens, logprobs and weights."""
+    """Under another executor at the same world size, and twice under the same: metrics, tokens, logprobs, weights."""
     first, second = run(a), run(b)
     assert steps_of(first) == steps_of(second)
     assert len(steps_of(first)) == 2

@@ -20,6 +20,7 @@ _EQUALITY = "tests/dist/test_equality.py::"
 _STEP = "tests/dist/test_optimizer_step.py::"
 _WEIGHTS_OUT = "tests/dist/test_weights_out.py::"
 _LOGPROB = "tests/unit/model/test_logprob.py::"
+_RESHARD = "tests/dist/test_checkpoint_reshard.py::"
 _PACKED = "tests/unit/model/test_packed_attention.py::"
 _PACKING = "tests/unit/train/test_packing.py::"
 _LOSSES = "tests/unit/algo/test_policy_losses.py::"
@@ -325,10 +326,51 @@ FAULTS = [
     Fault(
         "the call that failed waits for its deadline",
         "meshrl/cluster/processes.py",
-        "                future.set_exception(self._failure)  # it no longer stands among the pending\n",
-        "",
+        "for call in rank.pending.values():\n        if not",
+        "for call in list(rank.pending.values())[1:]:\n        if not",
         (
             "tests/unit/cluster/test_process_executor.py::test_a_rank_that_fails_in_a_collective_ends_the_run_and_is_named[raise]",
         ),
+    ),
+    Fault(
+        "whole parameters of a block are taken for this rank's shard",
+        "meshrl/parallel/fsdp.py",
+        "if isinstance(module, FSDPModule):",
+        "if module is root:",
+        (
+            "tests/dist/test_weights_out.py::test_every_sharding_strategy_sends_the_same_weights_and_digests[SHARD_GRAD_OP]",
+        ),
+    ),
+    Fault(
+        "one engine of many may sample with other weights",
+        "meshrl/loops/proof.py",
+        " or values[NAME_ROW] > ROW_MARGIN * limit",
+        "",
+        ("tests/unit/loops/test_sampler_proof.py::test_one_stale_row_among_many_ends_the_run",),
+    ),
+    Fault(
+        "the widened head survives a sync",
+        "meshrl/rollout/embedded/runner.py",
+        "        self._head = None\n        if",
+        "        if",
+        ("tests/unit/rollout/test_embedded_weights.py::test_nothing_made_of_the_old_weights_survives_a_sync_in_bf16",),
+    ),
+    Fault(
+        "files of a checkpoint are not compared with their hashes",
+        "meshrl/train/checkpoint_files.py",
+        "    if digest.hexdigest() != fact.blake2b:",
+        "    if False:",
+        (
+            _RESHARD
+            + "test_what_is_not_as_it_was_written_is_refused_by_every_rank_before_anything_is_touched"
+            + "[a flipped bit of a tensor]",
+        ),
+    ),
+    Fault(
+        "a resumed run reads its data from the start",
+        "meshrl/loops/resume.py",
+        '    job.task.train_prompts.load_state(saved["data"])\n',
+        "",
+        ("tests/e2e/test_resume.py::test_a_run_that_goes_on_equals_one_that_was_not_interrupted[mid-epoch]",),
     ),
 ]

@@ -51,7 +51,7 @@ HOMES: dict[str, set[str]] = {  # library -> packages or files of meshrl that ma
     "rich": {"tools", "monitor"},
     "textual": {"tools"},
     "matplotlib": {"tools", "monitor"},
-    "psutil": {"monitor"},
+    "psutil": {"monitor", "cluster/host.py"},
     "ray": {"cluster/ray.py"},
     "vllm": {"rollout/vllm.py"},
     "sglang": {"rollout/sglang.py"},

@@ -1,4 +1,4 @@
-"""The channel between controller and ranks: any Python object, arrays by shared memory."""
+"""The channel between controller and ranks: any Python object, arrays by shared memory or, over TCP, in the stream."""
 
 from __future__ import annotations
 
@@ -15,12 +15,17 @@ import pytest
 from meshrl.cluster import channel
 from meshrl.core.types import Request
 
-BIG = 1 << 17  # bytes: travels by memory
+BIG = 1 << 17  # bytes: travels beside the pickle
 
 
-@pytest.fixture
-def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
-    a, b = socket.socketpair()
+@pytest.fixture(params=["unix", "tcp"])
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[socket.socket, socket.socket]]:
+    if request.param == "unix":
+        a, b = socket.socketpair()
+    else:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            a = socket.create_connection(server.getsockname())
+            b, _ = server.accept()
     with a, b:
         yield a, b
 

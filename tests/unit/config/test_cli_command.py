@@ -27,7 +27,7 @@ def test_help_names_every_command_and_imports_neither_torch_nor_pydantic():
     code = WITHOUT_TORCH + "sys.modules['pydantic'] = sys.modules['yaml'] = None\n" + MAIN
     done = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, cwd=REPOSITORY)
     assert done.returncode == 0, done.stderr
-    for command in ("train", "sft", "eval", "report", "config"):
+    for command in ("train", "sft", "eval", "launch", "report", "config"):
         assert f"    {command} " in done.stdout
 
 

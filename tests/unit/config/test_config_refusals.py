@@ -72,12 +72,14 @@ BAD: list[tuple[str, list[str]]] = [
     ("loop.kind=one_step_off", ["asynchronous", "Use colocated"]),
     ("loop.kind=fully_async", ["asynchronous", "Use colocated"]),
     ("loop.max_staleness=1", ["newest weights", "Use 0"]),
-    ("cluster.executor=ray", ["Ray", "Use inline or processes"]),
-    ("cluster.nodes=2", ["one machine", "Use 1"]),
     ("model.lora=on", ["model.lora.enabled = true", "adapters", "Use false"]),
     ("model.vision=freeze", ["text models only", "Use shard"]),
     ("model.dtype=float16", ["loss scaling", "Use bfloat16 or float32"]),
-    ("run.resume=auto", ["checkpoint", "Use never"]),
+    # where a run goes on
+    ("run.resume=auto", ["run.name = auto", "Give the run a name"]),
+    ("run.resume=nowhere", ["allowed: never, auto, or a checkpoint's folder", "nowhere"]),
+    ("run.resume=.", ["is no checkpoint", "state/manifest.json"]),
+    ("run.keep_checkpoints=0", ["run.keep_checkpoints = 0", ">= 1"]),
     # two keys against each other
     ("train.tensor_model_parallel_size=1 train.mesh.tp=2", ["train.mesh.tp = 2", "two names of one number"]),
     (
@@ -93,6 +95,10 @@ BAD: list[tuple[str, list[str]]] = [
     ("train.sharding_strategy=NO_SHARD train.mesh.dp_shard=2", ["NO_SHARD", "1 or -1"]),
     ("train.sharding_strategy=NO_SHARD train.mesh.dp_replicate=4", ["4 ranks", "num_train_ranks is 2"]),
     ("rollout.mesh.dp=3", ["2 replicas"]),
+    ("cluster.nodes=2", ["need executor: ray", "torchrun"]),
+    ("cluster.executor=ray cluster.nodes=3", ["equally many ranks", "3 do not divide 2"]),
+    ("cluster.executor=ray cluster.nodes=2 cluster.address=local", ["a local Ray has one machine"]),
+    ("cluster.address=10.0.0.1:6379", ["no effect", "cluster.executor is processes"]),
     ("cluster.executor=inline", ["num_train_ranks must be 1"]),
     ("cluster.executor=inline cluster.num_train_ranks=1 cluster.num_rollout_ranks=1", ["num_rollout_ranks must be 0"]),
     ("loop.samples_per_prompt=1", ["grpo", "group of one"]),
@@ -200,7 +206,7 @@ SFT_BAD: list[tuple[str, list[str]]] = [
     ("sft.max_row_tokens=4096", ["4096 tokens", "positions for 2048"]),
     ("sft.messages=chat", ["no column 'chat'", "'messages'"]),
     ("sft.path=missing.jsonl", ["no such file", "home/missing.jsonl"]),
-    ("cluster.executor=ray", ["Ray"]),
+    ("cluster.nodes=2", ["need executor: ray"]),
     ("model.lora=on", ["adapters"]),
 ]
 

@@ -28,3 +28,16 @@ def test_a_rank_reports_itself_under_its_own_name():
 
 def test_memory_is_in_bytes_and_keeps_its_peak_within_a_step():
     assert {(m.unit, m.reduce) for m in memory_metrics()} == {("bytes", "max")}
+
+
+def test_workers_are_known_by_their_command_line():
+    code = "print('ready', flush=True); input()"
+    ends = ["meshrl.cluster.worker", "5", "6", "rank_3"], ["meshrl.reward.worker", "7"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    children = [subprocess.Popen([sys.executable, "-c", code, *arguments], **pipes) for arguments in ends]
+    for child in children:
+        child.stdout.readline()
+    names = {m.name for m in memory_metrics()}
+    for child in children:
+        child.communicate(b"\n")
+    assert {"memory/rss_bytes/rank_3", "memory/rss_bytes/reward"} <= names

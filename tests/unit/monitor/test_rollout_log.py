@@ -11,7 +11,7 @@ from scripted_agent import IdTokenizer, scripted_trajectories
 
 from meshrl.core.errors import DataError, Failure
 from meshrl.core.types import Prompt, Trajectory
-from meshrl.monitor.rollout_log import RolloutLog, read_rollouts
+from meshrl.monitor.rollout_log import RolloutLog, read_rollouts, remove_steps
 
 
 def decode(ids):
@@ -119,3 +119,14 @@ def test_readers_and_sinks_import_no_torch_and_no_drawing():
     )
     code = f"import sys, {modules}; print({{'torch', 'matplotlib', 'rich', 'tensorboard', 'wandb'}} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
+
+
+def test_steps_that_come_again_are_removed_and_evaluations_before_them_stay(tmp_path):
+    """P27: nothing is counted twice; an evaluation is named by the finished steps that it came after."""
+    names = ["eval_000000", "step_000000", "step_000001", "eval_000002", "step_000002", "eval_000003", "step_000010"]
+    for name in names:
+        (tmp_path / f"{name}.jsonl").write_text("")
+    (tmp_path / "notes.txt").write_text("mine")
+    remove_steps(tmp_path, 2)
+    kept = sorted(path.name for path in tmp_path.iterdir())
+    assert kept == ["eval_000000.jsonl", "eval_000002.jsonl", "notes.txt", "step_000000.jsonl", "step_000001.jsonl"]

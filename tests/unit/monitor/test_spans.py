@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from meshrl.monitor.spans import Spans
+from meshrl.monitor.spans import Spans, current_span, latest_span
 
 
 class Clock:
@@ -64,3 +64,24 @@ def test_a_phase_that_raises_is_still_counted_and_closed():
     with spans("train"):
         clock.now += 1.0
     assert spans.seconds("train") == 3.0
+
+
+def test_a_task_knows_the_phase_it_was_created_in_and_the_run_the_one_entered_last():
+    told = []
+    spans = Spans(entered=told.append)
+
+    async def eval_task():
+        with spans("inner"):
+            pass
+        await asyncio.sleep(0)
+        return current_span()
+
+    async def main():
+        with spans("eval"):
+            task = asyncio.create_task(eval_task())
+        with spans("train"):
+            assert (await task, current_span(), latest_span()) == ("eval", "train", "train")
+        return current_span(), latest_span()
+
+    assert asyncio.run(main()) == ("", "")
+    assert told == ["eval", "", "train", "inner", "train", ""]

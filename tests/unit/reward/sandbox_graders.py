@@ -4,6 +4,7 @@ import asyncio
 import ctypes
 import os
 import re
+import signal
 import sys
 import time
 from fractions import Fraction
@@ -25,8 +26,14 @@ def behave(completion, answer):
     """Do what the completion says; anything unknown is worth 1."""
     if completion in RETURNED:
         return RETURNED[completion]
-    if completion == "leave_a_child":
-        return leave_a_child(answer)
+    if completion in ("leave_a_child", "leave_a_daemon"):
+        return leave_a_child(answer, daemon=completion == "leave_a_daemon")
+    if completion == "hang_in_a_session":
+        os.setsid()
+        leave_a_child(answer, daemon=True)
+        loop_forever()
+    if completion == "die_once":
+        return die_once(answer)
     return ACTIONS.get(completion, lambda: 1.0)()
 
 
@@ -55,14 +62,31 @@ def come_back_twice():
     return 1.0 if pid else 0.0
 
 
-def leave_a_child(pid_file):
-    """The answer comes, but a child runs on."""
+def leave_a_child(pid_file, daemon=False):
+    """The answer comes, but a child runs on; as a daemon in a session of its own, and nobody's child any more."""
+    size = os.path.getsize(pid_file) if os.path.exists(pid_file) else 0
     pid = os.fork()
     if pid == 0:
+        if daemon:
+            os.setsid()
+            if os.fork():
+                os._exit(0)
+        with open(pid_file, "a") as file:
+            file.write(f"{os.getpid()}\n")
         time.sleep(600)
-    with open(pid_file, "a") as file:
-        file.write(f"{pid}\n")
+    if daemon:
+        os.waitpid(pid, 0)
+    while not os.path.exists(pid_file) or os.path.getsize(pid_file) == size:
+        time.sleep(0.01)
     return 1.0
+
+
+def die_once(marker):
+    """As when the kernel takes this process because others need the memory."""
+    if not os.path.exists(marker):
+        open(marker, "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 0.5
 
 
 def allocate_two_gigabytes():

@@ -103,7 +103,28 @@ def test_exceptions_and_exits_are_crashes_that_say_why(patient):
     assert "SystemExit" in results[2].message
     assert "exit status 3" in results[3].message
     assert "SIGSEGV" in results[5].message
-    assert killed == 2  # exceptions leave the worker alive
+    assert killed == 4  # two deaths each for os_exit and segfault, which get a second try; exceptions kill nobody
+
+
+def test_a_worker_that_dies_is_replaced_and_what_it_graded_is_graded_again(patient, tmp_path):
+    """Once: what kills its worker twice is a crash."""
+    before = patient.num_redone
+    results = asyncio.run(
+        patient.grade([("behave", payload(c, str(tmp_path / "marker"))) for c in ("fine", "die_once", "int")])
+    )
+    assert results == [1.0, 0.5, 3.0] and patient.num_redone - before == 1
+    results, killed = grade(patient, ["os_exit", "fine"])
+    assert kinds(results) == ["crash", 1.0] and (killed, patient.num_redone - before) == (2, 2)
+
+
+def test_a_worker_that_somebody_kills_costs_no_grading(patient):
+    """As the kernel does when memory is short; idle or not, guard or grader."""
+    assert grade(patient, ["fine"]) == ([1.0], 0)
+    guard = next(p for p in psutil.Process().children() if "meshrl.reward.worker" in p.cmdline())
+    for process in (guard.children()[0], guard):
+        process.kill()
+        assert wait_until_dead([process.pid]) == []
+    assert grade(patient, ["fine", "int"])[0] == [1.0, 3.0]
 
 
 def test_a_flood_of_output_goes_nowhere(patient, capfd):
@@ -124,6 +145,29 @@ def test_a_child_left_behind_is_killed_with_its_worker(patient, tmp_path):
     pids = [int(line) for line in pid_file.read_text().split()]
     assert results == [1.0, 1.0, 1.0] and len(pids) == 2
     assert wait_until_dead(pids) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux hands orphans to the guard")
+@pytest.mark.parametrize("how", ["os_exit", "loop", "close"])
+def test_a_daemon_in_a_session_of_its_own_ends_with_its_worker(hasty, tmp_path, how):
+    """However the worker ends: by itself, killed for its time, or with the run."""
+    pid_file = tmp_path / "pids"
+    sandbox = hasty(1.0 if how == "loop" else 60.0)
+    assert asyncio.run(sandbox.grade([("behave", payload("leave_a_daemon", str(pid_file)))])) == [1.0]
+    if how == "close":
+        asyncio.run(sandbox.close())
+    else:
+        asyncio.run(sandbox.grade([("behave", payload(how))]))
+    assert wait_until_dead([int(pid_file.read_text())]) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux hands orphans to the guard")
+def test_a_grader_that_moves_to_a_session_of_its_own_is_killed_all_the_same(hasty, tmp_path):
+    pid_file = tmp_path / "pids"
+    sandbox = hasty(1.5)
+    assert kinds(asyncio.run(sandbox.grade([("behave", payload("hang_in_a_session", str(pid_file)))]))) == ["timeout"]
+    assert wait_until_dead([int(pid_file.read_text())]) == []
+    assert asyncio.run(sandbox.grade([("behave", payload("fine"))])) == [1.0]
 
 
 def test_order_is_kept_over_batches_terms_and_workers(hasty):
@@ -194,7 +238,7 @@ def test_closing_ends_a_grading_and_leaves_no_process():
 
 
 PARENT = """
-import asyncio
+import asyncio, sys
 from meshrl.reward.sandbox import Sandbox
 from test_reward_sandbox import LIMITS, TERMS, payload
 
@@ -202,20 +246,26 @@ async def run():
     sandbox = Sandbox(TERMS, **LIMITS)
     await sandbox.start()
     print("ready", flush=True)
-    await sandbox.grade([("behave", payload("hang_in_c"))])
+    await sandbox.grade([("behave", payload(*sys.argv[1:]))])
 
 asyncio.run(run())
 """
 
 
-def test_workers_die_with_a_killed_parent():
-    """P31: even one that hangs in C, where nothing but SIGKILL reaches it."""
+@pytest.mark.parametrize("deed", ["hang_in_c", "hang_in_a_session"])
+def test_workers_die_with_a_killed_parent(deed, tmp_path):
+    """P31: even one that hangs in C, where nothing but SIGKILL reaches it, or that left its group and its parent."""
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
-    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, env=env)
+    pid_file = tmp_path / "pids"
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, deed, str(pid_file)], stdout=subprocess.PIPE, env=env)
     assert parent.stdout.readline() == b"ready\n"
+    end = time.monotonic() + 60
+    while deed == "hang_in_a_session" and not (pid_file.exists() and pid_file.read_text().endswith("\n")):
+        assert time.monotonic() < end
+        time.sleep(0.02)
     time.sleep(0.2)  # let the grading begin; the test holds without it too
     children = psutil.Process(parent.pid).children(recursive=True)
     parent.kill()
     parent.communicate()
-    assert len(children) == 2
+    assert len(children) == (2 if deed == "hang_in_c" else 3)
     assert wait_until_dead([child.pid for child in children]) == []

@@ -1,0 +1,183 @@
+"""Executor `ray`: Ray finds the machines and starts a host for each rank there; the rest is cluster/remote.py.
+
+One placement group holds all that a run needs, all or nothing: a bundle for each machine, on machines of their own
+(STRICT_SPREAD), with an accelerator or else a CPU core for each of its ranks. Nothing goes through Ray's object store:
+samples go from the controller to the rank over its channel, gradients and weights from rank to rank.
+
+Only this file imports ray, and it is imported only when `cluster.executor` is `ray`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from meshrl.cluster.executor import WorkerSpec
+from meshrl.cluster.remote import RemoteExecutor
+from meshrl.core.device import cluster_resources
+from meshrl.core.errors import ConfigError, RankFailure
+
+_JOINING_S = 15.0  # a machine that has just been started may take so long to appear
+_STORE_BYTES = 80 << 20  # near Ray's least: the object store stays empty
+
+
+class RayExecutor(RemoteExecutor):
+    """Ranks on the machines of a Ray cluster."""
+
+    def __init__(self, specs: Sequence[WorkerSpec], address: str | None):
+        """address: host:port of the cluster; `local`: one for this run alone; None: RAY_ADDRESS, else the one that runs
+        here, else, for one machine, `local`."""
+        super().__init__(specs)
+        self._address = address
+        self._joined = False
+        self._group: PlacementGroup | None = None
+        self._bundles: list[int] = []  # of the machines, in the order of the ranks
+        self._actors: list[Any] = []
+        self._watches: list[asyncio.Task[None]] = []
+        self._need: dict[str, float] = {}  # of one rank
+
+    async def find_machines(self) -> str:
+        """Join the cluster and wait until the placement group is ours."""
+        await asyncio.to_thread(self._join)  # in a thread, Ray leaves this process's signal handlers alone
+        spec = self.specs[0]
+        self._need = _need_of_a_rank()
+        bundle = {name: count * spec.num_local_ranks for name, count in self._need.items()}
+        await self._wait_for_machines(bundle)
+        strategy = "STRICT_SPREAD" if spec.nodes > 1 else "STRICT_PACK"
+        self._group = placement_group([bundle] * spec.nodes, strategy=strategy)
+        limit = spec.deadline_s("start")
+        try:
+            await asyncio.wait_for(asyncio.wrap_future(self._group.ready().future()), limit)
+        except TimeoutError:
+            cause = (
+                f"Ray has not granted {spec.nodes} machines with {_told(bundle)} within {limit:g} s; others hold them"
+            )
+            raise RankFailure(0, "start", cause) from None
+        here = ray.util.get_node_ip_address()
+        self._bundles = _in_order(self._group, here)
+        return here
+
+    def _join(self) -> None:
+        if ray.is_initialized():  # the caller's own, which stays open
+            return
+        logging.getLogger("ray").setLevel(logging.ERROR)
+        self._joined = True
+        if self._address != "local":
+            try:
+                ray.init(address=self._address or "auto", logging_level=logging.ERROR)
+                return
+            except ConnectionError as error:
+                if self._address is not None or self.specs[0].nodes > 1 or "RAY_ADDRESS" in os.environ:
+                    where = self._address or os.environ.get("RAY_ADDRESS") or "null, and none runs on this machine"
+                    raise ConfigError(
+                        f"cluster.address is {where}: no Ray cluster answers there ({error}). Start one by `ray start "
+                        "--head`, and join it on every other machine by `ray start --address HOST:6379`"
+                    ) from error
+        cores = max(os.cpu_count() or 1, self.specs[0].num_ranks)
+        ray.init(
+            address="local",
+            num_cpus=cores,
+            include_dashboard=False,
+            object_store_memory=_STORE_BYTES,
+            logging_level=logging.ERROR,
+        )
+
+    async def _wait_for_machines(self, bundle: dict[str, float]) -> None:
+        """Raises: ConfigError when the cluster is too small, however idle it may be."""
+        until, nodes = time.monotonic() + _JOINING_S, self.specs[0].nodes
+        while True:
+            alive = [node for node in ray.nodes() if node["Alive"]]
+            fit = [n for n in alive if all(n["Resources"].get(name, 0) >= count for name, count in bundle.items())]
+            if len(fit) >= nodes:
+                return
+            if time.monotonic() > until or self._address == "local":
+                has = "; ".join(f"{n['NodeManagerAddress']} has {_told(n['Resources'])}" for n in alive)
+                raise ConfigError(
+                    f"the run needs {nodes} machines with {_told(bundle)} each (cluster.nodes, "
+                    f"cluster.num_train_ranks, cluster.num_rollout_ranks), and Ray has {len(fit)} such: {has}"
+                )
+            await asyncio.sleep(0.5)
+
+    async def start_hosts(self, address: tuple[str, int]) -> set[int]:
+        """An actor for each rank, in the bundle of its machine."""
+        for spec in self.specs:
+            options = {"num_cpus": self._need["CPU"], "num_gpus": self._need.get("GPU", 0), "max_restarts": 0}
+            options["resources"] = {name: count for name, count in self._need.items() if name not in ("CPU", "GPU")}
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+                self._group, placement_group_bundle_index=self._bundles[spec.rank // spec.num_local_ranks]
+            )
+            actor = ray.remote(_host_class()).options(**options).remote()
+            self._actors.append(actor)
+            served = asyncio.wrap_future(actor.serve.remote(address, self.token, spec.rank).future())
+            self._watches.append(asyncio.create_task(self._watch(spec.rank, served)))
+        return {spec.rank for spec in self.specs}
+
+    async def _watch(self, rank: int, served: asyncio.Future[int]) -> None:
+        """Tell whoever waits for a host that it can't come. Later, its connection tells."""
+        try:
+            await served
+        except ray.exceptions.RayError as error:
+            self._refuse_start(rank, f"its actor has failed: {error}")
+
+    async def close(self) -> None:
+        """End all ranks and give the machines back."""
+        await super().close()
+        for watch in self._watches:
+            watch.cancel()
+        await asyncio.gather(*self._watches, return_exceptions=True)
+        if ray.is_initialized():
+            await asyncio.to_thread(self._leave)
+
+    def _leave(self) -> None:
+        for actor in self._actors:
+            ray.kill(actor)
+        if self._group is not None:
+            remove_placement_group(self._group)
+        if self._joined:
+            ray.shutdown()
+
+
+def _host_class() -> type:
+    """The actor. Made here, so that Ray sends it by value: on its machine it imports only the host, without torch."""
+
+    class RankHost:
+        def serve(self, address: tuple[str, int], token: bytes, rank: int) -> int:
+            from meshrl.cluster.host import serve
+
+            return serve(address, token, rank)
+
+    return RankHost
+
+
+def _need_of_a_rank() -> dict[str, float]:
+    """A CPU core, and an accelerator where the cluster has any that this run may use."""
+    has = ray.cluster_resources()
+    accelerator = next((name for name in cluster_resources() if has.get(name, 0) > 0), None)
+    return {"CPU": 1, **({accelerator: 1} if accelerator else {})}
+
+
+def _in_order(group: PlacementGroup, here: str) -> list[int]:
+    """The bundles by their machines' addresses, the controller's own first: a run's ranks are where they were when it
+    is started again, and rank 0 is near the controller."""
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    machines = placement_group_table(group)["bundles_to_node_id"]
+    return sorted(machines, key=lambda bundle: (addresses[machines[bundle]] != here, addresses[machines[bundle]]))
+
+
+def _told(resources: dict[str, float]) -> str:
+    """Without memory, and the names that Ray gives to nodes."""
+    counts = {name: n for name, n in resources.items() if ":" not in name and "memory" not in name}
+    return " and ".join(f"{n:g} {name}" for name, n in sorted(counts.items()))

@@ -1,0 +1,86 @@
+"""Checkpoints of one run: written in the background, one at a time, the newest kept."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from meshrl.cluster.groups import TrainGroup
+from meshrl.core.errors import MeshrlError
+from meshrl.train.checkpoint_files import (
+    CONTROLLER,
+    Manifest,
+    begin_aside,
+    commit,
+    prune,
+    require_space,
+    state_folder,
+    states,
+    write_json,
+)
+
+_HEADER_BYTES = 16 << 20  # of the files besides the tensors themselves
+
+
+class Checkpoints:
+    """Saves the checkpoints of one run, one at a time, and keeps the newest. An asynchronous context: at its end the
+    last one is on disk.
+
+    The ranks copy their state to host memory, and write it while training goes on. What goes wrong there is raised by
+    the next `save`, by `check`, or at the end.
+    """
+
+    def __init__(self, folder: Path, trainer: TrainGroup, keep: int, note: Callable[[str], None]):
+        self.folder, self.trainer, self.keep, self.note = folder / "checkpoints", trainer, keep, note
+        self.saved_step = max((step for step, _ in states(self.folder)), default=0)
+        self._writing: asyncio.Task[None] | None = None
+
+    async def save(self, step: int, saved: dict[str, Any]) -> None:
+        """Save the state after `step` finished steps, unless it is saved already. Waits for the save before it.
+
+        Raises: CheckpointError for want of room, and what the save before it raises.
+        """
+        if step == self.saved_step:
+            return
+        await self._settle()
+        self.folder.mkdir(exist_ok=True)
+        require_space(self.folder, await self.trainer.state_bytes() + _HEADER_BYTES)
+        final = state_folder(self.folder, step)
+        aside = begin_aside(final)
+        await self.trainer.save(str(aside))
+        self.saved_step = step
+        self._writing = asyncio.create_task(self._commit(step, final, aside, saved))
+
+    async def _commit(self, step: int, final: Path, aside: Path, saved: dict[str, Any]) -> None:
+        files = await self.trainer.finish_save()
+        num_ranks = len(files)
+        files[CONTROLLER] = await asyncio.to_thread(write_json, aside / CONTROLLER, saved)
+        await asyncio.to_thread(commit, final, Manifest(step=step, num_ranks=num_ranks, files=files))
+        await asyncio.to_thread(prune, self.folder, self.keep)
+        self.note(f"saved {final}")
+
+    def check(self) -> None:
+        """Raises what the save under way has raised so far."""
+        if self._writing is not None and self._writing.done():
+            self._writing.result()
+
+    async def _settle(self) -> None:
+        if self._writing is not None:
+            await asyncio.shield(self._writing)  # a run that is interrupted still finishes its checkpoint
+            self._writing = None
+
+    async def __aenter__(self) -> Checkpoints:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            await self._settle()
+        except MeshrlError as of_the_save:
+            if error is None or isinstance(error, asyncio.CancelledError):
+                raise
+            error.add_note(f"the checkpoint under way was not finished: {of_the_save}")

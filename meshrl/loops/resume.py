@@ -1,0 +1,151 @@
+"""How a run is saved and goes on: what the controller adds to the tensors, and which checkpoint a run begins with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshrl.config.task import RunSection
+from meshrl.core.errors import CheckpointError, MeshrlError
+from meshrl.loops.export import export_model
+from meshrl.loops.job import Job
+from meshrl.monitor.rollout_log import remove_steps
+from meshrl.train.checkpoint_files import MANIFEST, read_controller, read_manifest, remove_leftovers, states
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The checkpoint that a run begins with. saved: what its controller knew."""
+
+    step: int
+    folder: Path
+    saved: dict[str, Any]
+
+
+def choose_start(run: RunSection, folder: Path, kind: str, num_steps: int) -> Start | None:
+    """The checkpoint that run.resume means for the run in `folder`; None for a run that starts anew.
+
+    What the run wrote after that checkpoint is cut back, so that nothing is counted twice. kind: "train" or "sft".
+
+    Raises: MeshrlError when the folder holds a run that would be overwritten; CheckpointError when the checkpoint is
+    damaged, of another command, or beyond num_steps.
+    """
+    own = states(folder / "checkpoints")
+    if run.resume == "never" and own:
+        raise MeshrlError(
+            f"{folder} holds checkpoints up to step {own[-1][0]}; run.resume=auto continues from there. For a new run "
+            "choose another run.name, or remove that folder"
+        )
+    if run.resume == "auto":
+        chosen = own[-1][1] if own else None
+    else:
+        chosen = None if run.resume == "never" else state_in(Path(run.resume))
+    is_own = chosen is not None and chosen.parent.parent.resolve() == (folder / "checkpoints").resolve()
+    if (folder / "metrics.jsonl").exists() and not is_own and (run.resume != "auto" or own):
+        raise MeshrlError(f"{folder} already holds a run; choose another run.name, or remove that folder")
+    start = None if chosen is None else _read(chosen, kind, num_steps)
+    if start is not None and is_own and own[-1][0] > start.step:
+        raise MeshrlError(
+            f"{folder} has a newer checkpoint, after step {own[-1][0]}, which a run from step {start.step} on would "
+            "overwrite. Choose another run.name, or continue the newest with run.resume=auto"
+        )
+    if is_own or run.resume == "auto":
+        _cut_back(folder, start.step if start else 0)
+    return start
+
+
+def state_in(given: Path) -> Path:
+    """The state's folder: itself, or inside a folder such as checkpoints/step_000100."""
+    return given if (given / MANIFEST).is_file() else given / "state"
+
+
+def _read(folder: Path, kind: str, num_steps: int) -> Start:
+    saved = read_controller(folder)
+    if saved.get("kind") != kind:
+        raise CheckpointError(f"{folder} is a checkpoint of `meshrl {saved.get('kind')}`, not of `meshrl {kind}`")
+    step = read_manifest(folder).step
+    if step > num_steps:
+        raise CheckpointError(
+            f"{folder} is after step {step}, but this run is to end at step {num_steps}; ask for more"
+        )
+    return Start(step, folder, saved)
+
+
+def _cut_back(folder: Path, step: int) -> None:
+    """Remove what a run wrote after its first `step` steps and will write again: unfinished saves, rollouts, and for
+    step 0 its metrics (else the metrics' sink drops its own). Models stay: each is whole, and none is counted."""
+    if (folder / "checkpoints").is_dir():
+        remove_leftovers(folder / "checkpoints")
+    if (folder / "rollouts").is_dir():
+        remove_steps(folder / "rollouts", step)
+    if step == 0:
+        (folder / "metrics.jsonl").unlink(missing_ok=True)
+
+
+async def save_if_due(job: Job) -> None:
+    """Write the model and begin a checkpoint, after the last step and every loop.save_every_steps. Raises: what went
+    wrong with the checkpoint before."""
+    job.checkpoints.check()
+    every = job.cfg.loop.save_every_steps
+    if job.step == 0 or not (job.step == job.cfg.loop.num_steps or (every and job.step % every == 0)):
+        return
+    with job.spans("export"):
+        await export_model(job)
+    await save_now(job)
+
+
+async def save_now(job: Job) -> None:
+    """Begin a checkpoint of the last finished step, if there is one and it is not saved yet."""
+    if job.step > 0:
+        with job.stop.held(), job.spans("save"):
+            await job.checkpoints.save(job.step, snapshot(job))
+
+
+def snapshot(job: Job) -> dict[str, Any]:
+    """What a resumed run needs to know besides tensors, as of the last finished step. Plain JSON."""
+    return {
+        "kind": "train",
+        "num_updates": job.num_updates,
+        "version": job.trainer.version,
+        "data": job.cursor,
+        "rewards": job.rewards,
+        "evals": job.evals,
+        "proof_threshold": job.proof.threshold,
+        "exported_step": job.exported_step,
+        "config": job.cfg.model_dump(mode="json"),
+    }
+
+
+async def restore(job: Job, start: Start) -> None:
+    """Put a new job, and its trainer, where `snapshot` was taken.
+
+    Raises: CheckpointError or DataError when files, model, data or seed are not those of the checkpoint.
+    """
+    saved = start.saved
+    assert job.task.train_prompts is not None, "training needs data.path"
+    job.task.train_prompts.load_state(saved["data"])
+    await job.trainer.load(str(start.folder), saved["version"])
+    job.step, job.num_updates, job.cursor = start.step, saved["num_updates"], saved["data"]
+    job.rewards, job.evals = saved["rewards"], [(step, score) for step, score in saved["evals"]]
+    job.proof.threshold = saved["proof_threshold"]
+    own = start.folder.is_relative_to(job.folder)
+    job.exported_step = saved["exported_step"] if own else 0
+    note_resumed(job.note, start, job.cfg.model_dump(mode="json"))
+
+
+def note_resumed(note: Callable[[str], None], start: Start, config: dict[str, Any]) -> None:
+    """A line for each thing that is not as it was."""
+    note(f"continues from {start.folder}, after step {start.step}")
+    was, now = dict(_leaves(start.saved["config"])), dict(_leaves(config))
+    for key in sorted(was.keys() | now.keys()):
+        if was.get(key) != now.get(key) and not key.startswith("run."):
+            note(f"  changed since then: {key} was {was.get(key)!r}, is {now.get(key)!r}")
+
+
+def _leaves(config: dict[str, Any], path: str = "") -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for name, value in config.items():
+        found += _leaves(value, f"{path}{name}.") if isinstance(value, dict) else [(path + name, value)]
+    return found

@@ -1,0 +1,141 @@
+"""What a run tells other terminals while it goes on: status.json in its folder, `meshrl status` and `meshrl stop`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from meshrl.core.errors import MeshrlError
+from meshrl.monitor.jsonl import to_line
+from meshrl.monitor.processes import family, started_at
+
+_FILE = "status.json"
+_SHOWN = ("reward/mean", "loss/nll")  # the number that a run is about, by what it does
+_STOP_S = 60.0
+
+
+@dataclass(kw_only=True, slots=True)
+class Status:
+    """Where a run stands. step: finished steps. phase: what it is in now; "" between two. since: of the phase, seconds
+    since 1970. value: of the metric `shown` at the last finished step. started: of the process, which tells it from a
+    later one of the same id."""
+
+    host: str
+    pid: int
+    started: float
+    num_steps: int
+    step: int = 0
+    phase: str = "start"
+    since: float = 0.0
+    shown: str = ""
+    value: float | None = None
+
+
+class StatusFile:
+    """Keeps a run's status.json up to date: a Sink for its numbers, and told of each phase. Each version of the file is
+    whole."""
+
+    def __init__(self, folder: Path, num_steps: int, first_step: int = 0):
+        self._path = folder / _FILE
+        self.status = Status(
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            started=started_at(os.getpid()) or 0.0,
+            num_steps=num_steps,
+            step=first_step,
+        )
+        self.entered("start")
+
+    def entered(self, phase: str) -> None:
+        """The run is in this phase from now on."""
+        self.status.phase, self.status.since = phase, time.time()
+        self._write()
+
+    def write(self, step: int, values: Mapping[str, float], units: Mapping[str, str]) -> None:
+        shown = next((name for name in _SHOWN if name in values), None)
+        self.status.step = max(self.status.step, step + 1)
+        if shown is not None:
+            self.status.shown, self.status.value = shown, values[shown]
+        self._write()
+
+    def close(self, failed: bool = False) -> None:
+        self.entered("ended")
+
+    def _write(self) -> None:
+        aside = self._path.with_suffix(".aside")
+        aside.write_text(to_line(asdict(self.status)), encoding="utf-8")
+        os.replace(aside, self._path)
+
+
+def read_status(folder: Path) -> Status:
+    """Raises: MeshrlError for a folder that no run has written to."""
+    path = folder / _FILE
+    if not path.is_file():
+        raise MeshrlError(f"{folder} is no run's folder: it has no {_FILE}. Give a folder such as runs/NAME")
+    told = json.loads(path.read_text(encoding="utf-8"))
+    return Status(**told | {"value": None if told["value"] is None else float(told["value"])})
+
+
+def is_running(status: Status) -> bool:
+    """Whether the run's controller still runs. Raises: MeshrlError on another machine, which can't know."""
+    if status.host != socket.gethostname():
+        raise MeshrlError(f"the run was started on {status.host}, and this is {socket.gethostname()}; ask there")
+    started = started_at(status.pid)
+    return started is not None and abs(started - status.started) < 1.0
+
+
+def describe(folder: Path) -> str:
+    """The answer of `meshrl status`, for people."""
+    status = read_status(folder)
+    here = status.host == socket.gethostname()
+    runs = here and is_running(status)
+    if runs:
+        state = f"runs as process {status.pid}, since {time.strftime('%F %T', time.localtime(status.started))}"
+    elif not here:
+        state = f"was started on {status.host} as process {status.pid}; whether it runs is known there"
+    else:
+        state = _how_it_ended(folder, status)
+    lines = [f"{folder}: {state}", f"step {status.step} of {status.num_steps}"]
+    if runs and status.phase:
+        lines[-1] += f", in phase {status.phase} for {time.time() - status.since:.0f} s"
+    if status.value is not None:
+        lines.append(f"{status.shown} {status.value:.4g}")
+    for process in family(status.pid) if runs else ():
+        name = "controller" if process.pid == status.pid else process.name
+        lines.append(f"{process.pid:>8}  {name:<12} {process.rss_bytes / 2**20:>8.0f} MB")
+    return "\n".join(lines)
+
+
+def _how_it_ended(folder: Path, status: Status) -> str:
+    result = folder / "result.json"
+    if not result.is_file() or result.stat().st_mtime < status.started:
+        return f"process {status.pid} is gone and left no result: it was killed, or the machine went down"
+    told = json.loads(result.read_text(encoding="utf-8"))
+    error = f": {told['error'].splitlines()[0]}" if told["error"] else ""
+    return f"{told['status']} after {told['wall_s']:.0f} s{error}"
+
+
+def stop(folder: Path) -> str:
+    """Ask a run to end with a checkpoint, and wait for it. What happened, for people.
+
+    Raises: MeshrlError when nothing runs, or it has not ended after a minute.
+    """
+    status = read_status(folder)
+    if not is_running(status):
+        raise MeshrlError(f"{folder}: nothing runs there; {_how_it_ended(folder, status)}")
+    os.kill(status.pid, signal.SIGTERM)
+    until = time.monotonic() + _STOP_S
+    while is_running(status):
+        if time.monotonic() > until:
+            raise MeshrlError(
+                f"process {status.pid} was asked to end {_STOP_S:.0f} s ago and still runs, in phase "
+                f"{read_status(folder).phase}. A step is finished before it ends; `meshrl status {folder}` tells when"
+            )
+        time.sleep(0.1)
+    return f"{folder}: {_how_it_ended(folder, status)}; step {read_status(folder).step} of {status.num_steps}"

@@ -1,0 +1,82 @@
+"""Processes of this machine: which of a run's they are, how large, whether they still run; and their end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import psutil
+
+_WORKERS = {"meshrl.cluster.worker": r"rank_\d+", "meshrl.reward.worker": None}  # module -> its name among arguments
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """A process and its resident size. name: rank_0, reward; "other" for what is no process of a run."""
+
+    pid: int
+    name: str
+    rss_bytes: int
+
+
+def family(pid: int) -> Iterator[Resident]:
+    """A process and all its descendants, but for those that end meanwhile."""
+    try:
+        root = psutil.Process(pid)
+        found = [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return
+    for process in found:
+        try:
+            yield Resident(process.pid, _name(process), process.memory_info().rss)
+        except psutil.NoSuchProcess:  # it ended between the listing and the question
+            continue
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        arguments = process.cmdline()
+    except psutil.AccessDenied:
+        return "other"
+    for module, name in _WORKERS.items():
+        if module in arguments:
+            return "reward" if name is None else next((a for a in arguments if re.fullmatch(name, a)), "rank")
+    return "other"
+
+
+def started_at(pid: int) -> float | None:
+    """When a process was started, in seconds since 1970, which tells it from a later one of the same id; None when it
+    does not run."""
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
+    except psutil.NoSuchProcess:
+        return None
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal (SIGSTOP, or a debugger) holds the process."""
+    try:
+        return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def kill_descendants(pid: int) -> None:
+    """SIGKILL to all that descends from a process, in whatever group or session, until nothing new shows up."""
+    killed: set[int] = set()
+    while True:
+        try:
+            found = {child.pid for child in psutil.Process(pid).children(recursive=True)} - killed
+        except psutil.NoSuchProcess:
+            return
+        if not found:
+            return
+        for child in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(child, signal.SIGKILL)
+        killed |= found

@@ -1,0 +1,116 @@
+"""The training state of one rank as tensors by name: what a checkpoint holds, and what a resume needs to the bit.
+
+model.NAME               parameters in their master dtype
+buffer.NAME              buffers that belong to a model's files, such as a router's correction bias
+optimizer.SLOT.NAME      the optimizer's state of a parameter: step, exp_avg, exp_avg_sq
+counters                 int64[2]: optimizer steps, steps skipped in a row
+rng.RANK.DEVICE          states of the rank's random generators; a rank that is new keeps its own
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from meshrl.core.errors import CheckpointError
+from meshrl.parallel.fsdp import is_first_replica, local_shard
+from meshrl.train.checkpoint import SavedTensors
+
+Counters = tuple[int, int]
+_SLOTS_OF_ADAMW = 2  # tensors as large as the parameter; `step` is one number
+
+
+def state_tensors(
+    lm: torch.nn.Module, optimizer: torch.optim.Optimizer | None, counters: Counters, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Everything, as views of what the engine holds: copy before the next optimizer step."""
+    tensors = _model_tensors(lm)
+    for name, p in lm.named_parameters():
+        for slot, value in (optimizer.state.get(p, {}) if optimizer else {}).items():
+            tensors[f"optimizer.{slot}.{name}"] = value
+    tensors["counters"] = torch.tensor(counters)
+    for kind, rng in _generators(device).items():
+        tensors[f"rng.{dist.get_rank()}.{kind}"] = rng
+    return tensors
+
+
+def load_state(
+    folder: Path, lm: torch.nn.Module, optimizer: torch.optim.Optimizer | None, device: torch.device
+) -> Counters:
+    """Fill a model and its optimizer in place, and set the generators (a collective). Returns the counters.
+
+    Raises: CheckpointError, before anything is touched, when the files are not as they were written or are of another
+    model.
+    """
+    saved = SavedTensors(folder)
+    tensors, counters = _model_tensors(lm), torch.zeros(2, dtype=torch.int64)
+    for name in saved.entries:
+        if name.startswith(("model.", "buffer.")) and name not in tensors:
+            raise CheckpointError(f"{folder} holds {name}, which this model does not have; it is of another model")
+    slots: dict[torch.nn.Parameter, dict[str, torch.Tensor]] = {}
+    parameters = dict(lm.named_parameters()) if optimizer else {}
+    for key in [key for key in saved.entries if key.startswith("optimizer.")]:
+        _, slot, name = key.split(".", 2)
+        if name in parameters:
+            tensors[key] = _empty_slot(saved.entries[key], parameters[name])
+            slots.setdefault(parameters[name], {})[slot] = tensors[key]
+    generators = {f"rng.{dist.get_rank()}.{kind}": rng for kind, rng in _generators(device).items()}
+    mine = {name: rng for name, rng in generators.items() if name in saved.entries}
+    saved.load({**tensors, **mine, "counters": counters})
+    for name, rng in mine.items():
+        _set_generator(name.rpartition(".")[2], rng)
+    for p, state in slots.items():
+        optimizer.state[p] = state  # type: ignore[union-attr]
+    steps, skipped = counters.tolist()
+    return steps, skipped
+
+
+def load_model(folder: Path, lm: torch.nn.Module) -> None:
+    """Fill a whole model in this one process, without a process group. Raises: CheckpointError, as load_state."""
+    SavedTensors(folder).load(_model_tensors(lm))
+
+
+def state_bytes(lm: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
+    """Bytes that this rank's share of a checkpoint takes, once the optimizer has made a step; headers not counted."""
+    copies = 1 + (_SLOTS_OF_ADAMW if optimizer else 0)
+    return sum(copies * local_shard(p).numel() * p.element_size() for p in lm.parameters() if is_first_replica(p))
+
+
+def persistent_buffers(lm: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers that belong to a model's files, in their own dtype."""
+    kept = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in lm.named_modules()
+        for name, _ in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    }
+    return {name: b.detach() for name, b in lm.named_buffers() if name in kept}
+
+
+def _model_tensors(lm: torch.nn.Module) -> dict[str, torch.Tensor]:
+    tensors = {f"model.{name}": p.detach() for name, p in lm.named_parameters()}
+    return tensors | {f"buffer.{name}": b for name, b in persistent_buffers(lm).items()}
+
+
+def _empty_slot(saved: TensorStorageMetadata, p: torch.nn.Parameter) -> torch.Tensor:
+    """As AdamW makes it: like the parameter, or one number."""
+    if len(saved.size) == 0:
+        return torch.zeros((), dtype=saved.properties.dtype, device=local_shard(p).device)
+    return torch.zeros_like(p.detach())
+
+
+def _generators(device: torch.device) -> dict[str, torch.Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if device.type != "cpu":
+        states[device.type] = torch.get_device_module(device).get_rng_state()
+    return states
+
+
+def _set_generator(kind: str, state: torch.Tensor) -> None:
+    if kind == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(kind).set_rng_state(state)

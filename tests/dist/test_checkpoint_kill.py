@@ -1,0 +1,123 @@
+"""SIGKILL while a checkpoint is written, at random moments: what bears the name is always whole (P27, P28)."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from meshrl.train.checkpoint import BackgroundWrite, SavedTensors, stage
+from meshrl.train.checkpoint_files import (
+    CONTROLLER,
+    Manifest,
+    begin_aside,
+    commit,
+    faults,
+    prune,
+    read_controller,
+    read_manifest,
+    remove_leftovers,
+    state_folder,
+    states,
+    write_json,
+)
+
+KEEP = 2
+NAMES = [f"layer.{i}" for i in range(4)]
+
+
+def save_for_ever(checkpoints: Path) -> None:
+    """One small checkpoint after the other, each filled with its step's number."""
+    first = max((step for step, _ in states(checkpoints)), default=0) + 1
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
+        for step in range(first, first + 10_000):
+            final = state_folder(checkpoints, step)
+            aside = begin_aside(final)
+            write = BackgroundWrite(aside, stage({name: torch.full((60, 1000), float(step)) for name in NAMES}))
+            files = dict([write.finish()])
+            files[CONTROLLER] = write_json(aside / CONTROLLER, {"step": step})
+            commit(final, Manifest(step=step, num_ranks=1, files=files))
+            prune(checkpoints, KEEP)
+
+
+def kill_and_look(checkpoints: Path, rounds: int, seed: int) -> None:
+    """In a process that has torch: children save until they are killed; prints what each left."""
+    moments, newest = random.Random(seed), 0
+    for _ in range(rounds):
+        child = os.fork()
+        if child == 0:
+            save_for_ever(checkpoints)
+        time.sleep(0.1)
+        deadline = time.monotonic() + 30
+        while max((step for step, _ in states(checkpoints)), default=0) <= newest and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(moments.random() * 0.03)  # a save takes about as long
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        found = states(checkpoints)
+        for step, folder in found:
+            manifest = read_manifest(folder)
+            assert faults(folder, manifest) == [] and manifest.step == step == read_controller(folder)["step"]
+            tensors = {name: torch.zeros(60, 1000) for name in NAMES}
+            SavedTensors(folder).load(tensors)
+            assert all(bool((t == step).all()) for t in tensors.values())
+        rest = sum(1 for _ in checkpoints.glob("step_*/state.aside"))
+        remove_leftovers(checkpoints)
+        assert sorted(p.name for p in checkpoints.iterdir()) == [folder.parent.name for _, folder in found]
+        print(json.dumps({"steps": [step for step, _ in found], "half_written": rest}), flush=True)
+        newest = found[-1][0]
+
+
+def test_a_kill_at_any_moment_leaves_the_checkpoints_before_it_good(tmp_path):
+    code = (
+        f"import sys; sys.path[:0] = {sys.path!r}\n"
+        "from pathlib import Path\nfrom test_checkpoint_kill import kill_and_look\n"
+        f"kill_and_look(Path({str(tmp_path)!r}), 12, 3)"
+    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    rounds = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(rounds) == 12
+    newest = [r["steps"][-1] for r in rounds]
+    assert newest == sorted(set(newest)), "every round goes on behind the one before"
+    assert all(len(r["steps"]) in (1, 2, 3) for r in rounds), "killed between commit and prune there is one more"
+    assert any(r["half_written"] for r in rounds), "no kill fell into a save: the test shows nothing"
+
+
+def _checkpoint(checkpoints: Path, step: int) -> Path:
+    """A checkpoint without tensors."""
+    final = state_folder(checkpoints, step)
+    aside = begin_aside(final)
+    files = {CONTROLLER: write_json(aside / CONTROLLER, {"step": step})}
+    commit(final, Manifest(step=step, num_ranks=1, files=files))
+    return final
+
+
+def test_keeping_n_counts_only_good_ones_and_leaves_models(tmp_path):
+    """P28: two damaged newer ones do not cost the last good one; a model beside a state is no state."""
+    folders = {step: _checkpoint(tmp_path, step) for step in (1, 2, 3, 4, 5)}
+    (folders[1].with_name("model")).mkdir()
+    (folders[5] / CONTROLLER).unlink()
+    (folders[4] / CONTROLLER).write_text("{")
+    assert prune(tmp_path, 1) == [folders[2], folders[1]]
+    assert [step for step, _ in states(tmp_path)] == [3, 4, 5]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [f"step_00000{i}" for i in (1, 3, 4, 5)]
+    assert prune(tmp_path, 1) == []
+
+
+def test_a_removal_that_was_interrupted_is_finished(tmp_path):
+    whole, half = _checkpoint(tmp_path, 1), _checkpoint(tmp_path, 2)
+    (half / "manifest.json").unlink()
+    remove_leftovers(tmp_path)
+    assert [step for step, _ in states(tmp_path)] == [1] and not half.parent.exists() and whole.is_dir()

@@ -1,0 +1,266 @@
+"""The training state through checkpoints: equal to the bit on any number of ranks, and refused when it is not whole."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import engine_over
+from tiny_models import tiny_qwen2
+from tiny_samples import random_samples, weigh
+
+from meshrl.algo.losses import sft_loss
+from meshrl.core.errors import CheckpointError
+from meshrl.parallel.fsdp import whole
+from meshrl.train.checkpoint_files import (
+    CONTROLLER,
+    MANIFEST,
+    FileFact,
+    Manifest,
+    begin_aside,
+    commit,
+    read_manifest,
+    state_folder,
+    states,
+    write_file,
+    write_json,
+)
+from meshrl.train.engine import TrainEngine
+from meshrl.train.packing import pack
+from meshrl.train.plan import make_plan
+from meshrl.train.state import load_model
+
+LENGTHS = [12, 3, 40, 7, 7, 21, 2, 30]
+UNEVEN = {"hidden_size": 40, "intermediate_size": 50, "vocab_size": 61}  # rows that 4 ranks do not share evenly
+
+
+def _step(engine: TrainEngine, rank: int, world: int, seed: int) -> None:
+    samples = weigh(random_samples(seed, LENGTHS, vocab=60))
+    plan = make_plan([len(s) for s in samples], world, 40)
+    engine.forward_backward([pack([samples[i] for i in m], m) for m in plan.micro_batches[rank]], sft_loss())
+    engine.optim_step(1e-2)
+
+
+def _whole_state(engine: TrainEngine) -> dict[str, torch.Tensor]:
+    engine.model.reshard()
+    state = {name: whole(p.detach()).clone() for name, p in engine.model.lm.named_parameters()}
+    for name, p in engine.model.lm.named_parameters():
+        for slot, value in engine.optimizer.state[p].items():
+            state[f"{slot} of {name}"] = whole(value).clone()
+    state["steps"] = torch.tensor([engine.num_optimizer_steps, engine.num_skipped_in_a_row])
+    return state
+
+
+def save(engine: TrainEngine, final: Path, step: int = 1) -> None:
+    """As the controller does it: all files aside, then the manifest and the name."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    aside = begin_aside(final) if rank == 0 else final.with_name("state.aside")
+    dist.barrier()
+    engine.save(aside)
+    files: list[Any] = [None] * world
+    dist.all_gather_object(files, engine.finish_save())
+    if rank == 0:
+        own = {CONTROLLER: write_json(aside / CONTROLLER, {})}
+        commit(final, Manifest(step=step, num_ranks=world, files={**own, **dict(files)}))
+    dist.barrier()
+
+
+def _trained(rank: int, world: int, model: dict[str, Any], train: dict[str, Any], final: Path) -> dict[str, Any]:
+    engine = engine_over(tiny_qwen2(**model), world, train)
+    for seed in range(2):
+        _step(engine, rank, world, seed)
+    engine.num_skipped_in_a_row = 3
+    state = _whole_state(engine)
+    save(engine, final)
+    _step(engine, rank, world, 2)
+    return {"saved": state, "next": _whole_state(engine)}
+
+
+def _carried(
+    rank: int, world: int, model: dict[str, Any], train: dict[str, Any], source: Path, final: Path | None
+) -> dict[str, Any]:
+    engine = engine_over(tiny_qwen2(seed=7, **model), world, train)
+    engine.load(source)
+    state = _whole_state(engine)
+    if final is not None:
+        save(engine, final)
+    _step(engine, rank, world, 2)
+    return {"saved": state, "next": _whole_state(engine)}
+
+
+def _assert_equal(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == want.keys()
+    for name, tensor in got.items():
+        assert tensor.dtype == want[name].dtype and torch.equal(tensor, want[name]), name
+
+
+@pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
+def test_four_to_two_to_one_to_four_ranks_is_equal_to_the_bit(pool, tmp_path, tie):
+    """P27, P28: parameters, moments and counters; and on the same world size the step after it, too."""
+    model = {**UNEVEN, "tie": tie}
+    first = pool.run(_trained, 4, model, {}, state_folder(tmp_path, 0))[0]
+    assert {"exp_avg of model.norm.weight", "exp_avg_sq of model.norm.weight"} < first["saved"].keys()
+    for number, world in enumerate([2, 1, 4]):
+        source = state_folder(tmp_path, number)
+        carried = pool.run(_carried, world, model, {}, source, state_folder(tmp_path, number + 1))[0]
+        _assert_equal(carried["saved"], first["saved"])
+        assert read_manifest(source).num_ranks == [4, 2, 1][number]
+    _assert_equal(carried["next"], first["next"])
+    assert not torch.equal(first["next"]["model.norm.weight"], first["saved"]["model.norm.weight"])
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        {"sharding_strategy": "HYBRID_SHARD", "mesh": {"dp_replicate": 2}},
+        {"sharding_strategy": "NO_SHARD"},
+    ],
+    ids=lambda t: t["sharding_strategy"],
+)
+def test_replicas_are_saved_once_and_another_strategy_reads_them(pool, tmp_path, train):
+    """P28: two copies of each shard, one of them on disk."""
+    first = pool.run(_trained, 4, UNEVEN, train, state_folder(tmp_path, 0))[0]
+    _assert_equal(pool.run(_carried, 2, UNEVEN, {}, state_folder(tmp_path, 0), None)[0]["saved"], first["saved"])
+    numbers = sum(t.numel() for t in first["saved"].values())
+    on_disk = sum(p.stat().st_size for p in state_folder(tmp_path, 0).glob("*.safetensors"))
+    assert 4 * numbers <= on_disk < 5 * numbers + 4 * 50_000  # headers and generator states
+
+
+@pytest.fixture(scope="module")
+def saved(pool, tmp_path_factory) -> tuple[Path, dict[str, torch.Tensor]]:
+    folder = state_folder(tmp_path_factory.mktemp("checkpoints"), 0)
+    return folder, pool.run(_trained, 2, UNEVEN, {}, folder)[0]["saved"]
+
+
+def test_one_process_reads_the_model_without_a_process_group(saved):
+    folder, want = saved
+    lm = tiny_qwen2(seed=7, **UNEVEN)
+    load_model(folder, lm)
+    for name, p in lm.named_parameters():
+        assert torch.equal(p, want[name]), name
+
+
+def _generators(rank: int, world: int, final: Path) -> tuple[list[float], list[float]]:
+    engine = engine_over(tiny_qwen2(), world)
+    torch.manual_seed(100 + rank)
+    torch.rand(5)
+    save(engine, final)
+    drawn = torch.rand(3).tolist()
+    torch.manual_seed(0)
+    engine.load(final)
+    return drawn, torch.rand(3).tolist()
+
+
+def test_each_rank_gets_its_own_random_state_back(pool, tmp_path):
+    """P27: before the first optimizer step, too, when there are no moments."""
+    answers = pool.run(_generators, 2, state_folder(tmp_path, 0))
+    assert all(before == after for before, after in answers)
+    assert answers[0] != answers[1]
+
+
+def _refused(rank: int, world: int, folder: Path, model: dict[str, Any]) -> tuple[str, bool]:
+    engine = engine_over(tiny_qwen2(seed=7, **model), world)
+    before = {name: whole(p.detach()).clone() for name, p in engine.model.lm.named_parameters()}
+    try:
+        engine.load(folder)
+    except CheckpointError as error:
+        same = all(torch.equal(whole(p.detach()), before[n]) for n, p in engine.model.lm.named_parameters())
+        return str(error), same and not engine.optimizer.state
+    return "", False
+
+
+def _copy(source: Path, target: Path) -> Path:
+    target.mkdir(parents=True)
+    for path in source.iterdir():
+        (target / path.name).write_bytes(path.read_bytes())
+    return target
+
+
+def _flip(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+SECOND = "rank_00001.safetensors"
+DAMAGES: dict[str, tuple[Any, str]] = {
+    "cut": (lambda f: (f / SECOND).write_bytes((f / SECOND).read_bytes()[:-7]), f"{SECOND} has .* bytes, but was"),
+    "a flipped bit of a tensor": (lambda f: _flip(f / SECOND, -100), f"{SECOND} is damaged"),
+    "a flipped bit of a header": (lambda f: _flip(f / SECOND, 40), f"{SECOND} is damaged"),
+    "gone": (lambda f: (f / SECOND).unlink(), f"{SECOND} is missing"),
+    "one too many": (lambda f: (f / "x.safetensors").write_bytes(b"."), "x.safetensors is not a file of this"),
+    "a flipped bit of the manifest": (lambda f: _flip(f / MANIFEST, 30), f"{MANIFEST} is no manifest"),
+    "no manifest": (lambda f: (f / MANIFEST).unlink(), f"{MANIFEST} is no manifest .*No such file"),
+    "a manifest cut": (lambda f: (f / MANIFEST).write_bytes((f / MANIFEST).read_bytes()[:50]), f"{MANIFEST} is no"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_is_not_as_it_was_written_is_refused_by_every_rank_before_anything_is_touched(
+    pool, saved, tmp_path, damage
+):
+    """P28: the error names the file, on ranks that did not look into it, too."""
+    harm, words = DAMAGES[damage]
+    folder = _copy(saved[0], tmp_path / "state")
+    harm(folder)
+    for message, untouched in pool.run(_refused, 2, folder, UNEVEN):
+        assert untouched
+        assert re.search(words, message), message
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ({**UNEVEN, "intermediate_size": 54}, r"gate_proj.weight was torch.float32 \[50, 40\], is torch.float32 \[54"),
+        ({**UNEVEN, "tie": False}, "lacks 1 tensors of this model: model.lm_head.weight"),
+        ({**UNEVEN, "num_hidden_layers": 1}, "holds model.model.layers.1.*which this model does not have"),
+        (
+            {**UNEVEN, "dtype": torch.bfloat16},
+            "is of another model, or of another train.master_dtype: .* is torch.bfloat16",
+        ),
+    ],
+    ids=["other shape", "untied", "fewer layers", "other dtype"],
+)
+def test_another_model_is_refused(pool, saved, model, words):
+    for message, untouched in pool.run(_refused, 2, saved[0], model):
+        assert untouched
+        assert re.search(words, message), message
+
+
+class _Bomb:
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path("exploded"),)
+
+
+def test_nothing_of_a_checkpoint_is_unpickled(pool, saved, tmp_path, monkeypatch):
+    """P28: a pickle that stands where DCP's own storage keeps one, or in place of a file, is never read as one."""
+    monkeypatch.chdir(tmp_path)
+    folder = _copy(saved[0], tmp_path / "state")
+    assert not [path for path in folder.iterdir() if path.suffix not in (".safetensors", ".json")]
+    (folder / ".metadata").write_bytes(pickle.dumps(_Bomb()))
+    _assert_equal(pool.run(_carried, 2, UNEVEN, {}, folder, None)[0]["saved"], saved[1])
+    # Files of a hostile author, who can make a manifest that fits.
+    (folder / SECOND).write_bytes(pickle.dumps(_Bomb()))
+    told = json.loads((folder / MANIFEST).read_text())
+    (folder / MANIFEST).unlink()
+    facts = {name: FileFact(**fact) for name, fact in told["files"].items()}
+    facts[SECOND] = write_file(folder / SECOND, [memoryview(pickle.dumps(_Bomb()))])
+    folder.rename(folder.with_name("state.aside"))
+    commit(folder, Manifest(step=1, num_ranks=2, files=facts))
+    for message, untouched in pool.run(_refused, 2, folder, UNEVEN):
+        assert untouched and "no tensors of a checkpoint" in message
+    assert not list(tmp_path.rglob("exploded"))
+
+
+def test_only_complete_checkpoints_have_the_name(pool, saved, tmp_path):
+    _copy(saved[0], state_folder(tmp_path, 3))
+    _copy(saved[0], state_folder(tmp_path, 12))
+    _copy(saved[0], state_folder(tmp_path, 20).with_name("state.aside"))
+    (tmp_path / "step_000030" / "model").mkdir(parents=True)
+    assert [step for step, _ in states(tmp_path)] == [3, 12]

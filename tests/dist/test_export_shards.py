@@ -1,0 +1,55 @@
+"""A model written as a file a rank, and read by Transformers (P28)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from harness import engine_over
+from tiny_models import tiny_lm
+
+from meshrl.model.save import save_pretrained, spread
+
+
+def _written(rank: int, world: int, family: str, path: Path) -> int:
+    engine = engine_over(tiny_lm(family), world)
+    sizes = [(name, 4 * p.numel()) for name, p in engine._wire_parameters()]
+    seen = [name for name, number in spread(sizes, world, 1).items() if number == rank]
+    save_pretrained(engine.model.lm, sizes, engine.wire_weights(), {}, path, min_file_bytes=1)
+    return len(seen)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma2"])
+def test_a_model_in_one_file_a_rank_is_the_model_that_transformers_reads(pool, tmp_path, family):
+    from safetensors import safe_open
+    from transformers import AutoModelForCausalLM
+
+    counts = pool.run(_written, 2, family, tmp_path)
+    names = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    assert sorted(p.name for p in tmp_path.glob("*.safetensors")) == names
+    held = {}
+    for name, count in zip(names, counts, strict=True):
+        with safe_open(tmp_path / name, "pt") as file:
+            assert len(file.keys()) == count > 0
+            held |= dict.fromkeys(file.keys(), name)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["weight_map"] == held
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    for (name, got), (_, want) in zip(loaded.named_parameters(), tiny_lm(family).named_parameters(), strict=True):
+        assert torch.equal(got, want), name
+
+
+def test_files_hold_whole_layers_and_about_the_same_bytes():
+    layers = [(f"model.layers.{i}.{part}", 100) for i in range(8) for part in ("attention", "mlp", "norm")]
+    sizes = [("model.embed.weight", 500), *layers, ("model.norm.weight", 1), ("head", 500)]
+    for ranks in (1, 2, 3, 4, 50):
+        file_of = spread(sizes, ranks, 1)
+        numbers = list(file_of.values())
+        assert numbers == sorted(numbers) and set(numbers) == set(range(max(numbers) + 1)) and max(numbers) < ranks
+        assert all(len({file_of[n] for n, _ in layers if f".{i}." in n}) == 1 for i in range(8))
+        if ranks <= 4:
+            held = [sum(size for name, size in sizes if file_of[name] == number) for number in range(ranks)]
+            assert max(held) <= 3401 / ranks + 500
+    assert set(spread(sizes, 4, 4000).values()) == {0}

@@ -1,0 +1,370 @@
+"""Runs that end early and go on: the same numbers to the bit as one that was never disturbed (P27)."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_run import steps_of, train, write_run
+
+from meshrl.cli import main
+from meshrl.config.load import load_sft_config
+from meshrl.config.task import RunSection
+from meshrl.core.errors import CheckpointError, DataError, MeshrlError
+from meshrl.loops import run
+from meshrl.loops.resume import choose_start
+from meshrl.monitor.rollout_log import read_rollouts
+from meshrl.train import checkpoint
+from meshrl.train.checkpoint_files import require_space, states
+
+pytestmark = pytest.mark.timeout(300)
+NUM_STEPS, PER_EPOCH = 8, 5  # 20 rows, 4 prompts a step
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny run with held-out rows, two updates a step, and a model that the data moves."""
+    path = write_run(tmp_path_factory.mktemp("resume"))
+    told = json.loads(path.read_text())
+    told["data"]["eval_path"] = "held_out.jsonl"
+    told["loop"] |= {"num_steps": NUM_STEPS, "samples_per_prompt": 2, "eval_every_steps": 3}
+    told["train"]["updates_per_step"] = 2
+    told["cluster"] = {"executor": "inline"}
+    (path.parent / "held_out.jsonl").write_text('{"question": "1+2", "answer": "3"}\n')
+    path.write_text(json.dumps(told))
+    return path
+
+
+@contextmanager
+def one_core() -> Iterator[None]:
+    """For runs in this process: several threads that wait for each other on a busy machine take many times as long."""
+    before, cores = torch.get_num_threads(), os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {random.choice(sorted(cores))})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+        torch.set_num_threads(before)
+
+
+def train_inline(config: Path, name: str, *overrides: str) -> Path:
+    with one_core():
+        return train(config, name, "cluster.executor=inline", *overrides)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(config: Path) -> Path:
+    return train_inline(config, "undisturbed", "loop.save_every_steps=1", "run.keep_checkpoints=100")
+
+
+def weights(folder: Path, step: int = NUM_STEPS) -> dict[str, torch.Tensor]:
+    return load_file(folder / "checkpoints" / f"step_{step:06d}" / "model" / "model.safetensors")
+
+
+def state(folder: Path, step: int = NUM_STEPS) -> dict[str, torch.Tensor]:
+    """The training state of a run with one rank, but for the generators, which nothing in a run draws from."""
+    tensors = load_file(folder / "checkpoints" / f"step_{step:06d}" / "state" / "rank_00000.safetensors")
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith("rng.")}
+
+
+def ledger(folder: Path) -> list[Counter[int]]:
+    """For each step the prompts' ordinals, and how often each was answered."""
+    paths = sorted((folder / "rollouts").glob("step_*.jsonl"))
+    assert [path.name for path in paths] == [f"step_{i:06d}.jsonl" for i in range(len(paths))]
+    return [Counter(record.trajectory.prompt.ordinal for record in read_rollouts(path)) for path in paths]
+
+
+def said(folder: Path) -> list[Any]:
+    """Everything that was sampled, evaluations too."""
+    return [
+        (path.name, r.trajectory.id, t.output_ids.tolist(), t.logprobs.tolist(), t.versions.tolist())
+        for path in sorted((folder / "rollouts").glob("*.jsonl"))
+        for r in read_rollouts(path)
+        for t in r.trajectory.turns
+    ]
+
+
+def assert_same_run(folder: Path, other: Path, num_steps: int = NUM_STEPS, evals: bool = True) -> None:
+    for ours, theirs in ((weights(folder), weights(other)), (state(folder), state(other))):
+        assert ours.keys() == theirs.keys()
+        for name, tensor in ours.items():
+            assert torch.equal(tensor, theirs[name]), name
+    assert ledger(folder) == [Counter({4 * step + i: 2 for i in range(4)}) for step in range(num_steps)]
+    lines, others = steps_of(folder), steps_of(other)
+    if not evals:
+        lines, others = ([s for s in steps if "eval/mean_at_k" not in s] for steps in (lines, others))
+    assert repr(lines) == repr(others)  # as texts, in which NaN equals NaN
+    if evals:
+        assert said(folder) == said(other)
+    result, expected = (json.loads((f / "result.json").read_text()) for f in (folder, other))
+    assert (result["status"], result["steps"]) == ("done", num_steps)
+    assert result["reward_curve"] == expected["reward_curve"] and len(result["reward_curve"]) == num_steps
+
+
+def test_two_ranks_go_on_to_the_bit_under_processes_and_one_rank_goes_on_from_theirs(config):
+    """P27: on the same world size all is equal; on another one the state is, and the rest to rounding."""
+    two = ("cluster.executor=processes", "cluster.num_train_ranks=2", "loop.eval_every_steps=0")
+    whole = train(config, "two", *two, "loop.num_steps=4", "loop.save_every_steps=2")
+    half = train(config, "two_parts", *two, "loop.num_steps=2")
+    train(config, "two_parts", *two, "loop.num_steps=4", "run.resume=auto")
+    for name, tensor in weights(whole, 4).items():
+        assert torch.equal(tensor, weights(half, 4)[name]), name
+    training = [[s for s in steps_of(f) if "eval/mean_at_k" not in s] for f in (whole, half)]
+    assert training[0] == training[1]
+    one = train_inline(config, "one", "loop.num_steps=4", f"run.resume={whole / 'checkpoints' / 'step_000002'}")
+    assert {t.shape for t in weights(one, 4).values()} == {t.shape for t in weights(whole, 4).values()}
+    for mine, other in zip([s for s in steps_of(one) if "reward/mean" in s], training[0][2:], strict=True):
+        assert mine["reward/mean"] == pytest.approx(other["reward/mean"], rel=1e-3)
+    assert sorted(p.name for p in (one / "rollouts").glob("step_*")) == ["step_000002.jsonl", "step_000003.jsonl"]
+
+
+@pytest.mark.parametrize("stop", [3, PER_EPOCH, 7], ids=["mid-epoch", "epoch end", "before the last"])
+def test_a_run_that_goes_on_equals_one_that_was_not_interrupted(config, undisturbed, stop):
+    """P27: parameters, moments, data order, versions, metrics and rollouts, at the same world size."""
+    name = f"stopped_at_{stop}"
+    train_inline(config, name, f"loop.num_steps={stop}")
+    folder = train_inline(config, name, "run.resume=auto")
+    assert_same_run(folder, undisturbed, evals=stop == 3)  # elsewhere the first part had a last evaluation of its own
+    evals = json.loads((folder / "result.json").read_text())["evals"]
+    assert [e["step"] for e in evals] == sorted({0, 3, 6, stop, NUM_STEPS})
+
+
+def test_a_finished_run_changes_nothing_and_can_be_made_longer(config, undisturbed):
+    """P27: at the last step, too."""
+    folder = train_inline(config, "longer", f"loop.num_steps={PER_EPOCH}")
+    before = (folder / "metrics.jsonl").read_text(), weights(folder, PER_EPOCH)
+    train_inline(config, "longer", f"loop.num_steps={PER_EPOCH}", "run.resume=auto")
+    assert (folder / "metrics.jsonl").read_text() == before[0]
+    with pytest.raises(CheckpointError, match="after step 5, but this run is to end at step 4"):
+        train_inline(config, "longer", "loop.num_steps=4", "run.resume=auto")
+    train_inline(config, "longer", "run.resume=auto")
+    assert_same_run(folder, undisturbed, evals=False)
+
+
+def test_what_would_overwrite_a_run_is_refused(config, undisturbed):
+    """P27: a folder with newer checkpoints is never overwritten, and a checkpoint is not taken for another run's."""
+    checkpoints = undisturbed / "checkpoints"
+    early = f"run.resume={checkpoints / 'step_000003'}"
+    for overrides, error, words in (
+        ((), MeshrlError, "holds checkpoints up to step 8; run.resume=auto continues"),
+        ((early,), MeshrlError, "has a newer checkpoint, after step 8"),
+    ):
+        with pytest.raises(error, match=words):
+            train_inline(config, "undisturbed", *overrides)
+    assert [step for step, _ in states(checkpoints)] == list(range(1, NUM_STEPS + 1))
+    assert len(ledger(undisturbed)) == NUM_STEPS
+    with pytest.raises(DataError, match="seed was 0, is 1"):
+        train_inline(config, "other_seed", early, "run.seed=1")
+    branch = train_inline(config, "branch", early)
+    for name, tensor in weights(branch).items():
+        assert torch.equal(tensor, weights(undisturbed)[name]), name
+    assert len(steps_of(branch)) == len(steps_of(undisturbed)) - 3 - 2  # three steps, and the evaluations of 0 and 3
+
+
+def test_a_damaged_checkpoint_ends_the_resume_and_names_the_file(config):
+    folder = train_inline(config, "damaged", "loop.num_steps=2", "loop.save_every_steps=1")
+    path = folder / "checkpoints" / "step_000002" / "state" / "rank_00000.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"step_000002/state/rank_00000.safetensors is damaged"):
+        train_inline(config, "damaged", "run.resume=auto")
+    assert [step for step, _ in states(folder / "checkpoints")] == [1, 2]
+
+
+def test_only_the_newest_states_stay_and_all_models_do(config):
+    folder = train_inline(config, "kept", "loop.num_steps=5", "loop.save_every_steps=1", "run.keep_checkpoints=2")
+    assert [step for step, _ in states(folder / "checkpoints")] == [4, 5]
+    assert all((folder / "checkpoints" / f"step_00000{i}" / "model").is_dir() for i in range(1, 6))
+
+
+def test_a_save_that_fails_in_the_background_ends_the_run(config, monkeypatch):
+    """P28: at the next step, or at the end at the latest; the checkpoint before it stays."""
+    write, written = checkpoint.write, []
+
+    def failing(path: Path, slices: Any) -> Any:
+        written.append(path)
+        if len(written) == 2:
+            raise CheckpointError(f"{path} can't be written: the disk is full")
+        return write(path, slices)
+
+    monkeypatch.setattr(checkpoint, "write", failing)
+    for steps, name in ((NUM_STEPS, "fails_midway"), (2, "fails_at_the_end")):
+        written.clear()
+        with pytest.raises(CheckpointError, match=r"step_000002/state\.aside/rank_00000\.safetensors can't"):
+            train_inline(config, name, "loop.save_every_steps=1", f"loop.num_steps={steps}")
+        folder = config.parent / "runs" / name
+        assert [step for step, _ in states(folder / "checkpoints")] == [1]
+        result = json.loads((folder / "result.json").read_text())
+        assert result["status"] == "failed" and 2 <= result["steps"] <= 4 and len(written) == 2
+
+
+def test_a_disk_without_room_is_told_before_anything_is_written(tmp_path):
+    with pytest.raises(CheckpointError, match=r"takes .* bytes, but its disk has .* free; nothing was written"):
+        require_space(tmp_path, 1 << 60)
+
+
+def test_supervised_training_goes_on_to_the_bit(tmp_path):
+    """P27: mid-epoch, with a learning rate that depends on the step."""
+    path = write_run(tmp_path)
+    chats = [[{"role": "user", "content": f"{i}+1"}, {"role": "assistant", "content": str(i + 1)}] for i in range(10)]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    told = json.loads(path.read_text())
+    told = {key: told[key] for key in ("model", "train", "run")}
+    told |= {
+        "sft": {"path": "chats.jsonl", "rows_per_step": 4, "num_steps": 6, "max_row_tokens": 99},
+        "cluster": {"executor": "inline"},
+    }
+    told["train"]["scheduler"] = {"kind": "constant", "warmup_steps": 5}
+    path.write_text(json.dumps(told))
+
+    def run_sft(name: str, *overrides: str) -> Path:
+        loaded = load_sft_config(path, [*overrides, f"run.name={name}"])
+        with one_core():
+            assert run.sft(loaded) == 0
+        return Path(loaded.config.run.folder) / name
+
+    whole = run_sft("whole", "sft.save_every_steps=2")
+    assert [step for step, _ in states(whole / "checkpoints")] == [4, 6]
+    branch = run_sft("branch", f"run.resume={whole / 'checkpoints' / 'step_000004'}")
+    for ours, theirs in ((weights(branch, 6), weights(whole, 6)), (state(branch, 6), state(whole, 6))):
+        assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+    assert steps_of(branch) == steps_of(whole)[4:]
+    curves = [json.loads((f / "result.json").read_text())["loss_curve"] for f in (whole, branch)]
+    assert curves[0] == curves[1] and len(curves[0]) == 6
+    with pytest.raises(CheckpointError, match="is a checkpoint of `meshrl sft`, not of `meshrl train`"):
+        choose_start(RunSection(resume=str(whole / "checkpoints" / "step_000004")), tmp_path / "new", "train", 9)
+
+
+def test_a_checkpoint_becomes_the_model_that_lies_beside_it(undisturbed, tmp_path, capsys):
+    """P28: a folder that from_pretrained loads, also from a checkpoint that was saved without one."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    for step in (3, NUM_STEPS):
+        out = tmp_path / str(step)
+        assert main(["convert", str(undisturbed / "checkpoints" / f"step_{step:06d}"), str(out)]) == 0
+        beside = undisturbed / "checkpoints" / f"step_{step:06d}" / "model"
+        assert sorted(p.name for p in out.iterdir()) == sorted(p.name for p in beside.iterdir())
+        loaded = AutoModelForCausalLM.from_pretrained(out)
+        for (name, p), (_, q) in zip(
+            loaded.named_parameters(), AutoModelForCausalLM.from_pretrained(beside).named_parameters(), strict=True
+        ):
+            assert torch.equal(p, q), name
+        assert AutoTokenizer.from_pretrained(out).chat_template
+    assert main(["convert", str(undisturbed / "checkpoints" / "step_000003"), str(tmp_path / "3")]) == 1
+    assert "is there already" in capsys.readouterr().err
+
+
+# ---- kills
+
+
+def run_and_kill(config: str, overrides: list[str], kills: int, seed: int, longest_s: float) -> None:
+    """In a process that has everything imported: children run until they are killed, at random moments; the last one
+    to its end. Prints after each kill what was there."""
+    from meshrl.config.load import load_run_config
+
+    loaded = load_run_config(config, overrides)
+    folder = Path(loaded.config.run.folder) / loaded.config.run.name
+    moments = random.Random(seed)
+    if loaded.config.cluster.executor == "inline":
+        os.sched_setaffinity(0, {random.choice(sorted(os.sched_getaffinity(0)))})
+    for number in range(kills + 1):
+        child = os.fork()
+        if child == 0:
+            os._exit(run.train(loaded))
+        if number < kills:
+            before = len(list((folder / "rollouts").glob("step_*.jsonl")))
+            end = time.monotonic() + 60
+            while number and len(list((folder / "rollouts").glob("step_*.jsonl"))) <= before < NUM_STEPS - 1:
+                if time.monotonic() > end:
+                    break
+                time.sleep(0.01)
+            time.sleep(moments.random() * longest_s)
+            os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        if number < kills:
+            print(json.dumps([step for step, _ in states(folder / "checkpoints")]), file=sys.__stdout__, flush=True)
+    sys.exit(os.waitstatus_to_exitcode(status))
+
+
+def killed(config: Path, name: str, kills: int, seed: int, longest_s: float, *overrides: str) -> list[list[int]]:
+    """The checkpoints after each kill of a run that then went on to its end."""
+    asked = [*overrides, f"run.name={name}", "run.resume=auto", "loop.save_every_steps=1", "run.keep_checkpoints=2"]
+    code = (
+        f"import sys; sys.path[:0] = {sys.path!r}\nimport meshrl.loops.run, transformers\n"
+        "from test_resume import run_and_kill\n"
+        f"run_and_kill({str(config)!r}, {asked!r}, {kills}, {seed}, {longest_s})"
+    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+
+
+def test_a_run_that_is_killed_again_and_again_equals_the_undisturbed_one(config, undisturbed):
+    """P27: no prompt lost, none trained twice, no step counted twice."""
+    found = killed(config, "killed", 4, 5, 0.5)
+    assert len(found) == 4 and all(len(steps) <= 3 for steps in found)
+    assert_same_run(undisturbed.with_name("killed"), undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("executor", ["inline", "processes"])
+def test_thirty_kills_change_nothing(config, executor):
+    """P27, P28: the writing of checkpoints included; fifteen kills under each executor."""
+    ranks = 1 if executor == "inline" else 2
+    layout = (f"cluster.executor={executor}", f"cluster.num_train_ranks={ranks}", "loop.num_steps=24")
+    with one_core() if executor == "inline" else nullcontext():
+        whole = train(config, f"whole_{executor}", *layout)
+    killed(config, f"killed_{executor}", 15, 11, 1.0, *layout)
+    other = whole.with_name(f"killed_{executor}")
+    for name, tensor in weights(whole, 24).items():
+        assert torch.equal(tensor, weights(other, 24)[name]), name
+    assert ledger(other) == [Counter({4 * step + i: 2 for i in range(4)}) for step in range(24)]
+    assert repr(steps_of(other)) == repr(steps_of(whole))
+
+
+# ---- Ctrl-C
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+def test_a_signal_ends_the_run_with_a_checkpoint_and_no_children(config, undisturbed, number):
+    """P31: with a code that is not zero; under either executor of one rank the run goes on from there to the bit."""
+    name = f"signal_{number}"
+    command = [sys.executable, "-m", "meshrl", "train", str(config), f"run.name={name}", "run.resume=auto"]
+    layout = [] if number == signal.SIGINT else ["cluster.executor=processes"]
+    folder = undisturbed.with_name(name)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    with one_core():  # as many threads as the run that it is compared with
+        process = subprocess.Popen(
+            [*command, *layout], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
+        )
+    while not (folder / "rollouts" / "step_000001.jsonl").exists():
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.02)
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == (130 if number == signal.SIGINT else 143), errors
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert not alive
+    result = json.loads((folder / "result.json").read_text())
+    ((step, _),) = states(folder / "checkpoints")
+    assert result["status"] == "interrupted" and 2 <= step == result["steps"] < NUM_STEPS
+    train_inline(config, name, "run.resume=auto")
+    assert_same_run(folder, undisturbed)

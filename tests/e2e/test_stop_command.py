@@ -1,0 +1,48 @@
+"""`meshrl status` and `meshrl stop` from another terminal, on a real run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from tiny_run import write_run
+
+from meshrl.cli import main
+from meshrl.loops.status import read_status
+from meshrl.train.checkpoint_files import states
+
+
+@pytest.mark.timeout(600)
+def test_a_run_tells_where_it_is_and_ends_with_a_checkpoint_when_asked(tmp_path: Path, capsys):
+    """P31: its processes end with it."""
+    config, folder = write_run(tmp_path), tmp_path / "runs" / "long"
+    command = [sys.executable, "-m", "meshrl", "train", str(config), "loop.num_steps=100000", "run.name=long"]
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}
+    ) as run:
+        try:
+            while not (folder / "status.json").exists() or read_status(folder).step < 2:
+                assert run.poll() is None
+                time.sleep(0.1)
+            children = psutil.Process(run.pid).children(recursive=True)
+            assert main(["status", str(folder)]) == 0
+            said = capsys.readouterr().out
+            assert f"runs as process {run.pid}" in said and "of 100000" in said and "reward/mean" in said
+            assert all(f"  {name}  " in said for name in ("controller", "rank_0", "reward"))
+            assert main(["stop", str(folder)]) == 0
+            assert "interrupted after" in capsys.readouterr().out
+            assert run.stderr is not None and "ended by SIGTERM" in run.stderr.read().decode()
+            assert run.wait() == 143
+        finally:
+            run.kill()
+    ((step, _),) = states(folder / "checkpoints")
+    assert step == read_status(folder).step >= 2
+    assert not psutil.wait_procs(children, timeout=20)[1]
+    assert main(["stop", str(folder)]) == 1
+    assert "nothing runs there" in capsys.readouterr().err

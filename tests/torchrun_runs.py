@@ -1,0 +1,58 @@
+"""`meshrl train` as torchrun starts it, on one machine or on several that are one; and what of it still lives."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+TESTS = Path(__file__).parent
+MARK = "MESHRL_TEST_RUN"
+
+
+def start_torchrun(config: Path, name: str, *overrides: str, nodes: int, ranks: int) -> list[subprocess.Popen[str]]:
+    """One torchrun for each node, with its share of the ranks and of this machine's cores."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    where = ["--standalone"] if nodes == 1 else [f"--nnodes={nodes}", "--rdzv-backend=c10d", f"--rdzv-id={name}"]
+    where += [f"--rdzv-endpoint={endpoint}", "--local-addr=127.0.0.1"] if nodes > 1 else []
+    cores = sorted(os.sched_getaffinity(0))
+    run = ["-m", "meshrl", "train", str(config), f"run.name={name}", *overrides]
+    return [
+        subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", *where, f"--nproc-per-node={ranks // nodes}", *run],
+            env={**os.environ, "PYTHONPATH": str(TESTS), MARK: name},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            preexec_fn=lambda node=node: os.sched_setaffinity(0, cores[node::nodes] or cores),
+        )
+        for node in range(nodes)
+    ]
+
+
+def train_by_torchrun(config: Path, name: str, *overrides: str, nodes: int, ranks: int) -> Path:
+    """Run to the end; the run's folder."""
+    started = start_torchrun(config, name, *overrides, nodes=nodes, ranks=ranks)
+    texts = [process.communicate()[0] for process in started]
+    assert [process.returncode for process in started] == [0] * nodes, "\n".join(texts)[-6000:]
+    return config.parent / "runs" / name
+
+
+def living(name: str) -> Sequence[psutil.Process]:
+    """Processes that a run of this name has left: started here by torchrun, or ranks and hosts below this process."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == name:
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    ranks = psutil.Process().children(recursive=True)
+    return found + [p for p in ranks if p.is_running() and "meshrl.cluster.worker" in " ".join(p.cmdline())]

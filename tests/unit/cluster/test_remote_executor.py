@@ -1,0 +1,243 @@
+"""Ranks behind hosts: the same answers and named failures as on one machine, and nobody left behind (P26, P31).
+
+The hosts are started here by hand, where Ray or torchrun would start them. The deeds run inside the ranks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from tiny_models import tiny_qwen2
+
+from meshrl.cluster.actors import RankWorker
+from meshrl.cluster.executor import WorkerSpec
+from meshrl.cluster.remote import RemoteExecutor
+from meshrl.config.model import ModelConfig
+from meshrl.config.train import TrainConfig
+from meshrl.core.errors import RankFailure
+
+pytestmark = pytest.mark.timeout(300)  # ranks start slowly on a machine that does much else
+
+HOST = """
+import sys
+from meshrl.cluster.host import serve
+host, port, token, rank = sys.argv[1:]
+sys.exit(serve((host, int(port)), bytes.fromhex(token), int(rank)))
+"""
+
+
+class ByHand(RemoteExecutor):
+    """Starts the hosts of `present` ranks on this machine, as its own children."""
+
+    def __init__(
+        self,
+        model: str,
+        num_train: int,
+        num_rollout: int = 0,
+        present: tuple[int, ...] = (0, 1),
+        timeout_s: float = 200.0,
+    ):
+        specs = [
+            WorkerSpec(
+                rank=rank,
+                num_train_ranks=num_train,
+                num_rollout_ranks=num_rollout,
+                model=ModelConfig(path=model, dtype="float32"),
+                train=TrainConfig(activation_checkpointing=False),
+                rollout=None,
+                reference=False,
+                stop_token_ids=(),
+                rendezvous="",
+                timeout_s=timeout_s,
+                nodes=2,
+            )
+            for rank in range(num_train + num_rollout)
+        ]
+        super().__init__(specs)
+        self.present, self.started = present, {}
+
+    async def find_machines(self) -> str:
+        return "127.0.0.1"
+
+    async def start_hosts(self, address: tuple[str, int]) -> set[int]:
+        for rank in self.present:
+            arguments = [address[0], str(address[1]), self.token.hex(), str(rank)]
+            command = [sys.executable, "-c", HOST, *arguments]
+            self.started[rank] = subprocess.Popen(command, env={**os.environ, "HF_OWN": "of the machine"})
+        return {spec.rank for spec in self.specs}
+
+
+def _below() -> list[psutil.Process]:
+    """Hosts and ranks that still run."""
+    children = psutil.Process().children(recursive=True)
+    return [p for p in children if p.status() != psutil.STATUS_ZOMBIE and "meshrl.cluster" in " ".join(p.cmdline())]
+
+
+def _with(executor: ByHand, body: Callable[[ByHand], Awaitable[None]]) -> list[int]:
+    """Start, run the body, close; nobody may be left. Returns the hosts' exit codes."""
+
+    async def main() -> None:
+        try:
+            await executor.start()
+            await body(executor)
+        finally:
+            await executor.close()
+
+    try:
+        asyncio.run(main())
+    finally:
+        codes = [process.wait(60) for process in executor.started.values()]
+        assert not _below()
+    return codes
+
+
+# ---- deeds
+
+
+def variables(worker: RankWorker) -> dict[str, str]:
+    return dict(os.environ)
+
+
+def facts(worker: RankWorker) -> tuple[int, int, str]:
+    return os.getpid(), os.getppid(), worker.spec.address
+
+
+def misbehave(worker: RankWorker, how: str) -> None:
+    if how == "raise":
+        raise KeyError("no such row")
+    os.kill(os.getppid() if how == "host" else os.getpid(), signal.SIGSTOP if how == "SIGSTOP" else signal.SIGKILL)
+    time.sleep(600)
+
+
+def wait(worker: RankWorker, begun: str) -> None:
+    Path(begun).touch()
+    time.sleep(600)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    tiny_qwen2().save_pretrained(folder)
+    return str(folder)
+
+
+# ---- tests
+
+
+def test_a_rank_has_its_place_and_the_environment_it_needs(model, monkeypatch):
+    """The machine's own variables win over the controller's, the rank's own over both."""
+    monkeypatch.setenv("HF_OWN", "of the controller")
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    monkeypatch.setenv("RANK", "77")
+
+    async def body(executor: ByHand) -> None:
+        for rank in (0, 1):
+            found = await executor.call(rank, variables)
+            assert [found[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")] == [
+                *(str(rank), "2", "0", "1")
+            ]
+            assert f"tcp://{found['MASTER_ADDR']}:{found['MASTER_PORT']}" == executor.specs[0].rendezvous
+            assert found["HF_OWN"] == "of the machine" and found["NCCL_DEBUG"] == "WARN"
+            assert found["GLOO_SOCKET_IFNAME"].startswith("lo"), "the interface by which it reached the controller"
+            pid, parent, address = await executor.call(rank, facts)
+            assert parent == executor.started[rank].pid != pid
+            assert address == "127.0.0.1"
+
+    assert _with(ByHand(model, 2), body) == [0, 0]
+
+
+FAULTS = {
+    "raise": r"raised KeyError: 'no such row'",
+    "SIGKILL": r"its process was killed by SIGKILL.*",
+    "host": r"its host process there has ended",
+    "SIGSTOP": r"no answer within cluster\.timeout_s = 3 s; its process is stopped \(SIGSTOP, or a debugger\)",
+}
+
+
+@pytest.mark.parametrize("how", FAULTS)
+def test_a_failure_is_named_with_its_machine_and_ends_all_ranks(model, tmp_path, how):
+    """P26: however it fails, and although the other rank is busy for ten minutes."""
+    executor = ByHand(model, 2)
+
+    async def body(executor: ByHand) -> None:
+        if how == "SIGSTOP":
+            executor.specs = [executor.specs[0], dataclasses.replace(executor.specs[1], timeout_s=3.0)]
+        calls = [asyncio.ensure_future(executor.call(0, wait, str(tmp_path / "begun")))]
+        while not (tmp_path / "begun").exists():
+            await asyncio.sleep(0.05)
+        calls.append(asyncio.ensure_future(executor.call(1, misbehave, how)))
+        _, waiting = await asyncio.wait(calls, timeout=60)
+        assert not waiting
+        failures = await asyncio.gather(*calls, return_exceptions=True)
+        assert failures[0] is failures[1]
+        failure = failures[0]
+        assert isinstance(failure, RankFailure) and (failure.rank, failure.phase) == (1, "misbehave")
+        assert re.fullmatch(FAULTS[how] + r", on 127\.0\.0\.1 \(.+\)", failure.cause), failure.cause
+        assert "in wait" in failure.stacks, "where the other rank stands"
+
+    codes = _with(executor, body)
+    assert codes == [1, -signal.SIGKILL if how == "host" else 1]
+
+
+def test_a_sampler_that_died_is_replaced_by_its_host(model):
+    async def body(executor: ByHand) -> None:
+        before = await executor.call(1, facts)
+        with pytest.raises(RankFailure):
+            await executor.call(1, misbehave, "SIGKILL")
+        await executor.restart(1)
+        after = await executor.call(1, facts)
+        assert after[0] != before[0] and after[1:] == before[1:]
+        await executor.call(0, facts)
+
+    assert _with(ByHand(model, 1, 1), body) == [0, 0]
+
+
+def test_a_machine_that_never_calls_is_named(model):
+    async def body(executor: ByHand) -> None:
+        raise AssertionError("it can't have started")
+
+    with pytest.raises(RankFailure, match="rank 1 failed in phase 'start': its machine has not called within 8 s"):
+        _with(ByHand(model, 2, present=(0,), timeout_s=8.0), body)
+
+
+def test_hosts_and_ranks_end_when_the_controller_is_killed(model: str):
+    """P31: SIGKILL leaves it no time to say goodbye."""
+    script = """
+        import asyncio, sys
+        sys.path[:0] = {path!r}
+        import test_remote_executor as here
+
+        async def main():
+            executor = here.ByHand({folder!r}, 2)
+            await executor.start()
+            print(*[p.pid for p in here._below()], flush=True)
+            await asyncio.sleep(600)
+
+        asyncio.run(main())
+    """
+    controller = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script).format(path=sys.path, folder=model)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert controller.stdout is not None
+    pids = [int(pid) for pid in controller.stdout.readline().split()]
+    assert len(pids) == 4
+    processes = [psutil.Process(pid) for pid in pids]
+    controller.kill()
+    controller.wait()
+    controller.stdout.close()
+    _, alive = psutil.wait_procs(processes, timeout=20)
+    assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]

@@ -1,0 +1,91 @@
+"""What the controller waits for has a deadline, too: agents and graders that never come back (P26)."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from meshrl.config.task import ClusterConfig, Deadlines
+from meshrl.core.errors import DeadlineError
+from meshrl.loops import deadlines
+from meshrl.loops.deadlines import in_time
+
+CLUSTER = ClusterConfig(deadlines=Deadlines(rollout=0.2))
+
+
+@pytest.fixture(autouse=True)
+def no_slack(monkeypatch):
+    monkeypatch.setattr(deadlines, "_SLACK_S", 0.0)
+
+
+async def ask_a_tool():
+    await asyncio.Event().wait()
+
+
+async def agent(value, ended):
+    try:
+        if value is None:
+            await ask_a_tool()
+        await asyncio.sleep(0)
+        return value
+    finally:
+        ended.append(value)
+
+
+def test_results_come_in_order():
+    async def later(seconds, value):
+        await asyncio.sleep(seconds)
+        return value
+
+    jobs = [later(0.03, "a"), later(0.0, "b"), later(0.01, "c")]
+    assert asyncio.run(in_time(CLUSTER, "train", jobs)) == ["a", "b", "c"]
+    assert asyncio.run(in_time(CLUSTER, "train", [])) == []
+
+
+def test_an_agent_that_waits_for_ever_ends_the_phase_and_its_place_is_told():
+    ended = []
+    with pytest.raises(DeadlineError) as error:
+        asyncio.run(in_time(CLUSTER, "rollout", [agent(1, ended), agent(None, ended), agent(None, ended)]))
+    text = str(error.value)
+    assert text.startswith("phase 'rollout': none of 2 tasks that wait ended within 0.2 s (cluster.deadlines.rollout")
+    assert text.count("in ask_a_tool") == 2 and "await asyncio.Event().wait()" in text
+    assert ended == [1, None, None], "they are cancelled, not left behind"
+
+
+def test_a_phase_may_take_long_while_something_ends():
+    """Five tasks of a deadline's third each, one after the other: longer than the deadline altogether."""
+
+    async def queue():
+        lock = asyncio.Lock()
+
+        async def one(i):
+            async with lock:
+                await asyncio.sleep(0.07)
+                return i
+
+        return await in_time(CLUSTER, "rollout", [one(i) for i in range(6)])
+
+    assert asyncio.run(queue()) == list(range(6))
+
+
+def test_the_first_exception_ends_all_and_so_does_a_cancellation():
+    async def fail():
+        await asyncio.sleep(0)
+        raise KeyError("row 7")
+
+    ended = []
+    with pytest.raises(KeyError, match="row 7"):
+        asyncio.run(in_time(CLUSTER, "train", [agent(None, ended), fail()]))
+    assert ended == [None]
+
+    async def interrupted():
+        task = asyncio.create_task(in_time(CLUSTER, "train", [agent(None, ended)]))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.sleep(0)
+        return list(ended)
+
+    assert asyncio.run(interrupted()) == [None, None]
