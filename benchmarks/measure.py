@@ -160,7 +160,8 @@ class Report:
         folder = self._args.results or (tempfile.mkdtemp(prefix="benchmark-") if self._args.smoke else RESULTS)
         Path(folder).mkdir(parents=True, exist_ok=True)
         path = Path(folder) / f"{self.name}_{time.strftime('%Y%m%d-%H%M%S')}.json"
-        settings = {name: str(v) if isinstance(v, Path) else v for name, v in vars(self._args).items()}
+        # Names of folders alone: where they lie is this machine's business.
+        settings = {name: v.name if isinstance(v, Path) else v for name, v in vars(self._args).items()}
         record = {"machine": self._machine, "settings": settings, "took_s": took, **line, "raw": self.raw}
         path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         self.say(f"raw samples: {path} (after {took} s)")

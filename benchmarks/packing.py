@@ -155,6 +155,8 @@ def measure_dtype(report: Report, args: Any, folder: Any, mesh: Any, dtype: str)
         rates = [trained_tokens(samples(i)) / t.wall_s for i, t in enumerate(timings)]
         report.figure(f"trained_tokens_per_s_{name}_{dtype}", median(rates))
         report.figure(f"cpu_s_{name}_{dtype}", median([t.cpu_s for t in timings]))
+    lengths = [[len(s) for s in samples(i)] for i in range(args.rounds)]
+    report.figure("padding_factor", median([len(rows) * max(rows) / sum(rows) for rows in lengths]))
     wall = {name: [t.wall_s for t in timings] for name, timings in took.items()}
     ratio = report.figure(f"ratio_packed_over_padded_{dtype}", paired_ratio(wall["padded"], wall["packed"]))
     report.bar(f"ratio_packed_over_padded_{dtype}", ratio, at_least=1.8)

@@ -107,8 +107,10 @@ def start_single_rank(threads: int) -> Any:
     """A process group of one rank in this process, and its mesh: FSDP2 runs as it does on many."""
     import torch.distributed as dist
 
+    from meshrl.core.device import keep_freed_memory
     from meshrl.parallel.mesh import build_mesh
 
     torch.set_num_threads(threads)
+    keep_freed_memory(torch.device("cpu"))  # as a rank does
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return build_mesh((1, 1, 1, 1), "cpu")
