@@ -41,6 +41,14 @@ class RequestError(MeshrlError):
     """A generate request that can't be served as asked (too long, bad sampling parameters)."""
 
 
+class EngineFailure(MeshrlError):
+    """The server behind a rollout engine did not start, died, or gave no answer; ends with what it wrote last."""
+
+
+class EngineEnded(EngineFailure):
+    """The server's process is gone. A rank that only samples ends with it, and is replaced as any lost rank is."""
+
+
 class RankFailure(MeshrlError):
     """A rank worker died, raised or gave no answer. phase: what it was doing, a name of `cluster.deadlines`. cause: one
     line. details: what follows that line, as a traceback. stacks: where every rank stood, in full; not in the text.

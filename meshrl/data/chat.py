@@ -6,7 +6,7 @@ writes its own BOS, so there is never a second one (P21). Transformers is import
 
 from __future__ import annotations
 
-import json
+import codecs
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,11 @@ from typing import Any
 import numpy as np
 
 from meshrl.core.errors import DataError
+from meshrl.core.files import Unreadable, is_there, read_json, read_text, size_of
+from meshrl.data.time_limit import TooLongError, time_limit
 
 Message = dict[str, Any]
+TEMPLATE_LIMIT_S = 10.0  # of one rendering, which takes milliseconds; a template can loop for years
 
 
 def load_tokenizer(path: str | Path) -> Any:
@@ -25,15 +28,55 @@ def load_tokenizer(path: str | Path) -> Any:
     """
     from transformers import AutoTokenizer
 
-    is_folder = Path(path).is_dir()
+    folder = Path(path)
+    is_folder = folder.is_dir()
+    if is_folder:
+        _require_plain_files(folder)
     try:
-        return AutoTokenizer.from_pretrained(str(path), local_files_only=is_folder)
-    except (OSError, ValueError) as cause:
-        seen = sorted(p.name for p in Path(path).iterdir()) if is_folder else "not a folder on this machine"
+        return AutoTokenizer.from_pretrained(str(path), local_files_only=is_folder, trust_remote_code=False)
+    except BaseException as cause:  # of damaged files it may raise anything; Rust's panics are no Exception
+        if not isinstance(cause, Exception) and type(cause).__name__ != "PanicException":
+            raise
+        seen = sorted(p.name for p in folder.iterdir()) if is_folder else "not a folder on this machine"
         raise DataError(
-            f"no tokenizer could be loaded from {str(path)!r} ({seen}): {cause}. "
-            "Give a folder that holds tokenizer.json and tokenizer_config.json."
+            f"no tokenizer could be loaded from {str(path)!r} ({seen}): {_damage(folder) or str(cause):.1000}. "
+            "Give a folder that holds tokenizer.json and tokenizer_config.json, whole and without code of its own."
         ) from cause
+
+
+def _require_plain_files(folder: Path) -> None:
+    """Raises: DataError naming the file that is no file or no JSON, or that asks for code of its own."""
+    for name in (*_JSON_FILES, *_OTHER_FILES):
+        file = folder / name
+        if not is_there(file) and not file.is_symlink():
+            continue
+        try:
+            size_of(file)
+            found = read_json(file) if name in _JSON_FILES else {}
+            if name == "chat_template.jinja" and read_text(file) and file.read_bytes().startswith(codecs.BOM_UTF8):
+                raise Unreadable("it begins with a byte order mark, which would stand before every prompt; remove it")
+        except Unreadable as cause:
+            raise DataError(
+                f"{file}: {cause}. Copy the tokenizer's files again, or write them by save_pretrained."
+            ) from cause
+        if "auto_map" in found and name == "tokenizer_config.json" and not is_there(folder / "tokenizer.json"):
+            raise DataError(
+                f"{file}: auto_map asks for code of its own ({found['auto_map']!r:.120}), which meshrl never runs. "
+                "Give a tokenizer that was saved as tokenizer.json."
+            )
+
+
+_JSON_FILES = ("config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+_OTHER_FILES = ("tokenizer.json", "chat_template.jinja", "vocab.json", "merges.txt", "tokenizer.model")
+
+
+def _damage(folder: Path) -> str | None:
+    """Where tokenizer.json is no JSON: too large to be looked through when nothing is wrong."""
+    try:
+        read_json(folder / "tokenizer.json")
+    except Unreadable as cause:
+        return f"tokenizer.json: {cause}"
+    return None
 
 
 def render_text(
@@ -69,16 +112,32 @@ def _apply_template(
     if not messages:
         raise DataError("no messages to render: a conversation needs at least one message")
     try:
-        return tokenizer.apply_chat_template(
-            list(messages),
-            tools=tools or None,
-            add_generation_prompt=add_generation_prompt,
-            tokenize=tokenize,
-            return_dict=False,
-        )
-    except TemplateError as cause:
+        with time_limit(TEMPLATE_LIMIT_S):
+            return tokenizer.apply_chat_template(
+                list(messages),
+                tools=tools or None,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=tokenize,
+                return_dict=False,
+            )
+    except TooLongError as cause:
+        raise DataError(
+            f"the chat template of {tokenizer.name_or_path!r} takes more than {TEMPLATE_LIMIT_S:g} s for "
+            f"{len(messages)} messages{_line_of(cause)}: its loops hardly end. Put another chat_template.jinja there"
+        ) from cause
+    except Exception as cause:  # a template is a program: it may raise anything
         roles = [m.get("role") for m in messages]
-        raise DataError(f"the chat template refused messages with roles {roles}: {cause}") from cause
+        what = cause if isinstance(cause, TemplateError) else f"{type(cause).__name__}: {cause}"
+        raise DataError(f"the chat template refused messages with roles {roles}{_line_of(cause)}: {what}") from cause
+
+
+def _line_of(error: BaseException) -> str:
+    """Where in the template it happened; Jinja's frames carry the template's own lines."""
+    line, frame = getattr(error, "lineno", None), error.__traceback__
+    while frame is not None:
+        line = frame.tb_lineno if frame.tb_frame.f_code.co_filename == "<template>" else line
+        frame = frame.tb_next
+    return "" if line is None else f", in line {line} of it"
 
 
 def stop_token_ids(
@@ -98,16 +157,16 @@ def stop_token_ids(
     if generation_config is not None:
         path = Path(generation_config)
         path = path / "generation_config.json" if path.is_dir() else path
-        if path.is_file():
+        if is_there(path):
             found.update(_eos_of_generation_config(path))
     return tuple(sorted(found))
 
 
 def _eos_of_generation_config(path: Path) -> list[int]:
     try:
-        named = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-    except (ValueError, AttributeError) as cause:
-        raise DataError(f"{path} is not a JSON object: {cause}") from cause
+        named = read_json(path).get("eos_token_id")
+    except Unreadable as cause:
+        raise DataError(f"{path}: {cause}") from cause
     ids = [] if named is None else named if isinstance(named, list) else [named]
     bad = [i for i in ids if not isinstance(i, int) or isinstance(i, bool) or i < 0]
     if bad:

@@ -7,17 +7,18 @@ pandas does. Only the rows being read are in memory; of a JSONL file the place o
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import json
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
-from meshrl.config.data_files import chosen_split, files_of, kind_of, split_folder
+from meshrl.config.data_files import chosen_split, files_of, kind_of, parse_row, split_folder
 from meshrl.core.errors import DataError
+from meshrl.core.files import Unreadable, lines_of, open_plain, read_json, size_of
 
 Row = dict[str, Any]
 ROWS_AT_ONCE = 256  # read from parquet and Arrow files in one go; and the distance of a JSONL file's known places
@@ -58,13 +59,13 @@ def open_table(path: str | Path, format: str = "auto", subset: str | None = None
         kind = kind_of(path, format)
         if kind == "hub":
             return _from_hub(str(path), subset, split)
-        if kind == "datasets":
-            folder = split_folder(Path(path), split)
-            stem = "-".join(part.name for part in dict.fromkeys((Path(path), folder)))
-            return DatasetTable(str(folder), stem, _load_saved(folder))
-        files = files_of(Path(path), kind)
+        folder = split_folder(Path(path), split) if kind == "datasets" else Path(path)
+        files = [] if kind == "datasets" else files_of(folder, kind)
     except DataError as cause:
         raise DataError(f"{path}: {cause}") from cause
+    if kind == "datasets":
+        stem = "-".join(part.name for part in dict.fromkeys((Path(path), folder)))
+        return DatasetTable(str(folder), stem, _load_saved(folder))
     tables: list[Table] = [ParquetTable(file) if kind == "parquet" else JsonlTable(file) for file in files]
     return tables[0] if len(tables) == 1 else Shards(str(path), tables)
 
@@ -87,9 +88,9 @@ class JsonlTable:
             mark = start // ROWS_AT_ONCE
             (at, number), skip = self._index[1][mark], start - mark * ROWS_AT_ONCE
         left = None if stop is None else stop - start
-        with self._path.open("rb") as file:
+        with self._open() as file:
             file.seek(at)
-            for line in file:
+            for line in self._lines(file, number):
                 if left == 0:
                     return
                 number += 1
@@ -99,7 +100,11 @@ class JsonlTable:
                     skip -= 1
                     continue
                 where = f"{self._path}:{number}"
-                yield RawRow(f"{self._path.stem}-{number}", where, _parse_line(line, where))
+                try:
+                    row = parse_row(line)
+                except Unreadable as cause:
+                    raise DataError(f"{where}: {cause}; each line should be one whole JSON object") from cause
+                yield RawRow(f"{self._path.stem}-{number}", where, row)
                 left = None if left is None else left - 1
 
     def fingerprint(self) -> list[Any]:
@@ -109,8 +114,8 @@ class JsonlTable:
     def _index(self) -> tuple[int, list[tuple[int, int]]]:
         """(number of rows, for every 256th row from the first: (byte, lines before it)). One pass over the file."""
         count, at, places = 0, 0, []
-        with self._path.open("rb") as file:
-            for number, line in enumerate(file):
+        with self._open() as file:
+            for number, line in enumerate(self._lines(file)):
                 if line.strip():
                     if count % ROWS_AT_ONCE == 0:
                         places.append((at, number))
@@ -118,16 +123,32 @@ class JsonlTable:
                 at += len(line)
         return count, places
 
+    def _open(self) -> BinaryIO:
+        try:
+            return open_plain(self._path)
+        except Unreadable as cause:
+            raise DataError(f"{self._path}: {cause}") from cause
+
+    def _lines(self, file: BinaryIO, before: int = 0) -> Iterator[bytes]:
+        try:
+            for line in lines_of(file):
+                yield line
+                before += 1
+        except Unreadable as cause:
+            raise DataError(f"{self._path}:{before + 1}: {cause}") from cause
+
 
 class ParquetTable:
     """A parquet file, read by row groups; of one row group only the batch in hand is decoded."""
 
     def __init__(self, path: Path):
         self._path, self.name = path, str(path)
-        with self._open() as file:
+        with self._open() as file, _foreign(path, "no parquet file that pyarrow can read"):
             groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
             self._ends = list(accumulate(group.num_rows for group in groups))
             self._bytes = [group.total_byte_size for group in groups]
+            if sum(group.num_rows for group in groups) != file.metadata.num_rows or any(g.num_rows < 0 for g in groups):
+                raise ValueError(f"its footer speaks of {file.metadata.num_rows} rows, its row groups of others")
 
     @property
     def num_rows(self) -> int:
@@ -140,28 +161,28 @@ class ParquetTable:
         first, last = bisect_right(self._ends, start), bisect_right(self._ends, stop - 1)
         number = self._ends[first - 1] if first else 0
         with self._open() as file:
-            for batch in file.iter_batches(ROWS_AT_ONCE, row_groups=range(first, last + 1)):
-                head, tail = max(0, start - number), min(batch.num_rows, stop - number)
-                if head < tail:
-                    for i, row in enumerate(batch.slice(head, tail - head).to_pylist(), start=number + head):
-                        yield RawRow(f"{self._path.stem}-{i}", f"{self._path}: row {i} (from 0)", row)
+            batches = file.iter_batches(ROWS_AT_ONCE, row_groups=range(first, last + 1))
+            while number < stop:
+                with _foreign(self._path, f"row {max(start, number)} (from 0) or one soon after it can't be read"):
+                    batch = next(batches, None)
+                    if batch is None:
+                        raise ValueError(f"the rows end before the {self.num_rows} that its footer speaks of")
+                    head, tail = max(0, start - number), min(batch.num_rows, stop - number)
+                    rows = batch.slice(head, tail - head).to_pylist() if head < tail else []
+                for i, row in enumerate(rows, start=number + head):
+                    yield RawRow(f"{self._path.stem}-{i}", f"{self._path}: row {i} (from 0)", row)
                 number += batch.num_rows
-                if number >= stop:
-                    return
 
     def fingerprint(self) -> list[Any]:
         return [self._ends, self._bytes]
 
     def _open(self) -> Any:
         try:
-            import pyarrow as pa
             import pyarrow.parquet as pq
         except ImportError as cause:
             raise DataError(f"{self._path}: parquet is read with pyarrow: pip install pyarrow") from cause
-        try:
-            return pq.ParquetFile(self._path, memory_map=True)
-        except pa.ArrowException as cause:
-            raise DataError(f"{self._path}: no parquet file that pyarrow can read: {cause}") from cause
+        with _foreign(self._path, "no parquet file that pyarrow can read"):
+            return pq.ParquetFile(self._path, memory_map=True, page_checksum_verification=True)
 
 
 class DatasetTable:
@@ -169,6 +190,7 @@ class DatasetTable:
 
     def __init__(self, name: str, stem: str, dataset: Any):
         self.name, self._stem, self._dataset = name, stem, dataset
+        self._arrow = dataset.with_format("arrow")  # the same rows, as Arrow holds them
 
     @property
     def num_rows(self) -> int:
@@ -178,7 +200,10 @@ class DatasetTable:
         stop = self.num_rows if stop is None else min(stop, self.num_rows)
         for begin in range(start, stop, ROWS_AT_ONCE):
             end = min(begin + ROWS_AT_ONCE, stop)
-            columns = self._dataset[begin:end]
+            with _foreign(self.name, f"row {begin} (from 0) or one soon after it can't be read"):
+                # Arrow follows the offsets of a mapped file wherever they lead: damaged ones end the process.
+                self._arrow[begin:end].validate(full=True)
+                columns = self._dataset[begin:end]
             for i in range(begin, end):
                 row = {name: values[i - begin] for name, values in columns.items()}
                 yield RawRow(f"{self._stem}-{i}", f"{self.name}: row {i} (from 0)", row)
@@ -215,12 +240,43 @@ class Shards:
         return [table.fingerprint() for table in self._tables]
 
 
+@contextlib.contextmanager
+def _foreign(path: Path | str, what: str) -> Iterator[None]:
+    """Around a library that reads a file of ours: of a damaged one it may raise anything. Raises: DataError."""
+    try:
+        yield
+    except Exception as cause:
+        told = f"{type(cause).__name__}: {cause!s:.1000}"
+        raise DataError(f"{path}: {what}: {told}. Restore the file, or write it anew") from cause
+
+
 def _load_saved(folder: Path) -> Any:
     datasets = _datasets()
+    _require_own_files(folder)
+    with _foreign(folder, "is not a whole set of save_to_disk"):
+        dataset = datasets.load_from_disk(str(folder))
+        dataset.data.validate()  # what the offsets of its rows are is looked at as they are read
+        return dataset
+
+
+def _require_own_files(folder: Path) -> None:
+    """Raises: DataError when state.json names Arrow files that are not in the folder, or are no regular files."""
     try:
-        return datasets.load_from_disk(str(folder))
-    except (OSError, ValueError) as cause:
-        raise DataError(f"is not whole: {cause}. Save the set anew with save_to_disk") from cause
+        named = read_json(folder / "state.json").get("_data_files")
+    except Unreadable as cause:
+        raise DataError(f"{folder}: state.json in it: {cause}. Save the set anew with save_to_disk") from cause
+    entries = named if isinstance(named, list) else [named]
+    names = [str(entry["filename"]) for entry in entries if isinstance(entry, dict) and "filename" in entry]
+    if not names or len(names) < len(entries):
+        raise DataError(f"{folder}: state.json in it: _data_files should be a list of {{filename}}, not {named!r:.80}")
+    for name in names:
+        try:
+            if (folder / name).parent != folder:
+                raise Unreadable("is not a file of this folder")
+            size_of(folder / name)
+        except Unreadable as cause:
+            told = f"state.json in it names {name!r:.200}: {cause}"
+            raise DataError(f"{folder}: {told}. Save the set anew with save_to_disk") from cause
 
 
 def _from_hub(name: str, subset: str | None, split: str | None) -> DatasetTable:
@@ -245,19 +301,3 @@ def _datasets() -> Any:
         raise DataError("is a Hugging Face set, which is read with datasets: pip install datasets") from cause
     datasets.disable_progress_bars()  # they would tear the run's own display
     return datasets
-
-
-def _parse_line(line: bytes, where: str) -> Row:
-    try:
-        row = json.loads(line.decode("utf-8-sig"), parse_constant=_refuse_constant)
-    except UnicodeDecodeError as cause:
-        raise DataError(f"{where}: not UTF-8 at byte {cause.start}; save the file as UTF-8") from cause
-    except ValueError as cause:
-        raise DataError(f"{where}: not JSON ({cause}); each line should be one whole JSON object") from cause
-    if not isinstance(row, dict):
-        raise DataError(f"{where}: a JSON {type(row).__name__}; each line should be one JSON object {{column: value}}")
-    return row
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")

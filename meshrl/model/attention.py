@@ -83,20 +83,32 @@ def _attention(
     return out[None], None
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Bucket:
-    """Segments of similar length, computed as one padded batch; gather and scatter are None when nothing is padded.
-
-    With a prefix, all of them continue the same segment: keys then lists the prefix before each one's own tokens.
-    """
+    """Segments of similar length as one batch: B rows of L queries, each of which sees a common prefix and itself."""
 
     rows: int
     length: int
-    start: int  # first token, when the bucket is a contiguous run of equal segments
-    gather: torch.Tensor | None  # int64[B * L]: token of each padded place (a segment's last token fills its padding)
-    scatter: torch.Tensor | None  # int64[tokens of the bucket]: padded place of each token
     prefix: int = 0
-    keys: torch.Tensor | None = None  # int64[B * (prefix + L)]
+
+    @property
+    def num_queries(self) -> int:
+        return self.rows * self.length
+
+    @property
+    def num_keys(self) -> int:
+        return self.rows * (self.prefix + self.length)
+
+
+@dataclass(frozen=True, slots=True)
+class _Padded:
+    """All buckets of a pack, end to end. An index that changes nothing is None: one gather, whatever the number of
+    buckets, and one scatter in the backward pass."""
+
+    buckets: list[_Bucket]
+    queries: torch.Tensor | None  # int64: token of each padded place (a segment's last token fills its padding)
+    keys: torch.Tensor | None  # int64: token of each key, a common prefix before each of its segments
+    back: torch.Tensor | None  # int64[T]: padded place of each token
 
 
 class PackedAttention:
@@ -114,50 +126,54 @@ class PackedAttention:
         self.num_tokens = cu_seqlens[-1]
         self.use_varlen = has_varlen_kernels(device)  # where it is False, buckets compute the same
         self._segments = (cu_seqlens, parents, device)
-        self._padded: dict[int, tuple[list[_Bucket], torch.Tensor | None]] = {}
+        self._padded: dict[int, _Padded] = {}
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: How) -> torch.Tensor:
         if self.use_varlen and _varlen_computes(q, v, how):
             return self._varlen.attend(q, k, v, how)
-        buckets, order = self.padded(ALIGNED_KEYS if q.device.type == "cpu" and q.dtype == torch.bfloat16 else 1)
+        padded = self.padded(ALIGNED_KEYS if q.device.type == "cpu" and q.dtype == torch.bfloat16 else 1)
+        sizes = [b.num_queries for b in padded.buckets], [b.num_keys for b in padded.buckets]
+        queries = _picked(q, padded.queries).split(sizes[0])
+        keys, values = (_picked(x, padded.keys).split(sizes[1]) for x in (k, v))
         outs = []
-        for b in buckets:
-            if b.keys is None:
-                out = causal_attention(*(_pad(x, b) for x in (q, k, v)), how)
-            else:
-                out = _continued_attention(q, k, v, b, how)
-            out = out.transpose(1, 2).reshape(b.rows * b.length, q.shape[1], v.shape[2])
-            outs.append(out if b.scatter is None else out.index_select(0, b.scatter))
-        out = outs[0] if len(outs) == 1 else torch.cat(outs)
-        return out if order is None else out.index_select(0, order)
+        for i, b in enumerate(padded.buckets):
+            x, y, z = (_in_rows(part, b.rows) for part in (queries[i], keys[i], values[i]))
+            out = _continued_attention(x, y, z, b.prefix, how) if b.prefix else causal_attention(x, y, z, how)
+            outs.append(out.transpose(1, 2).reshape(b.num_queries, q.shape[1], v.shape[2]))
+        return _picked(outs[0] if len(outs) == 1 else torch.cat(outs), padded.back)
 
-    def padded(self, align: int) -> tuple[list[_Bucket], torch.Tensor | None]:
-        """The buckets, and int64[T] the place of each token in them laid end to end (None = as in the pack). Padded
-        rows get a multiple of `align` keys."""
+    def padded(self, align: int) -> _Padded:
+        """The buckets; padded rows get a multiple of `align` keys."""
         if align not in self._padded:
             self._padded[align] = self._buckets(align)
         return self._padded[align]
 
-    def _buckets(self, align: int) -> tuple[list[_Bucket], torch.Tensor | None]:
+    def _buckets(self, align: int) -> _Padded:
         cu_seqlens, parents, device = self._segments
-        lengths = [b - a for a, b in itertools.pairwise(cu_seqlens)]
-        buckets: list[_Bucket] = []
+        starts, lengths = cu_seqlens[:-1], [b - a for a, b in itertools.pairwise(cu_seqlens)]
         families: dict[int, list[int]] = {}
         for s in sorted(range(len(lengths)), key=lambda s: (-lengths[s], s)):
             if lengths[s] > 0:
                 families.setdefault(-1 if parents is None else parents[s], []).append(s)
-        at, order = 0, torch.empty(self.num_tokens, dtype=torch.int64)
+        buckets: list[_Bucket] = []
+        queries, keys = [], []
+        at, back = 0, torch.empty(self.num_tokens, dtype=torch.int64)
         for parent, segments in sorted(families.items()):
+            first, prefix = (starts[parent], lengths[parent]) if parent >= 0 else (0, 0)
             while segments:
                 size = _bucket_size([lengths[s] for s in segments])
                 members, segments = sorted(segments[:size]), segments[size:]
-                buckets.append(_make_bucket(members, cu_seqlens, parent, device, align))
+                length = max(lengths[s] for s in members)
+                length += -(prefix + length) % align
+                buckets.append(_Bucket(len(members), length, prefix))
                 for s in members:
-                    a, n = cu_seqlens[s], lengths[s]
-                    order[a : a + n] = torch.arange(at, at + n)
-                    at += n
-        moved = len(buckets) > 1 or any(b.gather is not None for b in buckets)
-        return buckets, order.to(device) if moved else None
+                    own = starts[s] + torch.arange(length).clamp_(max=lengths[s] - 1)
+                    queries.append(own)
+                    keys += [torch.arange(first, first + prefix), own]
+                    back[starts[s] : starts[s] + lengths[s]] = torch.arange(at, at + lengths[s])
+                    at += length
+        picked = [_unless_same(torch.cat(parts) if parts else back, self.num_tokens) for parts in (queries, keys)]
+        return _Padded(buckets, *(i if i is None else i.to(device) for i in (*picked, _unless_same(back, at))))
 
     @cached_property
     def _varlen(self) -> Varlen:
@@ -231,40 +247,24 @@ def _bucket_size(lengths: list[int]) -> int:
     return len(lengths)
 
 
-def _make_bucket(segments: list[int], cu_seqlens: list[int], parent: int, device: torch.device, align: int) -> _Bucket:
-    starts = [cu_seqlens[s] for s in segments]
-    lengths = [cu_seqlens[s + 1] - cu_seqlens[s] for s in segments]
-    longest = max(lengths)
-    longest += -(longest + (cu_seqlens[parent + 1] - cu_seqlens[parent] if parent >= 0 else 0)) % align
-    equal = min(lengths) == longest
-    place = torch.arange(longest)
-    start, last = torch.tensor(starts)[:, None], torch.tensor(lengths)[:, None] - 1
-    gather = start + torch.minimum(place, last)
-    scatter = None if equal else (place <= last).reshape(-1).nonzero()[:, 0].to(device)
-    if parent >= 0:
-        prefix = torch.arange(cu_seqlens[parent], cu_seqlens[parent + 1]).expand(len(segments), -1)
-        keys = torch.cat([prefix, gather], dim=1).reshape(-1).to(device)
-        return _Bucket(
-            len(segments), longest, 0, gather.reshape(-1).to(device), scatter, prefix=prefix.shape[1], keys=keys
-        )
-    if equal and all(b - a == longest for a, b in itertools.pairwise(starts)):
-        return _Bucket(len(segments), longest, starts[0], None, None)
-    return _Bucket(len(segments), longest, 0, gather.reshape(-1).to(device), scatter)
+def _unless_same(index: torch.Tensor, size: int) -> torch.Tensor | None:
+    """The index, unless it picks all of `size` places in their order."""
+    return None if len(index) == size and torch.equal(index, torch.arange(size)) else index
 
 
-def _pad(x: torch.Tensor, b: _Bucket) -> torch.Tensor:
-    """[T, H, D] -> [B, H, L, D]"""
-    flat = x[b.start : b.start + b.rows * b.length] if b.gather is None else x.index_select(0, b.gather)
-    return flat.reshape(b.rows, b.length, x.shape[1], x.shape[2]).transpose(1, 2)
+def _picked(x: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
+    return x if index is None else x.index_select(0, index)
 
 
-def _continued_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, b: _Bucket, how: How) -> torch.Tensor:
+def _in_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """[B * L, H, D] -> [B, H, L, D]"""
+    return x.reshape(rows, -1, x.shape[1], x.shape[2]).transpose(1, 2)
+
+
+def _continued_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prefix: int, how: How) -> torch.Tensor:
     """Segments after their common prefix: queries [B, H, L, D] over keys [B, K, prefix + L, D]."""
-    place = torch.arange(b.prefix + b.length, device=q.device)
-    keys, values = (
-        x.index_select(0, b.keys).reshape(b.rows, len(place), x.shape[1], x.shape[2]).transpose(1, 2) for x in (k, v)
-    )
-    return masked_attention(_pad(q, b), keys, values, visible(place[b.prefix :], place, how.window), how)
+    place = torch.arange(k.shape[2], device=q.device)
+    return masked_attention(q, k, v, visible(place[prefix:], place, how.window), how)
 
 
 def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: How) -> torch.Tensor:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from meshrl.model.attention import AttentionContext, How, PackedAttention
 from meshrl.model.causal import CausalModel
 
 SAME = 1e-4  # of the largest state, in fp32: rounding stays below, an unknown scale or norm is a hundred times more
+TABLE_POSITIONS = 1 << 16  # whose rotations are kept
 PACK_BYTES = 1 << 30  # of weights that are held twice for speed; larger models multiply the parameters themselves
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _QKV = ("q_proj", "k_proj", "v_proj")
@@ -37,19 +39,35 @@ class LeanDecoder:
     """Embedding, pre-norm layers with rotary attention and a SiLU-gated MLP, final norm; reads the live parameters."""
 
     def __init__(self, base: Any, hows: Sequence[How]):
-        self.embedding, self.rotary = base.embed_tokens.weight, base.rotary_emb
+        self.embedding, self._rotary = base.embed_tokens.weight, base.rotary_emb
+        self._table: tuple[torch.Tensor, torch.Tensor] | None = None
         self.layers = [_layer(i, block, how) for i, (block, how) in enumerate(zip(base.layers, hows, strict=True))]
         self.norm = _norm(base.norm)
 
     def hidden(self, tokens: torch.Tensor, position_ids: torch.Tensor, context: AttentionContext) -> torch.Tensor:
         """What CausalModel.hidden computes: tokens int64[T], position_ids int64[T] -> final hidden states [T, D]."""
         x = F.embedding(tokens, self.embedding)
-        cos, sin = (table[0, :, None] for table in self.rotary(x[None], position_ids[None]))  # [T, 1, S]
-        half = sin.shape[-1] // 2
-        sin = torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)  # the rotation is then a swap of halves
+        cos, sin = self._rotation(x, position_ids)
         for layer in self.layers:
             x = layer(x, cos, sin, context)
         return self.norm(x)
+
+    def _rotation(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines [T, 1, S], out of a table of the first positions; far ones are computed each time."""
+        end = int(position_ids.max()) + 1
+        if end > TABLE_POSITIONS:
+            return self._turns_of(x, position_ids)
+        known = self._table
+        if known is None or len(known[0]) < end or (known[0].dtype, known[0].device) != (x.dtype, x.device):
+            places = torch.arange(max(256, 1 << (end - 1).bit_length()), device=x.device)
+            known = self._table = self._turns_of(x, places)
+        return known[0].index_select(0, position_ids), known[1].index_select(0, position_ids)
+
+    def _turns_of(self, x: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first half of the sines is negated, so that a rotation is a swap of halves."""
+        cos, sin = (turns[0, :, None] for turns in self._rotary(x[None], places[None]))
+        half = sin.shape[-1] // 2
+        return cos, torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
 
     def fuse(self) -> None:
         """Move the weights of each joint product into one tensor; the parameters stay, as views of it."""
@@ -84,14 +102,16 @@ def lean_decoder(model: CausalModel) -> LeanDecoder | None:
 
 
 class _Probe(PackedAttention):
-    """Two packed rows of fixed tokens; notes how each layer asks for its attention."""
+    """Two packed rows of fixed tokens, one at the first positions and one at the last that the model knows, where some
+    scale their queries; notes how each layer asks for its attention."""
 
     def __init__(self, model: CausalModel):
         device = model.head().weight.device
         rows = [torch.arange(n, device=device) * 5 % (model.vocab_size - 1) + 1 for n in (11, 6)]
         super().__init__([0, len(rows[0]), len(rows[0]) + len(rows[1])], device)
         self.tokens = torch.cat(rows)
-        self.places = torch.cat([torch.arange(len(row), device=device) for row in rows])
+        last = max(0, (getattr(model.lm.config, "max_position_embeddings", None) or 0) - len(rows[1]))
+        self.places = torch.cat([torch.arange(len(row), device=device) + at for row, at in zip(rows, (0, last))])
         self.hows: dict[int, How] = {}
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: How) -> torch.Tensor:
@@ -140,7 +160,10 @@ class _Norm:
     eps: float
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self.weight.shape, None, self.eps).mul_(self.weight)
+        wide = x.float()
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        scale = torch.addcmul(_scalar(self.eps, x.device), norm, norm, value=1 / x.shape[-1]).rsqrt_()
+        return torch.mul(wide, scale).to(x.dtype).mul_(self.weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +221,12 @@ def _layer(index: int, block: Any, how: How) -> _Layer:
 
 def _norm(module: Any) -> _Norm:
     return _Norm(module.weight, module.variance_epsilon)
+
+
+@lru_cache(maxsize=64)
+def _scalar(value: float, device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor(value, dtype=torch.float32, device=device)
 
 
 def _joined(parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:

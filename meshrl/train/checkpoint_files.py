@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from meshrl.core.errors import CheckpointError
+from meshrl.core.files import Unreadable, open_plain, read_json
 
 CHECKPOINT_SCHEMA = 1
 MANIFEST, CONTROLLER = "manifest.json", "controller.json"
@@ -65,13 +66,13 @@ def states(checkpoints: Path) -> list[tuple[int, Path]]:
 # ---- writing
 
 
-def require_space(folder: Path, num_bytes: int) -> None:
-    """Raises: CheckpointError when the disk of `folder` has less room than that."""
+def require_space(folder: Path, num_bytes: int, what: str = "a checkpoint") -> None:
+    """Raises: CheckpointError when the disk of `folder` has less room than `what` takes."""
     free = shutil.disk_usage(folder).free
     if free < num_bytes:
         raise CheckpointError(
-            f"a checkpoint below {folder} takes {num_bytes:,} bytes, but its disk has {free:,} free; nothing was "
-            "written, and the checkpoints before it stay. Make room, lower run.keep_checkpoints, or save less often"
+            f"{what} below {folder} takes {num_bytes:,} bytes, but its disk has {free:,} free; nothing was "
+            "written, and what is there stays. Make room, lower run.keep_checkpoints, or save less often"
         )
 
 
@@ -174,7 +175,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        content = json.loads(path.read_bytes())
+        content = read_json(path)
         told = content.pop("blake2b")
         if told != _digest_of(content):
             raise ValueError("its content does not have the hash that it names")
@@ -193,7 +194,10 @@ def read_manifest(folder: Path) -> Manifest:
 def read_controller(folder: Path) -> dict[str, Any]:
     """What the loop saved, proven by the manifest's hash. Raises: CheckpointError."""
     require_as_written(folder / CONTROLLER, read_manifest(folder).files[CONTROLLER])
-    return json.loads((folder / CONTROLLER).read_bytes())
+    try:
+        return read_json(folder / CONTROLLER)
+    except Unreadable as cause:
+        raise CheckpointError(f"{folder / CONTROLLER}: {cause}. {_WHAT_TO_DO}") from cause
 
 
 def faults(folder: Path, manifest: Manifest, share: int = 0, num_shares: int = 1) -> list[str]:
@@ -213,11 +217,11 @@ def require_as_written(path: Path, fact: FileFact) -> None:
     """Raises: CheckpointError when the file is gone, cut, or holds another content than was written."""
     digest, size = _new_digest(), 0
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             while chunk := file.read(_CHUNK_BYTES):
                 digest.update(chunk)
                 size += len(chunk)
-    except OSError as cause:
+    except (OSError, Unreadable) as cause:
         raise CheckpointError(f"{path} can't be read: {cause}. {_WHAT_TO_DO}") from cause
     if size != fact.num_bytes:
         raise CheckpointError(f"{path} has {size:,} bytes, but was written with {fact.num_bytes:,}. {_WHAT_TO_DO}")

@@ -5,6 +5,7 @@ All methods are collective: every rank of the mesh calls them in the same order,
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,11 +24,20 @@ from meshrl.core.errors import ConfigError, MeshrlError
 from meshrl.core.types import Metric, Sample
 from meshrl.model.attention import PackedAttention
 from meshrl.model.causal import CausalModel
-from meshrl.model.load import DTYPES, load_causal_lm, tied_names
+from meshrl.model.load import (
+    DTYPES,
+    cast_parameters,
+    materialize,
+    meta_copy,
+    open_causal_lm,
+    require_same_scores,
+    tied_names,
+)
 from meshrl.model.save import save_pretrained
+from meshrl.model.stream import Weights
 from meshrl.parallel.fsdp import is_first_replica, local_shard, reshard, shard_model, shard_start, whole
 from meshrl.parallel.mesh import data_parallel_mesh
-from meshrl.sync.digest import digests_of, partial_digest
+from meshrl.sync.digest import digests_of, kind_for, partial_digest
 from meshrl.sync.manifest import Layout, make_layout
 from meshrl.train.checkpoint import BackgroundWrite, stage
 from meshrl.train.checkpoint_files import FileFact
@@ -78,25 +88,37 @@ class TrainEngine:
 
     @classmethod
     def build(cls, model_cfg: ModelConfig, train_cfg: TrainConfig, mesh: DeviceMesh, role: Role) -> TrainEngine:
-        """Load, checkpoint, shard. Masters in train.master_dtype, compute in model.dtype.
+        """Shard, then read this rank's rows from the folder. Masters in train.master_dtype, compute in model.dtype.
 
-        Raises: ConfigError when the folder can't be loaded, or when packed rows are not independent in the model.
+        Raises: ConfigError when the folder can't be loaded, when we would compute something else than Transformers
+        does, or when packed rows are not independent in the model.
         """
-        lm = load_causal_lm(model_cfg.path, dtype=torch.float32 if role == "policy" else DTYPES[model_cfg.dtype])
-        if role == "policy" and train_cfg.master_dtype != "float32":
-            for p in lm.parameters():
-                p.data = p.data.to(DTYPES[train_cfg.master_dtype])
-        engine = cls.wrap(lm, train_cfg, mesh, role, DTYPES[model_cfg.dtype])
+        compute = DTYPES[model_cfg.dtype]
+        lm, weights = open_causal_lm(model_cfg.path)
+        cast_parameters(lm, DTYPES[train_cfg.master_dtype] if role == "policy" else compute)
+        twin = meta_copy(lm)
+        engine = cls.wrap(lm, train_cfg, mesh, role, compute, weights)
+        require_same_scores(twin, engine.model.lm, data_parallel_mesh(mesh), model_cfg.path)
+        del twin
+        gc.collect()  # sharded modules are rings: shards that the twin had to pad would stay
         engine.require_independent_rows()
         return engine
 
     @classmethod
     def wrap(
-        cls, lm: torch.nn.Module, cfg: TrainConfig, mesh: DeviceMesh, role: Role, compute_dtype: torch.dtype
+        cls,
+        lm: torch.nn.Module,
+        cfg: TrainConfig,
+        mesh: DeviceMesh,
+        role: Role,
+        compute_dtype: torch.dtype,
+        weights: Weights | None = None,
     ) -> TrainEngine:
-        """An engine over a Transformers causal LM that is already in memory, the same on every rank."""
-        if mesh.device_type != "cpu":
-            lm.to(current_device(mesh.device_type))
+        """An engine over a Transformers causal LM that is in memory, the same on every rank; or that is on the meta
+        device, and gets its values from `weights` once it is sharded."""
+        device = current_device(mesh.device_type)
+        if weights is None:
+            lm.to(device)
         if role == "policy" and cfg.activation_checkpointing:
             lm.gradient_checkpointing_enable({"use_reentrant": False})
         lm.train(role == "policy")
@@ -109,6 +131,9 @@ class TrainEngine:
             compute_dtype=compute_dtype,
             reshard_after_forward=cfg.sharding_strategy not in ("SHARD_GRAD_OP", "NO_SHARD"),
         )
+        if weights is not None:
+            materialize(model, device)
+            weights.fill(lm)
         return cls(model, mesh, cfg, compute_dtype, role)
 
     def require_independent_rows(self) -> None:
@@ -217,11 +242,24 @@ class TrainEngine:
 
     # ---- weights out
 
-    def layout(self, bucket_bytes: int, dtype: torch.dtype | None = None) -> Layout:
-        """Names, shapes and bytes of what each sync sends, in the sampler's dtype; tied tensors are sent once."""
+    def layout(self, bucket_bytes: int, dtype: torch.dtype | None = None, sharded: bool = False) -> Layout:
+        """Names, shapes and bytes of what each sync sends, in the sampler's dtype; tied tensors are sent once.
+
+        sharded: as the streams of the shards that ranks hold; else as whole tensors, gathered by one rank.
+        """
         dtype = dtype or self.compute_dtype
         tensors = [(name, tuple(p.shape), _DTYPE_NAMES[dtype]) for name, p in self._wire_parameters()]
-        return make_layout(tensors, tied=tied_names(self.model.lm), bucket_bytes=bucket_bytes)
+        return make_layout(
+            tensors,
+            tied=tied_names(self.model.lm),
+            bucket_bytes=bucket_bytes,
+            num_shards=self.mesh["dp_shard"].size() if sharded else None,
+            digest=kind_for(self.device) if sharded else "sum64",
+        )
+
+    def shards(self) -> dict[str, torch.Tensor]:
+        """This rank's rows of each parameter, as the optimizer left them: views, in the masters' dtype."""
+        return {name: local_shard(p.detach()) for name, p in self._wire_parameters()}
 
     @torch.no_grad()
     def digests(self, dtype: torch.dtype | None = None) -> dict[str, int]:

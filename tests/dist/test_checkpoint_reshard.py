@@ -196,7 +196,7 @@ DAMAGES: dict[str, tuple[Any, str]] = {
     "gone": (lambda f: (f / SECOND).unlink(), f"{SECOND} is missing"),
     "one too many": (lambda f: (f / "x.safetensors").write_bytes(b"."), "x.safetensors is not a file of this"),
     "a flipped bit of the manifest": (lambda f: _flip(f / MANIFEST, 30), f"{MANIFEST} is no manifest"),
-    "no manifest": (lambda f: (f / MANIFEST).unlink(), f"{MANIFEST} is no manifest .*No such file"),
+    "no manifest": (lambda f: (f / MANIFEST).unlink(), f"{MANIFEST} is no manifest .*no such file"),
     "a manifest cut": (lambda f: (f / MANIFEST).write_bytes((f / MANIFEST).read_bytes()[:50]), f"{MANIFEST} is no"),
 }
 

@@ -57,11 +57,11 @@ def test_packed_rows_equal_the_definition_row_by_row(lengths, how):
 
 
 def test_wild_lengths_take_several_buckets_of_every_kind():
-    """So that the test above sees all the ways a bucket is laid out."""
-    packed = PackedAttention(_bounds(WILD), CPU)
-    assert len(packed.padded(1)[0]) > 1
-    assert {b.gather is None for b in packed.padded(1)[0]} == {True, False}
-    assert any(b.scatter is not None for b in packed.padded(1)[0])
+    """So that the test above sees all the ways buckets are laid out."""
+    padded, equal, sorted_only = (PackedAttention(_bounds(n), CPU).padded(1) for n in (WILD, [5, 5, 5], [3, 8, 8, 3]))
+    assert len(padded.buckets) > 1 and sum(b.num_queries for b in padded.buckets) > sum(WILD)
+    assert equal.queries is equal.keys is equal.back is None  # nothing is copied
+    assert sorted_only.queries is not None
 
 
 def test_empty_rows_take_no_part():
@@ -102,7 +102,7 @@ def test_a_pack_costs_what_its_rows_cost_one_by_one(seed):
         packed = PackedAttention(_bounds(lengths), CPU)
         packed.attend(0, *_qkv(tokens, heads=2, kv_heads=2), How(0.3))
     assert exact <= cost.scores <= 1.25 * exact + SMALL_BUCKET_ROWS
-    assert len(packed.padded(1)[0]) <= 12
+    assert len(packed.padded(1).buckets) <= 12
 
 
 def test_a_long_pack_of_short_rows_makes_nothing_of_its_square():
@@ -257,7 +257,7 @@ def test_rows_padded_to_whole_vectors_equal_the_definition_in_bf16(parents):
     lengths = [9, 5, 7, 6, 3]
     cu = _bounds(lengths)
     packed = PackedAttention(cu, CPU, parents)
-    assert all((b.prefix + b.length) % ALIGNED_KEYS == 0 for b in packed.padded(ALIGNED_KEYS)[0])
+    assert all((b.prefix + b.length) % ALIGNED_KEYS == 0 for b in packed.padded(ALIGNED_KEYS).buckets)
     q, k, v = (x.bfloat16() for x in _qkv(cu[-1]))
     got = packed.attend(0, q, k, v, How(0.3)).double()
     for s, (a, b) in enumerate(itertools.pairwise(cu)):

@@ -1,0 +1,148 @@
+"""Files that somebody else wrote, read within limits: regular ones only, no more than was asked for, and JSON that
+says one thing. What is wrong comes as Unreadable, in words that follow the file's path and a colon; whoever owns the
+file adds the path and raises its own error.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+MAX_TEXT_BYTES = 64 << 20  # of a file that is read whole
+MAX_LINE_BYTES = 64 << 20  # of a line of JSON; a row of base64 images stays well below
+MAX_DEPTH = 100  # of lists and objects in each other; Python's own recursion ends at a thousand
+_HALF_A_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
+_KINDS = ((stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"), (stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a disk"))
+
+
+class Unreadable(ValueError):
+    """Why a file can't be taken, in words that follow its path and a colon."""
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a regular file, also behind links. A pipe would hang whoever opens it, a device may have no end.
+
+    Raises: Unreadable.
+    """
+    try:
+        found = path.stat()
+    except FileNotFoundError as cause:
+        raise Unreadable("no such file") from cause
+    except (OSError, ValueError) as cause:  # a loop of links, a name too long or with a NUL, a folder closed to us
+        raise Unreadable(f"can't be looked up ({getattr(cause, 'strerror', None) or cause})") from cause
+    if stat.S_ISDIR(found.st_mode):
+        raise Unreadable("is a folder, not a file")
+    if not stat.S_ISREG(found.st_mode):
+        kind = next((name for test, name in _KINDS if test(found.st_mode)), "something else")
+        raise Unreadable(f"is {kind}, not a regular file; write what it gives to a file, and name that")
+    return found.st_size
+
+
+def is_there(path: Path) -> bool:
+    """Whether the path leads somewhere; one that can't be looked up (a loop of links, a name too long) does not."""
+    try:
+        path.stat()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def open_plain(path: Path) -> BinaryIO:
+    """A regular file, opened for its bytes. Raises: Unreadable."""
+    size_of(path)
+    try:
+        return path.open("rb")
+    except OSError as cause:
+        raise Unreadable(f"can't be opened ({cause.strerror or cause})") from cause
+
+
+def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
+    """A whole file as UTF-8, without a byte order mark. Raises: Unreadable."""
+    with open_plain(path) as file:
+        try:
+            data = file.read(max_bytes + 1)
+        except OSError as cause:
+            raise Unreadable(f"can't be read ({cause.strerror or cause})") from cause
+    if len(data) > max_bytes:
+        raise Unreadable(f"more than {max_bytes:,} bytes, the most that is read of such a file")
+    return decode(data)
+
+
+def decode(data: bytes) -> str:
+    """UTF-8, with or without a byte order mark. Raises: Unreadable naming the byte."""
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as cause:
+        raise Unreadable(f"not UTF-8 at byte {cause.start}; save the file as UTF-8") from cause
+
+
+def lines_of(file: BinaryIO, max_bytes: int = MAX_LINE_BYTES) -> Iterator[bytes]:
+    """Line by line; never more than one in memory. Raises: Unreadable, for a line that goes on and on too."""
+    while True:
+        try:
+            line = file.readline(max_bytes + 1)
+        except OSError as cause:
+            raise Unreadable(f"can't be read on ({cause.strerror or cause})") from cause
+        if len(line) > max_bytes:
+            raise Unreadable(f"a line of more than {max_bytes:,} bytes; each line should be one JSON object")
+        if not line:
+            return
+        yield line
+
+
+def read_json(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> dict[str, Any]:
+    """A file that holds one JSON object. Raises: Unreadable."""
+    found = parse_json(read_text(path, max_bytes))
+    if not isinstance(found, dict):
+        raise Unreadable(f"no JSON object {{key: value}}, but a {type(found).__name__}")
+    return found
+
+
+def parse_json(text: str, constants: bool = True) -> Any:
+    """JSON that means one thing: no key twice in an object, no half of a surrogate pair, nothing nested without end.
+
+    constants: whether NaN, Infinity and -Infinity are taken, as Python writes them.
+
+    Raises: Unreadable naming line and column, or what is wrong.
+    """
+    try:
+        found = json.loads(text, object_pairs_hook=_object, parse_constant=None if constants else _refuse_constant)
+        if text.count("[") + text.count("{") > MAX_DEPTH and _depth(found) > MAX_DEPTH:
+            raise RecursionError
+        if _HALF_A_PAIR.search(text):
+            json.dumps(found, ensure_ascii=False).encode()
+    except RecursionError as cause:
+        raise Unreadable(f"not JSON that can be read: nested more than {MAX_DEPTH} deep") from cause
+    except UnicodeEncodeError as cause:
+        raise Unreadable("half of a surrogate pair (\\ud800 to \\udfff) stands in it, which is no text") from cause
+    except ValueError as cause:
+        raise Unreadable(f"not JSON ({cause})") from cause
+    return found
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {twice[:80]!r} stands twice in one object")
+    return made
+
+
+def _depth(value: Any) -> int:
+    """Of lists and objects in each other, without recursion."""
+    deepest, left = 0, [(value, 1)]
+    while left:
+        here, depth = left.pop()
+        deepest = max(deepest, depth)
+        inner = here.values() if isinstance(here, dict) else here
+        left += [(entry, depth + 1) for entry in inner if isinstance(entry, (dict, list))]
+    return deepest
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")

@@ -1,0 +1,122 @@
+"""What a model folder must be before Transformers reads it: whole, of plain data, and no larger than its weights.
+
+Transformers takes a folder at its word: it follows an adapter to another model, and builds as many layers as
+config.json asks for. So that is looked at first.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshrl.core.errors import ConfigError
+from meshrl.core.files import Unreadable, read_json
+from meshrl.model.weight_files import SINGLE, Stored, stored_tensors
+
+_LAYERS = re.compile(r"(n|num)_(\w+_)?(layers?|blocks)")
+_SIZES = re.compile(r"(\w+_)?(dim|rank)|(hidden|vocab|intermediate)_size")
+_NAMED = 5  # tensors named in an error; the rest are counted
+_EXPERTS = re.compile(r"(n|num)_(\w+_)?experts")
+
+
+def check_folder(folder: Path) -> dict[str, Stored]:
+    """The tensors of a model folder by name, once it is known to hold nothing but data that belongs together.
+
+    Raises: ConfigError naming file and place.
+    """
+    path, generation = folder / "config.json", folder / "generation_config.json"
+    facts = _json(path)
+    if generation.exists():  # Transformers takes one that it can't read for one that is not there
+        _json(generation)
+    _require_known_class(path, facts)
+    adapter = folder / "adapter_config.json"
+    if adapter.exists():
+        raise ConfigError(
+            f"{adapter}: this folder holds an adapter, which leads to another model. Merge the two (merge_and_unload) "
+            "and give the folder of the merged model"
+        )
+    if "transformers_weights" in facts:
+        raise ConfigError(f"{path}: transformers_weights names other weights than {SINGLE}; remove that key")
+    stored = stored_tensors(folder)
+    for part in (facts, facts.get("text_config")):
+        if isinstance(part, dict):
+            _require_sane_counts(path, part, stored)
+    return stored
+
+
+def require_same_size(model: torch.nn.Module, stored: dict[str, Stored], path: str | Path) -> None:
+    """That the files can fill a model, while it is on the meta device and takes no memory. Raises: ConfigError."""
+    wanted, held = sum(p.numel() for p in model.parameters()), sum(tensor.numel for tensor in stored.values())
+    if wanted > held:
+        raise ConfigError(
+            f"model.path {str(path)!r}: the model of config.json has {wanted:,} parameters, but the weight files hold "
+            f"{held:,}. They are of different models, or a file is missing"
+        )
+
+
+def require_all_loaded(info: dict[str, Any], path: str | Path) -> None:
+    """That every weight of a model came from its files and every tensor of the files found its place, as Transformers
+    tells in its loading info. Raises: ConfigError naming tensors."""
+    for key, what in (
+        ("missing_keys", "lack tensors of the model, which would be left random"),
+        ("mismatched_keys", "hold tensors of other shapes than the model's"),
+        ("unexpected_keys", "hold tensors that the model of config.json has no place for"),
+    ):
+        names = sorted(str(name) for name in info.get(key) or ())
+        if names:
+            shown = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+            raise ConfigError(
+                f"model.path {str(path)!r}: its weight files {what}: {shown}. Give config.json and weights of one model"
+            )
+
+
+def require_numbers(model: torch.nn.Module, stored: dict[str, Stored]) -> None:
+    """That what fills a floating-point parameter is stored as one: whole numbers there are damage, or quantized.
+
+    Raises: ConfigError naming file and tensor.
+    """
+    floats = {name for name, p in model.named_parameters(remove_duplicate=False) if p.is_floating_point()}
+    for name in sorted(floats & stored.keys()):
+        if not stored[name].kind.startswith(("F", "BF")):
+            raise ConfigError(
+                f"{stored[name].file}: tensor {name} is stored as {stored[name].kind}, where the model has floating-"
+                "point numbers; the file is damaged, or quantized, which can't be trained"
+            )
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        return read_json(path)
+    except Unreadable as cause:
+        raise ConfigError(f"{path}: {cause}. Give a folder made by save_pretrained") from cause
+
+
+def _require_known_class(path: Path, facts: dict[str, Any]) -> None:
+    """A class that Transformers does not know could only come as code in the folder."""
+    from transformers import CONFIG_MAPPING
+
+    kind, code = facts.get("model_type"), facts.get("auto_map")
+    if isinstance(kind, str) and kind in CONFIG_MAPPING:
+        return
+    why = f", and its auto_map names code of its own ({code!r:.120}), which meshrl never runs" if code else ""
+    raise ConfigError(
+        f"{path}: model_type is {kind!r:.80}, which this Transformers does not know{why}. Choose a model whose class "
+        "is part of Transformers, or install a Transformers that has it"
+    )
+
+
+def _require_sane_counts(path: Path, facts: dict[str, Any], stored: dict[str, Stored]) -> None:
+    """What is built one by one, or filled before the weights are compared, is no more than the files hold."""
+    held = sum(tensor.numel for tensor in stored.values())
+    widest = max((size for tensor in stored.values() for size in tensor.shape), default=0)
+    for key, value in facts.items():
+        limits = {_LAYERS: len(stored), _EXPERTS: max(len(stored), widest), _SIZES: held}
+        limit = next((limit for pattern, limit in limits.items() if pattern.fullmatch(key)), None)
+        if limit is not None and isinstance(value, int) and value > limit:
+            raise ConfigError(
+                f"{path}: {key} is {value:,}, but the weight files beside it hold {len(stored):,} tensors of {held:,} "
+                "numbers. They are of different models, or config.json is damaged"
+            )

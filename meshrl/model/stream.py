@@ -1,0 +1,104 @@
+"""A model's values, read from its safetensors files piece by piece: a rank takes the rows it holds, and no more."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from math import prod
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+
+from meshrl.core.errors import ConfigError
+from meshrl.core.files import Unreadable, open_plain
+from meshrl.model.weight_files import Stored
+from meshrl.parallel.fsdp import local_shard, shard_start
+
+BUCKET_BYTES = 64 << 20  # of host memory beside the shard itself; files are read at full speed far below
+DTYPES = {  # of safetensors' plain numbers; the rest want a scale
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+Parts = tuple[Stored, ...]  # the values of one tensor, laid end to end
+
+
+class Weights:
+    """Where the values of a model lie: parts by name, for each parameter (a tied one under its first name) and each
+    persistent buffer. Nothing is read before `fill`."""
+
+    def __init__(self, parts: dict[str, Parts]):
+        self.parts = parts
+
+    @torch.no_grad()
+    def fill(self, lm: torch.nn.Module, bucket_bytes: int = BUCKET_BYTES) -> None:
+        """Give a model its values, each cast to the dtype that is there: of a sharded tensor this rank's rows alone.
+        The host holds one bucket beside what is filled, whatever the size of a tensor.
+
+        Raises: ConfigError naming the file that can't be read on.
+        """
+        tensors = dict(lm.named_parameters())
+        bucket = torch.empty(bucket_bytes, dtype=torch.uint8)
+        with ExitStack() as stack:
+            reader = _Reader(stack, bucket)
+            for name, parts in sorted(self.parts.items(), key=lambda e: (str(e[1][0].file), e[1][0].offset)):
+                tensor = tensors[name] if name in tensors else lm.get_buffer(name)
+                reader.read(parts, shard_start(tensor) * prod(tensor.shape[1:]), local_shard(tensor).view(-1))
+
+
+def same_values(one: Stored, other: Stored) -> bool:
+    """Whether two tensors of the files are equal, compared piece by piece."""
+    if (one.kind, one.shape) != (other.kind, other.shape):
+        return False
+    step = BUCKET_BYTES // torch.float64.itemsize
+    with ExitStack() as stack:
+        reader = _Reader(stack, torch.empty(BUCKET_BYTES, dtype=torch.uint8))
+        for begin in range(0, one.numel, step):
+            pieces = [torch.empty(min(step, one.numel - begin), dtype=DTYPES[one.kind]) for _ in (one, other)]
+            for stored, piece in zip((one, other), pieces, strict=True):
+                reader.read((stored,), begin, piece)
+            if not torch.equal(*pieces):
+                return False
+    return True
+
+
+class _Reader:
+    """Reads through one bucket; keeps the files open that it has met, until the stack is left."""
+
+    def __init__(self, stack: ExitStack, bucket: torch.Tensor):
+        self._stack, self._bucket = stack, bucket
+        self._files: dict[Path, BinaryIO] = {}
+
+    def read(self, parts: Parts, begin: int, into: torch.Tensor) -> None:
+        """Values begin, begin + 1, ... of the parts laid end to end, as many as `into` takes."""
+        end, start = begin + into.numel(), 0
+        for part in parts:
+            dtype = DTYPES[part.kind]
+            step = len(self._bucket) // dtype.itemsize
+            stop = start + part.numel
+            for at in range(max(begin, start), min(end, stop), step):
+                count = min(step, min(end, stop) - at)
+                piece = self._bucket[: count * dtype.itemsize]
+                self._bytes(part, (at - start) * dtype.itemsize, piece)
+                # Moved before it is cast: across devices, copy_ would cast on the host, in a second bucket.
+                into[at - begin : at - begin + count].copy_(piece.view(dtype).to(into.device))
+            start = stop
+
+    def _bytes(self, part: Stored, first: int, piece: torch.Tensor) -> None:
+        try:
+            if part.file not in self._files:
+                self._files[part.file] = self._stack.enter_context(open_plain(part.file))
+            file = self._files[part.file]
+            file.seek(part.offset + first)
+            got = file.readinto(piece.numpy())
+        except (OSError, Unreadable) as cause:
+            raise ConfigError(f"{part.file}: {part.name!r} can't be read: {cause}") from cause
+        if got != len(piece):
+            raise ConfigError(f"{part.file} ends within {part.name!r}: it was changed after its header was read")

@@ -1,0 +1,303 @@
+"""Each rank reads its own rows of a model's files, and no more: to the bit what a whole load would give it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import engine_over
+from rank_pool import RankPool
+from safetensors.torch import load_file, save_file
+from tiny_models import tiny_lm
+
+from meshrl.config.model import ModelConfig
+from meshrl.config.train import TrainConfig
+from meshrl.core.errors import ConfigError
+from meshrl.model import attention
+from meshrl.model.causal import CausalModel
+from meshrl.model.load import (
+    DTYPES,
+    cast_parameters,
+    load_causal_lm,
+    materialize,
+    meta_copy,
+    open_causal_lm,
+    require_same_scores,
+    tied_names,
+)
+from meshrl.model.weight_files import stored_tensors
+from meshrl.parallel.fsdp import local_shard, shard_model
+from meshrl.parallel.mesh import build_mesh, data_parallel_mesh, resolve_shape
+from meshrl.train.engine import TrainEngine
+
+UNEVEN: dict[str, Any] = dict(  # no dim divides by 4; a dim of 5 leaves the last of four ranks empty
+    vocab_size=61, hidden_size=30, intermediate_size=5, num_attention_heads=3, num_key_value_heads=1
+)
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2 tied": ("qwen2", {"tie_word_embeddings": True}),
+    "llama untied": ("llama", {"tie_word_embeddings": False}),
+    "gemma2": ("gemma2", {}),
+    "mistral": ("mistral", {}),
+    "uneven": ("qwen2", {"tie_word_embeddings": True, **UNEVEN}),
+}
+STRATEGIES = {
+    "FULL_SHARD": {},
+    "SHARD_GRAD_OP": {},
+    "NO_SHARD": {},
+    "HYBRID_SHARD": {"mesh": {"dp_replicate": 2, "dp_shard": 2}},
+}
+
+
+def _saved(path: Path, family: str, dtype: torch.dtype = torch.float32, files: int = 1, **changes: Any) -> Path:
+    """A folder of a model whose every tensor is random, norms and biases too."""
+    lm = tiny_lm(family, **changes)
+    with torch.no_grad():
+        for p in lm.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    size = sum(p.numel() * dtype.itemsize for p in lm.parameters())
+    cast_parameters(lm, dtype).save_pretrained(path, max_shard_size=size // files + 1)
+    return path
+
+
+def _by_transformers(folder: Path, dtype: torch.dtype) -> torch.nn.Module:
+    """The whole model as Transformers itself loads it."""
+    from transformers import AutoModelForCausalLM
+
+    attention.register()
+    whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention.NAME)
+    return cast_parameters(whole, dtype)
+
+
+def _differences(
+    rank: int, world: int, folder: Path, model: dict[str, Any], train: dict[str, Any], role: Any
+) -> tuple[list[str], int]:
+    """Names of what differs between a streamed engine and one over the whole model, and the smallest shard's size."""
+    cfg = TrainConfig(**train)
+    mesh = build_mesh(resolve_shape(cfg.mesh, world, cfg.sharding_strategy), "cpu")
+    got = TrainEngine.build(ModelConfig(path=str(folder), **model), cfg, mesh, role)
+    stored = DTYPES[cfg.master_dtype if role == "policy" else model["dtype"]]
+    want = engine_over(_by_transformers(folder, stored), world, train)
+    pairs = [
+        *zip(got.model.lm.named_parameters(), want.model.lm.named_parameters(), strict=True),
+        *zip(got.model.lm.named_buffers(), want.model.lm.named_buffers(), strict=True),
+    ]
+    wrong = [
+        name
+        for (name, one), (same, other) in pairs
+        if name != same or one.dtype != other.dtype or not torch.equal(local_shard(one), local_shard(other))
+    ]
+    if tied_names(got.model.lm) != tied_names(want.model.lm):
+        wrong.append("ties")
+    if got.optimizer and {id(p) for g in got.optimizer.param_groups for p in g["params"]} != {
+        id(p) for p in got.model.parameters()
+    }:
+        wrong.append("the optimizer's parameters")
+    if got.model.lm.generation_config.to_dict() != want.model.lm.generation_config.to_dict():
+        wrong.append("generation_config")
+    return wrong, min(local_shard(p).numel() for p in got.model.parameters())
+
+
+@pytest.mark.parametrize(("world", "model"), [(2, name) for name in MODELS] + [(1, "qwen2 tied"), (4, "uneven")])
+def test_a_streamed_model_equals_the_whole_one_to_the_bit(pool, tmp_path, world, model):
+    """P10, P11: parameters, buffers, dtypes and ties, also of ranks that hold little or nothing of a tensor."""
+    family, changes = MODELS[model]
+    answers = pool.run(_differences, world, _saved(tmp_path, family, **changes), {"dtype": "float32"}, {}, "policy")
+    assert [wrong for wrong, _ in answers] == [[]] * world
+    assert (min(smallest for _, smallest in answers) == 0) == (world == 4)
+
+
+@pytest.mark.parametrize("strategy", list(STRATEGIES)[1:])
+def test_every_sharding_strategy_streams(pool, tmp_path, strategy):
+    folder = _saved(tmp_path, "qwen2", tie_word_embeddings=True, **UNEVEN)
+    train = {"sharding_strategy": strategy, **STRATEGIES[strategy]}
+    answers = pool.run(_differences, 4, folder, {"dtype": "float32"}, train, "policy")
+    assert [wrong for wrong, _ in answers] == [[]] * 4
+
+
+@pytest.mark.parametrize(
+    ("written", "files", "train", "role"),
+    [
+        ("bfloat16", 3, {}, "policy"),
+        ("float16", 1, {"master_dtype": "bfloat16"}, "policy"),
+        ("float32", 2, {}, "reference"),
+    ],
+)
+def test_files_of_any_dtype_and_number_fill_masters_and_references(pool, tmp_path, written, files, train, role):
+    """P9: bf16 files into fp32 masters, fp16 ones into bf16 masters, fp32 ones into a reference in compute dtype."""
+    folder = _saved(tmp_path, "llama", DTYPES[written], files)
+    assert (len(list(folder.glob("*.safetensors"))) > 1) == (files > 1)
+    answers = pool.run(_differences, 2, folder, {"dtype": "bfloat16"}, train, role)
+    assert [wrong for wrong, _ in answers] == [[]] * 2
+
+
+EXPERTS: dict[str, Any] = dict(
+    **dict(vocab_size=64, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2),
+    **dict(num_attention_heads=4, num_key_value_heads=2, n_routed_experts=5, num_experts_per_tok=2, n_group=1),
+    **dict(topk_group=1, first_k_dense_replace=1, initializer_range=0.2, pad_token_id=0, bos_token_id=1),
+)
+
+
+def test_a_rank_reads_the_experts_it_holds(pool, tmp_path):
+    """The files hold an expert's matrices one by one, the model all of a layer's in one tensor; five do not divide."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    lm = AutoModelForCausalLM.from_config(AutoConfig.for_model("glm4_moe", eos_token_id=2, **EXPERTS))
+    with torch.no_grad():
+        for tensor in [*lm.parameters(), *(b for n, b in lm.named_buffers() if n.endswith("correction_bias"))]:
+            tensor.add_(0.1 * torch.randn_like(tensor))
+    lm.save_pretrained(tmp_path)
+    assert "model.layers.1.mlp.experts.4.up_proj.weight" in stored_tensors(tmp_path)
+    answers = pool.run(_differences, 2, tmp_path, {"dtype": "float32"}, {}, "policy")
+    assert [wrong for wrong, _ in answers] == [[]] * 2
+
+
+def test_what_only_transformers_can_load_is_loaded_whole_and_is_the_same(pool, tmp_path):
+    """P11: config.json ties two tensors that differ in the file, so the trained model has two."""
+    folder = _saved(tmp_path, "llama", tie_word_embeddings=True)
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {"lm_head.weight": torch.randn(64, 32)}, folder / "model.safetensors", {"format": "pt"})
+    assert open_causal_lm(folder)[1] is None
+    answers = pool.run(_differences, 2, folder, {"dtype": "bfloat16"}, {}, "policy")
+    assert [wrong for wrong, _ in answers] == [[]] * 2
+
+
+def _through_a_small_bucket(rank: int, world: int, folder: Path, bucket_bytes: int) -> bool:
+    lm, weights = open_causal_lm(folder)
+    mesh = build_mesh((1, world, 1, 1), "cpu")
+    model = CausalModel(lm)
+    shard_model(
+        model, list(model.layers), data_parallel_mesh(mesh), compute_dtype=torch.float32, reshard_after_forward=True
+    )
+    materialize(model, torch.device("cpu"))
+    weights.fill(lm, bucket_bytes)
+    want = engine_over(_by_transformers(folder, torch.float32), world).model.lm
+    return all(torch.equal(local_shard(p), local_shard(q)) for p, q in zip(lm.parameters(), want.parameters()))
+
+
+@pytest.mark.parametrize("bucket_bytes", [8, 1000])
+def test_tensors_larger_than_the_bucket_come_in_pieces(pool, tmp_path, bucket_bytes):
+    """Pieces end in the middle of a row, and of a bucket."""
+    folder = _saved(tmp_path, "llama", torch.bfloat16, vocab_size=31)
+    assert pool.run(_through_a_small_bucket, 2, folder, bucket_bytes) == [True, True]
+
+
+# ---- what we would compute differently is refused, without a whole copy
+
+
+def _compared(rank: int, world: int, folder: Path, fault: str, compute: str) -> str:
+    lm, weights = open_causal_lm(folder)
+    twin = meta_copy(lm)
+    if fault == "leak":  # as a recurrent state over the pack would
+        twin.model.norm.register_forward_hook(lambda module, args, out: out + out.mean(1, keepdim=True))
+    if fault == "head":  # something between hidden state and logits that our head does not do
+        twin.lm_head.register_forward_hook(lambda module, args, out: out.tanh())
+    cfg = TrainConfig()
+    mesh = build_mesh((1, world, 1, 1), "cpu")
+    engine = TrainEngine.wrap(lm, cfg, mesh, "policy", DTYPES[compute], weights)
+    before = {name: local_shard(p).clone() for name, p in engine.model.named_parameters()}
+    try:
+        require_same_scores(twin, engine.model.lm, data_parallel_mesh(mesh), folder)
+        said = "same"
+    except ConfigError as error:
+        said = str(error)
+    engine.require_independent_rows()
+    assert all(torch.equal(before[name], local_shard(p)) for name, p in engine.model.named_parameters())
+    return said
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+@pytest.mark.parametrize("world", [1, 4])
+def test_a_sharded_model_that_scores_as_transformers_does_is_taken(pool, tmp_path, world, compute):
+    """P22: in fp32, whatever the engine computes in; the shards are borrowed, uneven ones too, and stay as they are."""
+    folder = _saved(tmp_path, "qwen2", **UNEVEN)
+    assert pool.run(_compared, world, folder, "none", compute) == ["same"] * world
+
+
+@pytest.mark.parametrize("fault", ["leak", "head"])
+def test_a_sharded_model_that_scores_differently_is_refused(pool, tmp_path, fault):
+    """P22"""
+    said = pool.run(_compared, 2, _saved(tmp_path, "llama"), fault, "bfloat16")
+    assert all("nats away from Transformers' own" in text for text in said)
+
+
+def _built(rank: int, world: int, folder: Path) -> str:
+    mesh = build_mesh((1, world, 1, 1), "cpu")
+    try:
+        TrainEngine.build(ModelConfig(path=str(folder)), TrainConfig(), mesh, "policy")
+    except ConfigError as error:
+        return str(error)
+    return "built"
+
+
+def test_build_asks_for_the_same_scores(pool, tmp_path):
+    """P22: a family whose attention depends on what our packed forward does not give it (alibi)."""
+    from transformers import BloomConfig, BloomForCausalLM
+
+    config = BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.2)
+    BloomForCausalLM(config).save_pretrained(tmp_path)
+    assert all("nats away from Transformers' own" in text for text in pool.run(_built, 2, tmp_path))
+
+
+# ---- host memory
+
+_BUCKET = 8 << 20
+_ALLOWANCE = 12 << 20  # module objects, headers and buffers of gloo; seen: less than 2
+
+
+def _written(path: Path, family: str, **changes: Any) -> Path:
+    """A folder of a wide model in bf16, written tensor by tensor in two files."""
+    with torch.device("meta"):
+        lm = tiny_lm(family, **changes)
+    lm.config.save_pretrained(path)
+    names, place = list(lm.state_dict().items()), {}
+    for number, half in enumerate((names[::2], names[1::2])):
+        file = f"model-0000{number + 1}-of-00002.safetensors"
+        save_file({name: torch.full(t.shape, 0.01, dtype=torch.bfloat16) for name, t in half}, path / file)
+        place |= dict.fromkeys((name for name, _ in half), file)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": place}))
+    return path
+
+
+def _resident(field: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) << 10
+
+
+def _growth(rank: int, world: int, folder: Path, warm_up: Path, whole: bool) -> tuple[int, int]:
+    """(bytes by which this process was at its peak larger than before, bytes of its shard)."""
+    _through_a_small_bucket(rank, world, warm_up, _BUCKET)  # imports, and what a first group of processes takes
+    before = _resident("VmRSS")
+    if whole:
+        load_causal_lm(folder)
+        return _resident("VmHWM") - before, 0
+    lm, weights = open_causal_lm(folder)
+    model = CausalModel(lm)
+    mesh = data_parallel_mesh(build_mesh((1, world, 1, 1), "cpu"))
+    shard_model(model, list(model.layers), mesh, compute_dtype=torch.float32, reshard_after_forward=True)
+    materialize(model, torch.device("cpu"))
+    weights.fill(lm, _BUCKET)
+    shard = sum(local_shard(p).numel() * p.element_size() for p in model.parameters())
+    return _resident("VmHWM") - before, shard
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="measures through /proc")
+def test_the_host_holds_the_shard_and_one_bucket(tmp_path):
+    """P19: at the peak of a load into two ranks, of a model with tensors of several buckets; a whole load can't."""
+    wide = dict(vocab_size=8000, hidden_size=2048, intermediate_size=2048, num_attention_heads=16, head_dim=128)
+    folder = _written(tmp_path / "wide", "llama", tie_word_embeddings=False, **wide)
+    warm_up = _saved(tmp_path / "tiny", "llama")
+    fresh = RankPool(2)
+    try:
+        streamed = fresh.run(_growth, 2, folder, warm_up, False)
+        ((growth_of_whole, _),) = fresh.run(_growth, 1, folder, warm_up, True)
+    finally:
+        fresh.close()
+    for growth, shard in streamed:
+        assert shard > 100 << 20
+        assert growth <= shard + _BUCKET + _ALLOWANCE, f"{growth:,} bytes for a shard of {shard:,}"
+        assert growth_of_whole > shard + _BUCKET + _ALLOWANCE, "the limit would not see a whole load"

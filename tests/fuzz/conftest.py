@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import logging as logging_of_python
+from pathlib import Path
+
+import pytest
+from tiny_run import train, write_run
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model, its tokenizer, rows and a config.yaml."""
+    folder = tmp_path_factory.mktemp("intact") / "home"
+    folder.mkdir()
+    write_run(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def finished(tiny: Path) -> Path:
+    """The folder of a run of one step, in this process; its model lies in `tiny`."""
+    return train(tiny / "config.yaml", "one", "cluster.executor=inline", "loop.num_steps=1")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def quiet() -> None:
+    """Transformers and torch comment on hundreds of damaged files."""
+    from transformers.utils import logging
+
+    logging.set_verbosity(logging.CRITICAL)
+    logging_of_python.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.CRITICAL)

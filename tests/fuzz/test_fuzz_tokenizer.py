@@ -1,0 +1,126 @@
+"""Damaged tokenizers, and templates that are programs of somebody else: no code runs, no file is read, none goes on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from damage import Damage, of_json, of_place, of_text, written
+from outcome import check, limits
+from tiny_tokenizers import CHATML
+
+from meshrl.core.errors import DataError
+from meshrl.data import chat
+from meshrl.data.chat import load_tokenizer, render, sft_row, stop_token_ids
+from meshrl.data.time_limit import TooLongError, time_limit
+
+MESSAGES = [{"role": "user", "content": "ab 12?"}, {"role": "assistant", "content": "12"}]
+NAMES = ["tokenizer", "chat_template", "chat template", "config.json", "added_tokens", "special_tokens"]
+EVIL = {
+    "reads a file": "{% include '/etc/hostname' %}",
+    "imports a template": "{% import 'os' as os %}{{ os }}",
+    "reaches for Python": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "reaches for globals": "{{ messages.append.__globals__ }}{{ cycler.__init__.__globals__.os.system('touch ran') }}",
+    "reaches through a format": "{{ '{0.__class__.__mro__}'.format(messages) }}{{ lipsum.__globals__['os'] }}",
+    "changes the messages": "{{ messages.append(1) }}",
+    "a sum of text and number": "{{ 1 + 'a' }}",
+    "a division by zero": "{{ 1 / 0 }}",
+    "a range without end": "{% for i in range(10**12) %}x{% endfor %}",
+    "memory without end": "{{ 'a' * 10**14 }}",
+    "a macro that calls itself": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    "what is not there": "{{ nobody.knows.this }}",
+    "no Jinja": "{% for m in messages %}{{ m.content",
+    "a number": "{{ messages[7]['role'] }}{{ 1 | join(2) }}",
+}
+
+
+@pytest.fixture
+def folder(tiny: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny / "model", tmp_path / "tokenizer"))
+
+
+def read(folder: Path) -> tuple[list[int], tuple[int, ...]]:
+    tokenizer = load_tokenizer(folder)
+    ids, _ = sft_row(tokenizer, MESSAGES, stop_token_ids(tokenizer, folder))
+    return ids.tolist(), stop_token_ids(tokenizer, folder)
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "config.json"]
+)
+def test_a_damaged_tokenizer_is_refused_or_gives_tokens(folder: Path, name: str):
+    intact, data = read(folder), (folder / name).read_bytes()
+
+    def judge(damage: Damage, value: Any) -> str | None:
+        return f"gives {value}" if damage.kind in ("harmless", "doubtful") and value != intact else None
+
+    damages = of_text(data, 5, "doubtful") if name.endswith("jinja") else of_json(data, 6, 20, "doubtful")
+    check(folder, name, [*damages, *of_place()], read, judge, [*NAMES, name])
+
+
+def test_files_of_two_tokenizers_do_not_go_together_in_silence(folder: Path):
+    """A template without the end of turn that the tokenizer names would train a model that never stops."""
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        for other in ("config.json", "chat_template.jinja", "tokenizer_config.json"):
+            if name != other:
+                swapped = written(f"{other} in its place", "content", (folder / other).read_bytes())
+                check(folder, name, [swapped], read, told=[*NAMES, str(folder)])
+
+
+@pytest.mark.parametrize("what", EVIL)
+def test_a_template_can_do_nothing_but_write(folder: Path, what: str, monkeypatch: pytest.MonkeyPatch):
+    """Transformers' sandbox, and what it lets through: every error of a template is one of ours."""
+    monkeypatch.chdir(folder)
+    (folder / "chat_template.jinja").write_text(EVIL[what])
+    tokenizer = load_tokenizer(folder)
+    with limits(), pytest.raises(DataError, match="the chat template refused messages"):
+        render(tokenizer, MESSAGES)
+    assert not (folder / "ran").exists()
+
+
+def test_a_template_that_hardly_ends_is_stopped_and_the_line_named(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(chat, "TEMPLATE_LIMIT_S", 0.3)
+    loops = "\n".join("{% for " + letter + " in range(99999) %}" for letter in "abcd")
+    (folder / "chat_template.jinja").write_text(CHATML + loops + "{% set x = a %}" + "{% endfor %}" * 4)
+    tokenizer = load_tokenizer(folder)
+    with limits(), pytest.raises(DataError, match=r"takes more than 0\.3 s for 2 messages, in line \d+ of it"):
+        render(tokenizer, MESSAGES)
+    tokenizer.chat_template = CHATML
+    assert len(render(tokenizer, MESSAGES)) > 0
+
+
+def test_a_time_limit_ends_with_its_stretch():
+    with pytest.raises(TooLongError), time_limit(0.1):
+        while True:
+            pass
+    with time_limit(0.2):
+        pass
+    with limits():
+        assert sum(range(10_000_000)) > 0
+
+
+def test_code_that_a_tokenizer_brings_is_not_run(folder: Path):
+    """Asked at a terminal, Transformers would offer to run it."""
+    mark = folder / "ran"
+    (folder / "evil.py").write_text(f"open({str(mark)!r}, 'w')\nclass Evil: pass\n")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config |= {"auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}, "tokenizer_class": "Evil"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    with limits():
+        assert load_tokenizer(folder).encode("ab 12")  # by tokenizer.json alone
+    (folder / "tokenizer.json").unlink()
+    with limits(), pytest.raises(DataError, match=r"tokenizer_config\.json: auto_map asks for code of its own"):
+        load_tokenizer(folder)
+    assert not mark.exists()
+
+
+def test_tokens_of_messages_that_are_no_text_are_refused(folder: Path):
+    tokenizer = load_tokenizer(folder)
+    for content in ("\ud800", "a\udfffb"):
+        with pytest.raises(DataError):
+            render(tokenizer, [{"role": "user", "content": content}])
+    assert isinstance(render(tokenizer, [{"role": "user", "content": "\0"}]), np.ndarray)

@@ -1,0 +1,166 @@
+"""From the names in a folder's files to the model's, and what becomes of those that do not fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import tiny_lm, tiny_qwen2
+
+from meshrl.core.errors import ConfigError
+from meshrl.model.load import load_causal_lm, materialize, meta_copy, open_causal_lm
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A tied Qwen2 in one file, which holds its head under the embedding's name."""
+    tiny_qwen2(tie=True).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def _rewrite(folder: Path, **changes: torch.Tensor | str | None) -> None:
+    """In the folder's one file: None takes a tensor away, a text gives it another name."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    for key, value in changes.items():
+        name = key.replace("__", ".")
+        if value is None or isinstance(value, str):
+            tensor = tensors.pop(name)
+            if value:
+                tensors[value] = tensor
+        else:
+            tensors[name] = value
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, file, metadata={"format": "pt"})
+
+
+def _same_as_saved(folder: Path) -> bool:
+    got, want = load_causal_lm(folder).state_dict(), tiny_qwen2(tie=True).state_dict()
+    return got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_a_tied_tensor_may_stand_under_any_of_its_names(folder):
+    """P11: under the embedding's, the head's, or both."""
+    assert _same_as_saved(folder)
+    _rewrite(folder, model__embed_tokens__weight="lm_head.weight")
+    assert _same_as_saved(folder)
+    _rewrite(folder, model__embed_tokens__weight=load_file(folder / "model.safetensors")["lm_head.weight"])
+    assert _same_as_saved(folder)
+    assert open_causal_lm(folder)[1] is not None
+
+
+def test_two_different_tensors_under_tied_names_stay_two(folder, caplog):
+    """P11: as Transformers has it, loaded whole by each rank, and said."""
+    head = torch.randn(64, 32)
+    _rewrite(folder, lm_head__weight=head)
+    lm, weights = open_causal_lm(folder)
+    assert weights is None and torch.equal(lm.lm_head.weight, head)
+    assert lm.lm_head.weight is not lm.model.embed_tokens.weight
+    assert "loaded whole by every rank" in caplog.text and "lm_head.weight and model.embed_tokens" in caplog.text
+
+
+def test_names_of_the_bare_model_and_of_old_files_are_understood(folder):
+    """Files of the model below the head have no `model.`; old ones hold rotary frequencies, which are made anew."""
+    names = list(load_file(folder / "model.safetensors"))
+    _rewrite(folder, **{name.replace(".", "__"): name.removeprefix("model.") for name in names})
+    _rewrite(folder, layers__0__self_attn__rotary_emb__inv_freq=torch.zeros(4))
+    assert "layers.0.self_attn.rotary_emb.inv_freq" in load_file(folder / "model.safetensors")
+    assert _same_as_saved(folder)
+
+
+def test_a_missing_tensor_is_named_with_the_nearest_that_is_there(folder):
+    _rewrite(folder, model__layers__1__self_attn__q_proj__weight="model.layers.1.attn.q_proj.weight")
+    _rewrite(folder, model__norm__weight=None)
+    with pytest.raises(ConfigError) as error:
+        load_causal_lm(folder)
+    text = str(error.value)
+    assert "no file holds 'model.layers.1.self_attn.q_proj.weight' of Qwen2ForCausalLM (and 1 more)" in text
+    assert "nearest: model.layers.1.attn.q_proj.weight" in text and str(folder) in text
+
+
+def test_a_tensor_that_the_model_does_not_have_is_named_with_its_file(folder):
+    """A head of another task would be dropped without a word."""
+    _rewrite(folder, v_head__weight=torch.zeros(1, 32))
+    with pytest.raises(
+        ConfigError, match=r"model\.safetensors holds 'v_head\.weight', which Qwen2ForCausalLM does not"
+    ):
+        load_causal_lm(folder)
+
+
+def test_a_tensor_of_another_shape_is_named_with_both(folder):
+    _rewrite(folder, model__layers__0__mlp__up_proj__weight=torch.zeros(40, 32))
+    with pytest.raises(ConfigError, match=r"up_proj\.weight' \[40, 32\], but config\.json makes it \[48, 32\]"):
+        load_causal_lm(folder)
+
+
+def test_whole_numbers_in_place_of_floats_are_refused(folder):
+    """Quantised weights without their scales would load as plausible nonsense."""
+    _rewrite(folder, model__layers__0__mlp__up_proj__weight=torch.ones(48, 32, dtype=torch.int8))
+    with pytest.raises(ConfigError, match=r"model\.layers\.0\.mlp\.up_proj\.weight' is stored as I8"):
+        load_causal_lm(folder)
+
+
+def test_two_tensors_for_one_place_are_refused(folder):
+    _rewrite(folder, norm__weight=torch.ones(32))
+    with pytest.raises(ConfigError, match=r"'model\.norm\.weight', but 'norm\.weight' is meant for"):
+        load_causal_lm(folder)
+
+
+def _saved_experts(folder: Path) -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=16, num_hidden_layers=1, num_local_experts=3)
+    config = MixtralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.2)
+    MixtralForCausalLM(config).save_pretrained(folder)
+
+
+def test_experts_that_lie_apart_in_the_files_are_joined_as_transformers_joins_them(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    _saved_experts(tmp_path)
+    want = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).state_dict()
+    lm, weights = open_causal_lm(tmp_path)
+    assert weights is not None
+    assert [part.name.split(".")[-3:-1] for part in weights.parts["model.layers.0.mlp.experts.gate_up_proj"]] == [
+        [number, matrix] for number in "012" for matrix in ("w1", "w3")
+    ]
+    materialize(lm, CPU)
+    weights.fill(lm, 100)
+    assert all(torch.equal(tensor, want[name]) for name, tensor in lm.state_dict().items())
+
+
+def test_an_expert_without_one_of_its_matrices_is_refused(tmp_path):
+    _saved_experts(tmp_path)
+    _rewrite(tmp_path, model__layers__0__block_sparse_moe__experts__1__w3__weight=None)
+    with pytest.raises(
+        ConfigError, match=r"equally many tensors of equal shapes, but there are 3 of .*w1.*, 2 of .*w3"
+    ):
+        load_causal_lm(tmp_path)
+
+
+def test_a_file_cut_after_its_header_was_read_is_named(folder):
+    lm, weights = open_causal_lm(folder)
+    materialize(lm, CPU)
+    with open(folder / "model.safetensors", "r+b") as file:
+        file.truncate(file.seek(0, 2) - 1)
+    with pytest.raises(ConfigError, match=r"model\.safetensors ends within"):
+        weights.fill(lm)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma2"])
+def test_memory_for_a_model_keeps_its_ties_and_buffers(family):
+    """P10, P11: `to_empty` alone makes two tensors of a tied one, and leaves rotary frequencies to chance."""
+    lm = tiny_lm(family, tie_word_embeddings=True)
+    buffers = {name: buffer.clone() for name, buffer in lm.named_buffers()}
+    bare = meta_copy(lm)
+    assert {p.device.type for p in bare.parameters()} == {"meta"} and {p.device.type for p in lm.parameters()} == {
+        "cpu"
+    }
+    materialize(bare, CPU)
+    assert bare.lm_head.weight is bare.model.embed_tokens.weight
+    assert {p.device.type for p in bare.parameters()} == {"cpu"}
+    assert [name for name, b in bare.named_buffers() if not torch.equal(b, buffers[name])] == []
