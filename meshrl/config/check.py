@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,10 +15,12 @@ from typing import Any, Literal
 
 from meshrl.config.arithmetic import data_ranks, longest_row_tokens
 from meshrl.config.check_data import data_problems, sft_problems, unused_data_keys
+from meshrl.config.check_rollout import engine_problems, unused_engine_keys
 from meshrl.config.places import DOTTED_PATH, HUB_ID, can_be_imported, find
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.config.source import Problem, Value
 from meshrl.config.values import show
+from meshrl.core.files import Unreadable, is_there, read_json
 
 Purpose = Literal["train", "eval", "sft"]
 
@@ -47,7 +48,7 @@ def check(case: Case) -> list[Problem]:
         problems = [*sft_problems(case, config)]
     else:
         problems = [*data_problems(case, config), *_loop(case, config), *_sampling(case, config), *_kinds(case, config)]
-        problems += [*_cluster(config), *_algorithm(config)]
+        problems += [*_cluster(config), *_algorithm(config), *engine_problems(case.given, config, case.purpose)]
     return [*(problem for each in checks for problem in each(case)), *problems]
 
 
@@ -68,11 +69,20 @@ def has_key(config: RunConfig | SftRunConfig, path: str) -> bool:
     return path.partition(".")[0] in type(config).model_fields
 
 
+_DEADLINES = "cluster.deadlines."
+OF_RANKS = ("cluster.max_restarts", *(_DEADLINES + p for p in ("start", "load", "annotate", "optim", "report", "end")))
+"""What only ranks in processes of their own can be held to: to die, or to be waited for. The other deadlines also end
+a call that holds up the controller."""
+NOT_IN_SFT = tuple(_DEADLINES + p for p in ("rollout", "reward", "annotate", "sync", "eval", "report"))
+
+
 def unused(config: RunConfig | SftRunConfig) -> dict[str, str]:
     """Keys that the other choices leave without effect -> why. Setting one is an error; --explain shows them so."""
     found: dict[str, str] = {}
     if config.cluster.executor != "ray":
         found["cluster.address"] = f"cluster.executor is {config.cluster.executor}"
+    if config.cluster.executor == "inline":
+        found |= dict.fromkeys(OF_RANKS, "cluster.executor is inline: the one rank is this very process")
     if config.train.scheduler.kind == "constant":
         found["train.scheduler.min_lr_ratio"] = "train.scheduler.kind is constant"
     if "wandb" not in config.monitor.sinks:
@@ -80,6 +90,7 @@ def unused(config: RunConfig | SftRunConfig) -> dict[str, str]:
     if isinstance(config, SftRunConfig):
         found["train.updates_per_step"] = "an SFT step is one optimizer step"
         found["cluster.num_rollout_ranks"] = "SFT samples nothing"
+        found |= dict.fromkeys(NOT_IN_SFT, "SFT has no such phase")
         return found
     algo = config.algo
     if algo.kl.coef == 0:
@@ -91,7 +102,7 @@ def unused(config: RunConfig | SftRunConfig) -> dict[str, str]:
     if config.data.eval_path is None:
         for key in ("loop.eval_samples", "loop.save_best"):
             found[key] = "data.eval_path is null"
-    return found | unused_data_keys(config.data)
+    return found | unused_data_keys(config.data) | unused_engine_keys(config.rollout)
 
 
 ONLY: dict[str, tuple[tuple[Any, ...], str]] = {  # key -> (what this version can do, why nothing else)
@@ -101,9 +112,6 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {  # key -> (what this version ca
     "train.mesh.ulysses": ((1,), "this version does not split rows over ranks yet; lower data.max_prompt_tokens"),
     "train.mesh.tp": ((1,), "this version has no tensor parallelism in training yet; shard with train.mesh.dp_shard"),
     "train.tensor_model_parallel_size": ((None, 1), "this version has no tensor parallelism in training yet"),
-    "rollout.engine": (("embedded",), "this version has no bridge to vLLM or SGLang yet"),
-    "rollout.mesh.infer_tp": ((1,), "the embedded engine holds a whole model in each replica"),
-    "rollout.tensor_model_parallel_size": ((None, 1), "the embedded engine holds a whole model in each replica"),
     "rollout.pipeline_model_parallel_size": ((1,), "no rollout engine here splits a model into pipeline stages"),
     "loop.kind": (("colocated",), "this version has no asynchronous loop yet: it generates and trains in turn"),
     "loop.max_staleness": ((0,), "the colocated loop always samples with the newest weights"),
@@ -237,9 +245,10 @@ def _cluster(config: RunConfig) -> Iterator[Problem]:
                 )
                 yield Problem((f"cluster.{name}", "cluster.executor"), text)
     name = "num_rollout_ranks" if cluster.num_rollout_ranks else "num_train_ranks"
-    replicas = getattr(cluster, name)
+    replicas = max(1, getattr(cluster, name) // config.rollout.tp_size)
     if config.rollout.mesh.dp not in (-1, replicas):
-        text = f"the ranks make {replicas} replicas of the sampler: use {replicas}, or -1 for as many as there are."
+        number = f"{replicas} replica{'s' if replicas > 1 else ''}"
+        text = f"the ranks make {number} of the sampler: use {replicas}, or -1 for as many as there are."
         yield Problem(("rollout.mesh.dp", f"cluster.{name}"), text)
 
 
@@ -312,7 +321,7 @@ def _model_folder(case: Case) -> Iterator[Problem]:
     key, text = "model.path", case.config.model.path
     path, places = find(case.given[key], case.folder)
     if path is None:
-        starts_in_a_folder = any(place.parent.is_dir() for place in places if "/" in text)
+        starts_in_a_folder = any(is_there(place.parent) for place in places if "/" in text)
         if not HUB_ID.fullmatch(text) or starts_in_a_folder:
             looked = " and ".join(str(place) for place in places)
             yield Problem((key,), f"no such folder; looked for {looked}. A hub id is written organisation/name.")
@@ -320,28 +329,28 @@ def _model_folder(case: Case) -> Iterator[Problem]:
     if not (path / "config.json").is_file():
         yield Problem((key,), f"{path} has no config.json: give a folder made by save_pretrained.")
         return
-    for patterns, what in (
-        (("*.safetensors", "*.bin"), "weights (*.safetensors)"),
-        (("tokenizer*", "vocab*"), "tokenizer (tokenizer.json)"),
-    ):
-        if not any(any(path.glob(pattern)) for pattern in patterns):
-            yield Problem((key,), f"{path} has no {what}.")
+    if not any(path.glob("*.safetensors")):
+        pickled = any(any(path.glob(pattern)) for pattern in ("*.bin", "*.pt", "*.pth"))
+        what = " but a pickle, which can run code when it is read" if pickled else ""
+        yield Problem((key,), f"{path} has no weights (*.safetensors){what}. Write them by save_pretrained.")
+    if not any(any(path.glob(pattern)) for pattern in ("tokenizer*", "vocab*")):
+        yield Problem((key,), f"{path} has no tokenizer (tokenizer.json).")
     yield from _model_config(case, path / "config.json")
 
 
 def _model_config(case: Case, path: Path) -> Iterator[Problem]:
     try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as e:
-        yield Problem(("model.path",), f"{path} is not JSON: {e}.")
-        return
-    if not isinstance(facts, dict):
-        yield Problem(("model.path",), f"{path} is no JSON object; give a folder made by save_pretrained.")
+        facts = read_json(path)
+    except Unreadable as e:
+        yield Problem(("model.path",), f"{path}: {e}. Give a folder made by save_pretrained.")
         return
     if "vision_config" in facts:
         yield Problem(("model.path",), "a model with a vision tower; this version trains text models only.")
         return
     facts = facts.get("text_config", facts)
+    if not isinstance(facts, dict):
+        yield Problem(("model.path",), f"{path}: text_config should be an object, not {facts!r:.80}.")
+        return
     room, need = facts.get("max_position_embeddings"), longest_row_tokens(case.config)
     if not isinstance(room, int) or need is None or need <= room:
         return

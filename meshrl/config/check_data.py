@@ -12,6 +12,7 @@ from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.config.source import Problem
 from meshrl.config.task import DataConfig
 from meshrl.core.errors import DataError
+from meshrl.core.files import is_there
 
 if TYPE_CHECKING:
     from meshrl.config.check import Case
@@ -111,7 +112,7 @@ def _table_problems(case: Case, table: _Table, kinds: dict[str, Kind]) -> Iterat
     """Notes the table's kind in `kinds`, where there is one."""
     given = case.given[table.path]
     path, places = find(given, case.folder)
-    beside = next((place for place in places if place.parent.is_dir()), None)  # a misspelt path there is no hub id
+    beside = next((place for place in places if is_there(place.parent)), None)  # a misspelt path there is no hub id
     try:
         kind = kinds[table.path] = kind_of(path or beside or given.value, table.format)
         if table.split is not None and table.split_key and kind in ("jsonl", "parquet"):

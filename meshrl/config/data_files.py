@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from meshrl.config.places import HUB_ID
 from meshrl.core.errors import DataError
+from meshrl.core.files import Unreadable, is_there, lines_of, open_plain, parse_json, read_json, size_of
+from meshrl.core.files import decode as decode_text
 
 Kind = Literal["jsonl", "parquet", "datasets", "hub"]
 PARQUET = (".parquet", ".pq")
@@ -34,15 +35,16 @@ def kind_of(path: str | Path, format: str = "auto") -> Kind:
     Raises: DataError in words that follow a path: "no such file", "is a folder, not a file, ...".
     """
     place = Path(path)
-    if not place.exists():
-        is_hub_id = HUB_ID.fullmatch(str(path)) and not place.parent.is_dir() and place.suffix not in FILE_SUFFIXES
+    if not is_there(place):
+        is_hub_id = HUB_ID.fullmatch(str(path)) and not is_there(place.parent) and place.suffix not in FILE_SUFFIXES
         if is_hub_id and format in ("auto", "datasets"):
             return "hub"
-        raise DataError("no such file")
+        _require_regular(place)  # says why it is not there
     if place.is_dir():
         return _kind_of_folder(place, format)
     if format == "datasets":
         raise DataError("is a file; format: datasets takes a folder made by save_to_disk, or a hub id")
+    _require_regular(place)
     if format == "auto":
         return "parquet" if place.suffix in PARQUET else "jsonl"
     return "parquet" if format == "parquet" else "jsonl"
@@ -65,11 +67,17 @@ def _kind_of_folder(place: Path, format: str) -> Kind:
 
 
 def files_of(path: Path, kind: str) -> list[Path]:
-    """The files of a table of kind jsonl or parquet: the path itself, or a folder's shards by name."""
+    """The files of a table of kind jsonl or parquet: the path itself, or a folder's shards by name.
+
+    Raises: DataError, as kind_of, for a shard that is a folder, a pipe or a link to nowhere.
+    """
     if not path.is_dir():
         return [path]
     suffixes = PARQUET if kind == "parquet" else (".jsonl",)
-    return sorted(file for file in path.iterdir() if file.suffix in suffixes and not file.name.startswith("."))
+    found = sorted(file for file in path.iterdir() if file.suffix in suffixes and not file.name.startswith("."))
+    for file in found:
+        _require_regular(file, f"{file.name} in it ")
+    return found
 
 
 def split_folder(path: Path, split: str | None) -> Path:
@@ -82,7 +90,10 @@ def split_folder(path: Path, split: str | None) -> Path:
         if split is not None:
             raise DataError(f"holds a single set without splits, so there is no split {split!r}; remove it")
         return path
-    return path / chosen_split(_json(index)["splits"], split)
+    names = _json(index).get("splits")
+    if not isinstance(names, list) or not all(isinstance(name, str) and Path(name).name == name for name in names):
+        raise DataError(f"{index.name} in it: splits should be a list of names of folders beside it, not {names!r:.80}")
+    return path / chosen_split(names, split)
 
 
 def chosen_split(names: list[str], split: str | None) -> str:
@@ -103,6 +114,8 @@ def look(path: Path, kind: Kind, split: str | None = None) -> Look:
     if kind == "datasets":
         folder = split_folder(path, split)
         features = _json(folder / "dataset_info.json").get("features") or {}
+        if not isinstance(features, dict):
+            raise DataError(f"dataset_info.json in it: features should be an object, not {features!r:.80}")
         return Look(columns=tuple(_feature_names(features)), num_rows=None)
     if kind == "parquet":
         return _parquet(files_of(path, kind))
@@ -116,26 +129,45 @@ def count_rows(path: Path, kind: Kind) -> int | None:
         return look(path, kind).num_rows
     if kind != "jsonl" or sum(file.stat().st_size for file in files) > 1 << 30:
         return None
-    count = 0
-    for file in files:
-        with file.open("rb") as lines:
-            count += sum(1 for line in lines if line.strip())
+    try:
+        count = 0
+        for file in files:
+            with open_plain(file) as lines:
+                count += sum(1 for line in lines_of(lines) if line.strip())
+    except Unreadable as cause:
+        raise DataError(str(cause)) from cause
     return count
 
 
-def _first_row(file: Path) -> dict[str, Any]:
-    with file.open("rb") as lines:
-        line = next((line for line in lines if line.strip()), b"")
-    if line.startswith(PARQUET_MAGIC):
-        raise DataError("is a parquet file by its first bytes; give it the suffix .parquet, or set format: parquet")
-    try:
-        row = json.loads(line.decode("utf-8-sig"))
-    except ValueError:
-        row = None
+def parse_row(line: bytes) -> dict[str, Any]:
+    """One row of JSONL. Raises: Unreadable."""
+    row = parse_json(decode_text(line), constants=False)
     if not isinstance(row, dict):
-        start = line[:40].decode("utf-8", "replace").strip()
-        raise DataError(f"its first row is no JSON object, but {start!r}; each line must be one: {{column: value}}")
+        raise Unreadable(f"a JSON {type(row).__name__}; each line should be one JSON object {{column: value}}")
     return row
+
+
+def _require_regular(file: Path, told: str = "") -> None:
+    try:
+        size_of(file)
+    except Unreadable as cause:
+        raise DataError(f"{told}{cause}") from cause
+
+
+def _first_row(file: Path) -> dict[str, Any]:
+    line = b""
+    try:
+        with open_plain(file) as lines:
+            line = next((line for line in lines_of(lines) if line.strip()), b"")
+        if line.startswith(PARQUET_MAGIC):
+            raise DataError("is a parquet file by its first bytes; give it the suffix .parquet, or set format: parquet")
+        return parse_row(line)
+    except Unreadable as cause:
+        start = line[:40].decode("utf-8", "replace").strip()
+        raise DataError(
+            f"its first row, in {file.name}, is no JSON object, but {start!r} ({cause}); each line must be one: "
+            "{column: value}"
+        ) from cause
 
 
 def _parquet(files: list[Path]) -> Look:
@@ -149,7 +181,7 @@ def _parquet(files: list[Path]) -> Look:
     for file in files:
         try:
             footer = pq.ParquetFile(file)
-        except (pa.ArrowException, OSError) as cause:
+        except (pa.ArrowException, OSError, ValueError) as cause:
             raise DataError(f"{file.name} is no parquet file that pyarrow can read: {cause}") from cause
         with footer:
             num_rows += footer.metadata.num_rows
@@ -186,9 +218,6 @@ def _feature_names(features: dict[str, Any], prefix: str = "") -> list[str]:
 
 def _json(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as cause:
-        raise DataError(f"{file.name} in it can't be read: {cause}") from cause
-    if not isinstance(found, dict):
-        raise DataError(f"{file.name} in it is no JSON object; make the folder anew with save_to_disk")
-    return found
+        return read_json(file)
+    except Unreadable as cause:
+        raise DataError(f"{file.name} in it: {cause}. Make the folder anew with save_to_disk") from cause

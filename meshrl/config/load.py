@@ -21,10 +21,12 @@ from meshrl.config.schema import Key, all_keys, locate, nearest
 from meshrl.config.source import Problem, Reader, Tree, Value, dotted, expand, leaves, merge, plain
 from meshrl.config.values import show
 from meshrl.core.errors import ConfigError
+from meshrl.core.files import is_there
 
 DEFAULT = "default"
 C = TypeVar("C", bound=RunConfig | SftRunConfig)
 PATH_KEYS = ("model.path", "data.path", "data.eval_path", "sft.path", "run.resume")
+MAX_SHOWN = 50  # wrong keys looked into at once; each is compared with all known ones
 NO_PATHS = ("auto", "never")  # words that run.resume takes in place of a path; a folder of that name is none
 
 
@@ -67,7 +69,7 @@ def _load(
     model: type[C], file: str | Path, overrides: Sequence[str], known: dict[str, set[str]], purpose: checks.Purpose
 ) -> Loaded[C]:
     path = Path(file)
-    folder = path.resolve().parent
+    folder = path.resolve().parent if is_there(path) else path.parent
     keys = all_keys(model)
     reader = Reader(folder)
     tree: Tree = {}
@@ -97,7 +99,12 @@ def _validate(model: type[C], tree: Tree, keys: dict[str, Key]) -> tuple[C | Non
         # As JSON, strictly: a list fills a tuple, 1 a float, but true is no number and "8" no integer.
         return cast(C, model.model_validate_json(json.dumps(plain(tree)), strict=True)), []
     except ValidationError as e:
-        return None, list(dict.fromkeys(_problem(error, keys) for error in e.errors(include_url=False)))
+        errors = e.errors(include_url=False)
+        found = list(dict.fromkeys(_problem(error, keys) for error in errors[:MAX_SHOWN]))
+        if len(errors) > MAX_SHOWN:
+            text = f"{len(errors) - MAX_SHOWN} more keys are wrong. Is this a config of meshrl? Mend the others first."
+            found.append(Problem(("config",), text, "whole config"))
+        return None, found
 
 
 def _problem(error: ErrorDetails, keys: dict[str, Key]) -> Problem:
@@ -157,7 +164,7 @@ def _report(path: Path, problems: list[Problem], given: dict[str, Value], config
         lines.append("")
         for key in problem.keys:
             value, origin = _given_or_default(key, given, config)
-            lines.append(f"  {key}{value}   [{problem.origin or origin}]")
+            lines.append(f"  {_cut(key)}{value}   [{problem.origin or origin}]")
         lines.append(textwrap.fill(problem.text, 100, **_WRAP))
     return "\n".join(lines)
 
@@ -169,13 +176,20 @@ def _given_or_default(key: str, given: dict[str, Value], config: Slice | None) -
     if inside:
         return "", inside[0]
     try:
-        return f" = {_short(checks.value_of(config, key))}", DEFAULT
+        value = checks.value_of(config, key)
     except (KeyError, AttributeError):
         return "", "not given"
+    is_section = isinstance(value, Slice) or (
+        isinstance(value, dict) and any(isinstance(v, Slice) for v in value.values())
+    )
+    return "" if is_section else f" = {_short(value)}", DEFAULT
 
 
 def _short(value: Any) -> str:
-    text = show(value)
+    return _cut(show(value))
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 

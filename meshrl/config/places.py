@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from meshrl.config.source import Value
+from meshrl.core.files import is_there
 
 DOTTED_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
@@ -16,9 +17,12 @@ HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 
 def find(given: Value, folder: Path) -> tuple[Path | None, list[Path]]:
     """(the file or folder a path names, the places looked at): beside the config file, then the working folder."""
-    path = Path(given.value).expanduser()
+    try:
+        path = Path(given.value).expanduser()
+    except RuntimeError:  # ~name of nobody
+        path = Path(given.value)
     places = list(dict.fromkeys(start / path for start in (given.folder, folder, Path.cwd())))
-    return next((place.resolve() for place in places if place.exists()), None), places
+    return next((place.resolve() for place in places if is_there(place)), None), places
 
 
 def can_be_imported(module: str) -> bool:

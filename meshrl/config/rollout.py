@@ -33,10 +33,123 @@ class SamplingConfig(Slice):
     )
 
 
+class VllmConfig(Slice):
+    """How each replica's vLLM server is started."""
+
+    python: str | None = field(
+        None, "the Python that vLLM and meshrl are installed in, as a path; null = the one that runs meshrl"
+    )
+    args: list[str] = field([], "more arguments for vLLM's API server, written as on its command line")
+    kv_cache_bytes: int | None = field(
+        None, "bytes of its KV cache on each device; null = gpu_memory_utilization decides, and 1 GiB on a CPU", ge=1
+    )
+    gpu_memory_utilization: float = field(
+        0.5, "share of a GPU's memory for its weights and cache; half leaves room for a trainer beside it", gt=0, le=1
+    )
+    start_deadline_s: float = field(
+        600.0, "seconds until the server must answer; a large model's weights take minutes to load", gt=0
+    )
+
+
+VLLM_OWN_ARGS = (  # set by meshrl: another value would break what it proves
+    "--model",
+    "--uds",
+    "--host",
+    "--port",
+    "--dtype",
+    "--max-model-len",
+    "--max-num-seqs",
+    "--tensor-parallel-size",
+    "--data-parallel-size",
+    "--pipeline-parallel-size",
+    "--worker-extension-cls",
+    "--logprobs-mode",
+    "--generation-config",
+    "--seed",
+    "--kv-cache-memory-bytes",
+    "--gpu-memory-utilization",
+    "--skip-tokenizer-init",
+    "--enable-scale-out",
+)
+
+
+class SglangConfig(Slice):
+    """How each replica's SGLang server is started, or where the one that runs is."""
+
+    url: str | None = field(
+        None,
+        "a server on this machine that runs already, as http://127.0.0.1:30000, for a single replica; null = each "
+        "replica starts its own",
+    )
+    api_key_env: str | None = field(
+        None, "environment variable that holds the key of the server at url; null = it asks for none"
+    )
+    python: str | None = field(
+        None, "the Python that SGLang and meshrl are installed in, as a path; null = the one that runs meshrl"
+    )
+    args: list[str] = field([], "more arguments for sglang.launch_server, written as on its command line")
+    deterministic: bool = field(
+        True,
+        "answers follow from seed and prompt alone, whatever else is sampled; off is faster, and seeds then count for "
+        "nothing",
+    )
+    mem_fraction_static: float = field(
+        0.5, "share of a GPU's memory for its weights and cache; half leaves room for a trainer beside it", gt=0, le=1
+    )
+    start_deadline_s: float = field(
+        600.0, "seconds until the server must answer; a large model's weights take minutes to load", gt=0
+    )
+
+
+SGLANG_OWN_ARGS = (  # set by meshrl: another value would break what it proves
+    "--model-path",
+    "--host",
+    "--port",
+    "--api-key",
+    "--dtype",
+    "--tp-size",
+    "--tensor-parallel-size",
+    "--dp-size",
+    "--data-parallel-size",
+    "--context-length",
+    "--max-running-requests",
+    "--mem-fraction-static",
+    "--custom-weight-loader",
+    "--skip-tokenizer-init",
+    "--incremental-streaming-output",
+    "--enable-deterministic-inference",
+    "--enable-memory-saver",
+)
+
+
+class EndpointConfig(Slice):
+    """Any server with an OpenAI-like /v1/completions that returns token ids and logprobs."""
+
+    url: str | None = field(None, "the server's address without /v1, as http://127.0.0.1:8000")
+    model: str | None = field(None, "what the server calls the model; null = the only one that it serves")
+    api_key_env: str | None = field(None, "environment variable that holds the server's key; null = it asks for none")
+    weights: Literal["none", "files"] = field(
+        "none",
+        "how new weights reach it: files = each version is written to a folder, and reload_url called; none = not at "
+        "all, for evaluation",
+    )
+    reload_url: str | None = field(
+        None,
+        'called by POST with {"model_path": folder} and must answer {"success": true} when the weights are in place; '
+        "null = /update_weights_from_disk of the server",
+    )
+    folder: str | None = field(
+        None, "where versions are written, in sight of the server; null = a temporary folder of this machine"
+    )
+
+
 class RolloutConfig(Slice):
-    engine: Literal["embedded", "vllm", "sglang"] = field(
+    engine: Literal["embedded", "vllm", "sglang", "endpoint"] = field(
         "embedded", "who samples; embedded runs the model's own Transformers module and needs nothing installed"
     )
+    vllm: VllmConfig = field(VllmConfig(), "the server of engine vllm")
+    sglang: SglangConfig = field(SglangConfig(), "the server of engine sglang")
+    endpoint: EndpointConfig = field(EndpointConfig(), "the server of engine endpoint")
     tensor_model_parallel_size: int | None = field(
         None, "another name of rollout.mesh.infer_tp; if both are given they must agree", ge=1
     )
@@ -51,6 +164,17 @@ class RolloutConfig(Slice):
     )
     sync_bucket_bytes: int = field(
         64 << 20,
-        "bytes of one bucket of a weight sync, and so the memory that a sync takes on top",
+        "bytes of one bucket of a weight sync; a sync takes the memory of two on top",
         ge=1024,
+        le=1 << 31,
     )
+    sync_mode: Literal["full", "delta"] = field(
+        "full",
+        "full sends all weights; delta only those that changed since the last sync, where the sampler holds that: "
+        "fewer bytes, for one more copy of the weights in the sampler's dtype, spread over the train ranks",
+    )
+
+    @property
+    def tp_size(self) -> int:
+        """Tensor-parallel ranks of one replica, under whichever name they were given."""
+        return self.tensor_model_parallel_size or self.mesh.infer_tp

@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 from meshrl.config.base import Slice
 from meshrl.config.values import show
 
+LONGEST_MISSPELT = 200  # characters; what is longer is no misspelt key, and comparing it would take minutes
 NAME = "NAME"  # stands in a dotted key where the user chooses the name, as in reward.terms.NAME.kind
 
 
@@ -71,6 +72,8 @@ def locate(keys: dict[str, Key], path: str) -> tuple[Key | None, str]:
 def nearest(keys: dict[str, Key], path: str, is_section: bool = False, count: int = 3) -> list[str]:
     """The keys a user may have meant: what another framework's name stands for, else by likeness of the last word,
     of equal ones those in a section of like name first. is_section: the unknown key holds keys of its own."""
+    if len(path) > LONGEST_MISSPELT:
+        return []
     section, _, leaf = path.rpartition(".")
     meant = ELSEWHERE.get(leaf.lower())
     scores = {}

@@ -17,10 +17,13 @@ import yaml
 from meshrl.config.schema import Key, locate
 from meshrl.config.values import scalar
 from meshrl.core.errors import ConfigError
+from meshrl.core.files import Unreadable, is_there, read_text
 
 COMMAND_LINE = "command line"
+MAX_BYTES = 256 << 10  # of a config file: YAML is read at about this much a second
 MAX_DEPTH = 30  # sections in sections; an alias that holds itself has no end
-YAML_TEXT = "tag:yaml.org,2002:str"
+MAX_VALUES = 10_000  # as read, each alias written out: nine lines of aliases can stand for a billion values
+YAML_TAGS = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("str", "seq", "map"))  # text, list and section, unmarked
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,18 +62,19 @@ class Reader:
     def __init__(self, folder: Path):
         self.folder = folder
         self.problems: list[Problem] = []
+        self._num_values = 0
 
     def files(self, path: Path, seen: tuple[Path, ...] = ()) -> list[Tree]:
         """The layers of a file, its base's first. Raises ConfigError if one can't be read or is its own base."""
         tree, base = self._file(path)
         if base is None:
             return [tree]
-        below = (path.parent / base).resolve()
-        chain = (*seen, path.resolve())
-        if below in chain:
-            raise ConfigError(f"{path}: `base: {base}` leads back to a file that is already being read; remove it")
-        if not below.is_file():
+        below = path.parent / base
+        if not is_there(below):
             raise ConfigError(f"{path}: base file {base!r} not found; it is looked for beside this file, at {below}")
+        chain = (*seen, path.resolve())
+        if below.resolve() in chain:
+            raise ConfigError(f"{path}: `base: {base}` leads back to a file that is already being read; remove it")
         return [*self.files(below, chain), tree]
 
     def override(self, text: str) -> Tree:
@@ -86,13 +90,10 @@ class Reader:
         return read
 
     def _file(self, path: Path) -> tuple[Tree, str | None]:
-        if not path.is_file():
-            what = "is a folder" if path.is_dir() else "does not exist"
-            raise ConfigError(f"config file {str(path)!r} {what} (working folder {Path.cwd()})")
         try:
-            text = path.read_text(encoding="utf-8")
-        except (UnicodeDecodeError, OSError) as e:
-            raise ConfigError(f"config file {str(path)!r} can't be read as UTF-8 text: {e}") from e
+            text = read_text(path, MAX_BYTES)
+        except Unreadable as cause:
+            raise ConfigError(f"config file {str(path)!r}: {cause} (working folder {Path.cwd()})") from cause
         node = _compose(text, str(path))
         name = os.path.relpath(path.resolve(), self.folder)
         tree = self._read(node, name, "", path.resolve().parent) if node else {}
@@ -107,30 +108,39 @@ class Reader:
             raise ConfigError(f"{path}: `base` is the name of one config file to inherit from")
         return tree, base.value
 
-    def _read(self, node: yaml.Node, name: str, path: str, folder: Path, key_line: int | None = None) -> Tree | Value:
+    def _read(
+        self, node: yaml.Node, name: str, path: str, folder: Path, key_line: int | None = None, depth: int = 0
+    ) -> Tree | Value:
         """The tree of a YAML node; name is the file's, key_line the line of the key that holds the node."""
         line = node.start_mark.line + 1 if key_line is None else key_line
         origin = name if name == COMMAND_LINE else f"{name}:{line}"
-        if path.count(".") > MAX_DEPTH:
+        if depth > MAX_DEPTH:
             raise ConfigError(f"{origin}: sections nested more than {MAX_DEPTH} deep")
         if not isinstance(node, yaml.MappingNode):
             return Value(self._plain(node, origin), origin, folder)
+        _require_no_tag(node, origin)
         tree: Tree = {}
         for key, entry in self._entries(node, name, path):
-            tree[key.value] = self._read(entry, name, dotted(path, key.value), folder, key.start_mark.line + 1)
+            inner, at = dotted(path, key.value), key.start_mark.line + 1
+            tree[key.value] = self._read(entry, name, inner, folder, at, depth + 1)
         return tree
 
     def _plain(self, node: yaml.Node, origin: str, depth: int = 0) -> Any:
         """What stands in a list or as a single value, without origins of its own."""
+        self._num_values += 1
         if depth > MAX_DEPTH:
             raise ConfigError(f"{origin}: lists nested more than {MAX_DEPTH} deep")
+        if self._num_values > MAX_VALUES:
+            raise ConfigError(
+                f"{origin}: more than {MAX_VALUES:,} values, counting those behind an alias (*name) wherever it "
+                "stands; a config has some hundred. Remove the aliases, or give the rows as a data file"
+            )
+        _require_no_tag(node, origin)
         if isinstance(node, yaml.SequenceNode):
             return [self._plain(entry, origin, depth + 1) for entry in node.value]
         if isinstance(node, yaml.MappingNode):
             name = origin.rpartition(":")[0] or origin
             return {key.value: self._plain(entry, origin, depth + 1) for key, entry in self._entries(node, name, "")}
-        if node.tag != YAML_TEXT:
-            raise ConfigError(f"{origin}: the YAML tag {node.tag!r} is not used here; write the plain value")
         quoted = isinstance(node, yaml.ScalarNode) and node.style is not None
         return node.value if quoted else scalar(node.value)
 
@@ -149,12 +159,23 @@ class Reader:
             yield key, entry
 
 
+def _require_no_tag(node: yaml.Node, origin: str) -> None:
+    if node.tag not in YAML_TAGS:
+        raise ConfigError(f"{origin}: the YAML tag {node.tag!r} is not used here; write the plain value")
+
+
 def _compose(text: str, where: str) -> yaml.Node | None:
+    loader = None
     try:
         # The BaseLoader leaves every scalar a text; values.scalar says what it means.
-        return yaml.compose(text, Loader=yaml.BaseLoader)
+        loader = yaml.BaseLoader(text)
+        return loader.get_single_node()
     except yaml.YAMLError as e:
         raise ConfigError(f"{where} is not valid YAML: {e}") from e
+    except (RecursionError, ValueError, OverflowError) as e:  # the last two of escapes that are no character
+        at = f" in line {loader.line + 1}" if loader is not None else ""
+        what = "sections or lists stand hundreds deep in each other" if isinstance(e, RecursionError) else str(e)
+        raise ConfigError(f"{where} is not valid YAML{at}: {what}") from e
 
 
 def expand(tree: Tree, keys: dict[str, Key], path: str = "") -> Tree:

@@ -30,6 +30,7 @@ class Capabilities:
     score: bool = False
     tp: bool = False
     exact: bool = False  # logprobs equal the trainer's to rounding in fp32
+    continues_exactly: bool = False  # a continued request draws what it would have drawn uninterrupted
 
 
 @dataclass(kw_only=True, slots=True)
@@ -67,6 +68,13 @@ class RolloutEngine(WeightReceiver, Protocol):
 
     async def abort(self, ids: Sequence[str] | None = None) -> int:
         """Abort these requests (None: all), return how many."""
+        ...
+
+    def trust_loaded_weights(self, version: int = 0) -> None:
+        """Sample with the weights of the model's folder, as this version, until a sync begins: for evaluation.
+
+        Raises: StaleWeightsError when they have been replaced since.
+        """
         ...
 
     async def pause(self, mode: PauseMode = "wait") -> None:

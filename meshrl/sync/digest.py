@@ -1,6 +1,7 @@
-"""The digest of a tensor: additive over shards, slices and deltas, so that every rank digests only what it holds.
+"""The digest of a tensor. Two kinds: XXH3 of a run of bytes (RunningDigest), and the sum that the rest is about.
 
-A tensor is the byte stream of its elements in flat order, read as little-endian 32-bit words w_0, w_1, ...
+The sum is additive over shards, slices and deltas, so that every rank digests only what it holds, on any device. A
+tensor is the byte stream of its elements in flat order, read as little-endian 32-bit words w_0, w_1, ...
 
     digest = sum over words k of (w_k + 0x01010101) * key(k)   mod 2^64,     key(k) odd, pseudo-random
 
@@ -26,9 +27,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from typing import Literal
 
 import torch
+import xxhash
 
+DigestKind = Literal["sum64", "xxh3"]
 MASK64 = (1 << 64) - 1
 _ROW_BITS = 14
 _ROW = 1 << _ROW_BITS  # words in one row of keys
@@ -46,6 +50,42 @@ def digest(tensor: torch.Tensor, start: int = 0) -> int:
     if start:
         raise ValueError("a range that starts inside a tensor must be contiguous; use digest_slice for strided slices")
     return digest_slice(tensor, tensor.shape, (0,) * tensor.dim())
+
+
+class RunningDigest:
+    """The digest of bytes that come piece by piece, in order, and start at byte `start` of the whole.
+
+    xxh3 for host memory: 65 GB/s from a core's cache, 28 from memory, and XXH3's own 64 bits against any change; but
+    it speaks of these bytes as one run, so both sides must cut alike. sum64, the sum above, for every other device.
+    """
+
+    def __init__(self, kind: DigestKind, start: int = 0):
+        self._position, self._sum = start, 0
+        self._hash = xxhash.xxh3_64() if kind == "xxh3" else None
+
+    def update(self, raw: torch.Tensor) -> None:
+        """raw: uint8[N], contiguous."""
+        if self._hash is not None:
+            self._hash.update(raw.cpu().numpy().data)
+        else:
+            self._sum += digest(raw, self._position)
+            self._position += raw.numel()
+
+    @property
+    def value(self) -> int:
+        return self._sum & MASK64 if self._hash is None else self._hash.intdigest()
+
+
+def digest_range(kind: DigestKind, raw: torch.Tensor, start: int = 0) -> int:
+    """The digest of uint8[N], contiguous, that lies at byte `start` of the whole."""
+    if kind == "xxh3":
+        return xxhash.xxh3_64_intdigest(raw.cpu().numpy().data)
+    return digest(raw, start)
+
+
+def kind_for(device: torch.device) -> DigestKind:
+    """The faster digest of what lies in the memory of this device."""
+    return "xxh3" if device.type == "cpu" else "sum64"
 
 
 def digest_slice(tensor: torch.Tensor, global_shape: Sequence[int], offsets: Sequence[int]) -> int:

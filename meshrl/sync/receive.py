@@ -15,25 +15,54 @@ from typing import Literal, Protocol
 import torch
 
 from meshrl.core.errors import SyncError, UnloadedParamsError
-from meshrl.sync.digest import as_bytes, digest
-from meshrl.sync.manifest import Ack, Entry, Layout, SyncHeader
+from meshrl.sync.digest import RunningDigest, as_bytes, digest_range
+from meshrl.sync.expected import Expected
+from meshrl.sync.manifest import DTYPE_BYTES, Ack, Layout, Piece, Stream, SyncHeader, aligned
 
 _SHOWN = 8  # names listed of each kind of fault; the rest is counted
+_CHUNK_BYTES = 1 << 20  # digested and copied at once, while a core's cache holds it
 
 ReadBack = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 """Yields (wire name, parameter) for every sent name and every alias, from what the engine computes with."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """A slot of a SharedRing of this machine: all that a process needs to open it (`transport.SharedRingView`)."""
+
+    ring: str
+    num_slots: int
+    slot_bytes: int
+    slot: int
+
+
+WHOLE = -1  # in Bucket.changes: the piece itself
+_PLACE_BYTES = 4  # of the place of one changed element: int32, counted from the piece's first
+
+
 @dataclass(kw_only=True, slots=True)
 class Bucket:
-    """One piece of the stream: bytes [index * bucket_bytes, ...). payload: uint8[N], valid until `receive` returns.
+    """Bytes [index * bucket_bytes, ...) of a stream. payload: uint8[N], valid until `receive` returns.
 
     digest: of these bytes at their place in the stream, `digest(payload, start=index * bucket_bytes)`.
+    pieces: where the header has no digests, one for each of the stream's pieces in this bucket, of the bytes that the
+    piece then has, at their place in the tensor. They take the place of `digest`, unless the bucket is a delta.
+    changes: of a delta, how many elements of each piece are other ones (WHOLE = the piece follows itself). For each
+    piece, from a multiple of 16 bytes on: the new elements, then from a multiple of 4 on their places. `digest` is
+    that of the payload by itself.
+    in_place: there is no payload: a sender in this process has written the receiver's own tensors, and `pieces` is of
+    what lies there.
+    place: the slot of shared memory that the payload lies in, for an engine whose weights are in yet another process.
     """
 
     index: int
     payload: torch.Tensor
     digest: int
+    stream: int = 0
+    pieces: tuple[int, ...] | None = None
+    changes: tuple[int, ...] | None = None
+    in_place: bool = False
+    place: Place | None = None
 
 
 class WeightReceiver(Protocol):
@@ -58,6 +87,14 @@ class WeightReceiver(Protocol):
     async def cancel(self) -> None:
         """Give up: the weights are a mixture, nothing is generated before the next full sync. May come at any time."""
         ...
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements as integers of the same width, in the same memory."""
+    return tensor.view(_BITS[tensor.element_size()])
+
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def describe(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -133,7 +170,7 @@ class ReceiverState:
     Whatever fails in begin, receive or commit leaves the state cancelled: a method marks it so before it starts and
     takes the mark away at its end. Only a commit that proved everything makes the weights usable.
 
-    Consumes: buckets in order, each valid during the call. Waits for nothing, starts no task, owns no thread.
+    Consumes: buckets, those of one stream in order, each valid during the call. Waits for nothing, owns no thread.
     """
 
     def __init__(self, layout: Layout, targets: Mapping[str, torch.Tensor], name: str = "receiver"):
@@ -146,9 +183,10 @@ class ReceiverState:
         self._targets = targets
         self._hash = layout.hash
         self._phase: Literal["idle", "open", "cancelled"] = "idle"
-        self._committed: SyncHeader | None = None
-        self._header: SyncHeader | None = None
-        self._next = 0
+        self._committed: Expected | None = None
+        self._expected: Expected | None = None
+        self._next = [0] * len(layout.streams)
+        self._num_bytes = 0
         self._seconds = {"load": 0.0, "verify": 0.0}
         self._writes = self._bind()
 
@@ -163,102 +201,189 @@ class ReceiverState:
         return self._committed.version if self._committed is not None and self.usable else -1
 
     def begin(self, header: SyncHeader) -> None:
-        """Open a sync. Raises SyncError for another layout, a version that does not rise, a mode other than full.
+        """Open a sync. Raises SyncError for another layout, a version that does not rise, a base that isn't in place.
 
-        After a cancel the last version may come again: that is a retry.
+        After a cancel the last version may come again, in full: that is a retry.
         """
-        was_usable = self.usable
+        had = self.version
         self._leave("begin", "idle", "cancelled")
         if header.layout_hash != self._hash:
             raise SyncError(
                 f"{self.name}: the header belongs to layout {header.layout_hash}, this receiver was set up for layout "
                 f"{self._hash}; reconcile again whenever names, shapes, dtypes or the bucket size change"
             )
-        if header.mode != "full" or header.base_version is not None:
+        if header.mode == "adapter" or (header.mode == "delta") != (header.base_version is not None):
             raise SyncError(
                 f"{self.name}: mode {header.mode!r} on base version {header.base_version} was asked for; this receiver "
-                "takes mode 'full' without a base version"
+                "takes mode 'full' without a base version, and mode 'delta' on one"
+            )
+        if header.base_version is not None and header.base_version != had:
+            raise SyncError(
+                f"{self.name}: a delta on base version {header.base_version} came, but version {had} is in place (-1 = "
+                "none); send everything"
             )
         last = self._committed.version if self._committed else -1
-        lowest = max(last + 1 if was_usable else last, 0)
+        lowest = max(last + 1 if had >= 0 else last, 0)
         if header.version < lowest:
             raise SyncError(
                 f"{self.name}: version {header.version} does not rise above version {last}, which was received last; "
                 f"send {lowest} or more"
             )
-        if header.digests.keys() != {entry.name for entry in self.layout.entries}:
+        if header.digests is not None and header.digests.keys() != {entry.name for entry in self.layout.entries}:
             odd = sorted(header.digests.keys() ^ {entry.name for entry in self.layout.entries})
             raise SyncError(f"{self.name}: digests and layout name different tensors: {', '.join(odd[:_SHOWN])}")
         self._writes = self._bind()
-        self._header, self._next = header, 0
+        self._expected = Expected(self.layout, header)
+        self._next, self._num_bytes = [0] * len(self.layout.streams), 0
         self._seconds = {"load": 0.0, "verify": 0.0}
         self._phase = "open"
 
     def receive(self, bucket: Bucket) -> None:
-        """Check one bucket's place, length and digest, then write it into the targets. Raises SyncError."""
+        """Check one bucket's place, length and digests, and write it into the targets. Raises SyncError."""
         self._leave(f"bucket {bucket.index}", "open")
-        layout = self.layout
-        if bucket.index != self._next or bucket.index >= layout.num_buckets:
-            left = self._next < layout.num_buckets
-            wanted = f"bucket {self._next} ({self._carries(self._next)})" if left else "no more"
-            what = "came twice" if 0 <= bucket.index < self._next else "came out of order"
-            raise SyncError(f"{self.name}: bucket {bucket.index} {what}; expected {wanted} of {layout.num_buckets}")
-        start, stop = layout.bucket_range(bucket.index)
+        expected = self._expected
+        assert expected is not None
+        stream = self._stream_of(bucket)
+        pieces = list(stream.pieces(bucket.index))
+        self._check_shape(bucket, stream, pieces, expected)
+        if bucket.pieces is None or bucket.changes is not None:
+            began = time.perf_counter()
+            start = 0 if bucket.changes is not None else stream.bucket_range(bucket.index)[0]
+            arrived = digest_range(self.layout.digest, bucket.payload, start)
+            self._seconds["verify"] += time.perf_counter() - began
+            if arrived != bucket.digest:
+                raise SyncError(
+                    f"{self.name}: bucket {bucket.index} was sent with digest {bucket.digest:016x} and arrived with "
+                    f"{arrived:016x}; it carries {_carries(pieces)}"
+                )
+        self._load(bucket, pieces)
+        if bucket.pieces is not None:
+            expected.add(pieces, bucket.pieces)
+        self._num_bytes += sum(p.stop - p.start for p in pieces) if bucket.in_place else bucket.payload.numel()
+        self._next[bucket.stream] += 1
+        self._phase = "open"
+
+    def targets(self) -> dict[str, torch.Tensor]:
+        """What a sender in this process may write itself while a sync is open, by the names that are sent."""
+        return {entry.name: self._targets[entry.name] for entry in self.layout.entries}
+
+    def _stream_of(self, bucket: Bucket) -> Stream:
+        """Raises SyncError unless the bucket is the next of its stream."""
+        streams = self.layout.streams
+        if not 0 <= bucket.stream < len(streams):
+            raise SyncError(f"{self.name}: bucket {bucket.index} came of stream {bucket.stream} of {len(streams)}")
+        stream, upcoming = streams[bucket.stream], self._next[bucket.stream]
+        if bucket.index != upcoming or bucket.index >= stream.num_buckets:
+            left = upcoming < stream.num_buckets
+            wanted = f"bucket {upcoming} ({_carries(list(stream.pieces(upcoming)))})" if left else "no more"
+            what = "came twice" if 0 <= bucket.index < upcoming else "came out of order"
+            raise SyncError(f"{self.name}: bucket {bucket.index} {what}; expected {wanted} of {stream.num_buckets}")
+        return stream
+
+    def _check_shape(self, bucket: Bucket, stream: Stream, pieces: list[Piece], expected: Expected) -> None:
         payload = bucket.payload
-        if payload.dtype != torch.uint8 or payload.shape != (stop - start,):
+        start, stop = stream.bucket_range(bucket.index)
+        wanted = 0 if bucket.in_place else stop - start
+        if bucket.changes is not None:
+            wanted = min(wanted, sum(aligned(section_bytes(p, n)) for p, n in zip(pieces, bucket.changes)))
+        if payload.dtype != torch.uint8 or payload.shape != (wanted,):
             raise SyncError(
                 f"{self.name}: bucket {bucket.index} has {list(payload.shape)} {payload.dtype}, expected "
-                f"[{stop - start}] torch.uint8; it carries {self._carries(bucket.index)}"
+                f"[{wanted}] torch.uint8; it carries {_carries(pieces)}"
             )
-        began = time.perf_counter()
-        arrived = digest(payload, start)
-        checked = time.perf_counter()
-        if arrived != bucket.digest:
+        numbers = [len(each) for each in (bucket.pieces, bucket.changes) if each is not None]
+        is_delta, wants_pieces = bucket.changes is not None, expected.header.digests is None
+        if set(numbers) - {len(pieces)} or (wants_pieces and bucket.pieces is None):
             raise SyncError(
-                f"{self.name}: bucket {bucket.index} was sent with digest {bucket.digest:016x} and arrived with "
-                f"{arrived:016x}; it carries {self._carries(bucket.index)}"
+                f"{self.name}: bucket {bucket.index} speaks of {numbers} pieces and carries {len(pieces)}, "
+                f"{_carries(pieces)}"
             )
-        for piece in layout.pieces(bucket.index):
-            source = payload[piece.at : piece.at + piece.stop - piece.start]
-            for target in self._writes[piece.entry.name]:
-                as_bytes(target)[piece.start : piece.stop].copy_(source)
-        self._seconds["verify"] += checked - began
-        self._seconds["load"] += time.perf_counter() - checked
-        self._next += 1
-        self._phase = "open"
+        if is_delta != (expected.header.mode == "delta"):
+            kind = "changes" if is_delta else "whole tensors"
+            raise SyncError(
+                f"{self.name}: bucket {bucket.index} carries {kind} in a sync of mode {expected.header.mode!r}"
+            )
+
+    def _load(self, bucket: Bucket, pieces: list[Piece]) -> None:
+        """Write what the bucket carries; where it carries whole pieces with digests, compare them on the way."""
+        if bucket.in_place:
+            for piece in pieces:
+                first, *others = (as_bytes(t)[piece.start : piece.stop] for t in self._writes[piece.entry.name])
+                for other in others:
+                    other.copy_(first)
+            return
+        at = 0
+        for number, piece in enumerate(pieces):
+            count = WHOLE if bucket.changes is None else bucket.changes[number]
+            at = piece.at if bucket.changes is None else at
+            section = bucket.payload[at : at + section_bytes(piece, count)]
+            at += aligned(section.numel())
+            if count != WHOLE:
+                began = time.perf_counter()
+                for target in self._writes[piece.entry.name]:
+                    _write_changes(piece, section, count, target)
+                self._seconds["load"] += time.perf_counter() - began
+                continue
+            wanted = bucket.pieces[number] if bucket.pieces is not None and bucket.changes is None else None
+            arrived = self._write(piece, section, check=wanted is not None)
+            if wanted is not None and arrived != wanted:
+                raise SyncError(
+                    f"{self.name}: bucket {bucket.index} brought {piece.entry.name} with digest {arrived:016x}, sent "
+                    f"was {wanted:016x} (its bytes {piece.start} to {piece.stop})"
+                )
+
+    def _write(self, piece: Piece, section: torch.Tensor, check: bool) -> int | None:
+        """Copy a piece into its targets; its digest, taken of what arrived while a core's cache holds it."""
+        raws = [as_bytes(target)[piece.start : piece.stop] for target in self._writes[piece.entry.name]]
+        running = RunningDigest(self.layout.digest, piece.start) if check else None
+        step = _CHUNK_BYTES if section.device.type == "cpu" else max(section.numel(), 1)
+        for low in range(0, section.numel(), step):
+            part = section[low : low + step]
+            began = time.perf_counter()
+            if running is not None:
+                running.update(part)
+            checked = time.perf_counter()
+            for raw in raws:
+                raw[low : low + step].copy_(part)
+            self._seconds["verify"] += checked - began
+            self._seconds["load"] += time.perf_counter() - checked
+        return None if running is None else running.value
 
     def commit(self, read_back: ReadBack | None = None) -> Ack:
         """Prove that everything arrived and is in place, then raise the version.
 
         read_back: the resident proof (P15). None = the engine can't; then the targets themselves are compared with
-        the header, which still vouches for gathering, cutting and putting together, and the Ack says resident None.
+        the trainer's digests, which still vouches for cutting and putting together, and the Ack says resident None.
         Raises: SyncError naming the first incomplete tensor, or every tensor that differs.
         """
         self._leave("commit", "open")
-        header = self._header
-        assert header is not None
-        if self._next < self.layout.num_buckets:
-            first = next(self.layout.pieces(self._next)).entry.name
-            raise SyncError(
-                f"{self.name}: commit after {self._next} of {self.layout.num_buckets} buckets; {first} is the first "
-                "tensor that is incomplete"
-            )
+        expected = self._expected
+        assert expected is not None
+        for stream, arrived in zip(self.layout.streams, self._next):
+            if arrived < stream.num_buckets:
+                first = next(stream.pieces(arrived)).entry.name
+                raise SyncError(
+                    f"{self.name}: commit after {arrived} of {stream.num_buckets} buckets; {first} is the first "
+                    "tensor that is incomplete"
+                )
         began = time.perf_counter()
         if read_back is None:
             own = {entry.name: self._targets[entry.name] for entry in self.layout.entries}
-            self._compare(header, own.items(), {entry.name: entry for entry in self.layout.entries})
+            expected.compare(own.items(), {name: name for name in own}, self.name, self._committed)
         else:
-            self._compare(header, read_back(), self._resident_entries())
+            expected.compare(read_back(), self._resident_names(), self.name, self._committed)
         self._seconds["verify"] += time.perf_counter() - began
-        self._committed, self._header = header, None
+        num_changed = None if self._committed is None else expected.num_changed(self._committed)
+        self._committed, self._expected = expected, None
         self._phase = "idle"
         return Ack(
-            version=header.version,
+            version=expected.version,
             receiver=self.name,
             wire=True,
             resident=None if read_back is None else True,
-            num_bytes=self.layout.total_bytes,
+            num_bytes=self._num_bytes,
             num_tensors=len(self.layout.entries),
+            num_changed=num_changed,
             seconds=dict(self._seconds),
         )
 
@@ -290,46 +415,33 @@ class ReceiverState:
                 raise SyncError(f"{self.name}: the tensor to write {name} into {fault}; a sync writes in place")
         return writes
 
-    def _carries(self, index: int) -> str:
-        names = [piece.entry.name for piece in self.layout.pieces(index)]
-        return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+    def _resident_names(self) -> dict[str, str]:
+        """Every name that has to be read back, aliases too, each by its own way through the engine's name map -> the
+        name that was sent for it."""
+        return {entry.name: entry.name for entry in self.layout.entries} | self.layout.tied
 
-    def _resident_entries(self) -> dict[str, Entry]:
-        """Every name that has to be read back, aliases too, each by its own way through the engine's name map."""
-        sent = {entry.name: entry for entry in self.layout.entries}
-        return sent | {alias: sent[source] for alias, source in self.layout.tied.items()}
 
-    def _compare(
-        self, header: SyncHeader, found: Iterable[tuple[str, torch.Tensor]], expected: dict[str, Entry]
-    ) -> None:
-        """Compare every expected tensor with its digest in the header. Raises SyncError naming all that differ."""
-        faults, left = [], dict(expected)
-        for name, tensor in found:
-            entry = left.pop(name, None)
-            if entry is None:
-                why = "twice" if name in expected else "though nothing of that name was sent"
-                faults.append(f"{name} was read back {why}")
-                continue
-            held, wanted = describe({name: tensor})[name], (entry.shape, entry.dtype)
-            if held != wanted:
-                faults.append(f"{name} is {_spec(held)}, sent as {_spec(wanted)}")
-                continue
-            value = digest(tensor)
-            if value != header.digests[entry.name]:
-                tie = "" if name == entry.name else f" (tied to {entry.name})"
-                faults.append(f"{name}{tie} {self._explain(header, entry.name, value)}")
-        faults += [f"{name} was not read back" for name in left]
-        if faults:
-            raise SyncError(
-                f"{self.name}: version {header.version} is not in place; {len(faults)} of {len(expected)} tensors "
-                f"differ from the trainer's:\n{_lines(faults)}\nThis receiver stays unusable until the next full sync"
-            )
+def _carries(pieces: list[Piece]) -> str:
+    names = [piece.entry.name for piece in pieces]
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
 
-    def _explain(self, header: SyncHeader, name: str, value: int) -> str:
-        """What the wrong values are, where their digest is known."""
-        if self._committed is not None and self._committed.digests[name] == value:
-            return f"still has the values of version {self._committed.version}"
-        others = [other for other, theirs in header.digests.items() if theirs == value]
-        if others:
-            return f"has the values of {others[0]}"
-        return f"has digest {value:016x}, the trainer's is {header.digests[name]:016x}"
+
+def section_bytes(piece: Piece, count: int) -> int:
+    """Bytes of a piece in a delta's payload, or of the piece itself."""
+    if count == WHOLE:
+        return piece.stop - piece.start
+    return places_at(piece, count) + count * _PLACE_BYTES
+
+
+def places_at(piece: Piece, count: int) -> int:
+    """Byte of the section at which the places begin."""
+    return -(-count * DTYPE_BYTES[piece.entry.dtype] // _PLACE_BYTES) * _PLACE_BYTES
+
+
+def _write_changes(piece: Piece, section: torch.Tensor, count: int, target: torch.Tensor) -> None:
+    """Put `count` new elements into their places in the target."""
+    size = DTYPE_BYTES[piece.entry.dtype]
+    flat = bits_of(target.detach().view(-1))[piece.start // size : piece.stop // size]
+    values = section[: count * size].view(flat.dtype)
+    places = section[places_at(piece, count) :].view(torch.int32)
+    flat.index_copy_(0, places.long().to(flat.device), values.to(flat.device))

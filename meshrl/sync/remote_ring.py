@@ -10,16 +10,15 @@ are served, and only to who knows the token; that they arrive as they were sent 
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import secrets
 import socket
 import struct
-import threading
 
 import torch
 
 from meshrl.core.errors import SyncError
+from meshrl.core.listen import listen, stop_listening
 from meshrl.sync.receive import Bucket
 from meshrl.sync.transport import BucketRef, SharedRing
 
@@ -34,17 +33,8 @@ class RingServer:
     def __init__(self, ring: SharedRing, host: str):
         """host: the address under which other machines reach this one."""
         self._slots, self._token = ring.slots, secrets.token_hex(_TOKEN_CHARACTERS // 2)
-        self._socket = socket.create_server(("", 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self._socket = listen(self._serve)
         self.name = f"{host}:{self._socket.getsockname()[1]}/{self._token}/{ring.name}"
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                sock, _ = self._socket.accept()
-            except OSError:
-                return  # closed
-            threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
 
     def _serve(self, sock: socket.socket) -> None:
         with sock:
@@ -62,9 +52,7 @@ class RingServer:
     def close(self) -> None:
         """Take no more receivers; those there are end with their connections."""
         self._slots = []
-        with contextlib.suppress(OSError):  # macOS: not for a socket that listens, but there close is enough
-            self._socket.shutdown(socket.SHUT_RDWR)  # close alone does not end an accept that a thread stands in
-        self._socket.close()
+        stop_listening(self._socket)
 
 
 class RemoteRingView:
@@ -77,11 +65,11 @@ class RemoteRingView:
         host, _, port = address.rpartition(":")
         try:
             self._socket = socket.create_connection((host, int(port)), timeout=_HANDSHAKE_S)
+            self._socket.settimeout(None)
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._socket.sendall(token.encode())
         except OSError as error:
             raise SyncError(f"the sender of weights can't be reached at {address}: {error}") from error
-        self._socket.settimeout(None)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket.sendall(token.encode())
         self._payload = torch.empty(slot_bytes, dtype=torch.uint8)
 
     def bucket(self, ref: BucketRef) -> Bucket:
@@ -92,7 +80,7 @@ class RemoteRingView:
             _read(self._socket, payload.numpy().data)
         except OSError as error:
             raise SyncError(f"bucket {ref.index} did not come from the sender of weights: {error}") from error
-        return Bucket(index=ref.index, payload=payload, digest=ref.digest)
+        return ref.at(payload)
 
     def close(self) -> None:
         self._socket.close()

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Sequence,
+)
+from contextlib import aclosing
 from dataclasses import replace
 from typing import TypeVar
 
@@ -14,19 +24,25 @@ from meshrl.core.errors import SyncError
 from meshrl.sync.digest import as_bytes, digest
 from meshrl.sync.manifest import Ack, Entry, Layout, SyncHeader, SyncMode
 from meshrl.sync.receive import Bucket, WeightReceiver, describe
+from meshrl.sync.shards import SendReport
 
 T = TypeVar("T")
 
 
 def make_header(
-    layout: Layout, version: int, digests: dict[str, int], base_version: int | None = None, mode: SyncMode = "full"
+    layout: Layout,
+    version: int,
+    digests: dict[str, int] | None = None,
+    base_version: int | None = None,
+    mode: SyncMode = "full",
 ) -> SyncHeader:
-    """The header of one sync. digests: of each tensor in its wire dtype, summed over the ranks that hold its shards.
+    """The header of one sync. digests: of each tensor in its wire dtype, summed over the ranks that hold its shards;
+    None where a ShardSender sends them with its buckets.
 
     Raises: ValueError when digests and layout name different tensors, or mode and base_version contradict.
     """
     names = {entry.name for entry in layout.entries}
-    if digests.keys() != names:
+    if digests is not None and digests.keys() != names:
         odd = ", ".join(sorted(digests.keys() ^ names)[:8])
         raise ValueError(f"the layout sends {len(names)} tensors, there are {len(digests)} digests; different: {odd}")
     if version < 0 or (mode == "delta") != (base_version is not None):
@@ -34,9 +50,7 @@ def make_header(
             f"version {version}, mode {mode!r}, base_version {base_version}: a version is 0 or more, and base_version "
             "goes with mode 'delta' and with no other"
         )
-    return SyncHeader(
-        version=version, base_version=base_version, mode=mode, layout_hash=layout.hash, digests=dict(digests)
-    )
+    return SyncHeader(version=version, base_version=base_version, mode=mode, layout_hash=layout.hash, digests=digests)
 
 
 def iter_buckets(
@@ -124,10 +138,11 @@ async def send_weights(
     try:
         await _each(receivers, "begin", lambda receiver: receiver.begin(header))
         asked = time.perf_counter()
-        async for bucket in _one_by_one(buckets):
-            gathered += time.perf_counter() - asked
-            await _deliver(receivers, bucket)
-            asked = time.perf_counter()
+        async with aclosing(_one_by_one(buckets)) as stream:
+            async for bucket in stream:
+                gathered += time.perf_counter() - asked
+                await _deliver(receivers, bucket)
+                asked = time.perf_counter()
         gathered += time.perf_counter() - asked
         acks = await _each(receivers, "commit", lambda receiver: receiver.commit())
         for ack in acks:
@@ -144,9 +159,35 @@ async def send_weights(
     return [replace(ack, seconds=_split(ack.seconds, gathered, wall)) for ack in acks]
 
 
-async def _one_by_one(buckets: Iterable[Bucket] | AsyncIterable[Bucket]) -> AsyncIterator[Bucket]:
-    """Both kinds of stream as one: buckets cut in this process, or arriving from another."""
-    if isinstance(buckets, AsyncIterable):
+async def merged(streams: Sequence[AsyncIterator[T]]) -> AsyncGenerator[T, None]:
+    """Items of several streams, each in its own order, as they come. The next item of a stream is asked for while the
+    last one is worked on, and the one after it only when that is done: two slots a stream are enough.
+
+    Unblocked by: an error of any stream, which is raised; the requests under way are waited for first, so that no
+    sender is still writing when the next sync begins.
+    """
+    asked = {asyncio.ensure_future(anext(stream, None)): stream for stream in streams}
+    try:
+        while asked:
+            ready, _ = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+            for done in ready:
+                stream = asked.pop(done)
+                item = done.result()
+                if item is not None:
+                    asked[asyncio.ensure_future(anext(stream, None))] = stream
+                    yield item
+    finally:
+        await asyncio.gather(*asked, return_exceptions=True)
+
+
+async def _one_by_one(buckets: Iterable[Bucket] | AsyncIterable[Bucket]) -> AsyncGenerator[Bucket, None]:
+    """Both kinds of stream as one: buckets cut in this process, or arriving from another. A generator is closed at the
+    end, also of a failed sync, so that nothing it has begun goes on behind it."""
+    if isinstance(buckets, AsyncGenerator):
+        async with aclosing(buckets):
+            async for bucket in buckets:
+                yield bucket
+    elif isinstance(buckets, AsyncIterable):
         async for bucket in buckets:
             yield bucket
     else:
@@ -171,13 +212,36 @@ async def _each(
     return done
 
 
+def with_reports(acks: Sequence[Ack], reports: Sequence[SendReport]) -> list[Ack]:
+    """The acknowledgements, with what the senders say of the same sync: each stage of the slowest of them."""
+    stages: dict[str, float] = {}
+    for report in reports:
+        for stage, seconds in report.seconds.items():
+            stages[stage] = max(stages.get(stage, 0.0), seconds)
+    known = [report.num_changed for report in reports if report.num_changed is not None]
+    changed = sum(known) if reports and len(known) == len(reports) else None
+    extra = sum(report.extra_bytes for report in reports)
+    return [
+        replace(ack, seconds=_joined(ack.seconds, stages), num_changed_elements=changed, extra_bytes=extra)
+        for ack in acks
+    ]
+
+
+def _joined(received: dict[str, float], sent: dict[str, float]) -> dict[str, float]:
+    """Both sides' seconds by stage. What the receiver's side calls gathering is the time in which nothing came, and
+    what the senders did in it is known."""
+    waited = {"send": max(0.0, received["send"] + received["gather"] - sum(sent.values()))}
+    both = {stage: received.get(stage, 0.0) + sent.get(stage, 0.0) for stage in ("gather", "cast", "load", "verify")}
+    return both | waited
+
+
 def _check(header: SyncHeader, ack: Ack) -> None:
     if ack.version != header.version or ack.wire is not True or ack.resident is False:
         raise SyncError(
             f"{ack.receiver} acknowledged version {ack.version}, wire {ack.wire}, resident {ack.resident}; expected "
             f"version {header.version}, wire True, resident True (or None from an engine that can't read back)"
         )
-    if ack.num_tensors != len(header.digests):
+    if header.digests is not None and ack.num_tensors != len(header.digests):
         raise SyncError(f"{ack.receiver} acknowledged {ack.num_tensors} tensors of {len(header.digests)}")
 
 

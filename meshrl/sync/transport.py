@@ -33,7 +33,7 @@ import torch
 
 from meshrl.core.errors import SyncError
 from meshrl.sync.manifest import Ack, Layout, SyncHeader
-from meshrl.sync.receive import Bucket
+from meshrl.sync.receive import Bucket, Place
 
 Channel = Callable[[str, Any], Awaitable[Any]]
 """`await call(method, argument)` runs that WeightReceiver method in the other process and returns or raises."""
@@ -41,12 +41,27 @@ Channel = Callable[[str, Any], Awaitable[Any]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketRef:
-    """A bucket whose payload is num_bytes in a slot of a ring: all that crosses the pipe."""
+    """A bucket whose payload is num_bytes in a slot of a ring: all that crosses the pipe. The rest: as in Bucket."""
 
     index: int
     slot: int
     num_bytes: int
     digest: int
+    stream: int = 0
+    pieces: tuple[int, ...] | None = None
+    changes: tuple[int, ...] | None = None
+
+    def at(self, payload: torch.Tensor, place: Place | None = None) -> Bucket:
+        """The bucket again, over its payload."""
+        return Bucket(
+            index=self.index,
+            payload=payload[: self.num_bytes],
+            digest=self.digest,
+            stream=self.stream,
+            pieces=self.pieces,
+            changes=self.changes,
+            place=place,
+        )
 
 
 class SharedRing:
@@ -83,7 +98,15 @@ class SharedRing:
                 f"bucket {bucket.index} does not lie in slot {slot} of ring {self.name}; cut the stream with "
                 "iter_buckets(..., staging=ring.slots)"
             )
-        return BucketRef(index=bucket.index, slot=slot, num_bytes=bucket.payload.numel(), digest=bucket.digest)
+        return BucketRef(
+            index=bucket.index,
+            slot=slot,
+            num_bytes=bucket.payload.numel(),
+            digest=bucket.digest,
+            stream=bucket.stream,
+            pieces=bucket.pieces,
+            changes=bucket.changes,
+        )
 
     def close(self) -> None:
         """Unlink the segment; safe to call twice. The memory goes when the last tensor that looks at it does."""
@@ -105,16 +128,21 @@ class SharedRingView:
 
     def __init__(self, name: str, num_slots: int, slot_bytes: int):
         """Raises: FileNotFoundError when the sender has closed the ring."""
-        self.name = name
+        self.name, self.num_slots, self.slot_bytes = name, num_slots, slot_bytes
         fd = _posixshmem.shm_open(_path(name), os.O_RDWR, mode=0o600)
         try:
             self._slots = _map(fd, num_slots, slot_bytes, reserve=False)
         finally:
             os.close(fd)
 
+    def slot(self, index: int) -> torch.Tensor:
+        """uint8[slot_bytes]: the memory of a slot."""
+        return self._slots[index]
+
     def bucket(self, ref: BucketRef) -> Bucket:
         """The bucket, its payload a view of the slot: valid until the sender hears that it was received."""
-        return Bucket(index=ref.index, payload=self._slots[ref.slot][: ref.num_bytes], digest=ref.digest)
+        place = Place(ring=self.name, num_slots=self.num_slots, slot_bytes=self.slot_bytes, slot=ref.slot)
+        return ref.at(self._slots[ref.slot], place)
 
     def close(self) -> None:
         """Let go of the segment; the memory is unmapped when no payload looks at it any more."""

@@ -50,6 +50,12 @@ def test_packing(tmp_path: Path) -> None:
     assert "ratio_shared_over_packed_float32" in line["figures"]
 
 
+def test_where_time_goes(tmp_path: Path) -> None:
+    line = smoke("where_time_goes", tmp_path, "--dtypes", "float32")
+    shares = {name: value for name, value in line["figures"].items() if name.startswith("share_training_float32")}
+    assert abs(sum(shares.values()) - 1) < 0.01 and shares["share_training_float32_matrix_products"] > 0
+
+
 def test_overhead_of_the_engine(tmp_path: Path) -> None:
     line = smoke("engine_overhead", tmp_path, "--only", "engine")
     assert bars(line) == {"engine_overhead"}
@@ -87,6 +93,16 @@ def test_grpo_vs_trl(tmp_path: Path) -> None:
     assert bars(line) == {"ratio_samples_per_s", "reward_gap"}
     for name in ("ratio_samples_per_s", "ratio_peak_memory", "reward_gap"):
         assert line[name] == line["figures"][name]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_weight_sync(tmp_path: Path) -> None:
+    line = smoke("weight_sync", tmp_path)
+    shares = {f"share_{who}_{name}" for who in ("proven", "wire") for name in ("beside_1", "split_2_1")}
+    delta = {"delta_fewer_bytes_split_2_1", "delta_over_scan_split_2_1"}
+    assert bars(line) == shares | delta | {"extra_buckets_beside_1", "extra_buckets_split_2_1"}
+    assert line["figures"]["delta_fewer_bytes_split_2_1"] > 5  # even of tensors that are small
 
 
 def test_without_trl_it_says_where_to_get_it(tmp_path: Path) -> None:

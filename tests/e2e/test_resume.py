@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from safetensors.torch import load_file
+from run_contents import assert_equal_tensors, ledger, said, state, weights
 from tiny_run import steps_of, train, write_run
 
 from meshrl.cli import main
@@ -27,7 +27,6 @@ from meshrl.config.task import RunSection
 from meshrl.core.errors import CheckpointError, DataError, MeshrlError
 from meshrl.loops import run
 from meshrl.loops.resume import choose_start
-from meshrl.monitor.rollout_log import read_rollouts
 from meshrl.train import checkpoint
 from meshrl.train.checkpoint_files import require_space, states
 
@@ -71,38 +70,9 @@ def undisturbed(config: Path) -> Path:
     return train_inline(config, "undisturbed", "loop.save_every_steps=1", "run.keep_checkpoints=100")
 
 
-def weights(folder: Path, step: int = NUM_STEPS) -> dict[str, torch.Tensor]:
-    return load_file(folder / "checkpoints" / f"step_{step:06d}" / "model" / "model.safetensors")
-
-
-def state(folder: Path, step: int = NUM_STEPS) -> dict[str, torch.Tensor]:
-    """The training state of a run with one rank, but for the generators, which nothing in a run draws from."""
-    tensors = load_file(folder / "checkpoints" / f"step_{step:06d}" / "state" / "rank_00000.safetensors")
-    return {name: tensor for name, tensor in tensors.items() if not name.startswith("rng.")}
-
-
-def ledger(folder: Path) -> list[Counter[int]]:
-    """For each step the prompts' ordinals, and how often each was answered."""
-    paths = sorted((folder / "rollouts").glob("step_*.jsonl"))
-    assert [path.name for path in paths] == [f"step_{i:06d}.jsonl" for i in range(len(paths))]
-    return [Counter(record.trajectory.prompt.ordinal for record in read_rollouts(path)) for path in paths]
-
-
-def said(folder: Path) -> list[Any]:
-    """Everything that was sampled, evaluations too."""
-    return [
-        (path.name, r.trajectory.id, t.output_ids.tolist(), t.logprobs.tolist(), t.versions.tolist())
-        for path in sorted((folder / "rollouts").glob("*.jsonl"))
-        for r in read_rollouts(path)
-        for t in r.trajectory.turns
-    ]
-
-
 def assert_same_run(folder: Path, other: Path, num_steps: int = NUM_STEPS, evals: bool = True) -> None:
-    for ours, theirs in ((weights(folder), weights(other)), (state(folder), state(other))):
-        assert ours.keys() == theirs.keys()
-        for name, tensor in ours.items():
-            assert torch.equal(tensor, theirs[name]), name
+    assert_equal_tensors(weights(folder, NUM_STEPS), weights(other, NUM_STEPS))
+    assert_equal_tensors(state(folder, NUM_STEPS), state(other, NUM_STEPS))
     assert ledger(folder) == [Counter({4 * step + i: 2 for i in range(4)}) for step in range(num_steps)]
     lines, others = steps_of(folder), steps_of(other)
     if not evals:
@@ -121,8 +91,7 @@ def test_two_ranks_go_on_to_the_bit_under_processes_and_one_rank_goes_on_from_th
     whole = train(config, "two", *two, "loop.num_steps=4", "loop.save_every_steps=2")
     half = train(config, "two_parts", *two, "loop.num_steps=2")
     train(config, "two_parts", *two, "loop.num_steps=4", "run.resume=auto")
-    for name, tensor in weights(whole, 4).items():
-        assert torch.equal(tensor, weights(half, 4)[name]), name
+    assert_equal_tensors(weights(whole, 4), weights(half, 4))
     training = [[s for s in steps_of(f) if "eval/mean_at_k" not in s] for f in (whole, half)]
     assert training[0] == training[1]
     one = train_inline(config, "one", "loop.num_steps=4", f"run.resume={whole / 'checkpoints' / 'step_000002'}")
@@ -170,9 +139,31 @@ def test_what_would_overwrite_a_run_is_refused(config, undisturbed):
     with pytest.raises(DataError, match="seed was 0, is 1"):
         train_inline(config, "other_seed", early, "run.seed=1")
     branch = train_inline(config, "branch", early)
-    for name, tensor in weights(branch).items():
-        assert torch.equal(tensor, weights(undisturbed)[name]), name
+    assert_equal_tensors(weights(branch, NUM_STEPS), weights(undisturbed, NUM_STEPS))
     assert len(steps_of(branch)) == len(steps_of(undisturbed)) - 3 - 2  # three steps, and the evaluations of 0 and 3
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_resume_that_is_refused_changes_nothing(config):
+    """P27: neither result.json and config.yaml nor what was written after the checkpoint, whatever refuses it."""
+    folder = train_inline(config, "refused", "loop.num_steps=2", "loop.save_every_steps=1")
+    (folder / "rollouts" / "step_000002.jsonl").write_text("")  # of a step that was not finished
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"schema": 1, "step": 2, "time": 0.0, "metrics": {}}) + "\n")
+    before = _files(folder)
+    for error, override in (
+        (DataError, "run.seed=1"),  # found when the data is there
+        (CheckpointError, "loop.num_steps=1"),  # before anything is loaded
+        (CheckpointError, "train.master_dtype=bfloat16"),  # by the trainer
+    ):
+        with pytest.raises(error):
+            train_inline(config, "refused", "run.resume=auto", override)
+        assert _files(folder) == before
+    train_inline(config, "refused", "run.resume=auto", "loop.num_steps=3")
+    assert len(ledger(folder)) == 3
 
 
 def test_a_damaged_checkpoint_ends_the_resume_and_names_the_file(config):
@@ -241,8 +232,8 @@ def test_supervised_training_goes_on_to_the_bit(tmp_path):
     whole = run_sft("whole", "sft.save_every_steps=2")
     assert [step for step, _ in states(whole / "checkpoints")] == [4, 6]
     branch = run_sft("branch", f"run.resume={whole / 'checkpoints' / 'step_000004'}")
-    for ours, theirs in ((weights(branch, 6), weights(whole, 6)), (state(branch, 6), state(whole, 6))):
-        assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+    assert_equal_tensors(weights(branch, 6), weights(whole, 6))
+    assert_equal_tensors(state(branch, 6), state(whole, 6))
     assert steps_of(branch) == steps_of(whole)[4:]
     curves = [json.loads((f / "result.json").read_text())["loss_curve"] for f in (whole, branch)]
     assert curves[0] == curves[1] and len(curves[0]) == 6
@@ -333,8 +324,7 @@ def test_thirty_kills_change_nothing(config, executor):
         whole = train(config, f"whole_{executor}", *layout)
     killed(config, f"killed_{executor}", 15, 11, 1.0, *layout)
     other = whole.with_name(f"killed_{executor}")
-    for name, tensor in weights(whole, 24).items():
-        assert torch.equal(tensor, weights(other, 24)[name]), name
+    assert_equal_tensors(weights(whole, 24), weights(other, 24))
     assert ledger(other) == [Counter({4 * step + i: 2 for i in range(4)}) for step in range(24)]
     assert repr(steps_of(other)) == repr(steps_of(whole))
 

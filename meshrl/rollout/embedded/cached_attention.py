@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from meshrl.model.attention import How, PackedAttention, visible
-from meshrl.rollout.embedded.kv_cache import STARTS, KVStore, Tiles, Write, plan_writes, rows_of_tiles
+from meshrl.rollout.embedded.kv_cache import STARTS, KVStore, Write, plan_writes, rows_of_tiles
 
 
 class PrefillAttention(PackedAttention):
@@ -44,45 +44,47 @@ class DecodeAttention:
         ]
         self.writes = plan_writes(np.arange(len(lengths)), lengths - 1, device)
         self._lengths = torch.from_numpy(lengths).to(device)[:, None]
-        self._biases: dict[int | None, torch.Tensor] = {}
+        self._biases: dict[tuple[int | None, int], list[torch.Tensor]] = {}
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: How) -> torch.Tensor:
         self.store.write(layer, k, v, self.writes)
         num_rows, heads, size = q.shape
         kv_heads = k.shape[1]
-        tiles = self.store.layers[layer]
-        held = tiles[0][0].dtype
+        tiles = [self.store.read(layer, t, rows) for t, (rows, _) in enumerate(self.tiles)]
+        held = tiles[0][1].dtype
         q = q.to(held).reshape(num_rows * kv_heads, -1, size)  # query heads of one key head share a product
-        scores = self._scores(q, tiles, kv_heads).view(num_rows, heads, -1)
-        if how.softcap is not None:
-            scores = torch.tanh(scores.float() * (how.scale / how.softcap))
-        bias = self._bias(how.window, q.dtype)
-        scores = torch.add(bias, scores, alpha=how.scale if how.softcap is None else how.softcap)
-        probs = torch.softmax(scores, dim=-1).to(held).view(num_rows * kv_heads, heads // kv_heads, -1)
-        out = probs.new_zeros(num_rows * kv_heads, heads // kv_heads, v.shape[2])
-        for (_, values), (rows, columns) in zip(tiles, self.tiles, strict=False):
+        scores = self._scores(q, [keys for keys, _ in tiles], kv_heads, how)
+        probs = torch.softmax(scores, dim=-1, dtype=torch.promote_types(held, torch.float32)).to(held)
+        out = torch.bmm(probs[:, :, self.tiles[0][1]], tiles[0][1])  # every row has a place in the first tile
+        for (_, values), (rows, columns) in zip(tiles[1:], self.tiles[1:], strict=True):
             part = slice(rows * kv_heads)
-            out[part].baddbmm_(probs[part, :, columns], values[:rows].flatten(0, 1))
+            out[part].baddbmm_(probs[part, :, columns], values)
         return out.to(v.dtype).view(num_rows, heads, -1)
 
-    def _scores(self, q: torch.Tensor, tiles: Tiles, kv_heads: int) -> torch.Tensor:
-        """q.k of every row with every place of the tiles [N * K, H / K, C]; any number where a tile lacks the row."""
-        products = [
-            torch.bmm(q[: rows * kv_heads], keys[:rows].flatten(0, 1).transpose(1, 2))
-            for (keys, _), (rows, _) in zip(tiles, self.tiles, strict=False)
-        ]
-        if any(len(p) < len(q) for p in products):
-            products = [F.pad(p, (0, 0, 0, 0, 0, len(q) - len(p))) for p in products]
-        return products[0] if len(products) == 1 else torch.cat(products, dim=-1)
+    def _scores(self, q: torch.Tensor, tiles: list[torch.Tensor], kv_heads: int, how: How) -> torch.Tensor:
+        """How much each row looks at each place of the tiles [N * K, H / K, C], -inf where it may not."""
+        scores = []
+        for keys, bias in zip(tiles, self._bias(how.window, kv_heads, q.dtype), strict=True):
+            part = q if len(keys) == len(q) else q[: len(keys)]
+            if how.softcap is None:
+                scores.append(torch.baddbmm(bias, part, keys, alpha=how.scale))
+            else:
+                capped = torch.tanh(torch.bmm(part, keys).float() * (how.scale / how.softcap))
+                scores.append(capped.mul_(how.softcap).add_(bias))
+        if any(len(s) < len(q) for s in scores):
+            scores = [F.pad(s, (0, 0, 0, 0, 0, len(q) - len(s)), value=-torch.inf) for s in scores]
+        return scores[0] if len(scores) == 1 else torch.cat(scores, dim=-1)
 
-    def _bias(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """[N, 1, C]: 0 where the new token may look, -inf elsewhere; made once a step for each window."""
-        if window not in self._biases:
+    def _bias(self, window: int | None, kv_heads: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """For each tile [its rows * K, 1, W]: 0 where the new token may look, -inf elsewhere; made once a step for
+        each window."""
+        if (window, kv_heads) not in self._biases:
             places = torch.arange(self.tiles[-1][1].stop, device=self._lengths.device)
             seen = visible(self._lengths - 1, places, window)
-            bias = torch.zeros(seen.shape, dtype=torch.promote_types(torch.float32, dtype), device=places.device)
-            self._biases[window] = bias.masked_fill_(~seen, -torch.inf)
-        return self._biases[window]
+            bias = torch.zeros(seen.shape, dtype=dtype, device=places.device).masked_fill_(~seen, -torch.inf)
+            bias = bias.expand(-1, kv_heads, -1).reshape(len(bias) * kv_heads, 1, -1)
+            self._biases[window, kv_heads] = [bias[: rows * kv_heads, :, columns] for rows, columns in self.tiles]
+        return self._biases[window, kv_heads]
 
 
 class StepAttention:

@@ -94,7 +94,12 @@ class EmbeddedEngine:
         if lean is not None:
             lean.fuse()
         self.capabilities = Capabilities(
-            release=True, in_flight=True, resident_digest=True, score=True, exact=dtype == torch.float32
+            release=True,
+            in_flight=True,
+            resident_digest=True,
+            score=True,
+            exact=dtype == torch.float32,
+            continues_exactly=True,
         )
         self.engine_id, self.max_context_tokens = engine_id, max_context_tokens
         self._stop_token_ids, self._vocab_size, self._device = stop_token_ids, model.vocab_size, device
@@ -304,6 +309,11 @@ class EmbeddedEngine:
     async def reconcile(self, layout: Layout) -> None:
         """Compare the layout with the model's own parameters, both ways. Raises UnloadedParamsError."""
         self._weights.reconcile(layout)
+
+    def targets(self) -> dict[str, torch.Tensor]:
+        """The tensors that the next sync has to fill, by the names that are sent: a trainer in this process may write
+        them itself between begin and commit (`ShardSender.in_place`)."""
+        return self._weights.targets()
 
     async def begin(self, header: SyncHeader) -> None:
         """Hold all requests, drop every cache (P17), and take this version's buckets."""

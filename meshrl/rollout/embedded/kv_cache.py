@@ -61,7 +61,7 @@ def plan_writes(
 ) -> list[Write]:
     """Token i (or token source[i]) goes to (rows[i], places[i]): the same for every layer, so planned once a step."""
     tiles = np.searchsorted(STARTS, places, side="right") - 1
-    used = np.unique(tiles)
+    used = np.flatnonzero(np.bincount(tiles))
     writes = []
     for tile in used:
         pick = np.flatnonzero(tiles == tile)
@@ -114,6 +114,10 @@ class KVStore:
 
     def __init__(self) -> None:
         self.layers: dict[int, Tiles] = {}
+        # Views of the tiles by (layer, tile), made once rather than at every token: for reading, with their number of
+        # rows, and for writing. They go when their tile does.
+        self._reads: dict[tuple[int, int], tuple[int, torch.Tensor, torch.Tensor]] = {}
+        self._places: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -122,10 +126,23 @@ class KVStore:
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, writes: Sequence[Write]) -> None:
         """Put k [T, heads, D] and v [T, heads, Dv] where the plan says."""
         for w in writes:
-            place = (w.index(k.shape[1]),)
-            for tile, x in zip(self._tile(layer, w.tile, w.num_rows, k, v), (k, v), strict=True):
+            tiles = self._tile(layer, w.tile, w.num_rows, k, v)
+            if (layer, w.tile) not in self._places:
+                self._places[layer, w.tile] = tiles[0].view(-1, k.shape[2]), tiles[1].view(-1, v.shape[2])
+            index = (w.index(k.shape[1]),)
+            for places, x in zip(self._places[layer, w.tile], (k, v), strict=True):
                 x = x if w.source is None else x.index_select(0, w.source)
-                tile.view(-1, x.shape[2]).index_put_(place, x.to(tile.dtype))
+                places.index_put_(index, x.to(places.dtype))
+
+    def read(self, layer: int, tile: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The leading rows of a tile as matrix products take them: keys [num_rows * heads, D, W], values
+        [num_rows * heads, W, Dv]."""
+        known = self._reads.get((layer, tile))
+        if known is None or known[0] != num_rows:
+            keys, values = self.layers[layer][tile]
+            known = num_rows, keys[:num_rows].flatten(0, 1).transpose(1, 2), values[:num_rows].flatten(0, 1)
+            self._reads[layer, tile] = known
+        return known[1], known[2]
 
     def copy_rows(self, other: KVStore, pairs: Sequence[tuple[int, int, int]], device: torch.device) -> None:
         """Copy rows of another store; pairs: (row here, row there, length)."""
@@ -156,6 +173,8 @@ class KVStore:
     def clear(self) -> None:
         """Give the memory back."""
         self.layers = {}
+        self._reads.clear()
+        self._places.clear()
 
     def _tile(
         self, layer: int, index: int, num_rows: int, k: torch.Tensor, v: torch.Tensor
@@ -167,6 +186,8 @@ class KVStore:
             tiles.append((_empty(k, width), _empty(v, width)))
         if tiles[index][0].shape[0] < num_rows:
             tiles[index] = (_grown(tiles[index][0], num_rows), _grown(tiles[index][1], num_rows))
+            self._reads.pop((layer, index), None)
+            self._places.pop((layer, index), None)
         return tiles[index]
 
 

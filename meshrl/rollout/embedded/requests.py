@@ -2,70 +2,18 @@
 
 from __future__ import annotations
 
-import math
-
-import numpy as np
-
-from meshrl.core.errors import CapabilityError, RequestError
-from meshrl.core.types import Request, SamplingParams, StopReason
+from meshrl.core.errors import CapabilityError
+from meshrl.core.types import Request
+from meshrl.rollout.accept import bounds_of
 from meshrl.rollout.embedded.sampler import topk_of
 from meshrl.rollout.embedded.scheduler import Sequence
 
 
 def accept(request: Request, stop_token_ids: tuple[int, ...], max_context_tokens: int, vocab_size: int) -> Sequence:
-    """A request as the scheduler wants it.
-
-    It ends at the engine's stop ids (unless ignore_eos) and at its own, at max_new_tokens ("length"), or where
-    max_context_tokens leaves no room ("context").
-    Raises: RequestError, CapabilityError.
-    """
-    context, prefix = np.asarray(request.context_ids), np.asarray([])
-    if request.prefix_output is not None:
-        prefix = np.asarray(request.prefix_output)
-    _check_ids(request, "context_ids", context, vocab_size)
-    _check_ids(request, "prefix_output", prefix, vocab_size)
-    if not len(context):
-        raise RequestError(f"request {request.id}: context_ids is empty; the model needs one token to go on from")
-    if request.max_new_tokens <= len(prefix):
-        raise RequestError(
-            f"request {request.id}: max_new_tokens is {request.max_new_tokens} and prefix_output already has "
-            f"{len(prefix)} tokens; max_new_tokens counts the whole output, so it must be larger"
-        )
-    room = max_context_tokens - len(context) - len(prefix)
-    if room < 1:
-        raise RequestError(
-            f"request {request.id}: {len(context)} context + {len(prefix)} prefix tokens can never fit; this engine "
-            f"holds {max_context_tokens} tokens a request, one of them new. Shorten the context, or raise "
-            "rollout.max_context_tokens if the model allows"
-        )
-    _check_sampling(request.id, request.sampling)
+    """A request as the scheduler wants it. Raises: RequestError, CapabilityError."""
+    bounds = bounds_of(request, stop_token_ids, max_context_tokens, vocab_size)
     _check_capabilities(request)
-    wanted = request.max_new_tokens - len(prefix)
-    own_stops = request.sampling.stop_token_ids
-    stop_ids = frozenset(own_stops if request.sampling.ignore_eos else (*stop_token_ids, *own_stops))
-    reason: StopReason = "length" if wanted <= room else "context"
-    return Sequence(request=request, stop_ids=stop_ids, limit=min(wanted, room), limit_reason=reason)
-
-
-def _check_ids(request: Request, name: str, ids: np.ndarray, vocab_size: int) -> None:
-    if ids.ndim != 1 or (len(ids) and not (ids.min() >= 0 and ids.max() < vocab_size)):
-        raise RequestError(
-            f"request {request.id}: {name} must be one row of ids from 0 to {vocab_size - 1}; it has shape "
-            f"{list(ids.shape)}" + (f" and ids from {ids.min()} to {ids.max()}" if ids.size else "")
-        )
-
-
-def _check_sampling(request_id: str, p: SamplingParams) -> None:
-    limits = {
-        "temperature": (p.temperature, "0 (greedy) or more", 0 <= p.temperature < math.inf),
-        "top_p": (p.top_p, "above 0, at most 1", 0 < p.top_p <= 1),
-        "top_k": (p.top_k, "0 (off) or more", p.top_k >= 0),
-        "min_p": (p.min_p, "from 0 to below 1", 0 <= p.min_p < 1),
-        "repetition_penalty": (p.repetition_penalty, "above 0", 0 < p.repetition_penalty < math.inf),
-    }
-    for name, (value, allowed, fits) in limits.items():
-        if not fits:
-            raise RequestError(f"request {request_id}: sampling.{name} is {value}; allowed: {allowed}")
+    return Sequence(request=request, stop_ids=bounds.stop_ids, limit=bounds.limit, limit_reason=bounds.limit_reason)
 
 
 def _check_capabilities(request: Request) -> None:

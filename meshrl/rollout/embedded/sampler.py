@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from meshrl.core.types import Request, SamplingParams
 
+_ALMOST_ONE = 1 - 2.0**-53  # a positive fp64 number times this is the number next below it
 BLOCK = 128  # tokens whose weights are summed before the fp64 cumulative sum: it reads [N, V] once, in fp32
 
 History = Callable[[int], np.ndarray]
@@ -110,18 +111,18 @@ def inverse_cdf(weights: torch.Tensor, ends: torch.Tensor, u: torch.Tensor) -> t
     first sum ABOVE the target, and targets stay below the last sum, so a token of weight 0 can't be the answer,
     whatever the rounding. Rows of NaN give some valid id, and a NaN logprob for the caller to see.
     """
-    num_rows, vocab = weights.shape
     target = _below(u * ends[:, -1], ends[:, -1])
     block = torch.searchsorted(ends, target[:, None], right=True).clamp_(max=ends.shape[1] - 1)
-    before = torch.where(block > 0, ends.gather(1, (block - 1).clamp_(min=0)), 0.0)[:, 0]
-    inside = _blocks(weights)[torch.arange(num_rows, device=u.device), block[:, 0]].double().cumsum(-1)
+    before = F.pad(ends, (1, 0)).gather(1, block)[:, 0]
+    first = torch.arange(0, ends.numel(), ends.shape[1], device=u.device)  # block of each row, all rows end to end
+    inside = _blocks(weights).flatten(0, 1).index_select(0, first + block[:, 0]).double().cumsum(-1)
     target = _below((target - before).clamp_(min=0), inside[:, -1])
     place = torch.searchsorted(inside, target[:, None], right=True).clamp_(max=BLOCK - 1)
-    return (block * BLOCK + place)[:, 0].clamp_(max=vocab - 1)
+    return (block * BLOCK + place)[:, 0].clamp_(max=weights.shape[1] - 1)
 
 
 def _below(x: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
-    return torch.minimum(x, torch.nextafter(bound, torch.zeros_like(bound)))
+    return torch.minimum(x, bound * _ALMOST_ONE)
 
 
 def _filtered(logits: torch.Tensor, p: SamplingParams, history: History, row: int) -> torch.Tensor:

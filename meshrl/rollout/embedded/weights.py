@@ -51,6 +51,9 @@ class EngineWeights:
         reconcile(layout, describe(held), tied_names(self.lm))
         self._receiver = ReceiverState(layout, held, name=self.name)
 
+    def targets(self) -> dict[str, torch.Tensor]:
+        return self._state().targets()
+
     def begin(self, header: SyncHeader) -> None:
         self._trusted = self._syncing = None
         self._as_loaded = False

@@ -12,6 +12,7 @@ from meshrl.core.errors import ConfigError
 
 KNOWN = {"reward": {"math_answer", "format"}, "agent": {"single_turn", "multi_turn"}}
 REPLICAS = "train.mesh.dp_replicate=2"
+VLLM = "rollout.engine=vllm rollout.vllm.python=python3"  # a Python there is, so that nothing else is wrong
 
 # (overrides of a config that is right, words that the error must contain)
 BAD: list[tuple[str, list[str]]] = [
@@ -61,8 +62,7 @@ BAD: list[tuple[str, list[str]]] = [
     ("reward.terms={a: 1}", ["reward.terms.a", "section", "kind"]),
     ("reward.terms.x.weight=1 reward.terms.answer.kind=format", ["reward.terms.x.kind", "required"]),
     # canonical keys whose mechanism does not exist
-    ("rollout.engine=vllm", ["rollout.engine = vllm", "Use embedded"]),
-    ("rollout.engine=sglang", ["Use embedded"]),
+    ("rollout.engine=sglang", ["SGLang is not installed here", "rollout.sglang.url"]),
     ("rollout.mesh.infer_tp=4", ["Use 1"]),
     ("rollout.tensor_model_parallel_size=4", ["Use 1"]),
     ("rollout.pipeline_model_parallel_size=2", ["Use 1"]),
@@ -75,6 +75,30 @@ BAD: list[tuple[str, list[str]]] = [
     ("model.lora=on", ["model.lora.enabled = true", "adapters", "Use false"]),
     ("model.vision=freeze", ["text models only", "Use shard"]),
     ("model.dtype=float16", ["loss scaling", "Use bfloat16 or float32"]),
+    # an engine of its own
+    ("rollout.engine=vllm rollout.vllm.python=no/python", ["rollout.vllm.python = no/python", "no such program"]),
+    (f"{VLLM} rollout.vllm.args=[--model=x]", ["--model is set by meshrl itself"]),
+    (f"{VLLM} rollout.vllm.args=[--logprobs_mode,raw]", ["--logprobs-mode is set by meshrl itself"]),
+    (f"{VLLM} rollout.mesh.infer_tp=3", ["2 ranks can't be split into replicas of 3 ranks"]),
+    (f"{VLLM} rollout.mesh.infer_tp=2 rollout.mesh.dp=2", ["rollout.mesh.dp = 2", "1 replica"]),
+    ("rollout.vllm.python=python3", ["no effect", "rollout.engine is embedded"]),
+    ("rollout.vllm.args=[--enforce-eager]", ["no effect", "rollout.engine is embedded"]),
+    ("rollout.vllm.kv_cache_bytes=1000", ["no effect", "rollout.engine is embedded"]),
+    ("rollout.vllm.gpu_memory_utilization=0.9", ["no effect", "rollout.engine is embedded"]),
+    ("rollout.vllm.start_deadline_s=60", ["no effect", "rollout.engine is embedded"]),
+    ("rollout.sglang.url=http://h:1", ["no effect", "rollout.engine is embedded"]),
+    ("rollout.sglang.api_key_env=KEY", ["no effect", "rollout.engine is embedded"]),
+    ("rollout.sglang.python=python3", ["no effect", "rollout.engine is embedded"]),
+    ("rollout.sglang.args=[--disable-radix-cache]", ["no effect", "rollout.engine is embedded"]),
+    ("rollout.sglang.deterministic=false", ["no effect", "rollout.engine is embedded"]),
+    ("rollout.sglang.mem_fraction_static=0.9", ["no effect", "rollout.engine is embedded"]),
+    ("rollout.sglang.start_deadline_s=60", ["no effect", "rollout.engine is embedded"]),
+    ("rollout.endpoint.url=http://h:1", ["no effect", "rollout.engine is embedded"]),
+    ("rollout.endpoint.model=m", ["no effect", "rollout.engine is embedded"]),
+    ("rollout.endpoint.api_key_env=KEY", ["no effect", "rollout.engine is embedded"]),
+    ("rollout.endpoint.weights=files", ["no effect", "rollout.engine is embedded"]),
+    ("rollout.endpoint.reload_url=http://h:1/r", ["no effect", "rollout.engine is embedded"]),
+    ("rollout.endpoint.folder=/tmp", ["no effect", "rollout.engine is embedded"]),
     # where a run goes on
     ("run.resume=auto", ["run.name = auto", "Give the run a name"]),
     ("run.resume=nowhere", ["allowed: never, auto, or a checkpoint's folder", "nowhere"]),
@@ -101,6 +125,14 @@ BAD: list[tuple[str, list[str]]] = [
     ("cluster.address=10.0.0.1:6379", ["no effect", "cluster.executor is processes"]),
     ("cluster.executor=inline", ["num_train_ranks must be 1"]),
     ("cluster.executor=inline cluster.num_train_ranks=1 cluster.num_rollout_ranks=1", ["num_rollout_ranks must be 0"]),
+    (
+        "cluster.executor=inline cluster.num_train_ranks=1 cluster.max_restarts=0",
+        ["no effect", "cluster.executor is inline"],
+    ),
+    (
+        "cluster.executor=inline cluster.num_train_ranks=1 cluster.deadlines.load=9",
+        ["cluster.deadlines.load = 9", "cluster.executor is inline"],
+    ),
     ("loop.samples_per_prompt=1", ["grpo", "group of one"]),
     ("loop.samples_per_prompt=1 algo.advantage=rloo", ["rloo", "group of one"]),
     ("loop.samples_per_prompt=1 algo.advantage=dr_grpo", ["dr_grpo", "group of one"]),
@@ -202,6 +234,7 @@ SFT_BAD: list[tuple[str, list[str]]] = [
     ("loop.num_steps=3", ["loop", "`meshrl train`'s"]),
     ("train.updates_per_step=2", ["no effect", "SFT"]),
     ("cluster.num_rollout_ranks=1", ["no effect", "SFT"]),
+    ("cluster.deadlines.sync=9", ["no effect", "SFT has no such phase"]),
     ("train.scheduler.warmup_steps=40", ["40 optimizer steps", "sft.num_steps"]),
     ("sft.max_row_tokens=4096", ["4096 tokens", "positions for 2048"]),
     ("sft.messages=chat", ["no column 'chat'", "'messages'"]),
@@ -250,7 +283,7 @@ def test_a_bad_file_is_refused_with_its_place(write, good: Path, text: str, word
 
 
 def test_a_file_that_is_missing_a_folder_or_no_text_is_refused(good: Path, tmp_path: Path):
-    assert "does not exist" in _words(tmp_path / "no.yaml", [])
+    assert "no such file" in _words(tmp_path / "no.yaml", [])
     assert "is a folder" in _words(tmp_path, [])
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     assert "UTF-8" in _words(tmp_path / "binary.yaml", [])
@@ -266,13 +299,13 @@ def test_everything_wrong_is_shown_at_once_with_file_line_and_command_line(write
     path = write(
         "base: run.yaml\nalgo:\n  advantge: grpo\n  kl: {coef: -1}\nloop:\n  samples_per_prompt: 1\n", "bad.yaml"
     )
-    message = _words(path, ["train.optimizer.lr=slow", "rollout.engine=vllm", "data.path=gone.jsonl"])
+    message = _words(path, ["train.optimizer.lr=slow", "model.vision=freeze", "data.path=gone.jsonl"])
     assert "6 problems" in message
     for words in (
         "algo.advantge = grpo [bad.yaml:3] unknown key. Nearest: algo.advantage",
         "algo.kl.coef = -1 [bad.yaml:4] allowed: number >= 0",
         "train.optimizer.lr = slow [command line] allowed: number > 0",
-        "rollout.engine = vllm [command line] not possible",
+        "model.vision = freeze [command line] not possible",
         "loop.samples_per_prompt = 1 [bad.yaml:6] algo.advantage = grpo [default]",
         "data.path = gone.jsonl [command line] no such file",
     ):

@@ -45,7 +45,7 @@ def serve(pipe, name, num_slots, slot_bytes, layout, dies_at):
         method, argument = pipe.recv()
         if method == "stop":
             return
-        if isinstance(argument, BucketRef) and argument.index == dies_at and state._header.version == 2:
+        if isinstance(argument, BucketRef) and argument.index == dies_at and state._expected.version == 2:
             os._exit(9)
         try:
             if method == "receive":

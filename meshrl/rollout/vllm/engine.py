@@ -1,0 +1,216 @@
+"""The vLLM engine: a client of one vLLM server that is a child of this process, with the weights of a trainer.
+
+Ids go in and come out; nothing is tokenized. Logprobs are those of the distribution that was sampled from, temperature
+applied (`--logprobs-mode processed_logprobs`, P2).
+
+Weights that change under running requests (pause "keep", sync, resume): vLLM drops their keys and values with its
+prefix cache and computes them again, so every logprob is exactly that of the version beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshrl.core.errors import CapabilityError, StaleWeightsError, SyncError
+from meshrl.core.types import Media, Request, Turn
+from meshrl.rollout.accept import Bounds, bounds_of
+from meshrl.rollout.base import Capabilities, EngineStats, PauseMode
+from meshrl.rollout.foreign.desk import Desk, ended_unsent, watched
+from meshrl.rollout.foreign.weights import RemoteWeights
+from meshrl.rollout.http import HttpClient
+from meshrl.rollout.server import ServerProcess
+from meshrl.rollout.vllm.requests import Answer, body_of, check_capabilities
+from meshrl.sync.manifest import Ack, Layout, SyncHeader
+from meshrl.sync.receive import Bucket
+
+PARTS = ("weights", "kv_cache", "graphs")
+_CONTROL_S = 600.0  # for one command; the run's phases have deadlines of their own, which come first
+_ID_PREFIX = "generate-tokens-"  # vLLM puts it before the ids of its token endpoint
+
+
+class VllmEngine:
+    """rollout.base.RolloutEngine over a vLLM server.
+
+    Consumes requests as they come; each is a stream of the server. What holds them back (a pause, a sync) closes a gate
+    in this process; `resume`, `commit` and `cancel` open it. The server's end raises EngineFailure in all of them.
+    """
+
+    def __init__(
+        self,
+        server: ServerProcess,
+        socket: Path,
+        *,
+        stop_token_ids: tuple[int, ...],
+        max_context_tokens: int,
+        max_running: int,
+        vocab_size: int,
+        capabilities: Capabilities,
+        owns_server: bool = True,
+    ):
+        """socket: that the server listens on. owns_server: `close` ends it."""
+        self.capabilities = capabilities
+        self.engine_id, self.max_context_tokens = server.name, max_context_tokens
+        self._server, self._owns_server = server, owns_server
+        self._stop_token_ids, self._vocab_size, self._max_running = stop_token_ids, vocab_size, max_running
+        self._http = HttpClient(server.name, socket=socket)
+        self._weights = RemoteWeights(self._call_workers, server.name)
+        self._trusted = -1
+        self._desk = Desk(server.name)
+        self._pause: PauseMode | None = None
+        self._totals = EngineStats()
+
+    # ---- generation
+
+    async def generate(self, request: Request) -> Turn:
+        """Sample one turn. Waits while paused or while a sync is open."""
+        self._desk.accept(request, self._weights.expected)
+        check_capabilities(request)
+        bounds = bounds_of(request, self._stop_token_ids, self.max_context_tokens, self._vocab_size)
+        if not await self._desk.let_in(request.id):
+            return ended_unsent(request, self.engine_id)
+        with self._desk.sending(request.id):
+            return await self._sample(request, bounds)
+
+    async def _sample(self, request: Request, bounds: Bounds) -> Turn:
+        answer = Answer(request, bounds, self._trusted)
+        async with watched(self._server):
+            async for event in self._http.stream("/inference/v1/generate", body_of(request, bounds)):
+                self._totals.decode_tokens += answer.take(event)
+        turn = answer.turn(self.engine_id)
+        self._totals.prefill_tokens += len(request.context_ids) - turn.times.cached_tokens
+        self._totals.prefill_s += turn.times.prefill_s
+        self._totals.decode_s += turn.times.decode_s
+        return turn
+
+    async def score(self, ids: np.ndarray, media: dict[str, Media] | None = None) -> np.ndarray:
+        """Teacher-forced logprobs at temperature 1, float32[T], from no cache at all; index 0 is 0.
+
+        vLLM samples a token with it, so a row may have max_context_tokens - 1 ids at most.
+        """
+        if media:
+            raise CapabilityError("score() was given media; the vLLM engine takes text only")
+        if self._weights.version < 0:
+            raise StaleWeightsError(f"{self.engine_id} has no usable weights to score with; sync weights first")
+        row = np.asarray(ids)
+        bounds_of(Request(id="score", context_ids=row), (), self.max_context_tokens, self._vocab_size)
+        sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
+        answer = await self._post("/inference/v1/generate", {"token_ids": row.tolist(), "sampling_params": sampling})
+        scores = np.zeros(len(row), np.float32)
+        for place, entry in enumerate(answer["prompt_logprobs"]):
+            if entry is not None:
+                scores[place] = min(entry[str(row[place])]["logprob"], 0.0)
+        return scores
+
+    async def abort(self, ids: Sequence[str] | None = None) -> int:
+        """End these requests (None = all), sent or not; returns how many there were."""
+        return await self._desk.end(ids, self._abort_sent)
+
+    async def _abort_sent(self, ids: list[str]) -> None:
+        await self._post("/abort_requests", {"request_ids": [_ID_PREFIX + name for name in ids]})
+
+    async def pause(self, mode: PauseMode = "wait") -> None:
+        """Stop: wait = who runs finishes first, abort = all return now, keep = all stay in place."""
+        self._pause = mode
+        self._desk.shut()
+        if mode == "abort":
+            await self.abort()
+        elif mode == "keep":
+            await self._hold()
+        else:
+            await self._desk.drained()
+
+    async def resume(self) -> None:
+        self._pause = None
+        await self._go_on()
+
+    async def _hold(self) -> None:
+        """Nothing is computed from here on; who runs stays in place, with its cache."""
+        await self._post("/pause", params={"mode": "keep", "clear_cache": False})
+
+    async def _go_on(self) -> None:
+        """Let the server step and requests in, unless something else still holds them."""
+        if self._pause is None and self._weights.expected == self._weights.version:
+            await self._post("/resume")
+            self._desk.open()
+
+    # ---- weights
+
+    def trust_loaded_weights(self, version: int = 0) -> None:
+        """Sample with the weights that were loaded from the folder, as this version, until a sync begins."""
+        self._weights.trust(version)
+        self._trusted = version
+
+    async def reconcile(self, layout: Layout) -> None:
+        """Compare the layout with what vLLM's loader does with it, both ways. Raises: UnloadedParamsError."""
+        await self._weights.reconcile(layout)
+
+    async def begin(self, header: SyncHeader) -> None:
+        """Hold all requests, drop every cache (P17), and take this version's buckets."""
+        self._desk.shut()
+        await self._hold()
+        await self._weights.begin(header)
+        reset = await self._post("/reset_prefix_cache", params={"reset_running_requests": True})
+        if not reset["success"]:
+            raise SyncError(f"{self.engine_id}: vLLM could not drop its prefix cache, which belongs to the old weights")
+
+    async def receive(self, bucket: Bucket) -> None:
+        await self._weights.receive(bucket)
+
+    async def commit(self) -> Ack:
+        """Read every parameter back, make the version visible, go on."""
+        ack = await self._weights.commit()
+        await self._post("/update_weight_version", {"new_version": str(ack.version)})
+        await self._go_on()
+        return ack
+
+    async def cancel(self) -> None:
+        """The weights are a mixture now: all requests return what they have (abort), and none is taken until the
+        next full sync."""
+        await self._weights.cancel()
+        await self.abort()
+        await self._go_on()
+
+    # ---- memory and the rest
+
+    async def release(self, parts: set[str]) -> int:
+        raise CapabilityError(
+            f"release({sorted(parts)}): {self.engine_id} can't lend its memory (capabilities.release)"
+        )
+
+    async def restore(self, parts: set[str]) -> int:
+        raise CapabilityError(f"restore({sorted(parts)}): {self.engine_id} has lent nothing (capabilities.release)")
+
+    def stats(self) -> EngineStats:
+        """As this client knows it: what waits in the server's own queue counts as running."""
+        return EngineStats(
+            running=self._desk.num_sent,
+            waiting=self._desk.num_waiting,
+            free_slots=max(0, self._max_running - self._desk.num_sent),
+            prefill_tokens=self._totals.prefill_tokens,
+            decode_tokens=self._totals.decode_tokens,
+            prefill_s=self._totals.prefill_s,
+            decode_s=self._totals.decode_s,
+            version=self._weights.version,
+        )
+
+    async def close(self) -> None:
+        """End all requests (abort) and the server."""
+        self._desk.closed = True
+        if not self._server.has_ended():
+            await self.abort()
+        await self._http.close()
+        self._weights.close()
+        if self._owns_server:
+            self._server.close()
+
+    async def _call_workers(self, method: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+        answer = await self._post("/collective_rpc", {"method": method, "kwargs": arguments})
+        return list(answer["results"])
+
+    async def _post(self, path: str, body: Any = None, params: dict[str, Any] | None = None) -> Any:
+        async with watched(self._server):
+            return await self._http.post(path, body, params, timeout_s=_CONTROL_S)

@@ -1,0 +1,58 @@
+"""`meshrl train` with a stand-in for SGLang's server as the sampler, and as an endpoint that loads folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+from sglang_servers import KEY, launcher_in, serving
+from tiny_run import steps_of, train, write_run
+from transformers import AutoModelForCausalLM
+
+SPLIT = ("cluster.num_train_ranks=2", "cluster.num_rollout_ranks=1")
+
+pytestmark = pytest.mark.timeout(400)
+
+
+def servers_of(folder: Path) -> list[str]:
+    """Command lines of the servers below this process that hold a model of this folder."""
+    lines = [" ".join(process.cmdline()) for process in psutil.Process().children(recursive=True)]
+    return [line for line in lines if "sglang.launch_server" in line and str(folder) in line]
+
+
+def test_a_run_samples_with_its_own_server_and_proves_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """P15: started by SGLang's command line; the trainer's own forward of what was sampled agrees at each version."""
+    config, folder = write_run(tmp_path), tmp_path / "launcher"
+    with launcher_in(folder):
+        monkeypatch.syspath_prepend(folder)
+        steps = steps_of(train(config, "sglang", *SPLIT, "rollout.engine=sglang", "rollout.max_running_requests=16"))
+    assert len(steps) == 2
+    for step in steps:
+        assert step["sync/proven_wire"] == step["sync/proven_resident"] == 1
+        assert step["proof/logprob_abs_diff_mean"] < 1e-4
+    assert servers_of(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_a_run_samples_from_an_endpoint_that_loads_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What such a server computes with can't be read back: the re-score alone stands for it, and the run says so."""
+    config = write_run(tmp_path)
+    monkeypatch.setenv("KEY_OF_THE_SERVER", KEY)
+    lm = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="float32")
+    with serving(lm, tmp_path / "server") as url:
+        steps = steps_of(
+            train(
+                config,
+                "endpoint",
+                *SPLIT,
+                "rollout.engine=endpoint",
+                f"rollout.endpoint.url={url}",
+                "rollout.endpoint.api_key_env=KEY_OF_THE_SERVER",
+                "rollout.endpoint.weights=files",
+            )
+        )
+    assert len(steps) == 2
+    for step in steps:
+        assert step["sync/proven_wire"] == 1 and step["sync/proven_resident"] == 0
+        assert step["proof/logprob_abs_diff_mean"] < 1e-4

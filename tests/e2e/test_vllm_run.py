@@ -1,0 +1,85 @@
+"""`meshrl train` with vLLM as the sampler: split, colocated, and with a server that is killed."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from tiny_models import tiny_qwen2
+from tiny_run import steps_of, train, write_run
+from tiny_tokenizers import tiny_tokenizer
+from vllm_servers import MISSING, MODEL
+
+pytestmark = [pytest.mark.skipif(bool(MISSING), reason=MISSING), pytest.mark.timeout(600)]
+
+VLLM = (
+    "rollout.engine=vllm",
+    "rollout.vllm.kv_cache_bytes=33554432",
+    "rollout.max_running_requests=16",
+    "rollout.vllm.args=[--enforce-eager]",
+)
+ALONE = (f"rollout.vllm.python={sys.executable}",)
+PARALLEL = ("cluster.num_train_ranks=2", "rollout.mesh.infer_tp=2")
+SPLIT = ("cluster.num_train_ranks=2", "cluster.num_rollout_ranks=1")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = write_run(tmp_path)
+    shape = {name: value for name, value in MODEL.items() if name != "tie_word_embeddings"}
+    tiny_qwen2(vocab_size=len(tiny_tokenizer()), initializer_range=0.1, **shape).save_pretrained(tmp_path / "model")
+    return path
+
+
+@pytest.fixture
+def others() -> set[int]:
+    """Processes that belong to servers of other tests."""
+    return {process.pid for process in of_vllm(set())}
+
+
+def of_vllm(others: set[int]) -> list[psutil.Process]:
+    """Processes of vLLM below this one, but for those of others."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        if process.pid in others:
+            continue
+        try:
+            words = [process.name(), *process.cmdline()]
+            found += [process] if any(word.startswith(("VLLM", "vllm.entrypoints")) for word in words) else []
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("layout", [SPLIT, ALONE, PARALLEL], ids=["split", "colocated", "tensor parallel"])
+def test_a_run_samples_with_vllm_and_proves_its_weights(config: Path, layout: tuple[str, ...], others: set[int]):
+    """P15: the trainer's own forward of what vLLM sampled agrees to rounding, after each update, with a tied head."""
+    steps = steps_of(train(config, "vllm", *VLLM, *layout))
+    assert len(steps) == 2
+    for step in steps:
+        assert step["sync/proven_wire"] == step["sync/proven_resident"] == 1
+        assert step["proof/logprob_abs_diff_mean"] < 1e-4
+    assert of_vllm(others) == []
+
+
+def test_a_killed_server_is_replaced_with_its_rank(config: Path, others: set[int]):
+    """P26: the rank that stood for it ends, another takes its place and gets the weights; the run goes on."""
+    killed = []
+
+    def kill_one(metrics: Path) -> None:
+        while not metrics.is_file() or "loss" not in metrics.read_text():
+            time.sleep(0.1)
+        for process in of_vllm(others):
+            process.kill()
+            killed.append(process.pid)
+
+    metrics = config.parent / "runs" / "killed" / "metrics.jsonl"
+    threading.Thread(target=kill_one, args=(metrics,), daemon=True).start()
+    steps = steps_of(train(config, "killed", *VLLM, *SPLIT, "loop.num_steps=4"))
+    assert killed and len(steps) == 4
+    assert sum(step["rollout/ranks_replaced"] for step in steps) == 1
+    assert of_vllm(others) == []

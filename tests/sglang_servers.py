@@ -1,0 +1,101 @@
+"""Stand-ins for SGLang's server (sglang_server.py) as processes, and engines that speak to them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import httpx2
+import torch
+
+from meshrl.config.model import ModelConfig
+from meshrl.config.rollout import RolloutConfig
+from meshrl.rollout.endpoint import EndpointEngine, only_model
+from meshrl.rollout.http import HttpClient, fetch
+from meshrl.rollout.sglang.engine import SglangEngine
+from meshrl.rollout.sglang.facts import facts_of
+from meshrl.rollout.sglang.launch import start_server
+
+KEY = "the key of this server"
+HEADERS = {"Authorization": f"Bearer {KEY}"}
+CPU = torch.device("cpu")
+_LAUNCHER = """import runpy, sys
+sys.path.insert(0, {tests!r})
+sys.argv += {extra!r}
+runpy.run_path({server!r}, run_name="__main__")
+"""
+
+
+@contextmanager
+def launcher_in(folder: Path, *extra: str) -> Iterator[None]:
+    """`python -m sglang.launch_server` starts the stand-in, with these arguments more."""
+    package, tests = folder / "sglang", Path(__file__).parent
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    text = _LAUNCHER.format(tests=str(tests), extra=list(extra), server=str(tests / "sglang_server.py"))
+    (package / "launch_server.py").write_text(text)
+    with mock.patch.dict(os.environ, {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}):
+        yield
+
+
+def model_of(lm: torch.nn.Module, folder: Path) -> ModelConfig:
+    """The model in a folder of its own, and the config slice that names it."""
+    lm.save_pretrained(folder)
+    return ModelConfig(path=str(folder), dtype=str(lm.dtype).removeprefix("torch."))
+
+
+@contextmanager
+def serving(lm: torch.nn.Module, folder: Path, *extra: str, tp_size: int = 1, tokens: int = 256) -> Iterator[str]:
+    """The address of a stand-in over a model, started as meshrl starts SGLang."""
+    cfg = RolloutConfig(engine="sglang", max_running_requests=4, tensor_model_parallel_size=tp_size)
+    with launcher_in(folder / "launcher", *extra):
+        server, url = start_server(model_of(lm, folder / "model"), cfg, CPU, "sglang-0", tokens, KEY)
+    try:
+        yield url
+    finally:
+        server.close()
+
+
+def sglang_client(url: str, **changes: Any) -> SglangEngine:
+    """An engine over a shared server, for one event loop; closing it leaves the server."""
+    facts = facts_of(fetch("/server_info", url, HEADERS), fetch("/model_info", url, HEADERS), "sglang-0", True)
+    given: dict[str, Any] = {
+        "engine_id": "sglang-0",
+        "stop_token_ids": (2,),
+        "max_context_tokens": 256,
+        "max_running": 4,
+        "vocab_size": 64,
+    }
+    return SglangEngine(HttpClient("sglang-0", url, headers=HEADERS), facts, **{**given, **changes})
+
+
+def endpoint_client(url: str, **changes: Any) -> EndpointEngine:
+    """The same server as an endpoint that loads folders."""
+    model = only_model(fetch("/v1/models", url, HEADERS), url)
+    given: dict[str, Any] = {
+        "model": model,
+        "model_folder": Path(model),
+        "takes_folders": True,
+        "reload_url": "/update_weights_from_disk",
+        "versions": None,
+        "engine_id": "endpoint-0",
+        "stop_token_ids": (2,),
+        "max_context_tokens": 256,
+        "max_running": 4,
+        "vocab_size": 64,
+    }
+    return EndpointEngine(HttpClient("endpoint-0", url, headers=HEADERS), **{**given, **changes})
+
+
+@contextmanager
+def broken(url: str, fault: str, **more: Any) -> Iterator[None]:
+    """The server misbehaves."""
+    httpx2.post(f"{url}/standin", json={"fault": fault, **more}, headers=HEADERS, trust_env=False)
+    try:
+        yield
+    finally:
+        httpx2.post(f"{url}/standin", json={}, headers=HEADERS, trust_env=False)

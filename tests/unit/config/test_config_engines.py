@@ -1,0 +1,48 @@
+"""P30: what a server of somebody else's can't do, or has no use for, is refused before anything starts."""
+
+import pytest
+
+from meshrl.config.load import load_run_config
+from meshrl.core.errors import ConfigError
+
+SGLANG = "rollout.engine=sglang rollout.sglang.python=python3"  # a Python there is, so that nothing else is wrong
+RUNNING = "rollout.engine=sglang rollout.sglang.url=http://127.0.0.1:30000 cluster.num_rollout_ranks=1"
+ENDPOINT = "rollout.engine=endpoint rollout.endpoint.url=http://h:8000 cluster.num_rollout_ranks=1"
+FILES = "rollout.endpoint.weights=files"
+
+BAD = [
+    (SGLANG.replace("python3", "no_such_python"), ["rollout.sglang.python", "no such program"]),
+    (f"{SGLANG} rollout.sglang.args=[--tp-size=2]", ["--tp-size is set by meshrl itself"]),
+    (f"{SGLANG} rollout.sglang.api_key_env=KEY", ["gets a key of its own"]),
+    (f"{SGLANG} rollout.mesh.infer_tp=3", ["2 ranks can't be split into replicas of 3"]),
+    (f"{SGLANG} rollout.sync_mode=delta", ["rollout.sync_mode", "takes whole tensors"]),
+    (RUNNING.replace("http://", ""), ["rollout.sglang.url", "an address with its scheme"]),
+    (RUNNING.replace("ranks=1", "ranks=2"), ["rollout.sglang.url", "one server is one replica"]),
+    (f"{RUNNING} rollout.sglang.mem_fraction_static=0.9", ["mem_fraction_static", "was started already"]),
+    (f"{RUNNING} {FILES}", ["rollout.endpoint.weights", "rollout.engine is sglang"]),
+    ("rollout.sglang.deterministic=false", ["would have no effect", "rollout.engine is embedded"]),
+    (ENDPOINT, ["rollout.endpoint.weights", "weights never change"]),
+    (f"{ENDPOINT} {FILES} rollout.mesh.infer_tp=2", ["its own affair"]),
+    (f"{ENDPOINT.replace('ranks=1', 'ranks=2')} {FILES}", ["one endpoint is one sampler"]),
+    (f"{ENDPOINT} {FILES} rollout.endpoint.reload_url=reload", ["rollout.endpoint.reload_url", "scheme"]),
+    (f"{ENDPOINT} rollout.endpoint.folder=/tmp", ["rollout.endpoint.folder", "weights is none"]),
+    (f"rollout.engine=endpoint {FILES} cluster.num_rollout_ranks=1", ["rollout.endpoint.url", "needs the address"]),
+]
+
+
+@pytest.mark.parametrize(("overrides", "words"), BAD, ids=[overrides[-60:] for overrides, _ in BAD])
+def test_what_does_not_fit_the_engine_is_refused(good, overrides, words):
+    with pytest.raises(ConfigError) as error:
+        load_run_config(good, overrides.split())
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize("overrides", [SGLANG, f"{SGLANG} rollout.mesh.infer_tp=2", RUNNING, f"{ENDPOINT} {FILES}"])
+def test_what_fits_is_taken(good, overrides):
+    load_run_config(good, overrides.split())
+
+
+def test_an_endpoint_without_weights_can_be_evaluated(good):
+    config = load_run_config(good, ENDPOINT.split(), purpose="eval").config
+    assert config.rollout.endpoint.weights == "none"

@@ -1,0 +1,182 @@
+"""The endpoint engine: what it asks of a completions server, and weights that reach one as folders."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from sglang_servers import broken, endpoint_client
+from tiny_engines import ask, layout_of, sync
+from tiny_models import tiny_lm
+
+from meshrl.core.errors import (
+    CapabilityError,
+    EngineFailure,
+    RequestError,
+    StaleWeightsError,
+    SyncError,
+    UnloadedParamsError,
+)
+from meshrl.rollout.endpoint import only_model
+from meshrl.rollout.folder_weights import FolderWeights
+from meshrl.rollout.foreign.weights import RemoteWeights
+from meshrl.sync.digest import digest
+from meshrl.sync.manifest import make_layout
+from meshrl.sync.receive import describe
+from meshrl.sync.send import iter_buckets, make_header, send_weights
+
+CONTEXT = list(range(10, 30))
+
+pytestmark = pytest.mark.timeout(300)  # the server's start is part of the first test's time
+
+
+@pytest.fixture(scope="module")
+def lm():
+    return tiny_lm("qwen2", tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="module")
+def other():
+    return tiny_lm("qwen2", tie_word_embeddings=True, seed=1)
+
+
+def go(url, main, **changes):
+    """Run a test with an engine over the server, against a deadline."""
+
+    async def run():
+        engine = endpoint_client(url, **changes)
+        try:
+            await asyncio.wait_for(main(engine), 100)
+        finally:
+            await engine.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "says"),
+    [
+        ("wrong_echo", RequestError, "sent 20 ids and echoed 21 ids"),
+        ("no_ids", RequestError, "no ids at all"),
+        ("no_logprobs", EngineFailure, "return_token_ids, logprobs"),
+    ],
+)
+def test_a_server_that_keeps_ids_or_logprobs_to_itself_is_refused(sglang_server, fault, error, says):
+    """P21"""
+
+    async def main(engine):
+        engine.trust_loaded_weights()
+        with broken(sglang_server, fault), pytest.raises(error, match=says):
+            await engine.generate(ask("a", CONTEXT))
+
+    go(sglang_server, main)
+
+
+def test_without_folders_it_evaluates_and_does_not_train(sglang_server, lm):
+    async def main(engine):
+        with pytest.raises(StaleWeightsError):
+            await engine.generate(ask("a", CONTEXT))
+        engine.trust_loaded_weights()
+        assert set((await engine.generate(ask("a", CONTEXT))).versions) == {0}
+        with pytest.raises(CapabilityError, match="evaluation"):
+            await engine.reconcile(layout_of(lm))
+
+    go(sglang_server, main, takes_folders=False)
+
+
+def test_each_version_is_a_folder_that_loads(sglang_server, lm, other, tmp_path):
+    async def main(engine):
+        await engine.reconcile(layout_of(lm))
+        ack = await sync(lm, engine, 0)
+        assert ack.wire and ack.resident is None  # nobody can read back what such a server computes with
+        await sync(other, engine, 1)
+        assert set((await engine.generate(ask("a", CONTEXT))).versions) == {1}
+
+    go(sglang_server, main, versions=tmp_path)
+    assert [folder.name for folder in tmp_path.iterdir()] == ["version_1"]  # the last one is gone
+    loaded = type(other).from_pretrained(tmp_path / "version_1").state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in other.state_dict().items())
+
+
+@pytest.mark.parametrize("fault", ["error", "refused"])
+def test_a_folder_that_is_not_loaded_ends_the_sync(sglang_server, lm, other, fault, tmp_path):
+    """P15"""
+    changes = {"reload_url": "/nowhere"} if fault == "refused" else {}
+
+    async def main(engine):
+        await engine.reconcile(layout_of(lm))
+        with (
+            broken(sglang_server, fault, path="/update_weights_from_disk"),
+            pytest.raises(SyncError, match="failed at commit"),
+        ):
+            await sync(lm, engine, 0)
+        with pytest.raises(StaleWeightsError):
+            await engine.generate(ask("a", CONTEXT))
+
+    go(sglang_server, main, versions=tmp_path, **changes)
+
+
+def test_an_answer_other_than_success_is_no_success(sglang_server, lm):
+    async def main(engine):
+        await engine.reconcile(layout_of(lm))
+        with broken(sglang_server, "reload_says_nothing"), pytest.raises(SyncError, match="success"):
+            await sync(lm, engine, 0)
+
+    go(sglang_server, main)
+
+
+def test_a_sync_waits_for_who_is_under_way(sglang_server, lm, other):
+    """A token's version is known only because no weights change under a request."""
+
+    async def main(engine):
+        await engine.reconcile(layout_of(lm))
+        await sync(lm, engine, 0)
+        task = asyncio.create_task(engine.generate(ask("a", CONTEXT, max_new_tokens=100, ignore_eos=True)))
+        while engine.stats().decode_tokens < 3:
+            await asyncio.sleep(0.001)
+        await sync(other, engine, 1)
+        assert task.done() and set((await task).versions) == {0} and len((await task).output_ids) == 100
+
+    go(sglang_server, main)
+
+
+class Reloads(list):
+    async def __call__(self, folder: Path) -> None:
+        self.append(folder)
+
+
+def test_tensors_of_several_dtypes_lie_aligned_in_one_file(tmp_path):
+    tensors = {
+        "a": torch.randint(0, 255, (3,), dtype=torch.uint8),
+        "b": torch.randn(5, 3),
+        "c": torch.randn(7).bfloat16(),
+        "d": torch.randn(0, 4),
+    }
+    model, reloads = tmp_path / "model", Reloads()
+    model.mkdir()
+    save_file({name: torch.zeros_like(t) for name, t in tensors.items()}, model / "model.safetensors")
+    (model / "config.json").write_text(json.dumps({"model_type": "none"}))
+    weights = RemoteWeights(FolderWeights(model, tmp_path / "versions", reloads, "endpoint-0").call, "endpoint-0")
+    layout = make_layout([(name, *spec) for name, spec in describe(tensors).items()], bucket_bytes=16)
+
+    async def main():
+        await weights.reconcile(layout)
+        header = make_header(layout, 0, {name: digest(t) for name, t in tensors.items()})
+        await send_weights(header, iter_buckets(layout, tensors.items()), [weights])
+        with pytest.raises(UnloadedParamsError, match="b"):
+            await weights.reconcile(make_layout([("a", (3,), "uint8")]))
+
+    asyncio.run(main())
+    weights.close()
+    (folder,) = reloads
+    loaded = load_file(folder / "model.safetensors")
+    assert loaded.keys() == tensors.keys() and all(torch.equal(loaded[name], t) for name, t in tensors.items())
+    assert (folder / "config.json").is_file()
+
+
+def test_a_model_has_to_be_named_where_there_are_several():
+    assert only_model({"data": [{"id": "m"}]}, "url") == "m"
+    with pytest.raises(EngineFailure, match=r"a, b.*rollout\.endpoint\.model"):
+        only_model({"data": [{"id": "a"}, {"id": "b"}]}, "url")

@@ -1,0 +1,148 @@
+"""Which elements of a wire tensor lie where in an engine's parameters, learned from its own loader; and the proof that
+they are there (P15, P16)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from meshrl.rollout.foreign.name_map import learn
+from meshrl.rollout.foreign.resident import Resident
+from meshrl.sync.manifest import Layout, make_layout
+
+NAMES = [
+    ("q.weight", (4, 6)),
+    ("k.weight", (2, 6)),
+    ("o.weight", (6, 8)),
+    ("embed.weight", (5, 6)),
+    ("experts", (2, 3, 6)),
+]
+
+
+class Fused(torch.nn.Module):
+    """Rank 1 of two of a model as engines lay it out: q and k in one parameter, o by columns, a padded vocabulary, and
+    experts that come in one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qk = torch.nn.Parameter(torch.zeros(3, 6))
+        self.o = torch.nn.Parameter(torch.zeros(6, 4))
+        self.embed = torch.nn.Parameter(torch.ones(4, 6))
+        self.experts = torch.nn.Parameter(torch.zeros(2, 3, 3))
+        self.head = self.embed
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        for name, wire in weights:
+            if name == "q.weight":
+                self.qk.data[:2].copy_(wire.narrow(0, 2, 2))
+            elif name == "k.weight":
+                self.qk.data[2:].copy_(wire.narrow(0, 1, 1))
+            elif name == "o.weight":
+                assert wire.shape == (6, 8)
+                self.o.data.copy_(wire.narrow(1, 4, 4))
+            elif name == "embed.weight":
+                self.embed.data[:2].copy_(wire.narrow(0, 3, 2))
+                self.embed.data[2:].fill_(0)
+            elif name == "experts":
+                for expert in range(2):
+                    self.experts.data[expert].copy_(wire[expert].narrow(1, 3, 3))
+            elif name == "turned":
+                self.o.data.copy_(wire.t().narrow(1, 0, 4))
+            elif name != "rope.inv_freq":
+                raise KeyError(name)
+            else:
+                return set()
+        return {"something"}
+
+
+@contextmanager
+def bare(model: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]:
+    held, twins = dict(model._parameters), {id(p): torch.empty_like(p, device="meta") for p in model.parameters()}
+    try:
+        for name, param in held.items():
+            model._parameters[name] = torch.nn.Parameter(twins[id(param)], requires_grad=False)
+        first = {id(p): name for name, p in reversed(held.items())}
+        yield {name: model._parameters[name] for key, name in first.items()}
+    finally:
+        model._parameters.update(held)
+
+
+def layout_of(names: list[tuple[str, tuple[int, ...]]]) -> Layout:
+    return make_layout([(name, shape, "float32") for name, shape in names])
+
+
+@pytest.fixture
+def wires() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {name: torch.randn(shape) for name, shape in NAMES}
+
+
+def test_each_block_is_found_where_the_loader_puts_it(wires):
+    model = Fused()
+    found = learn(model, layout_of(NAMES), bare)
+    assert not (found.refused or found.dropped or found.hidden or found.unfilled)
+    assert model.qk.sum() == 0 and model.embed.sum() == 24  # watching loads nothing
+    model.load_weights(wires.items())
+    params = dict(model.named_parameters(remove_duplicate=False))
+    blocks = {name: patches for name, patches in found.patches.items()}
+    assert {name: len(patches) for name, patches in blocks.items()} == {**dict.fromkeys(wires, 1), "experts": 2}
+    for name, patches in blocks.items():
+        for patch in patches:
+            assert torch.equal(patch.inside(params[patch.param]), patch.of(wires[name]))
+    assert (blocks["o.weight"][0].offsets, blocks["o.weight"][0].extent) == ((0, 4), (6, 4))
+    assert (blocks["experts"][1].offsets, blocks["experts"][1].extent) == ((1, 0, 3), (1, 3, 3))
+
+
+def test_names_that_the_loader_refuses_drops_or_lacks_are_told():
+    names = [*NAMES[1:], ("extra", (2,)), ("rope.inv_freq", (3,)), ("o.weight", (6, 9))]
+    found = learn(Fused(), layout_of([n for n in names if n != ("o.weight", (6, 8))]), bare)
+    assert set(found.refused) == {"extra", "o.weight"}
+    assert found.dropped == ["rope.inv_freq"]
+    assert set(found.unfilled) == {"qk", "o"}  # q never comes, so its part of qk is not filled
+
+
+def test_a_tensor_that_is_turned_on_the_way_can_not_be_read_back_and_that_is_told():
+    found = learn(Fused(), layout_of([*NAMES[:2], ("turned", (8, 6)), *NAMES[3:]]), bare)
+    assert found.hidden == ["turned"] and not found.unfilled
+
+
+@pytest.mark.parametrize("fault", ["stale", "swapped", "one bit", "none"])
+def test_what_is_read_back_is_compared_block_by_block(wires, fault):
+    model = Fused()
+    found = learn(model, layout_of(NAMES), bare)
+    first, second = Resident(found.patches, 0), Resident(found.patches, 1)
+    params = dict(model.named_parameters(remove_duplicate=False))
+    for resident, scale in ((first, 1.0), (second, 2.0)):
+        for name, wire in wires.items():
+            resident.note(name, wire * scale)
+        if not (fault == "stale" and resident is second):
+            model.load_weights((name, wire * scale) for name, wire in wires.items())
+    assert first.differing(params, None) if fault != "stale" else not first.differing(params, None)
+    if fault == "swapped":
+        one, two = model.experts.data.clone()
+        model.experts.data[0], model.experts.data[1] = two, one
+    elif fault == "one bit":
+        model.o.data.view(torch.int32)[3, 2] ^= 1
+    said = second.differing(params, first)
+    expected = {
+        "stale": [f"{name} still has the values of version 0" for name in [*wires, "experts"]],
+        "swapped": ["experts has the values of experts"] * 2,
+        "one bit": ["o.weight has digest"],
+        "none": [],
+    }[fault]
+    assert len(said) == len(expected) and all(words in "\n".join(said) for words in expected)
+
+
+def test_a_parameter_that_is_gone_is_told_unless_its_copy_is_compared_elsewhere(wires):
+    model = Fused()
+    found = learn(model, layout_of(NAMES), bare)
+    resident = Resident(found.patches, 0)
+    for name, wire in wires.items():
+        resident.note(name, wire)
+    model.load_weights(wires.items())
+    params = dict(model.named_parameters()) | {"o": torch.empty(0)}
+    assert resident.differing(params, None) == ["o.weight can't be read back: o has no elements"]
+    assert resident.differing(params, None, packed={"o"}) == []

@@ -1,0 +1,299 @@
+"""The SGLang engine against a server that misbehaves, and the traps of SGLang's own interface."""
+
+import asyncio
+
+import httpx2
+import numpy as np
+import pytest
+from sglang_servers import HEADERS, broken, sglang_client
+from tiny_engines import ask, layout_of, sync
+from tiny_models import tiny_lm
+
+from meshrl.core.errors import CapabilityError, ConfigError, EngineFailure, RequestError, StaleWeightsError, SyncError
+from meshrl.rollout.accept import Bounds
+from meshrl.rollout.sglang.facts import facts_of
+from meshrl.rollout.sglang.requests import Answer
+from meshrl.rollout.sglang.workers import LOADER
+from meshrl.sync.digest import digest
+from meshrl.sync.send import iter_buckets, make_header
+
+CONTEXT = list(range(10, 30))
+
+pytestmark = pytest.mark.timeout(300)  # the server's start is part of the first test's time
+
+
+@pytest.fixture(scope="module")
+def lm():
+    return tiny_lm("qwen2", tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="module")
+def other():
+    return tiny_lm("qwen2", tie_word_embeddings=True, seed=1)
+
+
+def go(url, main, **changes):
+    """Run a test with an engine over the server, against a deadline."""
+
+    async def run():
+        engine = sglang_client(url, **changes)
+        try:
+            await asyncio.wait_for(main(engine), 100)
+        finally:
+            await engine.close()
+
+    asyncio.run(run())
+
+
+async def ready(engine, lm, version=0):
+    await engine.reconcile(layout_of(lm))
+    return await sync(lm, engine, version)
+
+
+def post(url, path, body):
+    """As another client of the server."""
+    assert httpx2.post(url + path, json=body, headers=HEADERS, trust_env=False).status_code == 200
+
+
+async def until_tokens(engine, count):
+    while engine.stats().decode_tokens < count:
+        await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "says"),
+    [
+        ("wrong_echo", RequestError, "sent 20 ids and echoed 21 ids"),
+        ("no_logprobs", EngineFailure, "logprobs of 0"),
+        ("other_logprobs", EngineFailure, "or of others"),
+    ],
+)
+def test_an_answer_that_is_not_whole_is_refused(sglang_server, lm, fault, error, says):
+    """P21: ids that were rendered again, or logprobs that belong to other tokens, reach no trainer."""
+
+    async def main(engine):
+        await ready(engine, lm)
+        with broken(sglang_server, fault), pytest.raises(error, match=says):
+            await engine.generate(ask("a", CONTEXT))
+        assert engine.stats().running == 0
+        await engine.generate(ask("a", CONTEXT))
+
+    go(sglang_server, main)
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"), [("error", "something broke in here"), ("disconnect", "broke off|without its closing event")]
+)
+def test_a_broken_stream_is_an_engine_failure(sglang_server, lm, fault, says):
+    """Nothing is asked twice: a second sample under the same seed would count as another."""
+
+    async def main(engine):
+        await ready(engine, lm)
+        with broken(sglang_server, fault, path="/generate"), pytest.raises(EngineFailure, match=says):
+            await engine.generate(ask("a", CONTEXT, max_new_tokens=100, ignore_eos=True))
+
+    go(sglang_server, main)
+
+
+def test_a_tensor_that_the_server_drops_is_named(sglang_server, lm, other):
+    """P15: SGLang's loaders say nothing of what they leave out; the parameters, read back, do."""
+    name = "model.layers.1.self_attn.k_proj.weight"  # a part of a fused parameter
+
+    async def main(engine):
+        await ready(engine, lm)
+        with broken(sglang_server, "drop_weights", names=[name]), pytest.raises(SyncError) as error:
+            await sync(other, engine, 1)
+        assert f"{name} still has the values of version 0" in str(error.value)
+        with pytest.raises(StaleWeightsError):
+            await engine.generate(ask("a", CONTEXT))
+        assert (await sync(other, engine, 2)).resident is True
+        assert set((await engine.generate(ask("a", CONTEXT))).versions) == {2}
+
+    go(sglang_server, main)
+
+
+def test_a_cache_that_is_not_dropped_ends_the_sync(sglang_server, lm, other):
+    """P17"""
+
+    async def main(engine):
+        await ready(engine, lm)
+        with broken(sglang_server, "no_flush"), pytest.raises(SyncError, match="cache was not flushed"):
+            await sync(other, engine, 1)
+        with pytest.raises(StaleWeightsError):
+            await engine.generate(ask("a", CONTEXT))
+
+    go(sglang_server, main)
+
+
+def test_what_a_mixture_sampled_is_left_out(sglang_server, lm, other):
+    """P15: a request that runs when a sync breaks off comes back with the tokens of the last whole version only."""
+
+    async def main(engine):
+        await ready(engine, lm)
+        task = asyncio.create_task(engine.generate(ask("a", CONTEXT, max_new_tokens=220, ignore_eos=True)))
+        await until_tokens(engine, 20)
+        layout, weights = layout_of(other), {name: p.detach() for name, p in other.named_parameters()}
+        await engine.begin(make_header(layout, 1, {name: digest(p) for name, p in weights.items()}))
+        for bucket in list(iter_buckets(layout, weights.items()))[:-3]:
+            await engine.receive(bucket)
+        await engine.cancel()
+        turn = await task
+        assert turn.stop_reason == "abort" and 20 <= len(turn.output_ids) < 220
+        assert set(turn.versions) == {0} and len(turn.logprobs) == len(turn.output_ids)
+        again = await _fresh(engine, lm, turn)
+        np.testing.assert_array_equal(turn.output_ids, again.output_ids[: len(turn.output_ids)])
+
+    go(sglang_server, main)
+
+
+async def _fresh(engine, lm, turn):
+    await sync(lm, engine, 2)
+    return await engine.generate(ask("again", CONTEXT, seed=turn.seed, max_new_tokens=220, ignore_eos=True))
+
+
+def test_an_abort_takes_no_other_request_along(sglang_server, lm):
+    """SGLang aborts every request whose id begins with the one given."""
+
+    async def main(engine):
+        await ready(engine, lm)
+        longest = [200, *[40] * 10]  # enough requests for ids of two digits
+        tasks = [
+            asyncio.create_task(engine.generate(ask(f"r-{i}", CONTEXT, max_new_tokens=count, ignore_eos=True)))
+            for i, count in enumerate(longest, 1)
+        ]
+        await until_tokens(engine, 3)
+        assert await engine.abort(["r-1"]) == 1
+        assert [(await task).stop_reason for task in tasks] == ["abort", *["length"] * 10]
+
+    go(sglang_server, main)
+
+
+def test_memory_is_lent_and_taken_back_by_parts(sglang_server, lm):
+    async def main(engine):
+        await ready(engine, lm)
+        assert await engine.release({"kv_cache"}) == 1 << 29  # as the server measured it
+        late = asyncio.create_task(engine.generate(ask("late", CONTEXT)))
+        await asyncio.sleep(0.05)
+        assert not late.done() and engine.stats().waiting == 1
+        assert await engine.restore({"kv_cache"}) == 1 << 29
+        assert (await late).stop_reason in ("stop", "length")
+        assert await engine.release({"weights", "kv_cache", "graphs"}) == (1 << 30) + (1 << 29)
+        assert await engine.release({"weights"}) == 0  # already
+        with pytest.raises(StaleWeightsError):
+            await engine.generate(ask("b", CONTEXT))
+        await engine.restore({"weights"})
+        ack = await sync(lm, engine, 1)  # the order of a trainer on the same device: weights, sync, cache
+        assert ack.resident is True
+        await engine.restore({"kv_cache", "graphs"})
+        assert set((await engine.generate(ask("c", CONTEXT))).versions) == {1}
+
+    go(sglang_server, main)
+
+
+def test_a_release_without_update_sessions_is_spoken_to_as_well(sglang_server, lm):
+    async def main(engine):
+        ack = await ready(engine, lm)
+        assert ack.resident is True and not engine._facts.has_sessions
+        assert set((await engine.generate(ask("a", CONTEXT))).versions) == {0}
+
+    with broken(sglang_server, "", release="0.5.19"):
+        go(sglang_server, main)
+
+
+def test_weights_that_another_program_sent_are_noticed(sglang_server, lm):
+    """P15: a version label of somebody else is no version of ours."""
+
+    async def main(engine):
+        await ready(engine, lm)
+        body = {"new_version": "theirs", "abort_all_requests": False}
+        post(sglang_server, "/update_weight_version", body)
+        with pytest.raises(EngineFailure, match="theirs"):
+            await engine.generate(ask("a", CONTEXT))
+
+    go(sglang_server, main)
+
+
+def test_what_a_client_that_died_left_behind_is_cleared_away(sglang_server, lm):
+    post(sglang_server, "/pause_generation", {"mode": "retract"})
+    post(sglang_server, "/begin_weight_update", {})
+
+    async def main(engine):
+        await ready(engine, lm)
+        assert set((await engine.generate(ask("a", CONTEXT))).versions) == {0}
+
+    go(sglang_server, main)
+
+
+def test_the_folder_s_weights_can_be_trusted_until_a_sync(sglang_server, lm, other):
+    async def main(engine):
+        with pytest.raises(StaleWeightsError):
+            await engine.generate(ask("a", CONTEXT))
+        engine.trust_loaded_weights(5)
+        assert set((await engine.generate(ask("a", CONTEXT))).versions) == {5}
+        await ready(engine, other, 6)
+        with pytest.raises(StaleWeightsError):
+            engine.trust_loaded_weights()
+
+    go(sglang_server, main)
+
+
+def test_what_sglang_reads_differently_is_refused(sglang_server, lm):
+    async def main(engine):
+        await ready(engine, lm)
+        with pytest.raises(CapabilityError, match="ignore_eos and stop_token_ids"):
+            await engine.generate(ask("a", CONTEXT, ignore_eos=True, stop_token_ids=(7,)))
+        with pytest.raises(CapabilityError, match="entropy"):
+            await engine.generate(ask("a", CONTEXT, want=("entropy",)))
+
+    go(sglang_server, main)
+
+
+def test_a_server_that_will_not_do_is_refused():
+    info = {"version": "0.5.23", "tp_size": 2, "custom_weight_loader": [LOADER], "enable_deterministic_inference": True}
+    model = {"weight_version": "default"}
+    facts = facts_of(info, model, "sglang-0", True)
+    assert facts.has_sessions and facts.tp_size == 2 and not facts.lends_memory
+    assert not facts_of({**info, "version": "0.5.19.post1"}, model, "sglang-0", True).has_sessions
+    for change, says in (
+        ({"version": "0.5.8.post1"}, "0.5.19 or later"),
+        ({"custom_weight_loader": []}, "--custom-weight-loader"),
+        ({"enable_deterministic_inference": False}, "started without --enable-deterministic-inference"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            facts_of({**info, **change}, model, "sglang-0", True)
+
+
+def _event(total, ids, reason=None):
+    pairs = [[-0.5, token, None] for token in ids]
+    spans = [{"version": "run:3", "start": 0, "end": total}]
+    meta = {"completion_tokens": total, "output_token_logprobs": pairs, "finish_reason": reason}
+    return {
+        "output_ids": ids,
+        "prompt_token_ids": CONTEXT,
+        "meta_info": meta | ({"weight_versions": spans} if reason else {}),
+    }
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        [
+            _event(1, [5]),
+            _event(3, [6, 7]),
+            _event(3, [7], {"type": "abort"}),
+        ],  # new ones; an abort says the last again
+        [_event(1, [5]), _event(3, [5, 6, 7]), _event(3, [5, 6, 7], {"type": "abort"})],  # all so far, each time
+    ],
+)
+def test_every_token_counts_once(events):
+    answer = Answer(ask("a", CONTEXT), Bounds(stop_ids=frozenset(), limit=16, limit_reason="length"), {"run:3": 3})
+    assert [answer.take(event) for event in events] == [1, 2, 0]
+    turn = answer.turn("sglang-0")
+    assert turn.output_ids.tolist() == [5, 6, 7] and turn.versions.tolist() == [3, 3, 3] and len(turn.logprobs) == 3
+
+
+def test_lost_tokens_are_noticed():
+    answer = Answer(ask("a", CONTEXT), Bounds(stop_ids=frozenset(), limit=16, limit_reason="length"), {})
+    answer.take(_event(1, [5]))
+    with pytest.raises(EngineFailure, match="some are lost"):
+        answer.take(_event(4, [8]))

@@ -1,0 +1,180 @@
+"""The vLLM engine against the real vLLM: its two traps, tensor parallelism, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from tiny_engines import ask, layout_of, plain, sync
+from vllm_servers import MISSING, client_of, serving, tiny_vllm_lm
+
+from meshrl.core.errors import CapabilityError, EngineEnded, EngineFailure, StaleWeightsError, SyncError
+from meshrl.rollout.server import ServerProcess
+from meshrl.rollout.vllm.engine import VllmEngine
+from meshrl.rollout.vllm.launch import socket_of
+
+pytestmark = [pytest.mark.skipif(bool(MISSING), reason=MISSING), pytest.mark.timeout(400)]
+
+LONG = [3 + i % 61 for i in range(200)]  # vLLM's cache has blocks of 128 tokens on the CPU
+
+
+def go(main: Any) -> None:
+    asyncio.run(asyncio.wait_for(main(), 200))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with serving(tiny_vllm_lm(), tmp_path_factory.mktemp("vllm") / "model") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]))
+        folder = tmp_path_factory.mktemp("faulty") / "model"
+        with serving(tiny_vllm_lm(), folder, "--worker-extension-cls", "vllm_stale_head.StaleHead") as server:
+            yield server
+
+
+async def synced(server: ServerProcess, lm: torch.nn.Module, engine: VllmEngine | None = None) -> VllmEngine:
+    engine = engine or client_of(server)
+    await engine.reconcile(layout_of(lm))
+    await sync(lm, engine, 0)
+    return engine
+
+
+async def distance(engine: VllmEngine, lm: torch.nn.Module, name: str) -> float:
+    """Largest difference of what is sampled from the model's own forward, in nats; it is what the trainer re-scores."""
+    turn = await engine.generate(ask(name, LONG, seed=1, ignore_eos=True))
+    ids = torch.as_tensor([*LONG, *turn.output_ids])
+    with torch.no_grad():
+        logprobs = torch.log_softmax(plain(lm)(input_ids=ids[None]).logits[0].float(), -1)
+    expected = logprobs[:-1].gather(1, ids[1:, None])[len(LONG) - 1 :, 0].numpy()
+    return float(np.abs(turn.logprobs - expected).max())
+
+
+class Forgetful(VllmEngine):
+    """Drops no prefix cache when new weights come."""
+
+    async def _post(self, path: str, body: Any = None, params: dict[str, Any] | None = None) -> Any:
+        return {"success": True} if path == "/reset_prefix_cache" else await super()._post(path, body, params)
+
+
+def test_a_prefix_cache_that_outlives_its_weights_shows_in_the_re_score(server):
+    """P17: that is what the flush in every sync is for."""
+
+    async def main():
+        other = tiny_vllm_lm(seed=1)
+        careful = await synced(server, tiny_vllm_lm())
+        await distance(careful, tiny_vllm_lm(), "a")
+        assert (await careful.generate(ask("b", LONG))).times.cached_tokens >= 128  # so there is something to outlive
+        await sync(other, careful, 1)
+        assert await distance(careful, other, "c") < 1e-4
+
+        facts = {"stop_token_ids": (2,), "max_context_tokens": 512, "max_running": 4, "vocab_size": 64}
+        forgetful = Forgetful(server, socket_of(server), capabilities=careful.capabilities, owns_server=False, **facts)
+        await synced(server, tiny_vllm_lm(), forgetful)
+        await careful._post("/reset_prefix_cache")
+        await distance(forgetful, tiny_vllm_lm(), "d")
+        await sync(other, forgetful, 1)
+        assert await distance(forgetful, other, "e") > 0.05
+
+    go(main)
+
+
+def test_extras_are_the_likeliest_tokens_in_order(server):
+    async def main():
+        engine = await synced(server, tiny_vllm_lm())
+        turn = await engine.generate(ask("a", LONG, seed=3, ignore_eos=True, want=("topk:3",)))
+        ids, logprobs = turn.extras["topk_ids"], turn.extras["topk_logprobs"]
+        assert ids.shape == logprobs.shape == (16, 3) and (np.diff(logprobs) <= 0).all()
+        assert (turn.logprobs <= logprobs[:, 0] + 1e-6).all()
+        for want in ("entropy", "topk:0", "topk:20"):
+            with pytest.raises(CapabilityError, match="topk:N"):
+                await engine.generate(ask("b", LONG, want=(want,)))
+        with pytest.raises(CapabilityError, match="temperature"):
+            await engine.generate(ask("c", LONG, temperature=0.001))
+
+    go(main)
+
+
+def test_the_weights_of_the_folder_are_a_version_until_a_sync_begins(server):
+    async def main():
+        engine = await synced(server, tiny_vllm_lm())
+        with pytest.raises(StaleWeightsError, match="no longer holds the weights of its folder"):
+            engine.trust_loaded_weights()
+        fresh = client_of(server)
+        with pytest.raises(StaleWeightsError, match="trust_loaded_weights"):
+            await fresh.generate(ask("a", LONG))
+
+    go(main)
+
+
+def test_tensor_parallel_workers_take_their_slices_and_prove_them(tmp_path: Path):
+    """In bf16, with a head of its own. Each worker reads the same buckets; both hold the one KV head."""
+    lm, other = (tiny_vllm_lm(seed, torch.bfloat16, tie_word_embeddings=False) for seed in range(2))
+    with serving(lm, tmp_path / "model", tensor_model_parallel_size=2) as server:
+
+        async def main():
+            engine = await synced(server, lm, client_of(server))
+            for version, model in ((1, other), (2, lm)):
+                assert (await sync(model, engine, version)).resident is True
+                assert await distance(engine, model, f"a{version}") < 0.15
+
+        go(main)
+
+
+def test_a_head_that_keeps_its_packed_weights_is_named_by_the_resident_proof(faulty):
+    """P15: tied, so the sync never names it; it would be nats off, without a word."""
+
+    async def main():
+        engine = await synced_but_stale(faulty)
+        with pytest.raises(StaleWeightsError):
+            await engine.generate(ask("a", LONG))
+
+    async def synced_but_stale(server: ServerProcess) -> VllmEngine:
+        engine = await synced(server, tiny_vllm_lm())  # the weights it was loaded with: nothing can be stale
+        with pytest.raises(SyncError, match=r"embed_tokens\.weight is not what lm_head computes with"):
+            await sync(tiny_vllm_lm(seed=1), engine, 1)
+        return engine
+
+    go(main)
+
+
+def test_a_server_that_dies_takes_its_requests_along_and_says_how(faulty):
+    """P26"""
+
+    async def main():
+        engine = await synced(faulty, tiny_vllm_lm())
+        tasks = [
+            asyncio.create_task(engine.generate(ask(str(i), LONG, max_new_tokens=310, ignore_eos=True)))
+            for i in range(3)
+        ]
+        while engine.stats().decode_tokens == 0:
+            await asyncio.sleep(0.01)
+        for process in psutil.Process(faulty.pid).children(recursive=True):
+            if process.name().startswith("VLLM"):  # its engine core and worker
+                process.kill()
+        for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+            assert isinstance(outcome, EngineEnded) and "vllm has ended" in str(outcome)
+        with pytest.raises(EngineEnded):
+            await engine.generate(ask("late", LONG))
+        await engine.close()
+
+    go(main)
+
+
+def test_a_server_that_does_not_start_says_why(tmp_path: Path):
+    with (
+        pytest.raises(EngineFailure, match=r"(?s)ended before it was ready.*--no-such-argument"),
+        serving(tiny_vllm_lm(), tmp_path / "model", "--no-such-argument"),
+    ):
+        pass

@@ -1,0 +1,65 @@
+"""vLLM servers over tiny models: one takes seconds to start, so tests share them."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny_models import tiny_lm
+
+from meshrl.config.model import ModelConfig
+from meshrl.config.rollout import RolloutConfig, VllmConfig
+from meshrl.rollout.server import ServerProcess
+from meshrl.rollout.vllm.engine import VllmEngine
+from meshrl.rollout.vllm.launch import capabilities_on, socket_of, start_server
+
+MISSING = "" if importlib.util.find_spec("vllm") else "vLLM is not installed here: make test-vllm"
+MAX_CONTEXT_TOKENS = 512
+MODEL: dict[str, Any] = {  # the smallest that vLLM's CPU attention has a kernel for; one KV head, which both ranks hold
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "tie_word_embeddings": True,
+}
+
+
+def tiny_vllm_lm(seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> torch.nn.Module:
+    return tiny_lm("qwen2", dtype=dtype, seed=seed, **{**MODEL, **changes})
+
+
+def config_of(**changes: Any) -> RolloutConfig:
+    return RolloutConfig(engine="vllm", max_running_requests=4, vllm=VllmConfig(kv_cache_bytes=32 << 20), **changes)
+
+
+@contextmanager
+def serving(lm: torch.nn.Module, folder: Path, *args: str, **changes: Any) -> Iterator[ServerProcess]:
+    """A server over a model. args: for vLLM's command line, after meshrl's own, so they may overrule them."""
+    lm.save_pretrained(folder)
+    cfg = config_of(**changes)
+    cfg = cfg.model_copy(
+        update={"vllm": cfg.vllm.model_copy(update={"args": ["--enforce-eager", *args]})}
+    )  # compiling takes longer than the tests
+    model = ModelConfig(path=str(folder), dtype=str(lm.dtype).removeprefix("torch."))
+    server = start_server(model, cfg, torch.device("cpu"), "vllm", MAX_CONTEXT_TOKENS)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def client_of(server: ServerProcess, **changes: Any) -> VllmEngine:
+    """An engine over a shared server, for one event loop; closing it leaves the server."""
+    facts: dict[str, Any] = {
+        "stop_token_ids": (2,),
+        "max_context_tokens": MAX_CONTEXT_TOKENS,
+        "max_running": 4,
+        "vocab_size": 64,
+        "capabilities": capabilities_on(torch.device("cpu"), "float32"),
+        "owns_server": False,
+    }
+    return VllmEngine(server, socket_of(server), **{**facts, **changes})
