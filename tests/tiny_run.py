@@ -50,7 +50,7 @@ def train(config: Path, name: str, *overrides: str) -> Path:
     return Path(loaded.config.run.folder) / name
 
 
-def steps_of(folder: Path, without_units: Sequence[str] = ("s", "tokens/s", "bytes")) -> list[dict[str, float]]:
+def steps_of(folder: Path, without_units: Sequence[str] = ("s", "tokens/s", "GB/s", "bytes")) -> list[dict[str, float]]:
     """The metrics of each step, without those that differ from run to run: times and memory."""
     units: dict[str, str] = {}
     steps = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,19 +20,21 @@ from meshrl.algo.mismatch import sampler_mismatch
 from meshrl.cluster.executor import WorkerSpec
 from meshrl.cluster.rendezvous import open_store
 from meshrl.core.batch import LossFn
-from meshrl.core.device import dist_backend, local_device, memory_stats, set_threads
+from meshrl.core.device import dist_backend, keep_freed_memory, local_device, memory_stats, set_threads
 from meshrl.core.types import Metric, Request, Sample, Turn
 from meshrl.monitor.memory import memory_metrics
 from meshrl.parallel.mesh import build_mesh, resolve_shape
-from meshrl.rollout.base import EngineStats
-from meshrl.rollout.embedded.engine import EmbeddedEngine, build_embedded_engine
+from meshrl.rollout.base import EngineStats, RolloutEngine
+from meshrl.rollout.build import build_rollout_engine
 from meshrl.sync.manifest import Ack, Layout, SyncHeader
 from meshrl.sync.receive import Bucket
 from meshrl.sync.remote_ring import RemoteRingView, RingServer, ring_of
 from meshrl.sync.send import iter_buckets, make_header, send_weights
+from meshrl.sync.shards import SendReport
 from meshrl.sync.transport import BucketRef, SharedRing, SharedRingView
 from meshrl.train.checkpoint_files import FileFact
 from meshrl.train.engine import ForwardBackward, RowArrays, StepReport, TrainEngine
+from meshrl.train.outgoing import Outgoing, Source
 from meshrl.train.packing import pack
 from meshrl.train.plan import Plan
 
@@ -56,10 +58,11 @@ class RankWorker:
         self.device = torch.device("cpu")
         self.policy: TrainEngine | None = None
         self.reference: TrainEngine | None = None
-        self.sampler: EmbeddedEngine | None = None
+        self.sampler: RolloutEngine | None = None
         self._ring: SharedRing | None = None
         self._ring_server: RingServer | None = None  # for samplers on other machines
-        self._ring_view: SharedRingView | RemoteRingView | None = None
+        self._ring_views: list[SharedRingView | RemoteRingView] = []  # of the senders, in the order of their streams
+        self._outgoing: Outgoing | None = None
         self._buckets: Iterator[Bucket] | None = None
 
     def start(self) -> str:
@@ -80,16 +83,17 @@ class RankWorker:
             self.policy = TrainEngine.build(spec.model, spec.train, mesh, "policy")
             if spec.reference:
                 self.reference = TrainEngine.build(spec.model, spec.train, mesh, "reference")
+            keep_freed_memory(self.device)
         if spec.samples and spec.rollout is not None:
-            self.sampler = build_embedded_engine(
-                spec.model, spec.rollout, self.device, f"embedded-{spec.rank}", spec.stop_token_ids
-            )
+            self.sampler = build_rollout_engine(spec.model, spec.rollout, self.device, spec.rank, spec.stop_token_ids)
         return str(self.device)
 
     # ---- train lane (collective)
 
     def layout(self, bucket_bytes: int) -> Layout:
-        return self._trainer().layout(bucket_bytes)
+        """What the syncs of this run carry: each shard by itself where the sampler takes that."""
+        rollout = self.spec.rollout
+        return self._trainer().layout(bucket_bytes, sharded=rollout is not None and rollout.engine == "embedded")
 
     def forward(self, plan: Plan, rows: Rows, role: str) -> RowArrays:
         """Logprobs of this rank's rows under the policy or the reference (collective)."""
@@ -138,13 +142,32 @@ class RankWorker:
 
     # ---- weights
 
-    async def sync_colocated(self, layout: Layout, version: int) -> Ack:
-        """Gather each bucket and load it into this rank's own sampler: no copy leaves the process (collective)."""
-        trainer, sampler = self._trainer(), self._sampler()
-        header = make_header(layout, version, trainer.digests())
-        (ack,) = await send_weights(header, iter_buckets(layout, trainer.wire_weights(), reuse=True), [sampler])
+    async def sync_colocated(self, layout: Layout, version: int) -> tuple[Ack | None, SendReport | None]:
+        """Load each bucket of all ranks into this rank's own sampler: no copy leaves the process but to other train
+        ranks (collective). A rank whose device serves another's sampler only takes part in the gathers."""
+        trainer, sampler, ack = self._trainer(), self.sampler, None
+        if sampler is None:
+            trainer.digests()
+            self.sync_drain()
+        elif layout.num_shards is None:
+            header = make_header(layout, version, trainer.digests())
+            (ack,) = await send_weights(header, iter_buckets(layout, trainer.wire_weights(), reuse=True), [sampler])
+        else:
+            header, buckets = self._out().beside(layout, version, sampler.stats().version, sampler.targets())
+            (ack,) = await send_weights(header, buckets, [sampler])
         trainer.version = version
-        return ack
+        return ack, None if layout.num_shards is None else self._out().report()
+
+    def shard_source(self, layout: Layout) -> Source:
+        """Where samplers in other processes find this rank's shard, and what it could send the changes since."""
+        return self._out().begin(layout)
+
+    def shard_next(self, version: int, delta: bool) -> BucketRef | SendReport:
+        """Lay the shard's next bucket into shared memory and say where it lies; after the last, what was sent."""
+        sent = self._out().next(version, delta)
+        if isinstance(sent, SendReport):
+            self._trainer().version = version
+        return sent
 
     def sync_begin(self, layout: Layout, version: int) -> tuple[SyncHeader, str]:
         """Start a sync to samplers in other processes: digests now, buckets by `sync_next` on rank 0, while the other
@@ -175,20 +198,24 @@ class RankWorker:
     async def reconcile(self, layout: Layout) -> None:
         await self._sampler().reconcile(layout)
 
-    async def begin(self, header: SyncHeader, ring: str, slot_bytes: int) -> None:
-        """Open the sender's shared memory, or connect to it on rank 0's machine, and begin."""
-        name = ring_of(ring) if self.spec.rank < self.spec.num_local_ranks else ring
-        if self._ring_view is None or self._ring_view.name != name:
-            remote = name != ring_of(ring)
-            self._ring_view = (
-                RemoteRingView(name, slot_bytes) if remote else SharedRingView(name, _RING_SLOTS, slot_bytes)
-            )
+    async def begin(self, header: SyncHeader, rings: Sequence[tuple[int, str]], slot_bytes: int) -> None:
+        """Open the senders' shared memory, or connect to it on their machines, and begin. rings: (rank, name) each."""
+        machine = self.spec.rank // self.spec.num_local_ranks
+        names = [ring_of(name) if rank // self.spec.num_local_ranks == machine else name for rank, name in rings]
+        if names != [view.name for view in self._ring_views]:
+            self._close_views()  # of senders that were replaced
+            self._ring_views = [
+                SharedRingView(name, _RING_SLOTS, slot_bytes)
+                if name == ring_of(name)
+                else RemoteRingView(name, slot_bytes)
+                for name in names
+            ]
         await self._sampler().begin(header)
 
     async def receive(self, ref: BucketRef) -> None:
-        """Load a bucket that lies in the sender's memory."""
-        assert self._ring_view is not None, "receive comes after begin"
-        await self._sampler().receive(self._ring_view.bucket(ref))
+        """Load a bucket that lies in its sender's memory."""
+        assert self._ring_views, "receive comes after begin"
+        await self._sampler().receive(self._ring_views[ref.stream].bucket(ref))
 
     async def commit(self) -> Ack:
         return await self._sampler().commit()
@@ -233,17 +260,34 @@ class RankWorker:
             self._ring_server.close()
         if self._ring is not None:
             self._ring.close()
-        if self._ring_view is not None:
-            self._ring_view.close()
+        if self._outgoing is not None:
+            self._outgoing.close()
+        self._close_views()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+    def _close_views(self) -> None:
+        for view in self._ring_views:
+            view.close()
+        self._ring_views = []
+
+    def _out(self) -> Outgoing:
+        if self._outgoing is None:
+            spec = self.spec
+            self._outgoing = Outgoing(
+                self._trainer(),
+                keep_base=spec.rollout is not None and spec.rollout.sync_mode == "delta",
+                one_machine=spec.nodes == 1,
+                address=spec.address,
+            )
+        return self._outgoing
 
     def _trainer(self) -> TrainEngine:
         if self.policy is None:
             raise ValueError(f"rank {self.spec.rank} does not train")
         return self.policy
 
-    def _sampler(self) -> EmbeddedEngine:
+    def _sampler(self) -> RolloutEngine:
         if self.sampler is None:
             raise ValueError(f"rank {self.spec.rank} does not sample")
         return self.sampler

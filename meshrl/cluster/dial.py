@@ -7,18 +7,17 @@ LOST_AFTER_S of silence, ends the connection in its place.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import hmac
 import os
 import secrets
 import socket
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
 from meshrl.cluster import channel
+from meshrl.core.listen import listen, stop_listening
 
 LOST_AFTER_S = 14
 _HANDSHAKE_S = 20.0
@@ -41,23 +40,10 @@ class Listener:
     """The controller's end: calls `arrived(socket, hello)`, in a thread, for each connection that knows the token."""
 
     def __init__(self, host: str, token: bytes, arrived: Callable[[socket.socket, Hello], None]):
-        """host: the address under which other machines reach this one. The port is any free one, of all interfaces: a
-        machine may know itself by another address than the others do."""
-        if socket.has_dualstack_ipv6():
-            self._socket = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-        else:
-            self._socket = socket.create_server(("", 0))
-        self.address: tuple[str, int] = (host, self._socket.getsockname()[1])
+        """host: the address under which other machines reach this one."""
         self._token, self._arrived = token, arrived
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                sock, _ = self._socket.accept()
-            except OSError:
-                return  # closed
-            threading.Thread(target=self._greet, args=(sock,), daemon=True).start()
+        self._socket = listen(self._greet)
+        self.address: tuple[str, int] = (host, self._socket.getsockname()[1])
 
     def _greet(self, sock: socket.socket) -> None:
         try:
@@ -77,9 +63,7 @@ class Listener:
 
     def close(self) -> None:
         """Take no more connections."""
-        with contextlib.suppress(OSError):  # macOS: not for a socket that listens, but there close is enough
-            self._socket.shutdown(socket.SHUT_RDWR)  # close alone does not end an accept that a thread stands in
-        self._socket.close()
+        stop_listening(self._socket)
 
 
 def dial(address: tuple[str, int], token: bytes, hello: Callable[[str], Hello]) -> socket.socket:

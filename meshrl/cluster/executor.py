@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
 from meshrl.config.train import TrainConfig
+from meshrl.core.errors import RankFailure
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +46,11 @@ class WorkerSpec:
 
     @property
     def samples(self) -> bool:
-        return self.rollout is not None and (not self.trains or self.num_rollout_ranks == 0)
+        """Whether this rank has a sampler. One that takes the devices of several ranks is the first one's."""
+        if self.rollout is None or (self.trains and self.num_rollout_ranks):
+            return False
+        first = self.num_train_ranks if self.num_rollout_ranks else 0
+        return (self.rank - first) % self.rollout.tp_size == 0
 
     @property
     def num_ranks(self) -> int:
@@ -65,12 +70,18 @@ class Executor(Protocol):
     to blame, the phase (`phases.phase_of(method)`) and the cause: an exception, a process that ended, a command not
     answered within `spec.deadline_s(phase)`.
 
-    A failed rank that trains ends them all: every call, under way or later, raises the same failure. So does an
-    exception in any rank. A rank that only samples and dies, or gives no answer, is ended alone: its own calls raise
-    until `restart` has replaced it.
+    Lost is a rank that died or gave no answer, and ended with it. With a rank that trains all that train are lost:
+    their process group is broken; their calls, under way or later, raise the same failure until `restart_trainers` has
+    replaced them. A rank that only samples is lost alone, until `restart` has replaced it. An exception in any rank
+    ends every rank, and every call raises it.
+
+    on_lost is told of each failure as soon as it is known, whatever the controller waits for. can_restart_trainers:
+    whether `restart_trainers` works here.
     """
 
     specs: Sequence[WorkerSpec]
+    on_lost: Callable[[RankFailure], None]
+    can_restart_trainers: bool
 
     async def start(self) -> None:
         """Bring up all ranks: processes (phase start), then `RankWorker.start` in each (phase load)."""
@@ -80,6 +91,11 @@ class Executor(Protocol):
 
     async def restart(self, rank: int) -> None:
         """Replace a lost rank that only samples by a new one, as `start` leaves it. Raises: RankFailure."""
+        ...
+
+    async def restart_trainers(self) -> None:
+        """Replace the lost train ranks by new ones with a process group of their own, as `start` leaves them. The
+        ranks that only sample are not touched. Raises: RankFailure; then all are lost, and it may be called again."""
         ...
 
     async def close(self) -> None:

@@ -25,7 +25,8 @@ from meshrl.core.types import Metric, Request, Sample, Turn
 from meshrl.rollout.base import EngineStats
 from meshrl.rollout.continuation import join_turns
 from meshrl.sync.manifest import Ack, Layout, SyncHeader
-from meshrl.sync.send import send_weights
+from meshrl.sync.send import make_header, merged, send_weights, with_reports
+from meshrl.sync.shards import SendReport
 from meshrl.sync.transport import BucketRef
 from meshrl.train.checkpoint_files import FileFact
 from meshrl.train.engine import RowArrays, StepReport
@@ -35,13 +36,21 @@ _MAX_SESSIONS = 100_000  # remembered routes; older sessions are routed anew
 
 
 class TrainGroup:
-    """All train ranks. Every method is one collective command, sent to the ranks in the order of the calls."""
+    """All train ranks. Every method is one collective command, sent to the ranks in the order of the calls.
+
+    lane: held by a command, and by a whole sync, which is many: a command between two of them would meet other
+    collectives in some ranks than in others. version: of the last committed sync. is_synced: the weights are those of
+    `version`, so no optimizer step has come after it. num_optim_steps: asked for, ever.
+    """
 
     def __init__(self, executor: Executor):
         self.executor = executor
+        self.lane = asyncio.Lock()
         self.num_ranks = executor.specs[0].num_train_ranks
         self.cfg = executor.specs[0].train
-        self.version = -1  # of the last committed sync
+        self.version = -1
+        self.is_synced = False
+        self.num_optim_steps = 0
 
     def plan(self, samples: Sequence[Sample]) -> Plan:
         """The packing plan of these samples, made here once for all ranks."""
@@ -67,6 +76,8 @@ class TrainGroup:
         )
 
     async def optim_step(self, lr: float) -> StepReport:
+        self.is_synced = False
+        self.num_optim_steps += 1
         return (await self._all(RankWorker.optim_step, lr))[0]
 
     async def layout(self, bucket_bytes: int) -> Layout:
@@ -81,8 +92,8 @@ class TrainGroup:
         await self._all(RankWorker.save, folder)
 
     async def finish_save(self) -> dict[str, FileFact]:
-        """Wait until every rank's file is on disk. Raises: CheckpointError."""
-        return dict(await self._all(RankWorker.finish_save))
+        """Wait until every rank's file is on disk, while other commands go on. Raises: CheckpointError."""
+        return dict(await self._each(RankWorker.finish_save))
 
     async def load(self, folder: str, version: int) -> None:
         """Take over a saved training state, whose weights were `version`: the next sync commits that number again.
@@ -90,11 +101,15 @@ class TrainGroup:
         Raises: CheckpointError, before anything is touched.
         """
         await self._all(RankWorker.load, folder)
-        self.version = version - 1
+        self.version, self.is_synced = version - 1, False
 
     async def state_bytes(self) -> int:
         """Bytes that a checkpoint takes, all ranks together."""
         return sum(await self._all(RankWorker.state_bytes))
+
+    async def idle(self) -> None:
+        """Wait until the ranks have ended what they were asked before."""
+        await self._all(RankWorker.state_bytes)
 
     async def memory(self) -> list[tuple[list[Metric], dict[str, int]]]:
         """Each rank's memory metrics, and its engine's bytes by kind."""
@@ -102,30 +117,41 @@ class TrainGroup:
 
     async def _rows(self, method: Any, samples: Sequence[Sample], plan: Plan, *args: Any) -> list[Any]:
         """Call with each rank's own rows of the plan, and no others."""
-        return await asyncio.gather(
-            *(
-                self.executor.call(rank, method, plan, {i: samples[i] for i in plan.rows(rank)}, *args)
-                for rank in range(self.num_ranks)
+        async with self.lane:
+            return await asyncio.gather(
+                *(
+                    self.executor.call(rank, method, plan, {i: samples[i] for i in plan.rows(rank)}, *args)
+                    for rank in range(self.num_ranks)
+                )
             )
-        )
 
     async def _all(self, method: Any, *args: Any) -> list[Any]:
+        async with self.lane:
+            return await self._each(method, *args)
+
+    async def _each(self, method: Any, *args: Any) -> list[Any]:
         return await asyncio.gather(*(self.executor.call(rank, method, *args) for rank in range(self.num_ranks)))
 
 
 class RolloutGroup:
     """All samplers, with the shape of one: adds routing by session, continuation of aborted turns, and the
-    replacement of ranks that only sample and are lost; what they were asked is asked again.
+    replacement of ranks that only sample and are lost, from the moment that they are; what they were asked is asked
+    again.
 
-    max_restarts: how many are replaced before the failure of the next is raised. note: told of each.
+    max_restarts: how many are replaced before the failure of the next is raised. note: told of each. on_failure: told
+    at once when one can't be replaced.
     """
 
     def __init__(self, executor: Executor, max_restarts: int = 0):
         self.executor, self.max_restarts = executor, max_restarts
         self.note: Callable[[str], None] = partial(print, file=sys.stderr)
-        self.bring_weights: Callable[[int], Awaitable[Any]] | None = None  # gives a new rank what the others have
+        self.on_failure: Callable[[RankFailure], None] = lambda failure: None
+        # Gives a new rank what the others have; False while the trainer is between two versions.
+        self.bring_weights: Callable[[int], Awaitable[bool]] | None = None
+        self.synced = asyncio.Event()  # set by each sync; who waits for the next one clears it
         self.mending = asyncio.Lock()  # one replacement or sync at a time: both need all train ranks
-        self._mended: set[RankFailure] = set()  # all calls of a lost rank raise the same one
+        self._mends: dict[RankFailure, asyncio.Task[None]] = {}  # all calls of a lost rank raise the same one
+        self._mended: set[RankFailure] = set()
         self._layout: Layout | None = None
         self.num_restarts = self.num_redone = 0
         self._told = (0, 0)
@@ -139,6 +165,8 @@ class RolloutGroup:
         parts: list[Turn] = []
         asked = request
         while True:
+            for mend in [mend for failure, mend in self._mends.items() if failure.rank == rank and not mend.done()]:
+                await asyncio.shield(mend)  # a new rank is there before its weights are
             try:
                 turn: Turn = await self.executor.call(rank, RankWorker.generate, asked)
             except RankFailure as failure:
@@ -176,22 +204,64 @@ class RolloutGroup:
     async def reconcile(self, layout: Layout) -> None:
         """Compare the trainer's layout with every sampler's own parameters. Raises: UnloadedParamsError."""
         self._layout = layout
-        await self._all(RankWorker.reconcile, layout)
+        await self._where_not_lost(RankWorker.reconcile, layout)
 
     async def trust_loaded_weights(self) -> None:
-        self.bring_weights = lambda rank: self.executor.call(rank, RankWorker.trust_loaded_weights)
+        async def trust(rank: int) -> bool:
+            await self.executor.call(rank, RankWorker.trust_loaded_weights)
+            return True
+
+        self.bring_weights = trust
         await self._all(RankWorker.trust_loaded_weights)
 
     # ---- ranks that are lost
 
-    async def replaced(self, failure: RankFailure) -> None:
-        """Wait until a new rank with the same weights stands in the place of the one whose calls raised `failure`.
+    def mend(self, failure: RankFailure) -> asyncio.Task[None]:
+        """Begin to put a new rank with the same weights in the place of the lost one; done once for each failure."""
+        if failure not in self._mends:
+            self._mends[failure] = asyncio.create_task(self._mend(failure))
+            self._mends[failure].add_done_callback(self._tell)
+        return self._mends[failure]
 
-        Raises: as `restart`.
-        """
+    async def replaced(self, failure: RankFailure) -> None:
+        """Wait until a new rank stands in the place of the one whose calls raised `failure`. Raises: as `restart`."""
+        if self.executor.specs[failure.rank].trains:
+            raise failure
+        await asyncio.shield(self.mend(failure))  # others wait for it, too
+
+    async def _mend(self, failure: RankFailure) -> None:
         async with self.mending:
-            if await self.restart(failure) and self.bring_weights is not None:
-                await self.bring_weights(failure.rank)
+            if not await self.restart(failure) or self.bring_weights is None or failure.rank not in self.ranks:
+                return  # or it held a device for the sampler of another rank
+            if await self.bring_weights(failure.rank):
+                return
+        self.synced.clear()
+        await self.synced.wait()  # which brings its weights, too
+
+    def _tell(self, mend: asyncio.Task[None]) -> None:
+        error = None if mend.cancelled() else mend.exception()
+        if isinstance(error, RankFailure) and not self.executor.specs[error.rank].trains:  # else it was told already
+            self.on_failure(error)
+
+    async def stand_down(self) -> None:
+        """Have the ranks that only sample drop their requests and their weights' version: the trainer goes back to an
+        earlier one. They sample again after `reconcile` and a full sync; who is lost is replaced then."""
+        self.bring_weights = None
+        async with self.mending:  # what has begun is finished
+            for mend in self._mends.values():
+                mend.cancel()
+            self._mends.clear()
+        await self._where_not_lost(RankWorker.cancel, only_sampling=True)
+
+    async def _where_not_lost(self, method: Any, *args: Any, only_sampling: bool = False) -> None:
+        """Call the samplers, and pass over those that only sample and are lost: their successors begin anew."""
+        specs = (self.executor.specs[rank] for rank in self.ranks)
+        asked = [spec.rank for spec in specs if not (only_sampling and spec.trains)]
+        calls = (self.executor.call(rank, method, *args) for rank in asked)
+        for outcome in await asyncio.gather(*calls, return_exceptions=True):
+            lost = isinstance(outcome, RankFailure) and outcome.kind != "raised"
+            if isinstance(outcome, BaseException) and not (lost and not self.executor.specs[outcome.rank].trains):
+                raise outcome
 
     async def restart(self, failure: RankFailure) -> bool:
         """Put a new rank without weights in the place of a lost one; False if that was done before. `mending` is held.
@@ -201,7 +271,7 @@ class RolloutGroup:
         if failure in self._mended:
             return False
         began, rank = time.monotonic(), failure.rank
-        lost = failure
+        lost, chain = failure, {failure}
         while True:
             if self.executor.specs[lost.rank].trains:
                 raise lost
@@ -212,14 +282,15 @@ class RolloutGroup:
             self.note(f"{str(lost).splitlines()[0]}; replacing it")
             try:
                 await self.executor.restart(rank)
-                if self._layout is not None:
+                if self._layout is not None and rank in self.ranks:
                     await self.executor.call(rank, RankWorker.reconcile, self._layout)
             except RankFailure as again:
                 if again is lost:
                     raise
                 lost = again
+                chain.add(again)
             else:
-                self._mended.add(failure)
+                self._mended |= chain
                 self.note(f"rank {rank} is back after {time.monotonic() - began:.1f} s")
                 return True
 
@@ -254,26 +325,42 @@ async def sync_weights(trainer: TrainGroup, rollouts: RolloutGroup, layout: Layo
     version = trainer.version + 1
     executor = trainer.executor
     if executor.specs[0].num_rollout_ranks == 0:
-        acks: list[Ack] = await asyncio.gather(
-            *(executor.call(rank, RankWorker.sync_colocated, layout, version) for rank in rollouts.ranks)
-        )
+        ranks = range(trainer.num_ranks)
+        async with trainer.lane:
+            outcomes = await asyncio.gather(
+                *(executor.call(rank, RankWorker.sync_colocated, layout, version) for rank in ranks)
+            )
+        acks = with_reports(*([one for one in each if one is not None] for each in zip(*outcomes, strict=True)))
     else:
         async with rollouts.mending:
-            acks = await _send_to_all(trainer, rollouts, layout, version)
-        rollouts.bring_weights = lambda rank: _send(trainer, [rank], layout, version)
-    trainer.version = version
+            acks = await _send_to(rollouts.ranks, trainer, rollouts, layout, version)
+
+        async def bring(rank: int) -> bool:
+            if trainer.is_synced:
+                await _send_to([rank], trainer, rollouts, layout, version)
+            return trainer.is_synced
+
+        rollouts.bring_weights = bring
+    trainer.version, trainer.is_synced = version, True
+    rollouts.synced.set()
     return acks
 
 
-async def _send_to_all(trainer: TrainGroup, rollouts: RolloutGroup, layout: Layout, version: int) -> list[Ack]:
-    """Once more from the start, to all, when a sampler is lost on the way and can be replaced."""
+async def _send_to(
+    ranks: Sequence[int], trainer: TrainGroup, rollouts: RolloutGroup, layout: Layout, version: int
+) -> list[Ack]:
+    """Once more from the start, to all of them, when a sampler is lost on the way and can be replaced. `mending` is
+    held."""
     while True:
         try:
-            return await _send(trainer, rollouts.ranks, layout, version)
-        except SyncError as error:
-            if not isinstance(error.__cause__, RankFailure):
+            async with trainer.lane:
+                send = _send if layout.num_shards is None else send_shards
+                return await send(trainer, ranks, layout, version)
+        except (SyncError, RankFailure) as error:
+            lost = error if isinstance(error, RankFailure) else error.__cause__
+            if not isinstance(lost, RankFailure):
                 raise
-            await rollouts.restart(error.__cause__)
+            await rollouts.restart(lost)
 
 
 async def _send(trainer: TrainGroup, ranks: Sequence[int], layout: Layout, version: int) -> list[Ack]:
@@ -285,15 +372,17 @@ async def _send(trainer: TrainGroup, ranks: Sequence[int], layout: Layout, versi
     header, ring = begun[0]
     if any(other.digests != header.digests for other, _ in begun):
         raise SyncError("train ranks disagree on the digests of the weights they are about to send")
-    drains = [asyncio.ensure_future(executor.call(r, RankWorker.sync_drain)) for r in range(1, trainer.num_ranks)]
+    drains = asyncio.gather(*(executor.call(r, RankWorker.sync_drain) for r in range(1, trainer.num_ranks)))
+    drains.add_done_callback(lambda all_: all_.cancelled() or all_.exception())  # asked for here, if not below
     try:
-        acks = await send_weights(header, _refs(executor), [_RemoteReceiver(executor, r, ring, layout) for r in ranks])
+        receivers = [_RemoteReceiver(executor, r, [(0, ring)], layout) for r in ranks]
+        acks = await send_weights(header, _refs(executor), receivers)
     except SyncError:
         async for _ in _refs(executor):  # the other train ranks stand in gathers that rank 0 has to take part in
             pass
-        await asyncio.gather(*drains)
+        await drains
         raise
-    await asyncio.gather(*drains)
+    await drains
     return acks
 
 
@@ -303,18 +392,45 @@ async def _refs(executor: Executor) -> AsyncIterator[BucketRef]:
         yield ref
 
 
+async def send_shards(trainer: TrainGroup, ranks: Sequence[int], layout: Layout, version: int) -> list[Ack]:
+    """The same, each shard from the rank that holds it: no rank waits for another. Sends changes alone when all train
+    ranks remember one version, and all of these samplers hold it."""
+    executor = trainer.executor
+    asked = [executor.call(r, RankWorker.shard_source, layout) for r in range(trainer.num_ranks)]
+    held = await asyncio.gather(*(executor.call(r, RankWorker.stats) for r in ranks))
+    sources = list(enumerate(await asyncio.gather(*asked)))
+    senders = [(rank, source.ring) for rank, source in sources if source.ring is not None]
+    versions = {source.base_version for _, source in sources if source.ring is not None} | {s.version for s in held}
+    base = versions.pop() if len(versions) == 1 else None
+    delta = base is not None and base >= 0
+    header = make_header(layout, version, None, base if delta else None, "delta" if delta else "full")
+    reports: list[SendReport] = []
+    buckets = merged([_shard_refs(executor, rank, version, delta, reports) for rank, _ in senders])
+    acks = await send_weights(header, buckets, [_RemoteReceiver(executor, r, senders, layout) for r in ranks])
+    return with_reports(acks, reports)
+
+
+async def _shard_refs(
+    executor: Executor, rank: int, version: int, delta: bool, reports: list[SendReport]
+) -> AsyncIterator[BucketRef]:
+    """Buckets of one rank's shard as it lays them into its shared memory, one at a time; its report at the end."""
+    while not isinstance(sent := await executor.call(rank, RankWorker.shard_next, version, delta), SendReport):
+        yield sent
+    reports.append(sent)
+
+
 class _RemoteReceiver:
     """A sampler in another process, driven as send_weights drives a WeightReceiver; but what it receives are
-    descriptions of buckets, whose payloads lie in shared memory."""
+    descriptions of buckets, whose payloads lie in shared memory. rings: of the senders, (rank, name) each."""
 
-    def __init__(self, executor: Executor, rank: int, ring: str, layout: Layout):
-        self.executor, self.rank, self.ring, self.slot_bytes = executor, rank, ring, layout.staging_bytes
+    def __init__(self, executor: Executor, rank: int, rings: Sequence[tuple[int, str]], layout: Layout):
+        self.executor, self.rank, self.rings, self.slot_bytes = executor, rank, rings, layout.staging_bytes
 
     async def reconcile(self, layout: Layout) -> None:
         await self.executor.call(self.rank, RankWorker.reconcile, layout)
 
     async def begin(self, header: SyncHeader) -> None:
-        await self.executor.call(self.rank, RankWorker.begin, header, self.ring, self.slot_bytes)
+        await self.executor.call(self.rank, RankWorker.begin, header, self.rings, self.slot_bytes)
 
     async def receive(self, bucket: BucketRef) -> None:
         await self.executor.call(self.rank, RankWorker.receive, bucket)

@@ -8,7 +8,7 @@ from typing import Any
 
 from meshrl.cluster.actors import RankWorker
 from meshrl.cluster.executor import WorkerSpec
-from meshrl.core.errors import ConfigError
+from meshrl.core.errors import ConfigError, RankFailure
 
 
 class InlineExecutor:
@@ -20,6 +20,8 @@ class InlineExecutor:
                 f"cluster.executor inline holds one rank, but {len(specs)} were asked for; use executor processes"
             )
         self.specs = specs
+        self.on_lost: Callable[[RankFailure], None] = lambda failure: None  # never: this process is the rank
+        self.can_restart_trainers = False
         self.worker = RankWorker(specs[0])
 
     async def start(self) -> None:
@@ -28,6 +30,12 @@ class InlineExecutor:
     async def call(self, rank: int, method: Callable[..., Any], *args: Any) -> Any:
         result = method(self.worker, *args)
         return await result if inspect.isawaitable(result) else result
+
+    async def restart(self, rank: int) -> None:
+        raise AssertionError("a rank that is this process is never lost alone")
+
+    async def restart_trainers(self) -> None:
+        raise AssertionError("ranks that are this process are never lost alone")
 
     async def close(self) -> None:
         await self.worker.stop()

@@ -21,14 +21,45 @@ from meshrl.config.rollout import RolloutConfig
 from meshrl.config.task import ClusterConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.errors import ConfigError, RankFailure
+from meshrl.sync.manifest import Layout
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Groups:
-    """The running ranks of a run. trainer is None where nothing trains, rollouts where nobody samples."""
+    """The running ranks of a run. trainer is None where nothing trains, rollouts where nobody samples.
+
+    on_failure: told of a failure that the groups can't mend by themselves, as soon as it is known, whatever the
+    controller waits for. Lost samplers are replaced from that moment on.
+    """
 
     trainer: TrainGroup | None
     rollouts: RolloutGroup | None
+    executor: Executor
+    on_failure: Callable[[RankFailure], None] = lambda failure: None
+
+    def lost(self, failure: RankFailure) -> None:
+        """Mend what can be mended, or pass it on."""
+        if failure.kind != "raised" and self.rollouts is not None and not self.executor.specs[failure.rank].trains:
+            self.rollouts.mend(failure)
+        else:
+            self.on_failure(failure)
+
+    def can_restart_after(self, failure: RankFailure) -> bool:
+        """Whether `restart_trainers` may help. An exception would come again."""
+        lost_trainers = failure.kind != "raised" and self.executor.specs[failure.rank].trains
+        return lost_trainers and self.executor.can_restart_trainers
+
+    async def restart_trainers(self, layout: Layout | None) -> None:
+        """Put new train ranks in the place of lost ones. They hold what the model's folder holds; so do the samplers in
+        them. Samplers in ranks of their own stay, and wait for weights. layout: of the syncs, where somebody samples.
+
+        Raises: RankFailure; it may be called again.
+        """
+        if self.rollouts is not None:
+            await self.rollouts.stand_down()
+        await self.executor.restart_trainers()
+        if self.rollouts is not None and layout is not None:
+            await self.rollouts.reconcile(layout)
 
 
 @asynccontextmanager
@@ -73,14 +104,20 @@ async def launched(
         executor = EXECUTORS[cluster.executor](specs, cluster)
         try:
             await executor.start()
-            yield Groups(
+            groups = Groups(
                 TrainGroup(executor) if num_train_ranks else None,
                 RolloutGroup(executor, cluster.max_restarts) if any(spec.samples for spec in specs) else None,
+                executor,
             )
+            executor.on_lost = groups.lost
+            if groups.rollouts is not None:
+                groups.rollouts.on_failure = lambda failure: groups.on_failure(failure)
+            yield groups
+            executor.on_lost = lambda failure: None  # who only samples is not missed any more
             ends = (executor.call(spec.rank, RankWorker.stop) for spec in specs)
             for end in await asyncio.gather(*ends, return_exceptions=True):
                 if isinstance(end, BaseException) and not (isinstance(end, RankFailure) and not specs[end.rank].trains):
-                    raise end  # a rank that only samples is not missed any more
+                    raise end
         finally:
             await executor.close()
 

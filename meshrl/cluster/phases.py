@@ -32,6 +32,8 @@ PHASE_OF = {
     "sync_begin": "sync",
     "sync_next": "sync",
     "sync_drain": "sync",
+    "shard_source": "sync",
+    "shard_next": "sync",
     "begin": "sync",
     "receive": "sync",
     "commit": "sync",

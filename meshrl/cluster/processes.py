@@ -3,13 +3,16 @@
 Controller side: for each rank one thread reads its answers and one writes its commands, so a rank that is busy
 training never blocks the event loop, and neither side can wait for the other to read. What unblocks a call: the
 rank's answer, the rank's death (its socket ends), or the deadline of the call's phase. The last two, and an exception,
-start an inquiry into who is to blame; its verdict ends every rank, or the one that can be replaced.
+start an inquiry into who is to blame; its verdict ends every rank, all that train, or the one that only samples. A
+death starts it even when no call waits.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import inspect
 import itertools
 import os
 import queue
@@ -37,8 +40,11 @@ _DUMP_S = 2.0  # writing stacks takes milliseconds; a process that doesn't withi
 
 @dataclass(slots=True)
 class _Call:
+    """occupies: the rank takes no other command before it has answered this one."""
+
     phase: str
     future: asyncio.Future[Any]
+    occupies: bool
 
 
 @dataclass(slots=True)
@@ -81,6 +87,9 @@ class ProcessExecutor:
         self._suspicions: list[_Suspicion] = []
         self._inquiry: asyncio.Task[None] | None = None  # looks into them, one after the other
         self._closing = False
+        self._generations = itertools.count(1)  # of train ranks, each with a process group of its own
+        self.on_lost: Callable[[RankFailure], None] = lambda failure: None
+        self.can_restart_trainers = True
         self._loop: asyncio.AbstractEventLoop | None = None
         self.interface = _loopback()  # for the collectives of ranks on this machine
 
@@ -96,12 +105,39 @@ class ProcessExecutor:
         """Replace a lost rank that only samples. Raises: RankFailure, the run's own once it has failed."""
         if self._failure is not None:
             raise self._failure
-        lost = self._ranks[rank]
-        _hang_up(lost)
-        await asyncio.to_thread(lost.process.end, _STOP_GRACE_S)
-        self._ranks[rank] = await self._bring_up(self.specs[rank])
-        await self.call(rank, came_up)
-        await self.call(rank, RankWorker.start)
+        await self._replace([rank])
+
+    async def restart_trainers(self) -> None:
+        """Replace all train ranks, with a new place to meet. Raises: RankFailure, the run's own once it has failed."""
+        if self._failure is not None:
+            raise self._failure
+        rendezvous = self._new_rendezvous()
+        self.specs = [dataclasses.replace(spec, rendezvous=rendezvous) for spec in self.specs]
+        ranks = [spec.rank for spec in self.specs if spec.trains]
+        try:
+            await self._replace(ranks)
+        except RankFailure as failure:
+            for rank in ranks:  # also those that came up: the others will not join them
+                if self._ranks[rank].lost is None:
+                    _lose(self._ranks[rank], failure)
+            raise
+
+    def _new_rendezvous(self) -> str:
+        """Where a new generation of train ranks meets: what the last one left in its store must not be met again."""
+        return f"{self.specs[0].rendezvous}.{next(self._generations)}"
+
+    async def _replace(self, ranks: Sequence[int]) -> None:
+        """New processes in the place of lost ones, as `start` leaves them."""
+        lost = [self._ranks[rank] for rank in ranks]
+        for rank in lost:
+            _hang_up(rank)
+        await asyncio.gather(*(asyncio.to_thread(rank.process.end, _STOP_GRACE_S) for rank in lost))
+        for index in ranks:
+            if self._closing:
+                raise self._ranks[index].lost or RankFailure(index, "start", "the run has ended meanwhile")
+            self._ranks[index] = await self._bring_up(self.specs[index])
+        await asyncio.gather(*(self.call(rank, came_up) for rank in ranks))
+        await asyncio.gather(*(self.call(rank, RankWorker.start) for rank in ranks))
 
     async def _bring_up(self, spec: WorkerSpec) -> Connected:
         """Start the process of a rank and open its channel."""
@@ -126,7 +162,8 @@ class ProcessExecutor:
         if state.lost is not None:
             raise state.lost
         assert self._loop is not None, "call comes after start"
-        call_id, call = next(self._ids), _Call(phase_of(method), self._loop.create_future())
+        occupies = not inspect.iscoroutinefunction(method)
+        call_id, call = next(self._ids), _Call(phase_of(method), self._loop.create_future(), occupies)
         call.future.add_done_callback(_heard)
         state.pending[call_id] = call
         if not state.outbox:
@@ -235,12 +272,14 @@ class ProcessExecutor:
         if culprit.kind == "silent":
             culprit = self._silent_one(first, stacks)
         failure = self._told(culprit, stacks)
-        if culprit.kind == "raised" or self.specs[culprit.index].trains:
+        lost = self._ranks
+        if culprit.kind == "raised":
             self._failure = failure
-            for rank in self._ranks:
-                _lose(rank, failure)
         else:
-            _lose(culprit.rank, failure)
+            lost = [self._ranks[index] for index in self._partners(culprit.index)]
+        for rank in lost:
+            _lose(rank, failure)
+        self.on_lost(failure)
 
     def _partners(self, index: int) -> list[int]:
         """The ranks that can make this one wait or fail: train ranks each other, by collectives; a sampler none."""
@@ -296,9 +335,14 @@ class ProcessExecutor:
     # ---- the end
 
     async def close(self) -> None:
-        """End all ranks: politely at first, by SIGKILL after a few seconds. No child is left behind."""
-        if self._failure is None and self._ranks:
-            living = [spec.rank for spec in self.specs[: len(self._ranks)] if self._ranks[spec.rank].lost is None]
+        """End all ranks: politely at first, by SIGKILL after a few seconds, or at once where one is in the middle of a
+        command that nobody waits for any more. No child is left behind."""
+        living = [i for i, rank in enumerate(self._ranks) if rank.lost is None]
+        if any(call.occupies for i in living for call in self._ranks[i].pending.values()):
+            self._closing = True
+            for i in living:
+                self._ranks[i].process.kill()
+        elif self._failure is None:
             stops = [asyncio.ensure_future(self.call(rank, RankWorker.stop)) for rank in living]
             if stops:
                 await asyncio.wait(stops, timeout=_STOP_GRACE_S)

@@ -26,7 +26,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from meshrl.cluster.executor import WorkerSpec
-from meshrl.cluster.remote import RemoteExecutor
+from meshrl.cluster.remote import Host, RemoteExecutor
 from meshrl.core.device import cluster_resources
 from meshrl.core.errors import ConfigError, RankFailure
 
@@ -45,8 +45,9 @@ class RayExecutor(RemoteExecutor):
         self._joined = False
         self._group: PlacementGroup | None = None
         self._bundles: list[int] = []  # of the machines, in the order of the ranks
-        self._actors: list[Any] = []
-        self._watches: list[asyncio.Task[None]] = []
+        self._actors: dict[int, Any] = {}  # by rank
+        self._watches: dict[int, asyncio.Task[None]] = {}
+        self._controller = ("", 0)
         self._need: dict[str, float] = {}  # of one rank
 
     async def find_machines(self) -> str:
@@ -113,17 +114,29 @@ class RayExecutor(RemoteExecutor):
 
     async def start_hosts(self, address: tuple[str, int]) -> set[int]:
         """An actor for each rank, in the bundle of its machine."""
+        self._controller = address
         for spec in self.specs:
-            options = {"num_cpus": self._need["CPU"], "num_gpus": self._need.get("GPU", 0), "max_restarts": 0}
-            options["resources"] = {name: count for name, count in self._need.items() if name not in ("CPU", "GPU")}
-            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
-                self._group, placement_group_bundle_index=self._bundles[spec.rank // spec.num_local_ranks]
-            )
-            actor = ray.remote(_host_class()).options(**options).remote()
-            self._actors.append(actor)
-            served = asyncio.wrap_future(actor.serve.remote(address, self.token, spec.rank).future())
-            self._watches.append(asyncio.create_task(self._watch(spec.rank, served)))
+            self._start_host(spec)
         return {spec.rank for spec in self.specs}
+
+    def _start_host(self, spec: WorkerSpec) -> None:
+        options = {"num_cpus": self._need["CPU"], "num_gpus": self._need.get("GPU", 0), "max_restarts": 0}
+        options["resources"] = {name: count for name, count in self._need.items() if name not in ("CPU", "GPU")}
+        options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+            self._group, placement_group_bundle_index=self._bundles[spec.rank // spec.num_local_ranks]
+        )
+        actor = self._actors[spec.rank] = ray.remote(_host_class()).options(**options).remote()
+        served = asyncio.wrap_future(actor.serve.remote(self._controller, self.token, spec.rank).future())
+        self._watches[spec.rank] = asyncio.create_task(self._watch(spec.rank, served))
+
+    async def replace_host(self, rank: int, lost: Host) -> None:
+        """Another actor in the bundle of the lost one; Ray moves the bundle when its machine is gone."""
+        self._watches[rank].cancel()  # the end of the old actor is no news of the new one
+        ray.kill(self._actors[rank])
+        lost.goodbye(1)
+        self._expect("control", rank)
+        self._start_host(self.specs[rank])
+        await self.meet_hosts([rank])
 
     async def _watch(self, rank: int, served: asyncio.Future[int]) -> None:
         """Tell whoever waits for a host that it can't come. Later, its connection tells."""
@@ -135,14 +148,14 @@ class RayExecutor(RemoteExecutor):
     async def close(self) -> None:
         """End all ranks and give the machines back."""
         await super().close()
-        for watch in self._watches:
+        for watch in self._watches.values():
             watch.cancel()
-        await asyncio.gather(*self._watches, return_exceptions=True)
+        await asyncio.gather(*self._watches.values(), return_exceptions=True)
         if ray.is_initialized():
             await asyncio.to_thread(self._leave)
 
     def _leave(self) -> None:
-        for actor in self._actors:
+        for actor in self._actors.values():
             ray.kill(actor)
         if self._group is not None:
             remove_placement_group(self._group)

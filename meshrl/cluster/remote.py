@@ -16,6 +16,8 @@ import queue
 import secrets
 import socket
 import threading
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -138,7 +140,7 @@ class RemoteProcess:
         """Nothing is held here: the host holds it."""
 
 
-class RemoteExecutor(ProcessExecutor):
+class RemoteExecutor(ProcessExecutor, ABC):
     """What `ray` and `torchrun` share. They say where the controller is reached, and start the hosts."""
 
     def __init__(self, specs: Sequence[WorkerSpec]):
@@ -147,28 +149,37 @@ class RemoteExecutor(ProcessExecutor):
         self._hosts: dict[int, Host] = {}
         self._listener: Listener | None = None
         self._store: Any = None
+        self._reached_at = ""
         self._arrivals: dict[tuple[str, int], asyncio.Future[tuple[socket.socket, Hello]]] = {}
         self._numbers = itertools.count()
 
+    @abstractmethod
     async def find_machines(self) -> str:
         """Reserve what the ranks need; the address under which their machines reach this one."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def start_hosts(self, address: tuple[str, int]) -> set[int]:
         """Have `host.serve(address, self.token, rank)` run for each rank of the answer."""
-        raise NotImplementedError
+
+    async def replace_host(self, rank: int, lost: Host) -> None:
+        """Have another host where one has ended. Raises: RankFailure when whoever started it can't do it again."""
+        raise RankFailure(rank, "start", f"{lost.gone}, on {lost.node}")
 
     async def start(self) -> None:
         """Find the machines, bring up a host for each rank, then the ranks."""
         self._loop = asyncio.get_running_loop()
-        reached_at = await self.find_machines()
-        self._store, rendezvous = host_store(reached_at)
+        self._reached_at = await self.find_machines()
+        rendezvous = self._new_rendezvous()
         self.specs = [dataclasses.replace(spec, rendezvous=rendezvous) for spec in self.specs]
         for spec in self.specs:
             self._expect("control", spec.rank)
-        self._listener = Listener(reached_at, self.token, self._connected)
+        self._listener = Listener(self._reached_at, self.token, self._connected)
         await self.meet_hosts(sorted(await self.start_hosts(self._listener.address)))
         await super().start()
+
+    def _new_rendezvous(self) -> str:
+        self._store, rendezvous = host_store(self._reached_at)
+        return rendezvous
 
     async def meet_hosts(self, ranks: Sequence[int]) -> None:
         """Wait until the hosts of these ranks have called."""
@@ -180,13 +191,22 @@ class RemoteExecutor(ProcessExecutor):
         assert self._loop is not None
         self._arrivals[kind, rank] = self._loop.create_future()
 
-    async def _arrived(self, kind: str, rank: int) -> tuple[socket.socket, Hello]:
+    async def _arrived(self, kind: str, rank: int, host: Host | None = None) -> tuple[socket.socket, Hello]:
+        """What a rank's machine connects with. host: gives up with it, when it is gone meanwhile."""
         limit = self.specs[rank].deadline_s("start")
-        try:
-            return await asyncio.wait_for(self._arrivals[kind, rank], limit)
-        except TimeoutError:
-            cause = f"its machine has not called within {limit:g} s; is the controller's address reachable from there?"
-            raise RankFailure(rank, "start", cause) from None
+        until = time.monotonic() + limit
+        while True:
+            try:
+                return await asyncio.wait_for(asyncio.shield(self._arrivals[kind, rank]), _LOOK_S)
+            except TimeoutError:
+                if host is not None and host.gone is not None:
+                    raise RankFailure(rank, "start", f"{host.gone}, on {host.node}") from None
+                if time.monotonic() > until:
+                    cause = (
+                        f"its machine has not called within {limit:g} s; is the controller's address reachable from "
+                        "there?"
+                    )
+                    raise RankFailure(rank, "start", cause) from None
 
     def _connected(self, sock: socket.socket, hello: Hello) -> None:
         """In a thread of the listener."""
@@ -209,12 +229,13 @@ class RemoteExecutor(ProcessExecutor):
     async def _bring_up(self, spec: WorkerSpec) -> Connected:
         if spec.rank not in self._hosts:
             return await super()._bring_up(spec)
+        if self._hosts[spec.rank].gone is not None:
+            await self.replace_host(spec.rank, self._hosts[spec.rank])
+            spec = self.specs[spec.rank]
         host, number = self._hosts[spec.rank], next(self._numbers)
-        if host.gone is not None:
-            raise RankFailure(spec.rank, "start", f"{host.gone}, on {host.node}")
         self._expect("channel", spec.rank)
         host.tell("spawn", Spawn(number=number, fixed=self.environment(spec), passed=_passed()))
-        sock, _ = await self._arrived("channel", spec.rank)
+        sock, _ = await self._arrived("channel", spec.rank, host)
         return self._attach(spec, RemoteProcess(host, number), sock, host.pid)
 
     def environment(self, spec: WorkerSpec) -> dict[str, str]:
@@ -233,9 +254,11 @@ class RemoteExecutor(ProcessExecutor):
 
     async def close(self) -> None:
         """End all ranks, their hosts, and what was opened for them here."""
+        failed = any(rank.lost is not None and self.specs[i].trains for i, rank in enumerate(self._ranks))
+        failed = failed or self._failure is not None
         await super().close()
         for host in self._hosts.values():
-            host.goodbye(0 if self._failure is None else 1)
+            host.goodbye(1 if failed else 0)
         if self._listener is not None:
             self._listener.close()
         self._store = None

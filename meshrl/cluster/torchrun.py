@@ -59,6 +59,7 @@ class TorchrunExecutor(RemoteExecutor):
         local = int(os.environ.get("LOCAL_WORLD_SIZE", started))
         super().__init__([dataclasses.replace(spec, nodes=started // local) for spec in specs])
         self._launch_store: dist.Store | None = None
+        self.can_restart_trainers = False  # torchrun's own --max-restarts is for that
 
     async def find_machines(self) -> str:
         """torchrun has found them; it puts rank 0 on the machine that it calls master."""

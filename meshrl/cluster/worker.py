@@ -19,6 +19,7 @@ import traceback
 from typing import Any
 
 from meshrl.cluster import channel
+from meshrl.core.errors import EngineEnded
 
 
 class _Server:
@@ -50,6 +51,11 @@ class _Server:
     async def run(self, call_id: int, method: Any, args: tuple[Any, ...]) -> None:
         try:
             self.answer(call_id, True, await method(self.worker, *args))
+        except EngineEnded as error:
+            if not self.worker.spec.trains:  # what this rank is for is gone; whoever started it can start another
+                print(f"rank {self.worker.spec.rank}: {error}", file=sys.stderr, flush=True)
+                os._exit(1)
+            self.answer(call_id, False, _portable(error))
         except Exception as error:
             self.answer(call_id, False, _portable(error))
 

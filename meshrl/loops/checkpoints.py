@@ -35,8 +35,12 @@ class Checkpoints:
 
     def __init__(self, folder: Path, trainer: TrainGroup, keep: int, note: Callable[[str], None]):
         self.folder, self.trainer, self.keep, self.note = folder / "checkpoints", trainer, keep, note
-        self.saved_step = max((step for step, _ in states(self.folder)), default=0)
+        self.saved_step = self.newest_on_disk()  # or newer, and under way
         self._writing: asyncio.Task[None] | None = None
+
+    def newest_on_disk(self) -> int:
+        """The step of the newest whole checkpoint; 0 = there is none."""
+        return max((step for step, _ in states(self.folder)), default=0)
 
     async def save(self, step: int, saved: dict[str, Any]) -> None:
         """Save the state after `step` finished steps, unless it is saved already. Waits for the save before it.
@@ -45,7 +49,7 @@ class Checkpoints:
         """
         if step == self.saved_step:
             return
-        await self._settle()
+        await self.settle()
         self.folder.mkdir(exist_ok=True)
         require_space(self.folder, await self.trainer.state_bytes() + _HEADER_BYTES)
         final = state_folder(self.folder, step)
@@ -67,7 +71,19 @@ class Checkpoints:
         if self._writing is not None and self._writing.done():
             self._writing.result()
 
-    async def _settle(self) -> None:
+    async def abandon(self, wait_s: float | None = None) -> None:
+        """Forget the save under way, unless it ends well in that time: its ranks are lost, or not to be waited for."""
+        if self._writing is not None:
+            done, _ = await asyncio.wait({self._writing}, timeout=wait_s)
+            if not done:
+                self._writing.cancel()
+            elif not self._writing.cancelled():
+                self._writing.exception()  # what it says of lost ranks is known; a full disk says so at the next save
+            self._writing = None
+        self.saved_step = self.newest_on_disk()
+
+    async def settle(self) -> None:
+        """Wait until the save under way, if there is one, is on disk. Raises: what it raises."""
         if self._writing is not None:
             await asyncio.shield(self._writing)  # a run that is interrupted still finishes its checkpoint
             self._writing = None
@@ -79,7 +95,7 @@ class Checkpoints:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            await self._settle()
+            await self.settle()
         except MeshrlError as of_the_save:
             if error is None or isinstance(error, asyncio.CancelledError):
                 raise

@@ -11,6 +11,7 @@ from meshrl.loops.step import (
     annotate,
     collect,
     finish_step,
+    first_sync,
     grade,
     rollout_metrics,
     sampling_params,
@@ -26,7 +27,7 @@ async def colocated(job: Job) -> None:
     cfg, task, spans = job.cfg, job.task, job.spans
     sampling = sampling_params(cfg.rollout.sampling, task.stop_token_ids)
     assert task.train_prompts is not None, "training needs data.path"
-    await sync(job)
+    start = await first_sync(job)
     while True:
         await evaluate_if_due(job)
         await save_if_due(job)
@@ -45,10 +46,10 @@ async def colocated(job: Job) -> None:
                 job.trainer.version,
             )
         with spans("reward"):
-            metrics = await grade(cfg, job.scorer, trajectories)
+            metrics, start = start + await grade(cfg, job.scorer, trajectories), []
         samples, flat_metrics = flatten(trajectories)
         metrics += flat_metrics
-        with job.stop.held():  # a checkpoint must find weights, data and metrics at one and the same step
+        with job.stop.updating(job.trainer):  # a checkpoint must find weights, data and metrics at the same step
             if samples:
                 with spans("train"):
                     updates = split_updates(job, samples, cfg.train.updates_per_step)

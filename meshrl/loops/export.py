@@ -8,10 +8,16 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from meshrl.cluster.groups import TrainGroup
 from meshrl.config.task import LoopConfig
+from meshrl.core.errors import CheckpointError
 from meshrl.loops.job import Job
+from meshrl.train.checkpoint_files import read_controller, require_space, states
+
+_ANY_BUCKET_BYTES = 1 << 20  # how a layout is cut does not change what it adds up to
+_BESIDE_BYTES = 64 << 20  # a model's config, tokenizer and headers
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,47 +45,88 @@ async def export_model(job: Job) -> Path:
 
 
 async def export_to(trainer: TrainGroup, path: Path, tokenizer_from: str) -> None:
-    """Write aside, then rename: a folder of this name is always whole."""
+    """Write aside, then rename: a folder of this name is always whole. Raises: CheckpointError for want of room."""
     aside = path.with_name(path.name + ".aside")
     shutil.rmtree(aside, ignore_errors=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    require_space(path.parent, (await trainer.layout(_ANY_BUCKET_BYTES)).total_bytes + _BESIDE_BYTES, "a model")
     await trainer.export(str(aside), tokenizer_from)
     shutil.rmtree(path, ignore_errors=True)
     os.replace(aside, path)
 
 
 async def keep_best(job: Job, score: float) -> None:
-    """If no score of the run was as high: write the policy, name it in checkpoints/best.json, and remove the model it
-    beats, unless the run saves that one anyway. Before the first step the best model is the one the run began with.
+    """If no score of the run was as high: write the policy, name it in checkpoints/best.json, and remove models that
+    are beaten, unless the run saves them anyway or a checkpoint names them as its best. Before the first step the best
+    model is the one the run began with.
 
-    best.json always names a whole model: it is replaced after the new one is written and before the old one goes. It
+    best.json always names a whole model: it is replaced after the new one is written and before an old one goes. It
     is a file and not a link, so that it survives copies, archives and file systems without links.
     """
-    beaten = read_best(job.folder)
-    if math.isnan(score) or (beaten is not None and score <= beaten.score):
+    beaten = best_facts(job.folder)
+    if math.isnan(score) or (beaten is not None and score <= beaten["score"]):
         return
     path = _best_file(job.folder)
-    path.parent.mkdir(exist_ok=True)
     model = job.cfg.model.path
     if job.step:  # relative, so that the run's folder may move
         model = os.path.relpath(await export_model(job), path.parent)
-    aside = path.with_suffix(".aside")
-    aside.write_text(json.dumps({"step": job.step, "score": score, "model": model}) + "\n", encoding="utf-8")
-    os.replace(aside, path)
-    if beaten is not None and beaten.step and not _saved_anyway(job.cfg.loop, beaten.step):
-        folder = Path(beaten.model)
-        shutil.rmtree(folder, ignore_errors=True)
+    steps = [*beaten.get("beaten", ()), beaten["step"]] if beaten is not None else []
+    await job.checkpoints.settle()  # the one under way may name a model that is beaten now
+    needed = {step for step in steps if _is_needed(job, step)}
+    _write_best(job.folder, {"step": job.step, "score": score, "model": model, "beaten": sorted(needed)})
+    for step in {*steps} - needed - {0, job.step}:
+        folder = model_folder(job.folder, step)
+        if not _saved_anyway(job.cfg.loop, step):
+            shutil.rmtree(folder, ignore_errors=True)
         if folder.parent.is_dir() and not any(folder.parent.iterdir()):
             folder.parent.rmdir()
 
 
+def _is_needed(job: Job, step: int) -> bool:
+    """Whether a run that goes on from one of its checkpoints finds there that the model of `step` is its best."""
+    for _, folder in states(job.folder / "checkpoints") if step else ():
+        try:
+            best = read_controller(folder).get("best")
+        except CheckpointError:  # damaged: no run goes on from there
+            continue
+        if best is not None and best["step"] == step:
+            return True
+    return False
+
+
+def cut_back_best(run: Path, step: int, best: dict[str, Any] | None) -> None:
+    """If the run found its best model after its first `step` steps: what it knew then, `best`, is true again. The
+    models that it beat since then are kept until it is beaten anew."""
+    now = best_facts(run)
+    if now is None or now["step"] <= step:
+        return
+    if best is None:
+        _best_file(run).unlink()
+    else:
+        _write_best(run, best)
+
+
 def read_best(run: Path) -> Best | None:
     """What a run's checkpoints/best.json says; None before its first evaluation."""
-    path = _best_file(run)
-    if not path.exists():
+    said = best_facts(run)
+    if said is None:
         return None
-    said = json.loads(path.read_text(encoding="utf-8"))
-    model = str(path.parent / said["model"]) if said["step"] else said["model"]
+    model = str(_best_file(run).parent / said["model"]) if said["step"] else said["model"]
     return Best(said["step"], said["score"], model)
+
+
+def best_facts(run: Path) -> dict[str, Any] | None:
+    """best.json as it stands: step, score, model, and beaten: steps whose models wait for a checkpoint to go."""
+    path = _best_file(run)
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def _write_best(run: Path, facts: dict[str, Any]) -> None:
+    path = _best_file(run)
+    path.parent.mkdir(exist_ok=True)
+    aside = path.with_suffix(".aside")
+    aside.write_text(json.dumps(facts) + "\n", encoding="utf-8")
+    os.replace(aside, path)
 
 
 def _best_file(run: Path) -> Path:

@@ -37,8 +37,8 @@ class Task:
 
 @dataclass(kw_only=True, slots=True)
 class Job:
-    """One run. restarts: from a checkpoint, after failures. step counts finished rollout steps, num_updates the
-    optimizer steps asked for so far."""
+    """One run. restarts: of the train ranks, from a checkpoint, after failures. step counts finished rollout steps,
+    num_updates the optimizer steps asked for so far."""
 
     cfg: RunConfig
     folder: Path
@@ -53,7 +53,7 @@ class Job:
     checkpoints: Checkpoints
     stop: Stop
     spans: Spans
-    restarts: int
+    restarts: int = 0
     proof: SamplerProof = field(default_factory=SamplerProof)
     step: int = 0
     num_updates: int = 0

@@ -15,9 +15,8 @@ from meshrl.config.explain import to_yaml
 from meshrl.config.load import Loaded
 from meshrl.core.errors import RankFailure
 from meshrl.core.types import Metric
-from meshrl.loops.restart import run_name
-from meshrl.loops.resume import Start, choose_start
-from meshrl.loops.status import StatusFile
+from meshrl.loops.resume import Start, choose_start, cut_back, newest_start
+from meshrl.loops.status import StatusFile, put_back, status_as_it_is
 from meshrl.monitor.jsonl import to_line
 from meshrl.monitor.report.page import write_report
 from meshrl.monitor.sinks import JsonlSink, Sink, TerminalSink, report
@@ -27,15 +26,23 @@ from meshrl.monitor.trackers import open_trackers
 
 @dataclass(kw_only=True, slots=True)
 class Record:
-    """What a run writes to. start: the checkpoint it goes on from, None for a new run. summary: what result.json is to
-    hold besides how the run ended; asked once, at the end."""
+    """What a run writes to. start: the checkpoint it is to go on from, None for a new run. summary: what result.json is
+    to hold besides how the run ended; asked once, at the end.
 
+    A run that goes on has touched nothing of what is there until `go_on_from`: it may yet be refused.
+    """
+
+    loaded: Loaded[Any]
+    kind: str
+    num_steps: int
     folder: Path
-    sinks: list[Sink]
     note: Callable[[str], None]
     began: float
     start: Start | None
+    status: StatusFile
     spans: Spans
+    sinks: list[Sink]
+    is_open: bool = False
     summary: Callable[[], dict[str, Any]] = dict
 
     @property
@@ -43,14 +50,51 @@ class Record:
         """Since the run's start."""
         return time.monotonic() - self.began
 
+    def newest_start(self) -> Start | None:
+        """The run's own newest checkpoint, else the one it began with. Raises: CheckpointError when it is damaged."""
+        return newest_start(self.folder, self.kind, self.num_steps) or self.start
+
     def report(self, step: int, metrics: Sequence[Metric]) -> dict[str, float]:
         return report(self.sinks, step, metrics)
+
+    def go_on_from(self, start: Start | None) -> None:
+        """Cut back what stands for later steps, and write from there on; None: from the beginning. Called again when
+        the run goes back to a checkpoint. Raises: ConfigError when a sink can't be opened."""
+        if self.is_open:
+            self.sinks.pop(0).close(failed=True)
+        first_step = start.step if start is not None else 0
+        if self.is_open or self.loaded.config.run.resume != "never":
+            cut_back(self.folder, start)
+        self.sinks.insert(0, JsonlSink(self.folder / "metrics.jsonl", first_step))
+        self.status.go_back_to(first_step)
+        self.spans.take()  # of steps that come again
+        if not self.is_open:
+            self.is_open = True
+            (self.folder / "config.yaml").write_text(to_yaml(self.loaded), encoding="utf-8")
+            cfg = self.loaded.config
+            self.sinks += open_trackers(cfg.monitor, self.folder, cfg.model_dump(mode="json"), self.note)
+
+    def keep_stacks(self, failure: RankFailure) -> Path | None:
+        """Where every rank stood when one failed, as a file; None where nobody could say."""
+        if not failure.stacks:
+            return None
+        path = self.folder / "stacks.txt"
+        path.write_text(f"{failure}\n\n{failure.stacks}\n", encoding="utf-8")
+        return path
+
+    def finish(self, status: str, error: str | None) -> None:
+        """result.json and report.html."""
+        result = {"status": status, "error": error, "wall_s": round(self.seconds, 2), **self.summary()}
+        strict = json.loads(to_line(result))  # with texts for what JSON has no number for
+        (self.folder / "result.json").write_text(json.dumps(strict, indent=2) + "\n", encoding="utf-8")
+        write_report(self.folder)
 
 
 @contextmanager
 def recorded(loaded: Loaded[Any], kind: str, num_steps: int) -> Iterator[Record]:
-    """The folder and open sinks of a run, as run.resume wants it. At the end, also of one that fails or is
-    interrupted: result.json with the keys status, error and wall_s and the run's own summary, and report.html.
+    """The folder of a run, as run.resume wants it, with open sinks; a run that goes on calls `go_on_from` itself, when
+    nothing can refuse it any more. At the end, also of one that fails or is interrupted: result.json with the keys
+    status, error and wall_s and the run's own summary, and report.html. A refused run leaves what it found.
 
     kind: "train" or "sft". Raises: MeshrlError and CheckpointError, as choose_start; ConfigError when a sink can't be
     opened.
@@ -59,28 +103,43 @@ def recorded(loaded: Loaded[Any], kind: str, num_steps: int) -> Iterator[Record]
     folder = Path(cfg.run.folder) / run_name(loaded)
     start = choose_start(cfg.run, folder, kind, num_steps)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(to_yaml(loaded), encoding="utf-8")
     first_step = start.step if start else 0
     terminal = TerminalSink(num_steps, first_step=first_step)
+    status_before = status_as_it_is(folder)
     status_file = StatusFile(folder, num_steps, first_step)
-    sinks: list[Sink] = [JsonlSink(folder / "metrics.jsonl", first_step), terminal, status_file]
-    spans = Spans(entered=status_file.entered)
-    record = Record(folder=folder, sinks=sinks, note=terminal.note, began=began, start=start, spans=spans)
+    record = Record(
+        loaded=loaded,
+        kind=kind,
+        num_steps=num_steps,
+        folder=folder,
+        note=terminal.note,
+        began=began,
+        start=start,
+        status=status_file,
+        spans=Spans(entered=status_file.entered),
+        sinks=[terminal, status_file],
+    )
     status, error = "done", None
     try:
-        sinks += open_trackers(cfg.monitor, folder, cfg.model_dump(mode="json"), record.note)
+        if start is None:
+            record.go_on_from(None)
         yield record
     except BaseException as e:
         status = "interrupted" if isinstance(e, (KeyboardInterrupt, asyncio.CancelledError)) else "failed"
         error = f"{type(e).__name__}: {e}" if status == "failed" else None
-        if isinstance(e, RankFailure) and e.stacks:
-            (folder / "stacks.txt").write_text(f"{e}\n\n{e.stacks}\n", encoding="utf-8")
-            e.add_note(f"where every rank stood: {folder / 'stacks.txt'}")
+        if isinstance(e, RankFailure) and (path := record.keep_stacks(e)) is not None:
+            e.add_note(f"where every rank stood: {path}")
         raise
     finally:
-        for sink in sinks:
+        for sink in record.sinks:
             sink.close(failed=status != "done")
-        result = {"status": status, "error": error, "wall_s": round(record.seconds, 2), **record.summary()}
-        strict = json.loads(to_line(result))  # with texts for what JSON has no number for
-        (folder / "result.json").write_text(json.dumps(strict, indent=2) + "\n", encoding="utf-8")
-        write_report(folder)
+        if record.is_open:
+            record.finish(status, error)
+        else:
+            put_back(folder, status_before)
+
+
+def run_name(loaded: Loaded[Any]) -> str:
+    """What `auto` stands for in run.name."""
+    name = loaded.config.run.name
+    return f"{loaded.path.stem}-{time.strftime('%Y%m%d-%H%M%S')}" if name == "auto" else name

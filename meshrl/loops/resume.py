@@ -9,7 +9,7 @@ from typing import Any
 
 from meshrl.config.task import RunSection
 from meshrl.core.errors import CheckpointError, MeshrlError
-from meshrl.loops.export import export_model
+from meshrl.loops.export import best_facts, cut_back_best, export_model
 from meshrl.loops.job import Job
 from meshrl.monitor.rollout_log import remove_steps
 from meshrl.train.checkpoint_files import MANIFEST, read_controller, read_manifest, remove_leftovers, states
@@ -25,9 +25,9 @@ class Start:
 
 
 def choose_start(run: RunSection, folder: Path, kind: str, num_steps: int) -> Start | None:
-    """The checkpoint that run.resume means for the run in `folder`; None for a run that starts anew.
+    """The checkpoint that run.resume means for the run in `folder`; None for a run that starts anew. Changes nothing.
 
-    What the run wrote after that checkpoint is cut back, so that nothing is counted twice. kind: "train" or "sft".
+    kind: "train" or "sft".
 
     Raises: MeshrlError when the folder holds a run that would be overwritten; CheckpointError when the checkpoint is
     damaged, of another command, or beyond num_steps.
@@ -51,8 +51,6 @@ def choose_start(run: RunSection, folder: Path, kind: str, num_steps: int) -> St
             f"{folder} has a newer checkpoint, after step {own[-1][0]}, which a run from step {start.step} on would "
             "overwrite. Choose another run.name, or continue the newest with run.resume=auto"
         )
-    if is_own or run.resume == "auto":
-        _cut_back(folder, start.step if start else 0)
     return start
 
 
@@ -73,11 +71,20 @@ def _read(folder: Path, kind: str, num_steps: int) -> Start:
     return Start(step, folder, saved)
 
 
-def _cut_back(folder: Path, step: int) -> None:
-    """Remove what a run wrote after its first `step` steps and will write again: unfinished saves, rollouts, and for
-    step 0 its metrics (else the metrics' sink drops its own). Models stay: each is whole, and none is counted."""
+def newest_start(folder: Path, kind: str, num_steps: int) -> Start | None:
+    """The newest checkpoint that the run in `folder` has itself. Raises: CheckpointError when it is damaged."""
+    own = states(folder / "checkpoints")
+    return _read(own[-1][1], kind, num_steps) if own else None
+
+
+def cut_back(folder: Path, start: Start | None) -> None:
+    """Remove what a run wrote after the checkpoint it goes on from, and will write again: unfinished saves, rollouts,
+    what it took for its best model, and without a checkpoint its metrics (else their sink drops its own). Models stay:
+    each is whole, and none is counted."""
+    step = start.step if start is not None else 0
     if (folder / "checkpoints").is_dir():
         remove_leftovers(folder / "checkpoints")
+        cut_back_best(folder, step, start.saved.get("best") if start is not None else None)
     if (folder / "rollouts").is_dir():
         remove_steps(folder / "rollouts", step)
     if step == 0:
@@ -99,21 +106,23 @@ async def save_if_due(job: Job) -> None:
 async def save_now(job: Job) -> None:
     """Begin a checkpoint of the last finished step, if there is one and it is not saved yet."""
     if job.step > 0:
-        with job.stop.held(), job.spans("save"):
+        with job.stop.saving(), job.spans("save"):
             await job.checkpoints.save(job.step, snapshot(job))
 
 
 def snapshot(job: Job) -> dict[str, Any]:
-    """What a resumed run needs to know besides tensors, as of the last finished step. Plain JSON."""
+    """What a resumed run needs to know besides tensors, as of the last finished step. Plain JSON, and a copy: it is
+    written when the tensors are, while the run goes on."""
     return {
         "kind": "train",
         "num_updates": job.num_updates,
         "version": job.trainer.version,
         "data": job.cursor,
-        "rewards": job.rewards,
-        "evals": job.evals,
+        "rewards": list(job.rewards),
+        "evals": list(job.evals),
         "proof_threshold": job.proof.threshold,
         "exported_step": job.exported_step,
+        "best": best_facts(job.folder),
         "config": job.cfg.model_dump(mode="json"),
     }
 
@@ -128,7 +137,7 @@ async def restore(job: Job, start: Start) -> None:
     job.task.train_prompts.load_state(saved["data"])
     await job.trainer.load(str(start.folder), saved["version"])
     job.step, job.num_updates, job.cursor = start.step, saved["num_updates"], saved["data"]
-    job.rewards, job.evals = saved["rewards"], [(step, score) for step, score in saved["evals"]]
+    job.rewards, job.evals = list(saved["rewards"]), [(step, score) for step, score in saved["evals"]]
     job.proof.threshold = saved["proof_threshold"]
     own = start.folder.is_relative_to(job.folder)
     job.exported_step = saved["exported_step"] if own else 0

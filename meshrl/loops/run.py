@@ -30,11 +30,11 @@ from meshrl.loops.evaluate import evaluate_prompts
 from meshrl.loops.export import export_to, model_folder, read_best
 from meshrl.loops.job import Job, Task
 from meshrl.loops.record import recorded
-from meshrl.loops.restart import through_failures
-from meshrl.loops.resume import note_resumed, restore, save_now
+from meshrl.loops.restart import noticed, through_failures
+from meshrl.loops.resume import restore, save_now
 from meshrl.loops.sft import SftJob
 from meshrl.loops.sft import sft as sft_loop
-from meshrl.loops.stop import Stop
+from meshrl.loops.stop import Stop, save_at_the_end
 from meshrl.loops.watch import watched
 from meshrl.monitor.curve import save_curve
 from meshrl.monitor.memory import memory_metrics
@@ -45,7 +45,7 @@ from meshrl.reward.score import Scorer
 
 def train(loaded: Loaded[RunConfig]) -> int:
     """`meshrl train`: run the configured loop to its last step. Returns the exit code."""
-    return _run(loaded.config.cluster, lambda stop: through_failures(loaded, partial(_train, stop)))
+    return _run(loaded.config.cluster, lambda stop: _train(stop, loaded))
 
 
 def evaluate(loaded: Loaded[RunConfig]) -> int:
@@ -55,7 +55,7 @@ def evaluate(loaded: Loaded[RunConfig]) -> int:
 
 def sft(loaded: Loaded[SftRunConfig]) -> int:
     """`meshrl sft`: supervised fine-tuning. Returns the exit code."""
-    return _run(loaded.config.cluster, lambda stop: through_failures(loaded, partial(_sft, stop)))
+    return _run(loaded.config.cluster, lambda stop: _sft(stop, loaded))
 
 
 def _run(cluster: ClusterConfig, main: Callable[[Stop], Coroutine[Any, Any, None]]) -> int:
@@ -82,7 +82,7 @@ def _run(cluster: ClusterConfig, main: Callable[[Stop], Coroutine[Any, Any, None
     return 0
 
 
-async def _train(stop: Stop, loaded: Loaded[RunConfig], restarts: int) -> None:
+async def _train(stop: Stop, loaded: Loaded[RunConfig]) -> None:
     cfg = loaded.config
     with recorded(loaded, "train", cfg.loop.num_steps) as record:
         record.note(f"run {record.folder}: starting {_ranks(cfg)}")
@@ -104,9 +104,11 @@ async def _train(stop: Stop, loaded: Loaded[RunConfig], restarts: int) -> None:
         ):
             assert groups.trainer is not None and groups.rollouts is not None
             groups.rollouts.note = record.note
-            layout = await groups.trainer.layout(cfg.rollout.sync_bucket_bytes)
-            await groups.rollouts.reconcile(layout)
-            task = await loading
+            stop.can_fall_back = lambda: checkpoints.newest_on_disk() > 0
+            with noticed(groups):
+                layout = await groups.trainer.layout(cfg.rollout.sync_bucket_bytes)
+                await groups.rollouts.reconcile(layout)
+                task = await loading
             told = _tell_left_out(record.note, task, cfg)
             record.note(f"ready after {record.seconds:.1f} s")
             job = Job(
@@ -123,16 +125,13 @@ async def _train(stop: Stop, loaded: Loaded[RunConfig], restarts: int) -> None:
                 checkpoints=checkpoints,
                 stop=stop,
                 spans=record.spans,
-                restarts=restarts,
             )
             record.summary = partial(_summary, job)
-            if record.start is not None:
-                await restore(job, record.start)
+            loop = LOOPS[cfg.loop.kind]
             try:
-                await LOOPS[cfg.loop.kind](job)
+                await through_failures(job, groups, record, layout, partial(restore, job), partial(loop, job))
             except asyncio.CancelledError:
-                record.note(f"interrupted; ending with a checkpoint of step {job.step}")
-                await save_now(job)
+                await save_at_the_end(stop, checkpoints, job.step, partial(save_now, job), record.note)
                 raise
         save_curve(record.folder / "reward.png", list(range(1, job.step + 1)), job.rewards, job.evals)
         _tell_left_out(record.note, task, cfg, told)
@@ -207,7 +206,7 @@ async def _evaluate(cfg: RunConfig) -> None:
         print(f"{name:<28} {value:.4g} {names[name]}")
 
 
-async def _sft(stop: Stop, loaded: Loaded[SftRunConfig], restarts: int) -> None:
+async def _sft(stop: Stop, loaded: Loaded[SftRunConfig]) -> None:
     cfg = loaded.config
 
     def load() -> tuple[SftSource, int]:
@@ -223,21 +222,19 @@ async def _sft(stop: Stop, loaded: Loaded[SftRunConfig], restarts: int) -> None:
             Checkpoints(record.folder, groups.trainer, cfg.run.keep_checkpoints, record.note) as checkpoints,
         ):
             assert groups.trainer is not None
-            source, left_out = await loading
+            with noticed(groups):
+                source, left_out = await loading
             if left_out:
                 record.note(f"left out {left_out} rows over {cfg.sft.max_row_tokens} tokens")
+            stop.can_fall_back = lambda: checkpoints.newest_on_disk() > 0
             job = SftJob(
-                cfg, groups.trainer, source, record.report, checkpoints, stop, source.state(), record.spans, restarts
+                cfg, groups.trainer, source, record.report, checkpoints, stop, source.state(), record.spans, record.note
             )
             record.summary = lambda: {"steps": len(job.losses), "loss_curve": job.losses}
-            if record.start is not None:
-                await job.restore(record.start)
-                note_resumed(record.note, record.start, cfg.model_dump(mode="json"))
             try:
-                await sft_loop(job)
+                await through_failures(job, groups, record, None, job.restore, partial(sft_loop, job))
             except asyncio.CancelledError:
-                record.note(f"interrupted; ending with a checkpoint of step {len(job.losses)}")
-                await job.save()
+                await save_at_the_end(stop, checkpoints, len(job.losses), job.save, record.note)
                 raise
             path = model_folder(record.folder, cfg.sft.num_steps)
             await export_to(groups.trainer, path, cfg.model.path)

@@ -14,7 +14,7 @@ from meshrl.config.run import SftRunConfig
 from meshrl.core.types import Metric
 from meshrl.data.sampler import SftSource
 from meshrl.loops.checkpoints import Checkpoints
-from meshrl.loops.resume import Start
+from meshrl.loops.resume import Start, note_resumed
 from meshrl.loops.stop import Stop
 from meshrl.monitor.memory import memory_metrics
 from meshrl.monitor.spans import Spans
@@ -36,21 +36,23 @@ class SftJob:
     stop: Stop
     cursor: dict[str, Any]
     spans: Spans
-    restarts: int
+    note: Callable[[str], None]
+    restarts: int = 0
     losses: list[float] = field(default_factory=list)
 
     async def save(self) -> None:
         """Begin a checkpoint of the last finished step, if there is one and it is not saved yet."""
         if self.losses:
             saved = {"kind": "sft", "data": self.cursor, "losses": list(self.losses)}
-            with self.stop.held():
+            with self.stop.saving():
                 await self.checkpoints.save(len(self.losses), {**saved, "config": self.cfg.model_dump(mode="json")})
 
     async def restore(self, start: Start) -> None:
         """Put the job, and its trainer, where `save` was called. Raises: CheckpointError, DataError."""
         self.source.load_state(start.saved["data"])
         await self.trainer.load(str(start.folder), version=0)
-        self.cursor, self.losses = start.saved["data"], start.saved["losses"]
+        self.cursor, self.losses = start.saved["data"], list(start.saved["losses"])
+        note_resumed(self.note, start, self.cfg.model_dump(mode="json"))
 
 
 async def sft(job: SftJob) -> None:
@@ -60,7 +62,7 @@ async def sft(job: SftJob) -> None:
     for step in range(len(job.losses), cfg.sft.num_steps):
         samples = job.source.next(cfg.sft.rows_per_step)
         assign_loss_weights(samples, denominator, max_new_tokens=0)
-        with job.stop.held():  # a checkpoint must find weights, data and metrics at one and the same step
+        with job.stop.updating(job.trainer):  # a checkpoint must find weights, data and metrics at the same step
             with spans("train"):
                 result = await trainer.forward_backward(samples, trainer.plan(samples), loss)
                 lr = learning_rate(step, cfg.sft.num_steps, cfg.train.optimizer.lr, cfg.train.scheduler)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -12,12 +11,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from meshrl.core.errors import MeshrlError
-from meshrl.monitor.jsonl import to_line
+from meshrl.monitor.jsonl import picking, read_object, to_line
 from meshrl.monitor.processes import family, started_at
 
 _FILE = "status.json"
 _SHOWN = ("reward/mean", "loss/nll")  # the number that a run is about, by what it does
 _STOP_S = 60.0
+_NUMBER, _COUNT, _TEXT = (int, float), (int,), (str,)
+_TYPES: dict[str, tuple[type, ...]] = {  # of what Status holds, when somebody else may have written the file
+    **{"host": _TEXT, "phase": _TEXT, "shown": _TEXT, "pid": _COUNT, "num_steps": _COUNT, "step": _COUNT},
+    **{"started": _NUMBER, "since": _NUMBER},
+}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -57,6 +61,11 @@ class StatusFile:
         self.status.phase, self.status.since = phase, time.time()
         self._write()
 
+    def go_back_to(self, step: int) -> None:
+        """The run goes on from its first `step` steps."""
+        self.status.step = step
+        self._write()
+
     def write(self, step: int, values: Mapping[str, float], units: Mapping[str, str]) -> None:
         shown = next((name for name in _SHOWN if name in values), None)
         self.status.step = max(self.status.step, step + 1)
@@ -73,13 +82,34 @@ class StatusFile:
         os.replace(aside, self._path)
 
 
-def read_status(folder: Path) -> Status:
-    """Raises: MeshrlError for a folder that no run has written to."""
+def status_as_it_is(folder: Path) -> bytes | None:
+    """The status file as it stands, for `put_back`; None where there is none."""
     path = folder / _FILE
-    if not path.is_file():
+    return path.read_bytes() if path.is_file() else None
+
+
+def put_back(folder: Path, before: bytes | None) -> None:
+    """What `status_as_it_is` found is there again: the run did not begin."""
+    if before is None:
+        (folder / _FILE).unlink()
+    else:
+        (folder / _FILE).write_bytes(before)
+
+
+def read_status(folder: Path) -> Status:
+    """Raises: MeshrlError for a folder that no run has written to, or whose status.json is damaged."""
+    path = folder / _FILE
+    if not path.exists():
         raise MeshrlError(f"{folder} is no run's folder: it has no {_FILE}. Give a folder such as runs/NAME")
-    told = json.loads(path.read_text(encoding="utf-8"))
-    return Status(**told | {"value": None if told["value"] is None else float(told["value"])})
+    told = read_object(path)
+    with picking(str(path), "the status of a run"):
+        status = Status(**told | {"value": None if told["value"] is None else float(told["value"])})
+        for name, types in _TYPES.items():
+            if type(getattr(status, name)) not in types:
+                raise TypeError(f"{name} is {getattr(status, name)!r:.80}")
+        if not 1 < status.pid < 1 << 31:  # `stop` sends it a signal: 0, 1 and -1 would be everybody
+            raise ValueError(f"pid is {status.pid}")
+    return status
 
 
 def is_running(status: Status) -> bool:
@@ -116,9 +146,10 @@ def _how_it_ended(folder: Path, status: Status) -> str:
     result = folder / "result.json"
     if not result.is_file() or result.stat().st_mtime < status.started:
         return f"process {status.pid} is gone and left no result: it was killed, or the machine went down"
-    told = json.loads(result.read_text(encoding="utf-8"))
-    error = f": {told['error'].splitlines()[0]}" if told["error"] else ""
-    return f"{told['status']} after {told['wall_s']:.0f} s{error}"
+    told = read_object(result)
+    with picking(str(result), "the result of a run"):
+        error = f": {told['error'].splitlines()[0]}" if told["error"] else ""
+        return f"{told['status']} after {told['wall_s']:.0f} s{error}"
 
 
 def stop(folder: Path) -> str:

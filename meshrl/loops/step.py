@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,6 +24,7 @@ from meshrl.loops.job import Job, Task
 from meshrl.monitor.memory import memory_metrics
 from meshrl.monitor.metrics import histogram
 from meshrl.reward.score import Scorer
+from meshrl.sync.manifest import Ack
 from meshrl.train.optim import learning_rate
 from meshrl.train.plan import Plan
 
@@ -140,12 +143,28 @@ async def update(job: Job, updates: Sequence[Update]) -> list[Metric]:
     return metrics
 
 
+async def first_sync(job: Job) -> list[Metric]:
+    """The one before the loop's first step; its numbers have names of their own, and go into the line of step 0. A run
+    that goes on has told them before, and its lines are those of one that was never interrupted (P27)."""
+    began = time.perf_counter()
+    metrics = await sync(job)
+    metrics.append(Metric(name="sync/latency_s", sum=time.perf_counter() - began, reduce="sum", unit="s"))
+    told = metrics if job.step == 0 else []
+    return [dataclasses.replace(m, name=f"first_sync/{m.name.partition('/')[2]}") for m in told]
+
+
 async def sync(job: Job) -> list[Metric]:
     """Give the samplers the trainer's weights, with proofs; what it took."""
+    began = time.perf_counter()
     acks = await sync_weights(job.trainer, job.rollouts, job.layout)
+    took_s = time.perf_counter() - began
+    sent, extra = max(ack.num_bytes for ack in acks), max(ack.extra_bytes for ack in acks)
     metrics = [
-        Metric(name="sync/num_bytes", sum=float(job.layout.total_bytes), reduce="max", unit="bytes"),
+        Metric(name="sync/num_bytes", sum=float(sent), reduce="max", unit="bytes"),
+        Metric(name="sync/gb_per_s", sum=sent / 1e9, weight=took_s, unit="GB/s"),
+        Metric(name="sync/extra_bytes", sum=float(extra), reduce="max", unit="bytes"),
         Metric(name="sync/version", sum=float(job.trainer.version), reduce="max", unit="version"),
+        *_changes(job, acks[0]),
     ]
     for ack in acks:
         metrics += [
@@ -156,6 +175,20 @@ async def sync(job: Job) -> list[Metric]:
             Metric(name=f"sync/{stage}_s", sum=seconds, reduce="max", unit="s")
             for stage, seconds in ack.seconds.items()
         ]
+    return metrics
+
+
+def _changes(job: Job, ack: Ack) -> list[Metric]:
+    """How much of the weights is new: counted by the senders where they send changes, else by tensor from digests."""
+    entries = job.layout.entries
+    metrics = []
+    if ack.num_changed is not None:
+        share = ack.num_changed / max(1, len(entries))
+        metrics.append(Metric(name="sync/changed_tensors", sum=share, unit="fraction"))
+    if ack.num_changed_elements is not None:
+        num_elements = sum(math.prod(entry.shape) for entry in entries)
+        share = ack.num_changed_elements / max(1, num_elements)
+        metrics.append(Metric(name="sync/changed_elements", sum=share, unit="fraction"))
     return metrics
 
 

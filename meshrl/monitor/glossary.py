@@ -33,7 +33,9 @@ class Section:
 
 
 def meaning_of(name: str) -> tuple[Entry, str] | None:
-    """The entry of a metric as a run logs it, and its unit there; None for a name that nobody explains."""
+    """The entry of a metric as a run logs it, and its unit there; None for a name that nobody explains. What the first
+    sync tells is explained where all syncs are."""
+    name = name.removeprefix("first_") if name.startswith("first_sync/") else name
     for entry in (entry for section in SECTIONS for entry in section.entries):
         for index, pattern in enumerate(entry.names):
             if re.fullmatch(re.sub("<[^>]*>", ".+", pattern), name):
@@ -352,7 +354,29 @@ SECTIONS: tuple[Section, ...] = (
         "",
         (
             _entry("sync/latency_s", "s", "constant", "grows: memory pressure on the receiving side"),
-            _entry("sync/num_bytes", "bytes", "constant: parameters x bytes of the sampler's dtype", ""),
+            _entry(
+                "sync/num_bytes",
+                "bytes",
+                "to each sampler. `rollout.sync_mode=full`: constant, parameters x bytes of the sampler's dtype; "
+                "delta: a tenth of that and less at small learning rates",
+                "delta, and as much as full: samplers were new or had lost their version, or most weights change",
+            ),
+            _entry("sync/gb_per_s", "GB/s", "near the rate of copying memory, or of the network", ""),
+            _entry(
+                "sync/extra_bytes",
+                "bytes",
+                "constant: two buckets (`rollout.sync_bucket_bytes`), all train ranks together; with delta also a copy "
+                "of the weights in the sampler's dtype",
+                "",
+            ),
+            _entry("sync/changed_tensors", "fraction", "1: every tensor has another digest than before", "0: no step"),
+            _entry(
+                "sync/changed_elements",
+                "fraction",
+                "with `rollout.sync_mode=delta`: of the weights as the sampler rounds them; exact. A few hundredths at "
+                "lr 1e-6 in bfloat16",
+                "0: no step was large enough to change one sampled weight",
+            ),
             _entry("sync/version", "version", "rises by one a step", "stands still: nothing was trained in that step"),
             _entry(
                 "sync/proven_wire, sync/proven_resident",
@@ -366,8 +390,17 @@ SECTIONS: tuple[Section, ...] = (
                 "sync/<stage>_s",
                 "s",
                 "constant",
-                "`gather`: waiting for the ranks' shards; `send`: transport; `load`: bytes into place; "
-                "`verify`: digests",
+                "each by the slowest rank. `cast`: shards into the sampler's dtype and into buckets, and the search "
+                "for changes; `gather`: train ranks wait for each other; `load`: bytes into place; `verify`: digests "
+                "on both sides; `send`: what is left of the latency. Senders and samplers work at the same time, so "
+                "together they may be more than `sync/latency_s`",
+            ),
+            _entry(
+                "first_sync/<name>",
+                "as `sync/<name>`",
+                "of the sync before the first step, which gives the samplers version 0 and is always full; "
+                "in the line of step 0",
+                "",
             ),
         ),
     ),

@@ -7,8 +7,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from meshrl.core.errors import DataError
+from meshrl.core.files import Unreadable, decode, lines_of, open_plain, parse_json, read_json
 
 
 def to_line(record: dict[str, Any]) -> str:
@@ -33,8 +37,43 @@ def _named(value: Any) -> Any:
 
 
 def read_lines(path: str | Path) -> Iterator[dict[str, Any]]:
-    """All whole records of a file. A last line without its newline is what a killed writer left, and is not one."""
-    with Path(path).open(encoding="utf-8", newline="\n") as file:
-        for line in file:
-            if line.endswith("\n"):
-                yield json.loads(line)
+    """All whole records of a file. A last line without its newline is what a killed writer left, and is not one.
+
+    Raises: DataError naming file and line.
+    """
+    number = 0
+    try:
+        with open_plain(Path(path)) as file:
+            for line in lines_of(file):
+                number += 1
+                if line.endswith(b"\n"):
+                    yield _record(line)
+    except Unreadable as cause:
+        raise DataError(f"{path}:{number}: {cause}" if number else f"{path}: {cause}") from cause
+
+
+def _record(line: bytes) -> dict[str, Any]:
+    found = parse_json(decode(line))
+    if not isinstance(found, dict):
+        raise Unreadable(f"a JSON {type(found).__name__}, where each line is one object")
+    return found
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A file that is one object. Raises: DataError naming it."""
+    try:
+        return read_json(path)
+    except Unreadable as cause:
+        raise DataError(f"{path}: {cause}") from cause
+
+
+@contextmanager
+def picking(where: str, what: str) -> Iterator[None]:
+    """Around what picks the fields of a record out of a file that may be damaged, or of another program.
+
+    Raises: DataError that says where, and that this is not `what`.
+    """
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as cause:
+        raise DataError(f"{where}: not {what}: {type(cause).__name__}: {cause!s:.300}") from cause

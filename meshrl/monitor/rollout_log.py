@@ -12,7 +12,7 @@ import numpy as np
 
 from meshrl.core.errors import DataError, Failure
 from meshrl.core.types import SCHEMA, Media, Prompt, SamplingParams, Times, Trajectory, Turn
-from meshrl.monitor.jsonl import read_lines, to_line
+from meshrl.monitor.jsonl import picking, read_lines, to_line
 
 Record = dict[str, Any]
 
@@ -69,16 +69,18 @@ def remove_steps(folder: Path, first_step: int) -> None:
 def read_rollouts(path: str | Path) -> Iterator[LoggedTrajectory]:
     """The trajectories of one step's file, one at a time.
 
-    Raises: DataError for a file of another schema.
+    Raises: DataError for a damaged line, or a file of another schema; names file and line.
     """
     for number, record in enumerate(read_lines(path), start=1):
         if record.get("schema") != SCHEMA:
             raise DataError(f"{path}:{number}: schema {record.get('schema')!r}; this version reads schema {SCHEMA}")
-        yield LoggedTrajectory(
-            step=record["step"],
-            trajectory=_trajectory(record),
-            texts=[turn["text"] for turn in record["turns"]],
-        )
+        with picking(f"{path}:{number}", "a trajectory"):
+            logged = LoggedTrajectory(
+                step=record["step"],
+                trajectory=_trajectory(record),
+                texts=[turn["text"] for turn in record["turns"]],
+            )
+        yield logged
 
 
 def _trajectory_record(t: Trajectory, texts: list[str]) -> Record:

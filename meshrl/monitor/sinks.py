@@ -17,7 +17,7 @@ from typing import Any, Protocol, TextIO
 
 from meshrl.core.types import SCHEMA, Metric
 from meshrl.monitor.curve import text_curve
-from meshrl.monitor.jsonl import read_lines, to_line
+from meshrl.monitor.jsonl import picking, read_lines, to_line
 from meshrl.monitor.metrics import divide, merge, units
 
 
@@ -57,12 +57,13 @@ class JsonlSink:
     def _keep(self, first_step: int | None) -> None:
         """Rewrite the file without a torn last line and without the steps that come again; atomically."""
         kept = []
-        for record in read_lines(self._path):
-            if "units" in record:
-                self._units.update(record["units"])
-            elif first_step is not None and record["step"] >= first_step:
-                continue
-            kept.append(to_line(record))
+        for number, record in enumerate(read_lines(self._path), start=1):
+            with picking(f"{self._path}:{number}", "a line of metrics.jsonl"):
+                if "units" in record:
+                    self._units.update(record["units"])
+                elif first_step is not None and record["step"] >= first_step:
+                    continue
+                kept.append(to_line(record))
         aside = self._path.with_suffix(".aside")
         aside.write_text("".join(kept), encoding="utf-8")
         os.replace(aside, self._path)
@@ -97,15 +98,23 @@ class MetricsLine:
 
 
 def read_metrics(path: str | Path) -> tuple[list[MetricsLine], dict[str, str]]:
-    """A metrics.jsonl as (lines, units)."""
-    lines, units = [], {}
-    for record in read_lines(path):
-        if "units" in record:
-            units.update(record["units"])
-        else:
+    """A metrics.jsonl as (lines, units). Raises: DataError naming file and line."""
+    lines: list[MetricsLine] = []
+    units: dict[str, str] = {}
+    for number, record in enumerate(read_lines(path), start=1):
+        with picking(f"{path}:{number}", "a line of metrics.jsonl"):
+            if "units" in record:
+                units |= {str(name): str(unit) for name, unit in record["units"].items()}
+                continue
+            step, at = record["step"], float(record["time"])
+            if type(step) is not int or not -1 <= step < _MAX_STEP or not 0 <= at < _MAX_TIME:
+                raise ValueError(f"step {step!r:.40} at time {at!r}")
             values = {name: float(value) for name, value in record["metrics"].items()}
-            lines.append(MetricsLine(step=record["step"], time=record["time"], metrics=values))
+            lines.append(MetricsLine(step=step, time=at, metrics=values))
     return lines, units
+
+
+_MAX_STEP, _MAX_TIME = 1 << 40, 1e11  # beyond either a number is damage; a time of year 5138
 
 
 class TerminalSink:

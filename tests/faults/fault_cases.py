@@ -157,16 +157,31 @@ A death by SIGKILL says whether the memory controller of the run's cgroup has co
 _TAIL = """
 ## Ranks that only sample
 
-With `cluster.num_rollout_ranks` above 0, a sampler that dies or gives no answer is replaced: a new process loads the
-model, gets the trainer's weights with the same proofs as at any sync, and is asked again what the lost one was asked.
-Seeds belong to prompts and positions, so the answers are the same. `cluster.max_restarts` bounds it;
-`rollout/ranks_replaced` and `rollout/requests_redone` count it. An exception is not mended: it would come again.
+With `cluster.num_rollout_ranks` above 0, a sampler that dies or gives no answer is replaced, from the moment that it is
+lost: a new process loads the model, gets the trainer's weights with the same proofs as at any sync, and is asked again
+what the lost one was asked. Seeds belong to prompts and positions, so the answers are the same. `cluster.max_restarts`
+bounds it; `rollout/ranks_replaced` and `rollout/requests_redone` count it. An exception is not mended: it would come
+again.
 
 ## Ranks that train
 
-When train ranks die or give no answer, and the run has a checkpoint, it starts again from there as `run.resume=auto`
-would, up to `cluster.max_restarts` times; `train/restarts` counts it. At the same number of ranks the numbers are those
-of a run in which nothing happened. (The table's runs have `cluster.max_restarts: 0`.)
+When a train rank dies or gives no answer, all of them are ended, for their process group is broken, and new ones take
+their place and load the newest checkpoint of the run. Samplers in ranks of their own, reward workers and the loaded
+data stay: the samplers drop what they were asked, and sample again once they have the checkpoint's weights, by a full
+sync with all proofs; a sync that the death has cut in the middle is of no consequence. At the same number of ranks the
+run ends to the bit as one in which nothing happened. (The table's runs have `cluster.max_restarts: 0`.)
+
+    rank 1 failed in phase 'train': its process was killed by SIGKILL (...); starting the train ranks again after step
+    40, restart 1 of 3
+    the train ranks are back after 21.3 s
+
+`cluster.max_restarts` bounds it, and `train/restarts` counts it. Ranks that are lost again while they start count as
+one more; when all are used up, the run ends with the first of these failures, and names the others below it. Without a
+checkpoint the run ends, too: `loop.save_every_steps` says how much a loss may cost. Under Ray the actor of a lost rank
+is replaced as well, and the rank moves with it when its machine is gone and Ray has another. Under torchrun the run
+ends, and torchrun's `--max-restarts` starts it anew.
+
+A death is noticed at once, whatever the controller waits for; a silence by the deadline of what the rank was asked.
 
 ## Graders
 
@@ -178,5 +193,5 @@ a reward of 0; above `reward.max_failure_fraction` the run ends and says why.
 ## The run as a whole
 
 When the parent is killed, ranks end with it (the kernel sees to it) and so do reward workers (their standard input
-closes). Ctrl-C and SIGTERM end the run with a checkpoint.
+closes). Ctrl-C and SIGTERM end the run with a checkpoint; see [checkpoints](checkpoints.md#ctrl-c-and-sigterm).
 """

@@ -5,21 +5,14 @@ The faults are planted by `hook/sitecustomize.py`, in real runs of real processe
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import os
 import runpy
-import tempfile
-import time
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
-from fault_cases import FAULTS, PLACES, Case, cases
+from fault_cases import Case, cases
 from tiny_run import steps_of, train, write_run
 
 from meshrl.cli import main
@@ -44,52 +37,8 @@ def undisturbed(config: Path) -> Path:
     return train(config, "undisturbed", *LAYOUT[True])
 
 
-@pytest.fixture
-def planted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
-    """Plants a case's fault in the runs of this process; at the end nothing of them may be left."""
-    mark = uuid.uuid4().hex
-    monkeypatch.setenv("MESHRL_TEST_RUN", mark)
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    monkeypatch.syspath_prepend(str(Path(__file__).parent / "hook"))
-    shared = _unused_shared_memory()
-
-    def plant(case: Case) -> None:
-        fault = {"rank": case.place.rank, "method": case.place.method, "call": case.place.call, "how": case.fault.how}
-        monkeypatch.setenv("MESHRL_TEST_FAULT", json.dumps({**fault, "marker": str(tmp_path / "marker")}))
-
-    yield plant
-    assert (tmp_path / "marker").exists(), "the fault was never met"
-    end = time.monotonic() + 20
-    while (left := _processes_of(mark)) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert left == []
-    assert _unused_shared_memory() <= shared, "shared memory is left"
-    assert not list(tmp_path.glob("meshrl-*")), "the folder of the rendezvous is left"
-
-
-def _processes_of(mark: str) -> list[str]:
-    """Processes with this text in their environment, whoever's children they are; a process that has a port is one."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.pid != os.getpid() and process.environ().get("MESHRL_TEST_RUN") == mark:
-                found.append(f"{process.pid} {' '.join(process.cmdline())}")
-        except (psutil.NoSuchProcess, psutil.AccessDenied):  # it has ended meanwhile, or is somebody else's
-            continue
-    return found
-
-
-def _unused_shared_memory() -> set[str]:
-    """Segments that no process has mapped: what other runs of this machine use is theirs."""
-    names = {path.name for path in Path("/dev/shm").glob("meshrl_*")} if Path("/dev/shm").is_dir() else set()
-    for maps in Path("/proc").glob("[0-9]*/maps") if names else ():
-        try:
-            text = maps.read_text()
-        except OSError:  # the process has ended, or is somebody else's
-            continue
-        names = {name for name in names if name not in text}
-    return names
+def planted_by(case: Case) -> dict[str, Any]:
+    return {"rank": case.place.rank, "method": case.place.method, "call": case.place.call, "how": case.fault.how}
 
 
 def _run(config: Path, case: Case) -> tuple[int, Path]:
@@ -111,7 +60,7 @@ def _marks(case: Case) -> Any:
 @pytest.mark.parametrize("case", [_marks(case) for case in CASES if not case.is_mended])
 def test_a_fault_in_a_rank_ends_the_run_and_is_named(case, config, planted, capfd):
     """Rank, phase and cause stand in the first line; the others' stacks below it and in the run's folder."""
-    planted(case)
+    planted(planted_by(case))
     code, folder = _run(config, case)
     assert code == 1
     said = capfd.readouterr().err
@@ -131,7 +80,7 @@ def test_a_fault_in_a_rank_ends_the_run_and_is_named(case, config, planted, capf
 @pytest.mark.parametrize("case", [_marks(case) for case in CASES if case.is_mended])
 def test_a_rank_that_only_samples_is_replaced_and_the_run_says_the_same(case, config, planted, undisturbed, capfd):
     """Its requests are done again, by a rank with the same weights and the same seeds."""
-    planted(case)
+    planted(planted_by(case))
     code, folder = _run(config, case)
     assert code == 0
     said = capfd.readouterr()
@@ -146,41 +95,12 @@ def test_a_rank_that_only_samples_is_replaced_and_the_run_says_the_same(case, co
 def test_a_sampler_that_is_lost_once_too_often_ends_the_run(config, planted, capfd):
     """cluster.max_restarts is the bound."""
     (case,) = [case for case in CASES if case.id == "rollout-split-kill"]
-    planted(case)
+    planted(planted_by(case))
     arguments = (*LAYOUT[True], "cluster.max_restarts=0", "run.name=too_often")
     assert main(["train", str(config), *arguments]) == 1
     said = capfd.readouterr().err
     assert f"meshrl: RankFailure: {case.first_line}" in said
     assert "0 lost ranks were replaced before it (cluster.max_restarts)" in said
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["kill", "stop"])
-def test_lost_train_ranks_start_again_from_the_last_checkpoint(how, config, planted, capfd):
-    """The run's numbers are those of one in which nothing happened, and its one restart is counted."""
-    (place,) = [place for place in PLACES if place.phase == "train"]
-    case = Case(place=dataclasses.replace(place, call=3), fault=FAULTS[how])
-    steps = ("loop.num_steps=4", "loop.save_every_steps=1", f"cluster.deadlines.train={place.deadline_s}")
-    whole = train(config, f"whole_{how}", *LAYOUT[False], *steps)
-    planted(case)
-    arguments = (*LAYOUT[False], *steps, f"run.name=mended_{how}")
-    assert main(["train", str(config), *arguments]) == 0
-    said = capfd.readouterr().err
-    assert f"meshrl: {case.first_line}" in said and "meshrl: starting again after step 2" in said
-    ours, theirs = steps_of(config.parent / "runs" / f"mended_{how}"), steps_of(whole)
-    assert [step.pop("train/restarts") for step in ours] == [0, 0, 1, 1]
-    assert [step.pop("train/restarts") for step in theirs] == [0] * 4
-    assert ours == theirs
-
-
-@pytest.mark.slow
-def test_an_exception_in_a_train_rank_is_not_tried_again(config, planted, capfd):
-    """It would come again, from the same state."""
-    (place,) = [place for place in PLACES if place.phase == "train"]
-    planted(Case(place=dataclasses.replace(place, call=3), fault=FAULTS["raise"]))
-    arguments = (*LAYOUT[False], "loop.num_steps=4", "loop.save_every_steps=1", "run.name=not_again")
-    assert main(["train", str(config), *arguments]) == 1
-    assert "starting again" not in capfd.readouterr().err
 
 
 def test_the_page_is_what_the_cases_say():

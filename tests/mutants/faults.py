@@ -5,20 +5,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-
-class Fault(NamedTuple):
-    name: str
-    file: str
-    old: str
-    new: str
-    tests: tuple[str, ...]
-
+from fault import Fault
+from foreign_faults import FOREIGN_FAULTS
+from run_faults import RUN_FAULTS
+from weight_faults import WEIGHT_FAULTS
 
 _EQUALITY = "tests/dist/test_equality.py::"
 _STEP = "tests/dist/test_optimizer_step.py::"
-_WEIGHTS_OUT = "tests/dist/test_weights_out.py::"
 _LOGPROB = "tests/unit/model/test_logprob.py::"
 _RESHARD = "tests/dist/test_checkpoint_reshard.py::"
 _PACKED = "tests/unit/model/test_packed_attention.py::"
@@ -27,9 +20,10 @@ _LOSSES = "tests/unit/algo/test_policy_losses.py::"
 _GROUPS = "tests/unit/algo/test_group_advantages.py::"
 _REDUCE = "tests/unit/algo/test_loss_weights.py::"
 _FLATTEN = "tests/unit/agent/test_flatten.py::"
-_SYNC = "tests/unit/sync/test_sync_transaction.py::"
 _RUN = "tests/contract/test_executors.py::"
 _SAMPLER = "tests/unit/rollout/test_embedded_sampler.py::"
+_FUZZ_DATA = "tests/fuzz/test_fuzz_data.py::"
+_FUZZ_MODEL = "tests/fuzz/test_fuzz_model.py::"
 _ENGINE = "tests/unit/rollout/test_embedded_weights.py::"
 
 FAULTS = [
@@ -239,59 +233,7 @@ FAULTS = [
         "        self._weights.begin(header)",
         (_ENGINE + "test_weights_may_change_under_running_requests",),
     ),
-    # ---- weights
-    Fault(
-        "a tied head with memory of its own is not written",
-        "meshrl/sync/receive.py",
-        "writes[source].append(self._targets[alias])",
-        "pass",
-        (_SYNC + "test_a_head_with_memory_of_its_own_is_written_too",),
-    ),
-    Fault(
-        "a tied head is not read back",
-        "meshrl/sync/receive.py",
-        "return sent | {alias: sent[source] for alias, source in self.layout.tied.items()}",
-        "return sent",
-        (_SYNC + "test_a_tied_head_left_behind_is_named_with_the_version_it_still_has",),
-    ),
-    Fault(
-        "a dropped bucket passes",
-        "meshrl/sync/receive.py",
-        "if self._next < self.layout.num_buckets:\n            first",
-        "if self._next < 0:\n            first",
-        (_SYNC + "test_a_stream_that_was_damaged_is_refused_and_named",),
-    ),
-    Fault(
-        "a bucket's digest is not checked",
-        "meshrl/sync/receive.py",
-        "if arrived != bucket.digest:",
-        "if arrived == -1:",
-        (_SYNC + "test_a_stream_that_was_damaged_is_refused_and_named",),
-    ),
-    Fault(
-        "the version is visible before the proof",
-        "meshrl/sync/receive.py",
-        "began = time.perf_counter()\n        if read_back is None:",
-        'began, self._committed, self._phase = 0.0, header, "idle"\n        if read_back is None:',
-        (_SYNC + "test_the_new_version_is_visible_only_after_its_proof",),
-    ),
-    Fault(
-        "the version does not rise",
-        "meshrl/cluster/groups.py",
-        "    trainer.version = version\n    return acks",
-        "    return acks",
-        (
-            _RUN
-            + "test_a_step_asks_for_no_forward_that_the_algorithm_does_not_need[train.updates_per_step=1-forwards0]",
-        ),
-    ),
-    Fault(
-        "replicas count twice in a digest",
-        "meshrl/parallel/fsdp.py",
-        "p.device_mesh.get_local_rank(axis) == 0",
-        "p.device_mesh.get_local_rank(axis) >= 0",
-        (_WEIGHTS_OUT + "test_every_sharding_strategy_sends_the_same_weights_and_digests[NO_SHARD]",),
-    ),
+    *WEIGHT_FAULTS,
     # ---- runs
     Fault(
         "the optimizer steps before the sampler's proof",
@@ -373,4 +315,63 @@ FAULTS = [
         "",
         ("tests/e2e/test_resume.py::test_a_run_that_goes_on_equals_one_that_was_not_interrupted[mid-epoch]",),
     ),
+    # ---- files that somebody else wrote
+    Fault(
+        "a pipe is read as a file",
+        "meshrl/core/files.py",
+        "if not stat.S_ISREG(found.st_mode):",
+        "if stat.S_ISSOCK(found.st_mode):",
+        ("tests/fuzz/test_fuzz_config.py::test_the_command_ends_with_2_and_words_for_whatever_is_no_config",),
+    ),
+    Fault(
+        "a key that stands twice in an object is taken once",
+        "meshrl/core/files.py",
+        "if len(made) != len(pairs):",
+        "if len(made) > len(pairs):",
+        (_FUZZ_DATA + "test_a_row_that_is_none_is_told_by_its_line",),
+    ),
+    Fault(
+        "a row of any length is read to its end",
+        "meshrl/core/files.py",
+        "line = file.readline(max_bytes + 1)",
+        "line = file.readline()",
+        (_FUZZ_DATA + "test_a_line_that_goes_on_and_on_is_not_read_to_its_end",),
+    ),
+    Fault(
+        "an index of weights leads out of its folder",
+        "meshrl/model/weight_files.py",
+        "isinstance(file, str) and Path(file).name == file and",
+        "isinstance(file, str) and",
+        (_FUZZ_MODEL + "test_a_damaged_index_is_refused_and_leads_nowhere_else",),
+    ),
+    Fault(
+        "an adapter leads to another model",
+        "meshrl/model/folder.py",
+        "if adapter.exists():",
+        "if not folder.exists():",
+        (_FUZZ_MODEL + "test_a_folder_leads_to_no_other_model",),
+    ),
+    Fault(
+        "aliases of a config stand for as many values as they like",
+        "meshrl/config/source.py",
+        "if self._num_values > MAX_VALUES:",
+        "if self._num_values < 0:",
+        ("tests/fuzz/test_fuzz_config.py::test_hostile_yaml_is_refused_within_seconds_and_runs_nothing",),
+    ),
+    Fault(
+        "a chat template may loop for ever",
+        "meshrl/data/time_limit.py",
+        "if now > stretch.deadline:",
+        "if now < 0:",
+        ("tests/fuzz/test_fuzz_tokenizer.py::test_a_template_that_hardly_ends_is_stopped_and_the_line_named",),
+    ),
+    Fault(
+        "a status file may have everybody stopped",
+        "meshrl/loops/status.py",
+        "if not 1 < status.pid < 1 << 31:",
+        "if status.pid > 1 << 31:",
+        ("tests/fuzz/test_fuzz_run_folder.py::test_nobody_is_stopped_by_a_damaged_status",),
+    ),
+    *RUN_FAULTS,
+    *FOREIGN_FAULTS,
 ]

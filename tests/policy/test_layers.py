@@ -24,6 +24,7 @@ LEVELS = {
 
 EVERYWHERE = {"numpy"}
 HOMES: dict[str, set[str]] = {  # library -> packages or files of meshrl that may import it
+    "xxhash": {"sync"},
     "torch": {
         "core/batch.py",
         "core/device.py",
@@ -41,6 +42,7 @@ HOMES: dict[str, set[str]] = {  # library -> packages or files of meshrl that ma
     "yaml": {"config"},
     "math_verify": {"reward"},
     "transformers": {"data", "model"},
+    "huggingface_hub": {"model"},
     "jinja2": {"data"},
     "safetensors": {"model"},
     "peft": {"model"},
@@ -53,7 +55,8 @@ HOMES: dict[str, set[str]] = {  # library -> packages or files of meshrl that ma
     "matplotlib": {"tools", "monitor"},
     "psutil": {"monitor", "cluster/host.py"},
     "ray": {"cluster/ray.py"},
-    "vllm": {"rollout/vllm.py"},
+    "httpx2": {"rollout/http.py"},
+    "vllm": {"rollout/vllm/worker.py", "rollout/foreign/name_map.py"},
     "sglang": {"rollout/sglang.py"},
 }
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from meshrl.core.errors import MeshrlError
-from meshrl.monitor.jsonl import read_lines
+from meshrl.core.files import Unreadable, read_text
+from meshrl.monitor.jsonl import picking, read_lines, read_object
 from meshrl.monitor.sinks import MetricsLine, read_metrics
 
 PAUSE_S = 600.0  # more than that between two lines, over what their phases say, is a run that was resumed later
@@ -85,9 +86,9 @@ class RunFolder:
 
 
 def read_run(folder: Path) -> RunFolder:
-    """Raises: MeshrlError when it is no run's folder."""
+    """Raises: MeshrlError when it is no run's folder, or one of its files is damaged; names file and line."""
     path = folder / "metrics.jsonl"
-    if not path.is_file():
+    if not path.exists():
         raise MeshrlError(f"{folder} has no metrics.jsonl; give the folder of a run, such as runs/NAME")
     lines, units = read_metrics(path)
     series: dict[str, Series] = {}
@@ -96,12 +97,12 @@ def read_run(folder: Path) -> RunFolder:
             one = series.setdefault(name, Series(units.get(name, "")))
             one.steps.append(line.step + 1)
             one.values.append(value)
-    result = _json(folder / "result.json") or {}
+    result = _result(folder / "result.json")
     evals = sorted((folder / "rollouts").glob("eval_*.jsonl"))
     return RunFolder(
         folder=folder,
         result=result,
-        best=_json(folder / "checkpoints" / "best.json"),
+        best=_best(folder / "checkpoints" / "best.json"),
         series=series,
         phases=_phases(lines),
         wall_s=result.get("wall_s") or (lines[-1].time - lines[0].time if lines else 0.0),
@@ -111,8 +112,22 @@ def read_run(folder: Path) -> RunFolder:
     )
 
 
-def _json(path: Path) -> dict[str, Any] | None:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+def _result(path: Path) -> dict[str, Any]:
+    """Empty when there is none."""
+    result = read_object(path) if path.exists() else {}
+    with picking(str(path), "the result of a run"):
+        for key, kinds in (("status", str), ("error", str), ("wall_s", (int, float))):
+            if not isinstance(result.get(key), (kinds, type(None))):
+                raise TypeError(f"{key} is {result[key]!r:.80}")
+    return result
+
+
+def _best(path: Path) -> dict[str, Any] | None:
+    if not path.exists():
+        return None
+    best = read_object(path)
+    with picking(str(path), "the best model of a run"):
+        return best | {"step": int(best["step"]), "score": float(best["score"])}
 
 
 def _phases(lines: list[MetricsLine]) -> dict[str, dict[int, float]]:
@@ -132,7 +147,11 @@ def _settings(path: Path) -> list[Setting]:
     """The lines of a resolved config: `key: value   # origin`, nested by two blanks; "# key: value" is unused."""
     found: list[Setting] = []
     above: list[str] = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+    try:
+        text = read_text(path) if path.exists() else ""
+    except Unreadable as cause:
+        raise MeshrlError(f"{path}: {cause}") from cause
+    for line in text.splitlines():
         body, mark, origin = line.rpartition("  # ")
         text = body if mark else line
         level = (len(text) - len(text.lstrip())) // 2
@@ -146,19 +165,21 @@ def _settings(path: Path) -> list[Setting]:
 
 def _evaluation(path: Path) -> tuple[int, dict[str, Asked]]:
     asked: dict[str, Asked] = {}
-    for record in read_lines(path):
-        prompt = record["prompt"]
-        if prompt["id"] not in asked:
-            asked[prompt["id"]] = Asked([_message(m) for m in prompt["messages"]], _plain(prompt["answer"]))
-        score = next(iter(record["rewards"].values()), None)
-        text = "\n".join(turn["text"] for turn in record["turns"])
-        known = None if score is None or isinstance(score, dict) else float(score)
-        asked[prompt["id"]].answers.append(Answer(text, known, record["status"]))
-    return int(path.stem.rpartition("_")[2]), asked
+    for number, record in enumerate(read_lines(path), start=1):
+        with picking(f"{path}:{number}", "a trajectory"):
+            prompt = record["prompt"]
+            if prompt["id"] not in asked:
+                asked[prompt["id"]] = Asked([_message(m) for m in prompt["messages"]], _plain(prompt["answer"]))
+            score = next(iter(record["rewards"].values()), None)
+            text = "\n".join(turn["text"] for turn in record["turns"])
+            known = None if score is None or isinstance(score, dict) else float(score)
+            asked[prompt["id"]].answers.append(Answer(text, known, str(record["status"])))
+    with picking(str(path), "the rollouts of an evaluation"):
+        return int(path.stem.rpartition("_")[2]), asked
 
 
 def _message(message: dict[str, Any]) -> tuple[str, str]:
-    return message.get("role", ""), _plain(message.get("content"))
+    return str(message.get("role", "")), _plain(message.get("content"))
 
 
 def _plain(value: Any) -> str:

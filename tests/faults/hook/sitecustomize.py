@@ -1,8 +1,8 @@
-"""Python loads this by itself in every process whose path begins with this folder: it plants one fault in one rank.
+"""Python loads this by itself in every process whose path begins with this folder: it plants faults in ranks.
 
-MESHRL_TEST_FAULT holds JSON: rank, method (a RankWorker method; "" = before the rank exists), call (the number of the
-call that goes wrong, from 1), how (a key of DEEDS) and marker, a file that says it has happened. The package itself
-knows nothing of this.
+MESHRL_TEST_FAULTS holds a JSON list of them: rank, method (a RankWorker method; "" = before the rank exists), call (the
+number of the process's call that goes wrong, from 1), how (a key of DEEDS) and marker, a file that says it has
+happened. The package itself knows nothing of this.
 """
 
 import functools
@@ -37,15 +37,17 @@ DEEDS = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "sleep": lambda: time.sleep(3600),
+    "dawdle": lambda: time.sleep(40),
     "memory": allocate,
+    "orphan": lambda: (os.kill(os.getppid(), signal.SIGKILL), time.sleep(3600)),
 }
 
 
 class Planter(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Changes the rank's module once it is loaded."""
 
-    def __init__(self, fault):
-        self.fault, self.calls = fault, 0
+    def __init__(self, faults):
+        self.faults = faults
 
     def find_spec(self, name, path, target=None):
         if name != MODULE:
@@ -57,42 +59,47 @@ class Planter(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return None
 
     def exec_module(self, module):
-        if not self.fault["method"] and f"rank_{self.fault['rank']}" in sys.orig_argv:
-            self.act()
+        for fault in self.faults:
+            if not fault["method"] and f"rank_{fault['rank']}" in sys.orig_argv:
+                act(fault)
         module.__file__ = self.found.origin
         self.found.loader.exec_module(module)
-        if self.fault["method"]:
-            setattr(module.RankWorker, self.fault["method"], self.changed(module))
-
-    def changed(self, module):
-        method = getattr(module.RankWorker, self.fault["method"])
-
-        def pass_through(worker):
-            if worker.spec.rank == self.fault["rank"]:
-                self.calls += 1
-                if self.calls == self.fault["call"]:
-                    self.act()
-
-        @functools.wraps(method)
-        def plain(worker, *args):
-            pass_through(worker)
-            return method(worker, *args)
-
-        @functools.wraps(method)
-        async def coroutine(worker, *args):
-            pass_through(worker)
-            return await method(worker, *args)
-
-        return coroutine if inspect.iscoroutinefunction(method) else plain
-
-    def act(self):
-        """Once in a run: a rank that is replaced behaves."""
-        try:
-            os.close(os.open(self.fault["marker"], os.O_CREAT | os.O_EXCL))
-        except FileExistsError:
-            return
-        DEEDS[self.fault["how"]]()
+        for fault in self.faults:
+            if fault["method"]:
+                setattr(module.RankWorker, fault["method"], changed(module.RankWorker, fault))
 
 
-if os.environ.get("MESHRL_TEST_FAULT") and "meshrl.cluster.worker" in sys.orig_argv:
-    sys.meta_path.insert(0, Planter(json.loads(os.environ["MESHRL_TEST_FAULT"])))
+def changed(worker_class, fault):
+    """The method with the fault in it."""
+    method, calls = getattr(worker_class, fault["method"]), []
+
+    def pass_through(worker):
+        if worker.spec.rank == fault["rank"]:
+            calls.append(None)
+            if len(calls) == fault["call"]:
+                act(fault)
+
+    @functools.wraps(method)
+    def plain(worker, *args):
+        pass_through(worker)
+        return method(worker, *args)
+
+    @functools.wraps(method)
+    async def coroutine(worker, *args):
+        pass_through(worker)
+        return await method(worker, *args)
+
+    return coroutine if inspect.iscoroutinefunction(method) else plain
+
+
+def act(fault):
+    """Once in a run: a rank that is replaced behaves."""
+    try:
+        os.close(os.open(fault["marker"], os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return
+    DEEDS[fault["how"]]()
+
+
+if os.environ.get("MESHRL_TEST_FAULTS") and "meshrl.cluster.worker" in sys.orig_argv:
+    sys.meta_path.insert(0, Planter(json.loads(os.environ["MESHRL_TEST_FAULTS"])))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 from tiny_run import train, write_run
 
-from meshrl.core.errors import RewardError
+from meshrl.core.errors import CheckpointError, RewardError
+from meshrl.loops import export
 from meshrl.loops.export import read_best
 from meshrl.monitor.glossary import meaning_of
 from meshrl.monitor.sinks import read_metrics
@@ -70,6 +72,40 @@ def test_the_best_model_stays_and_the_record_names_it(config: Path, tmp_path: Pa
     assert [name for name, found in explained.items() if found is None] == []
     wrong = {n: (units[n], found[1]) for n, found in explained.items() if found and (units[n] or "none") != found[1]}
     assert wrong == {}
+
+
+def test_a_run_that_goes_on_forgets_a_best_model_that_its_checkpoint_does_not_know(config: Path, tmp_path: Path):
+    """P27: step 3 beats step 1, and the run is killed before step 3 is saved; when it comes again it is worse. The
+    model of step 1, which the checkpoint of step 2 knows as the best, is there still."""
+    script = tmp_path / "script"
+    overrides = ("loop.num_steps=3", "loop.save_every_steps=2", f"reward.terms.answer.args.script={script}")
+    script.write_text("0.25 0.5 0.125 0.875")
+    folder = train(config, "forgets", *overrides)
+    best = read_best(folder)
+    assert best is not None and (best.step, best.score) == (3, 0.875)
+    shutil.rmtree(folder / "checkpoints" / "step_000003" / "state")
+    script.write_text("0.375")
+    train(config, "forgets", *overrides, "run.resume=auto")
+    best = read_best(folder)
+    assert best is not None and (best.step, best.score) == (1, 0.5)
+    assert (Path(best.model) / "model.safetensors").stat().st_size > 0
+
+
+def test_a_model_that_the_disk_has_no_room_for_is_not_begun(config: Path, monkeypatch: pytest.MonkeyPatch):
+    """P28"""
+    asked = []
+
+    def no_room(folder: Path, num_bytes: int, what: str = "a checkpoint") -> None:
+        asked.append((what, num_bytes))
+        raise CheckpointError(f"{what} takes too much")
+
+    monkeypatch.setattr(export, "require_space", no_room)
+    with pytest.raises(CheckpointError, match="a model takes too much"):
+        train(config, "no_room", "loop.num_steps=1", "loop.save_best=false")
+    folder = Path(json.loads(config.read_text())["run"]["folder"]) / "no_room"
+    assert list((folder / "checkpoints").rglob("*.safetensors*")) == []
+    size = (config.parent / "model" / "model.safetensors").stat().st_size
+    assert asked[0][0] == "a model" and asked[0][1] > size
 
 
 def test_a_run_that_fails_says_why_and_shows_what_there_is(config: Path):

@@ -1,0 +1,68 @@
+"""Faults planted by hook/sitecustomize.py in real runs of real processes, and what they may leave: nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+
+@pytest.fixture
+def planted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    """Plants faults in the runs of this process, each once; all of them must be met, and at the end nothing of the runs
+    may be left."""
+    mark = uuid.uuid4().hex
+    monkeypatch.setenv("MESHRL_TEST_RUN", mark)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "hook"))
+    shared = _unused_shared_memory()
+
+    faults: list[dict[str, Any]] = []
+
+    def plant(*more: dict[str, Any]) -> None:
+        faults.extend({**fault, "marker": str(tmp_path / f"marker_{i}")} for i, fault in enumerate(more))
+        monkeypatch.setenv("MESHRL_TEST_FAULTS", json.dumps(faults))
+
+    yield plant
+    assert [fault for fault in faults if not Path(fault["marker"]).exists()] == [], "never met"
+    end = time.monotonic() + 20
+    while (left := _processes_of(mark)) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert left == []
+    while not (memory := _unused_shared_memory()) <= shared and time.monotonic() < end:
+        time.sleep(0.5)  # another run of this machine may be about to map its own
+    assert memory <= shared, "shared memory is left"
+    assert not list(tmp_path.glob("meshrl-*")), "the folder of the rendezvous is left"
+
+
+def _processes_of(mark: str) -> list[str]:
+    """Processes with this text in their environment, whoever's children they are; a process that has a port is one."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.pid != os.getpid() and process.environ().get("MESHRL_TEST_RUN") == mark:
+                found.append(f"{process.pid} {' '.join(process.cmdline())}")
+        except (psutil.NoSuchProcess, psutil.AccessDenied):  # it has ended meanwhile, or is somebody else's
+            continue
+    return found
+
+
+def _unused_shared_memory() -> set[str]:
+    """Segments that no process has mapped: what other runs of this machine use is theirs."""
+    names = {path.name for path in Path("/dev/shm").glob("meshrl_*")} if Path("/dev/shm").is_dir() else set()
+    for maps in Path("/proc").glob("[0-9]*/maps") if names else ():
+        try:
+            text = maps.read_text()
+        except OSError:  # the process has ended, or is somebody else's
+            continue
+        names = {name for name in names if name not in text}
+    return names

@@ -1,0 +1,68 @@
+"""Faults of engines whose server is another process: what arrives there, what it holds, and how it ends."""
+
+from __future__ import annotations
+
+from fault import Fault
+
+_FOREIGN = "tests/unit/rollout/"
+_SGLANG = _FOREIGN + "test_sglang_engine.py::"
+_ENDPOINT = _FOREIGN + "test_endpoint_engine.py::"
+_ECHO = "sent 20 ids and echoed 21 ids"
+
+FOREIGN_FAULTS = [
+    Fault(
+        "a worker that puts tensors together compares no bucket's digest",
+        "meshrl/rollout/foreign/arrival.py",
+        "            if arrived != said:",
+        "            if arrived is None:",
+        (_FOREIGN + "test_rollout_arrival.py::test_a_stream_with_a_fault_is_refused[bit-digest-sharded]",),
+    ),
+    Fault(
+        "what a foreign engine's worker holds is not compared with what arrived",
+        "meshrl/rollout/foreign/resident.py",
+        "elif (held := _digest(patch.inside(param))) != self._values[key]:",
+        "elif (held := self._values[key]) != self._values[key]:",
+        (
+            _FOREIGN + "test_name_map.py::test_what_is_read_back_is_compared_block_by_block[one bit]",
+            _FOREIGN + "test_name_map.py::test_what_is_read_back_is_compared_block_by_block[stale]",
+        ),
+    ),
+    Fault(
+        "a server's workers outlive a parent that is killed",
+        "meshrl/rollout/guard.py",
+        "    kill_descendants(os.getpid())\n    shutil",
+        "    shutil",
+        (_FOREIGN + "test_rollout_server.py::test_nothing_outlives_a_parent_that_is_killed[SIGKILL]",),
+    ),
+    Fault(
+        "an abort takes along every request whose id begins like it",
+        "meshrl/rollout/sglang/engine.py",
+        "-{self._num_rids:012d}",
+        "-{self._num_rids}",
+        (_SGLANG + "test_an_abort_takes_no_other_request_along",),
+    ),
+    Fault(
+        "tokens of a mixture of weights pass for those of the last version",
+        "meshrl/rollout/sglang/engine.py",
+        '{"new_version": MIXTURE, "abort_all_requests": False}',
+        '{"new_version": next(reversed(self._labels)), "abort_all_requests": False}',
+        (_SGLANG + "test_what_a_mixture_sampled_is_left_out",),
+    ),
+    Fault(
+        "a prompt that the server rendered again goes unnoticed",
+        "meshrl/rollout/foreign/desk.py",
+        "if echoed != ids:",
+        "if echoed is None:",
+        (
+            f"{_SGLANG}test_an_answer_that_is_not_whole_is_refused[wrong_echo-RequestError-{_ECHO}]",
+            f"{_ENDPOINT}test_a_server_that_keeps_ids_or_logprobs_to_itself_is_refused[wrong_echo-RequestError-{_ECHO}]",
+        ),
+    ),
+    Fault(
+        "a folder that nobody loaded counts as a version",
+        "meshrl/rollout/endpoint.py",
+        'if not isinstance(answer, dict) or answer.get("success") is not True:',
+        "if not isinstance(answer, dict):",
+        (_ENDPOINT + "test_an_answer_other_than_success_is_no_success",),
+    ),
+]

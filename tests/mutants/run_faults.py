@@ -1,0 +1,100 @@
+"""Faults of what carries a run: lost ranks, resumes, ends, other machines."""
+
+from __future__ import annotations
+
+from fault import Fault
+
+_LOST = "tests/unit/cluster/test_lost_trainers.py::"
+
+RUN_FAULTS = [
+    Fault(
+        "samplers are ended with the train ranks",
+        "meshrl/cluster/processes.py",
+        "lost = [self._ranks[index] for index in self._partners(culprit.index)]",
+        "lost = self._ranks",
+        (_LOST + "test_a_train_rank_that_dies_while_nobody_asks_it_anything_ends_the_wait_and_is_replaced",),
+    ),
+    Fault(
+        "samplers go on with what they were asked before the restart",
+        "meshrl/cluster/launch.py",
+        "            await self.rollouts.stand_down()\n",
+        "            pass\n",
+        (_LOST + "test_a_train_rank_that_dies_while_nobody_asks_it_anything_ends_the_wait_and_is_replaced",),
+    ),
+    Fault(
+        "samplers insist on versions that rise",
+        "meshrl/cluster/launch.py",
+        "            await self.rollouts.reconcile(layout)\n",
+        "            pass\n",
+        (_LOST + "test_a_sync_that_a_death_cut_in_the_middle_leaves_samplers_that_the_next_full_one_makes_usable",),
+    ),
+    Fault(
+        "a new sampler gets weights under the version before them",
+        "meshrl/cluster/groups.py",
+        "        self.is_synced = False\n        self.num_optim_steps += 1",
+        "        self.num_optim_steps += 1",
+        (_LOST + "test_a_new_sampler_waits_for_the_sync_while_the_trainer_is_between_two_versions",),
+    ),
+    Fault(
+        "samplers are replaced for ever",
+        "meshrl/cluster/groups.py",
+        "if self.num_restarts >= self.max_restarts:",
+        "if self.num_restarts > self.max_restarts + 9:",
+        (_LOST + "test_a_sampler_that_dies_while_nobody_asks_it_anything_is_replaced_at_once",),
+    ),
+    Fault(
+        "half an update is saved as a step",
+        "meshrl/loops/stop.py",
+        "            self.torn = True\n",
+        "",
+        ("tests/unit/loops/test_stop.py::test_ctrl_c_waits_for_a_long_update_only_so_long",),
+    ),
+    Fault(
+        "a gradient can't be interrupted",
+        "meshrl/loops/stop.py",
+        "return trainer.num_optim_steps > before",
+        "return trainer.num_optim_steps >= before",
+        ("tests/unit/loops/test_stop.py::test_an_update_that_has_moved_no_weights_ends_at_once",),
+    ),
+    Fault(
+        "a resume cuts back before it is sure to go on",
+        "meshrl/loops/record.py",
+        "        if start is None:\n            record.go_on_from(None)",
+        "        record.go_on_from(start)",
+        ("tests/e2e/test_resume.py::test_a_resume_that_is_refused_changes_nothing",),
+    ),
+    Fault(
+        "a best score outlives the steps that are made again",
+        "meshrl/loops/resume.py",
+        '        cut_back_best(folder, step, start.saved.get("best") if start is not None else None)\n',
+        "",
+        (
+            "tests/unit/loops/test_run_record.py::"
+            "test_a_run_that_goes_on_forgets_a_best_model_that_its_checkpoint_does_not_know",
+        ),
+    ),
+    Fault(
+        "a rank of the second machine takes the first one's device",
+        "meshrl/cluster/remote.py",
+        "str(spec.rank % spec.num_local_ranks)",
+        "str(spec.rank)",
+        ("tests/unit/cluster/test_remote_executor.py::test_a_rank_has_its_place_and_the_environment_it_needs",),
+    ),
+    Fault(
+        "whoever connects is believed to be a rank",
+        "meshrl/cluster/dial.py",
+        'if not hmac.compare_digest(answer, _prove(self._token, b"rank", nonce + theirs)):',
+        "if False:",
+        ("tests/unit/cluster/test_dial.py::test_a_strangers_pickle_is_not_read",),
+    ),
+    Fault(
+        "one process that torchrun started waits for others",
+        "meshrl/cluster/torchrun.py",
+        ' and int(os.environ["WORLD_SIZE"]) > 1',
+        "",
+        (
+            "tests/unit/cluster/test_launched_by_torchrun.py::"
+            "test_rank_0_of_several_is_the_controller_and_the_others_follow",
+        ),
+    ),
+]

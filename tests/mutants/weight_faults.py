@@ -1,0 +1,154 @@
+"""Faults of the weights: how they are loaded, kept, sent and read back."""
+
+from __future__ import annotations
+
+from fault import Fault
+
+_NAMES = "tests/unit/model/test_weight_names.py::"
+_RUN = "tests/contract/test_executors.py::"
+_SHARDS = "tests/unit/sync/test_sync_shards.py::"
+_STREAMED = "tests/dist/test_streamed_load.py::"
+_SYNC = "tests/unit/sync/test_sync_transaction.py::"
+_WEIGHTS_OUT = "tests/dist/test_weights_out.py::"
+
+WEIGHT_FAULTS = [
+    Fault(
+        "each rank reads from a wrong row of the files",
+        "meshrl/model/stream.py",
+        "shard_start(tensor) * prod(tensor.shape[1:])",
+        "shard_start(tensor)",
+        (_STREAMED + "test_a_streamed_model_equals_the_whole_one_to_the_bit[2-llama untied]",),
+    ),
+    Fault(
+        "a tied head gets memory of its own when a model leaves the meta device",
+        "meshrl/model/load.py",
+        "setattr(root.get_submodule(module), leaf, root.get_parameter(name))",
+        "root.get_submodule(module), leaf",
+        (_NAMES + "test_memory_for_a_model_keeps_its_ties_and_buffers[qwen2]",),
+    ),
+    Fault(
+        "rotary buffers are what memory holds when a model leaves the meta device",
+        "meshrl/model/load.py",
+        "module._buffers.update({name: b if b is None else b.to(device) for name, b in kept.items()})",
+        "assert kept is not None",
+        (
+            _NAMES + "test_memory_for_a_model_keeps_its_ties_and_buffers[qwen2]",
+            _STREAMED + "test_a_streamed_model_equals_the_whole_one_to_the_bit[2-qwen2 tied]",
+        ),
+    ),
+    Fault(
+        "experts are joined matrix by matrix instead of expert by expert",
+        "meshrl/model/names.py",
+        "for expert in zip(*lists, strict=True) for entry in expert",
+        "for expert in lists for entry in expert",
+        (_NAMES + "test_experts_that_lie_apart_in_the_files_are_joined_as_transformers_joins_them",),
+    ),
+    Fault(
+        "a sharded model is not compared with Transformers' own forward",
+        "meshrl/model/load.py",
+        "difference = float(comparison())",
+        "difference = 0.0",
+        (_STREAMED + "test_a_sharded_model_that_scores_differently_is_refused[leak]",),
+    ),
+    Fault(
+        "a tied head with memory of its own is not written",
+        "meshrl/sync/receive.py",
+        "writes[source].append(self._targets[alias])",
+        "pass",
+        (_SYNC + "test_a_head_with_memory_of_its_own_is_written_too",),
+    ),
+    Fault(
+        "a tied head is not read back",
+        "meshrl/sync/receive.py",
+        "return {entry.name: entry.name for entry in self.layout.entries} | self.layout.tied",
+        "return {entry.name: entry.name for entry in self.layout.entries}",
+        (_SYNC + "test_a_tied_head_left_behind_is_named_with_the_version_it_still_has",),
+    ),
+    Fault(
+        "a dropped bucket passes",
+        "meshrl/sync/receive.py",
+        "if arrived < stream.num_buckets:",
+        "if arrived < 0:",
+        (_SYNC + "test_a_stream_that_was_damaged_is_refused_and_named",),
+    ),
+    Fault(
+        "a bucket's digest is not checked",
+        "meshrl/sync/receive.py",
+        "if arrived != bucket.digest:",
+        "if arrived == -1:",
+        (_SYNC + "test_a_stream_that_was_damaged_is_refused_and_named",),
+    ),
+    Fault(
+        "the version is visible before the proof",
+        "meshrl/sync/receive.py",
+        "began = time.perf_counter()\n        if read_back is None:",
+        'began, self._committed, self._phase = 0.0, expected, "idle"\n        if read_back is None:',
+        (_SYNC + "test_the_new_version_is_visible_only_after_its_proof",),
+    ),
+    Fault(
+        "a piece's digest is not checked",
+        "meshrl/sync/receive.py",
+        "if wanted is not None and arrived != wanted:",
+        "if wanted is not None and arrived == -1:",
+        (_SHARDS + "test_a_damaged_stream_is_refused_and_named",),
+    ),
+    Fault(
+        "a delta lands on any base",
+        "meshrl/sync/receive.py",
+        "if header.base_version is not None and header.base_version != had:",
+        "if header.base_version is not None and header.base_version > header.version:",
+        (_SHARDS + "test_a_delta_on_another_base_is_refused_and_everything_heals",),
+    ),
+    Fault(
+        "what was sent is not remembered",
+        "meshrl/sync/shards.py",
+        "            if found.numel():\n                base.copy_(now)\n",
+        "",
+        (_SHARDS + "test_shards_and_then_changes_arrive_to_the_bit",),
+    ),
+    Fault(
+        "places of changes count from the wrong start",
+        "meshrl/sync/shards.py",
+        "places.append((found + low[1]).int())",
+        "places.append(found.int())",
+        (_SHARDS + "test_changes_far_inside_a_large_tensor_land_where_they_belong",),
+    ),
+    Fault(
+        "changes are told by value and not by bit",
+        "meshrl/sync/shards.py",
+        "_nonzero(bits_of(now) != bits_of(base))",
+        "_nonzero(now != base)",
+        (_SHARDS + "test_changes_are_exact_in_other_dtypes",),
+    ),
+    Fault(
+        "an interrupted sender keeps its base",
+        "meshrl/sync/shards.py",
+        "        self.base_version = None  # until the last bucket is asked for, the base is of two versions\n",
+        "",
+        (_SHARDS + "test_a_sender_that_was_interrupted_has_no_base",),
+    ),
+    Fault(
+        "every replica sends its shard",
+        "meshrl/train/outgoing.py",
+        'if self._trainer.mesh["dp_replicate"].get_local_rank():',
+        'if self._trainer.mesh["dp_replicate"].get_local_rank() < 0:',
+        ("tests/dist/test_shards_out.py::test_every_sharding_strategy_sends_each_shard_once[NO_SHARD-rings]",),
+    ),
+    Fault(
+        "the version does not rise",
+        "meshrl/cluster/groups.py",
+        "trainer.version, trainer.is_synced = version, True",
+        "trainer.is_synced = True",
+        (
+            _RUN
+            + "test_a_step_asks_for_no_forward_that_the_algorithm_does_not_need[train.updates_per_step=1-forwards0]",
+        ),
+    ),
+    Fault(
+        "replicas count twice in a digest",
+        "meshrl/parallel/fsdp.py",
+        "p.device_mesh.get_local_rank(axis) == 0",
+        "p.device_mesh.get_local_rank(axis) >= 0",
+        (_WEIGHTS_OUT + "test_every_sharding_strategy_sends_the_same_weights_and_digests[NO_SHARD]",),
+    ),
+]

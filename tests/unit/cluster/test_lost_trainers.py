@@ -1,0 +1,236 @@
+"""Lost train ranks are put back while samplers stay, and no loss waits for the next command to be seen (P26)."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_engines import ask
+from tiny_models import tiny_qwen2
+from tiny_samples import random_samples, weigh
+
+from meshrl.algo.losses import sft_loss
+from meshrl.cluster.actors import RankWorker
+from meshrl.cluster.groups import TrainGroup, sync_weights
+from meshrl.cluster.launch import Groups, launched
+from meshrl.config.model import ModelConfig
+from meshrl.config.rollout import RolloutConfig
+from meshrl.config.task import ClusterConfig
+from meshrl.config.train import TrainConfig
+from meshrl.core.errors import RankFailure, StaleWeightsError
+from meshrl.loops.checkpoints import Checkpoints
+from meshrl.loops.restart import noticed
+from meshrl.train.checkpoint_files import states
+
+pytestmark = pytest.mark.timeout(300)  # ranks start slowly on a machine that does much else
+
+
+@asynccontextmanager
+async def _running(folder: Path, num_train_ranks: int, max_restarts: int = 3) -> AsyncIterator[Groups]:
+    """Train ranks of a tiny model, and one rank that only samples: the last."""
+    tiny_qwen2().save_pretrained(folder / "model")
+    async with launched(
+        ModelConfig(path=str(folder / "model"), dtype="float32"),
+        TrainConfig(activation_checkpointing=False, max_tokens_per_microbatch=40),
+        RolloutConfig(sync_bucket_bytes=20_000),
+        ClusterConfig(num_train_ranks=num_train_ranks, num_rollout_ranks=1, max_restarts=max_restarts, timeout_s=200.0),
+        num_train_ranks=num_train_ranks,
+        num_rollout_ranks=1,
+    ) as groups:
+        yield groups
+
+
+def pid(worker: RankWorker) -> int:
+    return os.getpid()
+
+
+async def _pids(groups: Groups) -> list[int]:
+    return await asyncio.gather(*(groups.executor.call(spec.rank, pid) for spec in groups.executor.specs))
+
+
+async def _step(trainer: TrainGroup) -> float:
+    """One optimizer step; its gradient's norm."""
+    samples = weigh(random_samples(0, [9, 12, 5, 7]))
+    await trainer.forward_backward(samples, trainer.plan(samples), sft_loss())
+    return (await trainer.optim_step(1e-2)).grad_norm
+
+
+def _when(groups: Groups, awaited: Any, deed: Callable[[], Any]) -> None:
+    """Do something once, as soon as any rank has answered its first call of this method from now on."""
+    call, todo = groups.executor.call, [deed]
+
+    async def watching(rank: int, method: Any, *args: Any) -> Any:
+        answer = await call(rank, method, *args)
+        if method is awaited and todo:
+            todo.pop()()
+        return answer
+
+    groups.executor.call = watching  # type: ignore[method-assign]
+
+
+def _run(body: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(body(), 250))
+
+
+def test_a_train_rank_that_dies_while_nobody_asks_it_anything_ends_the_wait_and_is_replaced(tmp_path):
+    """P26: in the middle of a grading, say. The other train rank goes with it, the sampler stays; and the new ranks
+    meet each other, not what the old ones left where they met."""
+
+    async def body() -> None:
+        async with _running(tmp_path, num_train_ranks=2) as groups:
+            assert groups.trainer is not None and groups.rollouts is not None
+            layout = await groups.trainer.layout(20_000)
+            await groups.rollouts.reconcile(layout)
+            await sync_weights(groups.trainer, groups.rollouts, layout)
+            endless = asyncio.ensure_future(groups.rollouts.generate(ask("a", [5, 3], max_new_tokens=20_000)))
+            before, norm = await _pids(groups), await _step(groups.trainer)
+            asyncio.get_running_loop().call_later(0.1, os.kill, before[1], signal.SIGKILL)
+            killed = r"^rank 1 failed in phase .* killed by SIGKILL"
+            with pytest.raises(RankFailure, match=killed) as failure, noticed(groups):
+                await asyncio.sleep(600)
+            with pytest.raises(RankFailure) as later:
+                await groups.executor.call(0, pid)
+            assert later.value is failure.value, "all that train are lost with it"
+            assert groups.can_restart_after(failure.value)
+            endless.cancel()  # as the loop does with all that it had asked
+            await groups.restart_trainers(layout)
+            after = await _pids(groups)
+            assert after[2] == before[2] and not {*after[:2]} & {*before[:2]}
+            assert await _step(groups.trainer) == norm, "they hold the folder's model again, and meet"
+            await sync_weights(groups.trainer, groups.rollouts, layout)
+            turn = await groups.rollouts.generate(ask("a", [5, 3]))
+            assert len(turn.output_ids) == 16, "the samplers have forgotten what the run asked before"
+
+    _run(body)
+
+
+def test_a_sync_that_a_death_cut_in_the_middle_leaves_samplers_that_the_next_full_one_makes_usable(tmp_path):
+    """P15, P27: with the checkpoint's version, which is below the one the sampler had; and what was asked of it before
+    is forgotten, so that the same requests can come again."""
+    context = [5, 3, 9, 4]
+
+    async def body() -> None:
+        async with _running(tmp_path, num_train_ranks=1) as groups:
+            trainer, rollouts = groups.trainer, groups.rollouts
+            assert trainer is not None and rollouts is not None
+            layout = await trainer.layout(20_000)
+            await rollouts.reconcile(layout)
+            async with Checkpoints(tmp_path, trainer, 1, print) as checkpoints:
+                await sync_weights(trainer, rollouts, layout)
+                first = await rollouts.generate(ask("a", context, seed=7))
+                await checkpoints.save(1, {})
+            for _ in range(2):
+                await _step(trainer)
+                await sync_weights(trainer, rollouts, layout)
+            endless = asyncio.ensure_future(rollouts.generate(ask("b", context, max_new_tokens=20_000)))
+            await asyncio.sleep(0.3)
+            endless.cancel()
+            before = await _pids(groups)
+            _when(groups, RankWorker.receive, lambda: os.kill(before[0], signal.SIGKILL))
+            with pytest.raises(RankFailure, match="rank 0 failed in phase 'sync'"):
+                await sync_weights(trainer, rollouts, layout)
+            with pytest.raises(StaleWeightsError):
+                await rollouts.generate(ask("c", context))
+            await groups.restart_trainers(layout)
+            ((_, folder),) = states(tmp_path / "checkpoints")
+            await trainer.load(str(folder), version=0)
+            await sync_weights(trainer, rollouts, layout)
+            again = await rollouts.generate(ask("b", context, seed=7))
+            assert again.output_ids.tolist() == first.output_ids.tolist()
+            assert np.array_equal(again.logprobs, first.logprobs) and set(again.versions) == {0}
+            assert (await _pids(groups))[1] == before[1]
+
+    _run(body)
+
+
+def test_ranks_that_are_lost_while_they_start_can_be_started_once_more(tmp_path):
+    """The one that had come up goes with the other."""
+
+    async def body() -> None:
+        async with _running(tmp_path, num_train_ranks=2) as groups:
+            assert groups.trainer is not None
+            before = await _pids(groups)
+            os.kill(before[0], signal.SIGKILL)
+            with pytest.raises(RankFailure):
+                await groups.trainer.memory()
+            bring_up, left = groups.executor._bring_up, itertools.count()
+
+            async def failing(spec: Any) -> Any:
+                if next(left) == 1:
+                    raise RankFailure(spec.rank, "start", "its machine is gone")
+                return await bring_up(spec)
+
+            groups.executor._bring_up = failing
+            with pytest.raises(RankFailure, match="its machine is gone"):
+                await groups.restart_trainers(None)
+            with pytest.raises(RankFailure, match="its machine is gone"):
+                await groups.executor.call(0, pid)
+            await groups.restart_trainers(None)
+            assert await _step(groups.trainer) > 0
+
+    _run(body)
+
+
+def test_a_sampler_that_dies_while_nobody_asks_it_anything_is_replaced_at_once(tmp_path):
+    """P26: and has its weights, without a sync, before it is asked. When it may not be replaced, the wait ends."""
+
+    async def body() -> None:
+        async with _running(tmp_path, num_train_ranks=1, max_restarts=1) as groups:
+            trainer, rollouts = groups.trainer, groups.rollouts
+            assert trainer is not None and rollouts is not None
+            back, notes = asyncio.Event(), list[str]()
+
+            def note(text: str) -> None:
+                notes.append(text)
+                if "is back" in text:
+                    back.set()
+
+            rollouts.note = note
+            layout = await trainer.layout(20_000)
+            await rollouts.reconcile(layout)
+            await sync_weights(trainer, rollouts, layout)
+            before = await _pids(groups)
+            with noticed(groups):
+                os.kill(before[1], signal.SIGKILL)
+                await back.wait()
+            turn = await rollouts.generate(ask("a", [5, 3, 9]))
+            assert {*turn.versions} == {0} and rollouts.num_redone == 0
+            after = await _pids(groups)
+            assert after[0] == before[0] and after[1] != before[1]
+            os.kill(after[1], signal.SIGKILL)
+            with pytest.raises(RankFailure, match="rank 1 failed") as failure, noticed(groups):
+                await asyncio.sleep(600)
+            assert "1 lost ranks were replaced before it" in "".join(failure.value.__notes__)
+            assert not groups.can_restart_after(failure.value)
+
+    _run(body)
+
+
+def test_a_new_sampler_waits_for_the_sync_while_the_trainer_is_between_two_versions(tmp_path):
+    """P15: after an optimizer step the trainer's weights are no longer those that its version names."""
+
+    async def body() -> None:
+        async with _running(tmp_path, num_train_ranks=1) as groups:
+            trainer, rollouts = groups.trainer, groups.rollouts
+            assert trainer is not None and rollouts is not None
+            layout = await trainer.layout(20_000)
+            await rollouts.reconcile(layout)
+            await sync_weights(trainer, rollouts, layout)
+            await _step(trainer)
+            os.kill((await _pids(groups))[1], signal.SIGKILL)
+            asked = asyncio.ensure_future(rollouts.generate(ask("a", [5, 3, 9])))
+            while rollouts.num_restarts == 0 or rollouts.mending.locked():
+                await asyncio.sleep(0.05)
+            assert not asked.done()
+            await sync_weights(trainer, rollouts, layout)
+            assert {*(await asked).versions} == {1}
+
+    _run(body)
