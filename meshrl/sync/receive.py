@@ -18,6 +18,7 @@ from meshrl.core.errors import SyncError, UnloadedParamsError
 from meshrl.sync.digest import RunningDigest, as_bytes, digest_range
 from meshrl.sync.expected import Expected
 from meshrl.sync.manifest import DTYPE_BYTES, Ack, Layout, Piece, Stream, SyncHeader, aligned
+from meshrl.sync.order import Order, carries
 
 _SHOWN = 8  # names listed of each kind of fault; the rest is counted
 _CHUNK_BYTES = 1 << 20  # digested and copied at once, while a core's cache holds it
@@ -185,7 +186,7 @@ class ReceiverState:
         self._phase: Literal["idle", "open", "cancelled"] = "idle"
         self._committed: Expected | None = None
         self._expected: Expected | None = None
-        self._next = [0] * len(layout.streams)
+        self._order = Order(layout, name)
         self._num_bytes = 0
         self._seconds = {"load": 0.0, "verify": 0.0}
         self._writes = self._bind()
@@ -234,7 +235,7 @@ class ReceiverState:
             raise SyncError(f"{self.name}: digests and layout name different tensors: {', '.join(odd[:_SHOWN])}")
         self._writes = self._bind()
         self._expected = Expected(self.layout, header)
-        self._next, self._num_bytes = [0] * len(self.layout.streams), 0
+        self._order, self._num_bytes = Order(self.layout, self.name), 0
         self._seconds = {"load": 0.0, "verify": 0.0}
         self._phase = "open"
 
@@ -243,7 +244,7 @@ class ReceiverState:
         self._leave(f"bucket {bucket.index}", "open")
         expected = self._expected
         assert expected is not None
-        stream = self._stream_of(bucket)
+        stream = self._order.stream_of(bucket.stream, bucket.index)
         pieces = list(stream.pieces(bucket.index))
         self._check_shape(bucket, stream, pieces, expected)
         if bucket.pieces is None or bucket.changes is not None:
@@ -254,31 +255,18 @@ class ReceiverState:
             if arrived != bucket.digest:
                 raise SyncError(
                     f"{self.name}: bucket {bucket.index} was sent with digest {bucket.digest:016x} and arrived with "
-                    f"{arrived:016x}; it carries {_carries(pieces)}"
+                    f"{arrived:016x}; it carries {carries(pieces)}"
                 )
         self._load(bucket, pieces)
         if bucket.pieces is not None:
             expected.add(pieces, bucket.pieces)
         self._num_bytes += sum(p.stop - p.start for p in pieces) if bucket.in_place else bucket.payload.numel()
-        self._next[bucket.stream] += 1
+        self._order.taken(bucket.stream)
         self._phase = "open"
 
     def targets(self) -> dict[str, torch.Tensor]:
         """What a sender in this process may write itself while a sync is open, by the names that are sent."""
         return {entry.name: self._targets[entry.name] for entry in self.layout.entries}
-
-    def _stream_of(self, bucket: Bucket) -> Stream:
-        """Raises SyncError unless the bucket is the next of its stream."""
-        streams = self.layout.streams
-        if not 0 <= bucket.stream < len(streams):
-            raise SyncError(f"{self.name}: bucket {bucket.index} came of stream {bucket.stream} of {len(streams)}")
-        stream, upcoming = streams[bucket.stream], self._next[bucket.stream]
-        if bucket.index != upcoming or bucket.index >= stream.num_buckets:
-            left = upcoming < stream.num_buckets
-            wanted = f"bucket {upcoming} ({_carries(list(stream.pieces(upcoming)))})" if left else "no more"
-            what = "came twice" if 0 <= bucket.index < upcoming else "came out of order"
-            raise SyncError(f"{self.name}: bucket {bucket.index} {what}; expected {wanted} of {stream.num_buckets}")
-        return stream
 
     def _check_shape(self, bucket: Bucket, stream: Stream, pieces: list[Piece], expected: Expected) -> None:
         payload = bucket.payload
@@ -289,14 +277,14 @@ class ReceiverState:
         if payload.dtype != torch.uint8 or payload.shape != (wanted,):
             raise SyncError(
                 f"{self.name}: bucket {bucket.index} has {list(payload.shape)} {payload.dtype}, expected "
-                f"[{wanted}] torch.uint8; it carries {_carries(pieces)}"
+                f"[{wanted}] torch.uint8; it carries {carries(pieces)}"
             )
         numbers = [len(each) for each in (bucket.pieces, bucket.changes) if each is not None]
         is_delta, wants_pieces = bucket.changes is not None, expected.header.digests is None
         if set(numbers) - {len(pieces)} or (wants_pieces and bucket.pieces is None):
             raise SyncError(
                 f"{self.name}: bucket {bucket.index} speaks of {numbers} pieces and carries {len(pieces)}, "
-                f"{_carries(pieces)}"
+                f"{carries(pieces)}"
             )
         if is_delta != (expected.header.mode == "delta"):
             kind = "changes" if is_delta else "whole tensors"
@@ -359,13 +347,7 @@ class ReceiverState:
         self._leave("commit", "open")
         expected = self._expected
         assert expected is not None
-        for stream, arrived in zip(self.layout.streams, self._next):
-            if arrived < stream.num_buckets:
-                first = next(stream.pieces(arrived)).entry.name
-                raise SyncError(
-                    f"{self.name}: commit after {arrived} of {stream.num_buckets} buckets; {first} is the first "
-                    "tensor that is incomplete"
-                )
+        self._order.check_complete()
         began = time.perf_counter()
         if read_back is None:
             own = {entry.name: self._targets[entry.name] for entry in self.layout.entries}
@@ -419,11 +401,6 @@ class ReceiverState:
         """Every name that has to be read back, aliases too, each by its own way through the engine's name map -> the
         name that was sent for it."""
         return {entry.name: entry.name for entry in self.layout.entries} | self.layout.tied
-
-
-def _carries(pieces: list[Piece]) -> str:
-    names = [piece.entry.name for piece in pieces]
-    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
 
 
 def section_bytes(piece: Piece, count: int) -> int:

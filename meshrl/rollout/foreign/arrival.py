@@ -10,7 +10,8 @@ import torch
 
 from meshrl.core.errors import SyncError
 from meshrl.sync.digest import as_bytes, digest, digest_range
-from meshrl.sync.manifest import Entry, Layout, Piece, Stream, SyncHeader
+from meshrl.sync.manifest import Entry, Layout, Piece, SyncHeader
+from meshrl.sync.order import Order, carries
 from meshrl.sync.receive import Bucket
 from meshrl.sync.transport import BucketRef
 
@@ -25,19 +26,19 @@ class Arrival:
         self.verify_s = self.copy_s = 0.0
         self.num_bytes = 0
         self._entries = {entry.name: entry for entry in layout.entries}
-        self._next = [0] * len(layout.streams)
+        self._order = Order(layout, name)
         self._open: dict[str, torch.Tensor] = {}  # begun, not complete
         self._missing = {entry.name: entry.num_bytes for entry in layout.entries}
 
     def take(self, bucket: Bucket) -> Iterator[tuple[Entry, torch.Tensor]]:
         """Check a bucket's place, length and digests; yield the tensors that it completes. Raises: SyncError."""
-        stream = self._stream_of(bucket)
+        stream = self._order.stream_of(bucket.stream, bucket.index)
         pieces = list(stream.pieces(bucket.index))
         start, stop = stream.bucket_range(bucket.index)
         if bucket.payload.dtype != torch.uint8 or bucket.payload.shape != (stop - start,):
             raise SyncError(
                 f"{self.name}: bucket {bucket.index} has {list(bucket.payload.shape)} {bucket.payload.dtype}, expected "
-                f"[{stop - start}] torch.uint8; it carries {_carries(pieces)}"
+                f"[{stop - start}] torch.uint8; it carries {carries(pieces)}"
             )
         began = time.perf_counter()
         self._check(bucket, pieces, start)
@@ -54,34 +55,15 @@ class Arrival:
             self.copy_s += time.perf_counter() - began
             if self._missing[name] == 0:
                 yield self._entries[name], self._proven(name, self._open.pop(name))
-        self._next[bucket.stream] += 1
+        self._order.taken(bucket.stream)
 
     def finish(self) -> Iterator[tuple[Entry, torch.Tensor]]:
         """After the last bucket: yield the tensors without elements, which are in none. Raises: SyncError when there
         were fewer buckets."""
-        for stream, arrived in zip(self.layout.streams, self._next):
-            if arrived < stream.num_buckets:
-                first = next(stream.pieces(arrived)).entry.name
-                raise SyncError(
-                    f"{self.name}: commit after {arrived} of {stream.num_buckets} buckets; {first} is the first "
-                    "tensor that is incomplete"
-                )
+        self._order.check_complete()
         for entry in self.layout.entries:
             if entry.num_bytes == 0:
                 yield entry, _empty(entry)
-
-    def _stream_of(self, bucket: Bucket) -> Stream:
-        """Raises SyncError unless the bucket is the next of its stream."""
-        streams, index = self.layout.streams, bucket.index
-        if not 0 <= bucket.stream < len(streams):
-            raise SyncError(f"{self.name}: bucket {index} came of stream {bucket.stream} of {len(streams)}")
-        stream, upcoming = streams[bucket.stream], self._next[bucket.stream]
-        if index != upcoming or index >= stream.num_buckets:
-            left = upcoming < stream.num_buckets
-            wanted = f"bucket {upcoming} ({_carries(list(stream.pieces(upcoming)))})" if left else "no more"
-            what = "came twice" if 0 <= index < upcoming else "came out of order"
-            raise SyncError(f"{self.name}: bucket {index} {what}; expected {wanted} of {stream.num_buckets}")
-        return stream
 
     def _check(self, bucket: Bucket, pieces: list[Piece], start: int) -> None:
         """The digest of the bucket, or those of its pieces, by which the sender of a shard vouches for them."""
@@ -89,7 +71,7 @@ class Arrival:
         if bucket.pieces is None:
             if self.header.digests is None:
                 raise SyncError(f"{self.name}: bucket {bucket.index} came without digests of its pieces")
-            runs = [(_carries(pieces), bucket.digest, digest_range(kind, payload, start))]
+            runs = [(carries(pieces), bucket.digest, digest_range(kind, payload, start))]
         else:
             runs = [
                 (
@@ -164,8 +146,3 @@ def ref_from(message: dict[str, Any]) -> BucketRef:
 
 def _empty(entry: Entry) -> torch.Tensor:
     return torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-
-
-def _carries(pieces: list[Piece]) -> str:
-    names = [piece.entry.name for piece in pieces]
-    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"

@@ -1,16 +1,17 @@
-"""Where the elements of the trainer's tensors lie in vLLM's parameters, learned by watching vLLM's own loader.
+"""Where the elements of the trainer's tensors lie in another engine's parameters, learned by watching its own loader.
 
-vLLM fuses projections, pads vocabularies, and gives each tensor-parallel rank its slices; how, is known to each model
-class's `load_weights` alone. So `learn` hands it every name of the layout as a tensor without data, over parameters
-without data, and writes down each copy that it makes. What it refuses, or drops, is found before anything is sent.
+vLLM and SGLang fuse projections, pad vocabularies, and give each tensor-parallel rank its slices; how, is known to each
+model class's `load_weights` alone. So `learn` hands it every name of the layout as a tensor without data, over
+parameters without data, and writes down each copy that it makes. What it refuses, or drops, is found before anything is
+sent.
 
-Runs in vLLM's worker; imports vLLM where it is used.
+Runs in the engine's worker.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,14 +87,11 @@ class _Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def learn(model: Any, layout: Layout, without_data: WithoutData | None = None) -> NameMap:
-    """Watch `model.load_weights` take each name of the layout, and each of its aliases. The model is left as it was.
-
-    without_data: how a model of another engine is given twins without data; None = vLLM's way.
-    """
+def learn(model: Any, layout: Layout, without_data: WithoutData) -> NameMap:
+    """Watch `model.load_weights` take each name of the layout, and each of its aliases. The model is left as it was."""
     entries = {entry.name: entry for entry in layout.entries}
     found = NameMap()
-    with (without_data or _without_data)(model) as params, torch.no_grad():
+    with without_data(model) as params, torch.no_grad():
         by_storage = {_storage(twin): (name, twin) for name, twin in params.items()}
         filled = dict.fromkeys(params, 0)
         for name, entry in (entries | {alias: entries[source] for alias, source in layout.tied.items()}).items():
@@ -102,7 +100,7 @@ def learn(model: Any, layout: Layout, without_data: WithoutData | None = None) -
             try:
                 with watch:
                     loaded = model.load_weights([(name, wire)])
-            except Exception as error:  # vLLM's loaders refuse by assert, KeyError, ValueError, RuntimeError
+            except Exception as error:  # loaders refuse by assert, KeyError, ValueError, RuntimeError
                 if name in entries:
                     found.refused[name] = f"{type(error).__name__}: {error}".strip()
                 continue
@@ -164,42 +162,3 @@ def _taken(source: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...
 
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
-
-
-@contextmanager
-def _without_data(model: Any) -> Iterator[dict[str, torch.Tensor]]:
-    """The model with a twin without data in the place of each parameter, in the shape that checkpoints are loaded into:
-    {name: twin}. A parameter that stands in two modules has one twin, under its first name."""
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-    from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
-    from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
-
-    held = [
-        (prefix, layer, name, param)
-        for prefix, layer in model.named_modules()
-        for name, param in layer._parameters.items()
-        if param is not None
-    ]
-    twins: dict[int, torch.Tensor] = {}
-    names: dict[str, torch.Tensor] = {}
-    try:
-        for prefix, layer, name, param in held:
-            if id(param) not in twins:
-                recorded = get_layerwise_info(layer).restore_metadata[0].get(name)
-                twin = restore_layer_refs(to_meta_tensor(param if recorded is None else recorded), layer)
-                if hasattr(twin, "weight_loader"):
-                    twin.weight_loader = _unwrapped(twin.weight_loader)
-                names[f"{prefix}.{name}" if prefix else name] = twins[id(param)] = twin
-            layer._parameters[name] = twins[id(param)]
-        yield names
-    finally:
-        for _, layer, name, param in held:
-            layer._parameters[name] = param
-
-
-def _unwrapped(loader: Any) -> Any:
-    """A loader as it was before a reload wrapped it into one that waits for the whole layer: vLLM's record of the
-    parameter keeps the wrapping."""
-    while loader.__name__ == "online_process_loader":
-        loader = loader.__wrapped__
-    return loader

@@ -20,6 +20,7 @@ from meshrl.rollout.foreign.arrival import Arrival, header_from, layout_from, re
 from meshrl.rollout.foreign.name_map import NameMap, learn
 from meshrl.rollout.foreign.resident import Resident
 from meshrl.rollout.vllm.packed import PackedLayers
+from meshrl.rollout.vllm.twins import without_data
 from meshrl.sync.manifest import Entry, Layout, SyncHeader
 from meshrl.sync.transport import BucketRef, SharedRingView
 
@@ -53,7 +54,7 @@ class WorkerWeights:
     def __init__(self, worker: Any, layout: Layout):
         self.worker, self.layout = worker, layout
         self.model = worker.get_model()
-        self.map: NameMap = learn(self.model, layout)
+        self.map: NameMap = learn(self.model, layout, without_data)
         self._views: dict[str, SharedRingView] = {}  # of the senders' rings
         self._arrival: Arrival | None = None
         self._packed = PackedLayers(self.model, -1)
