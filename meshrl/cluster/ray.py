@@ -31,6 +31,8 @@ from meshrl.core.device import cluster_resources
 from meshrl.core.errors import ConfigError, RankFailure
 
 _JOINING_S = 15.0  # a machine that has just been started may take so long to appear
+_STARTS = 3  # of Ray's servers: each has 30 s to answer, which a busy machine may not give it
+_LOOK_AGAIN_S = 5.0  # while the machines are not ours yet
 _STORE_BYTES = 80 << 20  # near Ray's least: the object store stays empty
 
 
@@ -60,13 +62,13 @@ class RayExecutor(RemoteExecutor):
         strategy = "STRICT_SPREAD" if spec.nodes > 1 else "STRICT_PACK"
         self._group = placement_group([bundle] * spec.nodes, strategy=strategy)
         limit = spec.deadline_s("start")
-        try:
-            await asyncio.wait_for(asyncio.wrap_future(self._group.ready().future()), limit)
-        except TimeoutError:
-            cause = (
-                f"Ray has not granted {spec.nodes} machines with {_told(bundle)} within {limit:g} s; others hold them"
-            )
-            raise RankFailure(0, "start", cause) from None
+        granted, until = asyncio.wrap_future(self._group.ready().future()), time.monotonic() + limit
+        while not (await asyncio.wait([granted], timeout=_LOOK_AGAIN_S))[0]:
+            await self._wait_for_machines(bundle)  # Ray counts one that has just died until its silence is noticed
+            if time.monotonic() > until:
+                cause = f"Ray has not granted {spec.nodes} machines with {_told(bundle)} within {limit:g} s"
+                raise RankFailure(0, "start", f"{cause}; others hold them")
+        await granted
         here = ray.util.get_node_ip_address()
         self._bundles = _in_order(self._group, here)
         return here
@@ -87,10 +89,19 @@ class RayExecutor(RemoteExecutor):
                         f"cluster.address is {where}: no Ray cluster answers there ({error}). Start one by `ray start "
                         "--head`, and join it on every other machine by `ray start --address HOST:6379`"
                     ) from error
-        cores = max(os.cpu_count() or 1, self.specs[0].num_ranks)
+        for left in reversed(range(_STARTS)):
+            try:
+                return self._start_own()
+            except RuntimeError:
+                if not left:
+                    raise
+                ray.shutdown()  # ends what has started
+
+    def _start_own(self) -> None:
+        """A cluster of this machine, for this run alone. Raises: RuntimeError where Ray's servers take over 30 s."""
         ray.init(
             address="local",
-            num_cpus=cores,
+            num_cpus=max(os.cpu_count() or 1, self.specs[0].num_ranks),
             include_dashboard=False,
             object_store_memory=_STORE_BYTES,
             logging_level=logging.ERROR,

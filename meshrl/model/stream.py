@@ -11,22 +11,11 @@ import torch
 
 from meshrl.core.errors import ConfigError
 from meshrl.core.files import Unreadable, open_plain
-from meshrl.model.weight_files import Stored
+from meshrl.model.weight_files import KINDS, Stored
 from meshrl.parallel.fsdp import local_shard, shard_start
 
 BUCKET_BYTES = 64 << 20  # of host memory beside the shard itself; files are read at full speed far below
-DTYPES = {  # of safetensors' plain numbers; the rest want a scale
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+DTYPES = {kind: dtype for dtype, kind in KINDS.items() if kind[:2] != "F8"}  # the rest want a scale
 Parts = tuple[Stored, ...]  # the values of one tensor, laid end to end
 
 

@@ -11,6 +11,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from meshrl.core.errors import ConfigError
 from meshrl.core.files import Unreadable, decode, open_plain, parse_json, read_json, size_of
 
@@ -18,6 +20,12 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 BITS = {  # of one element, by the dtypes' names in safetensors
     **{"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4, "C64": 64},
     **{"I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32, "U16": 16, "U8": 8, "BOOL": 8},
+}
+KINDS = {  # torch's dtypes, as safetensors spells them
+    **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
+    **{torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"},
+    **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"},
+    **{torch.uint8: "U8", torch.bool: "BOOL"},
 }
 _LENGTH_BYTES = 8  # a safetensors file begins with the length of its header, little-endian
 _MAX_AXES = 16

@@ -4,11 +4,12 @@ arrival, so that no step can fail on them."""
 from __future__ import annotations
 
 import math
+from collections.abc import Container
 from dataclasses import dataclass
 
 import numpy as np
 
-from meshrl.core.errors import RequestError
+from meshrl.core.errors import RequestError, StaleWeightsError
 from meshrl.core.types import Request, SamplingParams, StopReason
 
 
@@ -19,6 +20,22 @@ class Bounds:
     stop_ids: frozenset[int]
     limit: int
     limit_reason: StopReason
+
+
+def check_free(request: Request, engine_id: str, version: int, closed: bool, under_way: Container[str]) -> None:
+    """version: that the engine will sample with. under_way: ids of requests.
+
+    Raises: StaleWeightsError, RequestError.
+    """
+    if version < max(request.min_version, 0):
+        raise StaleWeightsError(
+            f"{engine_id} has weight version {version}, request {request.id} needs {request.min_version} or more (-1 = "
+            "none is committed); sync weights first, or call trust_loaded_weights() to sample with the weights of the "
+            "folder"
+        )
+    if closed or request.id in under_way:
+        why = "this engine is closed" if closed else "a request of that id is under way; ids must be unique"
+        raise RequestError(f"request {request.id}: {why}")
 
 
 def bounds_of(request: Request, stop_token_ids: tuple[int, ...], max_context_tokens: int, vocab_size: int) -> Bounds:

@@ -107,7 +107,6 @@ class EndpointEngine:
         self._desk = Desk(engine_id)
         self._paused = False
         self._called_off: dict[str, asyncio.Event] = {}
-        self._totals = EngineStats()
 
     # ---- generation
 
@@ -141,14 +140,12 @@ class EndpointEngine:
                     break
                 if event.result() is None:
                     break
-                self._totals.decode_tokens += answer.take(event.result())
+                self._desk.count_tokens(answer.take(event.result()))
         finally:
             ending.cancel()
             await events.aclose()
         turn = answer.turn(self.engine_id, called_off.is_set())
-        self._totals.prefill_tokens += len(request.context_ids)
-        self._totals.prefill_s += turn.times.prefill_s
-        self._totals.decode_s += turn.times.decode_s
+        self._desk.count_turn(request, turn)
         return turn
 
     async def score(self, ids: np.ndarray, media: dict[str, Media] | None = None) -> np.ndarray:
@@ -233,17 +230,7 @@ class EndpointEngine:
         raise CapabilityError(f"restore({sorted(parts)}): {self.engine_id} has lent nothing (capabilities.release)")
 
     def stats(self) -> EngineStats:
-        """As this client knows it: what waits in the server's own queue counts as running."""
-        return EngineStats(
-            running=self._desk.num_sent,
-            waiting=self._desk.num_waiting,
-            free_slots=max(0, self._max_running - self._desk.num_sent),
-            prefill_tokens=self._totals.prefill_tokens,
-            decode_tokens=self._totals.decode_tokens,
-            prefill_s=self._totals.prefill_s,
-            decode_s=self._totals.decode_s,
-            version=self._weights.version,
-        )
+        return self._desk.stats(self._weights.version, self._max_running)
 
     async def close(self) -> None:
         """End all requests (abort). The server stays."""

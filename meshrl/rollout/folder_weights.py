@@ -16,25 +16,12 @@ from typing import Any, BinaryIO
 import torch
 
 from meshrl.core.errors import SyncError
-from meshrl.model.weight_files import INDEX, SINGLE, stored_tensors
+from meshrl.model.weight_files import INDEX, KINDS, SINGLE, stored_tensors
 from meshrl.rollout.foreign.arrival import Arrival, header_from, layout_from, ref_from
 from meshrl.sync.digest import as_bytes
 from meshrl.sync.manifest import Entry, Layout, SyncHeader
 from meshrl.sync.transport import BucketRef, SharedRingView
 
-_KINDS = {  # dtypes as safetensors names them
-    "float64": "F64",
-    "float32": "F32",
-    "bfloat16": "BF16",
-    "float16": "F16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-}
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 
 Reload = Callable[[Path], Awaitable[None]]
@@ -141,7 +128,11 @@ class FolderWeights:
         end = 0
         for entry in sorted(self._layout.entries, key=lambda e: -getattr(torch, e.dtype).itemsize):
             begin, end = end, end + entry.num_bytes
-            facts[entry.name] = {"dtype": _KINDS[entry.dtype], "shape": list(entry.shape), "data_offsets": [begin, end]}
+            facts[entry.name] = {
+                "dtype": KINDS[getattr(torch, entry.dtype)],
+                "shape": list(entry.shape),
+                "data_offsets": [begin, end],
+            }
         text = json.dumps(facts).encode()
         text += b" " * (-len(text) % 8)
         start = 8 + len(text)

@@ -30,22 +30,11 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.futures import Future
 
 from meshrl.core.errors import CheckpointError
+from meshrl.model.weight_files import KINDS
 from meshrl.train.checkpoint_files import FileFact, faults, read_manifest, write_file
 
 Tensors = Mapping[str, torch.Tensor]
 _SHARDING_INFO = "DCP_SHARDING_INFO"  # where DCP's reader looks for the slices' places
-_CODES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +121,7 @@ def write(path: Path, slices: list[Slice]) -> FileFact:
     for s in slices:
         size = s.data.numel() * s.data.element_size()
         header[s.name] = {
-            "dtype": _CODES[s.data.dtype],
+            "dtype": KINDS[s.data.dtype],
             "shape": list(s.data.shape),
             "data_offsets": [at, at + size],
         }

@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -53,13 +54,21 @@ class Machine:
     def processes(self, word: str = "") -> list[psutil.Process]:
         """What runs on it, with this word in the command line."""
         pids = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True).stdout.split()
-        found = [psutil.Process(int(pid)) for pid in pids if psutil.pid_exists(int(pid))]
-        return [p for p in found if p.status() != psutil.STATUS_ZOMBIE and word in " ".join(p.cmdline())]
+        found = []
+        for pid in map(int, pids):
+            with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+                process = psutil.Process(pid)
+                if process.status() != psutil.STATUS_ZOMBIE and word in " ".join(process.cmdline()):
+                    found.append(process)
+        return found
 
     def switch_off(self) -> None:
-        """Kill all that runs on it."""
-        for process in self.processes():
-            process.kill()
+        """Kill all that runs on it, and wait until it is gone: what is dying still looks alive."""
+        while left := self.processes():
+            for process in left:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            time.sleep(0.05)
 
     def cut(self) -> None:
         """Pull its cable."""

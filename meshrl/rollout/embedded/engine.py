@@ -20,11 +20,12 @@ import torch
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
 from meshrl.core.device import empty_cache
-from meshrl.core.errors import CapabilityError, ConfigError, MeshrlError, RequestError, StaleWeightsError
+from meshrl.core.errors import CapabilityError, ConfigError, MeshrlError, StaleWeightsError
 from meshrl.core.types import Media, Request, StopReason, Turn
 from meshrl.model.causal import CausalModel
 from meshrl.model.lean import LeanDecoder, lean_decoder
 from meshrl.model.load import DTYPES, cast_parameters, load_causal_lm
+from meshrl.rollout.accept import check_free
 from meshrl.rollout.base import Capabilities, EngineStats, PauseMode
 from meshrl.rollout.embedded.requests import accept
 from meshrl.rollout.embedded.runner import Runner
@@ -123,16 +124,7 @@ class EmbeddedEngine:
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises RequestError, CapabilityError, StaleWeightsError."""
-        expected = self._weights.expected
-        if expected < max(request.min_version, 0):
-            raise StaleWeightsError(
-                f"{self.engine_id} has weight version {expected}, request {request.id} needs {request.min_version} or "
-                "more (-1 = none is committed); sync weights first, or call trust_loaded_weights() to sample with the "
-                "weights of the folder"
-            )
-        if self._closed or request.id in self._ids:
-            why = "this engine is closed" if self._closed else "a request of that id is under way; ids must be unique"
-            raise RequestError(f"request {request.id}: {why}")
+        check_free(request, self.engine_id, self._weights.expected, self._closed, self._ids)
         self._scheduler.submit(accept(request, self._stop_token_ids, self.max_context_tokens, self._vocab_size))
         self._ids.add(request.id)
 

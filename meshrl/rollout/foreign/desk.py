@@ -4,13 +4,16 @@ who can't go on get their answer."""
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 import numpy as np
 
-from meshrl.core.errors import EngineEnded, EngineFailure, RequestError, StaleWeightsError
+from meshrl.core.errors import EngineEnded, EngineFailure, RequestError
 from meshrl.core.types import Request, Turn
+from meshrl.rollout.accept import check_free
+from meshrl.rollout.base import EngineStats
 from meshrl.rollout.server import ServerProcess
 
 _LAST_WORDS_S = 30.0  # a server whose engine is dead ends by itself, on a busy machine within this time
@@ -32,10 +35,7 @@ class Desk:
         self._gate.set()
         self._at_gate: dict[str, asyncio.Future[None]] = {}  # accepted, not sent
         self._sent: dict[str, asyncio.Future[None]] = {}  # done when the answer has ended
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._at_gate)
+        self._totals = EngineStats()
 
     @property
     def num_sent(self) -> int:
@@ -43,15 +43,7 @@ class Desk:
 
     def accept(self, request: Request, version: int) -> None:
         """version: that the engine will sample with. Raises: StaleWeightsError, RequestError."""
-        if version < max(request.min_version, 0):
-            raise StaleWeightsError(
-                f"{self.engine_id} has weight version {version}, request {request.id} needs {request.min_version} or "
-                "more (-1 = none is committed); sync weights first, or call trust_loaded_weights() to sample with the "
-                "weights of the folder"
-            )
-        if self.closed or request.id in self._sent or request.id in self._at_gate:
-            why = "this engine is closed" if self.closed else "a request of that id is under way; ids must be unique"
-            raise RequestError(f"request {request.id}: {why}")
+        check_free(request, self.engine_id, version, self.closed, self._sent.keys() | self._at_gate.keys())
 
     def shut(self) -> None:
         self._gate.clear()
@@ -93,6 +85,27 @@ class Desk:
             await asyncio.wait(left.values(), timeout=_ABORT_AGAIN_S)
             left = {name: f for name, f in left.items() if not f.done()}
         return count
+
+    def count_tokens(self, num_new: int) -> None:
+        """Tokens that a stream has brought."""
+        self._totals.decode_tokens += num_new
+
+    def count_turn(self, request: Request, turn: Turn) -> None:
+        """A turn whose stream has ended."""
+        self._totals.prefill_tokens += len(request.context_ids) - turn.times.cached_tokens
+        self._totals.prefill_s += turn.times.prefill_s
+        self._totals.decode_s += turn.times.decode_s
+
+    def stats(self, version: int, max_running: int) -> EngineStats:
+        """As this client knows it: what waits in the server's own queue counts as running."""
+        running = len(self._sent)
+        return dataclasses.replace(
+            self._totals,
+            running=running,
+            waiting=len(self._at_gate),
+            free_slots=max(0, max_running - running),
+            version=version,
+        )
 
     async def drained(self) -> None:
         """Wait until nothing is under way."""

@@ -80,7 +80,6 @@ class SglangEngine:
         self._released: set[str] = set()
         self._session = False
         self._attached = server is not None  # whether no client was there before this one
-        self._totals = EngineStats()
 
     # ---- generation
 
@@ -102,11 +101,9 @@ class SglangEngine:
         answer = Answer(request, bounds, self._labels)
         async with watched(self._server):
             async for event in self._http.stream("/generate", body_of(request, bounds, rid)):
-                self._totals.decode_tokens += answer.take(event)
+                self._desk.count_tokens(answer.take(event))
         turn = answer.turn(self.engine_id)
-        self._totals.prefill_tokens += len(request.context_ids) - turn.times.cached_tokens
-        self._totals.prefill_s += turn.times.prefill_s
-        self._totals.decode_s += turn.times.decode_s
+        self._desk.count_turn(request, turn)
         return turn
 
     def _new_rid(self) -> str:
@@ -271,17 +268,7 @@ class SglangEngine:
             )
 
     def stats(self) -> EngineStats:
-        """As this client knows it: what waits in the server's own queue counts as running."""
-        return EngineStats(
-            running=self._desk.num_sent,
-            waiting=self._desk.num_waiting,
-            free_slots=max(0, self._max_running - self._desk.num_sent),
-            prefill_tokens=self._totals.prefill_tokens,
-            decode_tokens=self._totals.decode_tokens,
-            prefill_s=self._totals.prefill_s,
-            decode_s=self._totals.decode_s,
-            version=self._weights.version,
-        )
+        return self._desk.stats(self._weights.version, self._max_running)
 
     async def close(self) -> None:
         """End all requests (abort), and the server if it is this engine's own."""

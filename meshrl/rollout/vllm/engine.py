@@ -61,7 +61,6 @@ class VllmEngine:
         self._trusted = -1
         self._desk = Desk(server.name)
         self._pause: PauseMode | None = None
-        self._totals = EngineStats()
 
     # ---- generation
 
@@ -79,11 +78,9 @@ class VllmEngine:
         answer = Answer(request, bounds, self._trusted)
         async with watched(self._server):
             async for event in self._http.stream("/inference/v1/generate", body_of(request, bounds)):
-                self._totals.decode_tokens += answer.take(event)
+                self._desk.count_tokens(answer.take(event))
         turn = answer.turn(self.engine_id)
-        self._totals.prefill_tokens += len(request.context_ids) - turn.times.cached_tokens
-        self._totals.prefill_s += turn.times.prefill_s
-        self._totals.decode_s += turn.times.decode_s
+        self._desk.count_turn(request, turn)
         return turn
 
     async def score(self, ids: np.ndarray, media: dict[str, Media] | None = None) -> np.ndarray:
@@ -185,17 +182,7 @@ class VllmEngine:
         raise CapabilityError(f"restore({sorted(parts)}): {self.engine_id} has lent nothing (capabilities.release)")
 
     def stats(self) -> EngineStats:
-        """As this client knows it: what waits in the server's own queue counts as running."""
-        return EngineStats(
-            running=self._desk.num_sent,
-            waiting=self._desk.num_waiting,
-            free_slots=max(0, self._max_running - self._desk.num_sent),
-            prefill_tokens=self._totals.prefill_tokens,
-            decode_tokens=self._totals.decode_tokens,
-            prefill_s=self._totals.prefill_s,
-            decode_s=self._totals.decode_s,
-            version=self._weights.version,
-        )
+        return self._desk.stats(self._weights.version, self._max_running)
 
     async def close(self) -> None:
         """End all requests (abort) and the server."""

@@ -16,7 +16,7 @@ def test_children_are_counted_and_named():
     child.communicate(b"\n")
     assert sizes["memory/rss_bytes/train_rank_0"] > 48 << 20
     assert sizes["memory/rss_bytes"] == sum(v for n, v in sizes.items() if n != "memory/rss_bytes")
-    assert set(sizes) == {f"memory/rss_bytes{n}" for n in ("", "/controller", "/train_rank_0")}
+    assert {f"memory/rss_bytes{n}" for n in ("", "/controller", "/train_rank_0")} <= set(sizes)
     assert unnamed["memory/rss_bytes/other"] > 48 << 20
     gone = {m.name for m in memory_metrics({child.pid: "train_rank_0"})}
     assert "memory/rss_bytes/train_rank_0" not in gone
