@@ -20,6 +20,7 @@ from meshrl.rollout.sglang.engine import SglangEngine
 from meshrl.rollout.sglang.facts import facts_of
 from meshrl.rollout.sglang.launch import start_server
 
+MAX_CONTEXT_TOKENS = 256
 KEY = "the key of this server"
 HEADERS = {"Authorization": f"Bearer {KEY}"}
 CPU = torch.device("cpu")
@@ -49,7 +50,9 @@ def model_of(lm: torch.nn.Module, folder: Path) -> ModelConfig:
 
 
 @contextmanager
-def serving(lm: torch.nn.Module, folder: Path, *extra: str, tp_size: int = 1, tokens: int = 256) -> Iterator[str]:
+def serving(
+    lm: torch.nn.Module, folder: Path, *extra: str, tp_size: int = 1, tokens: int = MAX_CONTEXT_TOKENS
+) -> Iterator[str]:
     """The address of a stand-in over a model, started as meshrl starts SGLang."""
     cfg = RolloutConfig(engine="sglang", max_running_requests=4, tensor_model_parallel_size=tp_size)
     with launcher_in(folder / "launcher", *extra):
@@ -66,7 +69,7 @@ def sglang_client(url: str, **changes: Any) -> SglangEngine:
     given: dict[str, Any] = {
         "engine_id": "sglang-0",
         "stop_token_ids": (2,),
-        "max_context_tokens": 256,
+        "max_context_tokens": MAX_CONTEXT_TOKENS,
         "max_running": 4,
         "vocab_size": 64,
     }
@@ -84,7 +87,7 @@ def endpoint_client(url: str, **changes: Any) -> EndpointEngine:
         "versions": None,
         "engine_id": "endpoint-0",
         "stop_token_ids": (2,),
-        "max_context_tokens": 256,
+        "max_context_tokens": MAX_CONTEXT_TOKENS,
         "max_running": 4,
         "vocab_size": 64,
     }

@@ -18,13 +18,14 @@ from meshrl.rollout.vllm.engine import VllmEngine
 from meshrl.rollout.vllm.launch import capabilities_on, socket_of, start_server
 
 MISSING = "" if importlib.util.find_spec("vllm") else "vLLM is not installed here: make test-vllm"
-MAX_CONTEXT_TOKENS = 512
+MAX_CONTEXT_TOKENS = 1024
 MODEL: dict[str, Any] = {  # the smallest that vLLM's CPU attention has a kernel for; one KV head, which both ranks hold
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "tie_word_embeddings": True,
+    "max_position_embeddings": MAX_CONTEXT_TOKENS,
 }
 
 

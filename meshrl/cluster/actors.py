@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import datetime
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,26 +20,27 @@ import torch.distributed as dist
 from meshrl.algo.mismatch import sampler_mismatch
 from meshrl.cluster.executor import WorkerSpec
 from meshrl.cluster.rendezvous import open_store
+from meshrl.config.rollout import RolloutConfig
 from meshrl.core.batch import LossFn
-from meshrl.core.device import dist_backend, keep_freed_memory, local_device, memory_stats, set_threads
+from meshrl.core.device import dist_backend, keep_freed_memory, local_device, memory_stats, set_threads, wire_device
 from meshrl.core.types import Metric, Request, Sample, Turn
 from meshrl.monitor.memory import memory_metrics
 from meshrl.parallel.mesh import build_mesh, resolve_shape
 from meshrl.rollout.base import EngineStats, RolloutEngine
 from meshrl.rollout.build import build_rollout_engine
+from meshrl.rollout.embedded.engine import EmbeddedEngine
+from meshrl.sync.group_ring import Seat
 from meshrl.sync.manifest import Ack, Layout, SyncHeader
-from meshrl.sync.receive import Bucket
-from meshrl.sync.remote_ring import RemoteRingView, RingServer, ring_of
-from meshrl.sync.send import iter_buckets, make_header, send_weights
+from meshrl.sync.routes import View, name_here, open_view
+from meshrl.sync.send import send_weights
 from meshrl.sync.shards import SendReport
-from meshrl.sync.transport import BucketRef, SharedRing, SharedRingView
+from meshrl.sync.transport import BucketRef
 from meshrl.train.checkpoint_files import FileFact
 from meshrl.train.engine import ForwardBackward, RowArrays, StepReport, TrainEngine
-from meshrl.train.outgoing import Outgoing, Source
+from meshrl.train.outgoing import RING_SLOTS, Outgoing, Source, Transport
 from meshrl.train.packing import pack
 from meshrl.train.plan import Plan
 
-_RING_SLOTS = 2
 Rows = dict[int, Sample]  # step-wide row index -> sample
 
 
@@ -59,11 +61,8 @@ class RankWorker:
         self.policy: TrainEngine | None = None
         self.reference: TrainEngine | None = None
         self.sampler: RolloutEngine | None = None
-        self._ring: SharedRing | None = None
-        self._ring_server: RingServer | None = None  # for samplers on other machines
-        self._ring_views: list[SharedRingView | RemoteRingView] = []  # of the senders, in the order of their streams
+        self._ring_views: list[View] = []  # of the senders, in the order of their streams
         self._outgoing: Outgoing | None = None
-        self._buckets: Iterator[Bucket] | None = None
 
     def start(self) -> str:
         """Join the process group and build this rank's engines (collective over train ranks). Returns the device."""
@@ -91,9 +90,8 @@ class RankWorker:
     # ---- train lane (collective)
 
     def layout(self, bucket_bytes: int) -> Layout:
-        """What the syncs of this run carry: each shard by itself where the sampler takes that."""
-        rollout = self.spec.rollout
-        return self._trainer().layout(bucket_bytes, sharded=rollout is not None and rollout.engine == "embedded")
+        """What the syncs of this run carry: each rank its own shard."""
+        return self._trainer().layout(bucket_bytes, sharded=True)
 
     def forward(self, plan: Plan, rows: Rows, role: str) -> RowArrays:
         """Logprobs of this rank's rows under the policy or the reference (collective)."""
@@ -142,74 +140,44 @@ class RankWorker:
 
     # ---- weights
 
-    async def sync_colocated(self, layout: Layout, version: int) -> tuple[Ack | None, SendReport | None]:
-        """Load each bucket of all ranks into this rank's own sampler: no copy leaves the process but to other train
-        ranks (collective). A rank whose device serves another's sampler only takes part in the gathers."""
+    async def sync_colocated(self, layout: Layout, version: int) -> tuple[Ack | None, SendReport]:
+        """Load each bucket of all ranks into this rank's own sampler (collective). A rank whose device serves another's
+        sampler only gives its shard."""
         trainer, sampler, ack = self._trainer(), self.sampler, None
+        held = None if sampler is None else sampler.stats().version
+        targets = sampler.targets() if isinstance(sampler, EmbeddedEngine) else None
+        header, buckets = self._out().beside(layout, version, held, targets)
         if sampler is None:
-            trainer.digests()
-            self.sync_drain()
-        elif layout.num_shards is None:
-            header = make_header(layout, version, trainer.digests())
-            (ack,) = await send_weights(header, iter_buckets(layout, trainer.wire_weights(), reuse=True), [sampler])
+            for _ in buckets:
+                pass
         else:
-            header, buckets = self._out().beside(layout, version, sampler.stats().version, sampler.targets())
             (ack,) = await send_weights(header, buckets, [sampler])
         trainer.version = version
-        return ack, None if layout.num_shards is None else self._out().report()
+        return ack, self._out().report()
 
-    def shard_source(self, layout: Layout) -> Source:
+    def shard_source(self, layout: Layout, occasion: str, num_receivers: int) -> Source:
         """Where samplers in other processes find this rank's shard, and what it could send the changes since."""
-        return self._out().begin(layout)
+        return self._out().begin(layout, occasion, num_receivers)
 
     def shard_next(self, version: int, delta: bool) -> BucketRef | SendReport:
-        """Lay the shard's next bucket into shared memory and say where it lies; after the last, what was sent."""
+        """Put the shard's next bucket on its way and say where it is; after the last, what was sent."""
         sent = self._out().next(version, delta)
         if isinstance(sent, SendReport):
             self._trainer().version = version
         return sent
 
-    def sync_begin(self, layout: Layout, version: int) -> tuple[SyncHeader, str]:
-        """Start a sync to samplers in other processes: digests now, buckets by `sync_next` on rank 0, while the other
-        ranks `sync_drain` (collective). Returns the header and the name of rank 0's shared memory."""
-        trainer = self._trainer()
-        header = make_header(layout, version, trainer.digests())
-        if self.spec.rank == 0:
-            if self._ring is None:
-                self._ring = SharedRing(_RING_SLOTS, layout.staging_bytes)
-                if self.spec.nodes > 1:
-                    self._ring_server = RingServer(self._ring, self.spec.address)
-            self._buckets = iter_buckets(layout, trainer.wire_weights(), staging=self._ring.slots)
-        trainer.version = version
-        ring = self._ring_server or self._ring
-        return header, ring.name if ring else ""
-
-    def sync_next(self) -> BucketRef | None:
-        """Gather the next bucket into shared memory and say where it lies; None after the last."""
-        assert self._buckets is not None and self._ring is not None, "sync_next comes after sync_begin, on rank 0"
-        bucket = next(self._buckets, None)
-        return None if bucket is None else self._ring.ref(bucket)
-
-    def sync_drain(self) -> None:
-        """Take part in the gathers that rank 0 does bucket by bucket."""
-        for _ in self._trainer().wire_weights():
-            pass
-
     async def reconcile(self, layout: Layout) -> None:
         await self._sampler().reconcile(layout)
 
-    async def begin(self, header: SyncHeader, rings: Sequence[tuple[int, str]], slot_bytes: int) -> None:
-        """Open the senders' shared memory, or connect to it on their machines, and begin. rings: (rank, name) each."""
-        machine = self.spec.rank // self.spec.num_local_ranks
-        names = [ring_of(name) if rank // self.spec.num_local_ranks == machine else name for rank, name in rings]
+    async def begin(self, header: SyncHeader, rings: Sequence[tuple[int, str]], slot_bytes: int, seat: Seat) -> None:
+        """Open the senders' transports, and begin. rings: (rank, name) of each sender."""
+        here = self.spec.rank // self.spec.num_local_ranks
+        names = [name_here(name, rank // self.spec.num_local_ranks == here) for rank, name in rings]
         if names != [view.name for view in self._ring_views]:
             self._close_views()  # of senders that were replaced
-            self._ring_views = [
-                SharedRingView(name, _RING_SLOTS, slot_bytes)
-                if name == ring_of(name)
-                else RemoteRingView(name, slot_bytes)
-                for name in names
-            ]
+            device, timeout_s = wire_device(self.device), self.spec.collective_timeout_s
+            for name in names:
+                self._ring_views.append(open_view(name, RING_SLOTS, slot_bytes, seat, device, timeout_s))
         await self._sampler().begin(header)
 
     async def receive(self, ref: BucketRef) -> None:
@@ -221,6 +189,8 @@ class RankWorker:
         return await self._sampler().commit()
 
     async def cancel(self) -> None:
+        """Give up, and leave the senders' transports, so that none of them waits for this rank."""
+        self._close_views()
         await self._sampler().cancel()
 
     def trust_loaded_weights(self) -> None:
@@ -256,10 +226,6 @@ class RankWorker:
         """Free what the rank holds."""
         if self.sampler is not None:
             await self.sampler.close()
-        if self._ring_server is not None:
-            self._ring_server.close()
-        if self._ring is not None:
-            self._ring.close()
         if self._outgoing is not None:
             self._outgoing.close()
         self._close_views()
@@ -274,11 +240,14 @@ class RankWorker:
     def _out(self) -> Outgoing:
         if self._outgoing is None:
             spec = self.spec
+            assert spec.rollout is not None, "weights are for who samples"
             self._outgoing = Outgoing(
                 self._trainer(),
-                keep_base=spec.rollout is not None and spec.rollout.sync_mode == "delta",
+                _transport(spec.rollout),
+                keep_base=spec.rollout.sync_mode == "delta",
                 one_machine=spec.nodes == 1,
                 address=spec.address,
+                timeout_s=spec.collective_timeout_s,
             )
         return self._outgoing
 
@@ -291,6 +260,11 @@ class RankWorker:
         if self.sampler is None:
             raise ValueError(f"rank {self.spec.rank} does not sample")
         return self.sampler
+
+
+def _transport(cfg: RolloutConfig) -> Transport:
+    folder = Path(cfg.sync_folder) if cfg.sync_transport == "files" and cfg.sync_folder is not None else None
+    return Transport(folder=folder, broadcast=cfg.sync_transport == "broadcast")
 
 
 def _mismatch(result: ForwardBackward, rows: Rows) -> list[Metric]:

@@ -53,7 +53,8 @@ def how_it_ended(process: subprocess.Popen[bytes], oom_kills_before: int | None)
     if now is None or oom_kills_before is None:
         return f"{cause} (often the kernel, for lack of memory; see dmesg)"
     if now > oom_kills_before:
-        return f"{cause}, by the kernel for lack of memory (its cgroup counts {now - oom_kills_before} such kills)"
+        num_kills = f"{now - oom_kills_before} such kill" + ("s" if now - oom_kills_before > 1 else "")
+        return f"{cause}, by the kernel for lack of memory (its cgroup counts {num_kills})"
     return f"{cause} (not by its cgroup's memory limit, which has killed nobody)"
 
 

@@ -24,6 +24,7 @@ from meshrl.core.errors import RankFailure, SyncError
 from meshrl.core.types import Metric, Request, Sample, Turn
 from meshrl.rollout.base import EngineStats
 from meshrl.rollout.continuation import join_turns
+from meshrl.sync.group_ring import Seat
 from meshrl.sync.manifest import Ack, Layout, SyncHeader
 from meshrl.sync.send import make_header, merged, send_weights, with_reports
 from meshrl.sync.shards import SendReport
@@ -153,7 +154,7 @@ class RolloutGroup:
         self._mends: dict[RankFailure, asyncio.Task[None]] = {}  # all calls of a lost rank raise the same one
         self._mended: set[RankFailure] = set()
         self._layout: Layout | None = None
-        self.num_restarts = self.num_redone = 0
+        self.num_restarts = self.num_redone = self.num_failed_syncs = 0
         self._told = (0, 0)
         self.ranks = [spec.rank for spec in executor.specs if spec.samples]
         self._next = itertools.cycle(self.ranks)
@@ -352,51 +353,28 @@ async def _send_to(
     """Once more from the start, to all of them, when a sampler is lost on the way and can be replaced. `mending` is
     held."""
     while True:
+        occasion = f"{[*ranks]}, {rollouts.num_restarts} replaced, {rollouts.num_failed_syncs} syncs broken off"
         try:
             async with trainer.lane:
-                send = _send if layout.num_shards is None else send_shards
-                return await send(trainer, ranks, layout, version)
+                return await send_shards(trainer, ranks, layout, version, occasion)
         except (SyncError, RankFailure) as error:
+            rollouts.num_failed_syncs += 1
             lost = error if isinstance(error, RankFailure) else error.__cause__
             if not isinstance(lost, RankFailure):
                 raise
             await rollouts.restart(lost)
 
 
-async def _send(trainer: TrainGroup, ranks: Sequence[int], layout: Layout, version: int) -> list[Ack]:
-    """Give these samplers the trainer's weights as they are, as this version (collective over train ranks)."""
+async def send_shards(
+    trainer: TrainGroup, ranks: Sequence[int], layout: Layout, version: int, occasion: str
+) -> list[Ack]:
+    """Give these samplers the trainer's weights as this version, each shard from the rank that holds it: no rank waits
+    for another. Sends changes alone when all train ranks remember one version, and all of these samplers hold it.
+
+    occasion: another text where the samplers are others than at the last sync, or that one broke off.
+    """
     executor = trainer.executor
-    begun = await asyncio.gather(
-        *(executor.call(r, RankWorker.sync_begin, layout, version) for r in range(trainer.num_ranks))
-    )
-    header, ring = begun[0]
-    if any(other.digests != header.digests for other, _ in begun):
-        raise SyncError("train ranks disagree on the digests of the weights they are about to send")
-    drains = asyncio.gather(*(executor.call(r, RankWorker.sync_drain) for r in range(1, trainer.num_ranks)))
-    drains.add_done_callback(lambda all_: all_.cancelled() or all_.exception())  # asked for here, if not below
-    try:
-        receivers = [_RemoteReceiver(executor, r, [(0, ring)], layout) for r in ranks]
-        acks = await send_weights(header, _refs(executor), receivers)
-    except SyncError:
-        async for _ in _refs(executor):  # the other train ranks stand in gathers that rank 0 has to take part in
-            pass
-        await drains
-        raise
-    await drains
-    return acks
-
-
-async def _refs(executor: Executor) -> AsyncIterator[BucketRef]:
-    """Buckets as rank 0 lays them into shared memory, one at a time."""
-    while (ref := await executor.call(0, RankWorker.sync_next)) is not None:
-        yield ref
-
-
-async def send_shards(trainer: TrainGroup, ranks: Sequence[int], layout: Layout, version: int) -> list[Ack]:
-    """The same, each shard from the rank that holds it: no rank waits for another. Sends changes alone when all train
-    ranks remember one version, and all of these samplers hold it."""
-    executor = trainer.executor
-    asked = [executor.call(r, RankWorker.shard_source, layout) for r in range(trainer.num_ranks)]
+    asked = [executor.call(r, RankWorker.shard_source, layout, occasion, len(ranks)) for r in range(trainer.num_ranks)]
     held = await asyncio.gather(*(executor.call(r, RankWorker.stats) for r in ranks))
     sources = list(enumerate(await asyncio.gather(*asked)))
     senders = [(rank, source.ring) for rank, source in sources if source.ring is not None]
@@ -406,14 +384,16 @@ async def send_shards(trainer: TrainGroup, ranks: Sequence[int], layout: Layout,
     header = make_header(layout, version, None, base if delta else None, "delta" if delta else "full")
     reports: list[SendReport] = []
     buckets = merged([_shard_refs(executor, rank, version, delta, reports) for rank, _ in senders])
-    acks = await send_weights(header, buckets, [_RemoteReceiver(executor, r, senders, layout) for r in ranks])
+    seats = [Seat(number, len(ranks)) for number in range(len(ranks))]
+    receivers = [_RemoteReceiver(executor, r, senders, layout, seat) for r, seat in zip(ranks, seats, strict=True)]
+    acks = await send_weights(header, buckets, receivers)
     return with_reports(acks, reports)
 
 
 async def _shard_refs(
     executor: Executor, rank: int, version: int, delta: bool, reports: list[SendReport]
 ) -> AsyncIterator[BucketRef]:
-    """Buckets of one rank's shard as it lays them into its shared memory, one at a time; its report at the end."""
+    """Buckets of one rank's shard as it puts them on their way, one at a time; its report at the end."""
     while not isinstance(sent := await executor.call(rank, RankWorker.shard_next, version, delta), SendReport):
         yield sent
     reports.append(sent)
@@ -421,16 +401,17 @@ async def _shard_refs(
 
 class _RemoteReceiver:
     """A sampler in another process, driven as send_weights drives a WeightReceiver; but what it receives are
-    descriptions of buckets, whose payloads lie in shared memory. rings: of the senders, (rank, name) each."""
+    descriptions of buckets, whose payloads come by a transport. rings: of the senders, (rank, name) each."""
 
-    def __init__(self, executor: Executor, rank: int, rings: Sequence[tuple[int, str]], layout: Layout):
-        self.executor, self.rank, self.rings, self.slot_bytes = executor, rank, rings, layout.staging_bytes
+    def __init__(self, executor: Executor, rank: int, rings: Sequence[tuple[int, str]], layout: Layout, seat: Seat):
+        self.executor, self.rank, self.rings, self.seat = executor, rank, rings, seat
+        self.slot_bytes = layout.staging_bytes
 
     async def reconcile(self, layout: Layout) -> None:
         await self.executor.call(self.rank, RankWorker.reconcile, layout)
 
     async def begin(self, header: SyncHeader) -> None:
-        await self.executor.call(self.rank, RankWorker.begin, header, self.rings, self.slot_bytes)
+        await self.executor.call(self.rank, RankWorker.begin, header, self.rings, self.slot_bytes, self.seat)
 
     async def receive(self, bucket: BucketRef) -> None:
         await self.executor.call(self.rank, RankWorker.receive, bucket)

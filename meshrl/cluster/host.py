@@ -19,6 +19,7 @@ import psutil
 from meshrl.cluster import channel
 from meshrl.cluster.dial import Hello, dial
 from meshrl.cluster.rank_process import LocalProcess
+from meshrl.core.owned import sweep
 
 _DUMP_S = 1.5
 
@@ -33,10 +34,12 @@ class Spawn:
 
 
 def serve(address: tuple[str, int], token: bytes, rank: int) -> int:
-    """Host a rank until the controller says goodbye. Returns the exit code: 0 when the run ended well.
+    """Host a rank until the controller says goodbye. Returns the exit code: 0 when the run ended well. What dead runs
+    have left on this machine goes first.
 
     Raises: ConnectionError when the controller can't be reached.
     """
+    sweep()
     return _Host(address, token, rank).serve()
 
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
-from pathlib import Path
 
 from meshrl.cluster.actors import RankWorker
 from meshrl.cluster.executor import Executor, WorkerSpec
@@ -21,6 +19,7 @@ from meshrl.config.rollout import RolloutConfig
 from meshrl.config.task import ClusterConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.errors import ConfigError, RankFailure
+from meshrl.core.owned import OwnedFolder
 from meshrl.sync.manifest import Layout
 
 
@@ -78,7 +77,7 @@ async def launched(
 
     Raises: RankFailure when a rank does not come up, or fails while it ends.
     """
-    with tempfile.TemporaryDirectory(prefix="meshrl-") as folder:
+    with closing(OwnedFolder()) as home:
         specs = [
             WorkerSpec(
                 rank=rank,
@@ -89,7 +88,7 @@ async def launched(
                 rollout=rollout,
                 reference=reference,
                 stop_token_ids=stop_token_ids,
-                rendezvous=str(Path(folder) / "store"),
+                rendezvous=str(home.path / "store"),
                 timeout_s=cluster.timeout_s,
                 nodes=math.gcd(cluster.nodes, num_train_ranks + num_rollout_ranks),  # an evaluation may have fewer
                 deadlines={phase: seconds for phase, seconds in cluster.deadlines if seconds is not None},

@@ -25,9 +25,8 @@ def engine_problems(given: Mapping[str, Value], config: RunConfig, purpose: str)
     tp_key = "rollout.mesh.infer_tp" if "rollout.mesh.infer_tp" in given else "rollout.tensor_model_parallel_size"
     if rollout.engine == "embedded" and rollout.tp_size > 1:
         yield Problem((tp_key,), "not possible: the embedded engine holds a whole model in each replica. Use 1.")
-    if rollout.engine != "embedded" and rollout.sync_mode == "delta":
-        text = f"the engine {rollout.engine} takes whole tensors. Use full, or the embedded engine."
-        yield Problem(("rollout.sync_mode", "rollout.engine"), text)
+    if rollout.sync_transport == "files" and rollout.sync_folder is None:
+        yield Problem(("rollout.sync_folder",), "sync_transport files needs a folder that all ranks see. Name one.")
     if rollout.engine == "vllm":
         yield from _vllm(rollout.vllm)
         yield from _replicas(config, tp_key)
@@ -142,6 +141,8 @@ def unused_engine_keys(rollout: RolloutConfig) -> dict[str, str]:
         names = ("python", "args", "mem_fraction_static", "start_deadline_s")
         why = "the server at rollout.sglang.url was started already"
         found |= dict.fromkeys((f"rollout.sglang.{name}" for name in names), why)
+    if rollout.sync_transport != "files":
+        found["rollout.sync_folder"] = f"rollout.sync_transport is {rollout.sync_transport}"
     if rollout.engine == "endpoint" and rollout.endpoint.weights == "none":
         found |= dict.fromkeys(
             ("rollout.endpoint.reload_url", "rollout.endpoint.folder"), "rollout.endpoint.weights is none"

@@ -171,8 +171,17 @@ class RolloutConfig(Slice):
     sync_mode: Literal["full", "delta"] = field(
         "full",
         "full sends all weights; delta only those that changed since the last sync, where the sampler holds that: "
-        "fewer bytes, for one more copy of the weights in the sampler's dtype, spread over the train ranks",
+        "fewer bytes, for one more copy of the weights in the sampler's dtype, spread over the train ranks, and one in "
+        "shared memory beside each replica of another engine than embedded",
     )
+
+    sync_transport: Literal["auto", "files", "broadcast"] = field(
+        "auto",
+        "how weights reach samplers in ranks of their own: auto = shared memory, and TCP between machines; broadcast = "
+        "one process group of each sender and all samplers (NCCL on GPUs, else gloo), which many samplers want; files "
+        "= by sync_folder, where machines share a disk and no route",
+    )
+    sync_folder: str | None = field(None, "a folder that all ranks see, for sync_transport files")
 
     @property
     def tp_size(self) -> int:

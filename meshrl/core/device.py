@@ -7,10 +7,13 @@ AMD GPUs appear as "cuda" in PyTorch.
 from __future__ import annotations
 
 import ctypes
+import datetime
 import os
 import platform
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl", "xpu": "xccl"}
 _GLIBC_OPTIONS = {-4: 0, -1: 2**31 - 1, -2: 64 << 20}  # malloc.h: M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD
@@ -65,6 +68,21 @@ def dist_backend(device: torch.device) -> str:
     """The torch.distributed backend of a device; accelerators keep gloo beside it for CPU tensors."""
     name = _BACKENDS[device.type]
     return name if device.type == "cpu" else f"cpu:gloo,{device.type}:{name}"
+
+
+def wire_device(device: torch.device) -> torch.device:
+    """Where the tensors lie that `lone_group` sends: on accelerators whose own backend can be had by itself, there."""
+    return device if device.type == "cuda" else torch.device("cpu")
+
+
+def lone_group(store: dist.Store, rank: int, size: int, device: torch.device, timeout: datetime.timedelta) -> Any:
+    """A process group beside the default one, for tensors on `device`, which is a `wire_device`: its
+    `broadcast(tensor, root)` gives a dist.Work. Waits for all members. Raises: RuntimeError when they don't come."""
+    if device.type == "cpu":
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
 def synchronize(device: torch.device) -> None:

@@ -33,17 +33,27 @@ class PromptMaker:
     """RawRow -> rendered Prompt, as data.{prompt, answer, system, map} say.
 
     tools: schemas of the agent's tools, for templates that put them into the prompt. source: the row's set in a
-    mixture; it begins the prompt's id and is its `env`, so that a reward can tell where a question is from.
+    mixture; it begins the prompt's id and is its `env`, so that a reward can tell where a question is from. vocab_size:
+    of the model that is to read the ids, where it is known.
 
     Raises: ConfigError when there is no function data.map.
     """
 
-    def __init__(self, cfg: DataConfig, tokenizer: Any, tools: list[dict] | None = None, source: str | None = None):
+    def __init__(
+        self,
+        cfg: DataConfig,
+        tokenizer: Any,
+        tools: list[dict] | None = None,
+        source: str | None = None,
+        vocab_size: int | None = None,
+    ):
         self._cfg, self._tokenizer, self._tools, self._source = cfg, tokenizer, tools, source
+        self._vocab_size = vocab_size
         self._map = None if cfg.map is None else _function(cfg.map)
 
     def __call__(self, raw: RawRow, ordinal: int) -> Prompt:
-        """Raises: DataError for a row that is not as the config says, or that the chat template refuses."""
+        """Raises: DataError for a row that is not as the config says, that the chat template refuses, or that becomes
+        ids which the model has not."""
         row = self._columns(raw) if self._map is None else self._mapped(raw, self._map)
         messages = _messages(row["content"], raw.where, row["name"], text_role="user")
         if self._cfg.system is not None:
@@ -64,6 +74,7 @@ class PromptMaker:
             prompt.ids = render(self._tokenizer, messages, tools=self._tools)
         except DataError as cause:
             raise DataError(f"{raw.where}: {cause}") from cause
+        _require_known(prompt.ids, self._tokenizer, self._vocab_size, raw.where)
         prompt.ids.flags.writeable = False
         return prompt
 
@@ -115,15 +126,17 @@ def load_prompts(
     *,
     split: str | None = None,
     source: str | None = None,
+    vocab_size: int | None = None,
 ) -> tuple[list[Prompt], int]:
     """All prompts of a table, rendered once, and how many were left out for being longer than max_prompt_tokens.
 
     The id is "<file stem>-<line>", the ordinal the place in the file (PromptSource gives each draw its own).
-    limit: only that many rows, from the start. split: of a Hugging Face set. tools, source: as PromptMaker's.
+    limit: only that many rows, from the start. split: of a Hugging Face set. tools, source, vocab_size: as
+    PromptMaker's.
 
     Raises: DataError as open_table and PromptMaker, and when no row is there or none is left.
     """
-    make = PromptMaker(cfg, tokenizer, tools, source)
+    make = PromptMaker(cfg, tokenizer, tools, source, vocab_size)
     table = open_table(path, cfg.format, cfg.subset, split)
     prompts = [make(raw, ordinal) for ordinal, raw in enumerate(table.rows(0, limit))]
     require_rows(table, len(prompts))
@@ -135,11 +148,14 @@ def load_prompts(
 
 
 def load_sft_rows(
-    path: str | Path, cfg: SftConfig, tokenizer: Any, stop_ids: Iterable[int]
+    path: str | Path, cfg: SftConfig, tokenizer: Any, stop_ids: Iterable[int], vocab_size: int | None = None
 ) -> tuple[list[SftRow], int]:
     """All conversations of a table as rendered rows, and how many were left out for being over max_row_tokens.
 
-    Raises: DataError as open_table and sft_row, with file and line, and when no row is left.
+    vocab_size: of the model that is to read them, where it is known.
+
+    Raises: DataError as open_table and sft_row, with file and line, for ids which the model has not, and when no row is
+    left.
     """
     stops = tuple(stop_ids)
     rows, lengths = [], []
@@ -152,6 +168,7 @@ def load_sft_rows(
             ids, mask = sft_row(tokenizer, messages, stops)
         except DataError as cause:
             raise DataError(f"{where}: {cause}") from cause
+        _require_known(ids, tokenizer, vocab_size, where)
         ids.flags.writeable = mask.flags.writeable = False
         lengths.append(len(ids))
         if len(ids) <= cfg.max_row_tokens:
@@ -160,6 +177,21 @@ def load_sft_rows(
     if not rows:
         raise all_too_long(table.name, lengths, "sft.max_row_tokens", cfg.max_row_tokens)
     return rows, len(lengths) - len(rows)
+
+
+def _require_known(ids: np.ndarray, tokenizer: Any, vocab_size: int | None, where: str) -> None:
+    """Raises: DataError for an id beyond the model's embedding. A tokenizer may have more ids than the model where no
+    row has them: Gemma 3's text models know none for the image token."""
+    if vocab_size is None or len(ids) == 0 or ids.max() < vocab_size:
+        return
+    at = int(np.argmax(ids >= vocab_size))
+    bad = int(ids[at])
+    raise DataError(
+        f"{where}: token {at} of {len(ids)} is {tokenizer.convert_ids_to_tokens(bad)!r}, id {bad}, but the model's "
+        f"embedding ends with id {vocab_size - 1}: it has {vocab_size} ids, its tokenizer {len(tokenizer)}. Put the "
+        "tokenizer that the model was trained with into model.path, or make the embedding larger "
+        "(resize_token_embeddings, then save_pretrained)"
+    )
 
 
 def require_rows(table: Table, num_rows: int) -> None:

@@ -20,6 +20,7 @@ from meshrl.config.load import Loaded
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.config.task import ClusterConfig
 from meshrl.core.errors import MeshrlError
+from meshrl.core.owned import sweep
 from meshrl.data.chat import load_tokenizer, stop_token_ids
 from meshrl.data.datasets import load_sft_rows
 from meshrl.data.feed import load_eval_prompts, open_feed
@@ -36,6 +37,7 @@ from meshrl.loops.sft import SftJob
 from meshrl.loops.sft import sft as sft_loop
 from meshrl.loops.stop import Stop, save_at_the_end
 from meshrl.loops.watch import watched
+from meshrl.model.limits import vocab_size_of
 from meshrl.monitor.curve import save_curve
 from meshrl.monitor.memory import memory_metrics
 from meshrl.monitor.metrics import divide, merge, units
@@ -60,7 +62,9 @@ def sft(loaded: Loaded[SftRunConfig]) -> int:
 
 def _run(cluster: ClusterConfig, main: Callable[[Stop], Coroutine[Any, Any, None]]) -> int:
     """Run to the end. Ctrl-C and SIGTERM unwind it, so that no rank outlives the run (P31). Of the processes that
-    torchrun started, rank 0 does all this, and the others hold its ranks."""
+    torchrun started, rank 0 does all this, and the others hold its ranks. What dead runs have left on any of their
+    machines goes first."""
+    sweep()
     if is_follower():
         return follow()
     if os.getcwd() not in sys.path:
@@ -151,10 +155,10 @@ async def _grading(cfg: RunConfig) -> AsyncIterator[Scorer]:
 
 def _load_task(cfg: RunConfig, training: bool) -> Task:
     """Tokenizer, prompts and agent; runs in a thread while the ranks start."""
-    tokenizer = load_tokenizer(cfg.model.path)
+    tokenizer, vocab_size = load_tokenizer(cfg.model.path), vocab_size_of(cfg.model.path)
     agent = resolve_agent(cfg.agent)
-    feed = open_feed(cfg.data, tokenizer, cfg.run.seed, agent.tools) if training else None
-    held_out, num_eval_left_out = load_eval_prompts(cfg.data, tokenizer, agent.tools)
+    feed = open_feed(cfg.data, tokenizer, cfg.run.seed, agent.tools, vocab_size) if training else None
+    held_out, num_eval_left_out = load_eval_prompts(cfg.data, tokenizer, agent.tools, vocab_size)
     return Task(
         tokenizer=tokenizer,
         agent=agent,
@@ -210,12 +214,16 @@ async def _sft(stop: Stop, loaded: Loaded[SftRunConfig]) -> None:
     cfg = loaded.config
 
     def load() -> tuple[SftSource, int]:
-        tokenizer = load_tokenizer(cfg.model.path)
-        rows, left_out = load_sft_rows(cfg.sft.path, cfg.sft, tokenizer, stop_token_ids(tokenizer, cfg.model.path))
+        path = cfg.model.path
+        tokenizer = load_tokenizer(path)
+        stops = stop_token_ids(tokenizer, path)
+        rows, left_out = load_sft_rows(cfg.sft.path, cfg.sft, tokenizer, stops, vocab_size_of(path))
         return SftSource(rows, cfg.run.seed, cfg.sft.shuffle), left_out
 
     with recorded(loaded, "sft", cfg.sft.num_steps) as record:
         loading = asyncio.create_task(asyncio.to_thread(load))
+        if cfg.cluster.executor == "inline":
+            await loading  # as for `train`
         ranks = cfg.cluster.num_train_ranks
         async with (
             launched(cfg.model, cfg.train, None, cfg.cluster, num_train_ranks=ranks, num_rollout_ranks=0) as groups,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers import AutoConfig
 
 from meshrl.core.errors import ConfigError
@@ -12,7 +14,7 @@ def limits_of(path: str, asked: int | None) -> tuple[int, int]:
 
     Raises: ConfigError when it is more than the model has positions, or neither says.
     """
-    config = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
+    config = _text_config(path)
     positions = getattr(config, "max_position_embeddings", None)
     tokens = asked or positions
     if tokens is None or (positions is not None and tokens > positions):
@@ -21,3 +23,18 @@ def limits_of(path: str, asked: int | None) -> tuple[int, int]:
             "to that (null takes the model's own)"
         )
     return tokens, config.vocab_size
+
+
+def vocab_size_of(path: str) -> int:
+    """How many ids the model can read: rows of its embedding. Raises: ConfigError."""
+    return _text_config(path).vocab_size
+
+
+def _text_config(path: str) -> Any:
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
+    except Exception as cause:  # of damaged files it may raise anything
+        raise ConfigError(
+            f"model.path {path!r}: Transformers can't take its config.json: {type(cause).__name__}: {cause!s:.1000}. "
+            "Give a folder made by save_pretrained"
+        ) from cause

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
 from meshrl.core.errors import CapabilityError, EngineFailure
+from meshrl.core.owned import OwnedFolder
 from meshrl.core.types import Media, Request, StopReason, Times, Turn
 from meshrl.model.limits import limits_of
 from meshrl.rollout.accept import Bounds, bounds_of
@@ -61,6 +61,7 @@ def build_endpoint_engine(
         max_context_tokens=max_context_tokens,
         max_running=rollout_cfg.max_running_requests,
         vocab_size=vocab_size,
+        keep_weights=rollout_cfg.sync_mode == "delta",
     )
 
 
@@ -93,17 +94,20 @@ class EndpointEngine:
         max_context_tokens: int,
         max_running: int,
         vocab_size: int,
+        keep_weights: bool = False,
     ):
-        """versions: the folder that versions are written below; None = one of its own, removed by `close`."""
+        """versions: the folder that versions are written below; None = one of its own, removed by `close`.
+        keep_weights: also in this machine's memory, for syncs of changes alone."""
         self.capabilities = Capabilities()  # a seed is passed on, and nobody promises to heed it
         self.engine_id, self.max_context_tokens = engine_id, max_context_tokens
         self._http, self._model, self._reload_url = http, model, reload_url
         self._stop_token_ids, self._vocab_size = stop_token_ids, vocab_size
         self._places, self._max_running = asyncio.Semaphore(max_running), max_running
         self._takes_folders = takes_folders
-        self._own_folder = tempfile.TemporaryDirectory(prefix="meshrl_") if versions is None else None
-        home = versions or Path(self._own_folder.name if self._own_folder else "")
-        self._weights = RemoteWeights(FolderWeights(model_folder, home, self._reload, engine_id).call, engine_id)
+        self._own_folder = OwnedFolder() if versions is None else None
+        home = versions or (self._own_folder.path if self._own_folder else Path())
+        writer = FolderWeights(model_folder, home, self._reload, engine_id)
+        self._weights = RemoteWeights(writer.call, engine_id, keep_weights)
         self._desk = Desk(engine_id)
         self._paused = False
         self._called_off: dict[str, asyncio.Event] = {}
@@ -239,7 +243,7 @@ class EndpointEngine:
         await self._http.close()
         self._weights.close()
         if self._own_folder is not None:
-            self._own_folder.cleanup()
+            self._own_folder.close()
 
 
 def _check_capabilities(request: Request, bounds: Bounds) -> None:

@@ -116,7 +116,7 @@ class FolderWeights:
             shutil.rmtree(last)
         load_s = arrival.copy_s + self._write_s + time.perf_counter() - began
         seconds = {"load": load_s, "verify": arrival.verify_s}
-        return {"differing": [], "num_bytes": arrival.num_bytes, "seconds": seconds}
+        return {"differing": [], "seconds": seconds}
 
     @property
     def _part(self) -> Path:

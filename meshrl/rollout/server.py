@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from meshrl.core.errors import EngineFailure
+from meshrl.core.owned import OwnedFolder
 from meshrl.monitor.processes import kill_descendants
 
 _POLL_S = 0.1
@@ -32,13 +31,15 @@ class ServerProcess:
     def __init__(self, name: str, command: Callable[[Path], Sequence[str]], environment: Mapping[str, str]):
         """command: made from the private folder. environment: on top of this process's own."""
         self.name = name
-        self.folder = Path(tempfile.mkdtemp(prefix="meshrl_"))  # short: a Unix socket's path has 107 characters at most
+        self._home = OwnedFolder()
+        self.folder = self._home.path  # short: a Unix socket's path has 107 characters at most
         self._log = (self.folder / "log.txt").open("w+b")
         self._guard = subprocess.Popen(
             [sys.executable, "-P", "-m", "meshrl.rollout.guard", str(self.folder), *command(self.folder)],
             stdin=subprocess.PIPE,  # when it closes, the guard knows that this process is gone
             stdout=self._log,
             stderr=self._log,
+            pass_fds=[self._home.fd],  # after this process's end the guard holds the folder, until it has removed it
             start_new_session=True,
             env={**os.environ, **environment},
         )
@@ -93,4 +94,4 @@ class ServerProcess:
             os.killpg(self.pid, signal.SIGKILL)
         self._guard.communicate()  # closes its standard input and waits
         self._log.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._home.close()

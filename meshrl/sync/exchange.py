@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from meshrl.sync.manifest import Layout
-from meshrl.sync.receive import Bucket
+from meshrl.sync.receive import Bucket, Place
 from meshrl.sync.transport import SharedRing, SharedRingView
 
 NUM_SLOTS = 2  # a slot is filled again only after the collective that follows its reading
@@ -87,7 +87,14 @@ class Exchange:
             stream=stream,
             pieces=tuple(value % (1 << 64) for value in numbers[:count]),
             changes=tuple(numbers[count:]) if facts[2] else None,
+            place=self._place(stream, index),
         )
+
+    def _place(self, stream: int, index: int) -> Place | None:
+        if not self._views:
+            return None
+        view = self._views[stream]
+        return Place(ring=view.name, num_slots=view.num_slots, slot_bytes=view.slot_bytes, slot=index % NUM_SLOTS)
 
     def close(self) -> None:
         for view in self._views:

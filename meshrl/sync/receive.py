@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -182,7 +182,6 @@ class ReceiverState:
         """
         self.layout, self.name = layout, name
         self._targets = targets
-        self._hash = layout.hash
         self._phase: Literal["idle", "open", "cancelled"] = "idle"
         self._committed: Expected | None = None
         self._expected: Expected | None = None
@@ -202,37 +201,10 @@ class ReceiverState:
         return self._committed.version if self._committed is not None and self.usable else -1
 
     def begin(self, header: SyncHeader) -> None:
-        """Open a sync. Raises SyncError for another layout, a version that does not rise, a base that isn't in place.
-
-        After a cancel the last version may come again, in full: that is a retry.
-        """
-        had = self.version
+        """Open a sync. Raises: as `check_header`."""
+        had, last = self.version, self._committed.version if self._committed else -1
         self._leave("begin", "idle", "cancelled")
-        if header.layout_hash != self._hash:
-            raise SyncError(
-                f"{self.name}: the header belongs to layout {header.layout_hash}, this receiver was set up for layout "
-                f"{self._hash}; reconcile again whenever names, shapes, dtypes or the bucket size change"
-            )
-        if header.mode == "adapter" or (header.mode == "delta") != (header.base_version is not None):
-            raise SyncError(
-                f"{self.name}: mode {header.mode!r} on base version {header.base_version} was asked for; this receiver "
-                "takes mode 'full' without a base version, and mode 'delta' on one"
-            )
-        if header.base_version is not None and header.base_version != had:
-            raise SyncError(
-                f"{self.name}: a delta on base version {header.base_version} came, but version {had} is in place (-1 = "
-                "none); send everything"
-            )
-        last = self._committed.version if self._committed else -1
-        lowest = max(last + 1 if had >= 0 else last, 0)
-        if header.version < lowest:
-            raise SyncError(
-                f"{self.name}: version {header.version} does not rise above version {last}, which was received last; "
-                f"send {lowest} or more"
-            )
-        if header.digests is not None and header.digests.keys() != {entry.name for entry in self.layout.entries}:
-            odd = sorted(header.digests.keys() ^ {entry.name for entry in self.layout.entries})
-            raise SyncError(f"{self.name}: digests and layout name different tensors: {', '.join(odd[:_SHOWN])}")
+        check_header(self.name, header, self.layout, had, last)
         self._writes = self._bind()
         self._expected = Expected(self.layout, header)
         self._order, self._num_bytes = Order(self.layout, self.name), 0
@@ -246,7 +218,8 @@ class ReceiverState:
         assert expected is not None
         stream = self._order.stream_of(bucket.stream, bucket.index)
         pieces = list(stream.pieces(bucket.index))
-        self._check_shape(bucket, stream, pieces, expected)
+        header = expected.header
+        check_payload(self.name, bucket, stream, pieces, header.mode == "delta", header.digests is None)
         if bucket.pieces is None or bucket.changes is not None:
             began = time.perf_counter()
             start = 0 if bucket.changes is not None else stream.bucket_range(bucket.index)[0]
@@ -268,30 +241,6 @@ class ReceiverState:
         """What a sender in this process may write itself while a sync is open, by the names that are sent."""
         return {entry.name: self._targets[entry.name] for entry in self.layout.entries}
 
-    def _check_shape(self, bucket: Bucket, stream: Stream, pieces: list[Piece], expected: Expected) -> None:
-        payload = bucket.payload
-        start, stop = stream.bucket_range(bucket.index)
-        wanted = 0 if bucket.in_place else stop - start
-        if bucket.changes is not None:
-            wanted = min(wanted, sum(aligned(section_bytes(p, n)) for p, n in zip(pieces, bucket.changes)))
-        if payload.dtype != torch.uint8 or payload.shape != (wanted,):
-            raise SyncError(
-                f"{self.name}: bucket {bucket.index} has {list(payload.shape)} {payload.dtype}, expected "
-                f"[{wanted}] torch.uint8; it carries {carries(pieces)}"
-            )
-        numbers = [len(each) for each in (bucket.pieces, bucket.changes) if each is not None]
-        is_delta, wants_pieces = bucket.changes is not None, expected.header.digests is None
-        if set(numbers) - {len(pieces)} or (wants_pieces and bucket.pieces is None):
-            raise SyncError(
-                f"{self.name}: bucket {bucket.index} speaks of {numbers} pieces and carries {len(pieces)}, "
-                f"{carries(pieces)}"
-            )
-        if is_delta != (expected.header.mode == "delta"):
-            kind = "changes" if is_delta else "whole tensors"
-            raise SyncError(
-                f"{self.name}: bucket {bucket.index} carries {kind} in a sync of mode {expected.header.mode!r}"
-            )
-
     def _load(self, bucket: Bucket, pieces: list[Piece]) -> None:
         """Write what the bucket carries; where it carries whole pieces with digests, compare them on the way."""
         if bucket.in_place:
@@ -300,16 +249,11 @@ class ReceiverState:
                 for other in others:
                     other.copy_(first)
             return
-        at = 0
-        for number, piece in enumerate(pieces):
-            count = WHOLE if bucket.changes is None else bucket.changes[number]
-            at = piece.at if bucket.changes is None else at
-            section = bucket.payload[at : at + section_bytes(piece, count)]
-            at += aligned(section.numel())
+        for number, (piece, count, section) in enumerate(sections(bucket, pieces)):
             if count != WHOLE:
                 began = time.perf_counter()
                 for target in self._writes[piece.entry.name]:
-                    _write_changes(piece, section, count, target)
+                    write_changes(piece, section, count, as_bytes(target)[piece.start : piece.stop])
                 self._seconds["load"] += time.perf_counter() - began
                 continue
             wanted = bucket.pieces[number] if bucket.pieces is not None and bucket.changes is None else None
@@ -415,10 +359,81 @@ def places_at(piece: Piece, count: int) -> int:
     return -(-count * DTYPE_BYTES[piece.entry.dtype] // _PLACE_BYTES) * _PLACE_BYTES
 
 
-def _write_changes(piece: Piece, section: torch.Tensor, count: int, target: torch.Tensor) -> None:
-    """Put `count` new elements into their places in the target."""
+def sections(bucket: Bucket, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, int, torch.Tensor]]:
+    """Each piece, how many of its elements are other ones (WHOLE = it comes itself), and what the payload has of it."""
+    at = 0
+    for number, piece in enumerate(pieces):
+        count = WHOLE if bucket.changes is None else bucket.changes[number]
+        at = piece.at if bucket.changes is None else at
+        section = bucket.payload[at : at + section_bytes(piece, count)]
+        at += aligned(section.numel())
+        yield piece, count, section
+
+
+def write_changes(piece: Piece, section: torch.Tensor, count: int, raw: torch.Tensor) -> None:
+    """Put `count` new elements into their places among the bytes of a piece."""
     size = DTYPE_BYTES[piece.entry.dtype]
-    flat = bits_of(target.detach().view(-1))[piece.start // size : piece.stop // size]
+    flat = raw.view(_BITS[size])
     values = section[: count * size].view(flat.dtype)
     places = section[places_at(piece, count) :].view(torch.int32)
     flat.index_copy_(0, places.long().to(flat.device), values.to(flat.device))
+
+
+def check_payload(
+    name: str, bucket: Bucket, stream: Stream, pieces: Sequence[Piece], delta: bool, with_pieces: bool
+) -> None:
+    """Length and dtype of what a bucket carries. delta: what the sync's mode demands; with_pieces: the header has no
+    digests. Raises: SyncError."""
+    payload = bucket.payload
+    start, stop = stream.bucket_range(bucket.index)
+    wanted = 0 if bucket.in_place else stop - start
+    if bucket.changes is not None:
+        wanted = min(wanted, sum(aligned(section_bytes(p, n)) for p, n in zip(pieces, bucket.changes)))
+    if payload.dtype != torch.uint8 or payload.shape != (wanted,):
+        raise SyncError(
+            f"{name}: bucket {bucket.index} has {list(payload.shape)} {payload.dtype}, expected [{wanted}] "
+            f"torch.uint8; it carries {carries(pieces)}"
+        )
+    numbers = [len(each) for each in (bucket.pieces, bucket.changes) if each is not None]
+    if set(numbers) - {len(pieces)} or (with_pieces and bucket.pieces is None):
+        raise SyncError(
+            f"{name}: bucket {bucket.index} speaks of {numbers} pieces and carries {len(pieces)}, {carries(pieces)}"
+        )
+    if (bucket.changes is not None) != delta:
+        kind = "changes" if bucket.changes is not None else "whole tensors"
+        raise SyncError(
+            f"{name}: bucket {bucket.index} carries {kind} in a sync of mode {'delta' if delta else 'full'!r}"
+        )
+
+
+def check_header(name: str, header: SyncHeader, layout: Layout, had: int, last: int) -> None:
+    """Whether a sync may begin. had: the version in place; last: that was received last; -1 = none.
+
+    After a cancel the last version may come again, in full: that is a retry.
+
+    Raises: SyncError for another layout, a version that does not rise, a base that isn't in place.
+    """
+    if header.layout_hash != layout.hash:
+        raise SyncError(
+            f"{name}: the header belongs to layout {header.layout_hash}, this receiver was set up for layout "
+            f"{layout.hash}; reconcile again whenever names, shapes, dtypes or the bucket size change"
+        )
+    if header.mode == "adapter" or (header.mode == "delta") != (header.base_version is not None):
+        raise SyncError(
+            f"{name}: mode {header.mode!r} on base version {header.base_version} was asked for; this receiver takes "
+            "mode 'full' without a base version, and mode 'delta' on one"
+        )
+    if header.base_version is not None and header.base_version != had:
+        raise SyncError(
+            f"{name}: a delta on base version {header.base_version} came, but version {had} is in place (-1 = none); "
+            "send everything"
+        )
+    lowest = max(last + 1 if had >= 0 else last, 0)
+    if header.version < lowest:
+        raise SyncError(
+            f"{name}: version {header.version} does not rise above version {last}, which was received last; send "
+            f"{lowest} or more"
+        )
+    if header.digests is not None and header.digests.keys() != {entry.name for entry in layout.entries}:
+        odd = sorted(header.digests.keys() ^ {entry.name for entry in layout.entries})
+        raise SyncError(f"{name}: digests and layout name different tensors: {', '.join(odd[:_SHOWN])}")

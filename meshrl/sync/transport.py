@@ -22,7 +22,6 @@ from __future__ import annotations
 import _posixshmem
 import mmap
 import os
-import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
@@ -32,6 +31,7 @@ import numpy as np
 import torch
 
 from meshrl.core.errors import SyncError
+from meshrl.core.owned import hold, new_name
 from meshrl.sync.manifest import Ack, Layout, SyncHeader
 from meshrl.sync.receive import Bucket, Place
 
@@ -64,19 +64,31 @@ class BucketRef:
         )
 
 
+def ref_of(bucket: Bucket, slot: int) -> BucketRef:
+    """What to say of a bucket that lies there."""
+    return BucketRef(
+        index=bucket.index,
+        slot=slot,
+        num_bytes=bucket.payload.numel(),
+        digest=bucket.digest,
+        stream=bucket.stream,
+        pieces=bucket.pieces,
+        changes=bucket.changes,
+    )
+
+
 class SharedRing:
     """The sender's end: owns a segment of num_slots buffers and unlinks it. A context manager.
 
     slots: uint8[slot_bytes] each. Extra memory of a sync: num_slots * slot_bytes, once for all receivers.
-    After a SIGKILL of this process its resource tracker unlinks the segment.
+    After a SIGKILL of this process its resource tracker unlinks the segment; after one of both, the next run's sweep.
     Raises: SyncError when the machine's shared memory is too small.
     """
 
     def __init__(self, num_slots: int, slot_bytes: int):
-        self.name = f"meshrl_{secrets.token_hex(10)}"  # 80 random bits; macOS allows 31 characters
         self.num_slots, self.slot_bytes = num_slots, slot_bytes
         self.slots: list[torch.Tensor] = []
-        fd = _posixshmem.shm_open(_path(self.name), os.O_RDWR | os.O_CREAT | os.O_EXCL, mode=0o600)
+        self.name, fd = _new_segment()
         self._linked = True
         resource_tracker.register(_path(self.name), "shared_memory")
         try:
@@ -88,7 +100,7 @@ class SharedRing:
                 "rollout.sync_bucket_bytes smaller, or /dev/shm larger (a container: --shm-size)"
             ) from error
         finally:
-            os.close(fd)
+            os.close(fd)  # the mapping has a copy, which holds the segment for as long as there are slots
 
     def ref(self, bucket: Bucket) -> BucketRef:
         """Describe a bucket that lies in its slot. Raises: SyncError when its payload is elsewhere."""
@@ -98,15 +110,7 @@ class SharedRing:
                 f"bucket {bucket.index} does not lie in slot {slot} of ring {self.name}; cut the stream with "
                 "iter_buckets(..., staging=ring.slots)"
             )
-        return BucketRef(
-            index=bucket.index,
-            slot=slot,
-            num_bytes=bucket.payload.numel(),
-            digest=bucket.digest,
-            stream=bucket.stream,
-            pieces=bucket.pieces,
-            changes=bucket.changes,
-        )
+        return ref_of(bucket, slot)
 
     def close(self) -> None:
         """Unlink the segment; safe to call twice. The memory goes when the last tensor that looks at it does."""
@@ -174,6 +178,16 @@ class RingReceiver:
 
 def _path(name: str) -> str:
     return f"/{name}"
+
+
+def _new_segment() -> tuple[str, int]:
+    """(name, descriptor) of an empty one, held by this process."""
+    while True:
+        name = new_name()
+        fd = _posixshmem.shm_open(_path(name), os.O_RDWR | os.O_CREAT | os.O_EXCL, mode=0o600)
+        if hold(fd):
+            return name, fd
+        os.close(fd)
 
 
 def _map(fd: int, num_slots: int, slot_bytes: int, reserve: bool) -> list[torch.Tensor]:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
+from meshrl.core.device import wire_device
 from meshrl.sync.exchange import Exchange
+from meshrl.sync.file_ring import FileRing
+from meshrl.sync.group_ring import GroupRing
 from meshrl.sync.manifest import Layout, SyncHeader
 from meshrl.sync.receive import Bucket
 from meshrl.sync.remote_ring import RingServer
@@ -22,41 +27,67 @@ RING_SLOTS = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """What a rank tells its receivers. ring: the name of its shared memory, None when another replica sends this shard.
+    """What a rank tells its receivers. ring: the name of its transport, None when another replica sends this shard.
     base_version: the version that it could send the changes since; None = none."""
 
     ring: str | None
     base_version: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class Transport:
+    """How buckets reach other processes. folder: as files in it; broadcast: to all at once. Neither: shared memory, and
+    TCP to other machines."""
+
+    folder: Path | None = None
+    broadcast: bool = False
+
+
 class Outgoing:
     """keep_base: remember what was sent, so that the next sync can send changes alone. one_machine: all ranks share
-    its memory. address: under which other machines reach this one."""
+    its memory. address: under which other machines reach this one. timeout_s: of each wait for who receives."""
 
-    def __init__(self, trainer: TrainEngine, *, keep_base: bool, one_machine: bool, address: str):
-        self._trainer, self._keep_base, self._one_machine, self._address = trainer, keep_base, one_machine, address
+    def __init__(
+        self,
+        trainer: TrainEngine,
+        transport: Transport,
+        *,
+        keep_base: bool,
+        one_machine: bool,
+        address: str,
+        timeout_s: float,
+    ):
+        self._trainer, self._transport, self._keep_base = trainer, transport, keep_base
+        self._one_machine, self._address, self._timeout_s = one_machine, address, timeout_s
         self._layout: Layout | None = None
         self._sender: ShardSender | None = None
         self._exchange: Exchange | None = None
-        self._ring: SharedRing | None = None
+        self._ring: SharedRing | FileRing | GroupRing | None = None
         self._server: RingServer | None = None
         self._buckets: Iterator[Bucket] | None = None
 
     # ---- to the sampler in this process
 
     def beside(
-        self, layout: Layout, version: int, held: int, targets: Mapping[str, torch.Tensor]
+        self, layout: Layout, version: int, held: int | None, targets: Mapping[str, torch.Tensor] | None
     ) -> tuple[SyncHeader, Iterator[Bucket]]:
-        """The header and all buckets for a sampler that holds version `held` in these tensors (collective, like the
-        iteration). A rank that holds whole tensors writes them itself."""
-        sender = self._prepared(layout, beside=True)
-        if self._exchange is None:
+        """The header and all buckets for the sampler in this process, which holds version `held` (collective, like the
+        iteration); None = there is none, and this rank only gives its shard.
+
+        targets: the sampler's own tensors, which a rank that holds whole ones writes itself; None = they are in yet
+        another process.
+        """
+        if targets is not None and self._trainer.mesh["dp_shard"].size() == 1:
+            sender = self._prepared(layout, "in place")
             return make_header(layout, version), sender.in_place(self._trainer.shards(), targets)
-        can = torch.tensor(int(held >= 0 and sender.base_version == held), device=self._trainer.device)
+        sender = self._prepared(layout, "exchange")
+        assert self._exchange is not None
+        base = sender.base_version
+        can = torch.tensor(int(base is not None and held in (base, None)), device=self._trainer.device)
         dist.all_reduce(can, dist.ReduceOp.MIN)
         delta = bool(can.item())
         own = sender.buckets(self._trainer.shards(), version, delta)
-        header = make_header(layout, version, None, held if delta else None, "delta" if delta else "full")
+        header = make_header(layout, version, None, base if delta else None, "delta" if delta else "full")
         return header, self._exchange.buckets(own)
 
     def report(self) -> SendReport:
@@ -68,18 +99,20 @@ class Outgoing:
 
     # ---- to samplers in other processes
 
-    def begin(self, layout: Layout) -> Source:
-        """Have the shared memory ready."""
+    def begin(self, layout: Layout, occasion: str, num_receivers: int) -> Source:
+        """Have the transport ready. occasion: another one where receivers have come, gone or broken off since."""
         if self._trainer.mesh["dp_replicate"].get_local_rank():
             return Source(ring=None, base_version=None)
-        base = self._prepared(layout, beside=False).base_version
+        base = self._prepared(layout, "ring").base_version
         ring = self._server or self._ring
         assert ring is not None
+        if isinstance(ring, GroupRing):
+            ring.gather(occasion, num_receivers)
         self._buckets = None
         return Source(ring=ring.name, base_version=base)
 
     def next(self, version: int, delta: bool) -> BucketRef | SendReport:
-        """Lay the next bucket into shared memory and say where it lies; after the last, what was sent."""
+        """Put the next bucket on its way and say where it is to be found; after the last, what was sent."""
         assert self._sender is not None and self._ring is not None, "next comes after begin"
         if self._buckets is None:
             self._buckets = self._sender.buckets(self._trainer.shards(), version, delta)
@@ -88,7 +121,7 @@ class Outgoing:
 
     # ----
 
-    def _prepared(self, layout: Layout, beside: bool) -> ShardSender:
+    def _prepared(self, layout: Layout, way: Literal["in place", "exchange", "ring"]) -> ShardSender:
         """The sender of this layout, and its buffers."""
         if self._sender is not None and self._layout == layout:
             return self._sender
@@ -96,17 +129,26 @@ class Outgoing:
         mesh = self._trainer.mesh["dp_shard"]
         self._layout = layout
         staging: Sequence[torch.Tensor] = ()
-        if beside and mesh.size() > 1:
+        if way == "exchange":
             shared = self._one_machine and self._trainer.device.type == "cpu"
             self._exchange = Exchange(layout, mesh.get_group(), self._trainer.device, shared)
             staging = self._exchange.staging
-        elif not beside:
-            self._ring = SharedRing(RING_SLOTS, layout.staging_bytes)
-            if not self._one_machine:
-                self._server = RingServer(self._ring, self._address)
+        elif way == "ring":
+            self._ring = self._opened(layout.staging_bytes)
             staging = self._ring.slots
         self._sender = ShardSender(layout, mesh.get_local_rank(), staging, self._keep_base)
         return self._sender
+
+    def _opened(self, slot_bytes: int) -> SharedRing | FileRing | GroupRing:
+        if self._transport.folder is not None:
+            return FileRing(RING_SLOTS, slot_bytes, self._transport.folder)
+        if self._transport.broadcast:
+            host = "127.0.0.1" if self._one_machine else self._address
+            return GroupRing(RING_SLOTS, slot_bytes, wire_device(self._trainer.device), host, self._timeout_s)
+        ring = SharedRing(RING_SLOTS, slot_bytes)
+        if not self._one_machine:
+            self._server = RingServer(ring, self._address)
+        return ring
 
     def close(self) -> None:
         """Free the buffers; nothing is under way."""

@@ -21,5 +21,5 @@ def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProc
 @pytest.fixture(scope="session")
 def sglang_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a stand-in for SGLang, of two tensor-parallel ranks; also an endpoint that loads folders."""
-    with serving_sglang(tiny_vllm_lm(), tmp_path_factory.mktemp("sglang"), tp_size=2) as url:
+    with serving_sglang(tiny_vllm_lm(), tmp_path_factory.mktemp("sglang"), tp_size=2, tokens=1024) as url:
         yield url

@@ -25,14 +25,17 @@ pytestmark = pytest.mark.timeout(300)  # a test may make two runs of up to three
 
 Run = Callable[..., Path]
 RAY = ("cluster.executor=ray", "cluster.address=local")
+SPLIT = ("cluster.num_train_ranks=2", "cluster.num_rollout_ranks=1")
 LAYOUTS = {
     "inline": ("cluster.executor=inline",),
     "one process": (),
     "two ranks": ("cluster.num_train_ranks=2",),
     "two ranks again": ("cluster.num_train_ranks=2",),
-    "split": ("cluster.num_train_ranks=2", "cluster.num_rollout_ranks=1"),
+    "split": SPLIT,
+    "split, by broadcast": (*SPLIT, "rollout.sync_transport=broadcast"),
+    "split, by files": (*SPLIT, "rollout.sync_transport=files", "rollout.sync_folder=FOLDER"),
     "ray": ("cluster.num_train_ranks=2", *RAY),
-    "ray split": ("cluster.num_train_ranks=2", "cluster.num_rollout_ranks=1", *RAY),
+    "ray split": (*SPLIT, *RAY),
     "torchrun": ("cluster.num_train_ranks=2",),
     "torchrun on two nodes": ("cluster.num_train_ranks=2",),
 }
@@ -73,7 +76,9 @@ def run(config: Path, monkeypatch_module: pytest.MonkeyPatch) -> Run:
             if layout in NODES:
                 made[layout] = train_by_torchrun(config, name, *LAYOUTS[layout], nodes=NODES[layout], ranks=2)
             else:
-                made[layout] = train(config, name, *LAYOUTS[layout])
+                folder = config.parent / "weights"
+                made[layout] = train(config, name, *(text.replace("FOLDER", str(folder)) for text in LAYOUTS[layout]))
+                assert not folder.exists() or not list(folder.iterdir())
             assert living(name) == []
         return made[layout]
 
@@ -104,6 +109,8 @@ def _sampled(folder: Path) -> list[tuple[str, list[int], list[float], list[int]]
         ("two ranks", "two ranks again"),
         ("two ranks", "ray"),
         ("two ranks", "torchrun"),
+        ("split", "split, by broadcast"),
+        pytest.param("split", "split, by files", marks=pytest.mark.slow),
         pytest.param("split", "ray split", marks=pytest.mark.slow),
         pytest.param("two ranks", "torchrun on two nodes", marks=pytest.mark.slow),
     ],

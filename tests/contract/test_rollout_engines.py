@@ -14,24 +14,27 @@ from meshrl.rollout.base import RolloutEngine
 from meshrl.sync.manifest import make_layout
 from meshrl.sync.receive import describe
 
+ROOM = 1024  # tokens of context and answer
+LONG = 800  # of a turn that is to be cut: long enough to be heard of in time on a busy machine
+
 
 def embedded(lm: torch.nn.Module, fixtures: pytest.FixtureRequest) -> RolloutEngine:
-    return tiny_engine(lm, trusted=False, stop_token_ids=(2,), max_running=4)
+    return tiny_engine(lm, trusted=False, stop_token_ids=(2,), max_running=4, max_context_tokens=ROOM)
 
 
 def vllm(lm: torch.nn.Module, fixtures: pytest.FixtureRequest) -> RolloutEngine:
-    return client_of(fixtures.getfixturevalue("vllm_server"), max_context_tokens=256)
+    return client_of(fixtures.getfixturevalue("vllm_server"), max_context_tokens=ROOM, keep_weights=True)
 
 
 def sglang(lm: torch.nn.Module, fixtures: pytest.FixtureRequest) -> RolloutEngine:
-    return sglang_client(fixtures.getfixturevalue("sglang_server"))
+    return sglang_client(fixtures.getfixturevalue("sglang_server"), max_context_tokens=ROOM, keep_weights=True)
 
 
 def endpoint(lm: torch.nn.Module, fixtures: pytest.FixtureRequest) -> RolloutEngine:
-    return endpoint_client(fixtures.getfixturevalue("sglang_server"))
+    return endpoint_client(fixtures.getfixturevalue("sglang_server"), max_context_tokens=ROOM, keep_weights=True)
 
 
-ENGINES = {  # name -> an engine of max_context_tokens 256 without weights, stop id 2
+ENGINES = {  # name -> an engine of max_context_tokens ROOM without weights, stop id 2, that takes changes alone
     "embedded": embedded,
     "vllm": vllm,
     "sglang": sglang,
@@ -69,10 +72,10 @@ def go(main):
 
 
 async def paused_within(engine, mode):
-    """A task with a turn of 200 tokens that was under way when the engine paused. On a busy machine a whole turn may
+    """A task with a turn of LONG tokens that was under way when the engine paused. On a busy machine a whole turn may
     be over before this process hears of its first tokens."""
     for attempt in range(10):
-        turn = engine.generate(ask(f"within {attempt}", CONTEXT, max_new_tokens=200, ignore_eos=True))
+        turn = engine.generate(ask(f"within {attempt}", CONTEXT, max_new_tokens=LONG, ignore_eos=True))
         before, task = engine.stats().decode_tokens, asyncio.create_task(turn)
         await until_tokens(engine, before + 3)
         await engine.pause(mode)
@@ -144,7 +147,7 @@ def test_logprobs_agree_with_score(make, temperature):
 def test_abort_and_continuation_make_one_turn(make):
     async def main():
         engine = await make()
-        kept = {"seed": 3, "max_new_tokens": 200, "ignore_eos": True}
+        kept = {"seed": 3, "max_new_tokens": LONG, "ignore_eos": True}
         whole = await engine.generate(ask("whole", CONTEXT, **kept))
         for _ in range(10):  # on a busy machine the turn may be over before this process hears of its first tokens
             before = engine.stats().decode_tokens
@@ -154,11 +157,11 @@ def test_abort_and_continuation_make_one_turn(make):
             part = await task
             if part.stop_reason == "abort":
                 break
-        assert count == 1 and part.stop_reason == "abort" and 0 < len(part.output_ids) < 200
+        assert count == 1 and part.stop_reason == "abort" and 0 < len(part.output_ids) < LONG
         assert part.output_ids.tolist() == whole.output_ids.tolist()[: len(part.output_ids)]
         rest = await engine.generate(ask("rest", CONTEXT, prefix_output=part.output_ids, **kept))
         joined = [*part.output_ids, *rest.output_ids]
-        assert len(joined) == 200 and rest.stop_reason == "length" and len(rest.logprobs) == len(rest.output_ids)
+        assert len(joined) == LONG and rest.stop_reason == "length" and len(rest.logprobs) == len(rest.output_ids)
         if engine.capabilities.continues_exactly:
             assert joined == whole.output_ids.tolist()
         if engine.capabilities.score:  # the logprobs after the cut are those of the whole row
@@ -187,7 +190,7 @@ def test_pause_holds_and_resume_goes_on(make, mode):
         await engine.resume()
         turn = await task
         assert turn.stop_reason == ("abort" if mode == "abort" else "length")
-        assert (len(turn.output_ids) == 200) == (mode != "abort")
+        assert (len(turn.output_ids) == LONG) == (mode != "abort")
         await late
 
     go(main)
@@ -235,7 +238,7 @@ def test_running_requests_survive_new_weights_where_declared(make):
         await sync(other, engine, 1)
         await engine.resume()
         turn = await task
-        assert len(turn.versions) == 200 and set(turn.versions) == {0, 1} and (np.diff(turn.versions) >= 0).all()
+        assert len(turn.versions) == LONG and set(turn.versions) == {0, 1} and (np.diff(turn.versions) >= 0).all()
         if engine.capabilities.score:  # those of the new version are exactly its own, cache and all (P17)
             scores = (await engine.score(np.concatenate([CONTEXT, turn.output_ids])[:-1]))[len(CONTEXT) :]
             new = turn.versions[:-1] == 1
@@ -278,8 +281,8 @@ def test_names_that_do_not_fit_are_refused(make, lm):
 def test_what_an_engine_cannot_do_is_refused_on_arrival(make):
     async def main():
         engine = await make()
-        with pytest.raises(RequestError, match="256"):
-            await engine.generate(ask("a", [3] * 256))
+        with pytest.raises(RequestError, match=str(ROOM)):
+            await engine.generate(ask("a", [3] * ROOM))
         if not engine.capabilities.adapters:
             with pytest.raises(CapabilityError):
                 await engine.generate(ask("b", CONTEXT, adapter="x"))

@@ -4,9 +4,11 @@ and each injected fault caught within the sync and named (P15, P17). A new trans
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,8 @@ from tiny_models import tiny_lm
 
 from meshrl.core.errors import StaleWeightsError, SyncError
 from meshrl.model.load import tied_names
+from meshrl.sync.file_ring import FileRing, FileRingView
+from meshrl.sync.group_ring import GroupRing, GroupView, Seat
 from meshrl.sync.manifest import Layout, make_layout
 from meshrl.sync.receive import Bucket, describe
 from meshrl.sync.remote_ring import RemoteRingView, RingServer
@@ -25,6 +29,7 @@ from meshrl.sync.shards import ShardSender
 from meshrl.sync.transport import RingReceiver, SharedRing, SharedRingView
 
 BUCKET_BYTES, NUM_SHARDS = 4096, 2
+CPU = torch.device("cpu")
 CONTEXT = list(range(10, 40))
 
 
@@ -44,14 +49,12 @@ class SharedMemory:
     """A ring for each shard, read by the engine's process; what is sent are descriptions."""
 
     def __init__(self, layout: Layout, engine: Any):
-        self.rings = [SharedRing(2, layout.staging_bytes) for _ in range(NUM_SHARDS)]
+        self.layout, self.rings = layout, self.made(layout)
         self.staging = [ring.slots for ring in self.rings]
         self.views = self.opened(layout)
 
         async def call(method: str, argument: Any) -> Any:
-            if method == "receive":
-                return await engine.receive(self.views[argument.stream].bucket(argument))
-            return await getattr(engine, method)(*([] if argument is None else [argument]))
+            return await self.called(engine, method, argument)
 
         links = [RingReceiver(ring, call) for ring in self.rings]
 
@@ -61,8 +64,16 @@ class SharedMemory:
 
         self.receiver = Receiver(self.rings[0], call)
 
+    def made(self, layout: Layout) -> list[Any]:
+        return [SharedRing(2, layout.staging_bytes) for _ in range(NUM_SHARDS)]
+
     def opened(self, layout: Layout) -> list[Any]:
         return [SharedRingView(ring.name, 2, layout.staging_bytes) for ring in self.rings]
+
+    async def called(self, engine: Any, method: str, argument: Any) -> Any:
+        if method == "receive":
+            return await engine.receive(self.views[argument.stream].bucket(argument))
+        return await getattr(engine, method)(*([] if argument is None else [argument]))
 
     def close(self) -> None:
         for held in (*self.views, *self.rings):
@@ -82,7 +93,49 @@ class AnotherMachine(SharedMemory):
             server.close()
 
 
-TRANSPORTS = {"in process": InProcess, "shared memory": SharedMemory, "another machine": AnotherMachine}
+class ByFiles(SharedMemory):
+    """A file for each bucket, in a folder that both sides see."""
+
+    def made(self, layout: Layout) -> list[Any]:
+        self.folder = tempfile.TemporaryDirectory()
+        return [FileRing(2, layout.staging_bytes, Path(self.folder.name) / "weights") for _ in range(NUM_SHARDS)]
+
+    def opened(self, layout: Layout) -> list[Any]:
+        return [FileRingView(ring.name, layout.staging_bytes) for ring in self.rings]
+
+    def close(self) -> None:
+        super().close()
+        assert not list(Path(self.folder.name).rglob("*_*/*")), "files are left"
+        self.folder.cleanup()
+
+
+class ByBroadcast(SharedMemory):
+    """A process group of each sender and its receivers; a sync that broke off ends it."""
+
+    def made(self, layout: Layout) -> list[Any]:
+        return [GroupRing(2, layout.staging_bytes, CPU, "127.0.0.1", 20.0) for _ in range(NUM_SHARDS)]
+
+    def opened(self, layout: Layout) -> list[Any]:
+        self.num_groups = getattr(self, "num_groups", 0) + 1
+        for ring in self.rings:
+            ring.gather(f"occasion {self.num_groups}", 1)
+        return [GroupView(ring.name, layout.staging_bytes, Seat(0, 1), CPU, 20.0) for ring in self.rings]
+
+    async def called(self, engine: Any, method: str, argument: Any) -> Any:
+        if method == "cancel":
+            for view in self.views:
+                view.close()
+            self.views = self.opened(self.layout)
+        return await super().called(engine, method, argument)
+
+
+TRANSPORTS = {
+    "in process": InProcess,
+    "shared memory": SharedMemory,
+    "another machine": AnotherMachine,
+    "files": ByFiles,
+    "broadcast": ByBroadcast,
+}
 
 
 class Pair:

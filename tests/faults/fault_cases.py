@@ -30,6 +30,10 @@ class Place:
     def rank(self) -> int:
         return 1
 
+    @property
+    def id(self) -> str:
+        return f"{self.phase}{'-split' if self.split else ''}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
@@ -48,7 +52,12 @@ class Case:
 
     @property
     def id(self) -> str:
-        return f"{self.place.phase}{'-split' if self.place.split else ''}-{self.fault.how}"
+        return f"{self.place.id}-{self.fault.how}"
+
+    @property
+    def needs_cgroup(self) -> bool:
+        """Whether the run has to be in a memory cgroup of its own."""
+        return self.fault.how == "hog"
 
     @property
     def is_mended(self) -> bool:
@@ -99,6 +108,11 @@ FAULTS = {
         ),
         Fault(how="sleep", text="asleep past the deadline", cause="no answer within cluster.deadlines.PHASE = LIMIT s"),
         Fault(how="memory", text="more memory than its limit", cause="raised MemoryError"),
+        Fault(
+            how="hog",
+            text="more memory than its cgroup has, so that the kernel kills it",
+            cause="its process was killed by SIGKILL, by the kernel for lack of memory (its cgroup counts 1 such kill)",
+        ),
     )
 }
 
@@ -106,7 +120,7 @@ FAULTS = {
 # places stand for all.
 EVERYWHERE = ("raise", "kill", "stop")
 ALSO = {"exit": ("start", "rollout", "sync", "end"), "sleep": ("rollout", "train", "sync", "checkpoint")}
-ALSO |= {"memory": ("load", "train", "export")}
+ALSO |= {"memory": ("load", "train", "export"), "hog": ("load", "train", "rollout-split")}
 FAST = {"rollout-raise", "train-kill", "sync-stop", "rollout-split-kill"}
 
 
@@ -115,7 +129,7 @@ def cases() -> list[Case]:
     made = []
     for place in PLACES:
         for fault in FAULTS.values():
-            if fault.how in EVERYWHERE or (place.phase in ALSO[fault.how] and not place.split):
+            if fault.how in EVERYWHERE or place.id in ALSO[fault.how]:
                 case = Case(place=place, fault=fault)
                 made.append(Case(place=place, fault=fault, fast=case.id in FAST))
     return made
@@ -149,7 +163,9 @@ all threads of all ranks. A phase's deadline is `cluster.deadlines.<phase>`, els
 silent is named even when another rank, which only waits for it, misses its deadline first: stopped processes are seen
 as such, and ranks that stand in a collective of torch.distributed are not to blame while one does not.
 
-A death by SIGKILL says whether the memory controller of the run's cgroup has counted a kill since the start.
+A death by SIGKILL says whether the memory controller of the run's cgroup has counted a kill since the start. Where the
+table says that the kernel kills, it really does: the test puts the run into a memory cgroup of its own, or is skipped
+where the system allows none.
 
 | phase | the rank | in | fault | what is said after "rank 1 failed in phase ...:" | outcome |
 | --- | --- | --- | --- | --- | --- |"""
@@ -194,4 +210,9 @@ a reward of 0; above `reward.max_failure_fraction` the run ends and says why.
 
 When the parent is killed, ranks end with it (the kernel sees to it) and so do reward workers (their standard input
 closes). Ctrl-C and SIGTERM end the run with a checkpoint; see [checkpoints](checkpoints.md#ctrl-c-and-sigterm).
+
+When all processes are killed at once, nobody is left to remove the segments of shared memory (`/dev/shm/meshrl_*`) and
+the folders in the temporary folder that ranks have made. The next run of the same user on that machine does it at its
+start (Linux). Who makes them holds a lock on them, which the kernel lets go of at its death: what is in use stays,
+whichever run or container it belongs to.
 """

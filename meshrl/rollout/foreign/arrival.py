@@ -12,7 +12,7 @@ from meshrl.core.errors import SyncError
 from meshrl.sync.digest import as_bytes, digest, digest_range
 from meshrl.sync.manifest import Entry, Layout, Piece, SyncHeader
 from meshrl.sync.order import Order, carries
-from meshrl.sync.receive import Bucket
+from meshrl.sync.receive import Bucket, check_payload
 from meshrl.sync.transport import BucketRef
 
 
@@ -24,7 +24,6 @@ class Arrival:
     def __init__(self, layout: Layout, header: SyncHeader, name: str):
         self.layout, self.header, self.name = layout, header, name
         self.verify_s = self.copy_s = 0.0
-        self.num_bytes = 0
         self._entries = {entry.name: entry for entry in layout.entries}
         self._order = Order(layout, name)
         self._open: dict[str, torch.Tensor] = {}  # begun, not complete
@@ -34,16 +33,11 @@ class Arrival:
         """Check a bucket's place, length and digests; yield the tensors that it completes. Raises: SyncError."""
         stream = self._order.stream_of(bucket.stream, bucket.index)
         pieces = list(stream.pieces(bucket.index))
-        start, stop = stream.bucket_range(bucket.index)
-        if bucket.payload.dtype != torch.uint8 or bucket.payload.shape != (stop - start,):
-            raise SyncError(
-                f"{self.name}: bucket {bucket.index} has {list(bucket.payload.shape)} {bucket.payload.dtype}, expected "
-                f"[{stop - start}] torch.uint8; it carries {carries(pieces)}"
-            )
+        start, _ = stream.bucket_range(bucket.index)
+        check_payload(self.name, bucket, stream, pieces, delta=False, with_pieces=self.header.digests is None)
         began = time.perf_counter()
         self._check(bucket, pieces, start)
         self.verify_s += time.perf_counter() - began
-        self.num_bytes += bucket.payload.numel()
         for piece in pieces:
             began = time.perf_counter()
             name = piece.entry.name
@@ -69,8 +63,6 @@ class Arrival:
         """The digest of the bucket, or those of its pieces, by which the sender of a shard vouches for them."""
         kind, payload = self.layout.digest, bucket.payload
         if bucket.pieces is None:
-            if self.header.digests is None:
-                raise SyncError(f"{self.name}: bucket {bucket.index} came without digests of its pieces")
             runs = [(carries(pieces), bucket.digest, digest_range(kind, payload, start))]
         else:
             runs = [

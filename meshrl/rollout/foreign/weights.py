@@ -1,16 +1,17 @@
-"""The weights of a vLLM server as the engine sees them: which version they are, and a sync as a transaction over the
-server's workers, one for each tensor-parallel rank."""
+"""The weights of a server as its engine sees them: which version they are, and a sync as a transaction over its
+workers, one for each tensor-parallel rank."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Literal
 
 from meshrl.core.errors import StaleWeightsError, SyncError, UnloadedParamsError
 from meshrl.rollout.foreign.arrival import header_to, ref_to
+from meshrl.rollout.foreign.kept import Kept
 from meshrl.sync.manifest import Ack, Layout, SyncHeader
-from meshrl.sync.receive import Bucket, Place, reconcile
+from meshrl.sync.receive import Bucket, Place, check_header, reconcile
 from meshrl.sync.transport import SharedRing
 
 _RING_SLOTS = 1  # a bucket is taken before the next one comes
@@ -22,10 +23,13 @@ Call = Callable[[str, dict[str, Any]], Awaitable[list[dict[str, Any]]]]
 
 class RemoteWeights:
     """idle -> begin -> open -> receive* -> commit -> idle, or cancelled until the next begin. Whatever fails leaves
-    the state cancelled."""
+    the state cancelled.
 
-    def __init__(self, call: Call, name: str):
-        self.name = name
+    keep: hold what is in place in shared memory too, so that a sync may bring changes alone.
+    """
+
+    def __init__(self, call: Call, name: str, keep: bool = False):
+        self.name, self._keep = name, keep
         self._call_workers = call
         self._layout: Layout | None = None
         self._phase: Literal["idle", "open", "cancelled"] = "idle"
@@ -35,6 +39,8 @@ class RemoteWeights:
         self._as_loaded = True  # no sync has touched what the folder held
         self._hidden: set[str] = set()  # loaded through arithmetic, so not to be read back
         self._ring: SharedRing | None = None
+        self._kept: Kept | None = None
+        self._num_bytes = 0  # that came
 
     @property
     def version(self) -> int:
@@ -58,11 +64,12 @@ class RemoteWeights:
         self._trusted = version
 
     async def reconcile(self, layout: Layout) -> None:
-        """Compare the layout with what vLLM's loader does with it, both ways; forget all earlier syncs.
+        """Compare the layout with what the server's loader does with it, both ways; forget all earlier syncs.
 
-        Raises: UnloadedParamsError.
+        Raises: UnloadedParamsError; SyncError when there is no room to keep it.
         """
         self._layout, self._committed, self._header, self._phase = layout, None, None, "idle"
+        self.close()
         answers = await self._call("meshrl_reconcile", layout=asdict(layout))
         self._hidden = {name for answer in answers for name in answer["hidden"]}
         shapes = {entry.name: (entry.shape, entry.dtype) for entry in layout.entries}
@@ -77,36 +84,30 @@ class RemoteWeights:
             refused = {name: why for answer in answers for name, why in answer["refused"].items()}
             if refused:
                 said = "\n".join(f"    {name}: {why}" for name, why in list(refused.items())[:_SHOWN])
-                raise UnloadedParamsError(f"{error}\nvLLM's loader said:\n{said}") from error
+                raise UnloadedParamsError(f"{error}\nthe server's loader said:\n{said}") from error
             raise
 
     async def begin(self, header: SyncHeader) -> None:
-        layout, last, was_usable = self._needed_layout(), self._committed, self._phase == "idle"
+        """Open a sync. The workers always get everything: what is kept, with the changes. Raises: SyncError."""
+        layout, last = self._needed_layout(), -1 if self._committed is None else self._committed.version
+        had = last if self._phase == "idle" else -1
         self._leave("begin", "idle", "cancelled")
         self._trusted, self._as_loaded = None, False
-        if header.layout_hash != layout.hash:
-            raise SyncError(
-                f"{self.name}: the header belongs to layout {header.layout_hash}, this receiver was set up for layout "
-                f"{layout.hash}; reconcile again whenever names, shapes, dtypes or the bucket size change"
-            )
-        if header.mode != "full" or header.base_version is not None:
-            raise SyncError(
-                f"{self.name}: mode {header.mode!r} on base version {header.base_version} was asked for; this receiver "
-                "takes mode 'full' without a base version"
-            )
-        lowest = 0 if last is None else last.version + was_usable
-        if header.version < lowest:
-            raise SyncError(
-                f"{self.name}: version {header.version} does not rise above what was received last; send {lowest} or "
-                "more"
-            )
-        self._header = header
-        await self._call("meshrl_begin", header=header_to(header))
+        check_header(self.name, header, layout, had, last)
+        if header.mode == "delta" and self._kept is None:
+            raise SyncError(f"{self.name}: a delta came, but nothing is kept here (rollout.sync_mode); send everything")
+        if self._keep and self._kept is None:
+            self._kept = Kept(layout, self.name)
+        self._header, self._num_bytes = header, 0
+        await self._call("meshrl_begin", header=header_to(replace(header, mode="full", base_version=None)))
         self._phase = "open"
 
     async def receive(self, bucket: Bucket) -> None:
         """Tell the workers where the bucket lies; one that lies in no shared memory is copied into some first."""
         self._leave(f"bucket {bucket.index}", "open")
+        self._num_bytes += bucket.payload.numel()
+        if self._kept is not None:
+            bucket = self._kept.whole(bucket)
         place = bucket.place or self._copied(bucket)
         ring = {"name": place.ring, "num_slots": place.num_slots, "slot_bytes": place.slot_bytes}
         await self._call("meshrl_receive", ring=ring, ref=ref_to(bucket, place.slot))
@@ -131,7 +132,7 @@ class RemoteWeights:
             receiver=self.name,
             wire=True,
             resident=None if self._hidden else True,
-            num_bytes=max(answer["num_bytes"] for answer in answers),
+            num_bytes=self._num_bytes,
             num_tensors=len(layout.entries),
             seconds={part: max(answer["seconds"][part] for answer in answers) for part in ("load", "verify")},
         )
@@ -147,13 +148,14 @@ class RemoteWeights:
         self._phase, self._trusted, self._header, self._as_loaded = "cancelled", None, None, False
 
     def close(self) -> None:
-        if self._ring is not None:
-            self._ring.close()
+        for held in (self._ring, self._kept):
+            if held is not None:
+                held.close()
+        self._ring = self._kept = None
 
     def _copied(self, bucket: Bucket) -> Place:
         size = self._needed_layout().staging_bytes
-        if self._ring is None or self._ring.slot_bytes != size:
-            self.close()
+        if self._ring is None:
             self._ring = SharedRing(_RING_SLOTS, size)
         self._ring.slots[0][: bucket.payload.numel()].copy_(bucket.payload)
         return Place(ring=self._ring.name, num_slots=_RING_SLOTS, slot_bytes=size, slot=0)

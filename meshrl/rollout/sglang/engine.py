@@ -55,9 +55,11 @@ class SglangEngine:
         max_context_tokens: int,
         max_running: int,
         vocab_size: int,
+        keep_weights: bool = False,
         server: ServerProcess | None = None,
     ):
-        """server: ended by `close`; None = it belongs to somebody else."""
+        """keep_weights: also in this machine's memory, for syncs of changes alone. server: ended by `close`; None = it
+        belongs to somebody else."""
         self.capabilities = Capabilities(
             release=facts.lends_memory,
             in_flight=True,
@@ -75,7 +77,7 @@ class SglangEngine:
         self._num_rids = 0
         self._labels: dict[str, int] = {}  # what the server calls each version
         self._workers = Workers(self._post, facts.tp_size)
-        self._weights = RemoteWeights(self._workers.call, engine_id)
+        self._weights = RemoteWeights(self._workers.call, engine_id, keep_weights)
         self._pause: PauseMode | None = None
         self._released: set[str] = set()
         self._session = False

@@ -53,6 +53,7 @@ def build_sglang_engine(
         max_context_tokens=max_context_tokens,
         max_running=rollout_cfg.max_running_requests,
         vocab_size=vocab_size,
+        keep_weights=rollout_cfg.sync_mode == "delta",
         server=server,
     )
 

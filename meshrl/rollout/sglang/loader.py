@@ -118,7 +118,7 @@ class WorkerWeights:
             self._committed = self._resident
         self._arrival = None
         seconds = {"load": self._load_s + arrival.copy_s, "verify": arrival.verify_s}
-        return {"differing": differing, "num_bytes": arrival.num_bytes, "seconds": seconds}
+        return {"differing": differing, "seconds": seconds}
 
     def _open(self) -> Arrival:
         if self._arrival is None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import pickle
-import shutil
-import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from typing import Any
 import torch
 
 from meshrl.core.errors import EngineFailure
+from meshrl.core.owned import OwnedFolder
 
 LOADER = "meshrl.rollout.sglang.loader.load"
 
@@ -29,14 +28,14 @@ class Workers:
 
     def __init__(self, post: Post, tp_size: int):
         self._post, self._tp_size = post, tp_size
-        self._answers = Path(tempfile.mkdtemp(prefix="meshrl_"))
+        self._home = OwnedFolder()
         self._num_calls = 0
         self.finishing: dict[str, Any] = {}
 
     async def call(self, method: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
         """Run a method of the loader in every worker; one answer from each. Raises: RequestError, EngineFailure."""
         self._num_calls += 1
-        places = [self._answers / f"{self._num_calls}.{rank}" for rank in range(self._tp_size)]
+        places = [self._home.path / f"{self._num_calls}.{rank}" for rank in range(self._tp_size)]
         body: dict[str, Any] = {
             "serialized_named_tensors": [_payload(method, arguments, place) for place in places],
             "load_format": LOADER,
@@ -57,7 +56,7 @@ class Workers:
         return answers
 
     def close(self) -> None:
-        shutil.rmtree(self._answers, ignore_errors=True)
+        self._home.close()
 
 
 def _payload(method: str, arguments: dict[str, Any], answer: Path) -> str:

@@ -49,15 +49,17 @@ class VllmEngine:
         max_running: int,
         vocab_size: int,
         capabilities: Capabilities,
+        keep_weights: bool = False,
         owns_server: bool = True,
     ):
-        """socket: that the server listens on. owns_server: `close` ends it."""
+        """socket: that the server listens on. keep_weights: also in this machine's memory, for syncs of changes alone.
+        owns_server: `close` ends it."""
         self.capabilities = capabilities
         self.engine_id, self.max_context_tokens = server.name, max_context_tokens
         self._server, self._owns_server = server, owns_server
         self._stop_token_ids, self._vocab_size, self._max_running = stop_token_ids, vocab_size, max_running
         self._http = HttpClient(server.name, socket=socket)
-        self._weights = RemoteWeights(self._call_workers, server.name)
+        self._weights = RemoteWeights(self._call_workers, server.name, keep_weights)
         self._trusted = -1
         self._desk = Desk(server.name)
         self._pause: PauseMode | None = None

@@ -47,6 +47,7 @@ def build_vllm_engine(
         max_running=rollout_cfg.max_running_requests,
         vocab_size=vocab_size,
         capabilities=capabilities_on(device, model_cfg.dtype),
+        keep_weights=rollout_cfg.sync_mode == "delta",
     )
 
 

@@ -117,7 +117,6 @@ class WorkerWeights:
         self._arrival = None
         return {
             "differing": differing,
-            "num_bytes": arrival.num_bytes,
             "seconds": {"load": self._load_s + arrival.copy_s, "verify": arrival.verify_s},
         }
 

@@ -17,6 +17,7 @@ import sys
 import time
 
 MODULE = "meshrl.cluster.actors"
+HOG_BYTES = 8 << 30  # where the limit of the cgroup does not hold, the machine's other work must not suffer
 
 
 def allocate() -> None:
@@ -25,6 +26,14 @@ def allocate() -> None:
         now = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(resource.RLIMIT_AS, (now + (64 << 20), resource.RLIM_INFINITY))
     bytearray(1 << 30)
+
+
+def hog() -> None:
+    """Memory that is really there, until the kernel kills: this process, by its score, before any other."""
+    with open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
+    held = [b"\1" * (32 << 20) for _ in range(HOG_BYTES >> 25)]
+    raise RuntimeError(f"{len(held) << 25} bytes were written, and the kernel has killed nobody")
 
 
 def fail() -> None:
@@ -39,6 +48,7 @@ DEEDS = {
     "sleep": lambda: time.sleep(3600),
     "dawdle": lambda: time.sleep(40),
     "memory": allocate,
+    "hog": hog,
     "orphan": lambda: (os.kill(os.getppid(), signal.SIGKILL), time.sleep(3600)),
 }
 

@@ -37,7 +37,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path
     elsewhere = tmp_path / "elsewhere"
     for folder in (home / "tiny", elsewhere):
         folder.mkdir(parents=True)
-    (home / "tiny" / "config.json").write_text(json.dumps({"max_position_embeddings": 2048}))
+    (home / "tiny" / "config.json").write_text(json.dumps({"model_type": "qwen2", "max_position_embeddings": 2048}))
     (home / "tiny" / "tokenizer.json").write_text("{}")
     (home / "tiny" / "model.safetensors").write_bytes(b"")
     row = {"question": "1+1=", "answer": "2"}

@@ -15,7 +15,6 @@ BAD = [
     (f"{SGLANG} rollout.sglang.args=[--tp-size=2]", ["--tp-size is set by meshrl itself"]),
     (f"{SGLANG} rollout.sglang.api_key_env=KEY", ["gets a key of its own"]),
     (f"{SGLANG} rollout.mesh.infer_tp=3", ["2 ranks can't be split into replicas of 3"]),
-    (f"{SGLANG} rollout.sync_mode=delta", ["rollout.sync_mode", "takes whole tensors"]),
     (RUNNING.replace("http://", ""), ["rollout.sglang.url", "an address with its scheme"]),
     (RUNNING.replace("ranks=1", "ranks=2"), ["rollout.sglang.url", "one server is one replica"]),
     (f"{RUNNING} rollout.sglang.mem_fraction_static=0.9", ["mem_fraction_static", "was started already"]),

@@ -149,3 +149,26 @@ def test_an_sft_row_that_can_not_be_split_names_its_line(tmp_path):
         load_sft_rows(path, cfg, tiny_tokenizer(FORGETFUL), (2,))
     with pytest.raises(DataError, match=r"column 'messages' is str.*it should be a list"):
         load_sft_rows(write(tmp_path, {"messages": "hello"}), cfg, tiny_tokenizer(), (2,))
+
+
+def test_an_id_that_the_model_has_not_is_named_with_its_row(tmp_path):
+    """It would be an index error, or worse, in the middle of a forward."""
+    tokenizer, chat = tiny_tokenizer(), {"role": "assistant", "content": "z"}
+    z = tokenizer.convert_tokens_to_ids("z")
+    newline = tokenizer.convert_tokens_to_ids("Ċ")
+    vocab_size = len(tokenizer) - 1  # the tokenizer knows one more, which no row has
+    path = write(tmp_path, GOOD, {**GOOD, "question": "z"})
+    assert len(load_prompts(path, config(path), tokenizer, vocab_size=vocab_size)[0]) == 2
+    plain = tiny_tokenizer("{{ messages[0].content }}")
+    words = (
+        rf"train\.jsonl:2: token 0 of 1 is 'z', id {z}, but the model's embedding ends with id {z - 1}: it has {z} ids"
+        rf", its tokenizer {len(tokenizer)}\. Put the tokenizer"
+    )
+    with pytest.raises(DataError, match=words):
+        load_prompts(path, config(path), plain, vocab_size=z)
+    assert len(load_prompts(path, config(path), plain, vocab_size=z + 1)[0]) == 2
+    path = write(tmp_path, {"messages": [{"role": "user", "content": "a"}, chat]}, name="warm.jsonl")
+    cfg = SftConfig(path=str(path), num_steps=1)
+    assert len(load_sft_rows(path, cfg, tokenizer, (2,), vocab_size)[0]) == 1
+    with pytest.raises(DataError, match=rf"warm\.jsonl:1: token 6 of \d+ is 'Ċ', id {newline}, .* has {newline} ids"):
+        load_sft_rows(path, cfg, tokenizer, (2,), newline)

@@ -184,6 +184,16 @@ def test_a_stream_of_rows_that_are_all_too_long_ends_and_says_so(config):
         feed(config("stream", max_prompt_tokens=5)).next(1)
 
 
+@pytest.mark.parametrize("kind", FEEDS)
+def test_ids_that_the_model_has_not_are_refused_at_the_start(config, kind):
+    """Also by a stream, which renders its first rows then; and of rows to come when they are drawn."""
+    tokenizer = tiny_tokenizer()
+    with pytest.raises(DataError, match=r"jsonl:1: token \d+ of \d+ is .* the model's embedding ends with id 99"):
+        open_feed(config(kind), tokenizer, 0, vocab_size=100)
+    prompts = open_feed(config(kind), tokenizer, 0, vocab_size=len(tokenizer))
+    assert len(prompts.next(20)) == 20
+
+
 def test_a_stream_names_a_bad_row_when_it_is_drawn(config):
     cfg = config("stream", shuffle=False)
     lines = Path(cfg.path).read_text().splitlines()

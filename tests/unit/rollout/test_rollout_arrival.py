@@ -59,7 +59,6 @@ def test_tensors_come_out_as_they_went_in_and_outlive_their_buckets(weights, sen
     found |= {entry.name: tensor for entry, tensor in arrival.finish()}
     assert found.keys() == weights.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
-    assert arrival.num_bytes == sum(bucket.payload.numel() for bucket in buckets)
 
 
 @pytest.mark.parametrize("send", [whole, sharded])

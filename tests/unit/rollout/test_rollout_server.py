@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from meshrl.core.errors import EngineFailure
+from meshrl.core.owned import sweep
 from meshrl.rollout.server import ServerProcess
 
 PARENT_OF_CHILD = """
@@ -71,6 +72,30 @@ def test_closing_ends_what_the_server_started_too(session: bool):
     assert psutil.pid_exists(child)
     server.close()
     assert gone(child) and not server.folder.exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there is anything swept")
+@pytest.mark.parametrize("guard_ends", [False, True], ids=["the guard lives", "the guard is killed too"])
+def test_no_sweep_takes_the_folder_of_a_server_whose_guard_still_lives(guard_ends: bool):
+    """A parent that is killed leaves it to the guard, which may need a while; without both it is nobody's."""
+    code = (
+        "import time; from meshrl.rollout.server import ServerProcess\n"
+        f"s = ServerProcess('s', lambda folder: {python('import time; time.sleep(600)')!r}, {{}})\n"
+        "print(s.pid, s.folder, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    parent = subprocess.Popen(python(code), stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    guard, folder = parent.stdout.readline().split()
+    with contextlib.closing(parent.stdout):
+        os.kill(int(guard), signal.SIGSTOP)
+        parent.kill()
+        parent.wait()
+    assert Path(folder) not in sweep() and Path(folder).is_dir()
+    os.kill(int(guard), signal.SIGKILL if guard_ends else signal.SIGCONT)
+    assert gone(int(guard))
+    assert not guard_ends or Path(folder) in sweep()
+    assert not Path(folder).exists()
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=lambda how: how.name)

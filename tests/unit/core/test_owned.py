@@ -1,0 +1,136 @@
+"""What dead processes have left goes, what living ones hold stays: shared memory and temporary folders (P31)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from meshrl.core import owned
+from meshrl.core.owned import OwnedFolder, new_name, sweep
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only there does the kernel say which boot it is")
+
+OWNER = """
+import sys
+from meshrl.core.owned import OwnedFolder
+from meshrl.sync.transport import SharedRing
+ring, folder = SharedRing(2, 1000), OwnedFolder()
+(folder.path / "deep").mkdir()
+(folder.path / "deep" / "file").write_text("x")
+print(ring.name, folder.path, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    return tmp_path
+
+
+@contextlib.contextmanager
+def an_owner() -> Iterator[tuple[subprocess.Popen[str], Path, Path]]:
+    """A process with a ring and a folder, and where they lie; in a session of its own with its resource tracker."""
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    with owner:
+        assert owner.stdout is not None
+        name, folder = owner.stdout.readline().split()
+        try:
+            yield owner, Path("/dev/shm") / name, Path(folder)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(owner.pid, signal.SIGKILL)
+
+
+def test_what_a_killed_run_has_left_goes_and_what_a_living_one_has_stays():
+    """Its resource tracker is killed with it: nobody else would ever remove the segment."""
+    with an_owner() as (dead, *left), an_owner() as (_, *held):
+        assert all(path.exists() for path in left + held) and not set(sweep()) & {*left, *held}
+        os.killpg(dead.pid, signal.SIGKILL)
+        dead.wait()
+        assert all(path.exists() for path in left), "or there is nothing to sweep"
+        assert set(left) <= set(sweep())
+        assert not any(path.exists() for path in left) and all(path.exists() for path in held)
+
+
+def test_a_folder_goes_with_its_owner():
+    folder, dropped = OwnedFolder(), OwnedFolder()
+    paths = folder.path, dropped.path
+    assert all(path.is_dir() and path.stat().st_mode & 0o777 == 0o700 for path in paths) and not sweep_of(*paths)
+    folder.close()
+    folder.close()
+    del dropped
+    assert not any(path.exists() for path in paths)
+
+
+@pytest.mark.parametrize("kind", ["folder", "segment"])
+def test_a_sweep_between_the_making_and_the_locking_only_costs_another_name(kind, monkeypatch):
+    """The one moment in which something of a living process is held by nobody."""
+    from meshrl.sync.transport import SharedRing
+
+    real, taken = owned.fcntl.flock, []
+
+    def flock(fd: int, how: int) -> None:
+        if not taken:
+            path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+            taken.append(path)
+            assert sweep_of(path) == {path}
+        real(fd, how)
+
+    monkeypatch.setattr(owned.fcntl, "flock", flock)
+    if kind == "folder":
+        made = OwnedFolder()
+        path = made.path
+    else:
+        made = SharedRing(1, 64)
+        path = Path("/dev/shm") / made.name
+    assert path.exists() and path not in taken and not sweep_of(path)
+    made.close()
+
+
+def test_names_that_say_nothing_of_a_lock_are_left_alone(temporary: Path):
+    """Made by something else, or on another machine, whose locks are not seen on a disk that both have."""
+    other_kernel = new_name().replace(new_name().split("_")[1], "0badcafe")
+    paths = [temporary / name for name in ("meshrl_0123456789abcdef0123", "meshrl_k3jd83_a", other_kernel, "other")]
+    for path in paths:
+        path.mkdir()
+    own = temporary / new_name()
+    own.mkdir()
+    assert sweep_of(*paths, own) == {own}
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_a_link_is_not_followed_and_stays(kind: str, temporary: Path):
+    target, link = temporary / "precious", temporary / new_name()
+    target.mkdir() if kind == "folder" else target.touch()
+    link.symlink_to(target)
+    assert not sweep_of(link) and target.exists() and link.is_symlink()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+def test_what_is_another_users_is_left_alone(temporary: Path):
+    path = temporary / new_name()
+    path.mkdir()
+    os.chown(path, 65534, 65534)
+    assert not sweep_of(path) and path.is_dir()
+
+
+def sweep_of(*paths: Path) -> set[Path]:
+    """Which of these a sweep removes; of other tests at the same time it may find something, too."""
+    return set(sweep()) & {*paths}

@@ -1,0 +1,27 @@
+"""A run begins by removing what dead runs have left on its machine."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from meshrl.config.task import ClusterConfig
+from meshrl.core.owned import OwnedFolder, new_name
+from meshrl.loops import run
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there is anything swept")
+@pytest.mark.parametrize("follows", [False, True], ids=["the controller", "a rank's host under torchrun"])
+def test_a_run_removes_what_dead_ones_have_left(follows: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(run, "is_follower", lambda: follows)
+    monkeypatch.setattr(run, "follow", lambda: 0)
+    left, living = tmp_path / new_name(), OwnedFolder()
+    left.mkdir()
+    assert run._run(ClusterConfig(), lambda stop: asyncio.sleep(0)) == 0
+    assert not left.exists() and living.path.exists()
