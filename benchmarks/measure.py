@@ -30,7 +30,7 @@ LIBRARIES = ("torch", "transformers", "numpy", "trl", "accelerate")
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What one piece of work took. cpu_s: of all threads of this process."""
+    """What one piece of work took. cpu_s: of all threads of this process, unless another clock was given."""
 
     wall_s: float
     cpu_s: float
@@ -45,24 +45,33 @@ class Ratio:
     high: float
 
 
-def timed(work: Callable[..., Any], *args: Any) -> Timing:
-    """Run it once, with the garbage of what came before collected."""
+def timed(work: Callable[..., Any], *args: Any, cpu_clock: Callable[[], float] = time.process_time) -> Timing:
+    """Run it once, with the garbage of what came before collected. cpu_clock: seconds of CPU time so far."""
     gc.collect()
-    wall, cpu = time.perf_counter(), time.process_time()
+    cpu, wall = cpu_clock(), time.perf_counter()
     work(*args)
-    return Timing(time.perf_counter() - wall, time.process_time() - cpu)
+    wall = time.perf_counter() - wall
+    return Timing(wall, cpu_clock() - cpu)
 
 
-def alternate(contenders: Mapping[str, Callable[[int], Any]], rounds: int, warmups: int = 1) -> dict[str, list[Timing]]:
+def alternate(
+    contenders: Mapping[str, Callable[[int], Any]],
+    rounds: int,
+    warmups: int = 1,
+    before_each: Callable[[], None] = lambda: None,
+    cpu_clock: Callable[[], float] = time.process_time,
+) -> dict[str, list[Timing]]:
     """Each contender once a round, in turn; the order is turned round after each round. Warm-ups are not kept.
 
     A contender gets the number of the round, so that all of a round can do the same work; warm-ups count from -1 down.
+    before_each: not timed; for what the contender before it has to end.
     """
     kept: dict[str, list[Timing]] = {name: [] for name in contenders}
     for i in range(-warmups, rounds):
         names = list(contenders)
         for name in names if i % 2 == 0 else names[::-1]:
-            took = timed(contenders[name], i)
+            before_each()
+            took = timed(contenders[name], i, cpu_clock=cpu_clock)
             if i >= 0:
                 kept[name].append(took)
     return kept
@@ -79,6 +88,16 @@ def median_interval(values: Sequence[float], resamples: int = 4000) -> Ratio:
     picks = np.random.default_rng(0).integers(0, len(array), (resamples, len(array)))
     low, high = np.quantile(np.median(array[picks], axis=1), [0.025, 0.975])
     return Ratio(float(np.median(array)), float(low), float(high))
+
+
+def geometric_mean(rows: Sequence[Sequence[float]], resamples: int = 4000) -> Ratio:
+    """Of the rows' medians over rounds, and how far it moves when each row's rounds are drawn again."""
+    rng = np.random.default_rng(0)
+    arrays = [np.asarray(row, np.float64) for row in rows]
+    again = [np.median(a[rng.integers(0, len(a), (resamples, len(a)))], axis=1) for a in arrays]
+    low, high = np.quantile(np.log(again).mean(axis=0), [0.025, 0.975])
+    middle = np.log([np.median(a) for a in arrays]).mean()
+    return Ratio(math.exp(middle), math.exp(low), math.exp(high))
 
 
 def median(values: Sequence[float]) -> float:

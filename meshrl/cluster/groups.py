@@ -12,8 +12,9 @@ import itertools
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -140,7 +141,10 @@ class RolloutGroup:
     again.
 
     max_restarts: how many are replaced before the failure of the next is raised. note: told of each. on_failure: told
-    at once when one can't be replaced.
+    at once when one can't be replaced. in_flight: what becomes of turns under way when new weights come; each token has
+    its version in any case. keep = they stay where they are, and an engine that can't hold them finishes them first;
+    abort = they leave their engines, and go on from their last token when the weights are in place; restart = they
+    begin anew, so that a turn is of one version.
     """
 
     def __init__(self, executor: Executor, max_restarts: int = 0):
@@ -149,6 +153,9 @@ class RolloutGroup:
         self.on_failure: Callable[[RankFailure], None] = lambda failure: None
         # Gives a new rank what the others have; False while the trainer is between two versions.
         self.bring_weights: Callable[[int], Awaitable[bool]] | None = None
+        self.in_flight: Literal["keep", "abort", "restart"] = "keep"
+        self._clear = asyncio.Event()  # not while a sync has made turns leave
+        self._clear.set()
         self.synced = asyncio.Event()  # set by each sync; who waits for the next one clears it
         self.mending = asyncio.Lock()  # one replacement or sync at a time: both need all train ranks
         self._mends: dict[RankFailure, asyncio.Task[None]] = {}  # all calls of a lost rank raise the same one
@@ -166,6 +173,7 @@ class RolloutGroup:
         parts: list[Turn] = []
         asked = request
         while True:
+            await self._clear.wait()
             for mend in [mend for failure, mend in self._mends.items() if failure.rank == rank and not mend.done()]:
                 await asyncio.shield(mend)  # a new rank is there before its weights are
             try:
@@ -177,7 +185,22 @@ class RolloutGroup:
             parts.append(turn)
             if turn.stop_reason != "abort":
                 return parts[0] if len(parts) == 1 else join_turns(parts)
-            asked = _continued(request, parts)
+            if self.in_flight == "restart":
+                parts.clear()
+            asked = _continued(request, parts) if parts else request
+
+    @asynccontextmanager
+    async def moved_out(self) -> AsyncIterator[None]:
+        """Around a sync: turns under way are out of their engines, unless they are to be kept."""
+        if self.in_flight == "keep":
+            yield
+            return
+        self._clear.clear()
+        try:
+            await self.abort()
+            yield
+        finally:
+            self._clear.set()
 
     def _route(self, session: str) -> int:
         """Sessions go round robin, in order of their first request; a session stays where its cache is."""
@@ -323,6 +346,11 @@ async def sync_weights(trainer: TrainGroup, rollouts: RolloutGroup, layout: Layo
 
     Raises: SyncError naming tensor or stage; the samplers then refuse to generate.
     """
+    async with rollouts.moved_out():
+        return await _sync(trainer, rollouts, layout)
+
+
+async def _sync(trainer: TrainGroup, rollouts: RolloutGroup, layout: Layout) -> list[Ack]:
     version = trainer.version + 1
     executor = trainer.executor
     if executor.specs[0].num_rollout_ranks == 0:

@@ -133,8 +133,8 @@ def set_threads(num_ranks_on_machine: int) -> int:
 def keep_freed_memory(device: torch.device) -> bool:
     """Have a rank that trains on a CPU keep what it frees for its next tensors; returns whether that could be had.
 
-    glibc gives large blocks back to the system at once, which has to clear each page anew: of an fp32 step over 13,000
-    packed tokens of a 5M model that is a sixth of the time. Call it when the model is loaded.
+    glibc gives large blocks back to the system at once, which has to clear each page anew. Call it when the
+    model is loaded.
     """
     if device.type != "cpu" or platform.libc_ver()[0] != "glibc":
         return False

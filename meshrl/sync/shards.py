@@ -126,12 +126,12 @@ class ShardSender:
 
     def _whole(self, piece: Piece, source: torch.Tensor, payload: torch.Tensor) -> int:
         """Cast a piece into its place; returns its digest."""
-        dtype = getattr(torch, piece.entry.dtype)
-        out, running = payload.view(dtype), RunningDigest(self.layout.digest, piece.start)
+        out = payload.view(getattr(torch, piece.entry.dtype))
+        running = RunningDigest(self.layout.digest, piece.start)
         for low, high, base in self._chunks(piece):
             began = time.perf_counter()
-            part = source[low[0] : high[0]].to(dtype)  # cast and digested where it is, before it moves
-            out[low[1] : high[1]].copy_(part)
+            part = out[low[1] : high[1]]
+            part.copy_(source[low[0] : high[0]])
             if base is not None:
                 base.copy_(part)
             done = time.perf_counter()

@@ -48,6 +48,7 @@ from meshrl.train.state import load_state, persistent_buffers, state_bytes, stat
 Role = Literal["policy", "reference"]
 MAX_SKIPPED_IN_A_ROW = 5
 RowArrays = dict[int, np.ndarray]  # step-wide row index -> float32[T]
+_BUCKET_REST = 64  # one part of a bucket of so many is left for its bookkeeping: a sync takes less than two buckets
 _DTYPE_NAMES = {v: k for k, v in DTYPES.items()}
 
 
@@ -252,7 +253,7 @@ class TrainEngine:
         return make_layout(
             tensors,
             tied=tied_names(self.model.lm),
-            bucket_bytes=bucket_bytes,
+            bucket_bytes=bucket_bytes - bucket_bytes // _BUCKET_REST,
             num_shards=self.mesh["dp_shard"].size() if sharded else None,
             digest=kind_for(self.device) if sharded else "sum64",
         )

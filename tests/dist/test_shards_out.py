@@ -19,7 +19,7 @@ from meshrl.sync.send import make_header, send_weights, with_reports
 from meshrl.sync.shards import SendReport
 from meshrl.sync.transport import SharedRingView
 from meshrl.train.engine import TrainEngine
-from meshrl.train.outgoing import RING_SLOTS, Outgoing
+from meshrl.train.outgoing import RING_SLOTS, Outgoing, Transport
 
 UNEVEN: dict[str, Any] = dict(  # no dim divides by 4; a dim of 5 leaves the last of four ranks empty
     vocab_size=61, hidden_size=30, intermediate_size=5, num_attention_heads=3, num_key_value_heads=1
@@ -65,7 +65,7 @@ def _train(engine: TrainEngine, step: int) -> None:
 def _from_others(layout: Any, out: Outgoing, version: int, held: int) -> tuple[Any, Iterator[Bucket]]:
     """What samplers in other processes get: every rank's ring, read here."""
     sources: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(sources, out.begin(layout))
+    dist.all_gather_object(sources, out.begin(layout, "first", 1))
     rings = {rank: source.ring for rank, source in enumerate(sources) if source.ring is not None}
     bases = {source.base_version for source in sources if source.ring is not None}
     delta = bases == {held} and held >= 0
@@ -86,6 +86,11 @@ def _from_others(layout: Any, out: Outgoing, version: int, held: int) -> tuple[A
     return make_header(layout, version, None, held if delta else None, "delta" if delta else "full"), buckets()
 
 
+def outgoing(engine: TrainEngine, keep_base: bool, one_machine: bool = True) -> Outgoing:
+    facts = {"one_machine": one_machine, "address": "127.0.0.1", "timeout_s": 60.0}
+    return Outgoing(engine, Transport(), keep_base=keep_base, **facts)
+
+
 def _synced(
     rank: int, world: int, train: dict[str, Any], way: str, keep_base: bool, bucket_bytes: int
 ) -> list[tuple[bool, Ack]]:
@@ -93,7 +98,7 @@ def _synced(
     engine = engine_over(tiny_qwen2(**UNEVEN), world, train, torch.bfloat16)
     engine.require_independent_rows()  # a forward without a backward must leave nothing whole behind
     layout = engine.layout(bucket_bytes, sharded=True)
-    out = Outgoing(engine, keep_base=keep_base, one_machine=way != "collective", address="127.0.0.1")
+    out = outgoing(engine, keep_base, one_machine=way != "collective")
     sampler, found = Sampler(layout), []
     for version in range(NUM_SYNCS):
         _train(engine, version)
@@ -157,7 +162,7 @@ def _ten_syncs(rank: int, world: int, folder: str, way: str) -> list[str]:
 
     engine = engine_over(tiny_qwen2(**UNEVEN), world, {"optimizer": {"lr": 1e-3}}, torch.bfloat16)
     layout = engine.layout(4096, sharded=True)
-    out, sampler = Outgoing(engine, keep_base=True, one_machine=True, address=""), Sampler(layout)
+    out, sampler = outgoing(engine, keep_base=True), Sampler(layout)
     for version in range(10):
         if version:
             torch.manual_seed(version)
@@ -191,7 +196,7 @@ def _wrong(rank: int, world: int) -> str:
 
     engine = engine_over(tiny_qwen2(**UNEVEN), world, {}, torch.bfloat16)
     layout = engine.layout(4096, sharded=True)
-    out, sampler = Outgoing(engine, keep_base=False, one_machine=True, address=""), Sampler(layout)
+    out, sampler = outgoing(engine, keep_base=False), Sampler(layout)
     payloads = Exchange._payloads
 
     def spoiled(self: Exchange, index: int, mine: Any) -> list[torch.Tensor]:

@@ -12,6 +12,7 @@ import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TRL = BENCHMARKS.parent / ".venv-trl" / "bin" / "python"
+VLLM = BENCHMARKS.parent / ".venv-vllm" / "bin" / "python"
 
 
 def smoke(name: str, results: Path, *arguments: str) -> dict[str, Any]:
@@ -83,6 +84,28 @@ def test_rollout(tmp_path: Path) -> None:
 def test_rollout_with_transformers_continuous_batching(tmp_path: Path) -> None:
     line = smoke("rollout", tmp_path)
     assert {f"ratio_{cell}_over_generate_batch" for cell in CELLS} <= line["figures"].keys()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not VLLM.exists(), reason="vLLM has an environment of its own: make setup-vllm")
+def test_rollout_against_vllm(tmp_path: Path) -> None:
+    line = smoke("rollout", tmp_path, "--rivals", "vllm", "--vllm-python", str(VLLM))
+    figures, rows = line["figures"], [f"ratio_0.9M_float32_16_{kind}_over_vllm" for kind in ("mixed", "equal")]
+    assert {bar["name"]: (bar["value"], bar["need"]) for bar in line["bars"]} == {
+        "vllm_geometric_mean": (pytest.approx((figures[rows[0]] * figures[rows[1]]) ** 0.5, rel=1e-3), ">= 1"),
+        "vllm_lowest_row": (min(figures[row] for row in rows), ">= 0.85"),
+    }
+    assert figures["vllm_startup_s"] > 0 and figures["embedded_startup_s"] > 0
+    assert not any("generate" in name for name in figures)
+
+
+@pytest.mark.parametrize("arguments", [("--rivals", "vllm"), ("--vllm-python", "no/python")])
+def test_without_vllm_it_says_where_to_get_it(arguments: tuple[str, ...]) -> None:
+    command = [sys.executable, str(BENCHMARKS / "rollout.py"), *arguments]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "make setup-vllm" in done.stderr
 
 
 @pytest.mark.slow

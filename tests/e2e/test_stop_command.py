@@ -23,9 +23,11 @@ def test_a_run_tells_where_it_is_and_ends_with_a_checkpoint_when_asked(tmp_path:
     config, folder = write_run(tmp_path), tmp_path / "runs" / "long"
     command = [sys.executable, "-m", "meshrl", "train", str(config), "loop.num_steps=100000", "run.name=long"]
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    with subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}
-    ) as run:
+    told = tmp_path / "told.txt"
+    with (
+        told.open("w") as file,
+        subprocess.Popen(command, stdout=file, stderr=file, env={**os.environ, "PYTHONPATH": path}) as run,
+    ):
         try:
             while not (folder / "status.json").exists() or read_status(folder).step < 2:
                 assert run.poll() is None
@@ -37,12 +39,11 @@ def test_a_run_tells_where_it_is_and_ends_with_a_checkpoint_when_asked(tmp_path:
             assert all(f"  {name}  " in said for name in ("controller", "rank_0", "reward"))
             assert main(["stop", str(folder)]) == 0
             assert "interrupted after" in capsys.readouterr().out
-            assert run.stderr is not None and "ended by SIGTERM" in run.stderr.read().decode()
-            assert run.wait() == 143
+            assert run.wait() == 143 and "ended by SIGTERM" in told.read_text()
         finally:
             run.kill()
-    ((step, _),) = states(folder / "checkpoints")
-    assert step == read_status(folder).step >= 2
+    steps = [step for step, _ in states(folder / "checkpoints")]
+    assert steps == [read_status(folder).step] and steps[0] >= 2, told.read_text()
     assert not psutil.wait_procs(children, timeout=20)[1]
     assert main(["stop", str(folder)]) == 1
     assert "nothing runs there" in capsys.readouterr().err

@@ -65,4 +65,28 @@ FOREIGN_FAULTS = [
         "if not isinstance(answer, dict):",
         (_ENDPOINT + "test_an_answer_other_than_success_is_no_success",),
     ),
+    Fault(
+        "changes go to the wrong places of what is kept for a server",
+        "meshrl/rollout/foreign/kept.py",
+        "            raw = payload[piece.at : piece.at + piece.stop - piece.start]",
+        "            raw = payload[: piece.stop - piece.start]",
+        ("tests/contract/test_weight_sync.py::test_shards_arrive_and_then_changes_alone[sglang]",),
+    ),
+    Fault(
+        "who is left of a broken broadcast keeps its group",
+        "meshrl/sync/group_ring.py",
+        "        if occasion == self._occasion:",
+        "        if self._occasion:",
+        (
+            "tests/contract/test_sync_transports.py::"
+            "test_a_fault_on_the_way_is_caught_and_the_next_full_sync_heals_it[broadcast-dropped-full]",
+        ),
+    ),
+    Fault(
+        "a turn that was to begin anew goes on from tokens of old weights",
+        "meshrl/cluster/groups.py",
+        '            if self.in_flight == "restart":',
+        '            if self.in_flight == "anew":',
+        ("tests/unit/cluster/test_in_flight.py::test_turns_under_way_are_kept_moved_or_begun_anew[restart]",),
+    ),
 ]

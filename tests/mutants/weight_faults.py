@@ -66,7 +66,7 @@ WEIGHT_FAULTS = [
     ),
     Fault(
         "a dropped bucket passes",
-        "meshrl/sync/receive.py",
+        "meshrl/sync/order.py",
         "if arrived < stream.num_buckets:",
         "if arrived < 0:",
         (_SYNC + "test_a_stream_that_was_damaged_is_refused_and_named",),

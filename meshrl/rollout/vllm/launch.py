@@ -111,6 +111,8 @@ def _command(
         "--disable-log-stats",
         "--disable-uvicorn-access-log",
     ]
+    if on_cpu:  # vLLM 0.32 ends there when it cuts the prompt of a request with a seed
+        flags.append("--no-enable-chunked-prefill")
     pairs = [text for name, value in values.items() for text in (name, str(value))]
     return [*python, "-m", "vllm.entrypoints.openai.api_server", *pairs, *flags, *cfg.args]
 

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.timeout(300)  # ranks start slowly on a machine that do
 
 
 @asynccontextmanager
-async def _running(folder: Path, num_train_ranks: int, max_restarts: int = 3) -> AsyncIterator[Groups]:
+async def running(folder: Path, num_train_ranks: int, max_restarts: int = 3) -> AsyncIterator[Groups]:
     """Train ranks of a tiny model, and one rank that only samples: the last."""
     tiny_qwen2().save_pretrained(folder / "model")
     async with launched(
@@ -56,7 +56,7 @@ async def _pids(groups: Groups) -> list[int]:
     return await asyncio.gather(*(groups.executor.call(spec.rank, pid) for spec in groups.executor.specs))
 
 
-async def _step(trainer: TrainGroup) -> float:
+async def step(trainer: TrainGroup) -> float:
     """One optimizer step; its gradient's norm."""
     samples = weigh(random_samples(0, [9, 12, 5, 7]))
     await trainer.forward_backward(samples, trainer.plan(samples), sft_loss())
@@ -85,13 +85,13 @@ def test_a_train_rank_that_dies_while_nobody_asks_it_anything_ends_the_wait_and_
     meet each other, not what the old ones left where they met."""
 
     async def body() -> None:
-        async with _running(tmp_path, num_train_ranks=2) as groups:
+        async with running(tmp_path, num_train_ranks=2) as groups:
             assert groups.trainer is not None and groups.rollouts is not None
             layout = await groups.trainer.layout(20_000)
             await groups.rollouts.reconcile(layout)
             await sync_weights(groups.trainer, groups.rollouts, layout)
             endless = asyncio.ensure_future(groups.rollouts.generate(ask("a", [5, 3], max_new_tokens=20_000)))
-            before, norm = await _pids(groups), await _step(groups.trainer)
+            before, norm = await _pids(groups), await step(groups.trainer)
             asyncio.get_running_loop().call_later(0.1, os.kill, before[1], signal.SIGKILL)
             killed = r"^rank 1 failed in phase .* killed by SIGKILL"
             with pytest.raises(RankFailure, match=killed) as failure, noticed(groups):
@@ -104,7 +104,7 @@ def test_a_train_rank_that_dies_while_nobody_asks_it_anything_ends_the_wait_and_
             await groups.restart_trainers(layout)
             after = await _pids(groups)
             assert after[2] == before[2] and not {*after[:2]} & {*before[:2]}
-            assert await _step(groups.trainer) == norm, "they hold the folder's model again, and meet"
+            assert await step(groups.trainer) == norm, "they hold the folder's model again, and meet"
             await sync_weights(groups.trainer, groups.rollouts, layout)
             turn = await groups.rollouts.generate(ask("a", [5, 3]))
             assert len(turn.output_ids) == 16, "the samplers have forgotten what the run asked before"
@@ -118,7 +118,7 @@ def test_a_sync_that_a_death_cut_in_the_middle_leaves_samplers_that_the_next_ful
     context = [5, 3, 9, 4]
 
     async def body() -> None:
-        async with _running(tmp_path, num_train_ranks=1) as groups:
+        async with running(tmp_path, num_train_ranks=1) as groups:
             trainer, rollouts = groups.trainer, groups.rollouts
             assert trainer is not None and rollouts is not None
             layout = await trainer.layout(20_000)
@@ -128,7 +128,7 @@ def test_a_sync_that_a_death_cut_in_the_middle_leaves_samplers_that_the_next_ful
                 first = await rollouts.generate(ask("a", context, seed=7))
                 await checkpoints.save(1, {})
             for _ in range(2):
-                await _step(trainer)
+                await step(trainer)
                 await sync_weights(trainer, rollouts, layout)
             endless = asyncio.ensure_future(rollouts.generate(ask("b", context, max_new_tokens=20_000)))
             await asyncio.sleep(0.3)
@@ -155,7 +155,7 @@ def test_ranks_that_are_lost_while_they_start_can_be_started_once_more(tmp_path)
     """The one that had come up goes with the other."""
 
     async def body() -> None:
-        async with _running(tmp_path, num_train_ranks=2) as groups:
+        async with running(tmp_path, num_train_ranks=2) as groups:
             assert groups.trainer is not None
             before = await _pids(groups)
             os.kill(before[0], signal.SIGKILL)
@@ -174,7 +174,7 @@ def test_ranks_that_are_lost_while_they_start_can_be_started_once_more(tmp_path)
             with pytest.raises(RankFailure, match="its machine is gone"):
                 await groups.executor.call(0, pid)
             await groups.restart_trainers(None)
-            assert await _step(groups.trainer) > 0
+            assert await step(groups.trainer) > 0
 
     _run(body)
 
@@ -183,7 +183,7 @@ def test_a_sampler_that_dies_while_nobody_asks_it_anything_is_replaced_at_once(t
     """P26: and has its weights, without a sync, before it is asked. When it may not be replaced, the wait ends."""
 
     async def body() -> None:
-        async with _running(tmp_path, num_train_ranks=1, max_restarts=1) as groups:
+        async with running(tmp_path, num_train_ranks=1, max_restarts=1) as groups:
             trainer, rollouts = groups.trainer, groups.rollouts
             assert trainer is not None and rollouts is not None
             back, notes = asyncio.Event(), list[str]()
@@ -218,13 +218,13 @@ def test_a_new_sampler_waits_for_the_sync_while_the_trainer_is_between_two_versi
     """P15: after an optimizer step the trainer's weights are no longer those that its version names."""
 
     async def body() -> None:
-        async with _running(tmp_path, num_train_ranks=1) as groups:
+        async with running(tmp_path, num_train_ranks=1) as groups:
             trainer, rollouts = groups.trainer, groups.rollouts
             assert trainer is not None and rollouts is not None
             layout = await trainer.layout(20_000)
             await rollouts.reconcile(layout)
             await sync_weights(trainer, rollouts, layout)
-            await _step(trainer)
+            await step(trainer)
             os.kill((await _pids(groups))[1], signal.SIGKILL)
             asked = asyncio.ensure_future(rollouts.generate(ask("a", [5, 3, 9])))
             while rollouts.num_restarts == 0 or rollouts.mending.locked():

@@ -90,6 +90,18 @@ def test_a_prefix_cache_that_outlives_its_weights_shows_in_the_re_score(server):
     go(main)
 
 
+def test_prompts_of_more_tokens_than_a_step_takes_wait_and_are_not_cut(server):
+    """On a CPU vLLM ends when it cuts the prompt of a request with a seed."""
+
+    async def main():
+        engine = await synced(server, tiny_vllm_lm())
+        prompts = [[3 + (i * (g + 1) + g) % 61 for i in range(900)] for g in range(4)]
+        turns = await asyncio.gather(*(engine.generate(ask(str(g), p, seed=g)) for g, p in enumerate(prompts)))
+        assert all(1 <= len(turn.output_ids) <= 16 for turn in turns)
+
+    go(main)
+
+
 def test_extras_are_the_likeliest_tokens_in_order(server):
     async def main():
         engine = await synced(server, tiny_vllm_lm())

@@ -1,0 +1,102 @@
+"""vLLM as a rival of rollout.py: meshrl's engine for it, over a server that runs under the Python that has vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from meshrl.config.model import ModelConfig
+from meshrl.config.rollout import RolloutConfig, VllmConfig
+from meshrl.core.types import Request
+from meshrl.rollout.vllm.launch import build_vllm_engine
+
+BLOCK = 128  # tokens: what vLLM's cache is handed out in on a CPU
+SERVER = ["-m", "vllm.entrypoints.openai.api_server"]
+THREADS = ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND")
+IDLE_CORES = 0.05  # a server that takes less disturbs nobody
+WATCHED_S, QUIET_DEADLINE_S = 0.2, 30.0
+VERSION_OF = "import importlib.metadata as m; print(m.version(m.packages_distributions()['vllm'][0]))"
+
+
+def version_of(python: Path) -> str | None:
+    """vLLM's version under that Python; None where there is none."""
+    if not python.exists():
+        return None
+    done = subprocess.run([str(python), "-c", VERSION_OF], capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def cache_bytes(config: Any, dtype: torch.dtype, contexts: Sequence[int]) -> int:
+    """Bytes of a KV cache that holds these numbers of tokens at once, and the longest context of the model, without
+    which vLLM does not start."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * dtype.itemsize
+    return per_token * (sum(-(-n // BLOCK) * BLOCK for n in contexts) + config.max_position_embeddings)
+
+
+class VllmRival:
+    """A server over one model, for callers without an event loop.
+
+    startup_s: from nothing to the answer to a request. settings: the server's command line, with the last part of each
+    path alone, and its threads.
+    """
+
+    def __init__(self, model: ModelConfig, python: Path, kv_cache_bytes: int, first: Request):
+        """first: the request that is answered before start-up counts as done."""
+        others = set(psutil.Process().children(recursive=True))
+        self._runner = asyncio.Runner()
+        vllm = VllmConfig(python=str(python), kv_cache_bytes=kv_cache_bytes)
+        rollout = RolloutConfig(engine="vllm", vllm=vllm)
+        began = time.perf_counter()
+        self._engine = build_vllm_engine(model, rollout, torch.device("cpu"), "vllm", ())
+        self._engine.trust_loaded_weights()
+        self.sample([first])
+        self.startup_s = time.perf_counter() - began
+        self._processes = [p for p in psutil.Process().children(recursive=True) if p not in others]
+        (server,) = (p for p in self._processes if p.cmdline()[1:3] == SERVER)
+        self.settings: dict[str, Any] = {
+            "arguments": [Path(word).name for word in server.cmdline()[3:]],
+            **{name: server.environ().get(name) for name in THREADS},
+        }
+
+    def sample(self, requests: Sequence[Request]) -> int:
+        """The number of tokens sampled for requests that all come at once."""
+
+        async def answers() -> int:
+            turns = await asyncio.gather(*map(self._engine.generate, requests))
+            return sum(len(turn.output_ids) for turn in turns)
+
+        return self._runner.run(answers())
+
+    def cpu_clock(self) -> float:
+        """CPU time so far of this process and of all the server's, in seconds."""
+        return time.process_time() + self._server_cpu_s()
+
+    def _server_cpu_s(self) -> float:
+        return sum(t.user + t.system for t in (p.cpu_times() for p in self._processes))
+
+    def wait_until_quiet(self) -> None:
+        """Its processes spin for a second after their last work, on the cores that the next contender needs.
+
+        Raises: RuntimeError when they do not stop.
+        """
+        until = time.monotonic() + QUIET_DEADLINE_S
+        while time.monotonic() < until:
+            before, began = self._server_cpu_s(), time.perf_counter()
+            time.sleep(WATCHED_S)
+            cores = (self._server_cpu_s() - before) / (time.perf_counter() - began)
+            if cores < IDLE_CORES:
+                return
+        raise RuntimeError(f"vLLM has nothing to do, and after {QUIET_DEADLINE_S:g} s it still takes {cores:.2f} cores")
+
+    def close(self) -> None:
+        """End the server."""
+        self._runner.run(self._engine.close())
+        self._runner.close()

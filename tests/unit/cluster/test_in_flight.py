@@ -1,0 +1,45 @@
+"""What becomes of a turn that is under way when new weights come, by policy; each token has its version (P17)."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+from test_lost_trainers import running, step
+from tiny_engines import ask
+
+from meshrl.cluster.groups import sync_weights
+
+pytestmark = pytest.mark.timeout(300)  # ranks start slowly on a machine that does much else
+CONTEXT, LENGTH = [5, 3, 9, 4], 240
+
+
+@pytest.mark.parametrize("policy", ["keep", "abort", "restart"])
+def test_turns_under_way_are_kept_moved_or_begun_anew(tmp_path, policy):
+    async def body() -> None:
+        async with running(tmp_path, num_train_ranks=1) as groups:
+            trainer, rollouts = groups.trainer, groups.rollouts
+            assert trainer is not None and rollouts is not None
+            rollouts.in_flight = policy
+            layout = await trainer.layout(20_000)
+            await rollouts.reconcile(layout)
+            await sync_weights(trainer, rollouts, layout)
+            for attempt in range(20):  # on a busy machine the turn may be over before the sync begins
+                await step(trainer)
+                asked = ask(f"turn {attempt}", CONTEXT, max_new_tokens=LENGTH, ignore_eos=True, seed=attempt)
+                before = (await rollouts.stats())[0].decode_tokens
+                turn = asyncio.ensure_future(rollouts.generate(asked))
+                while (await rollouts.stats())[0].decode_tokens < before + 3:
+                    await asyncio.sleep(0)
+                old, under_way = trainer.version, not turn.done()
+                await sync_weights(trainer, rollouts, layout)
+                after = await rollouts.generate(ask(f"after {attempt}", CONTEXT))
+                versions = (await turn).versions
+                assert len(versions) == LENGTH and (np.diff(versions) >= 0).all() and set(after.versions) == {old + 1}
+                if under_way and set(versions) != {old}:
+                    break
+            expected = {old + 1} if policy == "restart" else {old, old + 1}
+            assert set(versions) == expected
+
+    asyncio.run(asyncio.wait_for(body(), 250))
