@@ -197,7 +197,7 @@ class RolloutGroup:
             return
         self._clear.clear()
         try:
-            await self.abort()
+            await self._where_not_lost(RankWorker.abort)
             yield
         finally:
             self._clear.set()
@@ -365,9 +365,7 @@ async def _sync(trainer: TrainGroup, rollouts: RolloutGroup, layout: Layout) -> 
             acks = await _send_to(rollouts.ranks, trainer, rollouts, layout, version)
 
         async def bring(rank: int) -> bool:
-            if trainer.is_synced:
-                await _send_to([rank], trainer, rollouts, layout, version)
-            return trainer.is_synced
+            return bool(await _send_to([rank], trainer, rollouts, layout, version, lambda: trainer.is_synced))
 
         rollouts.bring_weights = bring
     trainer.version, trainer.is_synced = version, True
@@ -376,14 +374,22 @@ async def _sync(trainer: TrainGroup, rollouts: RolloutGroup, layout: Layout) -> 
 
 
 async def _send_to(
-    ranks: Sequence[int], trainer: TrainGroup, rollouts: RolloutGroup, layout: Layout, version: int
+    ranks: Sequence[int],
+    trainer: TrainGroup,
+    rollouts: RolloutGroup,
+    layout: Layout,
+    version: int,
+    may: Callable[[], bool] = lambda: True,
 ) -> list[Ack]:
     """Once more from the start, to all of them, when a sampler is lost on the way and can be replaced. `mending` is
-    held."""
+    held. may: whether the weights are still those of this version, asked when no command can move them; if not, nothing
+    is sent, and nobody acknowledges."""
     while True:
         occasion = f"{[*ranks]}, {rollouts.num_restarts} replaced, {rollouts.num_failed_syncs} syncs broken off"
         try:
             async with trainer.lane:
+                if not may():
+                    return []
                 return await send_shards(trainer, ranks, layout, version, occasion)
         except (SyncError, RankFailure) as error:
             rollouts.num_failed_syncs += 1

@@ -234,3 +234,33 @@ def test_a_new_sampler_waits_for_the_sync_while_the_trainer_is_between_two_versi
             assert {*(await asked).versions} == {1}
 
     _run(body)
+
+
+def test_a_sampler_that_is_lost_again_gets_no_weights_that_have_moved_meanwhile(tmp_path):
+    """P15: between the two replacements the trainer makes a step, so what it has is not what its version names."""
+
+    async def body() -> None:
+        async with running(tmp_path, num_train_ranks=1) as groups:
+            trainer, rollouts = groups.trainer, groups.rollouts
+            assert trainer is not None and rollouts is not None
+            layout = await trainer.layout(20_000)
+            await rollouts.reconcile(layout)
+            await sync_weights(trainer, rollouts, layout)
+            moving: list[asyncio.Future[float]] = []
+
+            def lose_it_again() -> None:
+                groups.executor._ranks[1].process.kill()
+                moving.append(asyncio.ensure_future(step(trainer)))
+
+            _when(groups, RankWorker.receive, lose_it_again)
+            os.kill((await _pids(groups))[1], signal.SIGKILL)
+            asked = asyncio.ensure_future(rollouts.generate(ask("a", [5, 3, 9])))
+            while rollouts.num_restarts < 2 or rollouts.mending.locked():
+                await asyncio.sleep(0.05)
+            await moving[0]
+            await asyncio.sleep(0.5)
+            assert not asked.done()
+            await sync_weights(trainer, rollouts, layout)
+            assert {*(await asked).versions} == {1}
+
+    _run(body)
