@@ -175,7 +175,7 @@ class RankWorker:
         names = [name_here(name, rank // self.spec.num_local_ranks == here) for rank, name in rings]
         if names != [view.name for view in self._ring_views]:
             self._close_views()  # of senders that were replaced
-            device, timeout_s = wire_device(self.device), self.spec.collective_timeout_s
+            device, timeout_s = wire_device(self.device), self.spec.deadline_s("sync") / 2
             for name in names:
                 self._ring_views.append(open_view(name, RING_SLOTS, slot_bytes, seat, device, timeout_s))
         await self._sampler().begin(header)
@@ -247,7 +247,7 @@ class RankWorker:
                 keep_base=spec.rollout.sync_mode == "delta",
                 one_machine=spec.nodes == 1,
                 address=spec.address,
-                timeout_s=spec.collective_timeout_s,
+                timeout_s=spec.deadline_s("sync") / 2,  # so that who waits in vain says so before it is called silent
             )
         return self._outgoing
 

@@ -21,7 +21,7 @@ import numpy as np
 from meshrl.cluster.actors import RankWorker, UpdateReport
 from meshrl.cluster.executor import Executor
 from meshrl.core.batch import LossFn
-from meshrl.core.errors import RankFailure, SyncError
+from meshrl.core.errors import RankFailure
 from meshrl.core.types import Metric, Request, Sample, Turn
 from meshrl.rollout.base import EngineStats
 from meshrl.rollout.continuation import join_turns
@@ -173,9 +173,7 @@ class RolloutGroup:
         parts: list[Turn] = []
         asked = request
         while True:
-            await self._clear.wait()
-            for mend in [mend for failure, mend in self._mends.items() if failure.rank == rank and not mend.done()]:
-                await asyncio.shield(mend)  # a new rank is there before its weights are
+            await self._free(rank)
             try:
                 turn: Turn = await self.executor.call(rank, RankWorker.generate, asked)
             except RankFailure as failure:
@@ -185,9 +183,22 @@ class RolloutGroup:
             parts.append(turn)
             if turn.stop_reason != "abort":
                 return parts[0] if len(parts) == 1 else join_turns(parts)
+            async with self.mending:  # of a sync that has lost a sampler: it begins again, and brings this one weights
+                pass
             if self.in_flight == "restart":
                 parts.clear()
             asked = _continued(request, parts) if parts else request
+
+    async def _free(self, rank: int) -> None:
+        """Wait until no sync has made turns leave, and the rank is not being replaced: a new one is there before its
+        weights are."""
+        while True:
+            mends = [mend for failure, mend in self._mends.items() if failure.rank == rank and not mend.done()]
+            if self._clear.is_set() and not mends:
+                return
+            await self._clear.wait()
+            for mend in mends:
+                await asyncio.shield(mend)
 
     @asynccontextmanager
     async def moved_out(self) -> AsyncIterator[None]:
@@ -391,7 +402,7 @@ async def _send_to(
                 if not may():
                     return []
                 return await send_shards(trainer, ranks, layout, version, occasion)
-        except (SyncError, RankFailure) as error:
+        except BaseException as error:
             rollouts.num_failed_syncs += 1
             lost = error if isinstance(error, RankFailure) else error.__cause__
             if not isinstance(lost, RankFailure):
@@ -408,8 +419,9 @@ async def send_shards(
     occasion: another text where the samplers are others than at the last sync, or that one broke off.
     """
     executor = trainer.executor
-    asked = [executor.call(r, RankWorker.shard_source, layout, occasion, len(ranks)) for r in range(trainer.num_ranks)]
     held = await asyncio.gather(*(executor.call(r, RankWorker.stats) for r in ranks))
+    everyone = range(trainer.num_ranks)
+    asked = (executor.call(r, RankWorker.shard_source, layout, occasion, len(ranks)) for r in everyone)
     sources = list(enumerate(await asyncio.gather(*asked)))
     senders = [(rank, source.ring) for rank, source in sources if source.ring is not None]
     versions = {source.base_version for _, source in sources if source.ring is not None} | {s.version for s in held}

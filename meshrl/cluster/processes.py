@@ -253,6 +253,9 @@ class ProcessExecutor:
         """Judge what is suspected, in order; what a verdict has ended or replaced meanwhile is settled."""
         while self._suspicions and self._failure is None:
             suspicion = self._suspicions.pop(0)
+            phases = {call.phase for call in suspicion.rank.pending.values()}
+            if suspicion.kind == "silent" and suspicion.phase not in phases:
+                continue  # it has answered since: it had waited for one that was judged before it
             if suspicion.rank.lost is None:
                 await self._judge(suspicion)
 

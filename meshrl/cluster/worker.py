@@ -109,7 +109,8 @@ def main() -> None:
     sock, stacks = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     parent, spec = channel.receive(sock)
     _die_with(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole terminal group; the controller decides
+    for number in (signal.SIGINT, signal.SIGTERM):  # which go to a whole group; the controller decides
+        signal.signal(number, lambda *_: None)  # and not SIG_IGN, which a server that this rank starts would keep
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     asyncio.run(_serve(sock, spec))
     os._exit(0)  # libraries' exit handlers may wait for peers that are gone

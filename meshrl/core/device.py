@@ -82,7 +82,16 @@ def lone_group(store: dist.Store, rank: int, size: int, device: torch.device, ti
         return dist.ProcessGroupGloo(store, rank, size, timeout)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    return dist.ProcessGroupNCCL(store, rank, size, options)
+    group = dist.ProcessGroupNCCL(store, rank, size, options)
+    group.eager_connect_single_device(device)  # else the first broadcast would wait for all to call it
+    return group
+
+
+def leave_group(group: Any) -> None:
+    """End a `lone_group` for all its members; what hangs in it fails."""
+    if isinstance(group, dist.ProcessGroupGloo):
+        return  # ends with the last reference
+    group.abort()
 
 
 def synchronize(device: torch.device) -> None:

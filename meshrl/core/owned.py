@@ -16,7 +16,7 @@ import secrets
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -41,11 +41,12 @@ def hold(fd: int) -> bool:
 class OwnedFolder:
     """A new temporary folder, removed by `close`, with the object, or at the end of Python; else by a later sweep.
 
-    fd: holds it; a child that it is passed to holds it as well.
+    parent: where it is made; None = the system's folder for what is temporary. fd: holds it; a child that it is passed
+    to holds it as well.
     """
 
-    def __init__(self) -> None:
-        self.path, self.fd = _held_folder()
+    def __init__(self, parent: Path | None = None) -> None:
+        self.path, self.fd = _held_folder(parent or Path(tempfile.gettempdir()))
         self._remove = weakref.finalize(self, _remove, self.path, self.fd)
 
     def close(self) -> None:
@@ -53,14 +54,14 @@ class OwnedFolder:
         self._remove()
 
 
-def sweep() -> list[Path]:
-    """Remove what processes of this user have left and nobody holds any more; returns it. Takes a look at two folders,
-    and waits for nothing."""
-    return [path for path in _ours() if _swept(path)]
+def sweep(*folders: Path) -> list[Path]:
+    """Remove what processes of this user have left in these folders (none = shared memory, and the system's folder for
+    what is temporary) and nobody holds any more; returns it. Waits for nothing."""
+    return [path for path in _ours(folders or (_SHARED_MEMORY, Path(tempfile.gettempdir()))) if _swept(path)]
 
 
-def _ours() -> Iterator[Path]:
-    for folder in (_SHARED_MEMORY, Path(tempfile.gettempdir())) if _KERNEL else ():
+def _ours(folders: Sequence[Path]) -> Iterator[Path]:
+    for folder in folders if _KERNEL else ():
         with contextlib.suppress(OSError), os.scandir(folder) as entries:
             yield from [Path(entry) for entry in entries if _NAME.fullmatch(entry.name)]
 
@@ -85,9 +86,9 @@ def _swept(path: Path) -> bool:
         os.close(fd)
 
 
-def _held_folder() -> tuple[Path, int]:
+def _held_folder(parent: Path) -> tuple[Path, int]:
     while True:
-        path = Path(tempfile.gettempdir()) / new_name()
+        path = parent / new_name()
         path.mkdir(mode=0o700)
         with contextlib.suppress(FileNotFoundError):  # a sweep was faster
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

@@ -93,10 +93,12 @@ class Stop:
     def listening(self) -> Iterator[None]:
         """Hear SIGINT and SIGTERM for the running task, and from the main thread. A second Ctrl-C does not wait."""
         self._task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        first: list[int] = []
 
         def heard(number: int, frame: FrameType | None) -> None:
-            if self.signal is None:
-                self.signal = number
+            """Only `ask` makes it known: a block that ended the task before it would have the task cancelled twice."""
+            if not first:
+                first.append(number)
                 loop.call_soon_threadsafe(self.ask, number)
             elif number == signal.SIGINT:
                 raise KeyboardInterrupt

@@ -214,9 +214,11 @@ class EndpointEngine:
     async def cancel(self) -> None:
         """Nobody knows what the server holds now: all requests return what they have (abort), and none is taken until
         the next full sync."""
-        await self._weights.cancel()
-        await self.abort()
-        self._go_on()
+        try:
+            await self._weights.cancel()
+        finally:  # whoever waits must not wait for ever
+            await self.abort()
+            self._go_on()
 
     async def _reload(self, folder: Path) -> None:
         answer = await self._http.post(self._reload_url, {"model_path": str(folder)}, timeout_s=_RELOAD_S)

@@ -6,14 +6,13 @@ network file systems promise to show everywhere. Of one sender there are as many
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from meshrl.core.errors import SyncError
+from meshrl.core.owned import OwnedFolder, sweep
 from meshrl.sync.receive import Bucket
 from meshrl.sync.transport import BucketRef, ref_of
 
@@ -27,10 +26,12 @@ class FileRing:
         """Raises: SyncError when the folder can't be written to."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._folder = Path(tempfile.mkdtemp(prefix="weights_", dir=folder))
-            self._folder.chmod(0o755)  # receivers may run as another user
+            sweep(folder)  # of senders of this machine that were killed
+            self._owned = OwnedFolder(folder)
+            self._owned.path.chmod(0o755)  # receivers may run as another user
         except OSError as error:
             raise SyncError(f"rollout.sync_folder can't be written to: {error}; name one that all ranks see") from error
+        self._folder = self._owned.path
         self.name = f"{SCHEME}{self._folder}"
         self.slots: Sequence[torch.Tensor] = [torch.empty(slot_bytes, dtype=torch.uint8) for _ in range(num_slots)]
         self._num_written = 0
@@ -48,7 +49,7 @@ class FileRing:
 
     def close(self) -> None:
         """Remove all that was written."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._owned.close()
 
 
 class FileRingView:

@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import torch
 
-from meshrl.core.errors import SyncError
+from meshrl.core.errors import RankFailure, SyncError
 from meshrl.sync.digest import as_bytes, digest
 from meshrl.sync.manifest import Ack, Entry, Layout, SyncHeader, SyncMode
 from meshrl.sync.receive import Bucket, WeightReceiver, describe
@@ -204,12 +204,11 @@ async def _each(
 ) -> list[T]:
     """Run one stage at all receivers, and let all of them finish it before the first failure is raised."""
     results = await asyncio.gather(*(call(receiver) for receiver in receivers), return_exceptions=True)
-    done: list[T] = []
-    for index, result in enumerate(results):
-        if isinstance(result, BaseException):
-            raise SyncError(f"receiver {index} failed at {stage}: {type(result).__name__}: {result}") from result
-        done.append(result)
-    return done
+    failures = [(index, result) for index, result in enumerate(results) if isinstance(result, BaseException)]
+    if failures:  # a lost rank may be why others fail
+        index, first = next((each for each in failures if isinstance(each[1], RankFailure)), failures[0])
+        raise SyncError(f"receiver {index} failed at {stage}: {type(first).__name__}: {first}") from first
+    return [result for result in results if not isinstance(result, BaseException)]
 
 
 def with_reports(acks: Sequence[Ack], reports: Sequence[SendReport]) -> list[Ack]:

@@ -75,8 +75,8 @@ FOREIGN_FAULTS = [
     Fault(
         "who is left of a broken broadcast keeps its group",
         "meshrl/sync/group_ring.py",
-        "        if occasion == self._occasion:",
-        "        if self._occasion:",
+        "        if self._meeting is not None and occasion == self._meeting.occasion:",
+        "        if self._meeting is not None:",
         (
             "tests/contract/test_sync_transports.py::"
             "test_a_fault_on_the_way_is_caught_and_the_next_full_sync_heals_it[broadcast-dropped-full]",

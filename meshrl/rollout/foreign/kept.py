@@ -26,7 +26,13 @@ class Kept:
         """name: of the receiver, in errors. Raises: SyncError when the machine's shared memory is too small."""
         self._layout, self._name = layout, name
         self._first = [0, *accumulate(stream.num_buckets for stream in layout.streams)]
-        self._ring = SharedRing(layout.num_buckets, layout.staging_bytes)
+        try:
+            self._ring = SharedRing(layout.num_buckets, layout.staging_bytes)
+        except SyncError as error:
+            raise SyncError(
+                f"{name}: rollout.sync_mode delta keeps the weights, {layout.total_bytes} bytes, in shared memory, "
+                "which has no room for them; make /dev/shm larger (a container: --shm-size), or send everything (full)"
+            ) from error
 
     def whole(self, bucket: Bucket) -> Bucket:
         """Write a bucket, or its changes, into its slot; the same bucket as if it had come whole. That it is what the

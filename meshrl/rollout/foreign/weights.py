@@ -100,7 +100,7 @@ class RemoteWeights:
             self._kept = Kept(layout, self.name)
         self._header, self._num_bytes = header, 0
         await self._call("meshrl_begin", header=header_to(replace(header, mode="full", base_version=None)))
-        self._phase = "open"
+        self._enter("open", header)
 
     async def receive(self, bucket: Bucket) -> None:
         """Tell the workers where the bucket lies; one that lies in no shared memory is copied into some first."""
@@ -110,8 +110,9 @@ class RemoteWeights:
             bucket = self._kept.whole(bucket)
         place = bucket.place or self._copied(bucket)
         ring = {"name": place.ring, "num_slots": place.num_slots, "slot_bytes": place.slot_bytes}
+        header = self._header
         await self._call("meshrl_receive", ring=ring, ref=ref_to(bucket, place.slot))
-        self._phase = "open"
+        self._enter("open", header)
 
     async def commit(self) -> Ack:
         """Have the workers finish and read back; compare with the trainer's digests. Raises: SyncError."""
@@ -126,7 +127,8 @@ class RemoteWeights:
                 f"{self.name}: version {header.version} is not in place; {len(faults)} of {len(layout.entries)} "
                 f"tensors differ from the trainer's:\n{lines}\nThis receiver stays unusable until the next full sync"
             )
-        self._committed, self._header, self._phase = header, None, "idle"
+        self._enter("idle", header)
+        self._committed, self._header = header, None
         return Ack(
             version=header.version,
             receiver=self.name,
@@ -168,6 +170,12 @@ class RemoteWeights:
                 f"{self.name}: {step} came while the receiver was {phase}; the order is begin, receive for each "
                 "bucket, then commit or cancel. A new begin starts over"
             )
+
+    def _enter(self, phase: Literal["idle", "open"], header: SyncHeader | None) -> None:
+        """The step is done. Raises: SyncError when its sync was given up meanwhile."""
+        if self._header is not header:
+            raise SyncError(f"{self.name}: the sync was given up while its server was still at work")
+        self._phase = phase
 
     async def _call(self, method: str, **arguments: Any) -> list[dict[str, Any]]:
         answers = await self._call_workers(method, arguments)

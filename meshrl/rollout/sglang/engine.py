@@ -203,11 +203,13 @@ class SglangEngine:
         next full sync."""
         self._desk.shut()
         self._weights.drop()
-        await self._close_session()
-        await self._post("/update_weight_version", {"new_version": MIXTURE, "abort_all_requests": False})
-        await self._post("/continue_generation", {})  # a request that came during the pause can't be aborted in it
-        await self.abort()
-        await self._go_on()
+        try:
+            await self._close_session()
+            await self._post("/update_weight_version", {"new_version": MIXTURE, "abort_all_requests": False})
+            await self._post("/continue_generation", {})  # a request that came during the pause can't be aborted in it
+        finally:  # whoever waits must not wait for ever
+            await self.abort()
+            await self._go_on()
 
     @asynccontextmanager
     async def _update(self) -> AsyncIterator[None]:

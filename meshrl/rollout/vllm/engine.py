@@ -169,9 +169,11 @@ class VllmEngine:
     async def cancel(self) -> None:
         """The weights are a mixture now: all requests return what they have (abort), and none is taken until the
         next full sync."""
-        await self._weights.cancel()
-        await self.abort()
-        await self._go_on()
+        try:
+            await self._weights.cancel()
+        finally:  # whoever waits must not wait for ever
+            await self.abort()
+            await self._go_on()
 
     # ---- memory and the rest
 

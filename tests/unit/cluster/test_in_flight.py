@@ -9,6 +9,7 @@ import pytest
 from test_lost_trainers import running, step
 from tiny_engines import ask
 
+from meshrl.cluster.actors import RankWorker
 from meshrl.cluster.groups import sync_weights
 
 pytestmark = pytest.mark.timeout(300)  # ranks start slowly on a machine that does much else
@@ -22,6 +23,13 @@ def test_turns_under_way_are_kept_moved_or_begun_anew(tmp_path, policy):
             trainer, rollouts = groups.trainer, groups.rollouts
             assert trainer is not None and rollouts is not None
             rollouts.in_flight = policy
+            call, aborts = groups.executor.call, []
+
+            async def counting(rank, method, *args):
+                aborts.extend([method] * (method is RankWorker.abort))
+                return await call(rank, method, *args)
+
+            groups.executor.call = counting
             layout = await trainer.layout(20_000)
             await rollouts.reconcile(layout)
             await sync_weights(trainer, rollouts, layout)
@@ -39,6 +47,7 @@ def test_turns_under_way_are_kept_moved_or_begun_anew(tmp_path, policy):
                 assert len(versions) == LENGTH and (np.diff(versions) >= 0).all() and set(after.versions) == {old + 1}
                 if under_way and set(versions) != {old}:
                     break
+            assert bool(aborts) == (policy != "keep")
             expected = {old + 1} if policy == "restart" else {old, old + 1}
             assert set(versions) == expected
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -98,3 +99,27 @@ def test_a_save_is_never_cut():
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(run())
     assert done == [False]
+
+
+def test_a_signal_at_the_very_end_of_an_update_ends_the_run_once():
+    """Whoever saves at the end waits for the ranks, and must not be cut by the same signal again."""
+    done = list[str]()
+
+    async def run() -> None:
+        trainer, stop = _trainer(), Stop()
+        with stop.listening():
+            try:
+                with stop.updating(trainer):
+                    trainer.num_optim_steps += 1
+                    await asyncio.sleep(0)
+                    os.kill(os.getpid(), signal.SIGTERM)  # after the last wait of the block
+                await asyncio.sleep(0.01)
+                done.append("next")
+            except asyncio.CancelledError:
+                await asyncio.sleep(0.01)
+                done.append("saved")
+                raise
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(run())
+    assert done == ["saved"]
