@@ -20,6 +20,7 @@ import threading
 
 from meshrl.monitor.processes import kill_descendants
 
+_ending = threading.Lock()  # held by whoever ends everything: the other one waits for its own end
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h
 
 
@@ -31,6 +32,7 @@ def main(folder: str, command: list[str]) -> None:
     )
     threading.Thread(target=_outlive_no_parent, args=(folder,), daemon=True).start()
     status = server.wait()
+    _ending.acquire()
     kill_descendants(os.getpid())
     if status < 0:
         with contextlib.suppress(OSError):  # SIGKILL has no handler
@@ -41,6 +43,7 @@ def main(folder: str, command: list[str]) -> None:
 
 def _outlive_no_parent(folder: str) -> None:
     os.read(0, 1)  # the parent never writes: this returns when its end closes
+    _ending.acquire()
     kill_descendants(os.getpid())
     shutil.rmtree(folder, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)

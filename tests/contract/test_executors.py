@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import secrets
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -56,15 +55,8 @@ def threads() -> Any:
 
 
 @pytest.fixture(scope="module")
-def monkeypatch_module() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        yield patch
-
-
-@pytest.fixture(scope="module")
-def run(config: Path, monkeypatch_module: pytest.MonkeyPatch) -> Run:
+def run(config: Path) -> Run:
     """The folder of a layout's run, made once."""
-    monkeypatch_module.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
     made: dict[str, Path] = {}
     numbers = itertools.count()  # a run that failed leaves its folder, and the next test tries again
 

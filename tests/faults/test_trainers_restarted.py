@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import secrets
 import signal
 import threading
 import time
@@ -76,12 +75,10 @@ def whole(config: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def ray_token() -> Iterator[None]:
-    """One for all Rays of this process, which reads it once; and a short path, which is all that its sockets allow."""
+def ray_folder() -> Iterator[None]:
+    """A short path, which is all that Ray's sockets allow."""
     pytest.importorskip("ray", reason="ray is not installed: pip install 'meshrl[ray]'")
     with pytest.MonkeyPatch.context() as patch:
-        if "RAY_AUTH_TOKEN" not in os.environ:
-            patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
         patch.setenv("RAY_TMPDIR", "/tmp")
         yield
 
@@ -239,7 +236,7 @@ def test_what_would_not_help_is_not_tried(fault, overrides, why, config, planted
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["kill", "orphan"])
 def test_train_ranks_that_ray_has_lost_are_replaced_and_the_run_ends_as_if_nothing_had_been(
-    how, config, whole, planted, capfd, ray_token
+    how, config, whole, planted, capfd, ray_folder
 ):
     """orphan: Ray's actor, which is the rank's host, dies, and the rank with it."""
     other = whole("split")
