@@ -12,9 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # tests share tiny_models, rank_
 
 from rank_pool import RankPool
 
-os.environ.setdefault(
-    "RAY_AUTH_TOKEN", secrets.token_hex(32)
-)  # one for all Rays of a process
+os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # one for all Rays of a process
 
 
 @pytest.fixture(scope="session")
