@@ -31,7 +31,6 @@ from meshrl.core.device import cluster_resources
 from meshrl.core.errors import ConfigError, RankFailure
 
 _JOINING_S = 15.0  # a machine that has just been started may take so long to appear
-_STARTS = 3  # of Ray's servers: each has 30 s to answer, which a busy machine may not give it
 _LOOK_AGAIN_S = 5.0  # while the machines are not ours yet
 _STORE_BYTES = 80 << 20  # near Ray's least: the object store stays empty
 
@@ -89,16 +88,6 @@ class RayExecutor(RemoteExecutor):
                         f"cluster.address is {where}: no Ray cluster answers there ({error}). Start one by `ray start "
                         "--head`, and join it on every other machine by `ray start --address HOST:6379`"
                     ) from error
-        for left in reversed(range(_STARTS)):
-            try:
-                return self._start_own()
-            except RuntimeError:
-                if not left:
-                    raise
-                ray.shutdown()  # ends what has started
-
-    def _start_own(self) -> None:
-        """A cluster of this machine, for this run alone. Raises: RuntimeError where Ray's servers take over 30 s."""
         ray.init(
             address="local",
             num_cpus=max(os.cpu_count() or 1, self.specs[0].num_ranks),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -15,6 +17,32 @@ from tiny_run import write_run
 from meshrl.cli import main
 from meshrl.loops.status import read_status
 from meshrl.train.checkpoint_files import states
+
+
+@pytest.mark.timeout(600)
+def test_a_sigterm_for_all_processes_of_a_run_ends_it_with_a_checkpoint_too(tmp_path: Path):
+    """P31: schedulers send it to the whole group; the ranks leave it to the controller."""
+    config, folder = write_run(tmp_path), tmp_path / "runs" / "group"
+    command = [sys.executable, "-m", "meshrl", "train", str(config), "loop.num_steps=100000", "run.name=group"]
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    told = tmp_path / "told.txt"
+    with (
+        told.open("w") as file,
+        subprocess.Popen(
+            command, stdout=file, stderr=file, env={**os.environ, "PYTHONPATH": path}, start_new_session=True
+        ) as run,
+    ):
+        try:
+            while not (folder / "status.json").exists() or read_status(folder).step < 2:
+                assert run.poll() is None, told.read_text()
+                time.sleep(0.1)
+            for process in [psutil.Process(run.pid), *psutil.Process(run.pid).children(recursive=True)]:
+                with suppress(psutil.NoSuchProcess):  # it has ended with another one
+                    process.send_signal(signal.SIGTERM)
+            assert run.wait() == 143, told.read_text()
+        finally:
+            run.kill()
+    assert [step for step, _ in states(folder / "checkpoints")] == [read_status(folder).step], told.read_text()
 
 
 @pytest.mark.timeout(600)
