@@ -27,7 +27,7 @@ from meshrl.core.types import Metric, Request, Sample, Turn
 from meshrl.monitor.memory import memory_metrics
 from meshrl.parallel.mesh import build_mesh, resolve_shape
 from meshrl.rollout.base import EngineStats, RolloutEngine
-from meshrl.rollout.build import build_rollout_engine
+from meshrl.rollout.build import TAKES_ADAPTERS, build_rollout_engine
 from meshrl.rollout.embedded.engine import EmbeddedEngine
 from meshrl.sync.group_ring import Seat
 from meshrl.sync.manifest import Ack, Layout, SyncHeader
@@ -80,7 +80,7 @@ class RankWorker:
             shape = resolve_shape(spec.train.mesh, spec.num_train_ranks, spec.train.sharding_strategy)
             mesh = build_mesh(shape, self.device.type)
             self.policy = TrainEngine.build(spec.model, spec.train, mesh, "policy")
-            if spec.reference:
+            if spec.reference and not spec.model.lora.enabled:  # else it is the policy without its adapters
                 self.reference = TrainEngine.build(spec.model, spec.train, mesh, "reference")
             keep_freed_memory(self.device)
         if spec.samples and spec.rollout is not None:
@@ -91,14 +91,18 @@ class RankWorker:
 
     def layout(self, bucket_bytes: int) -> Layout:
         """What the syncs of this run carry: each rank its own shard."""
-        return self._trainer().layout(bucket_bytes, sharded=True)
+        cfg = self.spec.rollout
+        merged = cfg is not None and cfg.engine not in TAKES_ADAPTERS
+        return self._trainer().layout(bucket_bytes, merged=merged)
 
     def forward(self, plan: Plan, rows: Rows, role: str) -> RowArrays:
         """Logprobs of this rank's rows under the policy or the reference (collective)."""
-        engine = self._trainer() if role == "policy" else self.reference
-        if engine is None:
+        batches = self._batches(plan, rows)
+        if role == "policy" or self.spec.model.lora.enabled:
+            return self._trainer().forward(batches, adapter=role == "policy")[0]
+        if self.reference is None:
             raise ValueError(f"rank {self.spec.rank} has no {role} engine")
-        return engine.forward(self._batches(plan, rows))[0]
+        return self.reference.forward(batches)[0]
 
     def forward_backward(self, plan: Plan, rows: Rows, loss: LossFn) -> UpdateReport:
         """Gradient of this rank's micro-batches of the plan (collective)."""
@@ -159,9 +163,9 @@ class RankWorker:
         """Where samplers in other processes find this rank's shard, and what it could send the changes since."""
         return self._out().begin(layout, occasion, num_receivers)
 
-    def shard_next(self, version: int, delta: bool) -> BucketRef | SendReport:
+    def shard_next(self, version: int, changes: bool) -> BucketRef | SendReport:
         """Put the shard's next bucket on its way and say where it is; after the last, what was sent."""
-        sent = self._out().next(version, delta)
+        sent = self._out().next(version, changes)
         if isinstance(sent, SendReport):
             self._trainer().version = version
         return sent

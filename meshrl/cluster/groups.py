@@ -426,10 +426,10 @@ async def send_shards(
     senders = [(rank, source.ring) for rank, source in sources if source.ring is not None]
     versions = {source.base_version for _, source in sources if source.ring is not None} | {s.version for s in held}
     base = versions.pop() if len(versions) == 1 else None
-    delta = base is not None and base >= 0
-    header = make_header(layout, version, None, base if delta else None, "delta" if delta else "full")
+    changes = base is not None and base >= 0
+    header = make_header(layout, version, None, base if changes else None, sources[0][1].mode if changes else "full")
     reports: list[SendReport] = []
-    buckets = merged([_shard_refs(executor, rank, version, delta, reports) for rank, _ in senders])
+    buckets = merged([_shard_refs(executor, rank, version, changes, reports) for rank, _ in senders])
     seats = [Seat(number, len(ranks)) for number in range(len(ranks))]
     receivers = [_RemoteReceiver(executor, r, senders, layout, seat) for r, seat in zip(ranks, seats, strict=True)]
     acks = await send_weights(header, buckets, receivers)
@@ -437,10 +437,10 @@ async def send_shards(
 
 
 async def _shard_refs(
-    executor: Executor, rank: int, version: int, delta: bool, reports: list[SendReport]
+    executor: Executor, rank: int, version: int, changes: bool, reports: list[SendReport]
 ) -> AsyncIterator[BucketRef]:
     """Buckets of one rank's shard as it puts them on their way, one at a time; its report at the end."""
-    while not isinstance(sent := await executor.call(rank, RankWorker.shard_next, version, delta), SendReport):
+    while not isinstance(sent := await executor.call(rank, RankWorker.shard_next, version, changes), SendReport):
         yield sent
     reports.append(sent)
 

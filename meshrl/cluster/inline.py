@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from meshrl.cluster.actors import RankWorker
 from meshrl.cluster.executor import WorkerSpec
 from meshrl.core.errors import ConfigError, RankFailure
+from meshrl.parallel.mesh import forget_meshes
 
 
 class InlineExecutor:
@@ -38,4 +40,8 @@ class InlineExecutor:
         raise AssertionError("ranks that are this process are never lost alone")
 
     async def close(self) -> None:
+        """This process goes on, so nothing of the engines is left to it, which are rings of objects."""
         await self.worker.stop()
+        self.worker = RankWorker(self.specs[0])
+        forget_meshes()
+        gc.collect()

@@ -66,7 +66,7 @@ class Connected:
 
 @dataclass(frozen=True, slots=True)
 class _Suspicion:
-    """A sign that something is wrong with a rank. cause: one line; details: a traceback."""
+    """A sign that something is wrong with a rank. cause: one line; details: a traceback. call: not answered in time."""
 
     index: int
     rank: Connected
@@ -74,6 +74,12 @@ class _Suspicion:
     kind: Literal["raised", "ended", "silent"]
     cause: str
     details: str = ""
+    call: _Call | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the call has been answered since: the rank had waited for another, which was judged before it."""
+        return self.call is not None and self.call not in self.rank.pending.values()
 
 
 class ProcessExecutor:
@@ -170,7 +176,7 @@ class ProcessExecutor:
             self._loop.call_soon(self._flush, state)
         state.outbox.append((call_id, method, args))
         deadline_s = self.specs[rank].deadline_s(call.phase)
-        timer = self._loop.call_later(deadline_s, self._silent, rank, state, call.phase)
+        timer = self._loop.call_later(deadline_s, self._silent, rank, state, call)
         try:
             return await call.future
         finally:
@@ -231,11 +237,11 @@ class ProcessExecutor:
 
     # ---- failures
 
-    def _silent(self, index: int, rank: Connected, phase: str) -> None:
-        spec = self.specs[index]
+    def _silent(self, index: int, rank: Connected, call: _Call) -> None:
+        spec, phase = self.specs[index], call.phase
         key = f"cluster.deadlines.{phase}" if phase in spec.deadlines else "cluster.timeout_s"
         cause = f"no answer within {key} = {spec.deadline_s(phase):g} s"
-        self._suspect(_Suspicion(index, rank, phase, "silent", cause))
+        self._suspect(_Suspicion(index, rank, phase, "silent", cause, call=call))
 
     def _ended(self, index: int) -> _Suspicion:
         rank = self._ranks[index]
@@ -253,9 +259,6 @@ class ProcessExecutor:
         """Judge what is suspected, in order; what a verdict has ended or replaced meanwhile is settled."""
         while self._suspicions and self._failure is None:
             suspicion = self._suspicions.pop(0)
-            phases = {call.phase for call in suspicion.rank.pending.values()}
-            if suspicion.kind == "silent" and suspicion.phase not in phases:
-                continue  # it has answered since: it had waited for one that was judged before it
             if suspicion.rank.lost is None:
                 await self._judge(suspicion)
 
@@ -273,6 +276,8 @@ class ProcessExecutor:
             culprit = first if dead is None else self._ended(dead)
         stacks = await self._take_stacks()
         if culprit.kind == "silent":
+            if first.is_over:
+                return
             culprit = self._silent_one(first, stacks)
         failure = self._told(culprit, stacks)
         lost = self._ranks

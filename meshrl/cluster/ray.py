@@ -62,6 +62,7 @@ class RayExecutor(RemoteExecutor):
         self._group = placement_group([bundle] * spec.nodes, strategy=strategy)
         limit = spec.deadline_s("start")
         granted, until = asyncio.wrap_future(self._group.ready().future()), time.monotonic() + limit
+        granted.add_done_callback(lambda end: end.cancelled() or end.exception())  # of a group given back, nobody asks
         while not (await asyncio.wait([granted], timeout=_LOOK_AGAIN_S))[0]:
             await self._wait_for_machines(bundle)  # Ray counts one that has just died until its silence is noticed
             if time.monotonic() > until:

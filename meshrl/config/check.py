@@ -83,6 +83,8 @@ def unused(config: RunConfig | SftRunConfig) -> dict[str, str]:
         found["cluster.address"] = f"cluster.executor is {config.cluster.executor}"
     if config.cluster.executor == "inline":
         found |= dict.fromkeys(OF_RANKS, "cluster.executor is inline: the one rank is this very process")
+    if not config.model.lora.enabled:
+        found |= dict.fromkeys((f"model.lora.{name}" for name in ("rank", "alpha", "targets")), "model.lora is off")
     if config.train.scheduler.kind == "constant":
         found["train.scheduler.min_lr_ratio"] = "train.scheduler.kind is constant"
     if "wandb" not in config.monitor.sinks:
@@ -109,7 +111,6 @@ def unused(config: RunConfig | SftRunConfig) -> dict[str, str]:
 
 ONLY: dict[str, tuple[tuple[Any, ...], str]] = {  # key -> (what this version can do, why nothing else)
     "model.dtype": (("bfloat16", "float32"), "float16 gradients need loss scaling, which this version does not have"),
-    "model.lora.enabled": ((False,), "this version trains all weights; it has no low-rank adapters yet"),
     "model.vision": (("shard",), "this version trains text models only, so nothing reads the choice for vision towers"),
     "train.mesh.ulysses": ((1,), "this version does not split rows over ranks yet; lower data.max_prompt_tokens"),
     "train.mesh.tp": ((1,), "this version has no tensor parallelism in training yet; shard with train.mesh.dp_shard"),

@@ -22,6 +22,7 @@ from transformers.activations import SiLUActivation
 from meshrl.model import prepack
 from meshrl.model.attention import AttentionContext, How, PackedAttention
 from meshrl.model.causal import CausalModel
+from meshrl.model.lora import Adapter, adapter_of, unadapted
 
 SAME = 1e-4  # of the largest state, in fp32: rounding stays below, an unknown scale or norm is a hundred times more
 TABLE_POSITIONS = 1 << 16  # whose rotations are kept
@@ -122,13 +123,27 @@ class _Probe(PackedAttention):
 class _Product:
     """Linear layers of one input, side by side: x [T, in] -> [T, sum of out]."""
 
-    def __init__(self, parts: Sequence[torch.nn.Linear]):
-        self._parts = parts
+    def __init__(self, parts: Sequence[Any]):
+        """parts: torch.nn.Linear, or peft's layer around one."""
+        self._parts = [unadapted(part) for part in parts]
+        self._adapters: list[tuple[int, int, Adapter]] = []  # first column, first after them, what is added there
         self._whole: torch.Tensor | None = None
         self._bias: torch.Tensor | None = None
         self._packed: torch.Tensor | None = None
+        end = 0
+        for part in parts:
+            start, end = end, end + part.out_features
+            adapter = adapter_of(part)
+            if adapter is not None:
+                self._adapters.append((start, end, adapter))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        y = self._plain(x)
+        for start, end, adapter in self._adapters:
+            y[..., start:end] += F.linear(F.linear(x, adapter.a), adapter.b) * adapter.scale
+        return y
+
+    def _plain(self, x: torch.Tensor) -> torch.Tensor:
         if self._packed is not None:
             return prepack.linear(x, self._packed, self._bias)
         if self._whole is not None:
@@ -243,7 +258,7 @@ def _fits(base: Any) -> bool:
         and _parts(block.self_attn) in (_ATTENTION, _ATTENTION | _HEAD_NORMS)
         and _parts(block.mlp) == _MLP
         and isinstance(block.mlp.act_fn, torch.nn.SiLU | SiLUActivation)
-        and all(type(m) is torch.nn.Linear for m in _linears(block))
+        and all(type(unadapted(m)) is torch.nn.Linear for m in _linears(block))
         and all(hasattr(m, "variance_epsilon") for m in _norms(base, block))
         and len({getattr(block.self_attn, name).bias is None for name in _QKV}) == 1
         and (block.mlp.gate_proj.bias is None) == (block.mlp.up_proj.bias is None)

@@ -11,6 +11,7 @@ import torch
 
 from meshrl.core.errors import ConfigError
 from meshrl.core.files import Unreadable, open_plain
+from meshrl.model.lora import named_weights
 from meshrl.model.weight_files import KINDS, Stored
 from meshrl.parallel.fsdp import local_shard, shard_start
 
@@ -33,7 +34,7 @@ class Weights:
 
         Raises: ConfigError naming the file that can't be read on.
         """
-        tensors = dict(lm.named_parameters())
+        tensors = dict(named_weights(lm))
         bucket = torch.empty(bucket_bytes, dtype=torch.uint8)
         with ExitStack() as stack:
             reader = _Reader(stack, bucket)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import debug
 
 from meshrl.config.train import TrainMeshConfig
 from meshrl.core.errors import ConfigError
@@ -40,3 +41,13 @@ def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
     if mesh["dp_replicate"].size() > 1:
         return mesh["dp_replicate", "dp_shard"]
     return mesh["dp_shard"]
+
+
+def forget_meshes() -> None:
+    """Drop what DTensor remembers of this thread's work: it holds meshes, and so process groups, for as long as the
+    thread lives. A process that forks from another thread would tear them down in the child, where the threads that
+    they join don't exist, and the child would crash before it became what it was to be (as Ray's servers are started).
+    """
+    clear = getattr(debug, "_clear_sharding_prop_cache", None)  # torch 2.13; older versions keep less
+    if clear is not None:
+        clear()

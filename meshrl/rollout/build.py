@@ -31,3 +31,4 @@ ENGINES = {
     "sglang": build_sglang_engine,
     "endpoint": build_endpoint_engine,
 }
+TAKES_ADAPTERS = ("embedded",)  # beside its weights; for the others they are added to them

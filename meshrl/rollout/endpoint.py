@@ -108,8 +108,7 @@ class EndpointEngine:
         home = versions or (self._own_folder.path if self._own_folder else Path())
         writer = FolderWeights(model_folder, home, self._reload, engine_id)
         self._weights = RemoteWeights(writer.call, engine_id, keep_weights)
-        self._desk = Desk(engine_id)
-        self._paused = False
+        self._desk = Desk(engine_id, self._call_off)
         self._called_off: dict[str, asyncio.Event] = {}
 
     # ---- generation
@@ -157,7 +156,7 @@ class EndpointEngine:
 
     async def abort(self, ids: Sequence[str] | None = None) -> int:
         """End these requests (None = all), sent or not; returns how many there were."""
-        return await self._desk.end(ids, self._call_off)
+        return await self._desk.end(ids)
 
     async def _call_off(self, ids: list[str]) -> None:
         for name in ids:
@@ -167,19 +166,14 @@ class EndpointEngine:
         """Stop: wait = who runs finishes first, abort = all return now. Raises: CapabilityError for keep."""
         if mode == "keep":
             raise CapabilityError(f"{self.engine_id} can't hold requests in place (capabilities.in_flight)")
-        self._paused = True
-        self._desk.shut()
-        if mode == "abort":
-            await self.abort()
-        else:
-            await self._desk.drained()
+        await self._desk.pause(mode)
 
     async def resume(self) -> None:
-        self._paused = False
+        self._desk.paused = False
         self._go_on()
 
     def _go_on(self) -> None:
-        if not self._paused and self._weights.expected == self._weights.version:
+        if not self._desk.paused and self._weights.expected == self._weights.version:
             self._desk.open()
 
     # ---- weights

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from meshrl.core.errors import SyncError
-from meshrl.sync.digest import as_bytes, digest, digest_range
+from meshrl.sync.digest import DigestKind, as_bytes, digest, digest_range
 from meshrl.sync.manifest import Layout, Piece, SyncHeader
 
 _SMALL_BYTES = 1 << 20  # threads are not worth their start below
+_BATCH_BYTES = 256 << 20  # of tensors read back at once
 
 
 class Run(NamedTuple):
@@ -78,28 +79,28 @@ class Expected:
     def _digested(
         self, found: Iterable[tuple[str, torch.Tensor]], names: dict[str, str]
     ) -> Iterator[tuple[str, torch.Tensor, list[Run]]]:
-        """Each tensor with the digests that it has; as many at once as torch has threads, since a tensor read back may
-        be a copy, whose memory goes when the next are asked for."""
+        """Each tensor with the digests that it has, in as many threads as torch has; a tensor read back may be a copy,
+        whose memory goes when the next batch is asked for."""
+        num_threads = torch.get_num_threads()
+        with ThreadPoolExecutor(num_threads) as pool:
+            for batch in _batches(found):
+                work = [self._work_of(names.get(name, name), tensor) for name, tensor in batch]
+                large = num_threads > 1 and sum(_num_bytes(tensor) for _, tensor in batch) > _SMALL_BYTES
+                tasks = [task for tasks in work for task in tasks]  # by runs, for one tensor may be a third of a model
+                done = iter(pool.map(_call, tasks) if large else map(_call, tasks))
+                for (name, tensor), own in zip(batch, work, strict=True):
+                    yield name, tensor, [next(done) for _ in own]
 
-        def runs(item: tuple[str, torch.Tensor]) -> tuple[str, torch.Tensor, list[Run]]:
-            name, tensor = item
-            return name, tensor, self._runs_of(names.get(name, name), tensor)
-
-        source, at_once = iter(found), torch.get_num_threads()
-        with ThreadPoolExecutor(at_once) as pool:
-            while batch := list(islice(source, 4 * at_once)):
-                large = at_once > 1 and sum(t.numel() * t.element_size() for _, t in batch) > _SMALL_BYTES
-                yield from pool.map(runs, batch) if large else map(runs, batch)
-
-    def _runs_of(self, name: str, tensor: torch.Tensor) -> list[Run]:
-        """The tensor's own digests over the runs of what was sent under this name; none if its size is another."""
+    def _work_of(self, name: str, tensor: torch.Tensor) -> list[Callable[[], Run]]:
+        """What gives the tensor's own digests over the runs of what was sent under this name; nothing if its size is
+        another."""
         entry = self._entries.get(name)
-        if entry is None or tensor.numel() * tensor.element_size() != entry.num_bytes:
+        if entry is None or _num_bytes(tensor) != entry.num_bytes:
             return []
         if self._kind == "sum64" and len(self._runs[name]) == 1:
-            return [Run(0, entry.num_bytes, digest(tensor))]  # also of a strided view, without a copy
+            return [lambda: Run(0, entry.num_bytes, digest(tensor))]  # also of a strided view, without a copy
         raw = as_bytes(tensor if tensor.is_contiguous() else tensor.contiguous())
-        return [Run(a, b, digest_range(self._kind, raw[a:b], a)) for a, b, _ in self._of(name)]
+        return [partial(_run, self._kind, raw[a:b], a, b) for a, b, _ in self._of(name)]
 
     def _of(self, name: str) -> list[Run]:
         return sorted(self._runs[name])
@@ -117,3 +118,26 @@ class Expected:
         (is_, should), more = wrong[0], f", and {len(wrong) - 1} more runs" if len(wrong) > 1 else ""
         where = "" if len(held) == 1 else f" in bytes {is_.start} to {is_.stop}{more}"
         return f"has digest {is_.digest:016x}, the trainer's is {should.digest:016x}{where}"
+
+
+def _run(kind: DigestKind, raw: torch.Tensor, start: int, stop: int) -> Run:
+    return Run(start, stop, digest_range(kind, raw, start))
+
+
+def _call(task: Callable[[], Run]) -> Run:
+    return task()
+
+
+def _batches(found: Iterable[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    batch, size = [], 0
+    for name, tensor in found:
+        batch.append((name, tensor))
+        size += _num_bytes(tensor)
+        if size >= _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    yield batch
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -52,7 +52,7 @@ class Bucket:
     piece, from a multiple of 16 bytes on: the new elements, then from a multiple of 4 on their places. `digest` is
     that of the payload by itself.
     in_place: there is no payload: a sender in this process has written the receiver's own tensors, and `pieces` is of
-    what lies there.
+    what lies there; of changes alone, it has written those that are WHOLE, and left the others as they were.
     place: the slot of shared memory that the payload lies in, for an engine whose weights are in yet another process.
     """
 
@@ -219,8 +219,8 @@ class ReceiverState:
         stream = self._order.stream_of(bucket.stream, bucket.index)
         pieces = list(stream.pieces(bucket.index))
         header = expected.header
-        check_payload(self.name, bucket, stream, pieces, header.mode == "delta", header.digests is None)
-        if bucket.pieces is None or bucket.changes is not None:
+        check_payload(self.name, bucket, stream, pieces, header.mode != "full", header.digests is None)
+        if bucket.pieces is None or (bucket.changes is not None and not bucket.in_place):
             began = time.perf_counter()
             start = 0 if bucket.changes is not None else stream.bucket_range(bucket.index)[0]
             arrived = digest_range(self.layout.digest, bucket.payload, start)
@@ -233,7 +233,7 @@ class ReceiverState:
         self._load(bucket, pieces)
         if bucket.pieces is not None:
             expected.add(pieces, bucket.pieces)
-        self._num_bytes += sum(p.stop - p.start for p in pieces) if bucket.in_place else bucket.payload.numel()
+        self._num_bytes += _written_bytes(bucket, pieces) if bucket.in_place else bucket.payload.numel()
         self._order.taken(bucket.stream)
         self._phase = "open"
 
@@ -347,6 +347,12 @@ class ReceiverState:
         return {entry.name: entry.name for entry in self.layout.entries} | self.layout.tied
 
 
+def _written_bytes(bucket: Bucket, pieces: Sequence[Piece]) -> int:
+    """What a sender in this process has written itself."""
+    counts = bucket.changes or [WHOLE] * len(pieces)
+    return sum(piece.stop - piece.start for piece, count in zip(pieces, counts, strict=True) if count == WHOLE)
+
+
 def section_bytes(piece: Piece, count: int) -> int:
     """Bytes of a piece in a delta's payload, or of the piece itself."""
     if count == WHOLE:
@@ -380,10 +386,10 @@ def write_changes(piece: Piece, section: torch.Tensor, count: int, raw: torch.Te
 
 
 def check_payload(
-    name: str, bucket: Bucket, stream: Stream, pieces: Sequence[Piece], delta: bool, with_pieces: bool
+    name: str, bucket: Bucket, stream: Stream, pieces: Sequence[Piece], changes: bool, with_pieces: bool
 ) -> None:
-    """Length and dtype of what a bucket carries. delta: what the sync's mode demands; with_pieces: the header has no
-    digests. Raises: SyncError."""
+    """Length and dtype of what a bucket carries. changes: the sync's mode is delta or adapter; with_pieces: the header
+    has no digests. Raises: SyncError."""
     payload = bucket.payload
     start, stop = stream.bucket_range(bucket.index)
     wanted = 0 if bucket.in_place else stop - start
@@ -399,11 +405,9 @@ def check_payload(
         raise SyncError(
             f"{name}: bucket {bucket.index} speaks of {numbers} pieces and carries {len(pieces)}, {carries(pieces)}"
         )
-    if (bucket.changes is not None) != delta:
-        kind = "changes" if bucket.changes is not None else "whole tensors"
-        raise SyncError(
-            f"{name}: bucket {bucket.index} carries {kind} in a sync of mode {'delta' if delta else 'full'!r}"
-        )
+    if (bucket.changes is not None) != changes:
+        kind, mode = ("whole tensors", "changes alone") if changes else ("changes", "everything")
+        raise SyncError(f"{name}: bucket {bucket.index} carries {kind} in a sync of {mode}")
 
 
 def check_header(name: str, header: SyncHeader, layout: Layout, had: int, last: int) -> None:
@@ -418,15 +422,15 @@ def check_header(name: str, header: SyncHeader, layout: Layout, had: int, last: 
             f"{name}: the header belongs to layout {header.layout_hash}, this receiver was set up for layout "
             f"{layout.hash}; reconcile again whenever names, shapes, dtypes or the bucket size change"
         )
-    if header.mode == "adapter" or (header.mode == "delta") != (header.base_version is not None):
+    if (header.mode != "full") != (header.base_version is not None):
         raise SyncError(
-            f"{name}: mode {header.mode!r} on base version {header.base_version} was asked for; this receiver takes "
-            "mode 'full' without a base version, and mode 'delta' on one"
+            f"{name}: mode {header.mode!r} on base version {header.base_version} was asked for; 'full' has no base "
+            "version, 'delta' and 'adapter' need one"
         )
     if header.base_version is not None and header.base_version != had:
         raise SyncError(
-            f"{name}: a delta on base version {header.base_version} came, but version {had} is in place (-1 = none); "
-            "send everything"
+            f"{name}: a sync of mode {header.mode} on base version {header.base_version} came, but version {had} is in "
+            "place (-1 = none); send everything"
         )
     lowest = max(last + 1 if had >= 0 else last, 0)
     if header.version < lowest:

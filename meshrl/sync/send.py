@@ -45,10 +45,10 @@ def make_header(
     if digests is not None and digests.keys() != names:
         odd = ", ".join(sorted(digests.keys() ^ names)[:8])
         raise ValueError(f"the layout sends {len(names)} tensors, there are {len(digests)} digests; different: {odd}")
-    if version < 0 or (mode == "delta") != (base_version is not None):
+    if version < 0 or (mode != "full") != (base_version is not None):
         raise ValueError(
             f"version {version}, mode {mode!r}, base_version {base_version}: a version is 0 or more, and base_version "
-            "goes with mode 'delta' and with no other"
+            "goes with every mode but 'full'"
         )
     return SyncHeader(version=version, base_version=base_version, mode=mode, layout_hash=layout.hash, digests=digests)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -37,85 +38,128 @@ class SendReport:
     seconds: dict[str, float] = field(default_factory=lambda: {"cast": 0.0, "verify": 0.0})
 
 
+class Rows(Protocol):
+    """A shard's rows of one tensor, laid end to end: a flat tensor, or what computes elements when they are read."""
+
+    device: torch.device
+
+    def numel(self) -> int: ...
+
+    def is_contiguous(self) -> bool: ...
+
+    def __getitem__(self, part: slice, /) -> torch.Tensor: ...
+
+
 class ShardSender:
     """One rank's stream, sync after sync.
 
     staging: uint8[stream.staging_bytes] or longer each, taken in turn; bucket b has to be consumed before bucket
-    b + len(staging) is asked for. base_version: that which `delta` would start from; None = none.
+    b + len(staging) is asked for. frozen: names of tensors that stay as they are; they are read and sent once.
+    base_version: that which a sync of changes alone would start from; None = none.
     """
 
-    def __init__(self, layout: Layout, shard: int, staging: Sequence[torch.Tensor], keep_base: bool):
+    def __init__(
+        self,
+        layout: Layout,
+        shard: int,
+        staging: Sequence[torch.Tensor],
+        keep_base: bool,
+        frozen: frozenset[str] = frozenset(),
+    ):
         self.layout, self.shard, self.stream = layout, shard, layout.streams[shard]
         self.base_version: int | None = None
         self.report = SendReport()
         self._staging = staging
         self._keep_base = keep_base
+        self._frozen = frozen
+        self._digests: dict[tuple[str, int], int] = {}  # of frozen pieces, by name and first byte
         self._base: dict[str, torch.Tensor] = {}
 
-    def buckets(self, tensors: Mapping[str, torch.Tensor], version: int, delta: bool = False) -> Iterator[Bucket]:
-        """Everything, or what has changed since base_version. tensors: {wire name: this rank's rows of it, contiguous,
-        in any floating dtype}.
+    def buckets(self, tensors: Mapping[str, Rows], version: int, changes: bool = False) -> Iterator[Bucket]:
+        """Everything, or what has changed since base_version: elements that a search finds, with keep_base; without it
+        all tensors that are not frozen. tensors: {wire name: this rank's rows of it, contiguous, in any floating
+        dtype}.
 
-        Raises: SyncError when a tensor is missing, or has another size than the layout says; ValueError for a delta
-        from no base.
+        Raises: SyncError when a tensor is missing, or has another size than the layout says; ValueError for changes
+        since no base.
         """
-        if delta and self.base_version is None:
-            raise ValueError("a delta was asked for, but nothing was sent before it; send everything first")
-        self.base_version = None  # until the last bucket is asked for, the base is of two versions
-        flat = {entry.name: self._flat(entry, tensors) for entry in self.stream.entries}
+        flat = self._opened(tensors, changes)
         self._remember(flat)
         extra = [*self._staging, *self._base.values()]
         self.report = SendReport(
-            num_changed=0 if delta else None, extra_bytes=sum(t.numel() * t.element_size() for t in extra)
+            num_changed=0 if changes and self._keep_base else None,
+            extra_bytes=sum(t.numel() * t.element_size() for t in extra),
         )
         for index in range(self.stream.num_buckets):
             start, stop = self.stream.bucket_range(index)
             payload = self._staging[index % len(self._staging)][: stop - start]
-            bucket = self._changes(index, flat, payload) if delta else self._everything(index, flat, payload)
+            bucket = self._changes(index, flat, payload) if changes else self._everything(index, flat, payload)
             self.report.num_bytes += bucket.payload.numel()
             yield bucket
-        if self._keep_base:
+        if self._keep_base or self._frozen:
             self.base_version = version
 
-    def in_place(self, tensors: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]) -> Iterator[Bucket]:
-        """Everything, cast straight into the tensors of a receiver in this process: buckets without a payload, which
-        say what the receiver has got. There is no shorter way, so no changes are looked for."""
-        self.base_version, self.report = None, SendReport()
-        flat = {entry.name: self._flat(entry, tensors) for entry in self.stream.entries}
+    def in_place(
+        self,
+        tensors: Mapping[str, Rows],
+        targets: Mapping[str, torch.Tensor],
+        version: int,
+        changes: bool = False,
+    ) -> Iterator[Bucket]:
+        """Cast straight into the tensors of a receiver in this process: buckets without a payload, which say what the
+        receiver has got. There is no shorter way, so changes are not searched for: everything, or what is not frozen.
+        """
+        flat = self._opened(tensors, changes)
+        self.report = SendReport()
         nothing = torch.empty(0, dtype=torch.uint8)
         for index in range(self.stream.num_buckets):
-            digests = []
+            digests, written = [], []
             for piece in self.stream.pieces(index):
-                digests.append(
-                    self._whole(
-                        piece, flat[piece.entry.name], as_bytes(targets[piece.entry.name])[piece.start : piece.stop]
-                    )
-                )
-                self.report.num_bytes += piece.stop - piece.start
+                name = piece.entry.name
+                written.append(0 if changes and name in self._frozen else WHOLE)
+                if written[-1] == WHOLE:
+                    digests.append(self._whole(piece, flat[name], as_bytes(targets[name])[piece.start : piece.stop]))
+                    self.report.num_bytes += piece.stop - piece.start
+                else:
+                    digests.append(self._digests[name, piece.start])
             yield Bucket(
-                index=index, payload=nothing, digest=0, stream=self.shard, pieces=tuple(digests), in_place=True
+                index=index,
+                payload=nothing,
+                digest=0,
+                stream=self.shard,
+                pieces=tuple(digests),
+                changes=tuple(written) if changes else None,
+                in_place=True,
             )
+        if self._frozen:
+            self.base_version = version
 
-    def _remember(self, flat: Mapping[str, torch.Tensor]) -> None:
+    def _opened(self, tensors: Mapping[str, Rows], changes: bool) -> dict[str, Rows]:
+        """The tensors of this stream; from here to the last bucket, the base is of two versions."""
+        if changes and self.base_version is None:
+            raise ValueError("changes alone were asked for, but nothing was sent before; send everything first")
+        self.base_version = None
+        return {entry.name: self._flat(entry, tensors) for entry in self.stream.entries}
+
+    def _remember(self, flat: Mapping[str, Rows]) -> None:
         """Have memory for what is sent, if it is to be kept."""
-        if not self._keep_base:
-            self._base = {}
-        elif not self._base:
+        if self._keep_base and not self._base:
             for entry in self.stream.entries:
-                source = flat[entry.name]
-                self._base[entry.name] = torch.empty_like(source, dtype=getattr(torch, entry.dtype))
+                if entry.name not in self._frozen:
+                    rows, dtype = flat[entry.name], getattr(torch, entry.dtype)
+                    self._base[entry.name] = torch.empty(rows.numel(), dtype=dtype, device=rows.device)
 
-    def _flat(self, entry: Entry, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        tensor = tensors.get(entry.name)
+    def _flat(self, entry: Entry, tensors: Mapping[str, Rows]) -> Rows:
+        rows = tensors.get(entry.name)
         count = entry.num_bytes // DTYPE_BYTES[entry.dtype]
-        if tensor is None or tensor.numel() != count or not tensor.is_contiguous():
-            got = "nothing" if tensor is None else f"{list(tensor.shape)}, strides {tensor.stride()}"
+        if rows is None or rows.numel() != count or not rows.is_contiguous():
+            got = "nothing" if rows is None else f"{rows.numel()}{'' if rows.is_contiguous() else ', not in one run'}"
             raise SyncError(
                 f"shard {self.shard} of {entry.name} should be {count} elements in one run; the trainer has {got}"
             )
-        return tensor.detach().view(-1)
+        return rows.detach().view(-1) if isinstance(rows, torch.Tensor) else rows
 
-    def _everything(self, index: int, flat: Mapping[str, torch.Tensor], payload: torch.Tensor) -> Bucket:
+    def _everything(self, index: int, flat: Mapping[str, Rows], payload: torch.Tensor) -> Bucket:
         end, digests = 0, []
         for piece in self.stream.pieces(index):
             payload[end : piece.at].zero_()
@@ -124,7 +168,7 @@ class ShardSender:
         payload[end:].zero_()
         return Bucket(index=index, payload=payload, digest=0, stream=self.shard, pieces=tuple(digests))
 
-    def _whole(self, piece: Piece, source: torch.Tensor, payload: torch.Tensor) -> int:
+    def _whole(self, piece: Piece, source: Rows, payload: torch.Tensor) -> int:
         """Cast a piece into its place; returns its digest."""
         out = payload.view(getattr(torch, piece.entry.dtype))
         running = RunningDigest(self.layout.digest, piece.start)
@@ -137,9 +181,11 @@ class ShardSender:
             done = time.perf_counter()
             running.update(as_bytes(part))
             self._took(began, done)
+        if piece.entry.name in self._frozen:
+            self._digests[piece.entry.name, piece.start] = running.value
         return running.value
 
-    def _changes(self, index: int, flat: Mapping[str, torch.Tensor], payload: torch.Tensor) -> Bucket:
+    def _changes(self, index: int, flat: Mapping[str, Rows], payload: torch.Tensor) -> Bucket:
         end, digests, changes = 0, [], []
         for piece in self.stream.pieces(index):
             found = self._changed(piece, flat[piece.entry.name])
@@ -163,13 +209,18 @@ class ShardSender:
             index=index, payload=sent, digest=value, stream=self.shard, pieces=tuple(digests), changes=tuple(changes)
         )
 
-    def _changed(self, piece: Piece, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int] | None:
+    def _changed(self, piece: Piece, source: Rows) -> tuple[torch.Tensor, torch.Tensor, int] | None:
         """Places int32[N] in the piece, new bits there, and the digest of the whole piece as it is now; None when the
-        piece itself is no longer than that."""
+        piece itself is no longer than that, or nothing is known of its elements."""
+        if piece.entry.name in self._frozen:
+            nothing = torch.empty(0, dtype=torch.int32)
+            return nothing, nothing, self._digests[piece.entry.name, piece.start]
+        if piece.entry.name not in self._base:
+            return None
         running = RunningDigest(self.layout.digest, piece.start)
         places, values, count = [], [], 0
         for low, high, base in self._chunks(piece):
-            assert base is not None, "a delta needs a base"
+            assert base is not None
             began = time.perf_counter()
             now = source[low[0] : high[0]].to(base.dtype)
             found = _nonzero(bits_of(now) != bits_of(base))

@@ -105,7 +105,7 @@ class SharedRing:
     def ref(self, bucket: Bucket) -> BucketRef:
         """Describe a bucket that lies in its slot. Raises: SyncError when its payload is elsewhere."""
         slot = bucket.index % self.num_slots
-        if bucket.payload.data_ptr() != self.slots[slot].data_ptr():
+        if bucket.payload.numel() and bucket.payload.data_ptr() != self.slots[slot].data_ptr():  # nothing is nowhere
             raise SyncError(
                 f"bucket {bucket.index} does not lie in slot {slot} of ring {self.name}; cut the stream with "
                 "iter_buckets(..., staging=ring.slots)"

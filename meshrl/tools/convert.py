@@ -6,9 +6,12 @@ import os
 import shutil
 from pathlib import Path
 
+from meshrl.config.model import ModelConfig
+from meshrl.config.train import TrainConfig
 from meshrl.core.errors import CheckpointError
 from meshrl.loops.resume import state_in
-from meshrl.model.load import DTYPES, cast_parameters, load_causal_lm
+from meshrl.model.load import DTYPES, load_causal_lm
+from meshrl.model.lora import adapters_of, add_adapters, is_adapter, merged_weight, named_weights
 from meshrl.model.save import save_pretrained
 from meshrl.train.checkpoint_files import CONTROLLER, read_controller
 from meshrl.train.state import load_model, persistent_buffers
@@ -23,29 +26,33 @@ def convert(checkpoint: Path, out: Path) -> None:
     if out.exists():
         raise CheckpointError(f"{out} is there already; give a folder that is not")
     folder = state_in(checkpoint)
-    path, dtype, master_dtype = _model_of(folder)
-    lm = load_causal_lm(path, dtype=DTYPES[master_dtype])
+    model, masters = _model_of(folder)
+    lm = load_causal_lm(model.path, dtype=DTYPES[model.dtype if model.lora.enabled else masters])
+    if model.lora.enabled:
+        add_adapters(lm, model.lora, DTYPES[masters], model.path)
     load_model(folder, lm)
-    cast_parameters(lm, DTYPES[dtype])
-    weights = [(name, p.detach()) for name, p in lm.named_parameters()]
+    adapters = adapters_of(lm)
+    weights = []
+    for name, p in named_weights(lm):
+        if not is_adapter(name):
+            weight = merged_weight(p.detach(), adapters[name]) if name in adapters else p.detach()
+            weights.append((name, weight.to(DTYPES[model.dtype])))
     sizes = [(name, p.numel() * p.element_size()) for name, p in weights]
     aside = out.with_name(out.name + ".aside")
     shutil.rmtree(aside, ignore_errors=True)
-    save_pretrained(lm, sizes, weights, persistent_buffers(lm), aside, path)
+    save_pretrained(lm, sizes, weights, persistent_buffers(lm), aside, model.path)
     os.rename(aside, out)
 
 
-def _model_of(folder: Path) -> tuple[str, str, str]:
-    """Where the run's model came from, the dtype that it computed in, and that of its masters; both in DTYPES."""
+def _model_of(folder: Path) -> tuple[ModelConfig, str]:
+    """The run's model.*, and the dtype of its masters."""
     saved = read_controller(folder)
     try:
-        model, train = saved["config"]["model"], saved["config"]["train"]
-        told = str(model["path"]), str(model["dtype"]), str(train["master_dtype"])
-        if not {*told[1:]} <= DTYPES.keys():
-            raise ValueError(f"dtypes {told[1]!r} and {told[2]!r}")
-        return told
+        model = ModelConfig.model_validate(saved["config"]["model"])
+        masters = TrainConfig.model_validate(saved["config"]["train"]).master_dtype
     except (KeyError, TypeError, ValueError) as cause:
         raise CheckpointError(
             f"{folder / CONTROLLER} does not say which model the run began with: {type(cause).__name__}: {cause}. It "
             "is of another version, or was changed"
         ) from cause
+    return model, masters

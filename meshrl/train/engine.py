@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshrl.config.model import ModelConfig
+from meshrl.config.model import LoraConfig, ModelConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.batch import Batch, LossFn, Outputs
 from meshrl.core.device import current_device
@@ -33,12 +34,26 @@ from meshrl.model.load import (
     require_same_scores,
     tied_names,
 )
+from meshrl.model.lora import (
+    ADAPTER_FOLDER,
+    MergedRows,
+    adapters_of,
+    add_adapters,
+    init_adapters,
+    is_adapter,
+    merged_weight,
+    named_weights,
+    save_adapter,
+    trained_weights,
+    without_adapters,
+)
 from meshrl.model.save import save_pretrained
 from meshrl.model.stream import Weights
-from meshrl.parallel.fsdp import is_first_replica, local_shard, reshard, shard_model, shard_start, whole
+from meshrl.parallel.fsdp import local_shard, reshard, shard_model, whole
 from meshrl.parallel.mesh import data_parallel_mesh
-from meshrl.sync.digest import digests_of, kind_for, partial_digest
+from meshrl.sync.digest import kind_for
 from meshrl.sync.manifest import Layout, make_layout
+from meshrl.sync.shards import Rows
 from meshrl.train.checkpoint import BackgroundWrite, stage
 from meshrl.train.checkpoint_files import FileFact
 from meshrl.train.optim import build_optimizer, clip_gradients
@@ -74,8 +89,16 @@ class StepReport:
 class TrainEngine:
     """Build with `TrainEngine.build`. version counts the weight changes that samplers have been given."""
 
-    def __init__(self, model: CausalModel, mesh: DeviceMesh, cfg: TrainConfig, compute_dtype: torch.dtype, role: Role):
-        self.model, self.mesh, self.cfg, self.role = model, mesh, cfg, role
+    def __init__(
+        self,
+        model: CausalModel,
+        mesh: DeviceMesh,
+        cfg: TrainConfig,
+        compute_dtype: torch.dtype,
+        role: Role,
+        lora: LoraConfig | None = None,
+    ):
+        self.model, self.mesh, self.cfg, self.role, self.lora = model, mesh, cfg, role, lora
         self.compute_dtype = compute_dtype
         self.device = torch.device(
             mesh.device_type, None if mesh.device_type == "cpu" else torch.accelerator.current_device_index()
@@ -94,11 +117,15 @@ class TrainEngine:
         Raises: ConfigError when the folder can't be loaded, when we would compute something else than Transformers
         does, or when packed rows are not independent in the model.
         """
-        compute = DTYPES[model_cfg.dtype]
+        compute, masters = DTYPES[model_cfg.dtype], DTYPES[train_cfg.master_dtype]
         lm, weights = open_causal_lm(model_cfg.path)
-        cast_parameters(lm, DTYPES[train_cfg.master_dtype] if role == "policy" else compute)
+        lora = model_cfg.lora if role == "policy" and model_cfg.lora.enabled else None
+        cast_parameters(lm, masters if role == "policy" and lora is None else compute)
+        if lora is not None:
+            add_adapters(lm, lora, masters, model_cfg.path)
         twin = meta_copy(lm)
-        engine = cls.wrap(lm, train_cfg, mesh, role, compute, weights)
+        engine = cls.wrap(lm, train_cfg, mesh, role, compute, weights, lora)
+        init_adapters(lm)
         require_same_scores(twin, engine.model.lm, data_parallel_mesh(mesh), model_cfg.path)
         del twin
         gc.collect()  # sharded modules are rings: shards that the twin had to pad would stay
@@ -114,16 +141,18 @@ class TrainEngine:
         role: Role,
         compute_dtype: torch.dtype,
         weights: Weights | None = None,
+        lora: LoraConfig | None = None,
     ) -> TrainEngine:
         """An engine over a Transformers causal LM that is in memory, the same on every rank; or that is on the meta
-        device, and gets its values from `weights` once it is sharded."""
+        device, and gets its values from `weights` once it is sharded. lora: what `add_adapters` gave it."""
         device = current_device(mesh.device_type)
         if weights is None:
             lm.to(device)
         if role == "policy" and cfg.activation_checkpointing:
             lm.gradient_checkpointing_enable({"use_reentrant": False})
         lm.train(role == "policy")
-        lm.requires_grad_(role == "policy")
+        if lora is None:  # else add_adapters has said what is trained
+            lm.requires_grad_(role == "policy")
         model = CausalModel(lm)
         shard_model(
             model,
@@ -135,7 +164,7 @@ class TrainEngine:
         if weights is not None:
             materialize(model, device)
             weights.fill(lm)
-        return cls(model, mesh, cfg, compute_dtype, role)
+        return cls(model, mesh, cfg, compute_dtype, role, lora)
 
     def require_independent_rows(self) -> None:
         """Score one row beside two different neighbours: its logprobs must be equal to the bit (P22; a collective).
@@ -158,14 +187,20 @@ class TrainEngine:
     # ---- scoring and training
 
     @torch.no_grad()
-    def forward(self, batches: Sequence[Batch], entropy: bool = False) -> tuple[RowArrays, RowArrays]:
-        """Logprobs (and entropies, if asked for) of the masked tokens by row, 0 elsewhere. No gradient."""
+    def forward(
+        self, batches: Sequence[Batch], entropy: bool = False, adapter: bool = True
+    ) -> tuple[RowArrays, RowArrays]:
+        """Logprobs (and entropies, if asked for) of the masked tokens by row, 0 elsewhere. No gradient.
+
+        adapter: with the LoRA adapter; without it this is the reference model.
+        """
         logprobs, entropies = {}, {}
-        for batch in batches:
-            out = self._outputs(batch, entropy)
-            _collect_rows(logprobs, batch, out.logprobs)
-            if out.entropy is not None:
-                _collect_rows(entropies, batch, out.entropy)
+        with nullcontext() if adapter else without_adapters(self.model.lm):
+            for batch in batches:
+                out = self._outputs(batch, entropy)
+                _collect_rows(logprobs, batch, out.logprobs)
+                if out.entropy is not None:
+                    _collect_rows(entropies, batch, out.entropy)
         reshard(self.model)
         return logprobs, entropies
 
@@ -243,60 +278,69 @@ class TrainEngine:
 
     # ---- weights out
 
-    def layout(self, bucket_bytes: int, dtype: torch.dtype | None = None, sharded: bool = False) -> Layout:
-        """Names, shapes and bytes of what each sync sends, in the sampler's dtype; tied tensors are sent once.
+    def layout(self, bucket_bytes: int, merged: bool = False) -> Layout:
+        """Names, shapes and bytes of what each sync sends, in the sampler's dtype, as the streams of the shards that
+        ranks hold; tied tensors are sent once.
 
-        sharded: as the streams of the shards that ranks hold; else as whole tensors, gathered by one rank.
+        merged: LoRA adapters are added to their weights, for a sampler that has none.
         """
-        dtype = dtype or self.compute_dtype
-        tensors = [(name, tuple(p.shape), _DTYPE_NAMES[dtype]) for name, p in self._wire_parameters()]
+        tensors = [
+            (name, tuple(p.shape), _DTYPE_NAMES[self.compute_dtype])
+            for name, p in self._wire_parameters()
+            if not (merged and is_adapter(name))
+        ]
         return make_layout(
             tensors,
             tied=tied_names(self.model.lm),
             bucket_bytes=bucket_bytes - bucket_bytes // _BUCKET_REST,
-            num_shards=self.mesh["dp_shard"].size() if sharded else None,
-            digest=kind_for(self.device) if sharded else "sum64",
+            num_shards=self.mesh["dp_shard"].size(),
+            digest=kind_for(self.device),
         )
 
-    def shards(self) -> dict[str, torch.Tensor]:
-        """This rank's rows of each parameter, as the optimizer left them: views, in the masters' dtype."""
-        return {name: local_shard(p.detach()) for name, p in self._wire_parameters()}
+    def shards(self, merged: bool = False) -> dict[str, Rows]:
+        """This rank's rows of each parameter, as the optimizer left them, in the masters' dtype: views; or, merged
+        (collective over a copy of the model), with its adapter added where they are read."""
+        adapters = adapters_of(self.model.lm) if merged else {}
+        return {
+            name: MergedRows(p, adapters[name]) if name in adapters else local_shard(p.detach())
+            for name, p in self._wire_parameters()
+        }
 
-    @torch.no_grad()
-    def digests(self, dtype: torch.dtype | None = None) -> dict[str, int]:
-        """One digest a tensor, each rank over its own shard, added up over ranks (a collective)."""
-        dtype = dtype or self.compute_dtype
-        names, partials = [], []
-        for name, p in self._wire_parameters():
-            shard = local_shard(p).to(dtype)
-            offsets = (shard_start(p), *[0] * (p.dim() - 1))[: p.dim()]
-            counts = is_first_replica(p)
-            partials.append(
-                partial_digest(shard, tuple(p.shape), offsets) if counts else shard.new_zeros((), dtype=torch.int64)
-            )
-            names.append(name)
-        total = torch.stack(partials).cpu()
-        dist.all_reduce(total)  # int64 wraps around mod 2^64, which is just what the digest's addition needs
-        return dict(zip(names, digests_of(total), strict=True))
+    @property
+    def frozen(self) -> frozenset[str]:
+        """Wire names of what no optimizer step moves."""
+        return frozenset(name for name, p in self._wire_parameters() if not p.requires_grad)
 
     @torch.no_grad()
     def wire_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """(wire name, whole tensor in the sampler's dtype), one at a time; a collective for each. The shard is cast
-        before it is gathered, so bf16 weights travel as bf16."""
+        before it is gathered, so bf16 weights travel as bf16. Adapters are added to their weights."""
         dtype = dtype or self.compute_dtype
+        adapters = adapters_of(self.model.lm)
         for name, p in self._wire_parameters():
-            yield name, whole(p.detach().to(dtype))
+            if not is_adapter(name):
+                weight = merged_weight(p.detach(), adapters[name]) if name in adapters else p.detach()
+                yield name, whole(weight.to(dtype))
 
     def _wire_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         reshard(self.model)
-        yield from self.model.lm.named_parameters()
+        yield from named_weights(self.model.lm)
 
     def export(self, path: str | Path, tokenizer_from: str | Path | None = None) -> None:
         """Write a folder that `from_pretrained` loads, in the compute dtype (a collective). Each rank writes a file of
-        its own, with about as many bytes as the others', and holds no more of the model than these."""
-        sizes = [(name, p.numel() * self.compute_dtype.itemsize) for name, p in self._wire_parameters()]
+        its own, with about as many bytes as the others', and holds no more of the model than these. LoRA adapters are
+        in these weights, and by themselves, for peft, in a folder below."""
+        sizes = [
+            (name, p.numel() * self.compute_dtype.itemsize)
+            for name, p in self._wire_parameters()
+            if not is_adapter(name)
+        ]
         buffers = persistent_buffers(self.model.lm)
         save_pretrained(self.model.lm, sizes, self.wire_weights(), buffers, Path(path), tokenizer_from)
+        if self.lora is not None:
+            tensors = {name: whole(p.detach()) for name, p in trained_weights(self.model.lm).items()}
+            if dist.get_rank() == 0:
+                save_adapter(tensors, self.lora, self.model.lm.config.name_or_path, Path(path) / ADAPTER_FOLDER)
 
     # ---- checkpoints
 

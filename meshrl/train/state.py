@@ -1,6 +1,6 @@
 """The training state of one rank as tensors by name: what a checkpoint holds, and what a resume needs to the bit.
 
-model.NAME               parameters in their master dtype
+model.NAME               parameters in their master dtype; with LoRA the adapters alone, for the rest never changes
 buffer.NAME              buffers that belong to a model's files, such as a router's correction bias
 optimizer.SLOT.NAME      the optimizer's state of a parameter: step, exp_avg, exp_avg_sq
 counters                 int64[2]: optimizer steps, steps skipped in a row
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from meshrl.core.errors import CheckpointError
+from meshrl.model.lora import trained_weights
 from meshrl.parallel.fsdp import is_first_replica, local_shard
 from meshrl.train.checkpoint import SavedTensors
 
@@ -28,7 +29,7 @@ def state_tensors(
 ) -> dict[str, torch.Tensor]:
     """Everything, as views of what the engine holds: copy before the next optimizer step."""
     tensors = _model_tensors(lm)
-    for name, p in lm.named_parameters():
+    for name, p in trained_weights(lm).items():
         for slot, value in (optimizer.state.get(p, {}) if optimizer else {}).items():
             tensors[f"optimizer.{slot}.{name}"] = value
     tensors["counters"] = torch.tensor(counters)
@@ -51,7 +52,7 @@ def load_state(
         if name.startswith(("model.", "buffer.")) and name not in tensors:
             raise CheckpointError(f"{folder} holds {name}, which this model does not have; it is of another model")
     slots: dict[torch.nn.Parameter, dict[str, torch.Tensor]] = {}
-    parameters = dict(lm.named_parameters()) if optimizer else {}
+    parameters = trained_weights(lm) if optimizer else {}
     for key in [key for key in saved.entries if key.startswith("optimizer.")]:
         _, slot, name = key.split(".", 2)
         if name in parameters:
@@ -76,7 +77,9 @@ def load_model(folder: Path, lm: torch.nn.Module) -> None:
 def state_bytes(lm: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
     """Bytes that this rank's share of a checkpoint takes, once the optimizer has made a step; headers not counted."""
     copies = 1 + (_SLOTS_OF_ADAMW if optimizer else 0)
-    return sum(copies * local_shard(p).numel() * p.element_size() for p in lm.parameters() if is_first_replica(p))
+    return sum(
+        copies * local_shard(p).numel() * p.element_size() for p in trained_weights(lm).values() if is_first_replica(p)
+    )
 
 
 def persistent_buffers(lm: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -91,7 +94,7 @@ def persistent_buffers(lm: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _model_tensors(lm: torch.nn.Module) -> dict[str, torch.Tensor]:
-    tensors = {f"model.{name}": p.detach() for name, p in lm.named_parameters()}
+    tensors = {f"model.{name}": p.detach() for name, p in trained_weights(lm).items()}
     return tensors | {f"buffer.{name}": b for name, b in persistent_buffers(lm).items()}
 
 

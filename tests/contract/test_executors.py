@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ from torchrun_runs import living, train_by_torchrun
 
 from meshrl.cluster.actors import RankWorker
 from meshrl.cluster.inline import InlineExecutor
-from meshrl.core.errors import SamplerMismatchError
+from meshrl.core.errors import CheckpointError, SamplerMismatchError
 from meshrl.monitor.rollout_log import read_rollouts
 
 pytestmark = pytest.mark.timeout(300)  # a test may make two runs of up to three processes
@@ -194,3 +197,17 @@ def test_a_sampler_that_kept_its_old_weights_is_caught_within_the_step(config, m
         train(config, "stale", "cluster.executor=inline", "loop.num_steps=4")
     assert len(steps_of(config.parent / "runs" / "stale")) == 1
     assert workers[0].policy.num_optimizer_steps == 1
+
+
+def test_after_inline_runs_the_process_can_fork_in_another_thread(config: Path):
+    """As Ray starts its servers: with Python to run in the child. What the main thread still held of the runs' meshes
+    would be torn down there, and the child would end by SIGSEGV."""
+    inline = (*LAYOUTS["inline"], "loop.save_every_steps=1", "run.resume=auto")
+    train(config, "before_a_fork", *inline)
+    with pytest.raises(CheckpointError):
+        train(config, "before_a_fork", *inline, "train.master_dtype=bfloat16", "loop.num_steps=3")
+    train(config, "before_a_fork", *inline, "loop.num_steps=3")
+    with ThreadPoolExecutor(1) as pool:
+        command = [sys.executable, "-c", "print('I live')"]
+        ended = pool.submit(subprocess.run, command, capture_output=True, preexec_fn=lambda: None).result()
+    assert (ended.returncode, ended.stdout) == (0, b"I live\n")

@@ -17,7 +17,7 @@ import torch
 from tiny_engines import ask, tiny_engine
 from tiny_models import tiny_lm
 
-from meshrl.core.errors import StaleWeightsError, SyncError
+from meshrl.core.errors import RankFailure, StaleWeightsError, SyncError
 from meshrl.model.load import tied_names
 from meshrl.sync.file_ring import FileRing, FileRingView
 from meshrl.sync.group_ring import GroupRing, GroupView, Seat
@@ -29,6 +29,7 @@ from meshrl.sync.shards import ShardSender
 from meshrl.sync.transport import RingReceiver, SharedRing, SharedRingView
 
 BUCKET_BYTES, NUM_SHARDS = 4096, 2
+GATHER_S = 6.0  # who waits for one that never comes does so for as long
 CPU = torch.device("cpu")
 CONTEXT = list(range(10, 40))
 
@@ -314,10 +315,125 @@ def test_a_delta_to_who_lost_the_base_is_refused():
         await pair.sync(0)
         await pair.engine.release({"weights"})
         await pair.engine.restore({"weights"})
-        with pytest.raises(SyncError, match="a delta on base version 0 came, but version -1 is in place"):
+        with pytest.raises(SyncError, match="delta on base version 0 came, but version -1 is in place"):
             await pair.sync(1, base=0)
         await pair.sync(1)
         await pair.check()
 
     with paired("in process") as pair:
         go(main(pair))
+
+
+class Listener:
+    """A receiver of a broadcast, whose waits are in a thread as another process's are in it."""
+
+    def __init__(self, rings: list[GroupRing], layout: Layout, seat: Seat, lm: torch.nn.Module):
+        self.rings, self.slot_bytes, self.seat = rings, layout.staging_bytes, seat
+        self.engine, self.views = tiny_engine(lm, trusted=False), list[GroupView]()
+
+    def _join(self) -> None:
+        for ring in self.rings if not self.views else ():
+            self.views.append(GroupView(ring.name, self.slot_bytes, self.seat, CPU, GATHER_S))
+
+    async def begin(self, header: Any) -> None:
+        await asyncio.to_thread(self._join)
+        await self.engine.begin(header)
+
+    async def receive(self, ref: Any) -> None:
+        await self.engine.receive(await asyncio.to_thread(self.views[ref.stream].bucket, ref))
+
+    async def commit(self) -> Any:
+        return await self.engine.commit()
+
+    async def cancel(self) -> None:
+        while self.views:
+            self.views.pop().close()
+        await self.engine.cancel()
+
+
+class Lost(Listener):
+    """It never comes to where the others gather."""
+
+    async def begin(self, header: Any) -> None:
+        raise RankFailure(7, "sync", "its process was killed by SIGKILL")
+
+
+class Broadcast(InProcess):
+    """The senders' ends, and listeners that share them."""
+
+    def __init__(self, layout: Layout, engine: Any):
+        self.rings = [GroupRing(2, layout.staging_bytes, CPU, "127.0.0.1", GATHER_S) for _ in range(NUM_SHARDS)]
+        self.staging = [ring.slots for ring in self.rings]
+
+    def close(self) -> None:
+        for ring in self.rings:
+            ring.close()
+
+
+@contextmanager
+def broadcasting(*kinds: type[Listener]) -> Iterator[tuple[Pair, list[Listener], Any]]:
+    """A pair's senders, a listener of each kind, and how to send to listeners: a version, the base of a delta or None,
+    and the occasion at which they gather."""
+    lm = tiny_lm("qwen2", tie_word_embeddings=True)
+    pair = Pair(Broadcast, lm)
+    rings, layout = pair.transport.rings, pair.layout
+    listeners = [kind(rings, layout, Seat(i, len(kinds)), lm) for i, kind in enumerate(kinds)]
+
+    async def send(to: list[Listener], version: int, base: int | None, occasion: str) -> Any:
+        for ring in rings:
+            ring.gather(occasion, len(to))
+        header = make_header(layout, version, None, base, "full" if base is None else "delta")
+        refs = (rings[bucket.stream].ref(bucket) for bucket in pair._buckets(version, base is not None))
+        return await send_weights(header, refs, to)
+
+    try:
+        yield pair, listeners, send
+    finally:
+        for view in (view for listener in listeners for view in listener.views):
+            view.close()
+        pair.transport.close()
+
+
+async def _all_hold(pair: Pair, listeners: list[Listener], version: int) -> None:
+    for listener in listeners:
+        held = dict(listener.engine._weights.lm.named_parameters())
+        assert held.keys() == pair.masters.keys()
+        assert all(torch.equal(held[name], p) for name, p in pair.masters.items())
+        assert set((await listener.engine.generate(ask(f"{version}", CONTEXT))).versions) == {version}
+
+
+def test_a_broadcast_leaves_equal_weights_in_three_receivers():
+    """P17: all of it, then changes alone."""
+
+    async def main(pair, listeners, send):
+        for listener in listeners:
+            await listener.engine.reconcile(pair.layout)
+        for version in range(3):
+            pair.train(version)
+            acks = await send(listeners, version, version - 1 if version else None, "all three")
+            assert [(ack.version, ack.wire, ack.resident) for ack in acks] == [(version, True, True)] * 3
+            await _all_hold(pair, listeners, version)
+
+    with broadcasting(Listener, Listener, Listener) as parts:
+        go(main(*parts))
+
+
+def test_a_receiver_that_never_comes_is_named_and_the_others_gather_without_it():
+    """P26: they wait for it in vain and fail first, but it is to blame. What is sent next reaches all of them."""
+
+    async def main(pair, listeners, send):
+        for listener in listeners:
+            await listener.engine.reconcile(pair.layout)
+        with pytest.raises(SyncError, match="receiver 1 failed at begin: RankFailure: rank 7") as error:
+            await send(listeners, 0, None, "all three")
+        assert isinstance(error.value.__cause__, RankFailure)
+        here = [listeners[0], listeners[2]]
+        for number, listener in enumerate(here):
+            with pytest.raises(StaleWeightsError):
+                await listener.engine.generate(ask("a", CONTEXT))
+            listener.seat = Seat(number, len(here))
+        await send(here, 0, None, "two of them")
+        await _all_hold(pair, here, 0)
+
+    with broadcasting(Listener, Lost, Listener) as parts:
+        go(main(*parts))

@@ -13,12 +13,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from meshrl.config.model import LoraConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.types import Sample
+from meshrl.model.lora import adapters_of
 from meshrl.parallel.fsdp import whole
 from meshrl.parallel.mesh import build_mesh, resolve_shape
 from meshrl.train.engine import TrainEngine
 from meshrl.train.packing import pack
+
+
+LORA = LoraConfig(enabled=True, rank=3, alpha=6)  # of models that have adapters
 
 
 def engine_over(
@@ -27,7 +32,8 @@ def engine_over(
     """A policy engine over `lm` on all ranks; dtype: what it computes in, by default what its weights are."""
     cfg = TrainConfig(**(train or {}))
     mesh = build_mesh(resolve_shape(cfg.mesh, world, cfg.sharding_strategy), "cpu")
-    return TrainEngine.wrap(lm, cfg, mesh, "policy", dtype or next(lm.parameters()).dtype)
+    lora = LORA if adapters_of(lm) else None
+    return TrainEngine.wrap(lm, cfg, mesh, "policy", dtype or next(lm.parameters()).dtype, lora=lora)
 
 
 def partitioned(
@@ -44,7 +50,7 @@ def partitioned(
     engine = engine_over(make_model(**model_args), world, train)
     batches = [pack([samples[i] for i in micro], micro) for micro in partition[rank]]
     result = engine.forward_backward(batches, loss)
-    grads = {n: whole(p.grad).numpy().copy() for n, p in engine.model.lm.named_parameters()}
+    grads = {n: whole(p.grad).numpy().copy() for n, p in engine.model.lm.named_parameters() if p.requires_grad}
     local = sum(p.to_local().numel() for p in engine.model.parameters())
     report = engine.optim_step(0.0)
     return {
@@ -78,7 +84,7 @@ def unsharded(lm: torch.nn.Module, samples: list[Sample], loss: Any) -> dict[str
         metrics.extend(new)
         logprobs[i] = logp.detach().numpy()
     total.backward()
-    grads = {n: p.grad.numpy().copy() for n, p in lm.named_parameters()}
+    grads = {n: p.grad.numpy().copy() for n, p in lm.named_parameters() if p.requires_grad}
     return {"grads": grads, "metrics": metrics, "logprobs": logprobs, "norm": norm_of(grads)}
 
 

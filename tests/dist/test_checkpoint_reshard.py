@@ -79,7 +79,7 @@ def _trained(rank: int, world: int, model: dict[str, Any], train: dict[str, Any]
     state = _whole_state(engine)
     save(engine, final)
     _step(engine, rank, world, 2)
-    return {"saved": state, "next": _whole_state(engine)}
+    return {"saved": state, "next": _whole_state(engine), "num_bytes": engine.state_bytes()}
 
 
 def _carried(
@@ -124,12 +124,15 @@ def test_four_to_two_to_one_to_four_ranks_is_equal_to_the_bit(pool, tmp_path, ti
     ids=lambda t: t["sharding_strategy"],
 )
 def test_replicas_are_saved_once_and_another_strategy_reads_them(pool, tmp_path, train):
-    """P28: two copies of each shard, one of them on disk."""
-    first = pool.run(_trained, 4, UNEVEN, train, state_folder(tmp_path, 0))[0]
+    """P28: two copies of each shard, one of them on disk, and room asked for one."""
+    answers = pool.run(_trained, 4, UNEVEN, train, state_folder(tmp_path, 0))
+    first = answers[0]
     _assert_equal(pool.run(_carried, 2, UNEVEN, {}, state_folder(tmp_path, 0), None)[0]["saved"], first["saved"])
     numbers = sum(t.numel() for t in first["saved"].values())
     on_disk = sum(p.stat().st_size for p in state_folder(tmp_path, 0).glob("*.safetensors"))
     assert 4 * numbers <= on_disk < 5 * numbers + 4 * 50_000  # headers and generator states
+    counters = sum(t.numel() for name, t in first["saved"].items() if name.startswith("step"))
+    assert sum(answer["num_bytes"] for answer in answers) == 4 * (numbers - counters)
 
 
 @pytest.fixture(scope="module")

@@ -36,8 +36,8 @@ NUM_SYNCS = 4
 class Sampler:
     """A model of other values than the trainer's, read back under all its names."""
 
-    def __init__(self, layout: Any):
-        self.lm = cast_parameters(tiny_qwen2(seed=9, **UNEVEN), torch.bfloat16).requires_grad_(False)
+    def __init__(self, layout: Any, tie: bool = True):
+        self.lm = cast_parameters(tiny_qwen2(tie=tie, seed=9, **UNEVEN), torch.bfloat16).requires_grad_(False)
         held = dict(self.lm.named_parameters())
         reconcile(layout, describe(held), tied_names(self.lm))
         self.state = ReceiverState(layout, held)
@@ -92,14 +92,14 @@ def outgoing(engine: TrainEngine, keep_base: bool, one_machine: bool = True) -> 
 
 
 def _synced(
-    rank: int, world: int, train: dict[str, Any], way: str, keep_base: bool, bucket_bytes: int
+    rank: int, world: int, train: dict[str, Any], way: str, keep_base: bool, bucket_bytes: int, tie: bool = True
 ) -> list[tuple[bool, Ack]]:
     """Several syncs with training in between: whether the sampler then holds the gathered weights, and its ack."""
-    engine = engine_over(tiny_qwen2(**UNEVEN), world, train, torch.bfloat16)
+    engine = engine_over(tiny_qwen2(tie=tie, **UNEVEN), world, train, torch.bfloat16)
     engine.require_independent_rows()  # a forward without a backward must leave nothing whole behind
-    layout = engine.layout(bucket_bytes, sharded=True)
+    layout = engine.layout(bucket_bytes)
     out = outgoing(engine, keep_base, one_machine=way != "collective")
-    sampler, found = Sampler(layout), []
+    sampler, found = Sampler(layout, tie), []
     for version in range(NUM_SYNCS):
         _train(engine, version)
         if version == NUM_SYNCS - 1 and rank == 0:
@@ -115,7 +115,8 @@ def _synced(
         if way != "rings":
             (ack,) = with_reports([ack], [out.report()])
         same = [torch.equal(sampler.lm.get_parameter(name), whole) for name, whole in engine.wire_weights()]
-        found.append((all(same) and sampler.lm.lm_head.weight is sampler.lm.model.embed_tokens.weight, ack))
+        tied = sampler.lm.lm_head.weight is sampler.lm.model.embed_tokens.weight
+        found.append((all(same) and tied == tie, ack))
     dist.barrier()
     out.close()
     return found
@@ -137,6 +138,12 @@ def test_the_samplers_hold_the_trainers_weights_to_the_bit_after_every_sync(pool
     """P16: full, then changes alone, then full again by itself when one sampler has lost its version."""
     alone = world == 1 and way != "rings"  # written in place: there is nothing to save
     _check(pool.run(_synced, world, {}, way, True, 4096), changes_alone=not alone)
+
+
+@pytest.mark.parametrize(("world", "way"), [(1, "shared memory"), (2, "shared memory"), (2, "rings")])
+def test_a_head_that_is_not_tied_gets_weights_of_its_own(pool, world, way):
+    """P11, P16: sent under its own name, and read back beside the embedding."""
+    _check(pool.run(_synced, world, {}, way, True, 4096, False), changes_alone=world > 1)
 
 
 @pytest.mark.parametrize("way", ["shared memory", "rings"])
@@ -161,7 +168,7 @@ def _ten_syncs(rank: int, world: int, folder: str, way: str) -> list[str]:
     from meshrl.model.load import load_causal_lm
 
     engine = engine_over(tiny_qwen2(**UNEVEN), world, {"optimizer": {"lr": 1e-3}}, torch.bfloat16)
-    layout = engine.layout(4096, sharded=True)
+    layout = engine.layout(4096)
     out, sampler = outgoing(engine, keep_base=True), Sampler(layout)
     for version in range(10):
         if version:
@@ -195,7 +202,7 @@ def _wrong(rank: int, world: int) -> str:
     from meshrl.sync.exchange import Exchange
 
     engine = engine_over(tiny_qwen2(**UNEVEN), world, {}, torch.bfloat16)
-    layout = engine.layout(4096, sharded=True)
+    layout = engine.layout(4096)
     out, sampler = outgoing(engine, keep_base=False), Sampler(layout)
     payloads = Exchange._payloads
 

@@ -25,6 +25,7 @@ from meshrl.core.types import Media, Request, StopReason, Turn
 from meshrl.model.causal import CausalModel
 from meshrl.model.lean import LeanDecoder, lean_decoder
 from meshrl.model.load import DTYPES, cast_parameters, load_causal_lm
+from meshrl.model.lora import add_adapters, init_adapters, scatter_adapters
 from meshrl.rollout.accept import check_free
 from meshrl.rollout.base import Capabilities, EngineStats, PauseMode
 from meshrl.rollout.embedded.requests import accept
@@ -50,8 +51,13 @@ def build_embedded_engine(
 
     Raises: ConfigError when rollout.max_context_tokens is more than the model has positions.
     """
-    model = CausalModel(load_causal_lm(model_cfg.path).eval().requires_grad_(False))
+    lm = load_causal_lm(model_cfg.path)
+    if model_cfg.lora.enabled:
+        add_adapters(lm, model_cfg.lora, torch.float32, model_cfg.path)
+        scatter_adapters(lm)  # so that the lean forward is compared with adapters that do something
+    model = CausalModel(lm.eval().requires_grad_(False))
     lean = lean_decoder(model)
+    init_adapters(lm)
     lm = cast_parameters(model.lm, DTYPES[model_cfg.dtype]).to(device)
     positions = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
     max_context_tokens = rollout_cfg.max_context_tokens or positions

@@ -8,12 +8,13 @@ import torch
 
 from meshrl.core.errors import StaleWeightsError, SyncError
 from meshrl.model.load import tied_names
+from meshrl.model.lora import named_weights
 from meshrl.sync.manifest import Ack, Layout, SyncHeader
 from meshrl.sync.receive import Bucket, ReceiverState, describe, reconcile
 
 
 class EngineWeights:
-    """Wire names are Transformers' parameter names; a tied weight is held once and read back under both names."""
+    """Wire names are those of `named_weights`; a tied weight is held once and read back under both names."""
 
     def __init__(self, lm: torch.nn.Module, name: str):
         self.lm, self.name = lm, name
@@ -47,7 +48,7 @@ class EngineWeights:
         self._trusted = version
 
     def reconcile(self, layout: Layout) -> None:
-        held = dict(self.lm.named_parameters())
+        held = dict(named_weights(self.lm))
         reconcile(layout, describe(held), tied_names(self.lm))
         self._receiver = ReceiverState(layout, held, name=self.name)
 
@@ -96,7 +97,7 @@ class EngineWeights:
 
     def _read_back(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every name of every parameter that the modules compute with."""
-        yield from self.lm.named_parameters(remove_duplicate=False)
+        yield from named_weights(self.lm, remove_duplicate=False)
 
     def _state(self) -> ReceiverState:
         if self._receiver is None:

@@ -34,7 +34,7 @@ class Arrival:
         stream = self._order.stream_of(bucket.stream, bucket.index)
         pieces = list(stream.pieces(bucket.index))
         start, _ = stream.bucket_range(bucket.index)
-        check_payload(self.name, bucket, stream, pieces, delta=False, with_pieces=self.header.digests is None)
+        check_payload(self.name, bucket, stream, pieces, changes=False, with_pieces=self.header.digests is None)
         began = time.perf_counter()
         self._check(bucket, pieces, start)
         self.verify_s += time.perf_counter() - began

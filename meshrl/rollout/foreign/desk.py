@@ -13,7 +13,7 @@ import numpy as np
 from meshrl.core.errors import EngineEnded, EngineFailure, RequestError
 from meshrl.core.types import Request, Turn
 from meshrl.rollout.accept import check_free
-from meshrl.rollout.base import EngineStats
+from meshrl.rollout.base import EngineStats, PauseMode
 from meshrl.rollout.server import ServerProcess
 
 _LAST_WORDS_S = 30.0  # a server whose engine is dead ends by itself, on a busy machine within this time
@@ -28,9 +28,11 @@ class Desk:
     `end`, `close`.
     """
 
-    def __init__(self, engine_id: str):
+    def __init__(self, engine_id: str, abort: Callable[[list[str]], Awaitable[None]]):
+        """abort: tells the server to end these requests, all of which it was sent."""
         self.engine_id = engine_id
-        self.closed = False
+        self.paused = self.closed = False
+        self._abort = abort
         self._gate = asyncio.Event()
         self._gate.set()
         self._at_gate: dict[str, asyncio.Future[None]] = {}  # accepted, not sent
@@ -50,6 +52,15 @@ class Desk:
 
     def open(self) -> None:
         self._gate.set()
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Shut the gate; wait = until who runs has finished, abort = end all, keep = the engine itself holds them."""
+        self.paused = True
+        self.shut()
+        if mode == "abort":
+            await self.end()
+        elif mode != "keep":
+            await self.drained()
 
     async def let_in(self, request_id: str) -> bool:
         """Wait for the gate; False when the request was ended before."""
@@ -73,15 +84,15 @@ class Desk:
             del self._sent[request_id]
             ended.set_result(None)
 
-    async def end(self, ids: Collection[str] | None, abort: Callable[[list[str]], Awaitable[None]]) -> int:
-        """End these requests (None = all) and wait for it; returns how many there were. abort: tells the server."""
+    async def end(self, ids: Collection[str] | None = None) -> int:
+        """End these requests (None = all), sent or not, and wait for it; returns how many there were."""
         called_off = [f for name, f in self._at_gate.items() if (ids is None or name in ids) and not f.done()]
         for future in called_off:
             future.set_result(None)
         left = {name: f for name, f in self._sent.items() if ids is None or name in ids}
         count = len(called_off) + len(left)
         while left:
-            await abort(list(left))
+            await self._abort(list(left))
             await asyncio.wait(left.values(), timeout=_ABORT_AGAIN_S)
             left = {name: f for name, f in left.items() if not f.done()}
         return count

@@ -55,7 +55,7 @@ class Kept:
 
     def _change(self, bucket: Bucket, payload: torch.Tensor) -> None:
         pieces = list(self._layout.streams[bucket.stream].pieces(bucket.index))
-        check_payload(self._name, bucket, self._layout.streams[bucket.stream], pieces, delta=True, with_pieces=True)
+        check_payload(self._name, bucket, self._layout.streams[bucket.stream], pieces, changes=True, with_pieces=True)
         arrived = digest_range(self._layout.digest, bucket.payload)
         if arrived != bucket.digest:
             raise SyncError(

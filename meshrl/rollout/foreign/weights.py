@@ -94,8 +94,10 @@ class RemoteWeights:
         self._leave("begin", "idle", "cancelled")
         self._trusted, self._as_loaded = None, False
         check_header(self.name, header, layout, had, last)
-        if header.mode == "delta" and self._kept is None:
-            raise SyncError(f"{self.name}: a delta came, but nothing is kept here (rollout.sync_mode); send everything")
+        if header.mode != "full" and self._kept is None:
+            raise SyncError(
+                f"{self.name}: changes alone came, but nothing is kept here (rollout.sync_mode); send everything"
+            )
         if self._keep and self._kept is None:
             self._kept = Kept(layout, self.name)
         self._header, self._num_bytes = header, 0

@@ -71,14 +71,13 @@ class SglangEngine:
         self.engine_id, self.max_context_tokens = engine_id, max_context_tokens
         self._http, self._facts, self._server = http, facts, server
         self._stop_token_ids, self._vocab_size, self._max_running = stop_token_ids, vocab_size, max_running
-        self._desk = Desk(engine_id)
+        self._desk = Desk(engine_id, self._abort_sent)
         self._run = secrets.token_hex(4)  # in rids and version labels, so that another client's are told apart
         self._rids: dict[str, str] = {}
         self._num_rids = 0
         self._labels: dict[str, int] = {}  # what the server calls each version
         self._workers = Workers(self._post, facts.tp_size)
         self._weights = RemoteWeights(self._workers.call, engine_id, keep_weights)
-        self._pause: PauseMode | None = None
         self._released: set[str] = set()
         self._session = False
         self._attached = server is not None  # whether no client was there before this one
@@ -127,7 +126,7 @@ class SglangEngine:
 
     async def abort(self, ids: Sequence[str] | None = None) -> int:
         """End these requests (None = all), sent or not; returns how many there were."""
-        return await self._desk.end(ids, self._abort_sent)
+        return await self._desk.end(ids)
 
     async def _abort_sent(self, ids: list[str]) -> None:
         if len(ids) == self._desk.num_sent:
@@ -137,17 +136,12 @@ class SglangEngine:
 
     async def pause(self, mode: PauseMode = "wait") -> None:
         """Stop: wait = who runs finishes first, abort = all return now, keep = all stay in place."""
-        self._pause = mode
-        self._desk.shut()
-        if mode == "abort":
-            await self.abort()
-        elif mode == "keep":
+        await self._desk.pause(mode)
+        if mode == "keep":
             await self._hold()
-        else:
-            await self._desk.drained()
 
     async def resume(self) -> None:
-        self._pause = None
+        self._desk.paused = False
         await self._go_on()
 
     async def _hold(self) -> None:
@@ -157,7 +151,7 @@ class SglangEngine:
 
     async def _go_on(self) -> None:
         """Let the server compute and requests in, unless something else still holds them."""
-        if self._pause is None and not self._released and self._weights.expected == self._weights.version:
+        if not self._desk.paused and not self._released and self._weights.expected == self._weights.version:
             await self._post("/continue_generation", {})
             self._desk.open()
 

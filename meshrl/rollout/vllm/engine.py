@@ -61,8 +61,7 @@ class VllmEngine:
         self._http = HttpClient(server.name, socket=socket)
         self._weights = RemoteWeights(self._call_workers, server.name, keep_weights)
         self._trusted = -1
-        self._desk = Desk(server.name)
-        self._pause: PauseMode | None = None
+        self._desk = Desk(server.name, self._abort_sent)
 
     # ---- generation
 
@@ -106,24 +105,19 @@ class VllmEngine:
 
     async def abort(self, ids: Sequence[str] | None = None) -> int:
         """End these requests (None = all), sent or not; returns how many there were."""
-        return await self._desk.end(ids, self._abort_sent)
+        return await self._desk.end(ids)
 
     async def _abort_sent(self, ids: list[str]) -> None:
         await self._post("/abort_requests", {"request_ids": [_ID_PREFIX + name for name in ids]})
 
     async def pause(self, mode: PauseMode = "wait") -> None:
         """Stop: wait = who runs finishes first, abort = all return now, keep = all stay in place."""
-        self._pause = mode
-        self._desk.shut()
-        if mode == "abort":
-            await self.abort()
-        elif mode == "keep":
+        await self._desk.pause(mode)
+        if mode == "keep":
             await self._hold()
-        else:
-            await self._desk.drained()
 
     async def resume(self) -> None:
-        self._pause = None
+        self._desk.paused = False
         await self._go_on()
 
     async def _hold(self) -> None:
@@ -132,7 +126,7 @@ class VllmEngine:
 
     async def _go_on(self) -> None:
         """Let the server step and requests in, unless something else still holds them."""
-        if self._pause is None and self._weights.expected == self._weights.version:
+        if not self._desk.paused and self._weights.expected == self._weights.version:
             await self._post("/resume")
             self._desk.open()
 

@@ -6,7 +6,7 @@ import asyncio
 
 import numpy as np
 import pytest
-from test_lost_trainers import running, step
+from test_lost_trainers import running, step, synced
 from tiny_engines import ask
 
 from meshrl.cluster.actors import RankWorker
@@ -20,8 +20,7 @@ CONTEXT, LENGTH = [5, 3, 9, 4], 240
 def test_turns_under_way_are_kept_moved_or_begun_anew(tmp_path, policy):
     async def body() -> None:
         async with running(tmp_path, num_train_ranks=1) as groups:
-            trainer, rollouts = groups.trainer, groups.rollouts
-            assert trainer is not None and rollouts is not None
+            trainer, rollouts, layout = await synced(groups)
             rollouts.in_flight = policy
             call, aborts = groups.executor.call, []
 
@@ -30,9 +29,6 @@ def test_turns_under_way_are_kept_moved_or_begun_anew(tmp_path, policy):
                 return await call(rank, method, *args)
 
             groups.executor.call = counting
-            layout = await trainer.layout(20_000)
-            await rollouts.reconcile(layout)
-            await sync_weights(trainer, rollouts, layout)
             for attempt in range(20):  # on a busy machine the turn may be over before the sync begins
                 await step(trainer)
                 asked = ask(f"turn {attempt}", CONTEXT, max_new_tokens=LENGTH, ignore_eos=True, seed=attempt)

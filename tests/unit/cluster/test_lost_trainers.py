@@ -19,33 +19,57 @@ from tiny_samples import random_samples, weigh
 
 from meshrl.algo.losses import sft_loss
 from meshrl.cluster.actors import RankWorker
-from meshrl.cluster.groups import TrainGroup, sync_weights
+from meshrl.cluster.groups import RolloutGroup, TrainGroup, sync_weights
 from meshrl.cluster.launch import Groups, launched
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
-from meshrl.config.task import ClusterConfig
+from meshrl.config.task import ClusterConfig, Deadlines
 from meshrl.config.train import TrainConfig
 from meshrl.core.errors import RankFailure, StaleWeightsError
 from meshrl.loops.checkpoints import Checkpoints
 from meshrl.loops.restart import noticed
+from meshrl.sync.manifest import Layout
 from meshrl.train.checkpoint_files import states
 
 pytestmark = pytest.mark.timeout(300)  # ranks start slowly on a machine that does much else
 
 
 @asynccontextmanager
-async def running(folder: Path, num_train_ranks: int, max_restarts: int = 3) -> AsyncIterator[Groups]:
-    """Train ranks of a tiny model, and one rank that only samples: the last."""
+async def running(
+    folder: Path,
+    num_train_ranks: int,
+    max_restarts: int = 3,
+    num_rollout_ranks: int = 1,
+    sync_deadline_s: float | None = None,
+    **rollout: Any,
+) -> AsyncIterator[Groups]:
+    """Train ranks of a tiny model, and ranks that only sample: the last."""
     tiny_qwen2().save_pretrained(folder / "model")
     async with launched(
         ModelConfig(path=str(folder / "model"), dtype="float32"),
         TrainConfig(activation_checkpointing=False, max_tokens_per_microbatch=40),
-        RolloutConfig(sync_bucket_bytes=20_000),
-        ClusterConfig(num_train_ranks=num_train_ranks, num_rollout_ranks=1, max_restarts=max_restarts, timeout_s=200.0),
+        RolloutConfig(sync_bucket_bytes=20_000, **rollout),
+        ClusterConfig(
+            num_train_ranks=num_train_ranks,
+            num_rollout_ranks=num_rollout_ranks,
+            max_restarts=max_restarts,
+            timeout_s=200.0,
+            deadlines=Deadlines(sync=sync_deadline_s),
+        ),
         num_train_ranks=num_train_ranks,
-        num_rollout_ranks=1,
+        num_rollout_ranks=num_rollout_ranks,
     ) as groups:
         yield groups
+
+
+async def synced(groups: Groups) -> tuple[TrainGroup, RolloutGroup, Layout]:
+    """Both groups, with the trainer's first version at the samplers, and what their syncs carry."""
+    trainer, rollouts = groups.trainer, groups.rollouts
+    assert trainer is not None and rollouts is not None
+    layout = await trainer.layout(20_000)
+    await rollouts.reconcile(layout)
+    await sync_weights(trainer, rollouts, layout)
+    return trainer, rollouts, layout
 
 
 def pid(worker: RankWorker) -> int:
@@ -86,12 +110,9 @@ def test_a_train_rank_that_dies_while_nobody_asks_it_anything_ends_the_wait_and_
 
     async def body() -> None:
         async with running(tmp_path, num_train_ranks=2) as groups:
-            assert groups.trainer is not None and groups.rollouts is not None
-            layout = await groups.trainer.layout(20_000)
-            await groups.rollouts.reconcile(layout)
-            await sync_weights(groups.trainer, groups.rollouts, layout)
-            endless = asyncio.ensure_future(groups.rollouts.generate(ask("a", [5, 3], max_new_tokens=20_000)))
-            before, norm = await _pids(groups), await step(groups.trainer)
+            trainer, rollouts, layout = await synced(groups)
+            endless = asyncio.ensure_future(rollouts.generate(ask("a", [5, 3], max_new_tokens=20_000)))
+            before, norm = await _pids(groups), await step(trainer)
             asyncio.get_running_loop().call_later(0.1, os.kill, before[1], signal.SIGKILL)
             killed = r"^rank 1 failed in phase .* killed by SIGKILL"
             with pytest.raises(RankFailure, match=killed) as failure, noticed(groups):
@@ -104,9 +125,9 @@ def test_a_train_rank_that_dies_while_nobody_asks_it_anything_ends_the_wait_and_
             await groups.restart_trainers(layout)
             after = await _pids(groups)
             assert after[2] == before[2] and not {*after[:2]} & {*before[:2]}
-            assert await step(groups.trainer) == norm, "they hold the folder's model again, and meet"
-            await sync_weights(groups.trainer, groups.rollouts, layout)
-            turn = await groups.rollouts.generate(ask("a", [5, 3]))
+            assert await step(trainer) == norm, "they hold the folder's model again, and meet"
+            await sync_weights(trainer, rollouts, layout)
+            turn = await rollouts.generate(ask("a", [5, 3]))
             assert len(turn.output_ids) == 16, "the samplers have forgotten what the run asked before"
 
     _run(body)
@@ -119,12 +140,8 @@ def test_a_sync_that_a_death_cut_in_the_middle_leaves_samplers_that_the_next_ful
 
     async def body() -> None:
         async with running(tmp_path, num_train_ranks=1) as groups:
-            trainer, rollouts = groups.trainer, groups.rollouts
-            assert trainer is not None and rollouts is not None
-            layout = await trainer.layout(20_000)
-            await rollouts.reconcile(layout)
+            trainer, rollouts, layout = await synced(groups)
             async with Checkpoints(tmp_path, trainer, 1, print) as checkpoints:
-                await sync_weights(trainer, rollouts, layout)
                 first = await rollouts.generate(ask("a", context, seed=7))
                 await checkpoints.save(1, {})
             for _ in range(2):
@@ -184,8 +201,7 @@ def test_a_sampler_that_dies_while_nobody_asks_it_anything_is_replaced_at_once(t
 
     async def body() -> None:
         async with running(tmp_path, num_train_ranks=1, max_restarts=1) as groups:
-            trainer, rollouts = groups.trainer, groups.rollouts
-            assert trainer is not None and rollouts is not None
+            _, rollouts, _ = await synced(groups)
             back, notes = asyncio.Event(), list[str]()
 
             def note(text: str) -> None:
@@ -194,9 +210,6 @@ def test_a_sampler_that_dies_while_nobody_asks_it_anything_is_replaced_at_once(t
                     back.set()
 
             rollouts.note = note
-            layout = await trainer.layout(20_000)
-            await rollouts.reconcile(layout)
-            await sync_weights(trainer, rollouts, layout)
             before = await _pids(groups)
             with noticed(groups):
                 os.kill(before[1], signal.SIGKILL)
@@ -219,11 +232,7 @@ def test_a_new_sampler_waits_for_the_sync_while_the_trainer_is_between_two_versi
 
     async def body() -> None:
         async with running(tmp_path, num_train_ranks=1) as groups:
-            trainer, rollouts = groups.trainer, groups.rollouts
-            assert trainer is not None and rollouts is not None
-            layout = await trainer.layout(20_000)
-            await rollouts.reconcile(layout)
-            await sync_weights(trainer, rollouts, layout)
+            trainer, rollouts, layout = await synced(groups)
             await step(trainer)
             os.kill((await _pids(groups))[1], signal.SIGKILL)
             asked = asyncio.ensure_future(rollouts.generate(ask("a", [5, 3, 9])))
@@ -241,11 +250,7 @@ def test_a_sampler_that_is_lost_again_gets_no_weights_that_have_moved_meanwhile(
 
     async def body() -> None:
         async with running(tmp_path, num_train_ranks=1) as groups:
-            trainer, rollouts = groups.trainer, groups.rollouts
-            assert trainer is not None and rollouts is not None
-            layout = await trainer.layout(20_000)
-            await rollouts.reconcile(layout)
-            await sync_weights(trainer, rollouts, layout)
+            trainer, rollouts, layout = await synced(groups)
             moving: list[asyncio.Future[float]] = []
 
             def lose_it_again() -> None:
@@ -262,5 +267,51 @@ def test_a_sampler_that_is_lost_again_gets_no_weights_that_have_moved_meanwhile(
             assert not asked.done()
             await sync_weights(trainer, rollouts, layout)
             assert {*(await asked).versions} == {1}
+
+    _run(body)
+
+
+def die_when_a_sync_begins(worker: RankWorker) -> None:
+    """Before it has met the others, who come to the same place and wait there."""
+
+    async def begin(self: RankWorker, *args: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    RankWorker.begin = begin  # type: ignore[method-assign]
+
+
+def test_a_sampler_that_dies_where_a_broadcast_gathers_is_replaced_and_all_gather_anew(tmp_path):
+    """P26: who waits for it there fails too, and first; it is not to blame, and stays. Nobody comes to the old place
+    again."""
+
+    async def body() -> None:
+        more = {"sync_transport": "broadcast", "sync_deadline_s": 16.0}
+        async with running(tmp_path, num_train_ranks=1, num_rollout_ranks=2, **more) as groups:
+            trainer, rollouts, call = groups.trainer, groups.rollouts, groups.executor.call
+            assert trainer is not None and rollouts is not None
+            layout = await trainer.layout(20_000)
+            await rollouts.reconcile(layout)
+            before, places = await _pids(groups), list[tuple[int, Any]]()
+
+            async def watching(rank: int, method: Any, *args: Any) -> Any:
+                if method is RankWorker.begin:
+                    places.append((rank, args[1]))
+                return await call(rank, method, *args)
+
+            await call(2, die_when_a_sync_begins)
+            groups.executor.call = watching  # type: ignore[method-assign]
+            acks = await sync_weights(trainer, rollouts, layout)
+            assert [(ack.version, ack.wire, ack.resident) for ack in acks] == [(0, True, True)] * 2
+            assert (rollouts.num_restarts, rollouts.num_failed_syncs) == (1, 1)
+            after = await _pids(groups)
+            assert after[:2] == before[:2] and after[2] != before[2]
+            assert [rank for rank, _ in places] == [1, 2, 1, 2]
+            assert places[0][1] == places[1][1] != places[2][1] == places[3][1]
+            turns = [await call(rank, RankWorker.generate, ask("a", [5, 3, 9, 4], seed=7)) for rank in (1, 2)]
+            assert turns[0].output_ids.tolist() == turns[1].output_ids.tolist()
+            assert np.array_equal(turns[0].logprobs, turns[1].logprobs) and set(turns[1].versions) == {0}
+            await step(trainer)
+            await sync_weights(trainer, rollouts, layout)
+            assert len(places) == 6 and places[4][1] == places[3][1], "the group that has formed is kept"
 
     _run(body)

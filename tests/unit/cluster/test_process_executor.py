@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import os
 import re
 import signal
@@ -243,6 +244,61 @@ def test_a_sampler_is_not_blamed_for_another(monkeypatch):
         told = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 60)
         assert [(f.rank, f.kind) for f in told] == [(0, "silent"), (1, "silent"), (2, "ended")]
         assert ["is stopped" in f.cause for f in told] == [False, True, False]
+
+    _with(_specs(3), body)
+
+
+def hold(worker: RankWorker, pipe: str) -> None:
+    with open(pipe, "wb"):
+        time.sleep(600)
+
+
+async def until(worker: RankWorker, file: str) -> int:
+    while not Path(file).exists():
+        await asyncio.sleep(0.01)
+    return worker.spec.rank
+
+
+def until_the_end_of(worker: RankWorker, pipe: str) -> int:
+    """Of whoever holds the other end."""
+    with open(pipe, "rb") as end:
+        end.read()
+    return worker.spec.rank
+
+
+def test_a_rank_that_has_answered_since_is_not_blamed_for_its_silence(tmp_path):
+    """P26: three are silent at once. The first is judged; the second answers meanwhile, and is asked again in the same
+    phase; the third had waited for the first, and answers when that one has been ended."""
+    pipe, first, second = (str(tmp_path / name) for name in ("pipe", "first", "second"))
+    os.mkfifo(pipe)
+
+    async def body(executor: ProcessExecutor) -> None:
+        pids = [(await executor.call(rank, echo, None))[1] for rank in range(3)]
+        patient, take_stacks = executor.specs, executor._take_stacks
+        executor.specs = [dataclasses.replace(spec, timeout_s=2.0) for spec in patient]
+        methods = ((hold, pipe), (until, first), (until_the_end_of, pipe))
+        silent = [asyncio.ensure_future(executor.call(rank, *asked)) for rank, asked in enumerate(methods)]
+        anew, answering = list[asyncio.Future[int]](), itertools.count(1)
+
+        async def take_long() -> dict[int, str]:
+            """Until the next of them has answered."""
+            if (rank := next(answering)) == 1:
+                while len(executor._suspicions) < 2:
+                    await asyncio.sleep(0.01)
+                executor.specs = patient
+                anew.append(asyncio.ensure_future(executor.call(1, until, second)))
+                Path(first).touch()
+            await asyncio.wait([silent[min(rank, 2)]], timeout=20)
+            return await take_stacks()
+
+        executor._take_stacks = take_long
+        told, *answers = await asyncio.gather(*silent, return_exceptions=True)
+        assert isinstance(told, RankFailure) and (told.rank, told.kind) == (0, "silent")
+        assert answers == [1, 2]
+        await executor._inquiry
+        Path(second).touch()
+        assert await anew[0] == 1
+        assert [(await executor.call(rank, echo, None))[1] for rank in (1, 2)] == pids[1:]
 
     _with(_specs(3), body)
 

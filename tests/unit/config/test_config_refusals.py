@@ -72,7 +72,10 @@ BAD: list[tuple[str, list[str]]] = [
     ("loop.kind=one_step_off", ["asynchronous", "Use colocated"]),
     ("loop.kind=fully_async", ["asynchronous", "Use colocated"]),
     ("loop.max_staleness=1", ["newest weights", "Use 0"]),
-    ("model.lora=on", ["model.lora.enabled = true", "adapters", "Use false"]),
+    ("model.lora.rank=8", ["would have no effect", "model.lora is off"]),
+    ("model.lora.alpha=8", ["would have no effect", "model.lora is off"]),
+    ("model.lora.targets=[q_proj]", ["would have no effect", "model.lora is off"]),
+    ("model.lora.enabled=true model.lora.rank=0", ["model.lora.rank", ">= 1"]),
     ("model.vision=freeze", ["text models only", "Use shard"]),
     ("model.dtype=float16", ["loss scaling", "Use bfloat16 or float32"]),
     # an engine of its own
@@ -217,7 +220,7 @@ def test_the_config_that_the_table_breaks_is_right(good: Path):
 
 
 def test_the_table_tries_every_key_whose_mechanism_is_missing_and_every_key_without_effect(good: Path, good_sft: Path):
-    tried = " ".join(overrides for overrides, _ in BAD).replace("model.lora=", "model.lora.enabled=")
+    tried = " ".join(overrides for overrides, _ in BAD)
     config = load_run_config(good, ["algo.advantage=rloo", "data.eval_path=null"]).config
     for key in [*ONLY, *unused(config)]:
         assert f"{key}=" in tried, f"no row of the table refuses {key}"
@@ -243,7 +246,7 @@ SFT_BAD: list[tuple[str, list[str]]] = [
     ("sft.messages=chat", ["no column 'chat'", "'messages'"]),
     ("sft.path=missing.jsonl", ["no such file", "home/missing.jsonl"]),
     ("cluster.nodes=2", ["need executor: ray"]),
-    ("model.lora=on", ["adapters"]),
+    ("model.lora.rank=8", ["model.lora is off"]),
 ]
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from test_pauses import outlasts_syncs
 from tiny_engines import ask, layout_of, plain, sync
 from vllm_servers import MISSING, client_of, serving, tiny_vllm_lm
 
@@ -126,6 +127,13 @@ def test_the_weights_of_the_folder_are_a_version_until_a_sync_begins(server):
         fresh = client_of(server)
         with pytest.raises(StaleWeightsError, match="trust_loaded_weights"):
             await fresh.generate(ask("a", LONG))
+
+    go(main)
+
+
+def test_a_pause_outlasts_a_sync(server):
+    async def main():
+        await outlasts_syncs(client_of(server), tiny_vllm_lm())
 
     go(main)
 

@@ -113,7 +113,7 @@ def test_a_header_that_contradicts_itself_is_refused():
     digests = {name: digest(tensor) for name, tensor in weights.items()}
     with pytest.raises(ValueError, match=r"different: norm.weight"):
         make_header(layout, 0, {n: d for n, d in digests.items() if n != "norm.weight"})
-    with pytest.raises(ValueError, match="base_version goes with mode 'delta'"):
+    with pytest.raises(ValueError, match="base_version goes with every mode but 'full'"):
         make_header(layout, 1, digests, base_version=0)
-    with pytest.raises(ValueError, match="base_version goes with mode 'delta'"):
+    with pytest.raises(ValueError, match="base_version goes with every mode but 'full'"):
         make_header(layout, 1, digests, mode="delta")

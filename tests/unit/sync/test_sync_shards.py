@@ -36,7 +36,9 @@ def step(weights, seed, share=0.05):
 class Link:
     """Some senders and one receiver, with the tied head reading the embedding's memory."""
 
-    def __init__(self, num_shards=2, bucket_bytes=4096, digest="xxh3", keep_base=True, dtype="bfloat16"):
+    def __init__(
+        self, num_shards=2, bucket_bytes=4096, digest="xxh3", keep_base=True, dtype="bfloat16", frozen=frozenset()
+    ):
         tensors = [(name, shape, dtype) for name, shape in SHAPES.items()]
         self.layout = make_layout(tensors, TIED, bucket_bytes, num_shards, digest)
         self.params = {name: torch.zeros(shape, dtype=getattr(torch, dtype)) for name, shape in SHAPES.items()}
@@ -44,7 +46,7 @@ class Link:
         self.state = ReceiverState(self.layout, self.params, "receiver")
         size = self.layout.staging_bytes
         self.senders = [
-            ShardSender(self.layout, s, [torch.empty(size, dtype=torch.uint8) for _ in range(2)], keep_base)
+            ShardSender(self.layout, s, [torch.empty(size, dtype=torch.uint8) for _ in range(2)], keep_base, frozen)
             for s in range(num_shards)
         ]
 
@@ -255,13 +257,15 @@ def test_mode_and_buckets_must_agree(tell):
     delta = tell.startswith("a whole")
     header = make_header(link.layout, 1, None, 0 if delta else None, "delta" if delta else "full")
     buckets = link.buckets(weights, 1, not delta)
-    with pytest.raises(SyncError, match=f"of mode '{header.mode}'"):
+    with pytest.raises(
+        SyncError, match="whole tensors in a sync of ch" if delta else "changes in a sync of everything"
+    ):
         asyncio.run(send_weights(header, buckets, [link]))
 
 
 def test_a_shard_of_another_size_stops_the_sender():
     link, weights = Link(2), masters()
-    with pytest.raises(SyncError, match=r"shard 0 of norm.weight should be 4 elements .* \[7\]"):
+    with pytest.raises(SyncError, match=r"shard 0 of norm.weight should be 4 elements .* has 7$"):
         list(link.senders[0].buckets(link.shard(weights, 0) | {"norm.weight": weights["norm.weight"]}, 0))
     with pytest.raises(SyncError, match="the trainer has nothing"):
         list(link.senders[0].buckets({}, 0))
@@ -273,7 +277,7 @@ def test_a_shard_of_another_size_stops_the_sender():
 def write_in_place(link, weights, version):
     (sender,) = link.senders
     header = make_header(link.layout, version)
-    return asyncio.run(send_weights(header, sender.in_place(weights, link.state.targets()), [link]))[0]
+    return asyncio.run(send_weights(header, sender.in_place(weights, link.state.targets(), header.version), [link]))[0]
 
 
 def test_a_sender_beside_the_receiver_writes_its_tensors_itself():
@@ -309,13 +313,80 @@ def test_an_alias_with_memory_of_its_own_is_written_from_its_source(delta):
     if delta:
         syncs.append((make_header(layout, 1, None, 0, "delta"), sender.buckets(second, 1, True)))
     else:
-        syncs.append((make_header(layout, 1), sender.in_place(second, state.targets())))
+        syncs.append((make_header(layout, 1), sender.in_place(second, state.targets(), 1)))
     for header, buckets in syncs:
         state.begin(header)
         for bucket in buckets:
             state.receive(bucket)
         state.commit(params.items)
     assert torch.equal(params["lm_head.weight"], second["embed.weight"].bfloat16())
+
+
+# ---- what stays as it is
+
+
+FROZEN = frozenset(SHAPES) - {"q_proj.weight", "norm.weight"}
+
+
+class Unread:
+    """Rows of which only the size may be asked for."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, tensor):
+        self.numel, self.is_contiguous = tensor.numel, tensor.is_contiguous
+
+
+def only_moving(weights):
+    return {name: Unread(t) if name in FROZEN else t for name, t in weights.items()}
+
+
+@pytest.mark.parametrize("keep_base", [False, True], ids=["whole", "searched"])
+@pytest.mark.parametrize("bucket_bytes", [64, 4096])
+@pytest.mark.parametrize("num_shards", [1, 2, 4])
+def test_frozen_tensors_are_read_and_sent_once_and_proven_each_time(num_shards, bucket_bytes, keep_base):
+    """P15, P18: their digests still hold the receiver to them."""
+    link, weights = Link(num_shards, bucket_bytes, keep_base=keep_base, frozen=FROZEN), masters()
+    full = link.sync(weights, 0).num_bytes
+    moved = {n: p for n, p in step(weights, 1, share=1).items() if n not in FROZEN}
+    weights |= moved
+
+    def sync(version):
+        header = make_header(link.layout, version, None, version - 1, "adapter")
+        buckets = (
+            bucket
+            for s, sender in enumerate(link.senders)
+            for bucket in sender.buckets(
+                only_moving({n: link.shard(weights, s)[n] for n in weights}), version, changes=True
+            )
+        )
+        return asyncio.run(send_weights(header, buckets, [link]))[0]
+
+    ack = sync(1)
+    assert link.holds(weights) and ack.resident and ack.num_changed == len(moved)
+    assert sum(p.numel() for p in moved.values()) * 2 <= ack.num_bytes < full / 10
+    counted = [sender.report.num_changed for sender in link.senders]
+    assert sum(counted) == sum(p.numel() for p in moved.values()) if keep_base else counted == [None] * num_shards
+    link.params["big.weight"].view(torch.int16)[3, 3] ^= 1
+    with pytest.raises(SyncError, match=r"1 of 6 tensors differ from the trainer's:\n +big.weight has digest"):
+        sync(2)
+
+
+def test_frozen_tensors_are_not_written_again_beside_the_receiver():
+    link, weights = Link(1, 256, keep_base=False, frozen=FROZEN), masters()
+    write_in_place(link, weights, 0)
+    weights |= {n: p for n, p in step(weights, 1, share=1).items() if n not in FROZEN}
+    link.params["embed.weight"].view(torch.int16)[0, 0] ^= 1
+    header = make_header(link.layout, 1, None, 0, "adapter")
+    buckets = link.senders[0].in_place(only_moving(weights), link.state.targets(), 1, changes=True)
+    with pytest.raises(SyncError, match=r"2 of 6 tensors differ.*\n +embed.weight has digest"):
+        asyncio.run(send_weights(header, buckets, [link]))
+    write_in_place(link, weights, 2)
+    weights["norm.weight"] = weights["norm.weight"] + 1
+    header = make_header(link.layout, 3, None, 2, "adapter")
+    buckets = link.senders[0].in_place(only_moving(weights), link.state.targets(), 3, changes=True)
+    (ack,) = asyncio.run(send_weights(header, buckets, [link]))
+    assert link.holds(weights) and ack.num_bytes == 2 * (11 * 3 + 7) and ack.num_changed == 1
 
 
 # ---- several streams at once

@@ -289,7 +289,7 @@ def test_versions_rise_and_a_failed_one_may_be_sent_again():
     "change, complaint",
     [
         ({"layout_hash": "0123"}, "belongs to layout 0123"),
-        ({"mode": "adapter"}, "takes mode 'full'"),
+        ({"mode": "adapter"}, "'delta' and 'adapter' need one"),
         ({"base_version": 1}, "base version 1"),
         ({"version": -1}, "version -1"),
         ({"digests": {"embed.weight": 1}}, "name different tensors: last.empty, layers.0"),

@@ -1,0 +1,216 @@
+"""Low-rank adapters, made and computed by peft: which parameters train, what they are called, what they add up to.
+
+A layer's x W^T becomes x W^T + s (x A^T) B^T. W stays as the folder has it and in the compute dtype; A and B are
+trained. On the wire, in checkpoints and in digests q_proj.weight is W, q_proj.lora_A.weight A, q_proj.lora_B.weight B.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from meshrl.config.model import LoraConfig
+from meshrl.core.errors import ConfigError
+from meshrl.parallel.fsdp import local_shard, shard_start, whole
+
+ADAPTER_FOLDER = "adapter"  # below an exported model, whose own weights have it added
+_ADAPTER = "default"  # peft's name of the only one
+_WIRE_A, _WIRE_B = ".lora_A.weight", ".lora_B.weight"
+
+
+def add_adapters(lm: torch.nn.Module, cfg: LoraConfig, dtype: torch.dtype, path: str | Path) -> None:
+    """Give the target layers their A and B, in `dtype`, on the layer's device; nothing else requires a gradient then.
+    Their values are to be set: by `init_adapters`, a checkpoint or a sync.
+
+    Raises: ConfigError when a target is no linear layer of the model, or is its head.
+    """
+    from peft import inject_adapter_in_model
+
+    on_meta = next(lm.parameters()).is_meta
+    with _refusing(cfg, path):
+        inject_adapter_in_model(_peft_config(cfg, str(path)), lm, _ADAPTER, low_cpu_mem_usage=on_meta)
+        for name, layer in _layers(lm):
+            if type(layer.base_layer) is not torch.nn.Linear:
+                raise ValueError(f"{name} is a {type(layer.base_layer).__name__}; only torch.nn.Linear can be adapted")
+        if any(_is_adapted(m) for m in (lm.get_output_embeddings(), lm.get_input_embeddings())):
+            raise ValueError("embedding and head can't be adapted; leave them out of model.lora.targets")
+    for name, p in named_weights(lm):
+        p.requires_grad_(is_adapter(name))
+        if is_adapter(name):
+            p.data = p.data.to(dtype)
+
+
+@torch.no_grad()
+def init_adapters(lm: torch.nn.Module) -> None:
+    """A as peft draws it, by a generator of its own for each layer, so that the values depend on the layer's name
+    alone; B = 0, so that the adapted model is the one it began as."""
+    for name, p in named_weights(lm):
+        if name.endswith(_WIRE_A):
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            bound = 1 / math.sqrt(p.shape[1])
+            drawn = torch.empty(p.shape).uniform_(-bound, bound, generator=generator)
+            rows = local_shard(p)
+            rows.copy_(drawn[shard_start(p) :][: rows.shape[0]])
+        elif name.endswith(_WIRE_B):
+            local_shard(p).zero_()
+
+
+@torch.no_grad()
+def scatter_adapters(lm: torch.nn.Module) -> None:
+    """Any values of about a layer's own size, for a comparison that zeros in B would make empty."""
+    for name, p in named_weights(lm):
+        if is_adapter(name):
+            p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(1)) / math.sqrt(p.shape[1]))
+
+
+def named_weights(lm: torch.nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """All parameters by their wire names: those of the model's files, and lora_A and lora_B."""
+    for name, p in lm.named_parameters(remove_duplicate=remove_duplicate):
+        yield wire_name(name), p
+
+
+def wire_name(name: str) -> str:
+    """Without the modules that peft puts in between."""
+    for letter in "AB":
+        name = name.replace(f".lora_{letter}.{_ADAPTER}.", f".lora_{letter}.")
+    return name.replace(".base_layer.", ".")
+
+
+def is_adapter(name: str) -> bool:
+    """name: on the wire."""
+    return name.endswith((_WIRE_A, _WIRE_B))
+
+
+def trained_weights(lm: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """By wire name: what an optimizer moves, and so what a checkpoint has to hold. All, in a model without adapters."""
+    weights = dict(named_weights(lm))
+    return {name: p for name, p in weights.items() if is_adapter(name)} or weights
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """What is added to one weight: scale * B @ A, with A [R, in] and B [out, R]."""
+
+    a: torch.nn.Parameter
+    b: torch.nn.Parameter
+    scale: float
+
+
+def adapters_of(lm: torch.nn.Module) -> dict[str, Adapter]:
+    """By the wire name of the weight that each is added to."""
+    return {f"{name}.weight": _adapter(layer) for name, layer in _layers(lm)}
+
+
+def adapter_of(layer: torch.nn.Module) -> Adapter | None:
+    return _adapter(layer) if _is_adapted(layer) else None
+
+
+def unadapted(layer: Any) -> Any:
+    """The layer of Transformers itself."""
+    return layer.base_layer if _is_adapted(layer) else layer
+
+
+class MergedRows:
+    """This rank's rows of W + s B A, laid end to end like a flat tensor, and computed where they are read: in fp32,
+    and never all at once."""
+
+    def __init__(self, weight: torch.Tensor, adapter: Adapter):
+        """A collective where the model is sharded: every rank needs the whole of A."""
+        self._weight, self._b = local_shard(weight.detach()), local_shard(adapter.b.detach())
+        self._a, self._scale = whole(adapter.a.detach()).float(), adapter.scale
+        self.device = self._weight.device
+
+    def numel(self) -> int:
+        return self._weight.numel()
+
+    def is_contiguous(self) -> bool:
+        return self._weight.is_contiguous()
+
+    def __getitem__(self, part: slice) -> torch.Tensor:
+        low, high, _ = part.indices(self.numel())
+        columns = self._weight.shape[1]
+        first, end = low // columns, -(-high // columns)
+        rows = torch.addmm(self._weight[first:end].float(), self._b[first:end].float(), self._a, alpha=self._scale)
+        return rows.view(-1)[low - first * columns : high - first * columns]
+
+
+def merged_weight(weight: torch.Tensor, adapter: Adapter) -> torch.Tensor:
+    """W + s B A, sharded as W is (a collective then), in fp32."""
+    rows = MergedRows(weight, adapter)[:].view_as(local_shard(weight))
+    if not isinstance(weight, DTensor):
+        return rows
+    return DTensor.from_local(
+        rows, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+    )
+
+
+@contextmanager
+def without_adapters(lm: torch.nn.Module) -> Iterator[None]:
+    """The model as it was before it was adapted, which is LoRA's reference model."""
+    layers = [layer for _, layer in _layers(lm)]
+    for layer in layers:
+        layer._disable_adapters = True  # its own method would also change requires_grad, which FSDP has taken note of
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+def save_adapter(tensors: dict[str, torch.Tensor], cfg: LoraConfig, path: str, folder: Path) -> None:
+    """A folder that peft's `PeftModel.from_pretrained` adds to the model of `path`. tensors: whole, by wire name."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    config = _peft_config(cfg, path)
+    config.inference_mode = True
+    config.save_pretrained(str(folder))
+    named = {f"base_model.model.{name}": t.cpu().contiguous() for name, t in tensors.items()}
+    save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def _peft_config(cfg: LoraConfig, path: str) -> Any:
+    from peft import LoraConfig as PeftConfig
+
+    targets = "all-linear" if cfg.targets == ["all-linear"] else cfg.targets
+    return PeftConfig(
+        r=cfg.rank,
+        lora_alpha=cfg.alpha,
+        target_modules=targets,
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=path,
+    )
+
+
+@contextmanager
+def _refusing(cfg: LoraConfig, path: str | Path) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as cause:
+        raise ConfigError(
+            f"model.lora.targets {cfg.targets} don't fit {str(path)!r}: {cause!s:.500}. Give the last parts of "
+            "names of linear layers, such as q_proj, or all-linear for every one but the head"
+        ) from cause
+
+
+def _layers(lm: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, module in lm.named_modules():
+        if _is_adapted(module):
+            yield name, module
+
+
+def _is_adapted(module: torch.nn.Module) -> bool:
+    return hasattr(module, "lora_A") and hasattr(module, "base_layer")
+
+
+def _adapter(layer: Any) -> Adapter:
+    a, b = layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight
+    return Adapter(a, b, float(layer.scaling[_ADAPTER]))

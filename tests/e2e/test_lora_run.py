@@ -1,0 +1,72 @@
+"""`meshrl train` with LoRA: adapters alone travel, the sampler is the trainer, the KL begins at 0 (P6, P15, P18)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from sglang_servers import launcher_in
+from tiny_run import steps_of, train, write_run
+
+from meshrl.cli import main
+
+pytestmark = pytest.mark.timeout(400)
+LORA = ("model.lora.enabled=true", "model.lora.rank=4", "model.lora.alpha=8", "algo.kl.coef=0.1", "loop.num_steps=3")
+SPLIT = ("cluster.num_train_ranks=2", "cluster.num_rollout_ranks=1")
+LAYOUTS = {
+    "one process": ("cluster.executor=inline",),
+    "two ranks": ("cluster.num_train_ranks=2",),
+    "split": SPLIT,
+    "split, changes searched": (*SPLIT, "rollout.sync_mode=delta"),
+    "split, broadcast": (*SPLIT, "rollout.sync_transport=broadcast"),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_after_the_first_sync_adapters_alone_travel_and_the_sampler_is_the_trainer(layout, tmp_path: Path):
+    steps = steps_of(train(write_run(tmp_path), "lora", *LORA, *LAYOUTS[layout]), ())
+    assert len(steps) == 3
+    first = steps[0]["first_sync/num_bytes"]
+    for number, step in enumerate(steps):
+        assert step["proof/logprob_abs_diff_mean"] < 1e-5, number
+        assert step["sync/proven_wire"] == step["sync/proven_resident"] == 1
+        assert 0 < step["sync/num_bytes"] < 0.5 * first  # the tiny model's adapters are a third of it
+        # Each A and B, and no other; in the first step no A has a gradient, because B is 0.
+        assert step["sync/changed_tensors"] == pytest.approx((28 if number else 14) / 54)
+    kl = [step["loss/kl"] for step in steps]
+    assert kl[0] == 0 and 0 < kl[1] < kl[2]
+
+
+def test_a_server_without_adapters_samples_from_their_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Merged into what is sent, shard by shard, and proven by digests of the sums."""
+    config, folder = write_run(tmp_path), tmp_path / "launcher"
+    more = ("rollout.engine=sglang", "rollout.max_running_requests=16")
+    with launcher_in(folder):
+        monkeypatch.syspath_prepend(folder)
+        steps = steps_of(train(config, "sglang", *LORA, *SPLIT, *more), ())
+    for step in steps:
+        assert step["proof/logprob_abs_diff_mean"] < 1e-5
+        assert step["sync/proven_wire"] == step["sync/proven_resident"] == 1
+        assert step["sync/num_bytes"] >= steps[0]["first_sync/num_bytes"]
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_to_the_bit_and_its_checkpoint_becomes_the_folder_that_it_exported(tmp_path: Path):
+    """P27: on two ranks, from a checkpoint that holds the adapters alone."""
+    from transformers import AutoModelForCausalLM
+
+    config, ranks = write_run(tmp_path), ("cluster.num_train_ranks=2", "loop.save_every_steps=1")
+    whole = train(config, "whole", *LORA, *ranks)
+    half = train(config, "half", *LORA, *ranks, "loop.num_steps=2")
+    train(config, "half", *LORA, *ranks, "run.resume=auto")
+    left, right = (folder / "checkpoints" / "step_000003" for folder in (whole, half))
+    assert steps_of(whole)[2] == steps_of(half)[2]
+    assert main(["convert", str(right), str(tmp_path / "converted")]) == 0
+    models = [
+        AutoModelForCausalLM.from_pretrained(folder)
+        for folder in (left / "model", right / "model", tmp_path / "converted")
+    ]
+    for (name, p), *others in zip(*(model.named_parameters() for model in models), strict=True):
+        for _, other in others:
+            assert torch.equal(p, other), name
