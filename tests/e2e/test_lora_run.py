@@ -24,7 +24,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_after_the_first_sync_adapters_alone_travel_and_the_sampler_is_the_trainer(layout, tmp_path: Path):
+def test_adapters_alone_travel_and_the_sampler_is_the_trainer(layout, tmp_path: Path):
     steps = steps_of(train(write_run(tmp_path), "lora", *LORA, *LAYOUTS[layout]), ())
     assert len(steps) == 3
     first = steps[0]["first_sync/num_bytes"]

@@ -6,9 +6,11 @@ import pytest
 import torch
 from tiny_models import FAMILIES, tiny_lm
 
+from meshrl.config.model import LoraConfig
 from meshrl.model.attention import PackedAttention
 from meshrl.model.causal import CausalModel
 from meshrl.model.lean import lean_decoder
+from meshrl.model.lora import add_adapters, scatter_adapters
 
 LEAN = {"qwen2", "llama", "qwen3", "mistral"}
 
@@ -37,6 +39,25 @@ def test_equal_where_it_fits_and_absent_where_it_does_not(family):
             change()
             torch.testing.assert_close(lean.hidden(*args), expected, rtol=1e-5, atol=2e-5)
         torch.testing.assert_close(model.hidden(*args), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("targets", [["all-linear"], ["v_proj", "down_proj"]])
+@torch.inference_mode()
+def test_an_adapted_model_is_computed_as_its_modules_do(targets):
+    """P18: of a joint product, each part has an adapter of its own, or none."""
+    lm = tiny_lm("qwen2")
+    before = model_of(lm)
+    add_adapters(lm, LoraConfig(enabled=True, rank=3, targets=targets), torch.float32, "tiny")
+    scatter_adapters(lm)
+    model = model_of(lm)
+    lean = lean_decoder(model)
+    assert lean is not None
+    args = tokens_of(model)
+    expected = model.hidden(*args)
+    assert (expected - before.hidden(*args)).abs().max() > 0.01
+    for change in (lambda: None, lean.fuse, lean.pack, lean.unpack):
+        change()
+        torch.testing.assert_close(lean.hidden(*args), expected, rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("part", ["norm", "rotation", "residual", "activation"])
