@@ -11,8 +11,10 @@ changed, scattered as an optimizer scatters them, every block of 512 has one, so
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -25,6 +27,7 @@ from meshrl.sync.manifest import DTYPE_BYTES, Entry, Layout, Piece, aligned
 from meshrl.sync.receive import WHOLE, Bucket, bits_of, places_at, section_bytes
 
 _CHUNK_BYTES = 1 << 20  # of one piece at a time: cast, digested and compared while a core's cache holds it
+_SMALL_BYTES = 1 << 20  # threads are not worth their start below
 
 
 @dataclass(kw_only=True, slots=True)
@@ -72,6 +75,7 @@ class ShardSender:
         self._staging = staging
         self._keep_base = keep_base
         self._frozen = frozen
+        self._clock = threading.Lock()
         self._digests: dict[tuple[str, int], int] = {}  # of frozen pieces, by name and first byte
         self._base: dict[str, torch.Tensor] = {}
 
@@ -112,27 +116,46 @@ class ShardSender:
         flat = self._opened(tensors, changes)
         self.report = SendReport()
         nothing = torch.empty(0, dtype=torch.uint8)
-        for index in range(self.stream.num_buckets):
-            digests, written = [], []
-            for piece in self.stream.pieces(index):
-                name = piece.entry.name
-                written.append(0 if changes and name in self._frozen else WHOLE)
-                if written[-1] == WHOLE:
-                    digests.append(self._whole(piece, flat[name], as_bytes(targets[name])[piece.start : piece.stop]))
-                    self.report.num_bytes += piece.stop - piece.start
-                else:
-                    digests.append(self._digests[name, piece.start])
+        buckets = [list(self.stream.pieces(index)) for index in range(self.stream.num_buckets)]
+        moving = [p for pieces in buckets for p in pieces if not (changes and p.entry.name in self._frozen)]
+        self.report.num_bytes = sum(piece.stop - piece.start for piece in moving)
+
+        def write(piece: Piece) -> int:
+            target = as_bytes(targets[piece.entry.name])
+            return self._whole(piece, flat[piece.entry.name], target[piece.start : piece.stop])
+
+        found = dict(zip(moving, self._at_once(write, moving), strict=True))
+        for index, pieces in enumerate(buckets):
             yield Bucket(
                 index=index,
                 payload=nothing,
                 digest=0,
                 stream=self.shard,
-                pieces=tuple(digests),
-                changes=tuple(written) if changes else None,
+                pieces=tuple(found[p] if p in found else self._digests[p.entry.name, p.start] for p in pieces),
+                changes=tuple(WHOLE if p in found else 0 for p in pieces) if changes else None,
                 in_place=True,
             )
         if self._frozen:
             self.base_version = version
+
+    def _at_once(self, write: Callable[[Piece], int], pieces: Sequence[Piece]) -> list[int]:
+        """One piece in each of torch's threads: each digests what its own core has just written, and none waits for
+        the other after each operation."""
+        num_threads = torch.get_num_threads()
+        if num_threads == 1 or self.report.num_bytes < _SMALL_BYTES or self.layout.digest != "xxh3":
+            return [write(piece) for piece in pieces]
+
+        def alone(piece: Piece) -> int:
+            torch.set_num_threads(1)  # of this thread, and for those that start after it
+            return write(piece)
+
+        try:
+            with ThreadPoolExecutor(num_threads) as pool:
+                return list(pool.map(alone, pieces))
+        finally:
+            torch.set_num_threads(num_threads)
+            for part in self.report.seconds:
+                self.report.seconds[part] /= num_threads
 
     def _opened(self, tensors: Mapping[str, Rows], changes: bool) -> dict[str, Rows]:
         """The tensors of this stream; from here to the last bucket, the base is of two versions."""
@@ -249,8 +272,9 @@ class ShardSender:
             yield (first + low, low), (first + high, high), part
 
     def _took(self, began: float, done: float) -> None:
-        self.report.seconds["cast"] += done - began
-        self.report.seconds["verify"] += time.perf_counter() - done
+        with self._clock:
+            self.report.seconds["cast"] += done - began
+            self.report.seconds["verify"] += time.perf_counter() - done
 
 
 def _nonzero(mask: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,7 @@ VLLM = (
 ALONE = (f"rollout.vllm.python={sys.executable}",)
 PARALLEL = ("cluster.num_train_ranks=2", "rollout.mesh.infer_tp=2")
 SPLIT = ("cluster.num_train_ranks=2", "cluster.num_rollout_ranks=1")
+LORA = (*SPLIT, "model.lora.enabled=true", "rollout.sync_mode=delta")  # adapters added to what is sent
 
 
 @pytest.fixture
@@ -55,7 +56,9 @@ def of_vllm(others: set[int]) -> list[psutil.Process]:
     return found
 
 
-@pytest.mark.parametrize("layout", [SPLIT, ALONE, PARALLEL], ids=["split", "colocated", "tensor parallel"])
+@pytest.mark.parametrize(
+    "layout", [SPLIT, ALONE, PARALLEL, LORA], ids=["split", "colocated", "tensor parallel", "LoRA"]
+)
 def test_a_run_samples_with_vllm_and_proves_its_weights(config: Path, layout: tuple[str, ...], others: set[int]):
     """P15: the trainer's own forward of what vLLM sampled agrees to rounding, after each update, with a tied head."""
     steps = steps_of(train(config, "vllm", *VLLM, *layout))

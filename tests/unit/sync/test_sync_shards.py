@@ -291,6 +291,27 @@ def test_a_sender_beside_the_receiver_writes_its_tensors_itself():
         write_in_place(link, step(weights, 1, share=1), 1)
 
 
+def test_large_pieces_are_written_by_as_many_threads_as_torch_has():
+    """Each with its digest, to the bit; torch has as many threads afterwards as before."""
+    before = torch.get_num_threads()
+    torch.manual_seed(0)
+    weights = {name: torch.randn(700, 1024) for name in "abc"}
+    layout = make_layout([(name, (700, 1024), "bfloat16") for name in weights], {}, 1 << 20, 1, "xxh3")
+    params = {name: torch.zeros(700, 1024, dtype=torch.bfloat16) for name in weights}
+    state, sender = ReceiverState(layout, params), ShardSender(layout, 0, [], False)
+    try:
+        torch.set_num_threads(3)
+        state.begin(make_header(layout, 0))
+        for bucket in sender.in_place(weights, state.targets(), 0):
+            state.receive(bucket)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    ack = state.commit(params.items)
+    assert ack.resident and all(torch.equal(params[name], t.bfloat16()) for name, t in weights.items())
+    assert ack.num_bytes == sender.report.num_bytes == 3 * 700 * 1024 * 2
+
+
 def test_what_is_written_beside_the_receiver_is_compared_with_what_lies_there():
     class Clumsy(Link):
         async def commit(self):
