@@ -56,6 +56,31 @@ def test_the_gradient_of_adapters_is_the_unsharded_models_and_nothing_else_has_o
         assert distance < TOLERANCE[dtype], f"{name} is {distance:.2e} of its norm off"
 
 
+@pytest.mark.parametrize(
+    "train",
+    [
+        {"sharding_strategy": "SHARD_GRAD_OP"},
+        {"sharding_strategy": "NO_SHARD"},
+        {"sharding_strategy": "HYBRID_SHARD", "mesh": {"dp_replicate": 2, "dp_shard": 2}},
+    ],
+    ids=lambda train: train["sharding_strategy"],
+)
+def test_every_sharding_strategy_gives_the_same_gradient_and_the_same_sum(pool, train):
+    """P13: and what a server gets is W + s B A on each rank that sends."""
+    samples, loss = _samples(), make_policy_loss(AlgoConfig())
+    want = unsharded(adapted(), samples, loss)
+    partition = random_partition(np.random.default_rng(4), len(samples), 4, 2)
+    for got in pool.run(partitioned, 4, adapted, {}, samples, partition, loss, train):
+        distance, name = worst(got["grads"], want["grads"])
+        assert distance < 1e-5, f"{name} is {distance:.2e} of its norm off"
+    sums = _merged_by_peft()
+    for rows, gathered in pool.run(_rows, 4, torch.float32, train):
+        for name, p in sums.items():
+            torch.testing.assert_close(gathered[name], p, atol=1e-6, rtol=1e-5, msg=name)
+            if train["sharding_strategy"] == "NO_SHARD":
+                torch.testing.assert_close(rows[name], p.reshape(-1), atol=1e-6, rtol=1e-5, msg=name)
+
+
 def _trained(rank: int, world: int, path: Path, out: Path, dtype: str, master: str) -> dict[str, Any]:
     """Two steps from a folder: what was scored before and after, with and without adapters; all weights."""
     cfg = TrainConfig(master_dtype=master)
@@ -134,9 +159,11 @@ def test_an_exported_folder_is_the_merged_model_and_its_adapter_is_one_that_peft
     assert told["memory"]["optimizer"] < told["memory"]["params"]
 
 
-def _rows(rank: int, world: int, dtype: torch.dtype) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def _rows(
+    rank: int, world: int, dtype: torch.dtype, train: dict[str, Any]
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """This rank's merged rows, read in odd pieces, and the same of the whole tensors that an export gathers."""
-    engine = engine_over(adapted(**UNEVEN), world, {}, dtype)
+    engine = engine_over(adapted(**UNEVEN), world, train, dtype)
     rows = {}
     for name, source in engine.shards(merged=True).items():
         if is_adapter(name):
@@ -149,23 +176,27 @@ def _rows(rank: int, world: int, dtype: torch.dtype) -> tuple[dict[str, torch.Te
     return {n: t.clone() for n, t in rows.items()}, {n: t.clone() for n, t in engine.wire_weights(torch.float32)}
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_merged_rows_are_those_of_pefts_own_merge_wherever_they_are_cut(pool, world):
+def _merged_by_peft() -> dict[str, torch.Tensor]:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     lm = adapted(**UNEVEN)
     for module in lm.modules():
         if isinstance(module, BaseTunerLayer):
             module.merge()
-    want = {name.replace(".base_layer", ""): p for name, p in lm.named_parameters() if "lora_" not in name}
-    answers = pool.run(_rows, world, torch.float32)
+    return {name.replace(".base_layer", ""): p.detach() for name, p in lm.named_parameters() if "lora_" not in name}
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_merged_rows_are_those_of_pefts_own_merge_wherever_they_are_cut(pool, world):
+    want = _merged_by_peft()
+    answers = pool.run(_rows, world, torch.float32, {})
     for _, gathered in answers:
         assert gathered.keys() == want.keys()
         for name, p in want.items():
-            torch.testing.assert_close(gathered[name], p.detach(), atol=1e-6, rtol=1e-5, msg=name)
+            torch.testing.assert_close(gathered[name], p, atol=1e-6, rtol=1e-5, msg=name)
     for name, p in want.items():
         joined = torch.cat([rows[name] for rows, _ in answers])
-        torch.testing.assert_close(joined, p.detach().reshape(-1), atol=1e-6, rtol=1e-5, msg=name)
+        torch.testing.assert_close(joined, p.reshape(-1), atol=1e-6, rtol=1e-5, msg=name)
 
 
 def _resumed(rank: int, world: int, path: Path, folder: Path, begin: bool) -> dict[str, torch.Tensor]:

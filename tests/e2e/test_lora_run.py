@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,29 @@ def test_a_server_without_adapters_samples_from_their_sum(tmp_path: Path, monkey
         assert step["proof/logprob_abs_diff_mean"] < 1e-5
         assert step["sync/proven_wire"] == step["sync/proven_resident"] == 1
         assert step["sync/num_bytes"] >= steps[0]["first_sync/num_bytes"]
+
+
+def test_supervised_training_moves_the_adapters_alone(tmp_path: Path):
+    """The exported model has the base's embedding to the bit, and its adapter beside it."""
+    from safetensors.torch import load_file
+
+    told = json.loads(write_run(tmp_path).read_text())
+    chats = [[{"role": "user", "content": f"{i}+1"}, {"role": "assistant", "content": str(i + 1)}] for i in range(10)]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    told = {key: told[key] for key in ("model", "train", "run")}
+    told["sft"] = {"path": "chats.jsonl", "rows_per_step": 4, "num_steps": 6, "max_row_tokens": 99}
+    (tmp_path / "sft.yaml").write_text(json.dumps(told))
+    adapters = ("model.lora.enabled=true", "model.lora.targets=[q_proj, v_proj]", "run.name=sft")
+    assert main(["sft", str(tmp_path / "sft.yaml"), *adapters]) == 0
+    folder = tmp_path / "runs" / "sft"
+    losses = json.loads((folder / "result.json").read_text())["loss_curve"]
+    assert losses[-1] < losses[0]
+    model = folder / "checkpoints" / "step_000006" / "model"
+    before, after = (load_file(path / "model.safetensors") for path in (tmp_path / "model", model))
+    moved = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
+    assert after.keys() == before.keys() and len(moved) == 4
+    assert all("q_proj.weight" in name or "v_proj.weight" in name for name in moved)
+    assert len(load_file(model / "adapter" / "adapter_model.safetensors")) == 2 * 4
 
 
 @pytest.mark.slow
