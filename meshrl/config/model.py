@@ -8,7 +8,8 @@ class LoraConfig(Slice):
     rank: int = field(16, "rows of A, columns of B: what an adapter can learn, and its size", ge=1)
     alpha: float = field(32.0, "an adapter's output is multiplied by alpha / rank; twice the rank is usual", gt=0)
     targets: list[str] = field(
-        ["all-linear"], "last parts of the names of linear layers to adapt; all-linear is every one but the head"
+        ["all-linear"],
+        "last parts of the names of linear layers to adapt; all-linear, alone, is every one but the head",
     )
 
 

@@ -49,7 +49,10 @@ async def export_to(trainer: TrainGroup, path: Path, tokenizer_from: str) -> Non
     aside = path.with_name(path.name + ".aside")
     shutil.rmtree(aside, ignore_errors=True)
     path.parent.mkdir(parents=True, exist_ok=True)
-    require_space(path.parent, (await trainer.layout(_ANY_BUCKET_BYTES)).total_bytes + _BESIDE_BYTES, "a model")
+    needed = (await trainer.layout(_ANY_BUCKET_BYTES)).total_bytes + _BESIDE_BYTES
+    if trainer.executor.specs[0].model.lora.enabled:
+        needed += await trainer.state_bytes()  # the adapters by themselves are a third of that
+    require_space(path.parent, needed, "a model")
     await trainer.export(str(aside), tokenizer_from)
     shutil.rmtree(path, ignore_errors=True)
     os.replace(aside, path)

@@ -35,13 +35,8 @@ def add_adapters(lm: torch.nn.Module, cfg: LoraConfig, dtype: torch.dtype, path:
     from peft import inject_adapter_in_model
 
     on_meta = next(lm.parameters()).is_meta
-    with _refusing(cfg, path):
-        inject_adapter_in_model(_peft_config(cfg, str(path)), lm, _ADAPTER, low_cpu_mem_usage=on_meta)
-        for name, layer in _layers(lm):
-            if type(layer.base_layer) is not torch.nn.Linear:
-                raise ValueError(f"{name} is a {type(layer.base_layer).__name__}; only torch.nn.Linear can be adapted")
-        if any(_is_adapted(m) for m in (lm.get_output_embeddings(), lm.get_input_embeddings())):
-            raise ValueError("embedding and head can't be adapted; leave them out of model.lora.targets")
+    config = _peft_config(cfg, _target_names(lm, cfg, path), str(path))
+    inject_adapter_in_model(config, lm, _ADAPTER, low_cpu_mem_usage=on_meta)
     for name, p in named_weights(lm):
         p.requires_grad_(is_adapter(name))
         if is_adapter(name):
@@ -170,35 +165,37 @@ def save_adapter(tensors: dict[str, torch.Tensor], cfg: LoraConfig, path: str, f
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    config = _peft_config(cfg, path)
+    config = _peft_config(cfg, [name.removesuffix(_WIRE_A) for name in tensors if name.endswith(_WIRE_A)], path)
     config.inference_mode = True
     config.save_pretrained(str(folder))
     named = {f"base_model.model.{name}": t.cpu().contiguous() for name, t in tensors.items()}
     save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
-def _peft_config(cfg: LoraConfig, path: str) -> Any:
+def _target_names(lm: Any, cfg: LoraConfig, path: str | Path) -> list[str]:
+    """Whole names of the layers to adapt: peft would take targets that are no linear layer, and overlook those that are
+    nothing. Routers and experts of a mixture are no torch.nn.Linear, and stay as they are."""
+    head = lm.get_output_embeddings()
+    linear = [name for name, m in lm.named_modules() if type(m) is torch.nn.Linear and m is not head]
+    if cfg.targets == ["all-linear"]:
+        return linear
+    meant = {target: [n for n in linear if n == target or n.endswith(f".{target}")] for target in cfg.targets}
+    unused = [target for target, names in meant.items() if not names]
+    if unused or not meant:
+        known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
+        raise ConfigError(
+            f"model.lora.targets are {cfg.targets}, but no linear layer of {str(path)!r} below its head is called "
+            f"{', '.join(unused) or 'nothing'}. There are {known}; or give all-linear, alone"
+        )
+    return [name for name in linear if any(name in names for names in meant.values())]
+
+
+def _peft_config(cfg: LoraConfig, names: list[str], path: str) -> Any:
     from peft import LoraConfig as PeftConfig
 
-    targets = "all-linear" if cfg.targets == ["all-linear"] else cfg.targets
     return PeftConfig(
-        r=cfg.rank,
-        lora_alpha=cfg.alpha,
-        target_modules=targets,
-        task_type="CAUSAL_LM",
-        base_model_name_or_path=path,
+        r=cfg.rank, lora_alpha=cfg.alpha, target_modules=names, task_type="CAUSAL_LM", base_model_name_or_path=path
     )
-
-
-@contextmanager
-def _refusing(cfg: LoraConfig, path: str | Path) -> Iterator[None]:
-    try:
-        yield
-    except ValueError as cause:
-        raise ConfigError(
-            f"model.lora.targets {cfg.targets} don't fit {str(path)!r}: {cause!s:.500}. Give the last parts of "
-            "names of linear layers, such as q_proj, or all-linear for every one but the head"
-        ) from cause
 
 
 def _layers(lm: torch.nn.Module) -> Iterator[tuple[str, Any]]:

@@ -90,6 +90,7 @@ class Expected:
                 done = iter(pool.map(_call, tasks) if large else map(_call, tasks))
                 for (name, tensor), own in zip(batch, work, strict=True):
                     yield name, tensor, [next(done) for _ in own]
+                del batch, work, tasks, done, name, tensor, own  # before the next tensors are there
 
     def _work_of(self, name: str, tensor: torch.Tensor) -> list[Callable[[], Run]]:
         """What gives the tensor's own digests over the runs of what was sent under this name; nothing if its size is
@@ -136,7 +137,8 @@ def _batches(found: Iterable[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[s
         if size >= _BATCH_BYTES:
             yield batch
             batch, size = [], 0
-    yield batch
+    if batch:
+        yield batch
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:

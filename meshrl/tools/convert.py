@@ -6,8 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
-from meshrl.config.model import ModelConfig
-from meshrl.config.train import TrainConfig
+from meshrl.config.model import LoraConfig, ModelConfig
 from meshrl.core.errors import CheckpointError
 from meshrl.loops.resume import state_in
 from meshrl.model.load import DTYPES, load_causal_lm
@@ -31,13 +30,12 @@ def convert(checkpoint: Path, out: Path) -> None:
     if model.lora.enabled:
         add_adapters(lm, model.lora, DTYPES[masters], model.path)
     load_model(folder, lm)
-    adapters = adapters_of(lm)
-    weights = []
-    for name, p in named_weights(lm):
-        if not is_adapter(name):
-            weight = merged_weight(p.detach(), adapters[name]) if name in adapters else p.detach()
-            weights.append((name, weight.to(DTYPES[model.dtype])))
-    sizes = [(name, p.numel() * p.element_size()) for name, p in weights]
+    adapters, dtype = adapters_of(lm), DTYPES[model.dtype]
+    kept = [(name, p) for name, p in named_weights(lm) if not is_adapter(name)]
+    for name, p in kept:  # one by one, so that no second model is there
+        p.data = (merged_weight(p.data, adapters[name]) if name in adapters else p.data).to(dtype)
+    weights = [(name, p.detach()) for name, p in kept]
+    sizes = [(name, p.numel() * p.element_size()) for name, p in kept]
     aside = out.with_name(out.name + ".aside")
     shutil.rmtree(aside, ignore_errors=True)
     save_pretrained(lm, sizes, weights, persistent_buffers(lm), aside, model.path)
@@ -48,8 +46,10 @@ def _model_of(folder: Path) -> tuple[ModelConfig, str]:
     """The run's model.*, and the dtype of its masters."""
     saved = read_controller(folder)
     try:
-        model = ModelConfig.model_validate(saved["config"]["model"])
-        masters = TrainConfig.model_validate(saved["config"]["train"]).master_dtype
+        told, masters = saved["config"]["model"], str(saved["config"]["train"]["master_dtype"])
+        model = ModelConfig(path=told["path"], dtype=told["dtype"], lora=LoraConfig(**told.get("lora", {})))
+        if masters not in DTYPES:
+            raise ValueError(f"dtype {masters!r}")
     except (KeyError, TypeError, ValueError) as cause:
         raise CheckpointError(
             f"{folder / CONTROLLER} does not say which model the run began with: {type(cause).__name__}: {cause}. It "

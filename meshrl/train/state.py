@@ -3,12 +3,14 @@
 model.NAME               parameters in their master dtype; with LoRA the adapters alone, for the rest never changes
 buffer.NAME              buffers that belong to a model's files, such as a router's correction bias
 optimizer.SLOT.NAME      the optimizer's state of a parameter: step, exp_avg, exp_avg_sq
+lora.base                int64[2], with LoRA: a digest of all that is not trained, and the bits of the adapters' scale
 counters                 int64[2]: optimizer steps, steps skipped in a row
 rng.RANK.DEVICE          states of the rank's random generators; a rank that is new keeps its own
 """
 
 from __future__ import annotations
 
+import zlib
 from pathlib import Path
 
 import torch
@@ -16,11 +18,13 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from meshrl.core.errors import CheckpointError
-from meshrl.model.lora import trained_weights
-from meshrl.parallel.fsdp import is_first_replica, local_shard
+from meshrl.model.lora import adapters_of, is_adapter, named_weights, trained_weights
+from meshrl.parallel.fsdp import is_first_replica, local_shard, shard_start
+from meshrl.sync.digest import partial_digest
 from meshrl.train.checkpoint import SavedTensors
 
 Counters = tuple[int, int]
+_BASE = "lora.base"
 _SLOTS_OF_ADAMW = 2  # tensors as large as the parameter; `step` is one number
 
 
@@ -28,7 +32,7 @@ def state_tensors(
     lm: torch.nn.Module, optimizer: torch.optim.Optimizer | None, counters: Counters, device: torch.device
 ) -> dict[str, torch.Tensor]:
     """Everything, as views of what the engine holds: copy before the next optimizer step."""
-    tensors = _model_tensors(lm)
+    tensors = _model_tensors(lm) | _base(lm)
     for name, p in trained_weights(lm).items():
         for slot, value in (optimizer.state.get(p, {}) if optimizer else {}).items():
             tensors[f"optimizer.{slot}.{name}"] = value
@@ -50,7 +54,11 @@ def load_state(
     tensors, counters = _model_tensors(lm), torch.zeros(2, dtype=torch.int64)
     for name in saved.entries:
         if name.startswith(("model.", "buffer.")) and name not in tensors:
-            raise CheckpointError(f"{folder} holds {name}, which this model does not have; it is of another model")
+            lora = "; model.lora.enabled was another, too" if bool(_base(lm)) != (_BASE in saved.entries) else ""
+            raise CheckpointError(
+                f"{folder} holds {name}, which this model does not have; it is of another model{lora}"
+            )
+    _require_same_base(saved, folder, lm)
     slots: dict[torch.nn.Parameter, dict[str, torch.Tensor]] = {}
     parameters = trained_weights(lm) if optimizer else {}
     for key in [key for key in saved.entries if key.startswith("optimizer.")]:
@@ -71,7 +79,9 @@ def load_state(
 
 def load_model(folder: Path, lm: torch.nn.Module) -> None:
     """Fill a whole model in this one process, without a process group. Raises: CheckpointError, as load_state."""
-    SavedTensors(folder).load(_model_tensors(lm))
+    saved = SavedTensors(folder)
+    _require_same_base(saved, folder, lm)
+    saved.load(_model_tensors(lm))
 
 
 def state_bytes(lm: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
@@ -96,6 +106,36 @@ def persistent_buffers(lm: torch.nn.Module) -> dict[str, torch.Tensor]:
 def _model_tensors(lm: torch.nn.Module) -> dict[str, torch.Tensor]:
     tensors = {f"model.{name}": p.detach() for name, p in trained_weights(lm).items()}
     return tensors | {f"buffer.{name}": b for name, b in persistent_buffers(lm).items()}
+
+
+def _base(lm: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Of a model with adapters: what the rest of it is, as two numbers: a digest of all that is not trained, and the
+    adapters' scale. Nothing of a model without (a collective, where there is a process group)."""
+    adapters = adapters_of(lm)
+    if not adapters:
+        return {}
+    total = torch.zeros((), dtype=torch.int64)
+    for name, p in named_weights(lm):
+        if not is_adapter(name) and is_first_replica(p):
+            offsets = (shard_start(p), *[0] * (p.dim() - 1))[: p.dim()]
+            digest = partial_digest(local_shard(p.detach()), tuple(p.shape), offsets).cpu()
+            total = total + digest * (2 * zlib.crc32(name.encode()) + 1)  # odd, so that swapped tensors show
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    scale = torch.tensor(next(iter(adapters.values())).scale, dtype=torch.float64).view(torch.int64)
+    return {_BASE: torch.stack([total, scale])}
+
+
+def _require_same_base(saved: SavedTensors, folder: Path, lm: torch.nn.Module) -> None:
+    """Adapters are nothing without what they were trained on. Raises: CheckpointError."""
+    mine = _base(lm).get(_BASE)
+    if mine is None or _BASE not in saved.entries:
+        return
+    theirs = torch.zeros_like(mine)
+    saved.load({_BASE: theirs})
+    if not torch.equal(mine, theirs):
+        what = "model.lora.alpha" if mine[0] == theirs[0] else "the model in model.path, or model.dtype,"
+        raise CheckpointError(f"{folder} holds adapters, and {what} is not what they were trained with; give it again")
 
 
 def _empty_slot(saved: TensorStorageMetadata, p: torch.nn.Parameter) -> torch.Tensor:

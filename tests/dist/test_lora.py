@@ -18,7 +18,7 @@ from meshrl.config.algo import AlgoConfig
 from meshrl.config.model import LoraConfig, ModelConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.errors import ConfigError
-from meshrl.model.lora import add_adapters, is_adapter, scatter_adapters
+from meshrl.model.lora import add_adapters, is_adapter, named_weights, scatter_adapters
 from meshrl.parallel.fsdp import whole
 from meshrl.parallel.mesh import build_mesh, resolve_shape
 from meshrl.train.checkpoint_files import state_folder
@@ -234,11 +234,24 @@ def test_a_checkpoint_has_the_adapters_alone_and_brings_them_back_on_other_ranks
 @pytest.mark.parametrize(
     ("targets", "told"),
     [
-        (["lm_head"], "embedding and head"),
-        (["embed_tokens"], "embedding and head|only torch.nn.Linear"),
-        (["no_proj"], "no_proj"),
+        (["lm_head"], "is called lm_head"),
+        (["embed_tokens"], "is called embed_tokens"),
+        (["q_proj", "v_porj"], "is called v_porj.*There are down_proj, gate_proj"),
+        (["q_proj", "all-linear"], "is called all-linear.*alone"),
+        ([], "is called nothing"),
     ],
 )
-def test_targets_that_do_not_fit_are_refused(targets, told):
+def test_a_target_that_is_no_linear_layer_is_refused_beside_others_that_are(targets, told):
     with pytest.raises(ConfigError, match=told):
         add_adapters(tiny_qwen2(tie=False), LoraConfig(enabled=True, targets=targets), torch.float32, "tiny")
+
+
+def test_of_a_mixture_the_experts_and_routers_stay_as_they_are():
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    shape = dict(vocab_size=64, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2)
+    config = Qwen3MoeConfig(**shape, num_experts=4, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+    lm = Qwen3MoeForCausalLM(config)
+    add_adapters(lm, LoraConfig(enabled=True, rank=2), torch.float32, "tiny")
+    adapted_layers = {name.split(".")[-3] for name, _ in named_weights(lm) if name.endswith("lora_A.weight")}
+    assert adapted_layers == {"q_proj", "k_proj", "v_proj", "o_proj"}

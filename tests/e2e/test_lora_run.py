@@ -11,6 +11,7 @@ from sglang_servers import launcher_in
 from tiny_run import steps_of, train, write_run
 
 from meshrl.cli import main
+from meshrl.core.errors import CheckpointError
 
 pytestmark = pytest.mark.timeout(400)
 LORA = ("model.lora.enabled=true", "model.lora.rank=4", "model.lora.alpha=8", "algo.kl.coef=0.1", "loop.num_steps=3")
@@ -86,6 +87,15 @@ def test_a_run_goes_on_to_the_bit_and_its_checkpoint_becomes_the_folder_that_it_
     train(config, "half", *LORA, *ranks, "run.resume=auto")
     left, right = (folder / "checkpoints" / "step_000003" for folder in (whole, half))
     assert steps_of(whole)[2] == steps_of(half)[2]
+    for override, told in {
+        "model.lora.alpha=9": "holds adapters, and model.lora.alpha is not what they were trained with",
+        f"model.path={left / 'model'}": "and the model in model.path",
+        "model.dtype=bfloat16": "or model.dtype, is not what they were trained with",
+        "model.lora.enabled=false": "model.lora.enabled was another",
+    }.items():
+        lora = LORA if "enabled" not in override else LORA[3:]
+        with pytest.raises(CheckpointError, match=told):
+            train(config, "half", *lora, *ranks, "run.resume=auto", "loop.num_steps=4", override)
     assert main(["convert", str(right), str(tmp_path / "converted")]) == 0
     models = [
         AutoModelForCausalLM.from_pretrained(folder)
