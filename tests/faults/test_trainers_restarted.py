@@ -98,7 +98,8 @@ def census() -> Iterator[dict[str, set[int]]]:
                 except psutil.Error:  # it has ended meanwhile
                     continue
                 if "meshrl.cluster.worker" in words:
-                    seen[words[-1]].add(process.pid)
+                    if parent not in seen[words[-1]]:  # a child that a rank has just forked has its command line
+                        seen[words[-1]].add(process.pid)
                 elif "meshrl.reward.worker" in words and parent == me.pid:  # and not what it forks
                     seen["reward"].add(process.pid)
 
