@@ -21,12 +21,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from meshrl.sync.expected import Expected
 from meshrl.sync.manifest import DTYPE_BYTES, Layout, Piece
-from meshrl.sync.shards import _nonzero
 from meshrl.sync.transport import SharedRing, SharedRingView
 
 _held: dict[str, Any] = {}  # of this process: rings, views, open fills
@@ -150,11 +150,13 @@ def change(worker: Any, share: float, seed: int) -> None:
 def scan(worker: Any) -> float:
     """Find what has changed since the last sync, and nothing else: cast, compare, search; returns seconds."""
     base, shards, chunk = worker._out()._sender._base, _shards(worker), 1 << 18
+    cast = torch.empty(chunk, dtype=next(iter(base.values())).dtype)
     began = time.perf_counter()
     for name, flat in shards.items():
         for low in range(0, flat.numel(), chunk):
             old = base[name][low : low + chunk]
-            _nonzero(flat[low : low + chunk].to(old.dtype).view(torch.int16) != old.view(torch.int16))
+            now = cast[: old.numel()].copy_(flat[low : low + chunk])
+            np.flatnonzero(now.view(torch.int16).numpy() != old.view(torch.int16).numpy())
     return time.perf_counter() - began
 
 

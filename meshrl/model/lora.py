@@ -137,7 +137,16 @@ class MergedRows:
         return rows.view(-1)[low - first * columns : high - first * columns]
 
 
-def merged_weight(weight: torch.Tensor, adapter: Adapter) -> torch.Tensor:
+def merged_weights(lm: torch.nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.nn.Parameter, torch.Tensor]]:
+    """(wire name, parameter, its values in dtype, with what an adapter adds to them), sharded as the parameter is; for
+    each but the adapters themselves, one at a time."""
+    adapters = adapters_of(lm)
+    for name, p in list(named_weights(lm)):
+        if not is_adapter(name):
+            yield name, p, (_merged(p.detach(), adapters[name]) if name in adapters else p.detach()).to(dtype)
+
+
+def _merged(weight: torch.Tensor, adapter: Adapter) -> torch.Tensor:
     """W + s B A, sharded as W is (a collective then), in fp32."""
     rows = MergedRows(weight, adapter)[:].view_as(local_shard(weight))
     if not isinstance(weight, DTensor):

@@ -52,6 +52,9 @@ def digest(tensor: torch.Tensor, start: int = 0) -> int:
     return digest_slice(tensor, tensor.shape, (0,) * tensor.dim())
 
 
+Readable = torch.Tensor | memoryview
+
+
 class RunningDigest:
     """The digest of bytes that come piece by piece, in order, and start at byte `start` of the whole.
 
@@ -63,13 +66,20 @@ class RunningDigest:
         self._position, self._sum = start, 0
         self._hash = xxhash.xxh3_64() if kind == "xxh3" else None
 
-    def update(self, raw: torch.Tensor) -> None:
-        """raw: uint8[N], contiguous."""
+    def readable(self, raw: torch.Tensor) -> Readable:
+        """uint8[N], contiguous, as `update` takes slices of it; asked for once, where they are many. In host memory it
+        sees what is written later; xxh3 over any other would read a copy."""
+        return raw if self._hash is None else _host_bytes(raw)
+
+    def update(self, part: Readable) -> None:
+        """part: of what `readable` gave."""
         if self._hash is not None:
-            self._hash.update(raw.cpu().numpy().data)
+            assert isinstance(part, memoryview)
+            self._hash.update(part)
         else:
-            self._sum += digest(raw, self._position)
-            self._position += raw.numel()
+            assert isinstance(part, torch.Tensor)
+            self._sum += digest(part, self._position)
+            self._position += part.numel()
 
     @property
     def value(self) -> int:
@@ -79,8 +89,12 @@ class RunningDigest:
 def digest_range(kind: DigestKind, raw: torch.Tensor, start: int = 0) -> int:
     """The digest of uint8[N], contiguous, that lies at byte `start` of the whole."""
     if kind == "xxh3":
-        return xxhash.xxh3_64_intdigest(raw.cpu().numpy().data)
+        return xxhash.xxh3_64_intdigest(_host_bytes(raw))
     return digest(raw, start)
+
+
+def _host_bytes(raw: torch.Tensor) -> memoryview:
+    return raw.cpu().numpy().data
 
 
 def kind_for(device: torch.device) -> DigestKind:
@@ -96,7 +110,6 @@ def digest_slice(tensor: torch.Tensor, global_shape: Sequence[int], offsets: Seq
 def partial_digest(tensor: torch.Tensor, global_shape: Sequence[int], offsets: Sequence[int]) -> torch.Tensor:
     """`digest_slice` left on the tensor's device, without waiting for it: int64 with wrap-around.
 
-    Ranks stack these, all-reduce the stack with a sum, and read it with `digests_of`.
     Shapes: -> []. Raises: ValueError when the slice does not lie inside global_shape.
     """
     shape, whole, first = tuple(tensor.shape), tuple(global_shape), tuple(offsets)
@@ -130,11 +143,6 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor of any dtype and shape as uint8[num_bytes], outside of autograd."""
     flat = tensor.detach().as_strided((tensor.numel(),), (1,))  # a size of 0 or 1 may carry any stride, view minds
     return flat.view(torch.uint8)
-
-
-def digests_of(partials: torch.Tensor) -> list[int]:
-    """Summed `partial_digest`s, int64[N], as digests in [0, 2^64)."""
-    return [value & MASK64 for value in partials.tolist()]
 
 
 def _unsigned(value: torch.Tensor) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from typing import NamedTuple
 
@@ -12,9 +14,9 @@ import torch
 from meshrl.core.errors import SyncError
 from meshrl.sync.digest import DigestKind, as_bytes, digest, digest_range
 from meshrl.sync.manifest import Layout, Piece, SyncHeader
+from meshrl.sync.threads import cores
 
-_SMALL_BYTES = 1 << 20  # threads are not worth their start below
-_BATCH_BYTES = 256 << 20  # of tensors read back at once
+_AHEAD_BYTES = 256 << 20  # of tensors read back beyond the one that is waited for
 
 
 class Run(NamedTuple):
@@ -79,18 +81,24 @@ class Expected:
     def _digested(
         self, found: Iterable[tuple[str, torch.Tensor]], names: dict[str, str]
     ) -> Iterator[tuple[str, torch.Tensor, list[Run]]]:
-        """Each tensor with the digests that it has, in as many threads as torch has; a tensor read back may be a copy,
-        whose memory goes when the next batch is asked for."""
-        num_threads = torch.get_num_threads()
-        with ThreadPoolExecutor(num_threads) as pool:
-            for batch in _batches(found):
-                work = [self._work_of(names.get(name, name), tensor) for name, tensor in batch]
-                large = num_threads > 1 and sum(_num_bytes(tensor) for _, tensor in batch) > _SMALL_BYTES
-                tasks = [task for tasks in work for task in tasks]  # by runs, for one tensor may be a third of a model
-                done = iter(pool.map(_call, tasks) if large else map(_call, tasks))
-                for (name, tensor), own in zip(batch, work, strict=True):
-                    yield name, tensor, [next(done) for _ in own]
-                del batch, work, tasks, done, name, tensor, own  # before the next tensors are there
+        """Each tensor with the digests that it has, cut into runs, for one tensor may be a third of a model. A tensor
+        read back may be a copy, so few are held at once. The same object under two names, tied, is read once."""
+        read: dict[str, tuple[weakref.ref[torch.Tensor], list[Future[Run]]]] = {}  # by the name that was sent
+        ahead: deque[tuple[str, torch.Tensor, list[Future[Run]]]] = deque()
+        held = 0
+        with cores(sum(entry.num_bytes for entry in self._entries.values())) as pool:
+            for name, tensor in found:
+                source = names.get(name, name)
+                if source not in read or read[source][0]() is not tensor:
+                    read[source] = weakref.ref(tensor), [pool.submit(task) for task in self._work_of(source, tensor)]
+                ahead.append((name, tensor, read[source][1]))
+                held += _num_bytes(tensor)
+                del tensor
+                while held > _AHEAD_BYTES:
+                    held -= _num_bytes(ahead[0][1])
+                    yield _result(*ahead.popleft())
+            while ahead:
+                yield _result(*ahead.popleft())
 
     def _work_of(self, name: str, tensor: torch.Tensor) -> list[Callable[[], Run]]:
         """What gives the tensor's own digests over the runs of what was sent under this name; nothing if its size is
@@ -125,20 +133,8 @@ def _run(kind: DigestKind, raw: torch.Tensor, start: int, stop: int) -> Run:
     return Run(start, stop, digest_range(kind, raw, start))
 
 
-def _call(task: Callable[[], Run]) -> Run:
-    return task()
-
-
-def _batches(found: Iterable[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    batch, size = [], 0
-    for name, tensor in found:
-        batch.append((name, tensor))
-        size += _num_bytes(tensor)
-        if size >= _BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+def _result(name: str, tensor: torch.Tensor, work: list[Future[Run]]) -> tuple[str, torch.Tensor, list[Run]]:
+    return name, tensor, [each.result() for each in work]
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:

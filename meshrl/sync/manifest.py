@@ -135,7 +135,7 @@ class Layout:
         """Length of the longest bucket of any stream."""
         return max(stream.staging_bytes for stream in self.streams)
 
-    @property
+    @cached_property
     def hash(self) -> str:
         """Stable over processes; both sides compare it."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]

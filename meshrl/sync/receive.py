@@ -24,7 +24,8 @@ _SHOWN = 8  # names listed of each kind of fault; the rest is counted
 _CHUNK_BYTES = 1 << 20  # digested and copied at once, while a core's cache holds it
 
 ReadBack = Callable[[], Iterable[tuple[str, torch.Tensor]]]
-"""Yields (wire name, parameter) for every sent name and every alias, from what the engine computes with."""
+"""Yields (wire name, parameter) for every sent name and every alias, from what the engine computes with. It may yield
+one object under several names; a copy is an object of its own, and stays as it is until the comparison ends."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -267,19 +268,20 @@ class ReceiverState:
     def _write(self, piece: Piece, section: torch.Tensor, check: bool) -> int | None:
         """Copy a piece into its targets; its digest, taken of what arrived while a core's cache holds it."""
         raws = [as_bytes(target)[piece.start : piece.stop] for target in self._writes[piece.entry.name]]
-        running = RunningDigest(self.layout.digest, piece.start) if check else None
+        running = RunningDigest(self.layout.digest, piece.start)
+        readable = running.readable(section) if check else None
         step = _CHUNK_BYTES if section.device.type == "cpu" else max(section.numel(), 1)
         for low in range(0, section.numel(), step):
             part = section[low : low + step]
             began = time.perf_counter()
-            if running is not None:
-                running.update(part)
+            if readable is not None:
+                running.update(readable[low : low + step])
             checked = time.perf_counter()
             for raw in raws:
                 raw[low : low + step].copy_(part)
             self._seconds["verify"] += checked - began
             self._seconds["load"] += time.perf_counter() - checked
-        return None if running is None else running.value
+        return running.value if check else None
 
     def commit(self, read_back: ReadBack | None = None) -> Ack:
         """Prove that everything arrived and is in place, then raise the version.
@@ -382,7 +384,7 @@ def write_changes(piece: Piece, section: torch.Tensor, count: int, raw: torch.Te
     flat = raw.view(_BITS[size])
     values = section[: count * size].view(flat.dtype)
     places = section[places_at(piece, count) :].view(torch.int32)
-    flat.index_copy_(0, places.long().to(flat.device), values.to(flat.device))
+    flat.scatter_(0, places.to(flat.device).long(), values.to(flat.device))
 
 
 def check_payload(
@@ -400,6 +402,9 @@ def check_payload(
             f"{name}: bucket {bucket.index} has {list(payload.shape)} {payload.dtype}, expected [{wanted}] "
             f"torch.uint8; it carries {carries(pieces)}"
         )
+    longer = [p.entry.name for p, n in zip(pieces, bucket.changes or ()) if section_bytes(p, n) > p.stop - p.start]
+    if longer:
+        raise SyncError(f"{name}: bucket {bucket.index} says that changes of {longer[0]} are longer than itself")
     numbers = [len(each) for each in (bucket.pieces, bucket.changes) if each is not None]
     if set(numbers) - {len(pieces)} or (with_pieces and bucket.pieces is None):
         raise SyncError(

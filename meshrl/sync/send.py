@@ -230,8 +230,8 @@ def _joined(received: dict[str, float], sent: dict[str, float]) -> dict[str, flo
     """Both sides' seconds by stage. What the receiver's side calls gathering is the time in which nothing came, and
     what the senders did in it is known."""
     waited = {"send": max(0.0, received["send"] + received["gather"] - sum(sent.values()))}
-    both = {stage: received.get(stage, 0.0) + sent.get(stage, 0.0) for stage in ("gather", "cast", "load", "verify")}
-    return both | waited
+    both = {stage: received.get(stage, 0.0) + sent.get(stage, 0.0) for stage in ("cast", "load", "verify")}
+    return {"gather": sent.get("gather", 0.0)} | both | waited
 
 
 def _check(header: SyncHeader, ack: Ack) -> None:

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -25,9 +24,9 @@ from meshrl.core.errors import SyncError
 from meshrl.sync.digest import RunningDigest, as_bytes, digest_range
 from meshrl.sync.manifest import DTYPE_BYTES, Entry, Layout, Piece, aligned
 from meshrl.sync.receive import WHOLE, Bucket, bits_of, places_at, section_bytes
+from meshrl.sync.threads import cores
 
-_CHUNK_BYTES = 1 << 20  # of one piece at a time: cast, digested and compared while a core's cache holds it
-_SMALL_BYTES = 1 << 20  # threads are not worth their start below
+_CHUNK_BYTES = 512 << 10  # of one piece at a time: cast, digested and compared while a core's cache holds it
 
 
 @dataclass(kw_only=True, slots=True)
@@ -75,9 +74,10 @@ class ShardSender:
         self._staging = staging
         self._keep_base = keep_base
         self._frozen = frozen
-        self._clock = threading.Lock()
+        self._lock = threading.Lock()
         self._digests: dict[tuple[str, int], int] = {}  # of frozen pieces, by name and first byte
         self._base: dict[str, torch.Tensor] = {}
+        self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def buckets(self, tensors: Mapping[str, Rows], version: int, changes: bool = False) -> Iterator[Bucket]:
         """Everything, or what has changed since base_version: elements that a search finds, with keep_base; without it
@@ -124,7 +124,10 @@ class ShardSender:
             target = as_bytes(targets[piece.entry.name])
             return self._whole(piece, flat[piece.entry.name], target[piece.start : piece.stop])
 
-        found = dict(zip(moving, self._at_once(write, moving), strict=True))
+        began = time.perf_counter()
+        with cores(self.report.num_bytes if self.layout.digest == "xxh3" else 0) as pool:
+            found = dict(zip(moving, pool.map(write, moving), strict=True))
+        self._share(time.perf_counter() - began)
         for index, pieces in enumerate(buckets):
             yield Bucket(
                 index=index,
@@ -138,24 +141,11 @@ class ShardSender:
         if self._frozen:
             self.base_version = version
 
-    def _at_once(self, write: Callable[[Piece], int], pieces: Sequence[Piece]) -> list[int]:
-        """One piece in each of torch's threads: each digests what its own core has just written, and none waits for
-        the other after each operation."""
-        num_threads = torch.get_num_threads()
-        if num_threads == 1 or self.report.num_bytes < _SMALL_BYTES or self.layout.digest != "xxh3":
-            return [write(piece) for piece in pieces]
-
-        def alone(piece: Piece) -> int:
-            torch.set_num_threads(1)  # of this thread, and for those that start after it
-            return write(piece)
-
-        try:
-            with ThreadPoolExecutor(num_threads) as pool:
-                return list(pool.map(alone, pieces))
-        finally:
-            torch.set_num_threads(num_threads)
-            for part in self.report.seconds:
-                self.report.seconds[part] /= num_threads
+    def _share(self, wall: float) -> None:
+        """Seconds of several threads as parts of those that went by."""
+        spent = self.report.seconds
+        part = min(1.0, wall / max(sum(spent.values()), 1e-9))
+        self.report.seconds = {stage: seconds * part for stage, seconds in spent.items()}
 
     def _opened(self, tensors: Mapping[str, Rows], changes: bool) -> dict[str, Rows]:
         """The tensors of this stream; from here to the last bucket, the base is of two versions."""
@@ -193,17 +183,18 @@ class ShardSender:
 
     def _whole(self, piece: Piece, source: Rows, payload: torch.Tensor) -> int:
         """Cast a piece into its place; returns its digest."""
-        out = payload.view(getattr(torch, piece.entry.dtype))
+        out, size = payload.view(getattr(torch, piece.entry.dtype)), DTYPE_BYTES[piece.entry.dtype]
         running = RunningDigest(self.layout.digest, piece.start)
-        for low, high, base in self._chunks(piece):
-            began = time.perf_counter()
+        readable, clock = running.readable(payload), _Clock()
+        for low, high, base in self._chunks(piece, source.device):
             part = out[low[1] : high[1]]
             part.copy_(source[low[0] : high[0]])
             if base is not None:
                 base.copy_(part)
-            done = time.perf_counter()
-            running.update(as_bytes(part))
-            self._took(began, done)
+            clock.lap("cast")
+            running.update(readable[low[1] * size : high[1] * size])
+            clock.lap("verify")
+        self._took(clock)
         if piece.entry.name in self._frozen:
             self._digests[piece.entry.name, piece.start] = running.value
         return running.value
@@ -240,45 +231,71 @@ class ShardSender:
             return nothing, nothing, self._digests[piece.entry.name, piece.start]
         if piece.entry.name not in self._base:
             return None
-        running = RunningDigest(self.layout.digest, piece.start)
+        running, clock = RunningDigest(self.layout.digest, piece.start), _Clock()
         places, values, count = [], [], 0
-        for low, high, base in self._chunks(piece):
+        for low, high, base in self._chunks(piece, source.device):
             assert base is not None
-            began = time.perf_counter()
-            now = source[low[0] : high[0]].to(base.dtype)
-            found = _nonzero(bits_of(now) != bits_of(base))
+            now = self._cast(source[low[0] : high[0]], base.dtype)
+            found, bits = _differing(bits_of(now), bits_of(base))
             count += found.numel()
             places.append((found + low[1]).int())
-            values.append(bits_of(now)[found])
-            if found.numel():
-                base.copy_(now)
-            done = time.perf_counter()
-            running.update(as_bytes(now))
-            self._took(began, done)
+            values.append(bits)
+            bits_of(base).scatter_(0, found, bits)
+            clock.lap("cast")
+            running.update(running.readable(as_bytes(now)))
+            clock.lap("verify")
+        self._took(clock)
         assert self.report.num_changed is not None
         self.report.num_changed += count
         if section_bytes(piece, count) > piece.stop - piece.start:
             return None
         return torch.cat(places), torch.cat(values), running.value
 
-    def _chunks(self, piece: Piece) -> Iterator[tuple[tuple[int, int], tuple[int, int], torch.Tensor | None]]:
-        """(first element in the shard, in the piece), the same of the end, and the base of these elements."""
+    def _cast(self, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """In this dtype; valid until the next call. Memory that is used again and again stays in a core's cache."""
+        if part.device.type != "cpu":
+            return part.to(dtype)
+        if self._scratch.dtype != dtype:
+            self._scratch = torch.empty(_CHUNK_BYTES // dtype.itemsize, dtype=dtype)
+        return self._scratch[: part.numel()].copy_(part)
+
+    def _chunks(
+        self, piece: Piece, device: torch.device
+    ) -> Iterator[tuple[tuple[int, int], tuple[int, int], torch.Tensor | None]]:
+        """(first element in the shard, in the piece), the same of the end, and the base of these elements. A core wants
+        parts that its cache holds, an accelerator few and large ones."""
         size, base = DTYPE_BYTES[piece.entry.dtype], self._base.get(piece.entry.name)
         first, count = (piece.start - piece.entry.first) // size, (piece.stop - piece.start) // size
-        step = _CHUNK_BYTES // size if base is None or base.device.type == "cpu" else count
+        step = _CHUNK_BYTES // size if device.type == "cpu" else max(count, 1)
         for low in range(0, count, step):
             high = min(low + step, count)
             part = None if base is None else base[first + low : first + high]
             yield (first + low, low), (first + high, high), part
 
-    def _took(self, began: float, done: float) -> None:
-        with self._clock:
-            self.report.seconds["cast"] += done - began
-            self.report.seconds["verify"] += time.perf_counter() - done
+    def _took(self, clock: _Clock) -> None:
+        with self._lock:
+            for part, seconds in clock.seconds.items():
+                self.report.seconds[part] += seconds
 
 
-def _nonzero(mask: torch.Tensor) -> torch.Tensor:
-    """Places of True in bool[N]. numpy's search is five times torch's on a CPU."""
-    if mask.device.type == "cpu":
-        return torch.from_numpy(np.flatnonzero(mask.numpy()))
-    return mask.nonzero()[:, 0]
+class _Clock:
+    """Seconds by what they went into."""
+
+    def __init__(self) -> None:
+        self.seconds = {"cast": 0.0, "verify": 0.0}
+        self._since = time.perf_counter()
+
+    def lap(self, part: str) -> None:
+        now = time.perf_counter()
+        self.seconds[part] += now - self._since
+        self._since = now
+
+
+def _differing(now: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Places at which two runs of integers differ, int64[N], and what `now` has there. On a CPU by numpy, whose
+    comparison of short integers is eight times as fast as torch's on one core, and its search three times."""
+    if now.device.type != "cpu":
+        places = (now != before).nonzero()[:, 0]
+        return places, now[places]
+    found = np.flatnonzero(now.numpy() != before.numpy())
+    return torch.from_numpy(found), torch.from_numpy(now.numpy()[found])

@@ -10,7 +10,7 @@ from meshrl.config.model import LoraConfig, ModelConfig
 from meshrl.core.errors import CheckpointError
 from meshrl.loops.resume import state_in
 from meshrl.model.load import DTYPES, load_causal_lm
-from meshrl.model.lora import adapters_of, add_adapters, is_adapter, merged_weight, named_weights
+from meshrl.model.lora import add_adapters, merged_weights
 from meshrl.model.save import save_pretrained
 from meshrl.train.checkpoint_files import CONTROLLER, read_controller
 from meshrl.train.state import load_model, persistent_buffers
@@ -30,12 +30,11 @@ def convert(checkpoint: Path, out: Path) -> None:
     if model.lora.enabled:
         add_adapters(lm, model.lora, DTYPES[masters], model.path)
     load_model(folder, lm)
-    adapters, dtype = adapters_of(lm), DTYPES[model.dtype]
-    kept = [(name, p) for name, p in named_weights(lm) if not is_adapter(name)]
-    for name, p in kept:  # one by one, so that no second model is there
-        p.data = (merged_weight(p.data, adapters[name]) if name in adapters else p.data).to(dtype)
-    weights = [(name, p.detach()) for name, p in kept]
-    sizes = [(name, p.numel() * p.element_size()) for name, p in kept]
+    weights = []
+    for name, p, weight in merged_weights(lm, DTYPES[model.dtype]):
+        p.data = weight  # one by one, so that no second model is there
+        weights.append((name, weight))
+    sizes = [(name, weight.numel() * weight.element_size()) for name, weight in weights]
     aside = out.with_name(out.name + ".aside")
     shutil.rmtree(aside, ignore_errors=True)
     save_pretrained(lm, sizes, weights, persistent_buffers(lm), aside, model.path)

@@ -41,7 +41,7 @@ from meshrl.model.lora import (
     add_adapters,
     init_adapters,
     is_adapter,
-    merged_weight,
+    merged_weights,
     named_weights,
     save_adapter,
     trained_weights,
@@ -297,12 +297,13 @@ class TrainEngine:
             digest=kind_for(self.device),
         )
 
+    @torch.no_grad()
     def shards(self, merged: bool = False) -> dict[str, Rows]:
         """This rank's rows of each parameter, as the optimizer left them, in the masters' dtype: views; or, merged
         (collective over a copy of the model), with its adapter added where they are read."""
         adapters = adapters_of(self.model.lm) if merged else {}
         return {
-            name: MergedRows(p, adapters[name]) if name in adapters else local_shard(p.detach())
+            name: MergedRows(p, adapters[name]) if name in adapters else local_shard(p).detach()
             for name, p in self._wire_parameters()
         }
 
@@ -311,16 +312,12 @@ class TrainEngine:
         """Wire names of what no optimizer step moves."""
         return frozenset(name for name, p in self._wire_parameters() if not p.requires_grad)
 
-    @torch.no_grad()
     def wire_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """(wire name, whole tensor in the sampler's dtype), one at a time; a collective for each. The shard is cast
         before it is gathered, so bf16 weights travel as bf16. Adapters are added to their weights."""
-        dtype = dtype or self.compute_dtype
-        adapters = adapters_of(self.model.lm)
-        for name, p in self._wire_parameters():
-            if not is_adapter(name):
-                weight = merged_weight(p.detach(), adapters[name]) if name in adapters else p.detach()
-                yield name, whole(weight.to(dtype))
+        reshard(self.model)
+        weights = merged_weights(self.model.lm, dtype or self.compute_dtype)
+        yield from map(lambda each: (each[0], whole(each[2])), weights)  # a loop's variable would hold the last one
 
     def _wire_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         reshard(self.model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ from harness import engine_over
 from tiny_models import tiny_lm, tiny_qwen2
 
 from meshrl.model.load import cast_parameters
-from meshrl.parallel.fsdp import local_shard
+from meshrl.parallel.fsdp import local_shard, whole
 from meshrl.sync.manifest import Layout
+from meshrl.train import engine as engine_module
 
 UNEVEN: dict[str, Any] = dict(  # no dim divides by 4; a dim of 5 leaves the last of four ranks empty
     vocab_size=61, hidden_size=30, intermediate_size=5, num_attention_heads=3, num_key_value_heads=1
@@ -59,6 +61,30 @@ def test_every_sharding_strategy_gathers_the_same_weights(pool, strategy):
     train = {"sharding_strategy": strategy, **STRATEGIES[strategy]}
     for sent in pool.run(_sent, 4, UNEVEN, train, torch.bfloat16):
         _check(sent, UNEVEN, torch.bfloat16)
+
+
+def _alive(rank: int, world: int) -> list[int]:
+    engine = engine_over(tiny_qwen2(), world, {}, torch.float32)
+    sent: list[weakref.ref[torch.Tensor]] = []
+    alive = []
+    weights = engine.wire_weights(torch.bfloat16)
+    with pytest.MonkeyPatch.context() as patch:
+
+        def gathered(shard: torch.Tensor) -> torch.Tensor:
+            alive.append(sum(ref() is not None for ref in sent))
+            sent.extend([weakref.ref(shard), weakref.ref(full := whole(shard))])
+            return full
+
+        patch.setattr(engine_module, "whole", gathered)
+        while next(weights, None) is not None:
+            pass
+    return alive
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_no_tensor_outlives_the_next_one(pool, world):
+    for alive in pool.run(_alive, world):
+        assert len(alive) > 10 and set(alive) == {0}
 
 
 TOKENIZER = {"tokenizer.json": "{}", "tokenizer_config.json": '{"a": 1}', "chat_template.jinja": "{{ x }}"}

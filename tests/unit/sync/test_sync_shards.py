@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from meshrl.core.errors import SyncError
-from meshrl.sync.manifest import make_layout
+from meshrl.sync.manifest import Ack, make_layout
 from meshrl.sync.receive import WHOLE, ReceiverState, describe
 from meshrl.sync.send import make_header, merged, send_weights, with_reports
-from meshrl.sync.shards import ShardSender
+from meshrl.sync.shards import SendReport, ShardSender
 
 SHAPES = {
     "embed.weight": (37, 5),
@@ -236,6 +236,7 @@ def of_other_tensors(buckets):
         (other(changes=(0,)), None, r"expected \[0\]"),
         (other(payload=torch.zeros(16, dtype=torch.uint8)), None, r"\[16\] torch.uint8, expected \[2048\]"),
         (other(payload=torch.zeros(16, dtype=torch.uint8)), 0, "it carries big.weight"),
+        (other(payload=torch.zeros(2048, dtype=torch.uint8), changes=(2000,)), 0, "big.weight are longer than itself"),
         (lambda buckets: (b for b in buckets if b.stream == 0), None, r"commit after 0 of \d+ buckets; embed.weight"),
     ],
 )
@@ -456,6 +457,14 @@ def test_an_error_of_one_stream_waits_for_the_others_before_it_is_raised():
 
     asyncio.run(main())
     assert ended == ["slow"]
+
+
+def test_the_stages_of_a_sender_and_a_receiver_that_take_turns_add_up_to_the_whole():
+    seconds = {"load": 1.0, "verify": 1.0, "gather": 5.0, "send": 1.0}
+    ack = Ack(version=0, receiver="one", wire=True, resident=True, num_bytes=8, num_tensors=1, seconds=seconds)
+    report = SendReport(seconds={"gather": 0.5, "cast": 3.0, "verify": 1.0})
+    (told,) = with_reports([ack], [report])
+    assert told.seconds == {"gather": 0.5, "cast": 3.0, "load": 1.0, "verify": 2.0, "send": 1.5}
 
 
 def test_reports_of_all_senders_stand_in_every_ack():
