@@ -48,6 +48,6 @@ def forget_meshes() -> None:
     thread lives. A process that forks from another thread would tear them down in the child, where the threads that
     they join don't exist, and the child would crash before it became what it was to be (as Ray's servers are started).
     """
-    clear = getattr(debug, "_clear_sharding_prop_cache", None)  # torch 2.13; older versions keep less
+    clear = getattr(debug, "_clear_sharding_prop_cache", None)  # private: another torch may lack it
     if clear is not None:
         clear()

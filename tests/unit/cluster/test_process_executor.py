@@ -25,6 +25,7 @@ import psutil
 import pytest
 from tiny_models import tiny_qwen2
 from tiny_samples import random_samples, weigh
+from tiny_specs import worker_spec
 
 from meshrl.algo.losses import sft_loss
 from meshrl.cluster import processes
@@ -43,15 +44,12 @@ pytestmark = pytest.mark.timeout(300)  # ranks start slowly on a machine that do
 def _specs(count: int, *, train: bool = False, folder: Path = Path("unused")) -> list[WorkerSpec]:
     """Ranks that train a tiny model, or ranks that hold nothing and start in the time torch takes."""
     return [
-        WorkerSpec(
+        worker_spec(
             rank=rank,
             num_train_ranks=count if train else 0,
             num_rollout_ranks=0 if train else count,
             model=ModelConfig(path=str(folder), dtype="float32"),
             train=TrainConfig(activation_checkpointing=False, max_tokens_per_microbatch=40),
-            rollout=None,
-            reference=False,
-            stop_token_ids=(),
             rendezvous=str(folder / "store"),
             timeout_s=200.0,
         )

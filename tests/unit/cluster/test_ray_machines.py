@@ -13,10 +13,8 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
+from tiny_specs import worker_spec
 
-from meshrl.cluster.executor import WorkerSpec
-from meshrl.config.model import ModelConfig
-from meshrl.config.train import TrainConfig
 from meshrl.core.errors import ConfigError, RankFailure
 
 ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'meshrl[ray]'")
@@ -67,29 +65,12 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     return cluster
 
 
-def spec(rank: int, nodes: int, start_deadline_s: float = 60.0) -> WorkerSpec:
-    """Of a rank on each of so many machines."""
-    return WorkerSpec(
-        rank=rank,
-        num_train_ranks=nodes,
-        num_rollout_ranks=0,
-        model=ModelConfig(path="unused"),
-        train=TrainConfig(),
-        rollout=None,
-        reference=False,
-        stop_token_ids=(),
-        rendezvous="",
-        timeout_s=3600.0,
-        deadlines={"start": start_deadline_s},
-        nodes=nodes,
-    )
-
-
 def start(cluster: Cluster, start_deadline_s: float, meanwhile: Callable[[], None] = lambda: None) -> None:
     """Start a rank on each machine, as a run does; `meanwhile` comes once the machines are asked for."""
     from meshrl.cluster.ray import RayExecutor
 
-    specs = [spec(rank, 2, start_deadline_s) for rank in range(2)]
+    deadlines = {"start": start_deadline_s}
+    specs = [worker_spec(rank=rank, num_train_ranks=2, nodes=2, deadlines=deadlines) for rank in range(2)]
 
     async def main() -> None:
         executor = RayExecutor(specs, "10.0.0.1:6379")

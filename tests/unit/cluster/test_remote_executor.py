@@ -20,9 +20,9 @@ from pathlib import Path
 import psutil
 import pytest
 from tiny_models import tiny_qwen2
+from tiny_specs import worker_spec
 
 from meshrl.cluster.actors import RankWorker
-from meshrl.cluster.executor import WorkerSpec
 from meshrl.cluster.remote import RemoteExecutor
 from meshrl.config.model import ModelConfig
 from meshrl.config.train import TrainConfig
@@ -50,16 +50,12 @@ class ByHand(RemoteExecutor):
         timeout_s: float = 200.0,
     ):
         specs = [
-            WorkerSpec(
+            worker_spec(
                 rank=rank,
                 num_train_ranks=num_train,
                 num_rollout_ranks=num_rollout,
                 model=ModelConfig(path=model, dtype="float32"),
                 train=TrainConfig(activation_checkpointing=False),
-                rollout=None,
-                reference=False,
-                stop_token_ids=(),
-                rendezvous="",
                 timeout_s=timeout_s,
                 nodes=2,
             )

@@ -9,12 +9,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+from tiny_specs import worker_spec
 
-from meshrl.cluster.executor import WorkerSpec
 from meshrl.cluster.groups import TrainGroup
 from meshrl.cluster.inline import InlineExecutor
-from meshrl.config.model import ModelConfig
-from meshrl.config.train import TrainConfig
 from meshrl.loops import stop as module
 from meshrl.loops.stop import Stop
 
@@ -25,19 +23,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _trainer() -> TrainGroup:
-    spec = WorkerSpec(
-        rank=0,
-        num_train_ranks=1,
-        num_rollout_ranks=0,
-        model=ModelConfig(path="unused"),
-        train=TrainConfig(),
-        rollout=None,
-        reference=False,
-        stop_token_ids=(),
-        rendezvous="",
-        timeout_s=1.0,
-    )
-    return TrainGroup(InlineExecutor([spec]))
+    return TrainGroup(InlineExecutor([worker_spec()]))
 
 
 @asynccontextmanager

@@ -1,0 +1,26 @@
+"""What a rank is told, where a test cares for a part of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshrl.cluster.executor import WorkerSpec
+from meshrl.config.model import ModelConfig
+from meshrl.config.train import TrainConfig
+
+
+def worker_spec(**changes: Any) -> WorkerSpec:
+    """Of the only rank of a run that trains and does not sample."""
+    facts: dict[str, Any] = dict(
+        rank=0,
+        num_train_ranks=1,
+        num_rollout_ranks=0,
+        model=ModelConfig(path="unused"),
+        train=TrainConfig(),
+        rollout=None,
+        reference=False,
+        stop_token_ids=(),
+        rendezvous="",
+        timeout_s=60.0,
+    )
+    return WorkerSpec(**{**facts, **changes})
