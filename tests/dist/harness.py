@@ -22,7 +22,6 @@ from meshrl.parallel.mesh import build_mesh, resolve_shape
 from meshrl.train.engine import TrainEngine
 from meshrl.train.packing import pack
 
-
 LORA = LoraConfig(enabled=True, rank=3, alpha=6)  # of models that have adapters
 
 

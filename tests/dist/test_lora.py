@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,9 @@ def test_adapters_train_the_base_stays_and_without_them_it_is_the_reference(pool
             assert np.array_equal(row, told["last_reference"][i])
         assert any(not np.array_equal(row, told["last"][i]) for i, row in told["first"].items())
         assert all(torch.equal(t, answers[0]["end"][n]) for n, t in told["end"].items())
-    assert all(bool((t == 0).all()) == n.endswith("lora_B.weight") for n, t in answers[0]["start"].items() if "lora" in n)
+    assert all(
+        bool((t == 0).all()) == n.endswith("lora_B.weight") for n, t in answers[0]["start"].items() if "lora" in n
+    )
 
 
 def test_adapters_begin_the_same_on_any_number_of_ranks(pool, tmp_path):
@@ -172,7 +175,7 @@ def _rows(
             rows[name] = source.reshape(-1)
         else:
             cuts = [*range(0, source.numel(), 37), source.numel()]
-            rows[name] = torch.cat([source[a:b] for a, b in zip(cuts, cuts[1:])] or [torch.empty(0)])
+            rows[name] = torch.cat([source[a:b] for a, b in itertools.pairwise(cuts)] or [torch.empty(0)])
     return {n: t.clone() for n, t in rows.items()}, {n: t.clone() for n, t in engine.wire_weights(torch.float32)}
 
 

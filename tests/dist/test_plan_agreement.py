@@ -7,30 +7,16 @@ import pytest
 from harness import engine_over
 from tiny_models import tiny_qwen2
 from tiny_samples import random_samples
+from tiny_specs import worker_spec
 
 from meshrl.cluster.actors import RankWorker
-from meshrl.cluster.executor import WorkerSpec
-from meshrl.config.model import ModelConfig
-from meshrl.config.train import TrainConfig
 from meshrl.train.plan import make_plan
 
 LENGTHS = [12, 3, 40, 7]
 
 
 def _forward(rank: int, world: int, budgets: list[int]) -> str:
-    spec = WorkerSpec(
-        rank=rank,
-        num_train_ranks=world,
-        num_rollout_ranks=0,
-        model=ModelConfig(path="unused"),
-        train=TrainConfig(),
-        rollout=None,
-        reference=False,
-        stop_token_ids=(),
-        rendezvous="",
-        timeout_s=60.0,
-    )
-    worker = RankWorker(spec)
+    worker = RankWorker(worker_spec(rank=rank, num_train_ranks=world))
     worker.policy = engine_over(tiny_qwen2(), world)
     samples = random_samples(0, LENGTHS)
     plan = make_plan(LENGTHS, world, budgets[rank])
