@@ -275,6 +275,8 @@ class Server:
             raise Refused(500, {"message": f"Unknown load_format={body.load_format}, or not one payload a rank"})
         if self.pending and not self.paused:
             raise Refused(500, {"message": "weights are updated under running requests"})
+        if "weights" in self.released:
+            raise Refused(500, {"message": "weights are updated whose memory is released"})
         module, _, name = body.load_format.rpartition(".")
         loader = getattr(importlib.import_module(module), name)
         before = [p.clone() for shard in self.shards for p in shard.parameters()]

@@ -23,6 +23,7 @@ from meshrl.cluster.rendezvous import open_store
 from meshrl.config.rollout import RolloutConfig
 from meshrl.core.batch import LossFn
 from meshrl.core.device import dist_backend, keep_freed_memory, local_device, memory_stats, set_threads, wire_device
+from meshrl.core.errors import CapabilityError
 from meshrl.core.types import Metric, Request, Sample, Turn
 from meshrl.monitor.memory import memory_metrics
 from meshrl.parallel.mesh import build_mesh, resolve_shape
@@ -85,6 +86,11 @@ class RankWorker:
             keep_freed_memory(self.device)
         if spec.samples and spec.rollout is not None:
             self.sampler = build_rollout_engine(spec.model, spec.rollout, self.device, spec.rank, spec.stop_token_ids)
+            if spec.trains and spec.rollout.release_memory and not self.sampler.capabilities.release:
+                raise CapabilityError(
+                    f"rollout.release_memory is on, but engine {spec.rollout.engine} of rank {spec.rank} can't give "
+                    "its memory up: an SGLang server can on a GPU; one that runs already needs --enable-memory-saver"
+                )
         return str(self.device)
 
     # ---- train lane (collective)
@@ -149,6 +155,8 @@ class RankWorker:
         sampler only gives its shard."""
         trainer, sampler, ack = self._trainer(), self.sampler, None
         held = None if sampler is None else sampler.stats().version
+        if sampler is not None and self._lends:
+            await sampler.restore({"weights"})
         targets = sampler.targets() if isinstance(sampler, EmbeddedEngine) else None
         header, buckets = self._out().beside(layout, version, held, targets)
         if sampler is None:
@@ -156,6 +164,8 @@ class RankWorker:
                 pass
         else:
             (ack,) = await send_weights(header, buckets, [sampler])
+            if self._lends:
+                await sampler.restore({"kv_cache"})
         trainer.version = version
         return ack, self._out().report()
 
@@ -212,6 +222,10 @@ class RankWorker:
     async def abort(self) -> int:
         return await self._sampler().abort()
 
+    async def lend(self) -> int:
+        """Free the sampler's weights and caches for the trainer beside it, until the next sync; returns bytes."""
+        return await self._sampler().release({"weights", "kv_cache"})
+
     def stats(self) -> EngineStats:
         return self._sampler().stats()
 
@@ -259,6 +273,10 @@ class RankWorker:
         if self.policy is None:
             raise ValueError(f"rank {self.spec.rank} does not train")
         return self.policy
+
+    @property
+    def _lends(self) -> bool:
+        return self.spec.rollout is not None and self.spec.rollout.release_memory
 
     def _sampler(self) -> RolloutEngine:
         if self.sampler is None:

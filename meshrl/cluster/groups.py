@@ -236,6 +236,10 @@ class RolloutGroup:
         """Abort all running requests; `generate` continues them by itself."""
         return sum(await self._all(RankWorker.abort))
 
+    async def lend(self) -> int:
+        """Free the memory of colocated samplers until the next sync; returns bytes. Nothing may be running."""
+        return sum(await self._all(RankWorker.lend))
+
     async def reconcile(self, layout: Layout) -> None:
         """Compare the trainer's layout with every sampler's own parameters. Raises: UnloadedParamsError."""
         self._layout = layout

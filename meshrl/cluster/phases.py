@@ -28,6 +28,7 @@ PHASE_OF = {
     "forward": "annotate",
     "forward_backward": "train",
     "optim_step": "optim",
+    "lend": "sync",
     "sync_colocated": "sync",
     "shard_source": "sync",
     "shard_next": "sync",

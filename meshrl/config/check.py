@@ -104,7 +104,9 @@ def unused(config: RunConfig | SftRunConfig) -> dict[str, str]:
     if config.data.eval_path is None:
         for key in ("loop.eval_samples", "loop.save_best"):
             found[key] = "data.eval_path is null"
-    if not config.cluster.num_rollout_ranks:
+    if config.cluster.num_rollout_ranks:
+        found["rollout.release_memory"] = "cluster.num_rollout_ranks is above 0: samplers have devices of their own"
+    else:
         found["rollout.sync_transport"] = found["rollout.sync_folder"] = "cluster.num_rollout_ranks is 0"
     return unused_data_keys(config.data) | unused_engine_keys(config.rollout) | found
 

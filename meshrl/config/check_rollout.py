@@ -18,6 +18,8 @@ from meshrl.config.rollout import (
 from meshrl.config.run import RunConfig
 from meshrl.config.source import Problem, Value
 
+LENDS_MEMORY = ("embedded", "sglang")
+
 
 def engine_problems(given: Mapping[str, Value], config: RunConfig, purpose: str) -> Iterator[Problem]:
     """What is wrong with the choice of the engine, or with what it was told. purpose: train | eval."""
@@ -27,6 +29,8 @@ def engine_problems(given: Mapping[str, Value], config: RunConfig, purpose: str)
         yield Problem((tp_key,), "not possible: the embedded engine holds a whole model in each replica. Use 1.")
     if rollout.sync_transport == "files" and rollout.sync_folder is None:
         yield Problem(("rollout.sync_folder",), "sync_transport files needs a folder that all ranks see. Name one.")
+    if rollout.release_memory:
+        yield from _release(rollout)
     if rollout.engine == "vllm":
         yield from _vllm(rollout.vllm)
         yield from _replicas(config, tp_key)
@@ -35,6 +39,15 @@ def engine_problems(given: Mapping[str, Value], config: RunConfig, purpose: str)
         yield from _replicas(config, tp_key)
     if rollout.engine == "endpoint":
         yield from _endpoint(config, purpose, tp_key)
+
+
+def _release(cfg: RolloutConfig) -> Iterator[Problem]:
+    if cfg.engine not in LENDS_MEMORY:
+        text = f"engine {cfg.engine} can't give its memory up. Leave it out, or use {' or '.join(LENDS_MEMORY)}."
+        yield Problem(("rollout.release_memory", "rollout.engine"), text)
+    if cfg.sync_mode == "delta":
+        text = "a sampler that gave its weights up holds nothing that changes could be added to. Use one of the two."
+        yield Problem(("rollout.release_memory", "rollout.sync_mode"), text)
 
 
 def _vllm(cfg: VllmConfig) -> Iterator[Problem]:

@@ -4,7 +4,7 @@ from meshrl.config.base import Slice, field
 
 
 class LoraConfig(Slice):
-    enabled: bool = field(False, "train low-rank adapters instead of all weights; needs a ten times higher lr")
+    enabled: bool = field(False, "train low-rank adapters instead of all weights")
     rank: int = field(16, "rows of A, columns of B: what an adapter can learn, and its size", ge=1)
     alpha: float = field(32.0, "an adapter's output is multiplied by alpha / rank; twice the rank is usual", gt=0)
     targets: list[str] = field(

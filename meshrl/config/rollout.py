@@ -175,6 +175,11 @@ class RolloutConfig(Slice):
         "shared memory beside each replica of another engine than embedded",
     )
 
+    release_memory: bool = field(
+        False,
+        "while the train ranks train, samplers on their devices give up the memory of their weights and caches; each "
+        "sync then sends all weights",
+    )
     sync_transport: Literal["auto", "files", "broadcast"] = field(
         "auto",
         "how weights reach samplers in ranks of their own: auto = shared memory, and TCP between machines; broadcast = "

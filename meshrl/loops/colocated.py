@@ -13,6 +13,7 @@ from meshrl.loops.step import (
     finish_step,
     first_sync,
     grade,
+    lend,
     rollout_metrics,
     sampling_params,
     split_updates,
@@ -52,6 +53,7 @@ async def colocated(job: Job) -> None:
         with job.stop.updating(job.trainer):  # a checkpoint must find weights, data and metrics at the same step
             if samples:
                 with spans("train"):
+                    metrics += await lend(job)
                     updates = split_updates(job, samples, cfg.train.updates_per_step)
                     metrics += await annotate(job, updates)
                     metrics += assign_advantages(samples, cfg.algo)

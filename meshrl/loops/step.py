@@ -99,6 +99,13 @@ def split_updates(job: Job, samples: Sequence[Sample], num_updates: int) -> list
     return [Update(part, job.trainer.plan(part)) for part in parts if part]
 
 
+async def lend(job: Job) -> list[Metric]:
+    """Give the trainer the memory of the samplers on its devices, until the next sync."""
+    if not job.cfg.rollout.release_memory:
+        return []
+    return [Metric(name="memory/lent_bytes", sum=float(await job.rollouts.lend()), reduce="sum", unit="bytes")]
+
+
 async def annotate(job: Job, updates: Sequence[Update]) -> list[Metric]:
     """Fill what the algorithm asks for and nothing else: reference logprobs when a KL coefficient is above 0, old
     logprobs when the step has several updates (a single one is on-policy and needs no second forward, P7)."""

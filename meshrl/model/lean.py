@@ -10,7 +10,7 @@ Letters: T new tokens, D hidden size, H query heads, K key/value heads, S head s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -74,6 +74,15 @@ class LeanDecoder:
         """Move the weights of each joint product into one tensor; the parameters stay, as views of it."""
         for product in self._products():
             product.fuse()
+
+    def joint(self) -> dict[int, torch.Tensor]:
+        """What is multiplied in the place of each parameter, by the parameter's id: a view of a joint tensor."""
+        return {id(p): part for product in self._products() for p, part in product.joint()}
+
+    def split(self) -> None:
+        """Let go of the joint tensors; `fuse` after the parameters have got other memory."""
+        for product in self._products():
+            product.split()
 
     def pack(self) -> None:
         """Keep a copy of these very weights that multiplies faster; `unpack` before they change."""
@@ -158,6 +167,15 @@ class _Product:
         biases = [part.bias for part in self._parts]
         self._whole = _joined([part.weight for part in self._parts])
         self._bias = None if biases[0] is None else _joined(biases)
+
+    def joint(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+        for whole, own in ((self._whole, "weight"), (self._bias, "bias")):
+            if whole is not None:
+                parameters = [getattr(part, own) for part in self._parts]
+                yield from zip(parameters, whole.split([len(p) for p in parameters]), strict=True)
+
+    def split(self) -> None:
+        self._whole = self._bias = None
 
     def pack(self) -> None:
         assert self._whole is not None, "fuse comes first"

@@ -422,6 +422,13 @@ SECTIONS: tuple[Section, ...] = (
                 "a slope over a hundred steps: a leak; the processes' own curves say whose",
             ),
             _entry(
+                "memory/lent_bytes",
+                "bytes",
+                "with `rollout.release_memory`: what all samplers gave up for the trainer in this step; at least their "
+                "weights",
+                "far below the weights of all samplers: one of them keeps its memory",
+            ),
+            _entry(
                 "memory/device_<kind>",
                 "bytes",
                 "level after the first steps, largest rank",

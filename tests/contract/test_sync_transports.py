@@ -293,12 +293,12 @@ def test_what_the_engine_did_not_load_is_named(mode):
         lm.lm_head.weight = lm.model.embed_tokens.weight
         await pair.sync(1)
         pair.train(2)
-        norm = lm.model.layers[1].mlp
-        norm.down_proj.weight = torch.nn.Parameter(norm.down_proj.weight.clone(), requires_grad=False)
-        with pytest.raises(SyncError, match=r"model.layers.1.mlp.down_proj.weight still has the values of version 1"):
+        norm = lm.model.layers[1].input_layernorm
+        norm.weight = torch.nn.Parameter(norm.weight.clone(), requires_grad=False)
+        with pytest.raises(SyncError, match=r"model.layers.1.input_layernorm.weight still has the values of version 1"):
             await pair.sync(2, base=None if base is None else 1)
-        norm.down_proj.weight = torch.nn.Parameter(norm.down_proj.weight.bfloat16(), requires_grad=False)
-        with pytest.raises(SyncError, match=r"down_proj.weight is \[.*\] bfloat16, sent as"):
+        norm.weight = torch.nn.Parameter(norm.weight.bfloat16(), requires_grad=False)
+        with pytest.raises(SyncError, match=r"input_layernorm.weight is \[.*\] bfloat16, sent as"):
             await pair.sync(2)
         with pytest.raises(StaleWeightsError):
             await pair.engine.generate(ask("a", CONTEXT))

@@ -101,7 +101,7 @@ WEIGHT_FAULTS = [
     Fault(
         "what was sent is not remembered",
         "meshrl/sync/shards.py",
-        "            if found.numel():\n                base.copy_(now)\n",
+        "            bits_of(base).scatter_(0, found, bits)\n",
         "",
         (_SHARDS + "test_shards_and_then_changes_arrive_to_the_bit",),
     ),
@@ -115,8 +115,8 @@ WEIGHT_FAULTS = [
     Fault(
         "changes are told by value and not by bit",
         "meshrl/sync/shards.py",
-        "_nonzero(bits_of(now) != bits_of(base))",
-        "_nonzero(now != base)",
+        "found, bits = _differing(bits_of(now), bits_of(base))",
+        "found = (now != base).nonzero()[:, 0]\n            bits = bits_of(now)[found]",
         (_SHARDS + "test_changes_are_exact_in_other_dtypes",),
     ),
     Fault(
@@ -125,6 +125,52 @@ WEIGHT_FAULTS = [
         "        self.base_version = None\n        return {entry.name",
         "        return {entry.name",
         (_SHARDS + "test_a_sender_that_was_interrupted_has_no_base",),
+    ),
+    Fault(
+        "a tensor of another place counts as read because its name was",
+        "meshrl/sync/expected.py",
+        "if source not in read or read[source][0]() is not tensor:",
+        "if source not in read:",
+        (
+            "tests/unit/sync/test_sync_transaction.py::test_a_tied_head_left_behind_is_named_with_the_version_it_still_has",
+        ),
+    ),
+    Fault(
+        "lent weights stay in the products that join them",
+        "meshrl/rollout/embedded/weights.py",
+        "            self._lean.split()\n",
+        "            pass\n",
+        (
+            "tests/unit/rollout/test_embedded_weights.py::"
+            "test_lent_weights_leave_nothing_behind_and_come_back_into_what_is_computed_with",
+        ),
+    ),
+    Fault(
+        "weights that come back are not joined again",
+        "meshrl/rollout/embedded/weights.py",
+        "            self._lean.fuse()\n",
+        "            pass\n",
+        (
+            "tests/unit/rollout/test_embedded_weights.py::"
+            "test_lent_weights_leave_nothing_behind_and_come_back_into_what_is_computed_with",
+        ),
+    ),
+    Fault(
+        "nobody looks whether a parameter is what is multiplied",
+        "meshrl/rollout/embedded/weights.py",
+        "if joint.get(id(p), p).data_ptr() != p.data_ptr():",
+        "if False:",
+        (
+            "tests/unit/rollout/test_embedded_weights.py::"
+            "test_a_parameter_that_nothing_multiplies_any_more_is_found_at_commit[weight]",
+        ),
+    ),
+    Fault(
+        "nothing is lent",
+        "meshrl/loops/colocated.py",
+        "metrics += await lend(job)",
+        "metrics += []",
+        ("tests/e2e/test_release_memory.py::test_the_memory_is_free_while_the_gradient_is_computed",),
     ),
     Fault(
         "a bucket without changes has no place",

@@ -110,7 +110,7 @@ class EmbeddedEngine:
         )
         self.engine_id, self.max_context_tokens = engine_id, max_context_tokens
         self._stop_token_ids, self._vocab_size, self._device = stop_token_ids, model.vocab_size, device
-        self._weights = EngineWeights(model.lm, engine_id)
+        self._weights = EngineWeights(model.lm, engine_id, lean)
         self._scheduler = Scheduler(max_running, prefill_tokens_per_step)
         self._runner = Runner(model, device, lean)
         self._sampling: RowSampling | None = None  # of the rows as they stand

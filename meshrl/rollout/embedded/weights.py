@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from meshrl.core.errors import StaleWeightsError, SyncError
+from meshrl.model.lean import LeanDecoder
 from meshrl.model.load import tied_names
 from meshrl.model.lora import named_weights
 from meshrl.sync.manifest import Ack, Layout, SyncHeader
@@ -16,8 +17,9 @@ from meshrl.sync.receive import Bucket, ReceiverState, describe, reconcile
 class EngineWeights:
     """Wire names are those of `named_weights`; a tied weight is held once and read back under both names."""
 
-    def __init__(self, lm: torch.nn.Module, name: str):
-        self.lm, self.name = lm, name
+    def __init__(self, lm: torch.nn.Module, name: str, lean: LeanDecoder | None = None):
+        """lean: the forward that computes in the place of the model's own."""
+        self.lm, self.name, self._lean = lm, name, lean
         self._receiver: ReceiverState | None = None
         self._trusted: int | None = None
         self._as_loaded = True  # no sync and no release has touched what the folder held
@@ -78,9 +80,11 @@ class EngineWeights:
         self.cancel()
         self._as_loaded = False
         freed = 0
+        if self._lean is not None:
+            self._lean.split()
         for p in self.lm.parameters():
-            if not p.untyped_storage().resizable():  # a view of the model file
-                p.data = p.data.clone()
+            if not p.untyped_storage().resizable():  # a view of the model file, or of what numpy has looked at
+                p.data = torch.empty_like(p.data)
             freed += p.untyped_storage().nbytes()
             p.untyped_storage().resize_(0)
         return freed
@@ -93,11 +97,23 @@ class EngineWeights:
             if storage.nbytes() < needed:
                 before, after = before + storage.nbytes(), after + needed
                 storage.resize_(needed)
+        if self._lean is not None:
+            self._lean.fuse()
         return after - before
 
     def _read_back(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every name of every parameter that the modules compute with."""
-        yield from named_weights(self.lm, remove_duplicate=False)
+        """Every name of every parameter, each of which is what is computed with.
+
+        Raises: SyncError naming one that lies apart from the joint tensor that is multiplied in its place.
+        """
+        joint = {} if self._lean is None else self._lean.joint()
+        for name, p in named_weights(self.lm, remove_duplicate=False):
+            if joint.get(id(p), p).data_ptr() != p.data_ptr():
+                raise SyncError(
+                    f"{self.name}: {name} lies apart from the joint tensor that is multiplied in its place, so one of "
+                    "them has missed this sync; this receiver stays unusable: build a new engine"
+                )
+            yield name, p
 
     def _state(self) -> ReceiverState:
         if self._receiver is None:

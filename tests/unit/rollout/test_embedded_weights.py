@@ -1,12 +1,14 @@
 """Weights under the engine: syncs, caches that belong to a version, continuation, lent memory (P11, P14, P15, P17)."""
 
 import asyncio
+import copy
 
 import numpy as np
 import pytest
 import torch
 from tiny_engines import ask, layout_of, run, sync, tiny_engine
 from tiny_models import tiny_lm
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
@@ -397,5 +399,47 @@ def test_times_and_close(old):
         assert (await task).stop_reason == "abort" and engine._runner.num_bytes == 0
         with pytest.raises(RequestError, match="closed"):
             await engine.generate(ask("b", CONTEXT))
+
+    asyncio.run(main())
+
+
+def test_lent_weights_leave_nothing_behind_and_come_back_into_what_is_computed_with(old, new):
+    """Also those that numpy has looked at, as digests do: their memory can't be given up in place, and the products
+    that join several weights hold on to it."""
+
+    async def main():
+        engine = tiny_engine(old)
+        await engine.reconcile(layout_of(new))
+        await engine.generate(ask("a", CONTEXT))
+        params = list(engine._weights.lm.parameters())
+        for p in params:
+            p.detach().numpy()
+        memory = [StorageWeakRef(p.untyped_storage()) for p in params]
+        num_bytes = sum(p.nbytes for p in params)
+        assert await engine.release({"weights", "kv_cache"}) >= num_bytes
+        assert all(storage.expired() for storage in memory)
+        assert await engine.restore({"weights"}) == num_bytes
+        await sync(new, engine, 1)
+        await engine.restore({"kv_cache"})
+        turn, cold = await engine.generate(ask("b", CONTEXT)), run(tiny_engine(new), [ask("b", CONTEXT)])["b"]
+        assert turn.output_ids.tolist() == cold.output_ids.tolist()
+        np.testing.assert_array_equal(turn.logprobs, cold.logprobs)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("own", ["weight", "bias"])
+def test_a_parameter_that_nothing_multiplies_any_more_is_found_at_commit(old, new, own):
+    """P15: the weights of several layers are multiplied as one tensor; a sync into a copy does nothing that counts."""
+    name, lm = "model.layers.1.self_attn.k_proj", copy.deepcopy(new)
+    torch.nn.init.normal_(lm.get_submodule(name).bias)
+
+    async def main():
+        engine = tiny_engine(old)
+        await engine.reconcile(layout_of(lm))
+        p = getattr(engine._weights.lm.get_submodule(name), own)
+        p.data = p.data.clone()
+        with pytest.raises(SyncError, match=f"{name}.{own} lies apart from the joint tensor"):
+            await sync(lm, engine, 1)
 
     asyncio.run(main())

@@ -1,0 +1,74 @@
+"""`rollout.release_memory`: samplers lend their memory to the trainer beside them, and nothing else changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from sglang_servers import KEY, serving
+from tiny_run import steps_of, train, write_run
+from transformers import AutoModelForCausalLM
+
+from meshrl.cluster.actors import RankWorker
+from meshrl.core.errors import CapabilityError
+from meshrl.rollout.embedded.engine import EmbeddedEngine
+
+pytestmark = pytest.mark.timeout(400)
+LENT = "memory/lent_bytes"
+
+
+def model_bytes(folder: Path) -> int:
+    return sum(tensor.nbytes for tensor in load_file(folder / "model" / "model.safetensors").values())
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ("cluster.executor=inline",),
+        ("cluster.num_train_ranks=2",),
+        ("cluster.executor=inline", "model.lora.enabled=true", "model.lora.rank=4"),
+    ],
+    ids=["one rank", "two ranks", "LoRA"],
+)
+def test_a_run_whose_samplers_lend_their_memory_is_the_same_to_the_bit(tmp_path: Path, layout: tuple[str, ...]):
+    """P19: after each step the samplers hold no weights until the sync brings them all."""
+    config = write_run(tmp_path)
+    kept = train(config, "kept", *layout)
+    lent = train(config, "lent", *layout, "rollout.release_memory=true")
+    assert steps_of(lent) == steps_of(kept)
+    ranks = 2 if "cluster.num_train_ranks=2" in layout else 1
+    with_bytes = ("s", "tokens/s", "GB/s")
+    assert all(step[LENT] >= ranks * model_bytes(tmp_path) for step in steps_of(lent, with_bytes))
+    assert all(LENT not in step for step in steps_of(kept, with_bytes))
+
+
+def test_the_memory_is_free_while_the_gradient_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    held: list[int] = []
+    forward_backward = RankWorker.forward_backward
+
+    def watched(worker: RankWorker, *args: object) -> object:
+        assert isinstance(worker.sampler, EmbeddedEngine)
+        held.append(sum(p.untyped_storage().nbytes() for p in worker.sampler._weights.lm.parameters()))
+        return forward_backward(worker, *args)
+
+    monkeypatch.setattr(RankWorker, "forward_backward", watched)
+    config = write_run(tmp_path)
+    train(config, "lent", "cluster.executor=inline", "rollout.release_memory=true")
+    train(config, "kept", "cluster.executor=inline")
+    assert held[:2] == [0, 0] and min(held[2:]) >= model_bytes(tmp_path)
+
+
+def test_a_server_lends_its_memory_in_the_order_that_its_weights_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Weights back, sync, caches back; a server that can't is refused before anything is sampled."""
+    monkeypatch.setenv("KEY_OF_THE_SERVER", KEY)
+    config = write_run(tmp_path)
+    lm = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="float32")
+    server = ["rollout.engine=sglang", "rollout.sglang.api_key_env=KEY_OF_THE_SERVER", "cluster.executor=inline"]
+    with serving(lm, tmp_path / "lends", "--enable-memory-saver") as url:
+        steps = steps_of(
+            train(config, "lent", *server, f"rollout.sglang.url={url}", "rollout.release_memory=true"), ("s",)
+        )
+    assert len(steps) == 2 and all(step[LENT] > 0 and step["proof/logprob_abs_diff_mean"] < 1e-4 for step in steps)
+    with serving(lm, tmp_path / "keeps") as url, pytest.raises(CapabilityError, match="needs --enable-memory-saver"):
+        train(config, "refused", *server, f"rollout.sglang.url={url}", "rollout.release_memory=true")
