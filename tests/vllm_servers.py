@@ -60,7 +60,7 @@ def client_of(server: ServerProcess, **changes: Any) -> VllmEngine:
         "max_context_tokens": MAX_CONTEXT_TOKENS,
         "max_running": 4,
         "vocab_size": 64,
-        "capabilities": capabilities_on(torch.device("cpu"), "float32"),
+        "capabilities": capabilities_on(torch.device("cpu"), "float32", sleep_mode=False),
         "owns_server": False,
     }
     return VllmEngine(server, socket_of(server), **{**facts, **changes})

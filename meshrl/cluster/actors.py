@@ -28,7 +28,7 @@ from meshrl.core.types import Metric, Request, Sample, Turn
 from meshrl.monitor.memory import memory_metrics
 from meshrl.parallel.mesh import build_mesh, resolve_shape
 from meshrl.rollout.base import EngineStats, RolloutEngine
-from meshrl.rollout.build import TAKES_ADAPTERS, build_rollout_engine
+from meshrl.rollout.build import build_rollout_engine, takes_adapters
 from meshrl.rollout.embedded.engine import EmbeddedEngine
 from meshrl.sync.group_ring import Seat
 from meshrl.sync.manifest import Ack, Layout, SyncHeader
@@ -98,7 +98,7 @@ class RankWorker:
     def layout(self, bucket_bytes: int) -> Layout:
         """What the syncs of this run carry: each rank its own shard."""
         cfg = self.spec.rollout
-        merged = cfg is not None and cfg.engine not in TAKES_ADAPTERS
+        merged = cfg is not None and not takes_adapters(cfg)
         return self._trainer().layout(bucket_bytes, merged=merged)
 
     def forward(self, plan: Plan, rows: Rows, role: str) -> RowArrays:

@@ -18,7 +18,7 @@ from meshrl.config.rollout import (
 from meshrl.config.run import RunConfig
 from meshrl.config.source import Problem, Value
 
-LENDS_MEMORY = ("embedded", "sglang")
+LENDS_MEMORY = ("embedded", "vllm", "sglang")
 
 
 def engine_problems(given: Mapping[str, Value], config: RunConfig, purpose: str) -> Iterator[Problem]:
@@ -43,7 +43,7 @@ def engine_problems(given: Mapping[str, Value], config: RunConfig, purpose: str)
 
 def _release(cfg: RolloutConfig) -> Iterator[Problem]:
     if cfg.engine not in LENDS_MEMORY:
-        text = f"engine {cfg.engine} can't give its memory up. Leave it out, or use {' or '.join(LENDS_MEMORY)}."
+        text = f"engine {cfg.engine} can't give its memory up. Leave it out, or use one of {', '.join(LENDS_MEMORY)}."
         yield Problem(("rollout.release_memory", "rollout.engine"), text)
     if cfg.sync_mode == "delta":
         text = "a sampler that gave its weights up holds nothing that changes could be added to. Use one of the two."

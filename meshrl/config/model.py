@@ -12,6 +12,11 @@ class LoraConfig(Slice):
         "last parts of the names of linear layers to adapt; all-linear, alone, is every one but the head",
     )
 
+    @property
+    def scale(self) -> float:
+        """Of B A."""
+        return self.alpha / self.rank
+
 
 class ModelConfig(Slice):
     path: str = field(..., "folder with config.json, safetensors and tokenizer, or a hub id organisation/name")

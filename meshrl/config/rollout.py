@@ -70,6 +70,7 @@ VLLM_OWN_ARGS = (  # set by meshrl: another value would break what it proves
     "--gpu-memory-utilization",
     "--skip-tokenizer-init",
     "--enable-scale-out",
+    "--enable-sleep-mode",
 )
 
 
@@ -172,7 +173,7 @@ class RolloutConfig(Slice):
         "full",
         "full sends all weights; delta only those that changed since the last sync, where the sampler holds that: "
         "fewer bytes, for one more copy of the weights in the sampler's dtype, spread over the train ranks, and one in "
-        "shared memory beside each replica of another engine than embedded",
+        "the memory of the machine beside each replica of another engine than embedded. With LoRA: the adapters alone",
     )
 
     release_memory: bool = field(

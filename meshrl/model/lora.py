@@ -84,6 +84,12 @@ def is_adapter(name: str) -> bool:
     return name.endswith((_WIRE_A, _WIRE_B))
 
 
+def adapter_names(name: str) -> tuple[str, str]:
+    """What A and B of a weight are called. name: on the wire."""
+    layer = name.removesuffix(".weight")
+    return layer + _WIRE_A, layer + _WIRE_B
+
+
 def trained_weights(lm: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """By wire name: what an optimizer moves, and so what a checkpoint has to hold. All, in a model without adapters."""
     weights = dict(named_weights(lm))
@@ -94,8 +100,8 @@ def trained_weights(lm: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 class Adapter:
     """What is added to one weight: scale * B @ A, with A [R, in] and B [out, R]."""
 
-    a: torch.nn.Parameter
-    b: torch.nn.Parameter
+    a: torch.Tensor
+    b: torch.Tensor
     scale: float
 
 

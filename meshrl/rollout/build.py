@@ -31,4 +31,9 @@ ENGINES = {
     "sglang": build_sglang_engine,
     "endpoint": build_endpoint_engine,
 }
-TAKES_ADAPTERS = ("embedded",)  # beside its weights; for the others they are added to them
+
+
+def takes_adapters(cfg: RolloutConfig) -> bool:
+    """Whether LoRA adapters are sent beside the base; else the trainer adds them to it. A server has none, but the rank
+    beside it may keep both."""
+    return cfg.engine == "embedded" or cfg.sync_mode == "delta"

@@ -26,8 +26,8 @@ from meshrl.model.limits import limits_of
 from meshrl.rollout.accept import Bounds, bounds_of
 from meshrl.rollout.base import Capabilities, EngineStats, PauseMode
 from meshrl.rollout.folder_weights import FolderWeights
+from meshrl.rollout.foreign.adapted import remote_weights
 from meshrl.rollout.foreign.desk import Desk, check_echo, ended_unsent, full_ids
-from meshrl.rollout.foreign.weights import RemoteWeights
 from meshrl.rollout.http import HttpClient, fetch, key_in
 from meshrl.sync.manifest import Ack, Layout, SyncHeader
 from meshrl.sync.receive import Bucket
@@ -62,6 +62,7 @@ def build_endpoint_engine(
         max_running=rollout_cfg.max_running_requests,
         vocab_size=vocab_size,
         keep_weights=rollout_cfg.sync_mode == "delta",
+        adapter_scale=model_cfg.lora.scale if model_cfg.lora.enabled else None,
     )
 
 
@@ -95,9 +96,11 @@ class EndpointEngine:
         max_running: int,
         vocab_size: int,
         keep_weights: bool = False,
+        adapter_scale: float | None = None,
     ):
         """versions: the folder that versions are written below; None = one of its own, removed by `close`.
-        keep_weights: also in this machine's memory, for syncs of changes alone."""
+        keep_weights: also in this machine's memory, for syncs of changes alone. adapter_scale: alpha / rank of the
+        adapters that come then, for this process to add to the base; None = none come."""
         self.capabilities = Capabilities()  # a seed is passed on, and nobody promises to heed it
         self.engine_id, self.max_context_tokens = engine_id, max_context_tokens
         self._http, self._model, self._reload_url = http, model, reload_url
@@ -107,7 +110,7 @@ class EndpointEngine:
         self._own_folder = OwnedFolder() if versions is None else None
         home = versions or (self._own_folder.path if self._own_folder else Path())
         writer = FolderWeights(model_folder, home, self._reload, engine_id)
-        self._weights = RemoteWeights(writer.call, engine_id, keep_weights)
+        self._weights = remote_weights(writer.call, engine_id, keep_weights, adapter_scale)
         self._desk = Desk(engine_id, self._call_off)
         self._called_off: dict[str, asyncio.Event] = {}
 

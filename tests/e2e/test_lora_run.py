@@ -27,7 +27,19 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_adapters_alone_travel_and_the_sampler_is_the_trainer(layout, tmp_path: Path):
-    steps = steps_of(train(write_run(tmp_path), "lora", *LORA, *LAYOUTS[layout]), ())
+    adapters_alone_travel(steps_of(train(write_run(tmp_path), "lora", *LORA, *LAYOUTS[layout]), ()))
+
+
+@pytest.mark.parametrize("ranks", [("cluster.executor=inline",), SPLIT], ids=["beside", "split"])
+def test_a_rank_beside_a_server_keeps_the_base_and_hands_the_sum_on(ranks, tmp_path: Path, monkeypatch):
+    config, folder = write_run(tmp_path), tmp_path / "launcher"
+    more = ("rollout.engine=sglang", "rollout.max_running_requests=16", "rollout.sync_mode=delta")
+    with launcher_in(folder):
+        monkeypatch.syspath_prepend(folder)
+        adapters_alone_travel(steps_of(train(config, "sglang", *LORA, *ranks, *more), ()))
+
+
+def adapters_alone_travel(steps: list[dict[str, float]]) -> None:
     assert len(steps) == 3
     first = steps[0]["first_sync/num_bytes"]
     for number, step in enumerate(steps):

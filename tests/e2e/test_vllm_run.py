@@ -23,6 +23,7 @@ VLLM = (
     "rollout.vllm.args=[--enforce-eager]",
 )
 ALONE = (f"rollout.vllm.python={sys.executable}",)
+LENT = (*ALONE, "rollout.release_memory=true")
 PARALLEL = ("cluster.num_train_ranks=2", "rollout.mesh.infer_tp=2")
 SPLIT = ("cluster.num_train_ranks=2", "cluster.num_rollout_ranks=1")
 LORA = (*SPLIT, "model.lora.enabled=true", "rollout.sync_mode=delta")  # adapters added to what is sent
@@ -57,12 +58,12 @@ def of_vllm(others: set[int]) -> list[psutil.Process]:
 
 
 @pytest.mark.parametrize(
-    "layout", [SPLIT, ALONE, PARALLEL, LORA], ids=["split", "colocated", "tensor parallel", "LoRA"]
+    "layout", [SPLIT, LENT, PARALLEL, LORA], ids=["split", "colocated, lending", "tensor parallel", "LoRA"]
 )
 def test_a_run_samples_with_vllm_and_proves_its_weights(config: Path, layout: tuple[str, ...], others: set[int]):
     """P15: the trainer's own forward of what vLLM sampled agrees to rounding, after each update, with a tied head."""
-    steps = steps_of(train(config, "vllm", *VLLM, *layout))
-    assert len(steps) == 2
+    steps = steps_of(train(config, "vllm", *VLLM, *layout), ("s", "tokens/s", "GB/s"))
+    assert len(steps) == 2 and all(("memory/lent_bytes" in step) == (layout == LENT) for step in steps)
     for step in steps:
         assert step["sync/proven_wire"] == step["sync/proven_resident"] == 1
         assert step["proof/logprob_abs_diff_mean"] < 1e-4

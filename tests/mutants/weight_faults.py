@@ -166,6 +166,28 @@ WEIGHT_FAULTS = [
         ),
     ),
     Fault(
+        "a server's cache that is lent wakes up when its weights fall asleep",
+        "meshrl/rollout/vllm/lent.py",
+        'if "kv_cache" not in parts | self.lent:',
+        'if "kv_cache" not in parts:',
+        ("tests/unit/rollout/test_vllm_lent.py::test_parts_are_lent_one_by_one",),
+    ),
+    Fault(
+        "an adapter is added without its scale",
+        "meshrl/rollout/foreign/adapted.py",
+        "Adapter(held[a], held[b], self._scale)",
+        "Adapter(held[a], held[b], 1.0)",
+        ("tests/unit/rollout/test_adapted_weights.py::test_adapters_alone_come_and_the_sum_goes_on",),
+    ),
+    Fault(
+        "adapters are added to a base that a release took away",
+        "meshrl/rollout/foreign/adapted.py",
+        """            self._held.cancel()
+        super().drop()""",
+        "            pass\n        super().drop()",
+        ("tests/unit/rollout/test_adapted_weights.py::test_adapters_alone_are_refused_while_no_base_is_there",),
+    ),
+    Fault(
         "nothing is lent",
         "meshrl/loops/colocated.py",
         "metrics += await lend(job)",

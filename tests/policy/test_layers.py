@@ -56,7 +56,7 @@ HOMES: dict[str, set[str]] = {  # library -> packages or files of meshrl that ma
     "psutil": {"monitor", "cluster/host.py"},
     "ray": {"cluster/ray.py"},
     "httpx2": {"rollout/http.py"},
-    "vllm": {"rollout/vllm/worker.py", "rollout/vllm/twins.py"},
+    "vllm": {"rollout/vllm/lent.py", "rollout/vllm/twins.py", "rollout/vllm/worker.py"},
 }
 
 EXCEPTIONS: dict[tuple[str, str], str] = {  # (file, what it imports) -> why it may

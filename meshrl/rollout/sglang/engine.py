@@ -22,8 +22,8 @@ from meshrl.core.errors import CapabilityError, RequestError, StaleWeightsError,
 from meshrl.core.types import Media, Request, Turn
 from meshrl.rollout.accept import Bounds, bounds_of
 from meshrl.rollout.base import Capabilities, EngineStats, PauseMode
+from meshrl.rollout.foreign.adapted import remote_weights
 from meshrl.rollout.foreign.desk import Desk, ended_unsent, watched
-from meshrl.rollout.foreign.weights import RemoteWeights
 from meshrl.rollout.http import HttpClient
 from meshrl.rollout.server import ServerProcess
 from meshrl.rollout.sglang.facts import ServerFacts
@@ -56,10 +56,12 @@ class SglangEngine:
         max_running: int,
         vocab_size: int,
         keep_weights: bool = False,
+        adapter_scale: float | None = None,
         server: ServerProcess | None = None,
     ):
-        """keep_weights: also in this machine's memory, for syncs of changes alone. server: ended by `close`; None = it
-        belongs to somebody else."""
+        """keep_weights: also in this machine's memory, for syncs of changes alone. adapter_scale: alpha / rank of
+        the adapters that come then, for this process to add to the base; None = none come. server: ended by `close`;
+        None = it belongs to somebody else."""
         self.capabilities = Capabilities(
             release=facts.lends_memory,
             in_flight=True,
@@ -77,7 +79,7 @@ class SglangEngine:
         self._num_rids = 0
         self._labels: dict[str, int] = {}  # what the server calls each version
         self._workers = Workers(self._post, facts.tp_size)
-        self._weights = RemoteWeights(self._workers.call, engine_id, keep_weights)
+        self._weights = remote_weights(self._workers.call, engine_id, keep_weights, adapter_scale)
         self._released: set[str] = set()
         self._session = False
         self._attached = server is not None  # whether no client was there before this one

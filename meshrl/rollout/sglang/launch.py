@@ -54,6 +54,7 @@ def build_sglang_engine(
         max_running=rollout_cfg.max_running_requests,
         vocab_size=vocab_size,
         keep_weights=rollout_cfg.sync_mode == "delta",
+        adapter_scale=model_cfg.lora.scale if model_cfg.lora.enabled else None,
         server=server,
     )
 

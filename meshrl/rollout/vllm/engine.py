@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from meshrl.core.errors import CapabilityError, StaleWeightsError, SyncError
+from meshrl.core.errors import CapabilityError, EngineFailure, StaleWeightsError, SyncError
 from meshrl.core.types import Media, Request, Turn
 from meshrl.rollout.accept import Bounds, bounds_of
 from meshrl.rollout.base import Capabilities, EngineStats, PauseMode
+from meshrl.rollout.foreign.adapted import remote_weights
 from meshrl.rollout.foreign.desk import Desk, ended_unsent, watched
-from meshrl.rollout.foreign.weights import RemoteWeights
 from meshrl.rollout.http import HttpClient
 from meshrl.rollout.server import ServerProcess
 from meshrl.rollout.vllm.requests import Answer, body_of, check_capabilities
@@ -28,6 +28,7 @@ from meshrl.sync.manifest import Ack, Layout, SyncHeader
 from meshrl.sync.receive import Bucket
 
 PARTS = ("weights", "kv_cache", "graphs")
+LENT = {"weights", "kv_cache"}  # graphs are a GPU's affair and stay
 _CONTROL_S = 600.0  # for one command; the run's phases have deadlines of their own, which come first
 _ID_PREFIX = "generate-tokens-"  # vLLM puts it before the ids of its token endpoint
 
@@ -35,8 +36,9 @@ _ID_PREFIX = "generate-tokens-"  # vLLM puts it before the ids of its token endp
 class VllmEngine:
     """rollout.base.RolloutEngine over a vLLM server.
 
-    Consumes requests as they come; each is a stream of the server. What holds them back (a pause, a sync) closes a gate
-    in this process; `resume`, `commit` and `cancel` open it. The server's end raises EngineFailure in all of them.
+    Consumes requests as they come; each is a stream of the server. What holds them back (a pause, a sync, lent memory)
+    closes a gate in this process; `resume`, `commit`, `cancel` and `restore` open it. The server's end raises
+    EngineFailure in all of them.
     """
 
     def __init__(
@@ -50,23 +52,26 @@ class VllmEngine:
         vocab_size: int,
         capabilities: Capabilities,
         keep_weights: bool = False,
+        adapter_scale: float | None = None,
         owns_server: bool = True,
     ):
         """socket: that the server listens on. keep_weights: also in this machine's memory, for syncs of changes alone.
-        owns_server: `close` ends it."""
+        adapter_scale: alpha / rank of the adapters that come then, for this process to add to the base; None = none
+        come. owns_server: `close` ends it."""
         self.capabilities = capabilities
         self.engine_id, self.max_context_tokens = server.name, max_context_tokens
         self._server, self._owns_server = server, owns_server
         self._stop_token_ids, self._vocab_size, self._max_running = stop_token_ids, vocab_size, max_running
         self._http = HttpClient(server.name, socket=socket)
-        self._weights = RemoteWeights(self._call_workers, server.name, keep_weights)
+        self._weights = remote_weights(self._call_workers, server.name, keep_weights, adapter_scale)
         self._trusted = -1
+        self._released: set[str] = set()
         self._desk = Desk(server.name, self._abort_sent)
 
     # ---- generation
 
     async def generate(self, request: Request) -> Turn:
-        """Sample one turn. Waits while paused or while a sync is open."""
+        """Sample one turn. Waits while paused, while a sync is open, and while the cache's memory is lent."""
         self._desk.accept(request, self._weights.expected)
         check_capabilities(request)
         bounds = bounds_of(request, self._stop_token_ids, self.max_context_tokens, self._vocab_size)
@@ -91,7 +96,7 @@ class VllmEngine:
         """
         if media:
             raise CapabilityError("score() was given media; the vLLM engine takes text only")
-        if self._weights.version < 0:
+        if self._weights.version < 0 or self._released:
             raise StaleWeightsError(f"{self.engine_id} has no usable weights to score with; sync weights first")
         row = np.asarray(ids)
         bounds_of(Request(id="score", context_ids=row), (), self.max_context_tokens, self._vocab_size)
@@ -126,7 +131,7 @@ class VllmEngine:
 
     async def _go_on(self) -> None:
         """Let the server step and requests in, unless something else still holds them."""
-        if not self._desk.paused and self._weights.expected == self._weights.version:
+        if not self._desk.paused and not self._released and self._weights.expected == self._weights.version:
             await self._post("/resume")
             self._desk.open()
 
@@ -146,9 +151,7 @@ class VllmEngine:
         self._desk.shut()
         await self._hold()
         await self._weights.begin(header)
-        reset = await self._post("/reset_prefix_cache", params={"reset_running_requests": True})
-        if not reset["success"]:
-            raise SyncError(f"{self.engine_id}: vLLM could not drop its prefix cache, which belongs to the old weights")
+        await self._drop_caches()
 
     async def receive(self, bucket: Bucket) -> None:
         await self._weights.receive(bucket)
@@ -172,12 +175,53 @@ class VllmEngine:
     # ---- memory and the rest
 
     async def release(self, parts: set[str]) -> int:
-        raise CapabilityError(
-            f"release({sorted(parts)}): {self.engine_id} can't lend its memory (capabilities.release)"
-        )
+        """Free parts of {weights, kv_cache, graphs}; requests in place wait, and their caches are computed again.
+
+        Returns bytes freed, over all workers. graphs frees nothing.
+        """
+        self._check_parts(parts)
+        new = parts & LENT - self._released
+        if not new:
+            return 0
+        self._desk.shut()
+        await self._hold()
+        if "weights" in new:
+            self._weights.drop()
+            self._trusted = -1
+        await self._drop_caches()
+        self._released |= new
+        return await self._memory("meshrl_release", new)
 
     async def restore(self, parts: set[str]) -> int:
-        raise CapabilityError(f"restore({sorted(parts)}): {self.engine_id} has lent nothing (capabilities.release)")
+        """Take parts back; returns bytes taken. Weights wait for the next full sync."""
+        self._check_parts(parts)
+        back = parts & self._released
+        taken = await self._memory("meshrl_restore", back) if back else 0
+        self._released -= back
+        await self._go_on()
+        return taken
+
+    async def _memory(self, method: str, parts: set[str]) -> int:
+        answers = await self._call_workers(method, {"parts": sorted(parts)})
+        for answer in answers:
+            if "error" in answer:
+                raise EngineFailure(f"{self.engine_id}: {answer['error']}")
+        return sum(answer["num_bytes"] for answer in answers)
+
+    async def _drop_caches(self) -> None:
+        """Forget what all tokens left in the cache; who runs is computed again. Nothing may be computing."""
+        reset = await self._post("/reset_prefix_cache", params={"reset_running_requests": True})
+        if not reset["success"]:
+            raise SyncError(f"{self.engine_id}: vLLM could not drop its prefix cache, which belongs to the old weights")
+
+    def _check_parts(self, parts: set[str]) -> None:
+        if not parts <= set(PARTS):
+            raise CapabilityError(f"parts {sorted(parts - set(PARTS))} are unknown; allowed: {', '.join(PARTS)}")
+        if not self.capabilities.release:
+            raise CapabilityError(
+                f"{self.engine_id} can't lend its memory: the server runs without --enable-sleep-mode; "
+                "use rollout.release_memory"
+            )
 
     def stats(self) -> EngineStats:
         return self._desk.stats(self._weights.version, self._max_running)

@@ -46,13 +46,15 @@ def build_vllm_engine(
         max_context_tokens=max_context_tokens,
         max_running=rollout_cfg.max_running_requests,
         vocab_size=vocab_size,
-        capabilities=capabilities_on(device, model_cfg.dtype),
+        capabilities=capabilities_on(device, model_cfg.dtype, rollout_cfg.release_memory),
         keep_weights=rollout_cfg.sync_mode == "delta",
+        adapter_scale=model_cfg.lora.scale if model_cfg.lora.enabled else None,
     )
 
 
-def capabilities_on(device: torch.device, dtype: str) -> Capabilities:
+def capabilities_on(device: torch.device, dtype: str, sleep_mode: bool) -> Capabilities:
     return Capabilities(
+        release=device.type == "cpu" or sleep_mode,
         in_flight=True,
         resident_digest=True,
         score=True,
@@ -113,6 +115,8 @@ def _command(
     ]
     if on_cpu:  # vLLM 0.32 ends there when it cuts the prompt of a request with a seed
         flags.append("--no-enable-chunked-prefill")
+    elif rollout_cfg.release_memory:
+        flags.append("--enable-sleep-mode")
     pairs = [text for name, value in values.items() for text in (name, str(value))]
     return [*python, "-m", "vllm.entrypoints.openai.api_server", *pairs, *flags, *cfg.args]
 

@@ -19,6 +19,7 @@ from meshrl.core.errors import SyncError
 from meshrl.rollout.foreign.arrival import Arrival, header_from, layout_from, ref_from
 from meshrl.rollout.foreign.name_map import NameMap, learn
 from meshrl.rollout.foreign.resident import Resident
+from meshrl.rollout.vllm.lent import LentMemory
 from meshrl.rollout.vllm.packed import PackedLayers
 from meshrl.rollout.vllm.twins import without_data
 from meshrl.sync.manifest import Entry, Layout, SyncHeader
@@ -46,6 +47,12 @@ class WeightsExtension:
 
     def meshrl_cancel(self) -> dict[str, Any]:
         return _answer(lambda: self._meshrl_weights.cancel())
+
+    def meshrl_release(self, parts: list[str]) -> dict[str, Any]:
+        return _answer(lambda: {"num_bytes": _memory_of(self).release(set(parts))})
+
+    def meshrl_restore(self, parts: list[str]) -> dict[str, Any]:
+        return _answer(lambda: {"num_bytes": _memory_of(self).restore(set(parts))})
 
 
 class WorkerWeights:
@@ -76,6 +83,8 @@ class WorkerWeights:
         """Put the model into vLLM's layer-by-layer reload."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
+        if "weights" in _memory_of(self.worker).lent:
+            raise SyncError(f"vllm worker {self.worker.rank}: the weights' memory is lent; restore it before a sync")
         self._packed = PackedLayers(self.model, header.version)
         self._resident = Resident(self.map.patches, header.version)
         self._arrival = Arrival(self.layout, header, f"vllm worker {self.worker.rank}")
@@ -160,6 +169,13 @@ class WorkerWeights:
 
         with set_current_vllm_config(self.worker.vllm_config), torch.no_grad():
             yield
+
+
+def _memory_of(worker: Any) -> LentMemory:
+    if not hasattr(worker, "_meshrl_memory"):
+        worker._meshrl_memory = LentMemory(worker)
+    memory: LentMemory = worker._meshrl_memory
+    return memory
 
 
 def _answer(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:

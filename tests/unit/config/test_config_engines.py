@@ -8,6 +8,7 @@ from meshrl.core.errors import ConfigError
 SGLANG = "rollout.engine=sglang rollout.sglang.python=python3"  # a Python there is, so that nothing else is wrong
 RUNNING = "rollout.engine=sglang rollout.sglang.url=http://127.0.0.1:30000 cluster.num_rollout_ranks=1"
 ENDPOINT = "rollout.engine=endpoint rollout.endpoint.url=http://h:8000 cluster.num_rollout_ranks=1"
+BESIDE = "rollout.engine=endpoint rollout.endpoint.url=http://h:8000 cluster.num_train_ranks=1"
 FILES = "rollout.endpoint.weights=files"
 
 BAD = [
@@ -24,6 +25,7 @@ BAD = [
     (f"{ENDPOINT} {FILES} rollout.mesh.infer_tp=2", ["its own affair"]),
     (f"{ENDPOINT.replace('ranks=1', 'ranks=2')} {FILES}", ["one endpoint is one sampler"]),
     (f"{ENDPOINT} {FILES} rollout.endpoint.reload_url=reload", ["rollout.endpoint.reload_url", "scheme"]),
+    (f"{BESIDE} {FILES} rollout.release_memory=true", ["engine endpoint can't give its memory up", "embedded, vllm"]),
     (f"{ENDPOINT} rollout.endpoint.folder=/tmp", ["rollout.endpoint.folder", "weights is none"]),
     (f"rollout.engine=endpoint {FILES} cluster.num_rollout_ranks=1", ["rollout.endpoint.url", "needs the address"]),
 ]

@@ -92,7 +92,7 @@ BAD: list[tuple[str, list[str]]] = [
     ("rollout.sglang.url=http://h:1", ["no effect", "rollout.engine is embedded"]),
     ("cluster.num_rollout_ranks=1 rollout.release_memory=true", ["no effect", "devices of their own"]),
     ("rollout.release_memory=true rollout.sync_mode=delta", ["rollout.sync_mode", "Use one of the two"]),
-    (f"{VLLM} rollout.release_memory=true", ["engine vllm can't give its memory up", "embedded or sglang"]),
+    (f"{VLLM} rollout.vllm.args=[--enable-sleep-mode]", ["--enable-sleep-mode is set by meshrl itself"]),
     ("rollout.sync_transport=broadcast", ["no effect", "cluster.num_rollout_ranks is 0"]),
     ("cluster.num_rollout_ranks=1 rollout.sync_transport=files", ["rollout.sync_folder", "Name one"]),
     ("cluster.num_rollout_ranks=1 rollout.sync_folder=/w", ["no effect", "sync_transport is auto"]),

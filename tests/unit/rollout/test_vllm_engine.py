@@ -14,7 +14,7 @@ import pytest
 import torch
 from test_pauses import outlasts_syncs
 from tiny_engines import ask, layout_of, plain, sync
-from vllm_servers import MISSING, client_of, serving, tiny_vllm_lm
+from vllm_servers import MISSING, client_of, config_of, serving, tiny_vllm_lm
 
 from meshrl.core.errors import CapabilityError, EngineEnded, EngineFailure, StaleWeightsError, SyncError
 from meshrl.rollout.server import ServerProcess
@@ -134,6 +134,57 @@ def test_the_weights_of_the_folder_are_a_version_until_a_sync_begins(server):
 def test_a_pause_outlasts_a_sync(server):
     async def main():
         await outlasts_syncs(client_of(server), tiny_vllm_lm())
+
+    go(main)
+
+
+def test_lent_memory_comes_back_by_a_sync_and_who_runs_goes_on(server):
+    """P17, P19: weights first, their sync, and the cache last; nothing is computed before."""
+
+    async def main():
+        old, new = tiny_vllm_lm(), tiny_vllm_lm(seed=1)
+        engine = await synced(server, old)
+        running = asyncio.create_task(engine.generate(ask("a", LONG, seed=1, max_new_tokens=200, ignore_eos=True)))
+        while engine.stats().decode_tokens < 5:
+            await asyncio.sleep(0.01)
+        num_bytes = sum(p.nbytes for p in old.parameters())
+        freed = await engine.release({"weights", "kv_cache"})
+        assert freed >= num_bytes + config_of().vllm.kv_cache_bytes
+        assert await engine.release({"weights"}) == 0  # already
+        with pytest.raises(StaleWeightsError):
+            await engine.generate(ask("b", LONG))
+        with pytest.raises(StaleWeightsError):
+            await engine.score(np.asarray(LONG))
+        taken = await engine.restore({"weights"})
+        await sync(new, engine, 1)
+        later = asyncio.create_task(engine.generate(ask("c", LONG, seed=1, ignore_eos=True)))
+        await asyncio.sleep(0.2)
+        assert not running.done() and not later.done()
+        assert taken + await engine.restore({"kv_cache"}) >= num_bytes
+        assert (await later).versions.tolist() == [1] * len((await later).output_ids)
+        versions = (await running).versions.tolist()
+        assert versions == sorted(versions) and {*versions} == {0, 1} and len(versions) == 200
+        assert await distance(engine, new, "d") < 1e-4
+        await engine.release({"weights"})
+        with pytest.raises(SyncError, match="memory is lent; restore it"):
+            await sync(old, engine, 2)
+        await engine.restore({"weights"})
+        await sync(old, engine, 3)
+        assert await distance(engine, old, "e") < 1e-4
+
+    go(main)
+
+
+def test_a_cache_that_is_lent_alone_holds_requests_until_it_is_back(server):
+    async def main():
+        engine = await synced(server, tiny_vllm_lm())
+        before = await engine.generate(ask("a", LONG, seed=1, ignore_eos=True))
+        freed = await engine.release({"kv_cache"})
+        waiting = asyncio.create_task(engine.generate(ask("b", LONG, seed=1, ignore_eos=True)))
+        await asyncio.sleep(0.2)
+        assert not waiting.done() and freed == await engine.restore({"kv_cache", "graphs"})
+        np.testing.assert_array_equal((await waiting).output_ids, before.output_ids)
+        assert (await waiting).times.cached_tokens == 0
 
     go(main)
 
