@@ -22,7 +22,15 @@ from meshrl.cluster.executor import WorkerSpec
 from meshrl.cluster.rendezvous import open_store
 from meshrl.config.rollout import RolloutConfig
 from meshrl.core.batch import LossFn
-from meshrl.core.device import dist_backend, keep_freed_memory, local_device, memory_stats, set_threads, wire_device
+from meshrl.core.device import (
+    dist_backend,
+    empty_cache,
+    keep_freed_memory,
+    local_device,
+    memory_stats,
+    set_threads,
+    wire_device,
+)
 from meshrl.core.errors import CapabilityError
 from meshrl.core.types import Metric, Request, Sample, Turn
 from meshrl.monitor.memory import memory_metrics
@@ -155,8 +163,10 @@ class RankWorker:
         sampler only gives its shard."""
         trainer, sampler, ack = self._trainer(), self.sampler, None
         held = None if sampler is None else sampler.stats().version
-        if sampler is not None and self._lends:
-            await sampler.restore({"weights"})
+        if self._lends:
+            self._give_back()
+            if sampler is not None:
+                await sampler.restore({"weights"})
         targets = sampler.targets() if isinstance(sampler, EmbeddedEngine) else None
         header, buckets = self._out().beside(layout, version, held, targets)
         if sampler is None:
@@ -164,10 +174,18 @@ class RankWorker:
                 pass
         else:
             (ack,) = await send_weights(header, buckets, [sampler])
-            if self._lends:
+        if self._lends:
+            self._give_back()
+            if sampler is not None:
                 await sampler.restore({"kv_cache"})
         trainer.version = version
         return ack, self._out().report()
+
+    def _give_back(self) -> None:
+        """Memory that torch only keeps goes back to the device, on all ranks, for samplers may be other processes and
+        lie on the devices of several (collective)."""
+        empty_cache(self.device)
+        dist.barrier()
 
     def shard_source(self, layout: Layout, occasion: str, num_receivers: int) -> Source:
         """Where samplers in other processes find this rank's shard, and what it could send the changes since."""

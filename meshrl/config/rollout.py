@@ -173,7 +173,8 @@ class RolloutConfig(Slice):
         "full",
         "full sends all weights; delta only those that changed since the last sync, where the sampler holds that: "
         "fewer bytes, for one more copy of the weights in the sampler's dtype, spread over the train ranks, and one in "
-        "the memory of the machine beside each replica of another engine than embedded. With LoRA: the adapters alone",
+        "the memory of the machine beside each replica of another engine than embedded. With LoRA the adapters "
+        "alone travel",
     )
 
     release_memory: bool = field(

@@ -254,13 +254,19 @@ def test_released_memory_comes_back_where_declared(make, lm):
         engine = await make()
         if not engine.capabilities.release:
             return
-        await engine.generate(ask("a", CONTEXT))
+        running = asyncio.create_task(engine.generate(ask("a", CONTEXT, max_new_tokens=LONG, ignore_eos=True)))
+        while engine.stats().decode_tokens < 2:
+            await asyncio.sleep(0)
         assert await engine.release({"weights", "kv_cache", "graphs"}) > 0
         with pytest.raises(StaleWeightsError):
             await engine.generate(ask("b", CONTEXT))
         assert await engine.restore({"weights", "kv_cache", "graphs"}) > 0
+        await engine.resume()  # nor does this let anybody compute with weights that are garbage
+        await asyncio.sleep(0.2)
+        assert not running.done()
         await sync(lm, engine, 1)
         await engine.generate(ask("b", CONTEXT))
+        assert set((await running).versions) == {0, 1} and len((await running).output_ids) == LONG
 
     go(main)
 

@@ -26,7 +26,11 @@ ALONE = (f"rollout.vllm.python={sys.executable}",)
 LENT = (*ALONE, "rollout.release_memory=true")
 PARALLEL = ("cluster.num_train_ranks=2", "rollout.mesh.infer_tp=2")
 SPLIT = ("cluster.num_train_ranks=2", "cluster.num_rollout_ranks=1")
-LORA = (*SPLIT, "model.lora.enabled=true", "rollout.sync_mode=delta")  # adapters added to what is sent
+LORA = (
+    *SPLIT,
+    "model.lora.enabled=true",
+    "rollout.sync_mode=delta",
+)  # adapters alone are sent, and added beside the server
 
 
 @pytest.fixture

@@ -168,9 +168,23 @@ WEIGHT_FAULTS = [
     Fault(
         "a server's cache that is lent wakes up when its weights fall asleep",
         "meshrl/rollout/vllm/lent.py",
-        'if "kv_cache" not in parts | self.lent:',
+        'if "kv_cache" not in parts | before:',
         'if "kv_cache" not in parts:',
         ("tests/unit/rollout/test_vllm_lent.py::test_parts_are_lent_one_by_one",),
+    ),
+    Fault(
+        "memory that is lent stays where it is",
+        "meshrl/rollout/vllm/lent.py",
+        "                storage.resize_(0)\n",
+        "",
+        ("tests/unit/rollout/test_vllm_lent.py::test_on_a_cpu_tensors_are_emptied_in_place_and_filled_again",),
+    ),
+    Fault(
+        "a server computes with weights that came back and have no values yet",
+        "meshrl/rollout/sglang/engine.py",
+        "if self._released or self._awaits_sync or",
+        "if self._released or",
+        ("tests/unit/rollout/test_sglang_engine.py::test_weights_that_came_back_are_computed_with_after_their_sync",),
     ),
     Fault(
         "an adapter is added without its scale",

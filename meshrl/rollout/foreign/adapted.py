@@ -54,13 +54,17 @@ class AdaptedWeights(RemoteWeights):
         """Prove what came, add it up, and hand the sums on. Raises: SyncError."""
         held = self._needed()
         came = held.commit()
-        began = time.perf_counter()
-        for bucket in self._sums(held.targets(), came.version):
+        sums, adding_s = self._sums(held.targets(), came.version), 0.0
+        while True:
+            began = time.perf_counter()
+            bucket = next(sums, None)
+            adding_s += time.perf_counter() - began
+            if bucket is None:
+                break
             await super().receive(bucket)
-        adding_s = time.perf_counter() - began
         ack = await super().commit()
         seconds = {part: ack.seconds[part] + came.seconds[part] for part in ack.seconds}
-        seconds["load"] += max(0.0, adding_s - ack.seconds["load"])
+        seconds["load"] += adding_s
         return replace(came, resident=ack.resident, seconds=seconds)
 
     async def cancel(self) -> None:
@@ -76,7 +80,7 @@ class AdaptedWeights(RemoteWeights):
     def close(self) -> None:
         if self._staging is not None:
             self._staging.close()
-        self._staging = self._sender = None
+        self._staging = self._sender = self._held = None
         super().close()
 
     def _sums(self, held: dict[str, torch.Tensor], version: int) -> Iterator[Bucket]:

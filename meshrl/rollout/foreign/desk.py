@@ -32,6 +32,7 @@ class Desk:
         """abort: tells the server to end these requests, all of which it was sent."""
         self.engine_id = engine_id
         self.paused = self.closed = False
+        self.keeps_in_place = False  # pause "keep": who was sent stays where it is until `resume`
         self._abort = abort
         self._gate = asyncio.Event()
         self._gate.set()
@@ -55,12 +56,16 @@ class Desk:
 
     async def pause(self, mode: PauseMode) -> None:
         """Shut the gate; wait = until who runs has finished, abort = end all, keep = the engine itself holds them."""
-        self.paused = True
+        self.paused, self.keeps_in_place = True, mode == "keep"
         self.shut()
         if mode == "abort":
             await self.end()
         elif mode != "keep":
             await self.drained()
+
+    def resume(self) -> None:
+        """The pause is over; the gate stays as it is."""
+        self.paused = self.keeps_in_place = False
 
     async def let_in(self, request_id: str) -> bool:
         """Wait for the gate; False when the request was ended before."""

@@ -81,6 +81,7 @@ class SglangEngine:
         self._workers = Workers(self._post, facts.tp_size)
         self._weights = remote_weights(self._workers.call, engine_id, keep_weights, adapter_scale)
         self._released: set[str] = set()
+        self._awaits_sync = False  # the memory of the weights has been lent: nothing is computed before a full sync
         self._session = False
         self._attached = server is not None  # whether no client was there before this one
 
@@ -121,7 +122,8 @@ class SglangEngine:
         if media:
             raise CapabilityError("score() was given media; the SGLang engine takes text only")
         if self._weights.version < 0 or self._released:
-            raise StaleWeightsError(f"{self.engine_id} has no usable weights to score with; sync weights first")
+            need = f"restore {', '.join(sorted(self._released))}" if self._released else "sync weights"
+            raise StaleWeightsError(f"{self.engine_id} has nothing usable to score with; {need} first")
         row = np.asarray(ids)
         bounds_of(Request(id="score", context_ids=row), (), self.max_context_tokens, self._vocab_size)
         return scores_of(await self._post("/generate", scoring_body(row.tolist(), self._new_rid())), row.tolist())
@@ -143,7 +145,7 @@ class SglangEngine:
             await self._hold()
 
     async def resume(self) -> None:
-        self._desk.paused = False
+        self._desk.resume()
         await self._go_on()
 
     async def _hold(self) -> None:
@@ -153,8 +155,11 @@ class SglangEngine:
 
     async def _go_on(self) -> None:
         """Let the server compute and requests in, unless something else still holds them."""
-        if not self._desk.paused and not self._released and self._weights.expected == self._weights.version:
+        if self._released or self._awaits_sync or self._weights.expected != self._weights.version:
+            return
+        if not self._desk.keeps_in_place:
             await self._post("/continue_generation", {})
+        if not self._desk.paused:
             self._desk.open()
 
     # ---- weights
@@ -191,6 +196,7 @@ class SglangEngine:
         if held != label:
             raise SyncError(f"{self.engine_id}: version {version} was labelled {label!r}, and SGLang has {held!r}")
         self._labels[label] = version
+        self._awaits_sync = False
         await self._go_on()
         return ack
 
@@ -205,6 +211,7 @@ class SglangEngine:
             await self._post("/continue_generation", {})  # a request that came during the pause can't be aborted in it
         finally:  # whoever waits must not wait for ever
             await self.abort()
+            self._awaits_sync = False  # nobody is left to compute
             await self._go_on()
 
     @asynccontextmanager
@@ -245,6 +252,7 @@ class SglangEngine:
         await self._hold()
         if "weights" in new:
             self._weights.drop()
+            self._awaits_sync = True
         await self._post("/release_memory_occupation", {"tags": sorted(new)})
         self._released |= new
         return self._facts.num_bytes(new)

@@ -66,6 +66,7 @@ class VllmEngine:
         self._weights = remote_weights(self._call_workers, server.name, keep_weights, adapter_scale)
         self._trusted = -1
         self._released: set[str] = set()
+        self._awaits_sync = False  # the memory of the weights has been lent: nothing is computed before a full sync
         self._desk = Desk(server.name, self._abort_sent)
 
     # ---- generation
@@ -97,7 +98,8 @@ class VllmEngine:
         if media:
             raise CapabilityError("score() was given media; the vLLM engine takes text only")
         if self._weights.version < 0 or self._released:
-            raise StaleWeightsError(f"{self.engine_id} has no usable weights to score with; sync weights first")
+            need = f"restore {', '.join(sorted(self._released))}" if self._released else "sync weights"
+            raise StaleWeightsError(f"{self.engine_id} has nothing usable to score with; {need} first")
         row = np.asarray(ids)
         bounds_of(Request(id="score", context_ids=row), (), self.max_context_tokens, self._vocab_size)
         sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
@@ -122,7 +124,7 @@ class VllmEngine:
             await self._hold()
 
     async def resume(self) -> None:
-        self._desk.paused = False
+        self._desk.resume()
         await self._go_on()
 
     async def _hold(self) -> None:
@@ -131,8 +133,11 @@ class VllmEngine:
 
     async def _go_on(self) -> None:
         """Let the server step and requests in, unless something else still holds them."""
-        if not self._desk.paused and not self._released and self._weights.expected == self._weights.version:
+        if self._released or self._awaits_sync or self._weights.expected != self._weights.version:
+            return
+        if not self._desk.keeps_in_place:
             await self._post("/resume")
+        if not self._desk.paused:
             self._desk.open()
 
     # ---- weights
@@ -160,6 +165,7 @@ class VllmEngine:
         """Read every parameter back, make the version visible, go on."""
         ack = await self._weights.commit()
         await self._post("/update_weight_version", {"new_version": str(ack.version)})
+        self._awaits_sync = False
         await self._go_on()
         return ack
 
@@ -170,6 +176,7 @@ class VllmEngine:
             await self._weights.cancel()
         finally:  # whoever waits must not wait for ever
             await self.abort()
+            self._awaits_sync = False  # nobody is left to compute
             await self._go_on()
 
     # ---- memory and the rest
@@ -187,7 +194,7 @@ class VllmEngine:
         await self._hold()
         if "weights" in new:
             self._weights.drop()
-            self._trusted = -1
+            self._trusted, self._awaits_sync = -1, True
         await self._drop_caches()
         self._released |= new
         return await self._memory("meshrl_release", new)

@@ -26,10 +26,11 @@ class LentMemory:
 
     def release(self, parts: set[str]) -> int:
         """Give up these of PARTS, but for what is lent already; returns bytes freed."""
-        new = parts - self.lent
-        freed = self._empty(new) if self._worker.device.type == "cpu" else -self._taken(lambda: self._suspend(new))
-        self.lent |= new
-        return freed
+        new, before = parts - self.lent, set(self.lent)
+        self.lent |= new  # whatever fails from here on has made them unusable
+        if self._worker.device.type == "cpu":
+            return self._empty(new)
+        return -self._taken(lambda: self._suspend(new, before))
 
     def restore(self, parts: set[str]) -> int:
         """Take these back, where they are lent; returns bytes taken."""
@@ -42,10 +43,10 @@ class LentMemory:
 
     # ---- an accelerator
 
-    def _suspend(self, parts: set[str]) -> None:
+    def _suspend(self, parts: set[str], before: set[str]) -> None:
         if "weights" in parts:
             self._worker.sleep(level=2)  # takes all, and keeps the buffers, which no sync could bring back
-            if "kv_cache" not in parts | self.lent:
+            if "kv_cache" not in parts | before:
                 self._worker.wake_up(tags=["kv_cache"])
         elif parts:
             self._worker.discard(tuple(parts))
@@ -75,7 +76,7 @@ class LentMemory:
     def _fill(self, parts: set[str]) -> int:
         taken = 0
         for part in parts:
-            for storage, num_bytes in self._emptied.pop(part):
+            for storage, num_bytes in self._emptied.pop(part, ()):
                 storage.resize_(num_bytes)
                 taken += num_bytes
                 if part == "kv_cache":  # as vLLM allocates it: what no token has written must stay finite
@@ -96,13 +97,13 @@ class LentMemory:
 
     def _drop_packed(self) -> int:
         """The copies of linear layers' weights that the CPU's kernels multiply; a reload packs anew."""
-        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-
         freed = 0
         for module in self._worker.get_model().modules():
             if hasattr(module, "cpu_linear"):
-                recorded = get_layerwise_info(module).restore_metadata[0].get("weight", module.weight)
-                freed += recorded.nbytes
+                if module.weight.numel() == 0:  # else the copy lies beside the parameter, or there is none
+                    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+                    freed += get_layerwise_info(module).restore_metadata[0]["weight"].nbytes
                 module.cpu_linear = _lent
         return freed
 

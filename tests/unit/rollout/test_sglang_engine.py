@@ -190,6 +190,45 @@ def test_memory_is_lent_and_taken_back_by_parts(sglang_server, lm):
     go(sglang_server, main)
 
 
+def test_weights_that_came_back_are_computed_with_after_their_sync(sglang_server, lm, other):
+    """Who was running when they were lent waits for it, whatever is restored or resumed before."""
+
+    async def main(engine):
+        await ready(engine, lm)
+        running = asyncio.create_task(engine.generate(ask("a", CONTEXT, max_new_tokens=200, ignore_eos=True)))
+        await until_tokens(engine, 3)
+        await engine.release({"weights", "kv_cache"})
+        await engine.restore({"weights", "kv_cache"})
+        await engine.resume()
+        await asyncio.sleep(0.2)
+        assert not running.done()
+        await sync(other, engine, 1)
+        assert {*(await running).versions} == {0, 1} and len((await running).output_ids) == 200
+
+    go(sglang_server, main)
+
+
+def test_a_pause_that_waits_outlasts_lent_memory(sglang_server, lm):
+    async def main(engine):
+        await ready(engine, lm)
+        running = asyncio.create_task(engine.generate(ask("a", CONTEXT, max_new_tokens=200, ignore_eos=True)))
+        await until_tokens(engine, 3)
+        await engine.release({"kv_cache"})
+        pause = asyncio.create_task(engine.pause("wait"))
+        await asyncio.sleep(0.05)
+        assert not pause.done()
+        await engine.restore({"kv_cache"})
+        await pause
+        assert running.done()
+        late = asyncio.create_task(engine.generate(ask("b", CONTEXT)))
+        await asyncio.sleep(0.05)
+        assert not late.done()
+        await engine.resume()
+        assert len((await late).output_ids) > 0
+
+    go(sglang_server, main)
+
+
 def test_a_release_without_update_sessions_is_spoken_to_as_well(sglang_server, lm):
     async def main(engine):
         ack = await ready(engine, lm)

@@ -1,7 +1,8 @@
-"""Memory of a vLLM worker on an accelerator: which of vLLM's own calls are made. Its CPU way is tested elsewhere."""
+"""Memory of a vLLM worker: which of vLLM's own calls are made on an accelerator, and what is emptied on a CPU."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -61,3 +62,43 @@ def test_parts_are_lent_one_by_one(worker: SleepingWorker, steps: list[Any], asl
     for method, parts, num_bytes in steps:
         assert getattr(memory, method)(parts) == num_bytes
     assert worker.asleep == memory.lent == asleep
+
+
+class Layer(torch.nn.Module):
+    """An embedding, a norm that is tied to nothing, and a cache that two views share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(8, 4))
+        self.tied = self.weight
+        self.norm = torch.nn.Parameter(torch.frombuffer(bytearray(16), dtype=torch.float32))  # as a file is mapped
+        self.register_buffer("positions", torch.arange(4.0))
+        self.kv_cache = torch.ones(2, 6)
+
+    def storages(self) -> dict[str, int]:
+        """Bytes there are of each tensor."""
+        held = {"weight": self.weight, "norm": self.norm, "positions": self.positions, "kv_cache": self.kv_cache}
+        return {name: tensor.untyped_storage().nbytes() for name, tensor in held.items()}
+
+
+def test_on_a_cpu_tensors_are_emptied_in_place_and_filled_again():
+    """Views go along, a parameter over memory that can't be given up is moved first, buffers stay."""
+    layer = Layer()
+    views = SimpleNamespace(kv_cache=[layer.kv_cache[0], layer.kv_cache[1:]])
+    compilation = SimpleNamespace(static_forward_context={"a": layer, "b": views, "c": SimpleNamespace()})
+    worker = SimpleNamespace(
+        device=torch.device("cpu"),
+        get_model=lambda: layer,
+        vllm_config=SimpleNamespace(compilation_config=compilation),
+    )
+    whole = {"weight": 128, "norm": 16, "positions": 16, "kv_cache": 48}
+    assert layer.storages() == whole
+    memory = LentMemory(worker)
+    assert memory.release({"weights", "kv_cache"}) == 128 + 16 + 48
+    assert layer.storages() == {**dict.fromkeys(whole, 0), "positions": 16}
+    assert memory.release({"weights"}) == 0
+    assert memory.restore({"weights"}) == 128 + 16
+    assert layer.storages() == {**whole, "kv_cache": 0}
+    assert memory.restore({"kv_cache"}) == 48 and layer.storages() == whole
+    assert not layer.kv_cache.any() and views.kv_cache[1].untyped_storage().nbytes() == 48
+    assert layer.positions.tolist() == [0, 1, 2, 3]
