@@ -198,10 +198,12 @@ def test_weights_that_came_back_are_computed_with_after_their_sync(sglang_server
         running = asyncio.create_task(engine.generate(ask("a", CONTEXT, max_new_tokens=200, ignore_eos=True)))
         await until_tokens(engine, 3)
         await engine.release({"weights", "kv_cache"})
+        await asyncio.sleep(0.1)  # for tokens that are under way
+        num_tokens = engine.stats().decode_tokens
         await engine.restore({"weights", "kv_cache"})
         await engine.resume()
-        await asyncio.sleep(0.2)
-        assert not running.done()
+        await asyncio.sleep(0.3)
+        assert engine.stats().decode_tokens == num_tokens and not running.done()
         await sync(other, engine, 1)
         assert {*(await running).versions} == {0, 1} and len((await running).output_ids) == 200
 
