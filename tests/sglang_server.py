@@ -354,6 +354,7 @@ class Server:
         self.released |= tags
         for p in (p for shard in self.shards for p in shard.parameters() if "weights" in tags):
             p.data.fill_(GARBAGE)
+            self.dirty = True  # whoever goes on computes with it
         await self.engine.release(tags)
 
     async def restore(self, body: Memory) -> None:
