@@ -10,6 +10,7 @@ from sglang_servers import KEY, serving
 from tiny_run import steps_of, train, write_run
 from transformers import AutoModelForCausalLM
 
+from meshrl.cluster import actors
 from meshrl.cluster.actors import RankWorker
 from meshrl.core.errors import CapabilityError
 from meshrl.rollout.embedded.engine import EmbeddedEngine
@@ -57,6 +58,23 @@ def test_the_memory_is_free_while_the_gradient_is_computed(tmp_path: Path, monke
     train(config, "lent", "cluster.executor=inline", "rollout.release_memory=true")
     train(config, "kept", "cluster.executor=inline")
     assert held[:2] == [0, 0] and min(held[2:]) >= model_bytes(tmp_path)
+
+
+def test_the_trainer_gives_its_cached_memory_back_before_samplers_take_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A server's allocator is another one than the trainer's: what that only keeps is missing there."""
+    seen: list[str] = []
+    restore = EmbeddedEngine.restore
+
+    async def watched(engine: EmbeddedEngine, parts: set[str]) -> int:
+        seen.extend(parts)
+        return await restore(engine, parts)
+
+    monkeypatch.setattr(EmbeddedEngine, "restore", watched)
+    monkeypatch.setattr(actors, "empty_cache", lambda device: seen.append("given back"))
+    train(write_run(tmp_path), "lent", "cluster.executor=inline", "rollout.release_memory=true")
+    assert len(seen) >= 8 and seen == ["given back", "weights", "given back", "kv_cache"] * (len(seen) // 4)
 
 
 def test_a_server_lends_its_memory_in_the_order_that_its_weights_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

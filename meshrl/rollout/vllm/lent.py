@@ -13,8 +13,6 @@ from typing import Any, NoReturn
 
 import torch
 
-PARTS = frozenset({"weights", "kv_cache"})
-
 
 class LentMemory:
     """What one worker has given up. Weights that come back are garbage until a whole reload; caches are empty."""
@@ -25,7 +23,7 @@ class LentMemory:
         self._emptied: dict[str, list[tuple[torch.UntypedStorage, int]]] = {}
 
     def release(self, parts: set[str]) -> int:
-        """Give up these of PARTS, but for what is lent already; returns bytes freed."""
+        """Give up these of {weights, kv_cache}, but for what is lent already; returns bytes freed."""
         new, before = parts - self.lent, set(self.lent)
         self.lent |= new  # whatever fails from here on has made them unusable
         if self._worker.device.type == "cpu":

@@ -155,12 +155,12 @@ def test_lent_memory_comes_back_by_a_sync_and_who_runs_goes_on(server):
             await engine.generate(ask("b", LONG))
         with pytest.raises(StaleWeightsError):
             await engine.score(np.asarray(LONG))
-        taken = await engine.restore({"weights"})
+        await engine.restore({"weights"})
         await sync(new, engine, 1)
         later = asyncio.create_task(engine.generate(ask("c", LONG, seed=1, ignore_eos=True)))
         await asyncio.sleep(0.2)
         assert not running.done() and not later.done()
-        assert taken + await engine.restore({"kv_cache"}) >= num_bytes
+        assert 0 < await engine.restore({"kv_cache"}) <= freed - num_bytes
         assert (await later).versions.tolist() == [1] * len((await later).output_ids)
         versions = (await running).versions.tolist()
         assert versions == sorted(versions) and {*versions} == {0, 1} and len(versions) == 200
