@@ -11,10 +11,12 @@ from typing import Literal, Protocol
 
 import numpy as np
 
+from meshrl.core.errors import CapabilityError
 from meshrl.core.types import Media, Request, Turn
 from meshrl.sync.receive import WeightReceiver
 
 PauseMode = Literal["wait", "abort", "keep"]
+PARTS = ("weights", "kv_cache", "graphs")  # of an engine's memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +48,12 @@ class EngineStats:
     prefill_s: float = 0.0
     decode_s: float = 0.0
     version: int = -1
+
+
+def check_parts(parts: set[str]) -> None:
+    """What `release` and `restore` are asked for. Raises: CapabilityError."""
+    if not parts <= set(PARTS):
+        raise CapabilityError(f"parts {sorted(parts - set(PARTS))} are unknown; allowed: {', '.join(PARTS)}")
 
 
 class RolloutEngine(WeightReceiver, Protocol):

@@ -264,10 +264,11 @@ def test_released_memory_comes_back_where_declared(make, lm):
         assert await engine.restore({"weights", "kv_cache", "graphs"}) > 0
         await engine.resume()  # nor does this let anybody compute with weights that are garbage
         await asyncio.sleep(0.3)
-        assert engine.stats().decode_tokens - num_tokens <= 2 and not running.done()  # 2: of those under way
+        assert engine.stats().decode_tokens - num_tokens <= 2  # of those under way
+        versions = {0} if running.done() else {0, 1}  # an engine may let it finish first
         await sync(lm, engine, 1)
         await engine.generate(ask("b", CONTEXT))
-        assert set((await running).versions) == {0, 1} and len((await running).output_ids) == LONG
+        assert set((await running).versions) == versions and len((await running).output_ids) == LONG
 
     go(main)
 

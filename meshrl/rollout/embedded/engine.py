@@ -27,7 +27,7 @@ from meshrl.model.lean import LeanDecoder, lean_decoder
 from meshrl.model.load import DTYPES, cast_parameters, load_causal_lm
 from meshrl.model.lora import add_adapters, init_adapters, scatter_adapters
 from meshrl.rollout.accept import check_free
-from meshrl.rollout.base import Capabilities, EngineStats, PauseMode
+from meshrl.rollout.base import Capabilities, EngineStats, PauseMode, check_parts
 from meshrl.rollout.embedded.requests import accept
 from meshrl.rollout.embedded.runner import Runner
 from meshrl.rollout.embedded.sampler import RowSampling, draw
@@ -36,7 +36,6 @@ from meshrl.rollout.embedded.weights import EngineWeights
 from meshrl.sync.manifest import Ack, Layout, SyncHeader
 from meshrl.sync.receive import Bucket
 
-PARTS = ("weights", "kv_cache", "graphs")
 PREFILL_TOKENS = 4096  # of new contexts in one step
 
 
@@ -340,7 +339,7 @@ class EmbeddedEngine:
 
         Returns bytes freed. graphs frees nothing: this engine has none.
         """
-        self._check_parts(parts)
+        check_parts(parts)
         freed = 0
         if parts & {"weights", "kv_cache"}:
             freed += self._runner.num_bytes if "kv_cache" in parts else 0
@@ -353,15 +352,11 @@ class EmbeddedEngine:
 
     async def restore(self, parts: set[str]) -> int:
         """Take parts back; returns bytes taken. The cache grows with use; weights wait for the next full sync."""
-        self._check_parts(parts)
+        check_parts(parts)
         taken = self._weights.restore() if "weights" in parts & self._released else 0
         self._released -= parts
         self._wake()
         return taken
-
-    def _check_parts(self, parts: set[str]) -> None:
-        if not parts <= set(PARTS):
-            raise CapabilityError(f"parts {sorted(parts - set(PARTS))} are unknown; allowed: {', '.join(PARTS)}")
 
     def stats(self) -> EngineStats:
         running, prompts = self._scheduler.running, self._scheduler.prompts

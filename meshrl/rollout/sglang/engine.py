@@ -21,7 +21,7 @@ import numpy as np
 from meshrl.core.errors import CapabilityError, RequestError, StaleWeightsError, SyncError
 from meshrl.core.types import Media, Request, Turn
 from meshrl.rollout.accept import Bounds, bounds_of
-from meshrl.rollout.base import Capabilities, EngineStats, PauseMode
+from meshrl.rollout.base import Capabilities, EngineStats, PauseMode, check_parts
 from meshrl.rollout.foreign.adapted import remote_weights
 from meshrl.rollout.foreign.desk import Desk, ended_unsent, watched
 from meshrl.rollout.http import HttpClient
@@ -32,7 +32,6 @@ from meshrl.rollout.sglang.workers import Workers
 from meshrl.sync.manifest import Ack, Layout, SyncHeader
 from meshrl.sync.receive import Bucket
 
-PARTS = ("weights", "kv_cache", "graphs")
 LENT = {"weights", "kv_cache"}  # SGLang's own names for them; it keeps its graphs
 _CONTROL_S = 600.0  # for one command; the run's phases have deadlines of their own, which come first
 
@@ -268,8 +267,7 @@ class SglangEngine:
         return self._facts.num_bytes(back)
 
     def _check_parts(self, parts: set[str]) -> None:
-        if not parts <= set(PARTS):
-            raise CapabilityError(f"parts {sorted(parts - set(PARTS))} are unknown; allowed: {', '.join(PARTS)}")
+        check_parts(parts)
         if not self.capabilities.release:
             raise CapabilityError(
                 f"{self.engine_id} can't lend its memory: the server runs without --enable-memory-saver"

@@ -18,7 +18,7 @@ import numpy as np
 from meshrl.core.errors import CapabilityError, EngineFailure, StaleWeightsError, SyncError
 from meshrl.core.types import Media, Request, Turn
 from meshrl.rollout.accept import Bounds, bounds_of
-from meshrl.rollout.base import Capabilities, EngineStats, PauseMode
+from meshrl.rollout.base import Capabilities, EngineStats, PauseMode, check_parts
 from meshrl.rollout.foreign.adapted import remote_weights
 from meshrl.rollout.foreign.desk import Desk, ended_unsent, watched
 from meshrl.rollout.http import HttpClient
@@ -27,7 +27,6 @@ from meshrl.rollout.vllm.requests import Answer, body_of, check_capabilities
 from meshrl.sync.manifest import Ack, Layout, SyncHeader
 from meshrl.sync.receive import Bucket
 
-PARTS = ("weights", "kv_cache", "graphs")
 LENT = {"weights", "kv_cache"}  # graphs are a GPU's affair and stay
 _CONTROL_S = 600.0  # for one command; the run's phases have deadlines of their own, which come first
 _ID_PREFIX = "generate-tokens-"  # vLLM puts it before the ids of its token endpoint
@@ -182,7 +181,7 @@ class VllmEngine:
     # ---- memory and the rest
 
     async def release(self, parts: set[str]) -> int:
-        """Free parts of {weights, kv_cache, graphs}; requests in place wait, and their caches are computed again.
+        """Free parts of {weights, kv_cache, graphs}. Who was sent finishes first, who comes later waits.
 
         Returns bytes freed, over all workers. graphs frees nothing.
         """
@@ -191,6 +190,7 @@ class VllmEngine:
         if not new:
             return 0
         self._desk.shut()
+        await self._desk.drained()  # vLLM has died over requests that it held in place while its memory went
         await self._hold()
         if "weights" in new:
             self._weights.drop()
@@ -222,8 +222,7 @@ class VllmEngine:
             raise SyncError(f"{self.engine_id}: vLLM could not drop its prefix cache, which belongs to the old weights")
 
     def _check_parts(self, parts: set[str]) -> None:
-        if not parts <= set(PARTS):
-            raise CapabilityError(f"parts {sorted(parts - set(PARTS))} are unknown; allowed: {', '.join(PARTS)}")
+        check_parts(parts)
         if not self.capabilities.release:
             raise CapabilityError(
                 f"{self.engine_id} can't lend its memory: the server runs without --enable-sleep-mode; "

@@ -138,7 +138,7 @@ def test_a_pause_outlasts_a_sync(server):
     go(main)
 
 
-def test_lent_memory_comes_back_by_a_sync_and_who_runs_goes_on(server):
+def test_lent_memory_comes_back_by_a_sync_and_who_runs_finishes_before(server):
     """P17, P19: weights first, their sync, and the cache last; nothing is computed before."""
 
     async def main():
@@ -149,6 +149,7 @@ def test_lent_memory_comes_back_by_a_sync_and_who_runs_goes_on(server):
             await asyncio.sleep(0.01)
         num_bytes = sum(p.nbytes for p in old.parameters())
         freed = await engine.release({"weights", "kv_cache"})
+        assert running.done() and len((await running).output_ids) == 200
         assert freed >= num_bytes + config_of().vllm.kv_cache_bytes
         assert await engine.release({"weights"}) == 0  # already
         with pytest.raises(StaleWeightsError):
@@ -159,11 +160,9 @@ def test_lent_memory_comes_back_by_a_sync_and_who_runs_goes_on(server):
         await sync(new, engine, 1)
         later = asyncio.create_task(engine.generate(ask("c", LONG, seed=1, ignore_eos=True)))
         await asyncio.sleep(0.2)
-        assert not running.done() and not later.done()
+        assert not later.done()
         assert 0 < await engine.restore({"kv_cache"}) <= freed - num_bytes
         assert (await later).versions.tolist() == [1] * len((await later).output_ids)
-        versions = (await running).versions.tolist()
-        assert versions == sorted(versions) and {*versions} == {0, 1} and len(versions) == 200
         assert await distance(engine, new, "d") < 1e-4
         await engine.release({"weights"})
         with pytest.raises(SyncError, match="memory is lent; restore it"):
