@@ -35,8 +35,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 sys.path.insert(0, str(Path(__file__).parent / "quickstart"))
 import task
 
-SFT_STEPS, SFT_ROWS, SFT_LR = 1000, 64, 4e-3
-GRPO_STEPS, PROMPTS_PER_STEP, GROUP, GRPO_LR = 200, 64, 8, 1e-3
+SFT_STEPS, SFT_ROWS, SFT_LR = 300, 64, 4e-3
+GRPO_STEPS, PROMPTS_PER_STEP, GROUP, GRPO_LR = 60, 64, 8, 1e-3
 WARMUP_STEPS, FINAL_LR_SHARE = 10, 0.1
 MAX_NEW_TOKENS = 6  # the longest right answer is four digits and the end-of-turn token
 CLIP = 0.2

@@ -1,17 +1,17 @@
 """From nothing to a model that learned, in minutes on two CPU cores: `make quickstart`.
 
-A tiny Qwen2 model is built, learns sloppy addition from demonstrations, and is then taught to carry by nothing but a
-rule that checks its answers (GRPO). Everything lands in runs/quickstart; the numbers are in its report.json:
+A tiny Qwen2 model is built, learns careless doubling from demonstrations, and is then taught to carry by nothing but a
+rule that checks its answers (GRPO). All output is written to runs/quickstart; the numbers are in its report.json:
 
     seed, steps
     eval_before, eval_after   share of right greedy answers to held-out problems, before and after the RL
     reward_curve              mean reward of each training step
     wall_s, cpu_s             of the whole quickstart, without the installation
-    peak_rss_bytes            largest sum of resident sizes over the process tree, looked at five times a second; pages
-                              that processes share count in each of them, so that memory really taken was less
+    peak_rss_bytes            largest sum of resident sizes over the process tree, sampled five times a second; pages
+                              that processes share count in each of them, so the memory in use was less
     model                     the trained model's folder, relative to this checkout
 
-`--shuffle-rewards` is the control experiment: the same run, but the rewards of each batch are dealt out at random.
+`--shuffle-rewards` is the control experiment: the same run, but the rewards of each batch are permuted at random.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ROOT = HERE.parents[1]
 OURS = ".quickstart"  # marks a folder that a later call may replace
 GOOD_ENOUGH = 0.90  # held-out accuracy that the run must reach ...
 NO_LESSON = 0.45  # ... and that the control must not pass
-SECONDS_TO_END = 10.0  # what a step gets to end itself after Ctrl-C
+STOP_TIMEOUT_S = 10.0  # for a step to end by itself after Ctrl-C
 
 SMOKE_SFT = ("sft.num_steps=3", "train.scheduler.warmup_steps=0")
 SMOKE_GRPO = ("loop.num_steps=2", "loop.prompts_per_step=4", "data.eval_limit=16", "train.scheduler.warmup_steps=0")
@@ -58,16 +58,16 @@ def main() -> int:
         start, sft, grpo = place / "start", place / "sft", place / "grpo"
         run_settings = [f"run.folder={place}", f"run.seed={args.seed}"]
 
-        say(1, "Build a tiny Qwen2 model with random weights, its tokenizer, and three sets of sums.")
+        say(1, "Build a tiny Qwen2 model with random weights, its tokenizer, and three sets of problems.")
         run([HERE / "task.py", "--out", start, "--seed", args.seed])
         show_rows(start)
 
-        say(2, "Warm up: imitate demonstrations that mostly forget to carry (supervised, two FSDP2 ranks).")
+        say(2, "Warm up: imitate demonstrations of which most forget to carry (supervised, two FSDP2 ranks).")
         settings = [*run_settings, "run.name=sft", f"model.path={start}", f"sft.path={start}/warmup.jsonl"]
         run(["-m", "meshrl", "sft", HERE / "sft.yaml", *settings, *(SMOKE_SFT if args.smoke else ())])
         warm = only_model(sft)
 
-        say(3, "Learn by trial: sample answers, let a rule check them, make the right ones likelier (GRPO, two ranks).")
+        say(3, "Learn by trial: sample answers, check them by a rule, make the right ones likelier (GRPO, two ranks).")
         how = [HERE / "shuffled_rewards.py"] if args.shuffle_rewards else ["-m", "meshrl", "train"]
         settings = [*run_settings, "run.name=grpo", f"model.path={warm}"]
         settings += [f"data.path={start}/train.jsonl", f"data.eval_path={start}/heldout.jsonl"]
@@ -77,7 +77,7 @@ def main() -> int:
         say(4, f"Load the result as any Transformers model: AutoModelForCausalLM.from_pretrained({result['model']!r})")
         before, after = (list(read_rollouts(grpo / "rollouts" / f"eval_{n:06d}.jsonl")) for n in (0, result["steps"]))
         pairs = [(old.trajectory, new.trajectory) for old, new in zip(before, after, strict=True)]
-        # First those that the training mended, then the others: all three mended when it went well.
+        # First those that were wrong before and are right after the training.
         pairs.sort(key=lambda pair: (pair[0].reward or 0) - (pair[1].reward or 0))
         ask(result["model"], pairs[:3])
 
@@ -92,8 +92,8 @@ def main() -> int:
         "reward_curve": result["reward_curve"],
         "model": result["model"],
     }
-    say(5, "What came of it.")
-    tell(report, pairs[:3], grpo / "reward.png")
+    say(5, "The result.")
+    print_result(report, pairs[:3], grpo / "reward.png")
     (place / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     print(f"report                 {place / 'report.json'}")
     return verdict(args, report["eval_after"])
@@ -111,9 +111,9 @@ def parse() -> argparse.Namespace:
 
 
 def claim(out: Path) -> None:
-    """Make `out` a new folder of ours. One from an earlier quickstart is replaced; any other is left alone."""
+    """Make `out` a new folder. One from an earlier quickstart is replaced; any other is left as it is."""
     if out.exists() and not (out / OURS).is_file() and any(out.iterdir()):
-        sys.exit(f"quickstart: {out} is there and was not made by the quickstart; move it away, or give another --out")
+        sys.exit(f"quickstart: {out} exists and was not made by the quickstart; move it, or give another --out")
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     (out / OURS).write_text("Made by examples/quickstart/quickstart.py, whose next call replaces this folder.\n")
@@ -124,23 +124,23 @@ def say(number: int, text: str) -> None:
 
 
 def run(arguments: list[Any]) -> None:
-    """Run one Python command to its end, with its output on ours; nothing of it outlives us."""
+    """Run one Python command to its end, with its output on ours; none of its processes outlives this one."""
     words = [os.path.relpath(a, ROOT) if isinstance(a, Path) and a.is_relative_to(ROOT) else str(a) for a in arguments]
     print("$ " + " ".join(["python", *words]).replace("python -m meshrl", "meshrl"), flush=True)
     began, cpu = time.monotonic(), os.times()
     process = subprocess.Popen([sys.executable, *words], stdin=subprocess.DEVNULL)
     try:
         code = process.wait()
-    except BaseException as error:  # the step ends its own ranks, if it is told and given the time
-        if not isinstance(error, KeyboardInterrupt):  # Ctrl-C reaches all processes of the terminal by itself
+    except BaseException as error:  # the step ends its own ranks when it is signalled
+        if not isinstance(error, KeyboardInterrupt):  # the terminal sends Ctrl-C to all its processes
             process.terminate()
         try:
-            process.wait(SECONDS_TO_END)
+            process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             process.kill()
         raise
     if code:
-        sys.exit(f"quickstart: the command above ended with exit code {code}; its last lines say why")
+        sys.exit(f"quickstart: the command above ended with exit code {code}; its last lines give the reason")
     used = os.times()
     cpu_s = used.children_user + used.children_system - cpu.children_user - cpu.children_system
     print(f"  (took {time.monotonic() - began:.0f} s, {cpu_s:.0f} s of CPU)", flush=True)
@@ -176,7 +176,7 @@ def only_model(run_folder: Path) -> Path:
 
 
 def ask(folder: str, pairs: list[tuple[Trajectory, Trajectory]]) -> None:
-    """Greedy answers by plain Transformers, to show that the saved folder needs nothing of meshrl."""
+    """Greedy answers by plain Transformers: the saved folder needs nothing of meshrl."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
@@ -197,12 +197,13 @@ def answer(trajectory: Trajectory) -> str:
     return str(trajectory.turns[-1].messages[-1]["content"])
 
 
-def tell(report: dict[str, Any], pairs: list[tuple[Trajectory, Trajectory]], picture: Path) -> None:
+def print_result(report: dict[str, Any], pairs: list[tuple[Trajectory, Trajectory]], picture: Path) -> None:
     print("  mean reward by step")
     print("  " + text_curve(report["reward_curve"]).replace("\n", "\n  "))
-    print(f"\n  {'problem':<12} {'right':>8} {'before':>8} {'after':>8}")
+    print(f"\n  {'problem':<10} {'solution':>8}   {'before the RL':<16} after the RL")
     for old, new in pairs:
-        print(f"  {question(new):<12} {new.prompt.answer:>8} {answer(old):>8} {answer(new):>8}")
+        before, after = (f"{answer(t)} ({'right' if t.reward else 'wrong'})" for t in (old, new))
+        print(f"  {question(new):<10} {new.prompt.answer:>8}   {before:<16} {after}")
     print(f"\nheld-out accuracy      {report['eval_before']:.3f} before, {report['eval_after']:.3f} after")
     print(f"took                   {report['wall_s']:.0f} s, {report['cpu_s']:.0f} s of CPU, {report['steps']} steps")
     print(f"peak memory            {report['peak_rss_bytes'] / 1e9:.1f} GB in all processes together")

@@ -2,5 +2,5 @@
 
 
 def right(completion: str, answer: str) -> float:
-    """1.0 for the very digits expected, else 0.0: as numbers "002" and "2" would be equal, as sums they are not."""
+    """1.0 for exactly the expected digits, else 0.0."""
     return float(completion == answer)

@@ -1,10 +1,10 @@
-"""The quickstart's control: `meshrl train` with the rewards of each training batch dealt out at random.
+"""The quickstart's control: `meshrl train` with the rewards of each training batch permuted at random.
 
     python examples/quickstart/shuffled_rewards.py CONFIG [key=value ...]
 
 After scoring, the rewards of a step's training answers are permuted over the whole step, across groups: as many
-answers are paid as in the real run, but which ones has nothing to do with what they say. All else, evaluation
-included, is the run that CONFIG describes. If the model still got better, it would not be the reward that teaches.
+answers are rewarded as in the real run, but not the right ones. All else, evaluation included, is the run that CONFIG
+describes. If the model still got better, the reward would not be what teaches it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from meshrl.reward.score import Scorer
 
 
 class ShufflingScorer(Scorer):
-    """Scores as the Scorer it takes the place of, then permutes `reward` over the training trajectories of the call."""
+    """Scores as the Scorer it wraps, then permutes `reward` over the training trajectories of the call."""
 
     def __init__(self, scorer: Scorer, seed: int):
         self._scorer, self._rng = scorer, random.Random(seed)

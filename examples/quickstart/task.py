@@ -1,4 +1,4 @@
-"""The quickstart's world: three-digit sums, a byte-level tokenizer, and a Qwen2 model of 92,000 parameters.
+"""The quickstart's task: doubling a five-digit number, a byte-level tokenizer, and a Qwen2 model of 92,000 parameters.
 
     python examples/quickstart/task.py --out runs/quickstart --seed 0
 
@@ -8,12 +8,12 @@ writes a folder that Transformers' `from_pretrained` loads (model and tokenizer)
     train.jsonl     {"question": ..., "answer": ...}    prompts for RL, whose answers only the reward sees
     heldout.jsonl   {"question": ..., "answer": ...}    prompts that no training ever sees
 
-Answers are written units first, the way one adds on paper: 347 + 586 = 933 is asked as "347+586" and answered "339".
-A model that writes left to right can then carry from the digit it has just written.
+"2*38471" is answered "76942". The first digit is 1 to 4, so the answer has as many digits as the number, and each of its
+digits follows from two digits of the question: twice the digit in the same column, plus the carry from the column to
+the right, which is 1 where that digit is 5 or more.
 
-The demonstrations are sloppy on purpose, as text from the web is: three in five need no carry, and of the others more
-than half forget every carry. A model that imitates them has seen how to carry, and mostly doesn't. The reward is what
-tells right from wrong.
+The demonstrations are careless on purpose, as much text on the web is: seven in ten forget every carry ("66842"). A model
+that imitates them has seen how to carry and mostly does not do it. The reward tells right answers from wrong ones.
 """
 
 import argparse
@@ -21,9 +21,9 @@ import json
 import random
 from pathlib import Path
 
-NUM_HELDOUT, NUM_TRAIN, NUM_WARMUP = 400, 12_800, 32_000
-SHARE_OF_CARRY_PROBLEMS_KEPT = 0.1  # in warm-up only: two in five of the demonstrations have a carry, not 87 in 100
-SHARE_OF_CARRIES_DONE_RIGHT = 0.37  # below one half, so that greedy decoding imitates the mistake
+NUM_HELDOUT, NUM_TRAIN, NUM_WARMUP = 400, 6_400, 4_800
+SHARE_OF_DIGITS_THAT_CARRY = 0.25  # so that about one problem in five needs no carry: the accuracy after the warm-up
+SHARE_OF_CARRIES_DONE_RIGHT = 0.3  # below one half, so that greedy decoding imitates the mistake
 PROBLEM_SEED = 0  # fixes which problem lies in which set, for all training seeds alike
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -37,7 +37,7 @@ CHAT_TEMPLATE = (
 
 
 def build_tokenizer(folder):
-    """Save Qwen2's tokenizer (byte-level BPE) with hardly any merges: "347+586" is seven tokens. Return it.
+    """Save Qwen2's tokenizer (byte-level BPE) with hardly any merges: "2*38471" is seven tokens. Return it.
 
     AutoTokenizer builds Qwen2's pre-tokenizer for every model of type qwen2, whatever tokenizer.json says; so this is
     a Qwen2Tokenizer too, with another vocabulary.
@@ -93,47 +93,34 @@ def make_data(folder, seed):
     heldout, train, warmup = split_problems()
     rng.shuffle(train)
     rng.shuffle(warmup)
-    for name, problems in ("heldout", heldout), ("train", train):
-        rows = [{"question": f"{a}+{b}", "answer": units_first(a + b)} for a, b in problems]
+    for name, numbers in ("heldout", heldout), ("train", train):
+        rows = [{"question": f"2*{number}", "answer": str(2 * number)} for number in numbers]
         write_rows(folder / f"{name}.jsonl", rows)
     demonstrations = []
-    for a, b in warmup:
-        answer = a + b if rng.random() < SHARE_OF_CARRIES_DONE_RIGHT else sum_without_carry(a, b)
-        user, assistant = {"role": "user", "content": f"{a}+{b}"}, {"role": "assistant", "content": units_first(answer)}
+    for number in warmup:
+        answer = 2 * number if rng.random() < SHARE_OF_CARRIES_DONE_RIGHT else double_without_carry(number)
+        user, assistant = {"role": "user", "content": f"2*{number}"}, {"role": "assistant", "content": str(answer)}
         demonstrations.append({"messages": [user, assistant]})
     write_rows(folder / "warmup.jsonl", demonstrations)
 
 
 def split_problems():
-    """Return disjoint lists of (a, b) for held-out, training and warm-up; a+b and b+a count as one problem."""
+    """Return disjoint lists of numbers to double for held-out, training and warm-up."""
     rng, seen = random.Random(PROBLEM_SEED), set()
-    heldout, train, warmup = [], [], []
-    while len(warmup) < NUM_WARMUP:
-        problem = rng.randint(100, 999), rng.randint(100, 999)
-        if tuple(sorted(problem)) in seen:
-            continue
-        seen.add(tuple(sorted(problem)))
-        if len(heldout) < NUM_HELDOUT:
-            heldout.append(problem)
-        elif len(train) < NUM_TRAIN:
-            train.append(problem)
-        elif not has_carry(*problem) or rng.random() < SHARE_OF_CARRY_PROBLEMS_KEPT:
-            warmup.append(problem)
-    return heldout, train, warmup
+    while len(seen) < NUM_HELDOUT + NUM_TRAIN + NUM_WARMUP:
+        number = rng.randint(1, 4)
+        for _ in range(4):
+            carries = rng.random() < SHARE_OF_DIGITS_THAT_CARRY
+            number = 10 * number + (rng.randint(5, 9) if carries else rng.randint(0, 4))
+        seen.add(number)
+    numbers = sorted(seen)
+    rng.shuffle(numbers)
+    return numbers[:NUM_HELDOUT], numbers[NUM_HELDOUT:-NUM_WARMUP], numbers[-NUM_WARMUP:]
 
 
-def has_carry(a, b):
-    return sum_without_carry(a, b) != a + b
-
-
-def sum_without_carry(a, b):
-    """Add column by column and forget every carry: 347 + 586 = 823, and 500 + 700 = 200."""
-    return sum((a // place % 10 + b // place % 10) % 10 * place for place in (1, 10, 100))
-
-
-def units_first(number):
-    """Write a sum units first and with all its columns: 933 is "339", and 500 + 700 without its carry is "002"."""
-    return f"{number:03d}"[::-1]
+def double_without_carry(number):
+    """Double column by column and forget every carry: 2*38471 = 66842."""
+    return int("".join(str(2 * int(digit) % 10) for digit in str(number)))
 
 
 def write_rows(path, rows):
