@@ -2,8 +2,8 @@
 
     python benchmarks/quickstart_seeds.py                  # seeds 0 to 19, and the control for seeds 0 to 2
 
-Runs examples/quickstart/quickstart.py once for each seed, one after the other, exactly as `make quickstart SEED=N` does,
-and the control (`--shuffle-rewards`) for the first `--controls` of them. The recipe was chosen on seeds from 100 on.
+Runs examples/quickstart/quickstart.py for each seed, one after the other, as `make quickstart SEED=N` does, and the
+control (`--shuffle-rewards`) for the first `--controls` of them. The recipe was chosen on seeds from 100 on.
 
 num_seeds_learned    seeds whose greedy held-out accuracy after the RL is 0.9 or more; the bar is 19 of 20
 before_min, _max     held-out accuracy after the warm-up, over all seeds

@@ -1,19 +1,19 @@
 """GRPO in one file: teach a language model to carry, from nothing but a reward of right or wrong.
 
-    python examples/one_file_grpo.py            # one CPU core, about a minute and a half
+    python examples/one_file_grpo.py            # one CPU core, about half a minute
 
-The task is the sum of two three-digit numbers, written units first ("347+586" is answered "339"); the model is a Qwen2
-of two layers; quickstart/task.py makes both. The script runs the two stages of post-training one after the other, in a
-single process of plain PyTorch:
+The task is to double a five-digit number ("2*38471" is answered "76942"); the model is a Qwen2 of two layers;
+quickstart/task.py makes both. The script runs the two stages of post-training one after the other, in a single process
+of plain PyTorch:
 
-1. Warm-up. Supervised fine-tuning on demonstrations, many of which forget to carry. The model learns the chat format,
-   the digits and the mistake: it answers about one held-out problem in six.
+1. Warm-up. Supervised fine-tuning on demonstrations, most of which forget to carry. The model learns the chat format,
+   the digits and the mistake: it answers about one held-out problem in five.
 2. GRPO (group relative policy optimization; DeepSeekMath, https://arxiv.org/abs/2402.03300, section 4.1). For each
    prompt the model samples a group of answers, a rule marks each right or wrong, and those better than their group's
    average become more likely, the worse ones less. No teacher, no value network: the group is the baseline. Now more
    than nine held-out problems in ten come out right.
 
-`--shuffle-rewards` is the control: the same run, with the rewards dealt out at random, unlearns the task instead.
+`--shuffle-rewards` is the control: the same run, with the rewards permuted at random, learns nothing.
 
 Shapes, at the end of names or in comments:
     P prompts of a step   G answers of a prompt (the group)   B rows, P * G of them in GRPO, group by group
@@ -38,7 +38,7 @@ import task
 SFT_STEPS, SFT_ROWS, SFT_LR = 300, 64, 4e-3
 GRPO_STEPS, PROMPTS_PER_STEP, GROUP, GRPO_LR = 60, 64, 8, 1e-3
 WARMUP_STEPS, FINAL_LR_SHARE = 10, 0.1
-MAX_NEW_TOKENS = 6  # the longest right answer is four digits and the end-of-turn token
+MAX_NEW_TOKENS = 6  # an answer is five digits and the end-of-turn token
 CLIP = 0.2
 
 

@@ -8,12 +8,12 @@ writes a folder that Transformers' `from_pretrained` loads (model and tokenizer)
     train.jsonl     {"question": ..., "answer": ...}    prompts for RL, whose answers only the reward sees
     heldout.jsonl   {"question": ..., "answer": ...}    prompts that no training ever sees
 
-"2*38471" is answered "76942". The first digit is 1 to 4, so the answer has as many digits as the number, and each of its
-digits follows from two digits of the question: twice the digit in the same column, plus the carry from the column to
-the right, which is 1 where that digit is 5 or more.
+"2*38471" is answered "76942". The first digit is 1 to 4, so the answer has as many digits as the number. Each digit of
+the answer follows from two of the question: twice the digit in the same column, plus the carry from the column to the
+right, which is 1 where that digit is 5 or more.
 
-The demonstrations are careless on purpose, as much text on the web is: seven in ten forget every carry ("66842"). A model
-that imitates them has seen how to carry and mostly does not do it. The reward tells right answers from wrong ones.
+The demonstrations are careless on purpose, as much text on the web is: seven in ten forget every carry ("66842"). A
+model that imitates them has seen how to carry and mostly does not do it. The reward separates right from wrong answers.
 """
 
 import argparse

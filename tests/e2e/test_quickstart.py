@@ -57,8 +57,30 @@ def test_every_part_runs_and_leaves_what_the_docstring_says(tmp_path: Path) -> N
 
 def test_the_three_sets_of_problems_are_disjoint() -> None:
     sets = runpy.run_path(str(FOLDER / "task.py"))["split_problems"]()
-    problems = [tuple(sorted(problem)) for problems in sets for problem in problems]
-    assert len(problems) == len(set(problems)) >= 30_000
+    numbers = [number for numbers in sets for number in numbers]
+    assert len(numbers) == len(set(numbers)) == 11_600
+    assert all(10_000 <= number < 50_000 for number in numbers), "the answer has as many digits as the number"
+
+
+def test_a_digit_of_the_answer_is_twice_its_column_plus_the_carry_from_the_right() -> None:
+    """And the careless demonstrations forget every carry, but nothing else."""
+    without_carry = runpy.run_path(str(FOLDER / "task.py"))["double_without_carry"]
+    assert without_carry(38471) == 66842
+    assert without_carry(12340) == 2 * 12340
+    carries = [int(digit) >= 5 for digit in "38471"[1:]] + [False]
+    assert 2 * 38471 == without_carry(38471) + sum(carry * 10**place for place, carry in zip((4, 3, 2, 1, 0), carries))
+
+
+def test_the_printed_answers_can_be_checked_by_eye(capsys: pytest.CaptureFixture[str]) -> None:
+    """Digits in reading order, beside the solution, with the verdict of the rule."""
+    module = runpy.run_path(str(FOLDER / "quickstart.py"))
+    old, new = trajectory(0, "66842", "eval"), trajectory(0, "76942", "eval")
+    for t, reward in ((old, 0.0), (new, 1.0)):
+        t.prompt.messages[-1]["content"], t.prompt.answer, t.reward = "2*38471", "76942", reward
+    report = {"reward_curve": [0.2, 0.9], "eval_before": 0.2, "eval_after": 1.0, "wall_s": 60, "cpu_s": 70}
+    report |= {"steps": 60, "peak_rss_bytes": 1e9, "model": "m"}
+    module["print_result"](report, [(old, new)], Path("reward.png"))
+    assert "2*38471       76942   66842 (wrong)    76942 (right)" in capsys.readouterr().out
 
 
 def test_a_folder_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:
