@@ -138,9 +138,10 @@ def _load_run(config: str, overrides: Sequence[str], purpose: Literal["train", "
     """The checked config; rewards and agents of our own are tried with their args, a user's when the run starts."""
     from meshrl.agent.loop import AGENTS, resolve_agent
     from meshrl.config.load import load_run_config
-    from meshrl.reward.kinds import REWARDS, make_grader
+    from meshrl.reward.kinds import NEEDS_ANSWER, REWARDS, make_grader
 
-    loaded = load_run_config(config, overrides, {"reward": set(REWARDS), "agent": set(AGENTS)}, purpose)
+    known = {"reward": set(REWARDS), "agent": set(AGENTS), "needs_answer": set(NEEDS_ANSWER)}
+    loaded = load_run_config(config, overrides, known, purpose)
     for name, term in loaded.config.reward.terms.items():
         if term.kind in REWARDS:
             make_grader(name, term.kind, term.args)

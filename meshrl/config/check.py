@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -30,7 +30,8 @@ class Case:
     """What is checked. given: the values of files and command line by dotted key; all other keys have defaults.
 
     known: names of the reward and agent tables, {"reward": {...}, "agent": {...}}; without an entry only the form of
-    a kind is checked.
+    a kind is checked. Its entry "needs_answer" holds the reward kinds that need the answer of a row. rows: those given
+    in memory, by the key of their path.
     """
 
     config: RunConfig | SftRunConfig
@@ -38,6 +39,7 @@ class Case:
     folder: Path
     purpose: Purpose
     known: dict[str, set[str]] = field(default_factory=dict)
+    rows: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
 
 def check(case: Case) -> list[Problem]:
@@ -286,7 +288,7 @@ def _kinds(case: Case, config: RunConfig) -> Iterator[Problem]:
     named = [("reward", f"reward.terms.{name}.kind", term.kind) for name, term in terms.items()]
     for table, key, kind in [*named, ("agent", "agent.kind", config.agent.kind)]:
         names = case.known.get(table)
-        if DOTTED_PATH.fullmatch(kind):
+        if DOTTED_PATH.fullmatch(kind) and kind not in (names or ()):
             if not can_be_imported(kind.partition(":")[0]):
                 yield Problem((key,), f"no such module, neither installed nor in the working folder {Path.cwd()}.")
             continue

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from meshrl.config.data_files import Kind, kind_of, look
-from meshrl.config.places import DOTTED_PATH, can_be_imported, find
+from meshrl.config.data_files import Kind, Look, kind_of, look, look_at_rows
+from meshrl.config.places import DOTTED_PATH, can_be_imported, find, is_template_text
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.config.source import Problem
 from meshrl.config.task import DataConfig
 from meshrl.core.errors import DataError
-from meshrl.core.files import is_there
+from meshrl.core.files import Unreadable, is_there, read_text
 
 if TYPE_CHECKING:
     from meshrl.config.check import Case
@@ -46,8 +46,12 @@ def data_problems(case: Case, config: RunConfig) -> Iterator[Problem]:
             columns=_columns(data),
         )
         yield from _table_problems(case, table, kinds)
+    if data.format != "auto" and kinds and set(kinds.values()) == {"rows"}:
+        yield Problem(("data.format",), "would have no effect: all rows are given in memory. Remove it.")
     yield from _subsets(data, kinds)
     yield from _maps(data)
+    yield from _answers(case, config)
+    yield from _chat_template(case, "data", data.chat_template, data.chat_template_kwargs)
     if data.streaming and data.shuffle and data.shuffle_buffer_rows < config.loop.prompts_per_step:
         yield Problem(
             ("data.shuffle_buffer_rows", "loop.prompts_per_step"),
@@ -57,10 +61,33 @@ def data_problems(case: Case, config: RunConfig) -> Iterator[Problem]:
 
 
 def sft_problems(case: Case, config: SftRunConfig) -> Iterator[Problem]:
-    """What is wrong with sft.path."""
+    """What is wrong with sft.*."""
     columns: dict[str, str | None] = {"sft.messages": config.sft.messages}
     table = _Table(path="sft.path", split_key=None, split=None, format="auto", columns=columns)
     yield from _table_problems(case, table, {})
+    yield from _chat_template(case, "sft", config.sft.chat_template, config.sft.chat_template_kwargs)
+
+
+WRITTEN_BY_MESHRL = ("messages", "tools", "add_generation_prompt")  # variables of a chat template
+
+
+def _chat_template(case: Case, section: str, template: str | None, variables: dict[str, Any]) -> Iterator[Problem]:
+    """A file that is not there or can't be read. Whether the text is valid Jinja is seen when the tokenizer loads."""
+    key = f"{section}.chat_template"
+    if template is not None and not is_template_text(template):
+        path, places = find(case.given[key], case.folder)
+        try:
+            if path is not None:
+                read_text(path)
+        except Unreadable as e:
+            yield Problem((key,), f"{path}: {e}. Give the file of a Jinja template.")
+        if path is None:
+            looked = " and ".join(str(place) for place in places)
+            text = f"no such file; looked for {looked}. A template's own text has {{{{ or {{% in it."
+            yield Problem((key,), text)
+    for name in WRITTEN_BY_MESHRL:
+        if name in variables:
+            yield Problem((f"{key}_kwargs",), f"{name} is set by meshrl in each rendering. Leave it out.")
 
 
 def unused_data_keys(data: DataConfig) -> dict[str, str]:
@@ -110,6 +137,10 @@ def _columns(data: DataConfig) -> dict[str, str | None]:
 
 def _table_problems(case: Case, table: _Table, kinds: dict[str, Kind]) -> Iterator[Problem]:
     """Notes the table's kind in `kinds`, where there is one."""
+    if table.path in case.rows:
+        kinds[table.path] = "rows"
+        yield from _row_problems(table, case.rows[table.path])
+        return
     given = case.given[table.path]
     path, places = find(given, case.folder)
     beside = next((place for place in places if is_there(place.parent)), None)  # a misspelt path there is no hub id
@@ -125,10 +156,27 @@ def _table_problems(case: Case, table: _Table, kinds: dict[str, Kind]) -> Iterat
         looked = f"; looked for {' and '.join(str(place) for place in places)}" if path is None else ""
         yield Problem((table.path,), f"{e}{looked}.")
         return
+    yield from _missing_columns(table, seen, "in the file; it has")
+
+
+def _row_problems(table: _Table, rows: Sequence[Any]) -> Iterator[Problem]:
+    """As _table_problems, of rows in memory."""
+    if table.split is not None and table.split_key:
+        text = "would have no effect: only Hugging Face sets have splits, and these are rows in memory. Remove it."
+        yield Problem((table.split_key, table.path), text)
+    try:
+        seen = look_at_rows(rows)
+    except DataError as e:
+        yield Problem((table.path,), f"{e}.")
+    else:
+        yield from _missing_columns(table, seen, "in the first row; it has")
+
+
+def _missing_columns(table: _Table, seen: Look, where: str) -> Iterator[Problem]:
     for key, name in table.columns.items():
         if name is not None and name not in seen.columns:
             there = ", ".join(repr(column) for column in seen.columns)
-            yield Problem((key, table.path), f"no column {name!r} in the file; it has {there}.")
+            yield Problem((key, table.path), f"no column {name!r} {where} {there}.")
 
 
 def _subsets(data: DataConfig, kinds: dict[str, Kind]) -> Iterator[Problem]:
@@ -139,6 +187,26 @@ def _subsets(data: DataConfig, kinds: dict[str, Kind]) -> Iterator[Problem]:
     for name, source in data.sources.items():
         if source.subset is not None and kinds.get(f"data.sources.{name}.path", "hub") != "hub":
             yield Problem((f"data.sources.{name}.subset", f"data.sources.{name}.path"), why)
+
+
+def _answers(case: Case, config: RunConfig) -> Iterator[Problem]:
+    """Rewards that need an answer, over sets of which no column with one is named. What a map returns is seen later."""
+    data, kinds = config.data, case.known.get("needs_answer", set())
+    terms = {f"reward.terms.{name}.kind": term.kind for name, term in config.reward.terms.items() if term.kind in kinds}
+    if not terms or data.answer is not None:
+        return
+    training = case.purpose == "train"
+    unnamed = [
+        f"data.sources.{name}.answer"
+        for name, source in data.sources.items()
+        if training and source.answer is None and not (source.map or data.map)
+    ]
+    if unnamed or (data.map is None and ((training and data.path is not None) or data.eval_path is not None)):
+        yield Problem(
+            ("data.answer", *unnamed, *terms),
+            f"{' and '.join(sorted({*terms.values()}))} compares each completion with the answer of its row, and null "
+            "names no column for it. Name the column with the ground truth, or use a reward that needs none.",
+        )
 
 
 def _maps(data: DataConfig) -> Iterator[Problem]:

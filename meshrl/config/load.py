@@ -1,11 +1,12 @@
-"""From a YAML file and `key=value` overrides to a checked config: what `meshrl train` does before torch is imported."""
+"""From a YAML file or a dict and `key=value` overrides to a checked config: what `meshrl train` does before torch is
+imported."""
 
 from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
@@ -18,14 +19,30 @@ from meshrl.config.base import Slice
 from meshrl.config.places import find
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.config.schema import Key, all_keys, locate, nearest
-from meshrl.config.source import Problem, Reader, Tree, Value, dotted, expand, leaves, merge, plain
+from meshrl.config.source import (
+    CONFIG_DICT,
+    PYTHON_OBJECT,
+    Problem,
+    Reader,
+    Tree,
+    Value,
+    dotted,
+    expand,
+    leaves,
+    merge,
+    plain,
+)
 from meshrl.config.values import show
 from meshrl.core.errors import ConfigError
 from meshrl.core.files import is_there
 
 DEFAULT = "default"
+Source = str | Path | Mapping[str, Any] | RunConfig | SftRunConfig  # what a config may be given as
 C = TypeVar("C", bound=RunConfig | SftRunConfig)
-PATH_KEYS = ("model.path", "data.path", "data.eval_path", "sft.path", "run.resume")
+PATH_KEYS = (
+    *("model.path", "data.path", "data.eval_path", "data.chat_template", "sft.path", "sft.chat_template"),
+    "run.resume",
+)
 MAX_SHOWN = 50  # wrong keys looked into at once; each is compared with all known ones
 NO_PATHS = ("auto", "never")  # words that run.resume takes in place of a path; a folder of that name is none
 
@@ -35,7 +52,8 @@ class Loaded(Generic[C]):
     """A checked config and where it came from. Paths in it are absolute, -1 and aliases of the mesh written out.
 
     origins: dotted key of every value -> "gsm8k.yaml:12", "command line" or "default"; file names are relative to
-    `folder`, that of the config file. notices: lines to print at the start of a run.
+    `folder`, that of the config file, or for a dict the working folder. path: of the file, or CONFIG_DICT. notices:
+    lines to print at the start of a run.
     """
 
     config: C
@@ -45,36 +63,60 @@ class Loaded(Generic[C]):
     notices: tuple[str, ...]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InMemory:
+    """What a Python caller gives as objects in place of what a config names.
+
+    values: sections of a config with a text in place of each object, such as {"agent": {"kind": "__main__:Mine"}}.
+    rows: the rows behind data.path, data.eval_path or sft.path, by that key.
+    """
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    rows: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+
+
+NOTHING_IN_MEMORY = InMemory()
+
+
 def load_run_config(
-    path: str | Path,
+    source: Source,
     overrides: Sequence[str] = (),
     known: dict[str, set[str]] | None = None,
     purpose: checks.Purpose = "train",
+    in_memory: InMemory = NOTHING_IN_MEMORY,
 ) -> Loaded[RunConfig]:
     """The config of `meshrl train`, or with purpose "eval" of `meshrl eval`, which may filter what it samples.
 
-    known: names of the reward and agent tables, {"reward": {...}, "agent": {...}}.
+    source: a file, a dict as a file would hold it, or a config. known: as that of checks.Case.
 
     Raises: ConfigError that lists everything wrong at once, each with key, value, origin and what to do.
     """
-    return _load(RunConfig, path, overrides, known or {}, purpose)
+    return _load(RunConfig, source, overrides, known or {}, purpose, in_memory)
 
 
-def load_sft_config(path: str | Path, overrides: Sequence[str] = ()) -> Loaded[SftRunConfig]:
+def load_sft_config(
+    source: Source, overrides: Sequence[str] = (), in_memory: InMemory = NOTHING_IN_MEMORY
+) -> Loaded[SftRunConfig]:
     """The config of `meshrl sft`. Raises: ConfigError, as load_run_config."""
-    return _load(SftRunConfig, path, overrides, {}, "sft")
+    return _load(SftRunConfig, source, overrides, {}, "sft", in_memory)
 
 
 def _load(
-    model: type[C], file: str | Path, overrides: Sequence[str], known: dict[str, set[str]], purpose: checks.Purpose
+    model: type[C],
+    source: Source,
+    overrides: Sequence[str],
+    known: dict[str, set[str]],
+    purpose: checks.Purpose,
+    in_memory: InMemory,
 ) -> Loaded[C]:
-    path = Path(file)
-    folder = path.resolve().parent if is_there(path) else path.parent
-    keys = all_keys(model)
-    reader = Reader(folder)
+    path, reader, layers = _read(source)
+    folder, keys = reader.folder, all_keys(model)
     tree: Tree = {}
-    for layer in [*reader.files(path), *(reader.override(text) for text in overrides)]:
+    for layer in [*layers, *(reader.override(text) for text in overrides)]:
         tree = merge(tree, expand(layer, keys))
+    (objects,) = reader.mapping(in_memory.values, PYTHON_OBJECT)
+    reader.problems += _given_twice(dict(leaves(objects)), dict(leaves(tree)))
+    tree = merge(tree, objects)
     given = dict(leaves(tree))
     config, wrong = _validate(model, tree, keys)
     faulty = {problem.keys[0] for problem in wrong}
@@ -83,7 +125,9 @@ def _load(
         config = None if still_wrong else config
     problems = [*reader.problems, *wrong]
     if config is not None:
-        case = checks.Case(config=config, given=given, folder=folder, known=known, purpose=purpose)
+        case = checks.Case(
+            config=config, given=given, folder=folder, known=known, purpose=purpose, rows=in_memory.rows
+        )
         problems += [problem for problem in checks.check(case) if not _about(problem, faulty)]
     if config is None or problems:
         raise ConfigError(_report(path, problems, given, config))
@@ -92,6 +136,30 @@ def _load(
     origins |= {key: f"{origins[key]}, {how}" for key, how in resolved.items()}
     notices = tuple(checks.notices(config))
     return Loaded(config=config, origins=origins, path=path, folder=folder, notices=notices)
+
+
+def _read(source: Source) -> tuple[Path, Reader, list[Tree]]:
+    """The path of the config for messages, and its layers. Raises: ConfigError."""
+    if isinstance(source, (RunConfig, SftRunConfig)):
+        source = source.model_dump(mode="json", exclude_unset=True)
+    if isinstance(source, Mapping):
+        reader = Reader(Path.cwd())
+        return Path(CONFIG_DICT), reader, reader.mapping(source, CONFIG_DICT)
+    if not isinstance(source, (str, Path)):
+        raise ConfigError(
+            f"the config is {type(source).__name__} {source!r:.80}; it must be the path of a YAML file, a dict of its "
+            "sections, or a config of meshrl.config.run"
+        )
+    path = Path(source)
+    reader = Reader(path.resolve().parent if is_there(path) else path.parent)
+    return path, reader, reader.files(path)
+
+
+def _given_twice(objects: dict[str, Value], given: dict[str, Value]) -> list[Problem]:
+    """Keys that a config sets and a Python object stands for as well."""
+    text = "given twice, by the config and as a Python object. Remove one."
+    also = [key for key in given if any(key == own or key.startswith(f"{own}.") for own in objects)]
+    return [Problem((key,), text, given[key].origin) for key in also]
 
 
 def _validate(model: type[C], tree: Tree, keys: dict[str, Key]) -> tuple[C | None, list[Problem]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,8 @@ class PromptMaker:
 
     tools: schemas of the agent's tools, for templates that put them into the prompt. source: the row's set in a
     mixture; it begins the prompt's id and is its `env`, so that a reward can tell where a question is from. vocab_size:
-    of the model that is to read the ids, where it is known.
+    of the model that is to read the ids, where it is known. answer_for: names of the reward terms that need an answer
+    in every row.
 
     Raises: ConfigError when there is no function data.map.
     """
@@ -46,15 +47,17 @@ class PromptMaker:
         tools: list[dict] | None = None,
         source: str | None = None,
         vocab_size: int | None = None,
+        answer_for: Sequence[str] = (),
     ):
         self._cfg, self._tokenizer, self._tools, self._source = cfg, tokenizer, tools, source
-        self._vocab_size = vocab_size
+        self._vocab_size, self._answer_for = vocab_size, answer_for
         self._map = None if cfg.map is None else _function(cfg.map)
 
     def __call__(self, raw: RawRow, ordinal: int) -> Prompt:
         """Raises: DataError for a row that is not as the config says, that the chat template refuses, or that becomes
         ids which the model has not."""
         row = self._columns(raw) if self._map is None else self._mapped(raw, self._map)
+        self._require_answer(row["answer"], raw.where)
         messages = _messages(row["content"], raw.where, row["name"], text_role="user")
         if self._cfg.system is not None:
             if messages[0]["role"] == "system":
@@ -84,13 +87,21 @@ class PromptMaker:
         content = _column(raw.data, cfg.prompt, "data.prompt", raw.where)
         if cfg.answer is not None:
             answer = _column(raw.data, cfg.answer, "data.answer", raw.where)
-            if answer is None:
-                raise DataError(
-                    f"{raw.where}: column {cfg.answer!r} is null; set data.answer: null if no reward needs a ground "
-                    "truth"
-                )
         meta = {k: v for k, v in raw.data.items() if k not in (cfg.prompt, cfg.answer)}
         return {"content": content, "name": f"column {cfg.prompt!r}", "answer": answer, "env": None, "meta": meta}
+
+    def _require_answer(self, answer: Any, where: str) -> None:
+        """Raises: DataError for an answer that is missing where it is named or needed."""
+        column = "data.answer" if self._cfg.answer is None else f"column {self._cfg.answer!r}"
+        name = column if self._map is None else f"the answer from data.map {self._cfg.map}"
+        if self._answer_for and (answer is None or (isinstance(answer, str) and not answer.strip())):
+            terms = ", ".join(f"reward.terms.{term}" for term in self._answer_for)
+            raise DataError(
+                f"{where}: {name} is {'null' if answer is None else 'an empty text'}, but completions are compared "
+                f"with it ({terms}); give the row an answer, or remove the row"
+            )
+        if answer is None and self._map is None and self._cfg.answer is not None:
+            raise DataError(f"{where}: {name} is null; set data.answer: null if no reward needs a ground truth")
 
     def _mapped(self, raw: RawRow, function: Callable[[Row], Any]) -> dict[str, Any]:
         told = f"{raw.where}: data.map {self._cfg.map}"
@@ -127,16 +138,17 @@ def load_prompts(
     split: str | None = None,
     source: str | None = None,
     vocab_size: int | None = None,
+    answer_for: Sequence[str] = (),
 ) -> tuple[list[Prompt], int]:
     """All prompts of a table, rendered once, and how many were left out for being longer than max_prompt_tokens.
 
     The id is "<file stem>-<line>", the ordinal the place in the file (PromptSource gives each draw its own).
-    limit: only that many rows, from the start. split: of a Hugging Face set. tools, source, vocab_size: as
+    limit: only that many rows, from the start. split: of a Hugging Face set. tools, source, vocab_size, answer_for: as
     PromptMaker's.
 
     Raises: DataError as open_table and PromptMaker, and when no row is there or none is left.
     """
-    make = PromptMaker(cfg, tokenizer, tools, source, vocab_size)
+    make = PromptMaker(cfg, tokenizer, tools, source, vocab_size, answer_for)
     table = open_table(path, cfg.format, cfg.subset, split)
     prompts = [make(raw, ordinal) for ordinal, raw in enumerate(table.rows(0, limit))]
     require_rows(table, len(prompts))

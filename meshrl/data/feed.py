@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from meshrl.config.task import DataConfig
@@ -13,21 +14,34 @@ from meshrl.data.tables import open_table
 
 
 def open_feed(
-    cfg: DataConfig, tokenizer: Any, seed: int, tools: list[dict] | None = None, vocab_size: int | None = None
+    cfg: DataConfig,
+    tokenizer: Any,
+    seed: int,
+    tools: list[dict] | None = None,
+    vocab_size: int | None = None,
+    answer_for: Sequence[str] = (),
 ) -> PromptFeed:
     """The training prompts. tools: schemas of the agent's tools, for templates that put them into the prompt.
-    vocab_size: of the model that is to read them, where it is known.
+    vocab_size: of the model that is to read them, where it is known. answer_for: names of the reward terms that need
+    an answer in every row.
 
     Raises: DataError for rows that are not as the config says; when streaming, only for those read at the start.
     """
     if not cfg.sources:
-        return _open_one(cfg, tokenizer, seed, tools, None, vocab_size)
-    feeds = {name: _open_one(_of_source(cfg, name), tokenizer, seed, tools, name, vocab_size) for name in cfg.sources}
+        return _open_one(cfg, tokenizer, seed, tools, None, vocab_size, answer_for)
+    feeds = {
+        name: _open_one(_of_source(cfg, name), tokenizer, seed, tools, name, vocab_size, answer_for)
+        for name in cfg.sources
+    }
     return PromptMixture(feeds, {name: source.weight for name, source in cfg.sources.items()}, seed)
 
 
 def load_eval_prompts(
-    cfg: DataConfig, tokenizer: Any, tools: list[dict] | None = None, vocab_size: int | None = None
+    cfg: DataConfig,
+    tokenizer: Any,
+    tools: list[dict] | None = None,
+    vocab_size: int | None = None,
+    answer_for: Sequence[str] = (),
 ) -> tuple[list[Prompt], int]:
     """The held-out prompts, from the first data.eval_limit rows of data.eval_path, and how many were left out for
     being longer than data.max_prompt_tokens; ([], 0) without an eval_path.
@@ -39,7 +53,14 @@ def load_eval_prompts(
     if cfg.eval_path is None:
         return [], 0
     prompts, left_out = load_prompts(
-        cfg.eval_path, cfg, tokenizer, cfg.eval_limit, tools, split=cfg.eval_split, vocab_size=vocab_size
+        cfg.eval_path,
+        cfg,
+        tokenizer,
+        cfg.eval_limit,
+        tools,
+        split=cfg.eval_split,
+        vocab_size=vocab_size,
+        answer_for=answer_for,
     )
     for i, prompt in enumerate(prompts):
         prompt.ordinal = -1 - i
@@ -47,17 +68,30 @@ def load_eval_prompts(
 
 
 def _open_one(
-    cfg: DataConfig, tokenizer: Any, seed: int, tools: list[dict] | None, source: str | None, vocab_size: int | None
+    cfg: DataConfig,
+    tokenizer: Any,
+    seed: int,
+    tools: list[dict] | None,
+    source: str | None,
+    vocab_size: int | None,
+    answer_for: Sequence[str],
 ) -> PromptFeed:
     assert cfg.path is not None, "the config's check asks for data.path or data.sources"
     if not cfg.streaming:
         prompts, left_out = load_prompts(
-            cfg.path, cfg, tokenizer, tools=tools, split=cfg.split, source=source, vocab_size=vocab_size
+            cfg.path,
+            cfg,
+            tokenizer,
+            tools=tools,
+            split=cfg.split,
+            source=source,
+            vocab_size=vocab_size,
+            answer_for=answer_for,
         )
         return PromptSource(prompts, seed, cfg.shuffle, left_out)
     return PromptStream(
         open_table(cfg.path, cfg.format, cfg.subset, cfg.split),
-        PromptMaker(cfg, tokenizer, tools, source, vocab_size),
+        PromptMaker(cfg, tokenizer, tools, source, vocab_size, answer_for),
         cfg.max_prompt_tokens,
         seed=seed,
         shuffle=cfg.shuffle,

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from meshrl.agent.loop import resolve_agent
+from meshrl.agent.loop import AGENTS, resolve_agent
 from meshrl.cluster.launch import launched
 from meshrl.cluster.torchrun import follow, is_follower
 from meshrl.config.load import Loaded
@@ -21,6 +21,7 @@ from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.config.task import ClusterConfig
 from meshrl.core.errors import MeshrlError
 from meshrl.core.owned import sweep
+from meshrl.core.types import Prompt
 from meshrl.data.chat import load_tokenizer, stop_token_ids
 from meshrl.data.datasets import load_sft_rows
 from meshrl.data.feed import load_eval_prompts, open_feed
@@ -42,7 +43,9 @@ from meshrl.monitor.curve import save_curve
 from meshrl.monitor.memory import memory_metrics
 from meshrl.monitor.metrics import divide, merge, units
 from meshrl.monitor.rollout_log import RolloutLog
+from meshrl.reward.kinds import NEEDS_ANSWER
 from meshrl.reward.score import Scorer
+from meshrl.reward.self_test import NUM_ROWS, try_built_in, try_on_answers
 
 
 def train(loaded: Loaded[RunConfig]) -> int:
@@ -94,7 +97,8 @@ async def _train(stop: Stop, loaded: Loaded[RunConfig]) -> None:
         if cfg.cluster.executor == "inline":
             await loading  # Transformers' lazy imports are not safe in two threads of one process
         async with (
-            _grading(cfg) as scorer,  # first: a reward that can't work is found before any model is loaded
+            # First: a reward that can't work is found before any model is loaded.
+            _grading(cfg, loading, record.note) as (scorer, tried),
             launched(
                 cfg.model,
                 cfg.train,
@@ -112,7 +116,7 @@ async def _train(stop: Stop, loaded: Loaded[RunConfig]) -> None:
             with noticed(groups):
                 layout = await groups.trainer.layout(cfg.rollout.sync_bucket_bytes)
                 await groups.rollouts.reconcile(layout)
-                task = await loading
+                task = await tried
             told = _tell_left_out(record.note, task, cfg)
             record.note(f"ready after {record.seconds:.1f} s")
             job = Job(
@@ -143,22 +147,51 @@ async def _train(stop: Stop, loaded: Loaded[RunConfig]) -> None:
 
 
 @asynccontextmanager
-async def _grading(cfg: RunConfig) -> AsyncIterator[Scorer]:
-    """A started Scorer, whose workers end with the block."""
-    scorer = Scorer(cfg.reward)
+async def _grading(
+    cfg: RunConfig, loading: asyncio.Task[Task], note: Callable[[str], None]
+) -> AsyncIterator[tuple[Scorer, asyncio.Task[Task]]]:
+    """A started Scorer, whose workers end with the block, after the self-tests of its built-in terms; and what loads,
+    to be awaited once more: by then a user's reward functions have been tried on the rows."""
+    scorer, tried = Scorer(cfg.reward), None
     try:
         await scorer.start()
-        yield scorer
+        await try_built_in(scorer, cfg.reward.terms, note)
+        tried = asyncio.create_task(_tried(cfg, scorer, loading, note))
+        yield scorer, tried
     finally:
+        if tried is not None:
+            tried.cancel()
         await scorer.close()
+
+
+async def _tried(cfg: RunConfig, scorer: Scorer, loading: asyncio.Task[Task], note: Callable[[str], None]) -> Task:
+    """The loaded task. A user's agent may leave its own judgement in the messages for a reward function to read, which
+    bare answers lack: nothing is tried then."""
+    task = await loading
+    if cfg.agent.kind in AGENTS:
+        await try_on_answers(scorer, cfg.reward, _first_prompts(task), note)
+    return task
+
+
+def _first_prompts(task: Task) -> list[Prompt]:
+    """A few prompts, of the training rows where there are any; the feed stays where it was."""
+    feed = task.train_prompts
+    if feed is None:
+        return task.eval_prompts[:NUM_ROWS]
+    place = feed.state()
+    prompts = feed.next(NUM_ROWS)
+    feed.load_state(place)
+    return prompts
 
 
 def _load_task(cfg: RunConfig, training: bool) -> Task:
     """Tokenizer, prompts and agent; runs in a thread while the ranks start."""
-    tokenizer, vocab_size = load_tokenizer(cfg.model.path), vocab_size_of(cfg.model.path)
+    tokenizer = load_tokenizer(cfg.model.path, cfg.data.chat_template, cfg.data.chat_template_kwargs)
+    vocab_size = vocab_size_of(cfg.model.path)
     agent = resolve_agent(cfg.agent)
-    feed = open_feed(cfg.data, tokenizer, cfg.run.seed, agent.tools, vocab_size) if training else None
-    held_out, num_eval_left_out = load_eval_prompts(cfg.data, tokenizer, agent.tools, vocab_size)
+    answer_for = [name for name, term in cfg.reward.terms.items() if term.kind in NEEDS_ANSWER]
+    feed = open_feed(cfg.data, tokenizer, cfg.run.seed, agent.tools, vocab_size, answer_for) if training else None
+    held_out, num_eval_left_out = load_eval_prompts(cfg.data, tokenizer, agent.tools, vocab_size, answer_for)
     return Task(
         tokenizer=tokenizer,
         agent=agent,
@@ -193,16 +226,17 @@ def _max_context(cfg: RunConfig) -> int:
 
 
 async def _evaluate(cfg: RunConfig) -> None:
-    task = await asyncio.to_thread(_load_task, cfg, False)
-    if not task.eval_prompts:
+    loading = asyncio.create_task(asyncio.to_thread(_load_task, cfg, False))
+    if not (await loading).eval_prompts:
         raise MeshrlError("meshrl eval needs data.eval_path; set it to a JSONL file of held-out rows")
     ranks = cfg.cluster.num_rollout_ranks or cfg.cluster.num_train_ranks
     async with (
-        _grading(cfg) as scorer,
+        _grading(cfg, loading, partial(print, file=sys.stderr)) as (scorer, tried),
         launched(cfg.model, cfg.train, cfg.rollout, cfg.cluster, num_train_ranks=0, num_rollout_ranks=ranks) as groups,
     ):
         assert groups.rollouts is not None
         await groups.rollouts.trust_loaded_weights()
+        task = await tried
         _, metrics = await evaluate_prompts(cfg, task, groups.rollouts, scorer, min_version=0)
     merged = merge(metrics)
     values, names = divide(merged), units(merged)

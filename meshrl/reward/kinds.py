@@ -13,14 +13,13 @@ and the `args` of its config entry. This file imports the standard library only:
 
 from __future__ import annotations
 
-import difflib
-import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from meshrl.core.errors import ConfigError
+from meshrl.core.lookup import did_you_mean, look_up
 from meshrl.reward.format import check_args as check_format
 from meshrl.reward.format import format_match
 from meshrl.reward.math_answer import check_args as check_math_answer
@@ -47,34 +46,8 @@ class Grader:
 
 
 def resolve_reward(kind: str) -> RewardFn:
-    """The function behind a name of REWARDS or a dotted path `package.module:function`.
-
-    Raises: ConfigError when there is none; it says what was found instead.
-    """
-    if ":" not in kind:
-        if kind not in REWARDS:
-            raise ConfigError(
-                f"reward kind {kind!r} is unknown; allowed: {', '.join(REWARDS)}, "
-                f"or a dotted path package.module:function{_did_you_mean(kind, REWARDS)}"
-            )
-        return REWARDS[kind]
-    module_name, _, name = kind.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except MemoryError:
-        raise  # says nothing about the kind
-    except Exception as error:  # user code: importing it may raise anything
-        raise ConfigError(
-            f"reward kind {kind!r}: importing {module_name!r} raised {type(error).__name__}: {error}; a module is "
-            f"looked for in the working folder and on PYTHONPATH"
-        ) from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        public = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
-        raise ConfigError(
-            f"reward kind {kind!r}: {module.__file__} has no function {name!r}{_did_you_mean(name, public)}"
-        )
-    return function
+    """The function behind a name of REWARDS or a dotted path `package.module:function`. Raises: ConfigError."""
+    return look_up(kind, REWARDS, "reward kind")
 
 
 def make_grader(term: str, kind: str, args: dict[str, Any]) -> Grader:
@@ -98,7 +71,7 @@ def make_grader(term: str, kind: str, args: dict[str, Any]) -> Grader:
             settable = [name for name in own if name not in OFFERED]
             raise TypeError(
                 f"no argument {unknown[0]!r}; allowed: {', '.join(settable) or 'none'}"
-                f"{_did_you_mean(unknown[0], settable)}"
+                f"{did_you_mean(unknown[0], settable)}"
             )
         takes = tuple(name for name in OFFERED if (open_ended or name in own) and name not in args)
         signature.bind("", None, **dict.fromkeys(takes), **args)
@@ -110,16 +83,14 @@ def make_grader(term: str, kind: str, args: dict[str, Any]) -> Grader:
     return Grader(function=function, args=args, takes=takes, is_async=is_async)
 
 
-def _did_you_mean(name: str, known: Any) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
-
-
 REWARDS: dict[str, RewardFn] = {
     "math_answer": math_answer,
     "format": format_match,
 }
 """kind -> reward function."""
+
+NEEDS_ANSWER = frozenset({"math_answer", "meshrl.reward.math_answer:math_answer"})
+"""Kinds that compare a completion with the answer of its row, so that each row must have one."""
 
 CHECKS: dict[str, Callable[..., None]] = {
     "math_answer": check_math_answer,

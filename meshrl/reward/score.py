@@ -49,14 +49,9 @@ class Scorer:
         scored = [t for t in trajectories if t.status in ("done", "truncated")]
         for trajectory in trajectories:
             trajectory.rewards, trajectory.reward = {}, None
-        items = []
-        for trajectory in scored:
-            payload = _payload(trajectory)
-            items += [(trajectory, name, payload) for name in self._cfg.terms]
-        asked = [(name, payload) for _, name, payload in items if isinstance(payload, dict)]
-        answers = iter(await self._sandbox.grade(asked))
-        for trajectory, name, payload in items:
-            trajectory.rewards[name] = next(answers) if isinstance(payload, dict) else payload
+        items = [(name, trajectory) for trajectory in scored for name in self._cfg.terms]
+        for (name, trajectory), result in zip(items, await self.grade(items)):
+            trajectory.rewards[name] = result
         for trajectory in scored:
             trajectory.reward = self._weighted_sum(trajectory.rewards)
         self._check_failures(scored)
@@ -65,6 +60,13 @@ class Scorer:
             Metric(name="reward/workers_killed", sum=self._sandbox.num_killed - killed, reduce="sum", unit="processes"),
             Metric(name="reward/gradings_redone", sum=self._sandbox.num_redone - redone, reduce="sum", unit="gradings"),
         ]
+
+    async def grade(self, items: Sequence[tuple[str, Trajectory]]) -> list[float | Failure]:
+        """The result of each (term, trajectory), in order. The trajectories stay as they are and nothing is counted."""
+        payloads = [_payload(trajectory) for _, trajectory in items]
+        asked = [(name, payload) for (name, _), payload in zip(items, payloads) if isinstance(payload, dict)]
+        graded = iter(await self._sandbox.grade(asked))
+        return [next(graded) if isinstance(payload, dict) else payload for payload in payloads]
 
     async def close(self) -> None:
         """End the workers and everything they started."""

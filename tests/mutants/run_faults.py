@@ -5,8 +5,62 @@ from __future__ import annotations
 from fault import Fault
 
 _LOST = "tests/unit/cluster/test_lost_trainers.py::"
+_SELF_TEST = "tests/unit/reward/test_self_test.py::"
+_TRIAL = "tests/unit/loops/test_reward_trial.py::"
 
 RUN_FAULTS = [
+    Fault(
+        "a right answer may score as low as a wrong one in the self-test",
+        "meshrl/reward/self_test.py",
+        "if not right > wrong:",
+        "if right < wrong:",
+        (_SELF_TEST + "test_a_math_verify_that_calls_all_answers_equal_or_unequal_ends_the_run[True]",),
+    ),
+    Fault(
+        "the self-test takes another rule than the term's",
+        "meshrl/reward/self_test.py",
+        'rule = term.args.get("rule", "auto")',
+        'rule = "gsm8k"',
+        (_SELF_TEST + "test_built_in_kinds_pass_with_all_their_rules_in_silence",),
+    ),
+    Fault(
+        "a reward function that wants a form ends the run",
+        "meshrl/reward/self_test.py",
+        ' and "NoneType" not in message',
+        "",
+        (_SELF_TEST + "test_functions_that_want_a_form_and_raise_without_it_are_not_stopped[boxed-NoneType]",),
+    ),
+    Fault(
+        "the rows that rewards were tried on are lost to training",
+        "meshrl/loops/run.py",
+        "    feed.load_state(place)\n",
+        "",
+        (_TRIAL + "test_the_rows_that_a_function_was_tried_on_are_drawn_again",),
+    ),
+    Fault(
+        "the rewards of a user's agent are tried on bare answers",
+        "meshrl/loops/run.py",
+        "if cfg.agent.kind in AGENTS:",
+        "if cfg.agent.kind:",
+        (_TRIAL + "test_the_rewards_of_a_users_agent_are_not_tried_on_bare_answers",),
+    ),
+    Fault(
+        "completions are compared with an answer that no column has",
+        "meshrl/config/check_data.py",
+        "if not terms or data.answer is not None:",
+        "if terms or data.answer is not None:",
+        (
+            "tests/unit/data/test_data_config.py::"
+            "test_a_reward_that_compares_with_the_answer_is_refused_where_no_column_has_one",
+        ),
+    ),
+    Fault(
+        "the rewards' need of an answer does not reach the rows",
+        "meshrl/loops/run.py",
+        "if term.kind in NEEDS_ANSWER]",
+        "if term.kind is None]",
+        (_TRIAL + "test_a_map_that_returns_no_answer_is_refused_under_a_reward_that_needs_one",),
+    ),
     Fault(
         "samplers are ended with the train ranks",
         "meshrl/cluster/processes.py",

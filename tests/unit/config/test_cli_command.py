@@ -58,6 +58,11 @@ def test_names_of_rewards_and_agents_are_checked_against_what_there_is(good: Pat
     assert "Nearest: math_answer" in message and "Nearest: single_turn" in message
 
 
+def test_a_reward_that_needs_answers_is_refused_without_torch_where_there_are_none(good: Path):
+    done = meshrl("train", str(good), "data.answer=null")
+    assert done.returncode == 2 and "reward.terms.answer.kind = math_answer" in done.stderr
+
+
 def test_arguments_that_an_agent_or_reward_does_not_take_are_refused(good: Path):
     done = meshrl("train", str(good), "agent.kind=multi_turn", "agent.args.turns=3")
     assert done.returncode == 2 and "agent.args" in done.stderr and "turns" in done.stderr

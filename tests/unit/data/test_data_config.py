@@ -11,6 +11,7 @@ import pytest
 from meshrl.config.explain import explain, to_yaml
 from meshrl.config.load import load_run_config, load_sft_config
 from meshrl.core.errors import ConfigError
+from meshrl.reward.kinds import NEEDS_ANSWER, REWARDS
 
 ROW = {"question": "1+1=", "answer": "2", "info": {"level": 3}}
 BASE = """\
@@ -45,10 +46,10 @@ def home(tmp_path_factory):
     return home
 
 
-def load(home, data, purpose="train"):
+def load(home, data, purpose="train", known=None, overrides=()):
     path = home / "run.yaml"
     path.write_text(BASE + "".join(f"  {line}\n" for line in data))
-    return load_run_config(path, [], None, purpose)
+    return load_run_config(path, overrides, known, purpose)
 
 
 GOOD = [
@@ -127,6 +128,63 @@ def test_a_wrong_data_section_is_refused_in_words_that_help(home, data, words):
     for word in words:
         assert word in message
     assert "1 problem " in message
+
+
+KNOWN = {"reward": set(REWARDS), "needs_answer": set(NEEDS_ANSWER)}
+FORM = "reward.terms={form: {kind: format, args: {regex: x}}}"
+MIXED = "sources: {a: {path: train.jsonl, answer: answer}, b: {path: train.jsonl}}"
+
+
+@pytest.mark.parametrize(
+    ("data", "overrides", "keys"),
+    [
+        (["path: train.jsonl", "answer: null"], [], ["data.answer = null"]),
+        (["path: organisation/set", "split: train", "answer: null"], [], ["data.answer = null"]),
+        (["sources: {a: {path: train.jsonl}}", "answer: null"], [], ["data.sources.a.answer = null"]),
+        ([MIXED, "answer: null"], [], ["data.sources.b.answer = null"]),
+        (
+            ["path: train.jsonl", "answer: null"],
+            ["reward.terms={x: {kind: format, args: {regex: x}}, y: {kind: math_answer, weight: 0.1}}"],
+            ["reward.terms.y.kind = math_answer [command line]"],
+        ),
+        (
+            ["path: train.jsonl", "answer: null"],
+            ["reward.terms={x: {kind: 'meshrl.reward.math_answer:math_answer'}}"],
+            ["reward.terms.x.kind = meshrl.reward.math_answer:math_answer"],
+        ),
+    ],
+)
+def test_a_reward_that_compares_with_the_answer_is_refused_where_no_column_has_one(home, data, overrides, keys):
+    """P30: every completion would be compared with the text None, and the run would learn nothing in silence."""
+    with pytest.raises(ConfigError) as error:
+        load(home, data, known=KNOWN, overrides=overrides)
+    message = " ".join(str(error.value).split())
+    assert "1 problem " in message and "null names no column for it. Name the column with the ground truth" in message
+    for key in ["data.answer = null [run.yaml:", *keys]:
+        assert key in message
+    assert "data.sources.a.answer" not in message or "data.sources.a.answer = null" in keys
+
+
+@pytest.mark.parametrize(
+    ("data", "overrides"),
+    [
+        (["path: train.jsonl", "answer: null"], [FORM]),
+        (["path: train.jsonl", "answer: null"], ["reward.terms={x: {kind: 'json:loads'}}"]),  # it may not use it
+        (["path: train.jsonl", "answer: null", "map: json:loads"], []),
+        (["sources: {a: {path: train.jsonl, map: json:loads}}", "answer: null"], []),
+        (["sources: {a: {path: train.jsonl, answer: answer}}", "answer: null"], []),
+    ],
+)
+def test_null_for_the_answer_is_right_where_none_is_needed_or_another_key_gives_it(home, data, overrides):
+    load(home, data, known=KNOWN, overrides=overrides)
+
+
+def test_an_evaluation_reads_answers_by_the_same_rule(home):
+    data = ["sources: {a: {path: train.jsonl, answer: answer}}", "answer: null", "eval_path: train.jsonl"]
+    for purpose in ("train", "eval"):
+        with pytest.raises(ConfigError, match=r"data\.answer = null"):
+            load(home, data, purpose, KNOWN)
+    load(home, data, "eval", KNOWN, [FORM])
 
 
 def test_an_evaluation_needs_no_training_rows(home):

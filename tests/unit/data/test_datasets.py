@@ -95,6 +95,35 @@ def test_a_bad_row_names_file_and_line_and_what_it_should_be(tmp_path, line, tol
         load(path)
 
 
+def answers_from_rows(row):
+    return {"prompt": row["question"]} | ({"answer": row["answer"]} if "answer" in row else {})
+
+
+@pytest.mark.parametrize(
+    ("changes", "row", "told"),
+    [
+        ({}, {"question": "1", "answer": None}, "column 'answer' is null"),
+        ({}, {"question": "1", "answer": " "}, "column 'answer' is an empty text"),
+        ({"answer": "info.level"}, {"question": "1", "info": {"level": None}}, r"column 'info\.level' is null"),
+        ({"map": "test_datasets:answers_from_rows"}, {"question": "1"}, "the answer from data.map test_.* is null"),
+        ({"answer": None}, {"question": "1", "answer": "2"}, "data.answer is null"),
+    ],
+)
+def test_a_row_without_an_answer_is_an_error_where_a_reward_needs_one(tmp_path, changes, row, told):
+    """It would be compared with the text None."""
+    path = write(tmp_path, row)
+    message = rf"train\.jsonl:1: {told}, but completions are compared with it \(reward\.terms\.maths\); give the row"
+    with pytest.raises(DataError, match=message):
+        load_prompts(path, config(path, **changes), tiny_tokenizer(), answer_for=["maths"])
+
+
+def test_numbers_and_false_are_answers_and_a_map_may_leave_them_out_where_no_reward_needs_one(tmp_path):
+    path = write(tmp_path, {"question": "1", "answer": 0}, {"question": "1", "answer": False})
+    assert len(load_prompts(path, config(path), tiny_tokenizer(), answer_for=["maths"])[0]) == 2
+    (prompt,), _ = load(write(tmp_path, {"question": "1"}), map="test_datasets:answers_from_rows")
+    assert prompt.answer is None
+
+
 def test_bytes_that_are_not_utf8_name_file_and_line(tmp_path):
     path = tmp_path / "train.jsonl"
     path.write_bytes(json.dumps(GOOD).encode() + b'\n{"question": "caf\xe9", "answer": "2"}\n')

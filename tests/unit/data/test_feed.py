@@ -55,6 +55,16 @@ def drawn(prompts):
 FEEDS = ["memory", "stream", "mixture", "mixture of streams"]
 
 
+@pytest.mark.parametrize("kind", [*FEEDS, "eval"])
+def test_every_feed_refuses_rows_without_the_answer_that_a_reward_needs(config, kind):
+    with pytest.raises(DataError, match=r"train\.jsonl:\d+: column 'answer' is an empty text, .*reward\.terms\.maths"):
+        if kind == "eval":
+            cfg = config("memory")
+            load_eval_prompts(cfg.model_copy(update={"eval_path": cfg.path}), tiny_tokenizer(), answer_for=["maths"])
+        else:
+            open_feed(config(kind), tiny_tokenizer(), 0, answer_for=["maths"]).next(200)
+
+
 @pytest.mark.parametrize("kind", FEEDS)
 @pytest.mark.parametrize("before", [0, 3, 19, 45, 58, 140])
 def test_a_resumed_feed_continues_at_the_exact_prompt(config, kind, before):

@@ -1,0 +1,193 @@
+"""Reward functions are tried before a run depends on them: those of REWARDS on known completions, a user's on the
+answers of the data. Both are graded by the workers, as all completions of the run are.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from meshrl.config.task import RewardConfig, RewardTerm
+from meshrl.core.errors import ConfigError, Failure
+from meshrl.core.types import Prompt, Trajectory, Turn
+from meshrl.reward.score import Scorer
+
+Note = Callable[[str], None]
+Pair = tuple[float | Failure, float | Failure]
+"""Results of one row's answer taken as the completion, and of the empty completion."""
+
+NUM_ROWS = 4  # of the data that a user's functions are tried on
+_TRIAL_S = 0.2  # after this long no further row is tried: a judge, or a program that is run, may take seconds for each
+
+TEXTS = (
+    "",
+    "4",
+    "The answer is 4.",
+    "2 + 2 = 4\n#### 4",
+    "<think>\nI add 2 and 2.\n</think>\n<answer>4</answer>",
+    "Therefore $\\boxed{4}$",
+    '{"answer": 4}',
+    "word " * 100,
+)
+"""Completions of different forms: a regular expression that fits all of them asks for no form."""
+
+# Exceptions that a completion of the wrong form hardly ever causes. ValueError, IndexError, KeyError and everything
+# about NoneType are not among them: a function raises them where it looks for a mark and finds none.
+_INDEPENDENT_OF_THE_TEXT = (
+    "NameError",
+    "ImportError",
+    "ModuleNotFoundError",
+    "AttributeError",
+    "TypeError",
+    "NotImplementedError",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Example:
+    """A completion that answers rightly and one that does not."""
+
+    answer: str
+    right: str
+    wrong: str
+
+
+MATH_EXAMPLES = {
+    "gsm8k": Example(answer="1250", right="2 * 625 = 1250\n#### 1,250", wrong="2 * 625 = 1250\n#### 1,251"),
+    "exact": Example(answer="4", right="4", wrong="5"),
+    "math_verify": Example(answer="0.5", right="$\\boxed{\\frac{1}{2}}$", wrong="$\\boxed{\\frac{1}{3}}$"),
+}
+"""rule -> example; the rule auto has to agree with all of them."""
+
+
+async def try_built_in(scorer: Scorer, terms: dict[str, RewardTerm], note: Note) -> None:
+    """Grade known completions with each term of SELF_TESTS.
+
+    Raises: ConfigError for a term that can't grade them, or scores a right one no higher than a wrong one.
+    """
+    for name, term in terms.items():
+        if term.kind in SELF_TESTS:
+            await SELF_TESTS[term.kind](scorer, name, term, note)
+
+
+async def try_on_answers(scorer: Scorer, cfg: RewardConfig, prompts: Sequence[Prompt], note: Note) -> None:
+    """Grade the answers of these prompts, and empty completions, with every term that is a user's function.
+
+    Raises: ConfigError for a function that fails on all of them in a way that no completion causes.
+    """
+    users = [name for name, term in cfg.terms.items() if term.kind not in SELF_TESTS]
+    rows = [(prompt, str(prompt.answer)) for prompt in prompts if isinstance(prompt.answer, str | int | float)]
+    rows = [(prompt, answer) for prompt, answer in rows if answer.strip()]
+    pairs: dict[str, list[Pair]] = {name: [] for name in users}
+    began, tried = time.monotonic(), list[str]()
+    for prompt, answer in rows if users else ():
+        items = [(name, _attempt(prompt, text)) for name in users for text in (answer, "")]
+        graded = await scorer.grade(items)
+        for name, own, empty in zip(users, graded[::2], graded[1::2]):
+            pairs[name].append((own, empty))
+        tried.append(prompt.id)
+        if time.monotonic() - began > _TRIAL_S:
+            break
+    for name in users if tried else ():
+        found = judge(name, cfg.terms[name], pairs[name])
+        if found is not None:
+            note(f"note: {found} (tried on {', '.join(tried)})")
+
+
+def judge(name: str, term: RewardTerm, pairs: Sequence[Pair]) -> str | None:
+    """What a user should know about a function with these results; None when they are as expected.
+
+    Raises: ConfigError, as try_on_answers.
+    """
+    which = f"reward.terms.{name} of kind {term.kind!r}"
+    failures = [own for own, _ in pairs if isinstance(own, Failure)]
+    if len(failures) == len(pairs):
+        first = f"{failures[0].kind}: {failures[0].message}"
+        if _independent_of_the_text([*failures, *(empty for _, empty in pairs)]):
+            raise ConfigError(
+                f"{which} failed on the data's own answers and on empty completions alike, with {first}. Fix the "
+                "function, or data.answer where it names a column of another type than the function expects"
+            )
+        return (
+            f"{which} failed on each of the data's own answers, with {first}; this is right only for a function that "
+            "can't grade a bare answer. Such failures are masked, not scored 0"
+        )
+    scored = [(own, empty) for own, empty in pairs if not isinstance(own, Failure) and not isinstance(empty, Failure)]
+    if term.weight > 0 and scored and all(own <= empty for own, empty in scored):
+        own, empty = scored[0]
+        return (
+            f"{which} scores the data's own answers no higher than an empty completion ({own:g} and {empty:g}); this "
+            "is right only for a function that does not judge the answer, or wants it in some form"
+        )
+    return None
+
+
+def _independent_of_the_text(results: Sequence[float | Failure]) -> bool:
+    """Whether all failed with one exception, which says nothing of the completion."""
+    if len({repr(result) for result in results}) > 1 or not isinstance(results[0], Failure):
+        return False
+    kind, message = results[0].kind, results[0].message
+    return kind == "crash" and message.split(":")[0] in _INDEPENDENT_OF_THE_TEXT and "NoneType" not in message
+
+
+async def _try_math_answer(scorer: Scorer, name: str, term: RewardTerm, note: Note) -> None:
+    rule = term.args.get("rule", "auto")
+    examples = MATH_EXAMPLES.values() if rule == "auto" else [MATH_EXAMPLES[rule]]
+    cases = [(text, example.answer) for example in examples for text in (example.right, example.wrong)]
+    scores = await _scores(scorer, name, term, cases)
+    for example, right, wrong in zip(examples, scores[::2], scores[1::2]):
+        if not right > wrong:
+            raise ConfigError(
+                f"reward.terms.{name} of kind {term.kind!r} with args {term.args} failed its self-test: for the answer "
+                f"{example.answer!r} it scored the right completion {example.right!r} {right:g} and the wrong one "
+                f"{example.wrong!r} {wrong:g}; the right one must score higher. Install meshrl and its requirements "
+                "(math-verify, latex2sympy2_extended, sympy) anew"
+            )
+
+
+async def _try_format(scorer: Scorer, name: str, term: RewardTerm, note: Note) -> None:
+    scores = await _scores(scorer, name, term, [(text, None) for text in TEXTS])
+    if all(scores):
+        note(
+            f"note: reward.terms.{name} with regex {term.args['regex']!r} fits {len(TEXTS)} texts of different forms, "
+            "the empty one too; a term that fits every completion teaches no form"
+        )
+
+
+async def _scores(scorer: Scorer, name: str, term: RewardTerm, cases: Sequence[tuple[str, Any]]) -> list[float]:
+    """Scores of (completion, answer). Raises: ConfigError for one that can't be graded."""
+    attempts = [_attempt(Prompt(id="self-test", ordinal=0, messages=[], answer=answer), text) for text, answer in cases]
+    results = await scorer.grade([(name, attempt) for attempt in attempts])
+    for (text, _), result in zip(cases, results):
+        if isinstance(result, Failure):
+            raise ConfigError(
+                f"reward.terms.{name} of kind {term.kind!r} with args {term.args} failed its self-test: it could not "
+                f"grade {text!r}: {result.kind}: {result.message}. Change args, or raise reward.timeout_s after a "
+                "timeout and reward.max_memory_bytes after a lack of memory"
+            )
+    return [result for result in results if not isinstance(result, Failure)]
+
+
+def _attempt(prompt: Prompt, text: str) -> Trajectory:
+    """A trajectory of one turn that has this text, as if each character and the end were a token."""
+    size = len(text) + 1
+    turn = Turn(
+        context_ids=np.zeros(0, np.int32),
+        output_ids=np.zeros(size, np.int32),
+        logprobs=np.zeros(size, np.float32),
+        versions=np.zeros(size, np.int32),
+        stop_reason="stop",
+        messages=[{"role": "assistant", "content": text}],
+    )
+    return Trajectory(prompt=prompt, group_id=prompt.id, index=0, turns=[turn])
+
+
+SELF_TESTS: dict[str, Callable[[Scorer, str, RewardTerm, Note], Awaitable[None]]] = {
+    "math_answer": _try_math_answer,
+    "format": _try_format,
+}
+"""kind -> its self-test."""

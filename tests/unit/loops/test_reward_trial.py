@@ -1,0 +1,99 @@
+"""A run tries its graders before it depends on them, and is otherwise the run that it would have been."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny_run import write_run
+from tiny_tokenizers import tiny_tokenizer
+
+from meshrl.cli import main
+from meshrl.config.load import load_run_config
+from meshrl.data.feed import open_feed
+from meshrl.monitor.rollout_log import read_rollouts
+
+MODULE = """
+from meshrl.agent.loop import SingleTurn
+
+class Agent(SingleTurn):
+    pass
+
+def without_answer(row):
+    return {"prompt": row["question"]}
+
+def constant(completion, answer):
+    return 0.5
+
+def misspelt(completion, answer):
+    return float(normalise(completion) == answer)
+"""
+INLINE = ["cluster.executor=inline", "cluster.num_train_ranks=1"]
+SHORT = ["loop.num_steps=1", "loop.prompts_per_step=2", "loop.samples_per_prompt=2", "run.name=short"]
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "graders_of_this_test.py").write_text(MODULE)
+    return write_run(tmp_path)
+
+
+def _reward(kind: str) -> str:
+    return f"reward.terms={json.dumps({'t': {'kind': kind}})}"
+
+
+def test_a_built_in_grader_that_fails_its_self_test_ends_the_run_before_a_model_is_loaded(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    broken = "def parse(text, parsing_timeout): return [text]\ndef verify(*args, **kwargs): return False\n"
+    (config.parent / "math_verify.py").write_text(broken)
+    monkeypatch.syspath_prepend(str(config.parent))
+    (config.parent / "model" / "model.safetensors").write_bytes(b"what loads this raises")
+    assert main(["train", str(config), *INLINE, _reward("math_answer")]) == 2
+    assert "meshrl: reward.terms.t of kind 'math_answer'" in capsys.readouterr().err
+
+
+def test_the_rows_that_a_function_was_tried_on_are_drawn_again(config: Path, capsys: pytest.CaptureFixture[str]):
+    overrides = [*INLINE, *SHORT, _reward("graders_of_this_test:constant"), "data.streaming=true"]
+    assert main(["train", str(config), *overrides]) == 0
+    cfg = load_run_config(config, overrides).config
+    expected = [(p.ordinal, p.id) for p in open_feed(cfg.data, tiny_tokenizer(), cfg.run.seed).next(4)]
+    (note,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+    assert note.startswith(
+        "note: reward.terms.t of kind 'graders_of_this_test:constant' scores the data's own answers no"
+    )
+    assert note.endswith(f"(tried on {', '.join(name for _, name in expected)})")
+    (path,) = (config.parent / "runs" / "short" / "rollouts").glob("step_*.jsonl")
+    prompts = [entry.trajectory.prompt for entry in read_rollouts(path)]
+    assert sorted({(p.ordinal, p.id) for p in prompts}) == expected[:2]
+
+
+def test_a_function_that_fails_whatever_it_grades_ends_training_and_evaluation(
+    config: Path, capsys: pytest.CaptureFixture[str]
+):
+    reward = _reward("graders_of_this_test:misspelt")
+    assert main(["train", str(config), *INLINE, *SHORT, reward]) == 2
+    assert main(["eval", str(config), *INLINE, reward, "data.eval_path=rows.jsonl"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("meshrl: reward.terms.t of kind 'graders_of_this_test:misspelt' failed on the data's own") == 2
+    assert "NameError" in said
+
+
+@pytest.mark.parametrize("command", [["train"], ["eval", "data.path=null", "data.eval_path=rows.jsonl"]])
+def test_a_map_that_returns_no_answer_is_refused_under_a_reward_that_needs_one(
+    config: Path, capsys: pytest.CaptureFixture[str], command: list[str]
+):
+    name, *keys = command
+    keys += ["data.map=graders_of_this_test:without_answer", _reward("math_answer")]
+    assert main([name, str(config), *INLINE, *keys]) == 1
+    assert (
+        "rows.jsonl:1: the answer from data.map graders_of_this_test:without_answer is null" in capsys.readouterr().err
+    )
+
+
+def test_the_rewards_of_a_users_agent_are_not_tried_on_bare_answers(config: Path, capsys: pytest.CaptureFixture[str]):
+    kinds = [_reward("graders_of_this_test:constant"), "agent.kind=graders_of_this_test:Agent"]
+    assert main(["train", str(config), *INLINE, *SHORT, *kinds]) == 0
+    assert "note: " not in capsys.readouterr().out

@@ -1,0 +1,179 @@
+"""P41: a grader that can't tell right from wrong is found at the start of a run; nothing else would show it: rewards
+that are all alike look like a task that is too hard."""
+
+import asyncio
+import json
+
+import pytest
+
+from meshrl.config.task import RewardConfig, RewardTerm
+from meshrl.core.errors import ConfigError, Failure
+from meshrl.core.types import Prompt
+from meshrl.reward.kinds import REWARDS
+from meshrl.reward.math_answer import RULES
+from meshrl.reward.score import Scorer
+from meshrl.reward.self_test import MATH_EXAMPLES, SELF_TESTS, TEXTS, judge, try_built_in, try_on_answers
+
+HERE = "self_test_graders"
+
+
+def try_terms(terms, prompts=None, **cfg):
+    """The notes of the self-tests of built-in terms, or of all others on these prompts."""
+    cfg, notes = RewardConfig(terms=terms, **cfg), []
+
+    async def run():
+        scorer = Scorer(cfg)
+        try:
+            if prompts is None:
+                await try_built_in(scorer, cfg.terms, notes.append)
+            else:
+                await try_on_answers(scorer, cfg, prompts, notes.append)
+        finally:
+            await scorer.close()
+
+    asyncio.run(run())
+    return notes
+
+
+def rows(*answers):
+    return [Prompt(id=f"row-{i}", ordinal=i, messages=[], answer=answer) for i, answer in enumerate(answers)]
+
+
+def user(name, **fields):
+    return RewardTerm(kind=f"{HERE}:{name}", **fields)
+
+
+# ---- built-in kinds
+
+
+def test_every_built_in_kind_and_every_rule_has_a_self_test():
+    assert set(SELF_TESTS) == set(REWARDS)
+    assert {*MATH_EXAMPLES, "auto"} == set(RULES)
+
+
+def test_built_in_kinds_pass_with_all_their_rules_in_silence():
+    terms = {rule: RewardTerm(kind="math_answer", args={"rule": rule}) for rule in RULES}
+    terms["default"] = RewardTerm(kind="math_answer")
+    terms["form"] = RewardTerm(kind="format", args={"regex": r"(?s).*#### [0-9]+"})
+    assert try_terms(terms) == []
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_a_math_verify_that_calls_all_answers_equal_or_unequal_ends_the_run(tmp_path, monkeypatch, value):
+    """A release that does not fit the installed sympy: nothing raises, and every reward is the same."""
+    (tmp_path / "math_verify.py").write_text(
+        f"def parse(text, parsing_timeout): return [text]\ndef verify(*args, **kwargs): return {value}\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError) as refused:
+        try_terms({"maths": RewardTerm(kind="math_answer", args={"rule": "math_verify"})})
+    text = str(refused.value)
+    assert "reward.terms.maths of kind 'math_answer' with args {'rule': 'math_verify'} failed its self-test" in text
+    assert f"{float(value):g} and the wrong one" in text and "math-verify" in text
+
+
+def test_a_math_verify_that_raises_ends_the_run_with_what_it_raised(tmp_path, monkeypatch):
+    (tmp_path / "math_verify.py").write_text("def parse(text): pass\ndef verify(*args): pass\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"could not grade .*crash: TypeError: .*parsing_timeout"):
+        try_terms({"maths": RewardTerm(kind="math_answer")})
+
+
+@pytest.mark.parametrize("args", [{"regex": "[0-9]*", "where": "anywhere"}, {"regex": "(?s).*"}])
+def test_a_format_that_fits_every_text_is_worth_a_note(args):
+    (note,) = try_terms({"form": RewardTerm(kind="format", args=args)})
+    assert note.startswith(f"note: reward.terms.form with regex {args['regex']!r} fits {len(TEXTS)} texts")
+
+
+def test_a_format_that_fits_none_of_the_texts_is_no_finding():
+    assert try_terms({"form": RewardTerm(kind="format", args={"regex": "(?s)<plan>.*</plan>.*"})}) == []
+
+
+# ---- a user's functions
+
+
+def test_functions_that_score_the_answers_of_the_data_higher_than_nothing_pass_in_silence():
+    names = ("right", "sees_everything", "judge")
+    terms = {name: user(name) for name in names} | {"brief": user("repetition", weight=-0.5)}
+    assert try_terms(terms, rows("4", "5")) == []
+
+
+def test_functions_that_score_the_answers_no_higher_than_nothing_get_a_note_each():
+    notes = try_terms({name: user(name) for name in ("constant", "swapped", "right")}, rows("4", "5"))
+    assert [note.split(" of kind ")[0] for note in notes] == [
+        "note: reward.terms.constant",
+        "note: reward.terms.swapped",
+    ]
+    assert "no higher than an empty completion (0.5 and 0.5)" in notes[0] and "(tried on row-0, row-1)" in notes[0]
+
+
+@pytest.mark.parametrize(("name", "shown"), [("boxed", "NoneType"), ("from_json", "JSONDecodeError")])
+def test_functions_that_want_a_form_and_raise_without_it_are_not_stopped(name, shown):
+    """They may well score what the model writes."""
+    (note,) = try_terms({"t": user(name)}, rows("four", "five"))
+    assert "failed on each of the data's own answers" in note and shown in note and "self_test_graders" in note
+
+
+def test_a_column_that_the_function_asks_for_in_vain_is_shown():
+    (note,) = try_terms({"t": user("by_level")}, rows("4", "5"))
+    assert "KeyError: 'levl'" in note and "self_test_graders.py" in note
+
+
+@pytest.mark.parametrize(
+    ("name", "answers", "shown"),
+    [("misspelt", ("4", "5"), "NameError: name 'normalise'"), ("wants_text", (4, 5), "'int' object has no attribute")],
+)
+def test_a_function_that_fails_whatever_the_completion_ends_the_run_with_the_exception(name, answers, shown):
+    with pytest.raises(ConfigError) as refused:
+        try_terms({"t": user(name)}, rows(*answers))
+    text = str(refused.value)
+    assert text.startswith(f"reward.terms.t of kind '{HERE}:{name}' failed on the data's own answers")
+    assert shown in text and "self_test_graders.py:" in text and "data.answer" in text
+
+
+def test_answers_that_are_no_text_are_not_tried():
+    """Test cases of a program, say: they are no completion."""
+    assert try_terms({"t": user("constant")}, rows(None, ["4"], {"in": "4"}, " ")) == []
+    assert "row-1)" in try_terms({"t": user("constant")}, rows(None, 4.5))[0]
+
+
+def test_slow_functions_are_tried_on_one_row():
+    (note,) = try_terms({"t": user("slow")}, rows("4", "5", "6"))
+    assert note.endswith("(tried on row-0)")
+
+
+CRASH = Failure(kind="crash", message="NameError: name 'x' is not defined at f.py:3")
+OTHER = Failure(kind="crash", message="NameError: name 'y' is not defined at f.py:4")
+VALUE = Failure(kind="crash", message="ValueError: could not convert string to float: '' at f.py:3")
+TIMEOUT = Failure(kind="timeout", message="no answer within 10 s")
+NO_HIGHER, FAILED = "no higher than an empty completion", "failed on each of the data's own answers"
+
+
+@pytest.mark.parametrize(
+    ("pairs", "weight", "found"),
+    [
+        ([(1.0, 0.0)], 1.0, None),
+        ([(0.0, 0.0), (1.0, 0.0)], 1.0, None),
+        ([(0.0, 0.0), (0.2, 0.5)], 1.0, NO_HIGHER),
+        ([(0.0, 0.0)], -1.0, None),
+        ([(0.0, 0.0)], 0.0, None),
+        ([(CRASH, 0.0), (1.0, 0.0)], 1.0, None),
+        ([(CRASH, 0.0), (0.0, 0.0)], 1.0, NO_HIGHER),
+        ([(0.5, CRASH)], 1.0, None),
+        ([(CRASH, 0.0)], 1.0, FAILED),
+        ([(CRASH, OTHER), (CRASH, OTHER)], 1.0, FAILED),
+        ([(VALUE, VALUE)], 1.0, FAILED),
+        ([(TIMEOUT, TIMEOUT)], 1.0, FAILED),
+        ([(CRASH, CRASH), (CRASH, CRASH)], 1.0, ConfigError),
+        ([(CRASH, CRASH)], -1.0, ConfigError),
+    ],
+    ids=lambda value: json.dumps(value, default=lambda x: getattr(x, "kind", str(x))),
+)
+def test_what_results_mean(pairs, weight, found):
+    term = RewardTerm(kind="m:f", weight=weight)
+    if found is ConfigError:
+        with pytest.raises(ConfigError, match="Fix the function, or"):
+            judge("t", term, pairs)
+    else:
+        text = judge("t", term, pairs)
+        assert text is None if found is None else found in text
