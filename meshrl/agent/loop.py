@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,6 +17,7 @@ from meshrl.agent.tools import TOOLS, Tool, call_tool
 from meshrl.agent.tree import TurnError, attach, path_ids
 from meshrl.config.task import AgentConfig
 from meshrl.core.errors import ConfigError, DataError, Failure, RequestError
+from meshrl.core.lookup import look_up
 from meshrl.core.types import (
     Generate,
     Prompt,
@@ -187,7 +186,7 @@ class MultiTurn:
             raise ConfigError(f"agent.args.max_turns is {max_turns!r}; it must be a whole number of at least 1")
         if isinstance(tools, str):
             raise ConfigError(f"agent.args.tools is the text {tools!r}; it must be a list of names")
-        found = [_look_up(name, TOOLS, "agent.args.tools") for name in tools]
+        found = [look_up(name, TOOLS, "agent.args.tools") for name in tools]
         if bad := [name for name, tool in zip(tools, found) if not isinstance(tool, Tool)]:
             raise ConfigError(f"agent.args.tools: {bad} are no meshrl.agent.tools:Tool")
         self._tools: dict[str, Tool] = {tool.name: tool for tool in found}
@@ -235,29 +234,14 @@ class MultiTurn:
 def resolve_agent(cfg: AgentConfig) -> Agent:
     """The agent that a config names, built with its args.
 
-    Raises: ConfigError for an unknown name, a dotted path that leads nowhere, or args it does not take.
+    Raises: ConfigError for an unknown name, a dotted path behind which there is nothing, or args it does not take.
     """
-    kind = _look_up(cfg.kind, AGENTS, "agent.kind")
+    kind = look_up(cfg.kind, AGENTS, "agent.kind")
     try:
         inspect.signature(kind).bind(**cfg.args)
     except TypeError as cause:
         raise ConfigError(f"agent.args {cfg.args} don't fit agent.kind {cfg.kind!r}: {cause}") from cause
     return kind(**cfg.args)
-
-
-def _look_up(name: str, table: dict[str, Any], key: str) -> Any:
-    """An entry of the table, or what `package.module:name` leads to."""
-    if name in table:
-        return table[name]
-    module, colon, attribute = name.partition(":")
-    if not colon:
-        near = get_close_matches(name, table, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"{key} is {name!r}; allowed: {', '.join(table)}, or package.module:name{hint}")
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as cause:
-        raise ConfigError(f"{key} is {name!r}, which leads nowhere: {cause}") from cause
 
 
 AGENTS: dict[str, Callable[..., Agent]] = {"single_turn": SingleTurn, "multi_turn": MultiTurn}

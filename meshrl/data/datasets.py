@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import numpy as np
 
 from meshrl.config.task import DataConfig, SftConfig
 from meshrl.core.errors import ConfigError, DataError
+from meshrl.core.lookup import look_up
 from meshrl.core.types import Prompt
 from meshrl.data.chat import Message, render, sft_row
 from meshrl.data.tables import RawRow, Row, Table, open_table
@@ -255,17 +255,9 @@ def _messages(value: Any, where: str, name: str, text_role: str | None) -> list[
 
 def _function(path: str) -> Callable[[Row], Any]:
     """The function behind package.module:name."""
-    module_name, _, name = path.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # user code: importing it may raise anything
-        raise ConfigError(
-            f"data.map is {path!r}: importing {module_name!r} raised {type(error).__name__}: {error}; a module is "
-            "looked for in the working folder and on PYTHONPATH"
-        ) from error
-    function = getattr(module, name, None)
+    function = look_up(path, {}, "data.map")
     if not callable(function):
-        raise ConfigError(f"data.map is {path!r}: {module.__file__} has no function {name!r}")
+        raise ConfigError(f"data.map is {path!r}, which is a {type(function).__name__}; it must be a function")
     return function
 
 

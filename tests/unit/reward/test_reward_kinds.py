@@ -15,10 +15,10 @@ def test_names_and_dotted_paths_lead_to_functions():
 @pytest.mark.parametrize(
     ("kind", "args", "message"),
     [
-        ("math_anser", {}, "allowed: math_answer, format, or a dotted path package.module:function; did you mean"),
+        ("math_anser", {}, "allowed: math_answer, format, or a dotted path package.module:name; did you mean"),
         ("no_such_module:score", {}, "importing 'no_such_module' raised ModuleNotFoundError"),
-        ("sandbox_graders:behav", {}, "no function 'behav'; did you mean 'behave'"),
-        ("sandbox_graders:no_function", {}, "no function 'no_function'"),
+        ("sandbox_graders:behav", {}, "has no 'behav'; did you mean 'behave'"),
+        ("sandbox_graders:no_function", {}, "7 is not a callable object"),
         ("sandbox_graders:no_arguments", {}, "too many positional arguments"),
         ("sandbox_graders:swapped", {}, "completion and the answer, in this order"),
         ("math_answer", {"rul": "exact"}, "no argument 'rul'; allowed: rule; did you mean 'rule'"),

@@ -1,0 +1,66 @@
+"""What a name in the config stands for: an entry of a table of built-in choices, or the user's own by a dotted path.
+
+The standard library only: reward workers start with it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from operator import attrgetter
+from typing import Any
+
+from meshrl.core.errors import ConfigError
+
+
+def look_up(name: str, table: Mapping[str, Any], key: str) -> Any:
+    """The entry `name` of the table, or the object behind a dotted path `package.module:name`.
+
+    A module is found as Python finds it, and in the working folder. key: what the error calls the value, as the
+    config's key "agent.kind". Raises: ConfigError when there is no such entry, module or object.
+    """
+    if name in table:
+        return table[name]
+    if ":" not in name:
+        raise ConfigError(
+            f"{key} is {name!r}; allowed: {', '.join(table)}, or a dotted path package.module:name"
+            f"{did_you_mean(name, table)}"
+        )
+    try:
+        return import_object(name)
+    except ConfigError as error:
+        raise ConfigError(f"{key} is {name!r}: {error}") from error.__cause__
+
+
+def import_object(path: str) -> Any:
+    """The object behind `package.module:name`; importing its module runs the user's code.
+
+    Raises: ConfigError, which does not repeat the path.
+    """
+    module_name, _, name = path.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except MemoryError:
+        raise  # says nothing about the path
+    except (Exception, SystemExit) as error:  # user code: importing it may raise anything
+        raise ConfigError(
+            f"importing {module_name!r} raised {type(error).__name__}: {error}; a module is looked for in the working "
+            "folder and on PYTHONPATH"
+        ) from error
+    try:
+        return attrgetter(name)(module)
+    except AttributeError as error:
+        public = [known for known, value in vars(module).items() if callable(value) and not known.startswith("_")]
+        where = getattr(module, "__file__", None) or f"module {module_name}"
+        raise ConfigError(f"{where} has no {name!r}{did_you_mean(name, public)}") from error
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`; did you mean 'nearest'?`, or nothing when no known name is like this one."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""

@@ -1,0 +1,55 @@
+"""One way from a name in the config to the function it stands for: a table, or a module of the user's own."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshrl.core.errors import ConfigError
+from meshrl.core.lookup import look_up
+
+TABLE = {"grpo": 1, "rloo": 2}
+
+
+def test_a_name_is_an_entry_of_the_table_or_a_dotted_path():
+    assert look_up("rloo", TABLE, "algo.advantage") == 2
+    assert look_up("math:sqrt", TABLE, "algo.advantage") is math.sqrt
+    assert look_up("pathlib:Path.cwd", TABLE, "algo.advantage") == Path.cwd
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gpro", "algo.advantage is 'gpro'; allowed: grpo, rloo, or a dotted path package.module:name; did you mean"),
+        ("no_such_module:f", "algo.advantage is 'no_such_module:f': importing 'no_such_module' raised ModuleNotFound"),
+        ("math:sqr", "has no 'sqr'; did you mean 'sqrt'?"),
+        ("pathlib:Path.cwdd", "has no 'Path.cwdd'"),
+    ],
+)
+def test_what_is_not_there_is_a_config_error_that_names_the_key(name: str, message: str):
+    with pytest.raises(ConfigError) as error:
+        look_up(name, TABLE, "algo.advantage")
+    assert message in str(error.value)
+
+
+def test_a_module_of_the_working_folder_is_found_wherever_the_command_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A console script has its own folder at the head of sys.path, not the working folder."""
+    (tmp_path / "lookup_module_of_a_test.py").write_text("def f(): return 7\n")
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    monkeypatch.chdir(tmp_path)
+    assert look_up("lookup_module_of_a_test:f", {}, "algo.advantage")() == 7
+
+
+@pytest.mark.parametrize("code", ["raise OSError('no disk')", "import sys; sys.exit(3)"])
+def test_a_module_that_fails_when_it_is_imported_is_a_config_error(
+    code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "lookup_module_that_fails.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="importing 'lookup_module_that_fails' raised"):
+        look_up("lookup_module_that_fails:f", {}, "algo.advantage")
