@@ -107,6 +107,11 @@ def recorded(loaded: Loaded[Any], kind: str, num_steps: int) -> Iterator[Record]
     terminal = TerminalSink(num_steps, first_step=first_step)
     status_before = status_as_it_is(folder)
     status_file = StatusFile(folder, num_steps, first_step)
+
+    def entered(phase: str) -> None:
+        status_file.entered(phase)
+        terminal.entered(phase)
+
     record = Record(
         loaded=loaded,
         kind=kind,
@@ -116,7 +121,7 @@ def recorded(loaded: Loaded[Any], kind: str, num_steps: int) -> Iterator[Record]
         began=began,
         start=start,
         status=status_file,
-        spans=Spans(entered=status_file.entered),
+        spans=Spans(entered=entered),
         sinks=[terminal, status_file],
     )
     status, error = "done", None

@@ -1,4 +1,4 @@
-"""Where a step's numbers go: metrics.jsonl for tools, and the terminal for whoever watches.
+"""Where a step's numbers go: metrics.jsonl for tools, and the terminal for people.
 
 rich belongs to the tools; the live display of a run is the one place outside them that imports it, and only when the
 output is a terminal.
@@ -118,7 +118,12 @@ _MAX_STEP, _MAX_TIME = 1 << 40, 1e11  # beyond either a number is damage; a time
 
 
 class TerminalSink:
-    """A live panel with the curve of the reward (of the loss in SFT) on a terminal; plain lines anywhere else."""
+    """A live panel with the curve of the reward (of the loss in SFT) on a terminal.
+
+    Anywhere else, such as in a pipe or a file: a line for each 1 % of the steps, for the first step, for the last one,
+    and for the next finished step whenever the last line is 10 s old. An evaluation has no line here, because the loop
+    sends its result as a note; notes are always printed.
+    """
 
     def __init__(
         self,
@@ -127,12 +132,16 @@ class TerminalSink:
         clock: Callable[[], float] = time.monotonic,
         first_step: int = 0,
     ):
-        self._num_steps, self._first = num_steps, first_step
+        self._num_steps, self._first, self._step = num_steps, first_step, first_step - 1
         self._stream, self._clock = stream or sys.stdout, clock
         self._since, self._done_then = clock(), 0  # where the speed of steps is measured from
         self._measured = False
+        self._eta_s: float | None = None
+        self._phase = "start"
         self._values: dict[str, float] = {}
         self._curve: list[float] = []
+        self._printed_percent, self._printed_at = -1, 0.0
+        self._skipped: str | None = None  # the line of the newest step, while it is not printed
         self._live: Any = None
         if self._stream.isatty():
             from rich.console import Console
@@ -149,27 +158,43 @@ class TerminalSink:
             self._stream.write(text + "\n")
             self._stream.flush()
 
+    def entered(self, phase: str) -> None:
+        """The run is in this phase from now on; "" between two, when the last one stays on display."""
+        if phase and self._live is not None:
+            self._phase = phase
+            self._live.update(self._panel(), refresh=True)
+
     def write(self, step: int, values: Mapping[str, float], units: Mapping[str, str]) -> None:
         """Show one finished step, or an evaluation after it; one before the first step comes as first_step - 1."""
+        now = self._clock()
+        self._step, self._eta_s = step, self._remaining(step, now)
         self._curve += [values[name] for name in ("reward/mean", "loss/nll") if name in values]
-        left_s = self._left(step)
         if self._live is not None:
             self._values.update(values)  # an evaluation alone must not blank the step's numbers
-            self._live.update(self._panel(step, self._values, left_s), refresh=True)
-        else:
-            self.note(step_line(step, self._num_steps, values, left_s))
+            self._live.update(self._panel(), refresh=True)
+        elif "eval/mean_at_k" not in values:
+            self._print(step_line(step, self._num_steps, values, self._eta_s), now)
 
-    def _left(self, step: int) -> float | None:
+    def _print(self, line: str, now: float) -> None:
+        """Print the line of the newest step if one is due, else keep it until the next one."""
+        percent = 100 * (self._step + 1) // self._num_steps
+        if percent == self._printed_percent and now - self._printed_at < _PRINT_EVERY_S:
+            self._skipped = line
+            return
+        self._skipped, self._printed_percent, self._printed_at = None, percent, now
+        self.note(line)
+
+    def _remaining(self, step: int, now: float) -> float | None:
         """Seconds to the end at the speed so far. Start-up counts until there is something better: the time from the
         first thing written on."""
-        now, done = self._clock(), step + 1 - self._first
+        done = step + 1 - self._first
         past = done - self._done_then
-        left_s = (now - self._since) / past * (self._num_steps - step - 1) if past > 0 else None
+        eta_s = (now - self._since) / past * (self._num_steps - step - 1) if past > 0 else None
         if not self._measured:
             self._since, self._done_then, self._measured = now, done, True
-        return left_s
+        return eta_s
 
-    def _panel(self, step: int, values: Mapping[str, float], left_s: float | None) -> Any:
+    def _panel(self) -> Any:
         from rich.console import Group
         from rich.padding import Padding
         from rich.panel import Panel
@@ -177,28 +202,39 @@ class TerminalSink:
         from rich.table import Table
         from rich.text import Text
 
+        values, done = self._values, self._step + 1
+        shown = [("phase", self._phase)]
+        if self._eta_s is not None:
+            shown.append(("ETA", duration(self._eta_s)))
+        terms = [name for name in values if name.startswith("reward/term/")]
+        shown += [(name.partition("/")[2], f"{values[name]:.3f}") for name in terms]
+        shown += [(label, show(values[name])) for label, name, show in COLUMNS if name in values]
         table = Table.grid(padding=(0, 2))
-        shown = [(label, show(values[name])) for label, name, show in COLUMNS if name in values]
-        if left_s is not None:
-            shown.append(("left", duration(left_s)))
         for i in range(0, len(shown), 4):
             table.add_row(*(Text.assemble((f"{label} ", "dim"), text) for label, text in shown[i : i + 4]))
-        bar = Padding(ProgressBar(total=self._num_steps, completed=step + 1))  # a bare bar ends without a newline
+        bar = Padding(ProgressBar(total=self._num_steps, completed=done))  # a bare bar ends without a newline
         curve = Text(text_curve(self._curve, width=60, height=6))
-        return Panel(Group(bar, table, curve), title=f"step {step + 1}/{self._num_steps}", title_align="left")
+        return Panel(Group(bar, table, curve), title=f"step {done}/{self._num_steps}", title_align="left")
 
     def close(self, failed: bool = False) -> None:
         if self._live is not None:
+            self._phase = "failed" if failed else "done"
+            self._live.update(self._panel(), refresh=True)
             self._live.stop()
+        elif self._skipped is not None:  # the last step of a run that ends early
+            self.note(self._skipped)
 
 
-def step_line(step: int, num_steps: int, values: Mapping[str, float], left_s: float | None) -> str:
-    """One step as one line; what was not measured is left out. Steps are shown from 1."""
+def step_line(step: int, num_steps: int, values: Mapping[str, float], eta_s: float | None) -> str:
+    """One step as one line of about 120 characters; what was not measured is left out, and so is a clip fraction of
+    exactly 0, the only one that there is with one update a step. Steps are shown from 1."""
     width = len(str(num_steps))
     parts = [f"step {step + 1:>{width}}/{num_steps}"]
-    parts += [f"{label} {show(values[name])}" for label, name, show in COLUMNS if name in values]
-    if left_s is not None:
-        parts.append(f"left {duration(left_s)}")
+    for label, name, show in LINE_COLUMNS:
+        if name in values and (values[name] != 0 or not label.startswith("clip")):
+            parts.append(f"{label} {show(values[name])}")
+    if eta_s is not None:
+        parts.append(f"ETA {duration(eta_s)}")
     return "  ".join(parts)
 
 
@@ -230,20 +266,25 @@ def _speed(value: float) -> str:
     return _amount(value) + " tok/s"
 
 
+_PRINT_EVERY_S = 10.0
+
 # label, metric, how to show it; in this order
-COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+LINE_COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("reward", "reward/mean", "{:.3f}".format),
-    ("eval", "eval/mean_at_k", "{:.3f}".format),
     ("length", "rollout/length_mean_tokens", "{:.1f}".format),
-    ("cut", "rollout/truncated_fraction", "{:.1%}".format),
-    ("loss", "loss/policy", "{:.4f}".format),
+    ("truncated", "rollout/truncated_fraction", "{:.1%}".format),
     ("nll", "loss/nll", "{:.4f}".format),
-    ("kl", "loss/kl", "{:.2e}".format),
-    ("kl-old", "loss/approx_kl", "{:.2e}".format),
     ("entropy", "loss/entropy", "{:.3f}".format),
-    ("clip-", "loss/clip_fraction_low", "{:.2%}".format),
-    ("clip+", "loss/clip_fraction_high", "{:.2%}".format),
+    ("kl", "loss/kl", "{:.2e}".format),
+    ("clip_low", "loss/clip_fraction_low", "{:.2%}".format),
+    ("clip_high", "loss/clip_fraction_high", "{:.2%}".format),
     ("grad", "train/grad_norm", "{:.3g}".format),
+)
+COLUMNS = (  # of the panel
+    *LINE_COLUMNS,
+    ("eval", "eval/mean_at_k", "{:.3f}".format),
+    ("loss", "loss/policy", "{:.4f}".format),
+    ("approx_kl", "loss/approx_kl", "{:.2e}".format),
     ("lr", "train/lr", "{:.1e}".format),
     ("rollout", "rollout/tokens_per_s", _speed),
     ("train", "train/tokens_per_s", _speed),

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 from tiny_run import train, write_run
 
+from meshrl.config.load import load_run_config
 from meshrl.core.errors import CheckpointError, RewardError
 from meshrl.loops import export
 from meshrl.loops.export import read_best
+from meshrl.loops.record import recorded
+from meshrl.loops.status import read_status
 from meshrl.monitor.glossary import meaning_of
 from meshrl.monitor.sinks import read_metrics
 
@@ -118,3 +123,17 @@ def test_a_run_that_fails_says_why_and_shows_what_there_is(config: Path):
     assert result["steps"] == 1
     page = (folder / "report.html").read_text()
     assert "the grader broke" in page and "reward/mean" in page
+
+
+def test_the_phases_of_a_run_are_in_its_status_file_and_on_the_terminal(config: Path, monkeypatch: pytest.MonkeyPatch):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    with recorded(load_run_config(config, ["run.name=phases"]), "train", 4) as record:
+        before = len(terminal.getvalue())
+        with record.spans("reward"):
+            assert read_status(record.folder).phase == "reward"
+            assert "reward" in terminal.getvalue()[before:]

@@ -3,10 +3,11 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 
 import pytest
 
-from meshrl.monitor.sinks import COLUMNS, JsonlSink, TerminalSink, duration, read_metrics
+from meshrl.monitor.sinks import COLUMNS, JsonlSink, TerminalSink, duration, read_metrics, step_line
 
 UNITS = {"reward/mean": "reward", "train/grad_norm": "norm"}
 
@@ -100,17 +101,81 @@ VALUES = {
 
 def test_away_from_a_terminal_a_step_is_one_plain_line():
     out, now = io.StringIO(), [0.0]
-    sink = TerminalSink(200, out, clock=lambda: now[0])
+    sink = TerminalSink(50, out, clock=lambda: now[0])
     now[0] = 10.0
     sink.write(0, VALUES, {})
     now[0] = 30.0
     sink.write(1, {"reward/mean": float("nan")}, {})
     sink.close()
     assert out.getvalue().splitlines() == [
-        "step   1/200  reward 0.531  length 14.2  grad 0.412  rollout 1.2k tok/s  mem 1.2GB  left 33m10s",
-        "step   2/200  reward nan  left 1h06m",
+        "step  1/50  reward 0.531  length 14.2  grad 0.412  ETA 8m10s",
+        "step  2/50  reward nan  ETA 16m00s",
     ]
     assert out.getvalue().isascii()
+
+
+def steps_printed(num_steps: int, seconds_per_step: float, last: int | None = None, first_step: int = 0) -> list[int]:
+    """The steps that have a line in a pipe, counted from 1, of a run that ends after the step `last`."""
+    out, now = io.StringIO(), [0.0]
+    sink = TerminalSink(num_steps, out, clock=lambda: now[0], first_step=first_step)
+    for step in range(first_step, last or num_steps):
+        now[0] += seconds_per_step
+        sink.write(step, VALUES, {})
+    sink.close(failed=last is not None)
+    return [int(line.split()[1].partition("/")[0]) for line in out.getvalue().splitlines()]
+
+
+def test_a_pipe_gets_a_line_for_each_percent_and_for_the_first_and_last_step():
+    assert steps_printed(1000, 0.1) == [1, *range(10, 1001, 10)]
+    assert steps_printed(250, 0.1)[:5] == [1, 3, 5, 8, 10]
+    assert steps_printed(100, 0.1) == [*range(1, 101)]
+    resumed = steps_printed(1000, 0.1, first_step=984)
+    assert resumed == [985, 990, 1000]
+
+
+def test_a_pipe_gets_a_line_at_least_every_ten_seconds():
+    assert steps_printed(10_000, 4.0, last=9) == [1, 4, 7, 9]
+    assert steps_printed(10_000, 11.0, last=4) == [1, 2, 3, 4]
+
+
+def test_the_last_step_of_a_run_that_ends_early_has_a_line_too():
+    assert steps_printed(1000, 0.1, last=27) == [1, 10, 20, 27]
+
+
+def test_notes_are_printed_between_the_lines_of_steps_and_an_evaluation_is_one_of_them():
+    """The loop sends the result of an evaluation to the sinks and as a note: once is enough in a log."""
+    out = io.StringIO()
+    sink = TerminalSink(1000, out, clock=lambda: 0.0)
+    for step in range(12):
+        sink.write(step, {}, {})
+        if step == 4:
+            sink.write(step, {"eval/mean_at_k": 0.5}, {})
+            sink.note("eval after 5 steps: mean@1 0.500")
+    sink.close()
+    lines = [line.partition("  ETA")[0] for line in out.getvalue().splitlines()]
+    assert lines == ["step    1/1000", "eval after 5 steps: mean@1 0.500", "step   10/1000", "step   12/1000"]
+
+
+def test_a_line_is_about_a_hundred_and_twenty_characters_long():
+    """With several updates a step. With one, both clip fractions are exactly 0, and only the panel shows them."""
+    values = VALUES | {
+        "rollout/truncated_fraction": 0.125,
+        "loss/policy": -0.0123,
+        "loss/approx_kl": 0.0012,
+        "loss/entropy": 0.312,
+        "loss/clip_fraction_low": 0.0012,
+        "loss/clip_fraction_high": 0.0034,
+        "train/lr": 1e-6,
+        "sync/latency_s": 1.5,
+    }
+    line = step_line(9, 100, values, 7500.0)
+    assert line == (
+        "step  10/100  reward 0.531  length 14.2  truncated 12.5%  entropy 0.312  clip_low 0.12%  clip_high 0.34%  "
+        "grad 0.412  ETA 2h05m"
+    )
+    assert len(line) < 130
+    one_update = step_line(9, 100, values | {"loss/clip_fraction_low": 0.0, "loss/clip_fraction_high": 0.0}, 7500.0)
+    assert "clip" not in one_update and len(one_update) < 100
 
 
 def test_time_left_follows_the_steps_of_this_process_and_forgets_its_start_up():
@@ -123,12 +188,7 @@ def test_time_left_follows_the_steps_of_this_process_and_forgets_its_start_up():
     sink.write(6, {"eval/mean_at_k": 0.5}, {})
     now[0] = 108.0
     sink.write(7, {}, {})
-    assert out.getvalue().splitlines() == [
-        "step  6/10  eval 0.250",
-        "step  7/10  left 12s",
-        "step  7/10  eval 0.500  left 12s",
-        "step  8/10  left 8s",
-    ]
+    assert out.getvalue().splitlines() == ["step  7/10  ETA 12s", "step  8/10  ETA 8s"]
 
 
 class Terminal(io.StringIO):
@@ -136,23 +196,45 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_on_a_terminal_the_panel_shows_every_column_the_curve_and_notes(monkeypatch):
+@pytest.fixture
+def terminal(monkeypatch) -> Terminal:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "100")
-    out, now = Terminal(), [0.0]
-    sink = TerminalSink(4, out, clock=lambda: now[0])
+    return Terminal()
+
+
+def test_on_a_terminal_the_panel_shows_every_column_the_curve_and_notes(terminal):
+    now = [0.0]
+    sink = TerminalSink(4, terminal, clock=lambda: now[0])
     sink.note("held-out before: [0.25]")
     for step in range(2):
         now[0] += 5.0
         sink.write(step, {name: 0.5 + step for _, name, _ in COLUMNS}, {})
-    before_eval = len(out.getvalue())
+    before_eval = len(terminal.getvalue())
     sink.write(1, {"eval/mean_at_k": 0.75}, {})
     sink.close()
-    shown = out.getvalue()
+    shown = terminal.getvalue()
     assert "held-out before: [0.25]" in shown
     assert "step 2/4" in shown and "10s" in shown and "█" in shown
     for label, _, _ in COLUMNS:
         assert label in shown[before_eval:], label  # an evaluation does not blank the step's numbers
+
+
+def test_the_panel_shows_the_phase_from_the_start_on_and_each_reward_term(terminal):
+    sink = TerminalSink(4, terminal, clock=lambda: 0.0)
+
+    def drawn_by(action, *args) -> str:
+        before = len(terminal.getvalue())
+        action(*args)
+        return " ".join(re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", terminal.getvalue()[before:]).split())
+
+    first = drawn_by(sink.entered, "rollout")
+    assert "step 0/4" in first and "phase rollout" in first
+    assert drawn_by(sink.entered, "") == ""  # between two phases
+    step = drawn_by(sink.write, 0, {"reward/term/answer": 0.25, "reward/term/[b]format[/b]": 0.125}, {})
+    assert "term/answer 0.250" in step and "term/[b]format[/b] 0.125" in step
+    assert "phase train" in drawn_by(sink.entered, "train")
+    assert "phase failed" in drawn_by(sink.close, True)
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0s"), (59.6, "1m00s"), (187, "3m07s"), (7500, "2h05m")])
