@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +12,7 @@ from meshrl.core.errors import DataError
 from meshrl.core.files import Unreadable, is_there, lines_of, open_plain, parse_json, read_json, size_of
 from meshrl.core.files import decode as decode_text
 
-Kind = Literal["jsonl", "parquet", "datasets", "hub"]
+Kind = Literal["jsonl", "parquet", "datasets", "hub", "rows"]  # rows: given in memory
 PARQUET = (".parquet", ".pq")
 FILE_SUFFIXES = (".jsonl", ".json", ".ndjson", ".csv", ".txt", *PARQUET)
 PARQUET_MAGIC = b"PAR1"
@@ -120,6 +121,19 @@ def look(path: Path, kind: Kind, split: str | None = None) -> Look:
     if kind == "parquet":
         return _parquet(files_of(path, kind))
     return Look(columns=tuple(_names(_first_row(files_of(path, kind)[0]))), num_rows=None)
+
+
+def look_at_rows(rows: Sequence[Any]) -> Look:
+    """As `look`, of rows in memory. Raises: DataError in words that follow their key."""
+    if len(rows) == 0:
+        raise DataError("holds no rows")
+    first = rows[0]
+    if not isinstance(first, dict):
+        raise DataError(
+            f"its first row is {type(first).__name__} {first!r:.80}; each row must be a dict {{column: value}} (of a "
+            'pandas DataFrame: frame.to_dict("records"))'
+        )
+    return Look(columns=tuple(_names(first)), num_rows=len(rows))
 
 
 def count_rows(path: Path, kind: Kind) -> int | None:

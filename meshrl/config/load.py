@@ -68,11 +68,13 @@ class InMemory:
     """What a Python caller gives as objects in place of what a config names.
 
     values: sections of a config with a text in place of each object, such as {"agent": {"kind": "__main__:Mine"}}.
-    rows: the rows behind data.path, data.eval_path or sft.path, by that key.
+    rows: the rows behind data.path, data.eval_path or sft.path, by that key. unused: further keys that have no effect
+    beside the objects, such as "agent.args".
     """
 
     values: Mapping[str, Any] = field(default_factory=dict)
     rows: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    unused: Sequence[str] = ()
 
 
 NOTHING_IN_MEMORY = InMemory()
@@ -115,7 +117,8 @@ def _load(
     for layer in [*layers, *(reader.override(text) for text in overrides)]:
         tree = merge(tree, expand(layer, keys))
     (objects,) = reader.mapping(in_memory.values, PYTHON_OBJECT)
-    reader.problems += _given_twice(dict(leaves(objects)), dict(leaves(tree)))
+    replaced = [*dict(leaves(objects)), *in_memory.unused]
+    reader.problems += _given_twice(replaced, dict(leaves(tree)))
     tree = merge(tree, objects)
     given = dict(leaves(tree))
     config, wrong = _validate(model, tree, keys)
@@ -125,9 +128,7 @@ def _load(
         config = None if still_wrong else config
     problems = [*reader.problems, *wrong]
     if config is not None:
-        case = checks.Case(
-            config=config, given=given, folder=folder, known=known, purpose=purpose, rows=in_memory.rows
-        )
+        case = checks.Case(config=config, given=given, folder=folder, known=known, purpose=purpose, rows=in_memory.rows)
         problems += [problem for problem in checks.check(case) if not _about(problem, faulty)]
     if config is None or problems:
         raise ConfigError(_report(path, problems, given, config))
@@ -155,10 +156,10 @@ def _read(source: Source) -> tuple[Path, Reader, list[Tree]]:
     return path, reader, reader.files(path)
 
 
-def _given_twice(objects: dict[str, Value], given: dict[str, Value]) -> list[Problem]:
-    """Keys that a config sets and a Python object stands for as well."""
-    text = "given twice, by the config and as a Python object. Remove one."
-    also = [key for key in given if any(key == own or key.startswith(f"{own}.") for own in objects)]
+def _given_twice(replaced: Sequence[str], given: dict[str, Value]) -> list[Problem]:
+    """Keys of a config in whose place a Python object is given as well."""
+    text = "would have no effect: a Python object is given in its place. Remove one of them."
+    also = [key for key in given if any(key == name or key.startswith(f"{name}.") for name in replaced)]
     return [Problem((key,), text, given[key].origin) for key in also]
 
 

@@ -1,4 +1,4 @@
-"""Config files and command-line overrides as trees of values that know where they were written.
+"""Config files, Python dicts and command-line overrides as trees of values that know where they were written.
 
 A tree is a dict of trees and Values; lists and scalars are Values. Layers (base file, file, each override) are read
 one by one, their shorthands written out, then merged: a later layer wins, sections merge, everything else replaces.
@@ -6,8 +6,9 @@ one by one, their shorthands written out, then merged: a later layer wins, secti
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, Union
@@ -20,6 +21,8 @@ from meshrl.core.errors import ConfigError
 from meshrl.core.files import Unreadable, is_there, read_text
 
 COMMAND_LINE = "command line"
+CONFIG_DICT = "config-dict"  # a config that is a Python dict: its name, and the origin of its values
+PYTHON_OBJECT = "Python object"
 MAX_BYTES = 256 << 10  # of a config file: YAML is read at about this much a second
 MAX_DEPTH = 30  # sections in sections; an alias that holds itself has no end
 MAX_VALUES = 10_000  # as read, each alias written out: nine lines of aliases can stand for a billion values
@@ -28,7 +31,8 @@ YAML_TAGS = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("str", "seq", "map"))
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A value as given. origin: "gsm8k.yaml:12" or "command line". folder: what a relative path in it starts from."""
+    """A value as given. origin: "gsm8k.yaml:12", "command line", CONFIG_DICT or PYTHON_OBJECT. folder: what a relative
+    path in it starts from."""
 
     value: Any
     origin: str
@@ -66,16 +70,49 @@ class Reader:
 
     def files(self, path: Path, seen: tuple[Path, ...] = ()) -> list[Tree]:
         """The layers of a file, its base's first. Raises ConfigError if one can't be read or is its own base."""
-        tree, base = self._file(path)
+        return self._on_base(path, self._file(path), seen)
+
+    def mapping(self, config: Mapping[str, Any], origin: str) -> list[Tree]:
+        """The layers of a dict as a config file would hold it, its base's first. Raises: ConfigError, as `files`, and
+        for a key that is no text or a value that no config file can hold."""
+        return self._on_base(self.folder / CONFIG_DICT, self._section(config, origin, ""), ())
+
+    def _on_base(self, path: Path, tree: Tree, seen: tuple[Path, ...]) -> list[Tree]:
+        base = tree.pop("base", None)
         if base is None:
             return [tree]
-        below = path.parent / base
+        if not isinstance(base, Value) or not isinstance(base.value, str):
+            raise ConfigError(f"{path}: `base` is the name of one config file to inherit from")
+        below = path.parent / base.value
         if not is_there(below):
-            raise ConfigError(f"{path}: base file {base!r} not found; it is looked for beside this file, at {below}")
+            raise ConfigError(
+                f"{path}: base file {base.value!r} not found; it is looked for beside this file, at {below}"
+            )
         chain = (*seen, path.resolve())
         if below.resolve() in chain:
-            raise ConfigError(f"{path}: `base: {base}` leads back to a file that is already being read; remove it")
+            raise ConfigError(
+                f"{path}: `base: {base.value}` leads back to a file that is already being read; remove it"
+            )
         return [*self.files(below, chain), tree]
+
+    def _section(self, section: Mapping[str, Any], origin: str, path: str) -> Tree:
+        tree: Tree = {}
+        for name, value in section.items():
+            if not isinstance(name, str):
+                raise ConfigError(f"{origin}: {path or 'top level'}: the key {name!r} must be a text")
+            inner = dotted(path, name)
+            if isinstance(value, Mapping):
+                tree[name] = self._section(value, origin, inner)
+                continue
+            value = os.fspath(value) if isinstance(value, os.PathLike) else value
+            try:
+                tree[name] = Value(json.loads(json.dumps(value)), origin, self.folder)
+            except (TypeError, ValueError) as cause:
+                raise ConfigError(
+                    f"{origin}: {inner} is {type(value).__name__} {value!r:.80}, which no config can hold ({cause}); "
+                    "give text, numbers, true or false, null, or lists and dicts of these"
+                ) from cause
+        return tree
 
     def override(self, text: str) -> Tree:
         """The layer of one `dotted.key=value`; the value is YAML, as in a file."""
@@ -89,7 +126,7 @@ class Reader:
         assert isinstance(read, dict)
         return read
 
-    def _file(self, path: Path) -> tuple[Tree, str | None]:
+    def _file(self, path: Path) -> Tree:
         try:
             text = read_text(path, MAX_BYTES)
         except Unreadable as cause:
@@ -101,12 +138,7 @@ class Reader:
             raise ConfigError(
                 f"{path}: a config file is a mapping of sections (model:, train:, ...), not a single value"
             )
-        base = tree.pop("base", None)
-        if base is None:
-            return tree, None
-        if not isinstance(base, Value) or not isinstance(base.value, str):
-            raise ConfigError(f"{path}: `base` is the name of one config file to inherit from")
-        return tree, base.value
+        return tree
 
     def _read(
         self, node: yaml.Node, name: str, path: str, folder: Path, key_line: int | None = None, depth: int = 0
@@ -210,8 +242,10 @@ def expand(tree: Tree, keys: dict[str, Key], path: str = "") -> Tree:
 _SHORTHANDS: dict[tuple[str, type], Any] = {  # (key, type of the value) -> what is meant; YAML reads `off` as false
     ("algo.loss", str): lambda kind: {"kind": kind},
     ("algo.kl", bool): lambda on: on or {"coef": 0.0},
+    ("algo.kl", str): lambda word: {"coef": 0.0} if word == "off" else word,  # of a Python dict, or quoted
     ("algo.correction", bool): lambda on: on or "off",
     ("model.lora", bool): lambda on: {"enabled": on},
+    ("model.lora", str): lambda word: {"enabled": word == "on"} if word in ("on", "off") else word,
 }
 
 

@@ -15,7 +15,7 @@ from meshrl.core.errors import ConfigError, DataError
 from meshrl.core.lookup import look_up
 from meshrl.core.types import Prompt
 from meshrl.data.chat import Message, render, sft_row
-from meshrl.data.tables import RawRow, Row, Table, open_table
+from meshrl.data.tables import RawRow, Row, RowTable, Table, open_table
 
 MAPPED = ("prompt", "messages", "answer", "env", "meta")  # what a data.map function may return
 
@@ -129,7 +129,7 @@ class PromptMaker:
 
 
 def load_prompts(
-    path: str | Path,
+    path: str | Path | RowTable,
     cfg: DataConfig,
     tokenizer: Any,
     limit: int | None = None,
@@ -142,7 +142,8 @@ def load_prompts(
 ) -> tuple[list[Prompt], int]:
     """All prompts of a table, rendered once, and how many were left out for being longer than max_prompt_tokens.
 
-    The id is "<file stem>-<line>", the ordinal the place in the file (PromptSource gives each draw its own).
+    The id is "<file stem>-<line>", or of rows in memory "<name>-<index>"; the ordinal is the place among the rows
+    (PromptSource gives each draw its own).
     limit: only that many rows, from the start. split: of a Hugging Face set. tools, source, vocab_size, answer_for: as
     PromptMaker's.
 
@@ -160,7 +161,7 @@ def load_prompts(
 
 
 def load_sft_rows(
-    path: str | Path, cfg: SftConfig, tokenizer: Any, stop_ids: Iterable[int], vocab_size: int | None = None
+    path: str | Path | RowTable, cfg: SftConfig, tokenizer: Any, stop_ids: Iterable[int], vocab_size: int | None = None
 ) -> tuple[list[SftRow], int]:
     """All conversations of a table as rendered rows, and how many were left out for being over max_row_tokens.
 

@@ -1,4 +1,5 @@
-"""What a run draws its prompts from: data.path or data.sources, in memory or streamed, as one PromptFeed."""
+"""What a run draws its prompts from: data.path, data.sources or a caller's rows, in memory or streamed, as one
+PromptFeed."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from meshrl.core.types import Prompt
 from meshrl.data.datasets import PromptMaker, load_prompts
 from meshrl.data.sampler import PromptFeed, PromptMixture, PromptSource
 from meshrl.data.streaming import PromptStream
-from meshrl.data.tables import open_table
+from meshrl.data.tables import RowTable, open_table
 
 
 def open_feed(
@@ -20,18 +21,19 @@ def open_feed(
     tools: list[dict] | None = None,
     vocab_size: int | None = None,
     answer_for: Sequence[str] = (),
+    rows: RowTable | None = None,
 ) -> PromptFeed:
     """The training prompts. tools: schemas of the agent's tools, for templates that put them into the prompt.
     vocab_size: of the model that is to read them, where it is known. answer_for: names of the reward terms that need
-    an answer in every row.
+    an answer in every row. rows: in memory, in place of those at data.path.
 
     Raises: DataError for rows that are not as the config says; when streaming, only for those read at the start.
     """
     if not cfg.sources:
-        return _open_one(cfg, tokenizer, seed, tools, None, vocab_size, answer_for)
+        return _open_one(cfg, rows or cfg.path, tokenizer, seed, tools, None, vocab_size, answer_for)
     feeds = {
-        name: _open_one(_of_source(cfg, name), tokenizer, seed, tools, name, vocab_size, answer_for)
-        for name in cfg.sources
+        name: _open_one(_of_source(cfg, name), source.path, tokenizer, seed, tools, name, vocab_size, answer_for)
+        for name, source in cfg.sources.items()
     }
     return PromptMixture(feeds, {name: source.weight for name, source in cfg.sources.items()}, seed)
 
@@ -42,9 +44,11 @@ def load_eval_prompts(
     tools: list[dict] | None = None,
     vocab_size: int | None = None,
     answer_for: Sequence[str] = (),
+    rows: RowTable | None = None,
 ) -> tuple[list[Prompt], int]:
     """The held-out prompts, from the first data.eval_limit rows of data.eval_path, and how many were left out for
-    being longer than data.max_prompt_tokens; ([], 0) without an eval_path.
+    being longer than data.max_prompt_tokens; ([], 0) without an eval_path. rows: in memory, in place of those at
+    data.eval_path.
 
     Their ordinals count down from -1: seeds of evaluation never meet those of training, whose ordinals count up from 0.
 
@@ -53,7 +57,7 @@ def load_eval_prompts(
     if cfg.eval_path is None:
         return [], 0
     prompts, left_out = load_prompts(
-        cfg.eval_path,
+        rows or cfg.eval_path,
         cfg,
         tokenizer,
         cfg.eval_limit,
@@ -69,6 +73,7 @@ def load_eval_prompts(
 
 def _open_one(
     cfg: DataConfig,
+    path: str | RowTable | None,
     tokenizer: Any,
     seed: int,
     tools: list[dict] | None,
@@ -76,10 +81,10 @@ def _open_one(
     vocab_size: int | None,
     answer_for: Sequence[str],
 ) -> PromptFeed:
-    assert cfg.path is not None, "the config's check asks for data.path or data.sources"
+    assert path is not None, "the config's check asks for data.path or data.sources"
     if not cfg.streaming:
         prompts, left_out = load_prompts(
-            cfg.path,
+            path,
             cfg,
             tokenizer,
             tools=tools,
@@ -90,7 +95,7 @@ def _open_one(
         )
         return PromptSource(prompts, seed, cfg.shuffle, left_out)
     return PromptStream(
-        open_table(cfg.path, cfg.format, cfg.subset, cfg.split),
+        open_table(path, cfg.format, cfg.subset, cfg.split),
         PromptMaker(cfg, tokenizer, tools, source, vocab_size, answer_for),
         cfg.max_prompt_tokens,
         seed=seed,

@@ -1,8 +1,8 @@
-"""Rows of JSONL, parquet and Hugging Face sets behind one small interface: count them, read any stretch of them.
+"""Rows of JSONL, parquet, Hugging Face sets and lists behind one small interface: count them, read any stretch of them.
 
 A row comes with an id that finds it again ("train-12") and with the words that an error about it begins with
-("data/train.jsonl:12"). JSONL counts lines from 1, as editors do; parquet and Hugging Face rows count from 0, as
-pandas does. Only the rows being read are in memory; of a JSONL file the place of every 256th row is kept.
+("data/train.jsonl:12"). JSONL counts lines from 1, as editors do; parquet, Hugging Face rows and lists count from 0, as
+pandas does. Of files, only the rows being read are in memory; of a JSONL file the place of every 256th row is kept.
 """
 
 from __future__ import annotations
@@ -50,11 +50,16 @@ class Table(Protocol):
         ...
 
 
-def open_table(path: str | Path, format: str = "auto", subset: str | None = None, split: str | None = None) -> Table:
-    """The rows at a path: JSONL, parquet, a folder of either, a folder made by save_to_disk, or a hub id.
+def open_table(
+    path: str | Path | RowTable, format: str = "auto", subset: str | None = None, split: str | None = None
+) -> Table:
+    """The rows at a path: JSONL, parquet, a folder of either, a folder made by save_to_disk, or a hub id. Rows in
+    memory are a table already.
 
     Raises: DataError when nothing like it is there, when a split has to be named, or when the hub can't be reached.
     """
+    if isinstance(path, RowTable):
+        return path
     try:
         kind = kind_of(path, format)
         if kind == "hub":
@@ -68,6 +73,29 @@ def open_table(path: str | Path, format: str = "auto", subset: str | None = None
         return DatasetTable(str(folder), stem, _load_saved(folder))
     tables: list[Table] = [ParquetTable(file) if kind == "parquet" else JsonlTable(file) for file in files]
     return tables[0] if len(tables) == 1 else Shards(str(path), tables)
+
+
+class RowTable:
+    """Rows in memory. name: what the caller calls them, as "data"; row 11 is then data[11]."""
+
+    def __init__(self, name: str, rows: Sequence[Any]):
+        self.name, self._rows = name, rows
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._rows)
+
+    def rows(self, start: int = 0, stop: int | None = None) -> Iterator[RawRow]:
+        for i in range(start, self.num_rows if stop is None else min(stop, self.num_rows)):
+            row, where = self._rows[i], f"{self.name}[{i}]"
+            if not isinstance(row, dict):
+                raise DataError(
+                    f"{where} is {type(row).__name__} {row!r:.80}; each row must be a dict {{column: value}}"
+                )
+            yield RawRow(f"{self.name}-{i}", where, row)
+
+    def fingerprint(self) -> list[Any]:
+        return [self.num_rows]
 
 
 class JsonlTable:
