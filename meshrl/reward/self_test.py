@@ -83,6 +83,7 @@ async def try_on_answers(scorer: Scorer, cfg: RewardConfig, prompts: Sequence[Pr
     rows = [(prompt, str(prompt.answer)) for prompt in prompts if isinstance(prompt.answer, str | int | float)]
     rows = [(prompt, answer) for prompt, answer in rows if answer.strip()]
     pairs: dict[str, list[Pair]] = {name: [] for name in users}
+    await scorer.start()
     began, tried = time.monotonic(), list[str]()
     for prompt, answer in rows if users else ():
         items = [(name, _attempt(prompt, text)) for name in users for text in (answer, "")]
