@@ -36,6 +36,34 @@ def most_micro_batches(config: RunConfig | SftRunConfig, rows: int) -> int | Non
     return -(-rows_of_rank // rows_together)
 
 
+def ranks_in_turn(config: RunConfig) -> str | None:
+    """What separate sampler ranks cost in a run whose schedule samples and trains in turn; None where both are the same
+    ranks."""
+    train, samplers, rollout = config.cluster.num_train_ranks, config.cluster.num_rollout_ranks, config.rollout
+    if not samplers or config.loop.kind != "colocated":
+        return None
+    url = {"endpoint": "rollout.endpoint.url", "sglang": "rollout.sglang.url"}.get(rollout.engine)
+    if url is not None and (rollout.engine == "endpoint" or rollout.sglang.url is not None):
+        return (
+            f"{_count(train, 'train')} and the server at {url} run in turn: each waits while the other works, because "
+            "loop.kind=colocated samples with the newest weights only."
+        )
+    turns = f"{_count(train, 'train')} and {_count(samplers, 'sampler')} run in turn: each waits while the other works"
+    total = train + samplers
+    change = f"set cluster.num_train_ranks={total} and cluster.num_rollout_ranks=0 to use all {total} for both"
+    if rollout.engine == "embedded":
+        return f"{turns}; with loop.kind=colocated {change}."
+    return (
+        f"{turns}. Separate ranks are needed where the training state and the {rollout.engine} server do not fit on "
+        f"one device together. Where they do (rollout.release_memory=true frees the server's memory while the trainer "
+        f"works), {change}."
+    )
+
+
+def _count(num_ranks: int, kind: str) -> str:
+    return f"{num_ranks} {kind} rank{'' if num_ranks == 1 else 's'}"
+
+
 def batch_lines(config: RunConfig | SftRunConfig, num_data_rows: int | None) -> list[tuple[str, str]]:
     """(what, how much) in the order in which one follows from the other. num_data_rows: lines of the training file."""
     lines = _sft_rows(config) if isinstance(config, SftRunConfig) else _rl_rows(config)

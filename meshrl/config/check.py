@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from meshrl.config.arithmetic import data_ranks, longest_row_tokens
+from meshrl.config.arithmetic import data_ranks, longest_row_tokens, ranks_in_turn
 from meshrl.config.check_data import data_problems, sft_problems, unused_data_keys
 from meshrl.config.check_rollout import engine_problems, unused_engine_keys
 from meshrl.config.places import DOTTED_PATH, HUB_ID, can_be_imported, find
@@ -368,9 +368,11 @@ def _model_config(case: Case, path: Path) -> Iterator[Problem]:
     yield Problem(keys, f"the longest row has {need} tokens, but the model has positions for {room}. Lower them.")
 
 
-def notices(config: RunConfig | SftRunConfig) -> list[str]:
+def notices(config: RunConfig | SftRunConfig, purpose: Purpose) -> list[str]:
     """What is right, but not what some readers of the config may think."""
     found = []
+    if isinstance(config, RunConfig) and purpose == "train" and (turns := ranks_in_turn(config)) is not None:
+        found.append(turns)
     attention = config.model.attn_implementation
     if attention != "auto":
         found.append(

@@ -135,7 +135,7 @@ def _load(
     config, resolved = _resolve(config, given, folder)
     origins = {key: given[key].origin if key in given else DEFAULT for key, _ in leaves(_as_tree(config))}
     origins |= {key: f"{origins[key]}, {how}" for key, how in resolved.items()}
-    notices = tuple(checks.notices(config))
+    notices = tuple(checks.notices(config, purpose))
     return Loaded(config=config, origins=origins, path=path, folder=folder, notices=notices)
 
 

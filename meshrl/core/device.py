@@ -21,12 +21,31 @@ _COUNTED_AS = {"cuda": "GPU", "xpu": "GPU", "npu": "NPU"}
 
 
 def device_type() -> str:
-    """The accelerator of this machine, or "cpu". MESHRL_DEVICE overrides it (a test on a GPU box may want the CPU)."""
+    """The accelerator of this machine, or "cpu" where it has none that torch.distributed has a backend for.
+    MESHRL_DEVICE overrides it (a test on a GPU box may want the CPU)."""
     forced = os.environ.get("MESHRL_DEVICE")
     if forced:
         if forced not in _BACKENDS:
             raise ValueError(f"MESHRL_DEVICE is {forced!r}; allowed: {', '.join(_BACKENDS)}")
         return forced
+    found = _accelerator()
+    return found if found in _BACKENDS else "cpu"
+
+
+def device_notice() -> str | None:
+    """Why ranks on this machine use the CPU although it has an accelerator; None where they use it or there is none."""
+    found = _accelerator()
+    if found in _BACKENDS or os.environ.get("MESHRL_DEVICE"):
+        return None
+    usable = ", ".join(name for name in _BACKENDS if name != "cpu")
+    return (
+        f"the accelerator of this machine is {found}, for which torch.distributed has no backend: ranks on this "
+        f"machine use the CPU. Accelerators that ranks can use: {usable}."
+    )
+
+
+def _accelerator() -> str:
+    """What PyTorch calls the accelerator of this machine; "cpu" without any."""
     if torch.accelerator.is_available():
         return torch.accelerator.current_accelerator().type  # type: ignore[union-attr]
     return "cpu"

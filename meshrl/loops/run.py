@@ -19,6 +19,7 @@ from meshrl.cluster.torchrun import follow, is_follower
 from meshrl.config.load import Loaded
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.config.task import ClusterConfig
+from meshrl.core.device import device_notice
 from meshrl.core.errors import MeshrlError
 from meshrl.core.owned import sweep
 from meshrl.core.types import Prompt
@@ -72,6 +73,8 @@ def _run(cluster: ClusterConfig, main: Callable[[Stop], Coroutine[Any, Any, None
         return follow()
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # dotted paths of the config may name a module that lies here
+    if (notice := device_notice()) is not None:
+        print(f"note: {notice}", file=sys.stderr)
 
     stop = Stop()
 

@@ -151,4 +151,28 @@ RUN_FAULTS = [
             "test_rank_0_of_several_is_the_controller_and_the_others_follow",
         ),
     ),
+    Fault(
+        "an accelerator that torch.distributed has no backend for is used",
+        "meshrl/core/device.py",
+        'return found if found in _BACKENDS else "cpu"',
+        "return found",
+        ("tests/unit/core/test_device.py::test_an_accelerator_is_used_where_ranks_can_communicate_on_it[mps-cpu]",),
+    ),
+    Fault(
+        "separate sampler ranks that wait for the trainer are not reported",
+        "meshrl/config/check.py",
+        "        found.append(turns)\n",
+        "        pass\n",
+        (
+            "tests/unit/config/test_config_explain.py::"
+            "test_separate_sampler_ranks_are_explained_with_what_they_leave_idle",
+        ),
+    ),
+    Fault(
+        "a log shows nothing while one percent of the steps takes hours",
+        "meshrl/monitor/sinks.py",
+        " and now - self._printed_at < _PRINT_EVERY_S",
+        "",
+        ("tests/unit/monitor/test_sinks.py::test_a_pipe_gets_a_line_at_least_every_ten_seconds",),
+    ),
 ]

@@ -1,5 +1,7 @@
+import sys
 from pathlib import Path
 
+from meshrl.config.check import Purpose
 from meshrl.config.docs import every_key, list_keys, markdown
 from meshrl.config.explain import explain
 from meshrl.config.load import load_run_config, load_sft_config
@@ -29,6 +31,38 @@ def test_explain_works_out_the_batch(good: Path):
     assert "at most 4 an optimizer step" in _line(text, "# micro-batches per rank")
     assert "120 prompts x 8 = 960" in _line(text, "# samples of the run")
     assert "4.00 of 30 rows" in _line(text, "# passes over the data")
+
+
+def _notes(config: Path, *overrides: str, purpose: Purpose = "train") -> list[str]:
+    """The notes of the start; --explain prints them all."""
+    loaded = load_run_config(config, overrides, purpose=purpose)
+    assert all(f"# note: {notice}" in explain(loaded) for notice in loaded.notices)
+    return [notice for notice in loaded.notices if "in turn" in notice]
+
+
+def test_separate_sampler_ranks_are_explained_with_what_they_leave_idle(good: Path):
+    (note,) = _notes(good, "cluster.num_rollout_ranks=2")
+    assert note == (
+        "2 train ranks and 2 sampler ranks run in turn: each waits while the other works; with loop.kind=colocated "
+        "set cluster.num_train_ranks=4 and cluster.num_rollout_ranks=0 to use all 4 for both."
+    )
+    (one,) = _notes(good, "cluster.num_train_ranks=1", "cluster.num_rollout_ranks=1")
+    assert one.startswith("1 train rank and 1 sampler rank run in turn")
+    assert _notes(good) == []
+    assert _notes(good, "cluster.num_rollout_ranks=2", purpose="eval") == []  # an evaluation trains nothing
+
+
+def test_sampler_ranks_with_a_server_are_explained_with_the_reason_for_them(good: Path):
+    server = ["rollout.engine=vllm", f"rollout.vllm.python={sys.executable}"]
+    (note,) = _notes(good, *server, "cluster.num_rollout_ranks=2")
+    assert "2 train ranks and 2 sampler ranks run in turn" in note
+    assert "do not fit on one device together" in note and "rollout.release_memory=true" in note
+    assert "cluster.num_train_ranks=4 and cluster.num_rollout_ranks=0" in note
+    for engine, more in (("endpoint", ["rollout.endpoint.weights=files"]), ("sglang", [])):
+        url = f"rollout.{engine}.url=http://127.0.0.1:30000"
+        (note,) = _notes(good, f"rollout.engine={engine}", url, "cluster.num_rollout_ranks=1", *more)
+        assert note.startswith(f"2 train ranks and the server at rollout.{engine}.url run in turn")
+        assert "cluster.num_train_ranks=" not in note  # the server has no other ranks to use
 
 
 def test_explain_of_sft_has_its_own_arithmetic(good_sft: Path):

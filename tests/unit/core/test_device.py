@@ -1,0 +1,58 @@
+"""Which device the ranks of this machine use."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from tiny_run import train, write_run
+
+from meshrl.core.device import device_notice, device_type
+
+
+@pytest.fixture
+def machine_with(monkeypatch):
+    """machine_with("mps") is a machine on which PyTorch finds that accelerator; None: a machine without any."""
+
+    def use(kind: str | None) -> None:
+        monkeypatch.delenv("MESHRL_DEVICE", raising=False)
+        found = None if kind is None else torch.device(kind)
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: found is not None)
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: found)
+
+    return use
+
+
+@pytest.mark.parametrize(("found", "used"), [("cuda", "cuda"), ("xpu", "xpu"), ("mps", "cpu"), (None, "cpu")])
+def test_an_accelerator_is_used_where_ranks_can_communicate_on_it(machine_with, found, used):
+    machine_with(found)
+    assert device_type() == used
+    notice = device_notice()
+    if found == "mps":
+        assert notice is not None and "is mps" in notice and "use the CPU" in notice and "cuda, npu, xpu" in notice
+    else:
+        assert notice is None
+
+
+def test_a_device_that_is_asked_for_needs_no_notice(machine_with, monkeypatch):
+    machine_with("mps")
+    monkeypatch.setenv("MESHRL_DEVICE", "cpu")
+    assert (device_type(), device_notice()) == ("cpu", None)
+    monkeypatch.setenv("MESHRL_DEVICE", "mps")
+    with pytest.raises(ValueError, match="MESHRL_DEVICE is 'mps'; allowed: cpu, cuda, npu, xpu"):
+        device_type()
+
+
+def test_a_run_on_a_machine_whose_accelerator_has_no_backend_trains_on_the_cpu_and_says_so(
+    machine_with, tmp_path, monkeypatch, capsys
+):
+    """macOS finds mps, and the start used to end in KeyError: 'mps'."""
+    machine_with("mps")
+    monkeypatch.chdir(tmp_path)
+    config = write_run(tmp_path)
+    written = json.loads(config.read_text())
+    config.write_text(json.dumps(written | {"cluster": {"executor": "inline"}}))
+    folder = train(config, "on_mps", "loop.num_steps=1")
+    assert json.loads((folder / "result.json").read_text())["status"] == "done"
+    assert "note: the accelerator of this machine is mps" in capsys.readouterr().err
