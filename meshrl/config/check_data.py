@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from meshrl.config.data_files import Kind, Look, kind_of, look, look_at_rows
-from meshrl.config.places import DOTTED_PATH, can_be_imported, find, is_template_text
+from meshrl.config.places import DOTTED_PATH, can_be_imported, find
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.config.source import Problem
 from meshrl.config.task import DataConfig
 from meshrl.core.errors import DataError
-from meshrl.core.files import Unreadable, is_there, read_text
+from meshrl.core.files import is_there
 
 if TYPE_CHECKING:
     from meshrl.config.check import Case
@@ -51,7 +51,6 @@ def data_problems(case: Case, config: RunConfig) -> Iterator[Problem]:
     yield from _subsets(data, kinds)
     yield from _maps(data)
     yield from _answers(case, config)
-    yield from _chat_template(case, "data", data.chat_template, data.chat_template_kwargs)
     if data.streaming and data.shuffle and data.shuffle_buffer_rows < config.loop.prompts_per_step:
         yield Problem(
             ("data.shuffle_buffer_rows", "loop.prompts_per_step"),
@@ -61,33 +60,10 @@ def data_problems(case: Case, config: RunConfig) -> Iterator[Problem]:
 
 
 def sft_problems(case: Case, config: SftRunConfig) -> Iterator[Problem]:
-    """What is wrong with sft.*."""
+    """What is wrong with sft.path."""
     columns: dict[str, str | None] = {"sft.messages": config.sft.messages}
     table = _Table(path="sft.path", split_key=None, split=None, format="auto", columns=columns)
     yield from _table_problems(case, table, {})
-    yield from _chat_template(case, "sft", config.sft.chat_template, config.sft.chat_template_kwargs)
-
-
-WRITTEN_BY_MESHRL = ("messages", "tools", "add_generation_prompt")  # variables of a chat template
-
-
-def _chat_template(case: Case, section: str, template: str | None, variables: dict[str, Any]) -> Iterator[Problem]:
-    """A file that is not there or can't be read. Whether the text is valid Jinja is seen when the tokenizer loads."""
-    key = f"{section}.chat_template"
-    if template is not None and not is_template_text(template):
-        path, places = find(case.given[key], case.folder)
-        try:
-            if path is not None:
-                read_text(path)
-        except Unreadable as e:
-            yield Problem((key,), f"{path}: {e}. Give the file of a Jinja template.")
-        if path is None:
-            looked = " and ".join(str(place) for place in places)
-            text = f"no such file; looked for {looked}. A template's own text has {{{{ or {{% in it."
-            yield Problem((key,), text)
-    for name in WRITTEN_BY_MESHRL:
-        if name in variables:
-            yield Problem((f"{key}_kwargs",), f"{name} is set by meshrl in each rendering. Leave it out.")
 
 
 def unused_data_keys(data: DataConfig) -> dict[str, str]:

@@ -189,8 +189,7 @@ def _first_prompts(task: Task) -> list[Prompt]:
 
 def _load_task(cfg: RunConfig, training: bool) -> Task:
     """Tokenizer, prompts and agent; runs in a thread while the ranks start."""
-    tokenizer = load_tokenizer(cfg.model.path, cfg.data.chat_template, cfg.data.chat_template_kwargs)
-    vocab_size = vocab_size_of(cfg.model.path)
+    tokenizer, vocab_size = load_tokenizer(cfg.model.path), vocab_size_of(cfg.model.path)
     agent = resolve_agent(cfg.agent)
     answer_for = [name for name, term in cfg.reward.terms.items() if term.kind in NEEDS_ANSWER]
     feed = open_feed(cfg.data, tokenizer, cfg.run.seed, agent.tools, vocab_size, answer_for) if training else None
