@@ -128,6 +128,13 @@ SECTIONS: tuple[Section, ...] = (
                 "0",
                 "their worker died, by itself or by the kernel for lack of memory, and they got a second try",
             ),
+            _entry(
+                "reward/math_timeouts",
+                "gradings",
+                "0, at most a few",
+                "answers that `math_answer` could not evaluate in 1 s of CPU time. Each is graded as wrong and costs a "
+                "new worker; many of them slow down every step: read such answers in the rollouts",
+            ),
             _entry("reward/kl", "nats", "small, rises slowly", "only with `algo.kl.place: reward`; as `loss/kl`"),
         ),
     ),

@@ -3,11 +3,12 @@
 | rule | reads the completion as | right when |
 | --- | --- | --- |
 | gsm8k | its last `#### N` | N is the same string as the reference's, without commas, $ and a trailing period |
-| exact | the whole text | stripped texts are equal, or both are plain numbers of equal value |
+| exact | the whole text | stripped texts are equal, or both are plain numbers of equal value (1.5e3 = 1,500) |
 | math_verify | the last boxed, LaTeX or plain expression in it | mathematically equal (1/2 = 0.5 = \\frac{1}{2}) |
-| auto | gsm8k if it holds `####`; exact if it is a plain number; math_verify otherwise | as that rule says |
+| auto | what follows `####` in its last line, or all of it without such a mark | exact or math_verify says so |
 
-A completion without a readable answer is wrong (0.0). A reference that can't be read is an error, not a wrong answer.
+auto and math_verify leave out what precedes `</think>`, and read the last <answer> element where there is one. A
+completion without a readable answer is wrong (0.0). A reference that can't be read is an error, not a wrong answer.
 """
 
 from __future__ import annotations
@@ -18,9 +19,23 @@ from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 
+from meshrl.reward.final_answer import (
+    answer_section,
+    box_contents,
+    final_expression,
+    marked_answer,
+    normalized,
+    with_decimals,
+)
+
 _MARKED = re.compile(r"#### (\$?-?\$?[0-9.,]+)")
 _GSM8K_NUMBER = re.compile(r"\$?-?\$?[0-9.,]+")
-_PLAIN_NUMBER = re.compile(r"[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|[-+]?\.[0-9]+")
+_PLAIN_NUMBER = re.compile(
+    r"[-+]?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,4})?"
+)
+_CURRENCY = re.compile(r"(?<![0-9.,])\$")
+_MULTIPLE_OF_E = re.compile(r"[0-9]\s*e")  # 2e-3 in the answer is then Euler's number, too
+_DECIMALS = 6  # math-verify's own, so that 0.333333 = 1/3
 _LATEX_MARKS = ("$", "\\boxed", "\\(", "\\[")
 
 
@@ -63,24 +78,32 @@ def exact(completion: str, answer: str) -> bool:
 def math_verify(completion: str, answer: str) -> bool:
     """Equality by the math-verify package: fractions, roots, sets, intervals, equations, percentages.
 
-    Its own timeouts are off: they use SIGALRM, which can't end a hang in C; the worker's clock can. What it can't
-    parse or compare, memory running out included, it calls unequal.
+    Its own timeouts are off: they use SIGALRM, which can't end a hang in C; the worker's limit of CPU time can. What it
+    can't parse or compare, memory running out included, it calls unequal. Floats are compared to six decimals, and to
+    six significant digits where the reference is a number below 0.1.
 
     Source: github.com/huggingface/Math-Verify.
     """
-    from math_verify import parse, verify
+    from math_verify import verify
 
-    return verify(_math_reference(answer), parse(completion, parsing_timeout=None), timeout_seconds=None)
+    reference, text = normalized(answer), final_expression(answer_section(completion))
+    number, decimals = _plain_number(reference), _DECIMALS
+    if number is not None or not _MULTIPLE_OF_E.search(reference):
+        reference, text = with_decimals(reference), with_decimals(text)
+    if number:
+        decimals += max(0, -1 - number.adjusted())
+    return verify(_math_reference(reference), _parsed(text), float_rounding=decimals, timeout_seconds=None)
 
 
 def auto(completion: str, answer: str) -> bool:
     """Let the completion's form choose the rule; a GSM8K solution as reference is reduced to its number first."""
-    reference = _gsm8k_reference(answer) if "####" in answer else answer
-    if "####" in completion and _plain_number(reference) is not None:
-        return gsm8k(completion, reference)
-    if _plain_number(completion) is not None and _plain_number(reference) is not None:
-        return exact(completion, reference)
-    return completion.strip() == reference.strip() or math_verify(completion, reference)
+    reference = normalized(_gsm8k_reference(answer) if "####" in answer else answer)
+    section = answer_section(completion)
+    stated = normalized(marked_answer(section) or section)
+    number = _CURRENCY.sub("", stated).rstrip("$. ")
+    if _plain_number(number) is not None and _plain_number(reference) is not None:
+        return exact(number, reference)
+    return stated == reference or math_verify(stated, reference)
 
 
 def _rule(name: str) -> Callable[[str, str], bool]:
@@ -102,19 +125,29 @@ def _gsm8k_reference(answer: str) -> str:
 
 
 def _plain_number(text: str) -> Decimal | None:
-    text = text.strip()
+    text = text.strip().replace("\u2212", "-")
     return Decimal(text.replace(",", "")) if _PLAIN_NUMBER.fullmatch(text) else None
 
 
 @functools.lru_cache(maxsize=1024)  # a group's attempts share their reference
 def _math_reference(answer: str) -> list[Any]:
-    from math_verify import parse
-
     text = answer if any(mark in answer for mark in _LATEX_MARKS) else f"\\boxed{{{answer}}}"
-    parsed = parse(text, parsing_timeout=None)
+    parsed = _parsed(text)
     if not parsed:
         raise ValueError(f"math-verify finds no expression in the reference {answer[:80]!r}")
     return parsed
+
+
+def _parsed(text: str) -> list[Any]:
+    """The expressions that math-verify reads, then their text; the text alone for what is too large to evaluate."""
+    from math_verify import parse
+
+    from meshrl.reward.expression_size import MAX_DIGITS, can_be_parsed, num_digits
+
+    if not can_be_parsed(text):
+        return [", ".join(content for _, _, content in box_contents(text)) or text]
+    parsed = parse(text, parsing_timeout=None)
+    return [found for found in parsed if isinstance(found, str) or num_digits(found) <= MAX_DIGITS]
 
 
 RULES: dict[str, Callable[[str, str], bool]] = {

@@ -3,9 +3,9 @@
 A thread for each worker process holds the conversation and the clock, so that a busy event loop neither delays a
 grader nor mistakes its own pause for a grader's. A worker that hangs, dies or runs out of memory is killed with all it
 started and replaced; only the item it was working on fails. One that dies may not have done so because of the item (the
-kernel picks any process when memory is short), so the item is graded once more before it fails. The isolation is
-against accidents, not malice:
-a grader has the user's rights and files.
+kernel picks any process when memory is short), so the item is graded once more before it fails. An answer that
+math_answer can't evaluate within its CPU time is wrong, not failed: its reward is 0.0. The isolation is against
+accidents, not malice: a grader has the user's rights and files.
 """
 
 from __future__ import annotations
@@ -65,6 +65,11 @@ class Sandbox:
     def num_killed(self) -> int:
         """Workers killed so far because of what they graded; each is replaced when it is next needed."""
         return sum(worker.num_killed for worker in self._workers)
+
+    @property
+    def num_cpu_limited(self) -> int:
+        """Answers graded as wrong so far because math_answer used up its CPU time on them."""
+        return sum(worker.num_cpu_limited for worker in self._workers)
 
     @property
     def num_redone(self) -> int:
@@ -149,7 +154,8 @@ class _Worker:
         self._ended = False
         self._running: _Running | None = None
         self.async_terms: frozenset[str] = frozenset()
-        self.num_killed = self.num_redone = 0
+        self._cpu_limited_terms: frozenset[str] = frozenset()
+        self.num_killed = self.num_redone = self.num_cpu_limited = 0
 
     def start(self) -> _Running:
         """The running process, started and ready. Raises: ConfigError, RewardError (see Sandbox.start)."""
@@ -165,6 +171,7 @@ class _Worker:
                 reply = {"died": f"{type(error).__name__}: {error}"}
             if "ready" in reply:
                 self.async_terms = frozenset(reply["ready"])
+                self._cpu_limited_terms = frozenset(reply["cpu_limited"])
                 return running
             self._kill()
             self.release()
@@ -231,14 +238,18 @@ class _Worker:
             send_frame(running.link, pickle.dumps(items))
             while len(answered) < len(items) and not (broken or retire):
                 reply = json.loads(read_frame(running.link, _MAX_REPLY_BYTES))
-                if "died" in reply:
+                if reply.get("died") == "SIGPROF" and items[len(answered)][0] in self._cpu_limited_terms:
+                    answered[len(answered)] = 0.0  # items are graded in order
+                    self.num_cpu_limited += 1
+                    retire = True
+                elif "died" in reply:
                     broken = Failure(kind="crash", message=f"the worker died with {reply['died']}")
                 elif "failure" in reply:
                     kind, message = reply["failure"]
                     answered[reply["item"]] = Failure(kind=kind, message=message)
                 else:
                     answered[reply["item"]] = float(reply["value"])
-                retire = "retire" in reply
+                retire = retire or "retire" in reply
         except TimeoutError:
             broken = Failure(kind="timeout", message=f"no answer within {timeout_s:g} s; its worker was killed")
         except (OSError, EOFError, ValueError, KeyError) as error:

@@ -45,7 +45,7 @@ class Scorer:
 
         Raises: RewardError when the share of failed gradings is above `max_failure_fraction`.
         """
-        killed, redone = self._sandbox.num_killed, self._sandbox.num_redone
+        killed, redone, limited = self._sandbox.num_killed, self._sandbox.num_redone, self._sandbox.num_cpu_limited
         scored = [t for t in trajectories if t.status in ("done", "truncated")]
         for trajectory in trajectories:
             trajectory.rewards, trajectory.reward = {}, None
@@ -59,6 +59,9 @@ class Scorer:
             *self._metrics(scored),
             Metric(name="reward/workers_killed", sum=self._sandbox.num_killed - killed, reduce="sum", unit="processes"),
             Metric(name="reward/gradings_redone", sum=self._sandbox.num_redone - redone, reduce="sum", unit="gradings"),
+            Metric(
+                name="reward/math_timeouts", sum=self._sandbox.num_cpu_limited - limited, reduce="sum", unit="gradings"
+            ),
         ]
 
     async def grade(self, items: Sequence[tuple[str, Trajectory]]) -> list[float | Failure]:

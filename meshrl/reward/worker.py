@@ -5,13 +5,17 @@ the parent is gone however it ended, it kills all that descends from it; when th
 the parent how. On Linux it inherits whatever the grader leaves behind, so that nothing escapes by a session of its own.
 The grader, forked from it, reads batches from the socket FD and answers each item as soon as it is graded.
 
+math_answer evaluates what a model wrote, so its work is unbounded. A grading of it has a limit of CPU time, which the
+load of the machine doesn't change, and the kernel enforces it with SIGPROF, which also ends a hang in C. The grader
+dies instead of raising an exception: one inside of SymPy leaves caches behind that change later results.
+
 Frames are a length (4 bytes, big-endian) and a body: pickle towards the worker, which trusts its parent, and JSON
 back, so that no answer can run code in the parent.
 
     parent -> worker   dict(terms={term: (kind, args)}, timeout_s, max_memory_bytes), then lists of (term, payload)
-    worker -> parent   {"ready": [async terms]} | {"config_error": text}, then for each item of a list
-                       {"item": i, "value": float} | {"item": i, "failure": [kind, message]}, with "retire": true
-                       where the process should not be used again; {"died": how} at any time
+    worker -> parent   {"ready": [async terms], "cpu_limited": [terms]} | {"config_error": text}, then for each item of
+                       a list {"item": i, "value": float} | {"item": i, "failure": [kind, message]}, with
+                       "retire": true where the process should not be used again; {"died": how} at any time
 """
 
 from __future__ import annotations
@@ -31,6 +35,10 @@ from typing import Any
 
 from meshrl.core.errors import ConfigError
 from meshrl.reward.kinds import Grader, make_grader
+from meshrl.reward.math_answer import math_answer
+
+MATH_CPU_S = 1.0
+"""CPU seconds of one grading by math_answer; nearly all take less than a tenth."""
 
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h
 _LENGTH = struct.Struct("!I")
@@ -123,7 +131,9 @@ def serve(link: socket.socket) -> None:
         _send(link, config_error=str(error))
         return
     _drop_output()
-    _send(link, ready=[term for term, grader in graders.items() if grader.is_async])
+    cpu_s = min(MATH_CPU_S, setup["timeout_s"] / 2)  # before the parent's clock, also on a busy machine
+    cpu_limits = {term: cpu_s for term, grader in graders.items() if grader.function is math_answer}
+    _send(link, ready=[term for term, grader in graders.items() if grader.is_async], cpu_limited=list(cpu_limits))
     keeps_children = _has_children()  # a user's module may start a helper process at import
     loop = None
     while True:
@@ -132,7 +142,7 @@ def serve(link: socket.socket) -> None:
         except EOFError:
             return
         if not graders[batch[0][0]].is_async:
-            _grade_in_order(link, graders, batch, keeps_children)
+            _grade_in_order(link, graders, cpu_limits, batch, keeps_children)
             continue
         if loop is None:
             import asyncio  # the slowest import here by far, and most workers never need it
@@ -141,14 +151,18 @@ def serve(link: socket.socket) -> None:
         loop.run_until_complete(_grade_together(link, graders, batch, setup["timeout_s"]))
 
 
-def _grade_in_order(link: socket.socket, graders: dict[str, Grader], batch: list, keeps_children: bool) -> None:
+def _grade_in_order(
+    link: socket.socket, graders: dict[str, Grader], cpu_limits: dict[str, float], batch: list, keeps_children: bool
+) -> None:
     """One item after the other; the parent holds the clock, which each answer restarts."""
     pid = os.getpid()
     for index, (term, payload) in enumerate(batch):
         try:
+            signal.setitimer(signal.ITIMER_PROF, cpu_limits.get(term, 0.0))  # 0 = no limit
             reply = _judged(graders[term](payload))
         except BaseException as error:  # user code: SystemExit and KeyboardInterrupt included
             reply = _failed(error)
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
         if os.getpid() != pid:
             os._exit(0)  # the function forked, and this is the child coming back from it
         if not keeps_children and _has_children():

@@ -204,7 +204,8 @@ A death is noticed at once, whatever the controller waits for; a silence by the 
 Reward functions run in processes of their own, each grading with `reward.timeout_s` and `reward.max_memory_bytes`.
 A worker that dies is replaced and its grading done once more (`reward/gradings_redone`); one that hangs is killed with
 everything it started, also in sessions of their own. What can't be graded is a typed failure, masked and counted, never
-a reward of 0; above `reward.max_failure_fraction` the run ends and says why.
+a reward of 0; above `reward.max_failure_fraction` the run ends and says why. The exception is an answer that
+`math_answer` can't evaluate in 1 s of CPU time: it is wrong, and counted in `reward/math_timeouts`.
 
 ## The run as a whole
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from fault import Fault
 from foreign_faults import FOREIGN_FAULTS
+from reward_faults import REWARD_FAULTS
 from run_faults import RUN_FAULTS
 from weight_faults import WEIGHT_FAULTS
 
@@ -250,13 +251,6 @@ FAULTS = [
         ("tests/unit/loops/test_sampler_proof.py::test_broken_numbers_are_a_mismatch_at_any_step",),
     ),
     Fault(
-        "a failed grading counts as 0",
-        "meshrl/reward/score.py",
-        "            if isinstance(value, Failure):\n                return None",
-        "            if isinstance(value, Failure):\n                continue",
-        ("tests/unit/reward/test_scorer.py::test_a_failed_grading_leaves_no_reward_and_is_counted",),
-    ),
-    Fault(
         "an unknown config key is ignored",
         "meshrl/config/base.py",
         'extra="forbid"',
@@ -371,5 +365,6 @@ FAULTS = [
         ("tests/fuzz/test_fuzz_run_folder.py::test_nobody_is_stopped_by_a_damaged_status",),
     ),
     *RUN_FAULTS,
+    *REWARD_FAULTS,
     *FOREIGN_FAULTS,
 ]

@@ -41,6 +41,7 @@ HOMES: dict[str, set[str]] = {  # library -> packages or files of meshrl that ma
     "pydantic_core": {"config"},
     "yaml": {"config"},
     "math_verify": {"reward"},
+    "sympy": {"reward"},
     "transformers": {"data", "model"},
     "huggingface_hub": {"model"},
     "jinja2": {"data"},

@@ -116,6 +116,7 @@ ACTIONS = {
     "sys_exit": lambda: sys.exit(0),
     "os_exit": lambda: os._exit(3),
     "segfault": segfault,
+    "sigprof": lambda: os.kill(os.getpid(), signal.SIGPROF),
     "flood": flood,
 }
 

@@ -77,8 +77,8 @@ def test_math_verify_rule(completion, answer, right):
 @pytest.mark.parametrize(
     ("completion", "answer", "right"),
     [
-        ("24 + 48 = 72\n#### 72", "... #### 72", 1),  # gsm8k
-        ("#### 72.0", "72", 0),
+        ("24 + 48 = 72\n#### 72", "... #### 72", 1),  # the mark
+        ("#### 72.0", "72", 1),  # a number, where gsm8k compares strings
         ("so \\boxed{72}", "... #### 72", 1),  # no mark: math-verify against the solution's number
         ("72", "... #### 72", 1),
         ("72.0", "72", 1),  # plain numbers

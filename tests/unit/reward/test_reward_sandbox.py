@@ -202,6 +202,19 @@ def test_an_async_function_that_blocks_the_loop_fails_alone(hasty):
     assert kinds(results) == ["timeout", 1.0, 1.0] and killed == 2
 
 
+def test_only_math_answer_turns_a_limit_of_cpu_time_into_a_wrong_answer():
+    """A user's function that dies of the same signal is a crash."""
+
+    async def run():
+        sandbox = Sandbox({"math": ("math_answer", {}), "user": ("sandbox_graders:behave", {})}, **LIMITS)
+        try:
+            return await sandbox.grade([("user", payload("sigprof")), ("math", payload("5", "5"))])
+        finally:
+            await sandbox.close()
+
+    assert kinds(asyncio.run(run())) == ["crash", 1.0]
+
+
 def test_a_reward_that_can_not_work_is_refused_at_the_start():
     sandbox = Sandbox({"judge": ("math_anser", {})}, **LIMITS | {"num_workers": 2})
     with pytest.raises(ConfigError, match="did you mean 'math_answer'"):

@@ -70,6 +70,16 @@ def test_a_failed_grading_leaves_no_reward_and_is_counted():
     assert (metrics["term/other"].sum, metrics["term/other"].weight) == (1.0, 1)
 
 
+def test_an_answer_that_math_answer_can_not_evaluate_in_its_cpu_time_is_wrong_and_counted():
+    """Not a failure, which would be masked and count towards the end of the run."""
+    compared_in_c = "\\boxed{(9^{9^{9}}, 9^{9^{9^9}})}"  # an interval, whose ends are compared as it is parsed
+    trajectories = [make_trajectory(text) for text in ("\\boxed{4}", compared_in_c, "\\boxed{4}")]
+    metrics = score(trajectories, terms={"answer": RewardTerm(kind="math_answer")}, max_failure_fraction=0.0)
+    assert [t.reward for t in trajectories] == [1.0, 0.0, 1.0]
+    assert metrics["math_timeouts"].sum == 1 and metrics["failed"].sum == 0
+    assert metrics["gradings_redone"].sum == 0
+
+
 def test_too_many_failures_end_the_run_with_examples():
     with pytest.raises(RewardError) as ended:
         score([make_trajectory("raise"), make_trajectory("fine")], terms={"other": BEHAVE}, max_failure_fraction=0.4)

@@ -1,0 +1,90 @@
+"""How large a mathematical expression becomes when it is evaluated, estimated without evaluating it.
+
+A few characters can ask for more than any computer has: 9^{9^{9^{9}}}, 9!!!!!!, \\binom{10^9}{5 \\cdot 10^8}.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+from sympy import Add, Float, MatrixBase, Mul, Pow, Product, Rational, Sum, binomial, exp, factorial, gamma
+
+from meshrl.reward.final_answer import box_contents, closing_brace
+
+MAX_DIGITS = 10_000
+"""Decimal digits of the largest number, and terms of a sum or product, that an answer may be evaluated to."""
+MAX_EXPRESSION_CHARS = 1_000
+MAX_NESTED_BRACKETS = 10
+"""Brackets inside each other; the time of the parser grows faster than linearly with them."""
+_MAX_TREE_DEPTH = 100
+
+_BINOMIAL = re.compile(r"\\[dt]?binom\s*\{")
+_LARGE_ARGUMENT = re.compile(r"[0-9]{6}|[0-9]\s*[\^!]")
+
+
+def can_be_parsed(text: str) -> bool:
+    """Whether math-verify parses `text` fast. It evaluates binomials while it does so, hence they are judged here."""
+    if any(len(content) > MAX_EXPRESSION_CHARS for _, _, content in box_contents(text)):
+        return False
+    return _nested_brackets(text) <= MAX_NESTED_BRACKETS and not _has_large_binomial(text)
+
+
+def num_digits(expression: Any, depth: int = 0) -> float:
+    """An upper estimate of the digits before the decimal point of each number that evaluating `expression` computes.
+
+    The inverse of a large number counts as that number, symbols as 1, so that x^{2024} is small, and a sum or product
+    over a range as its number of terms. A sum of n fractions can have a denominator with n times as many digits.
+    """
+    if depth > _MAX_TREE_DEPTH:
+        return math.inf
+    if isinstance(expression, Rational):
+        return max(_log10(int(expression.p)), _log10(int(expression.q)))
+    if isinstance(expression, Float):
+        return abs(float(expression._mpf_[2] + expression._mpf_[3]) * math.log10(2))
+    args = expression.flat() if isinstance(expression, MatrixBase) else getattr(expression, "args", ())
+    sizes = [num_digits(arg, depth + 1) for arg in args]
+    if not sizes:
+        return 0.0
+    largest = max(sizes)
+    if isinstance(expression, Add):
+        return largest + _log10(len(sizes))
+    if isinstance(expression, Mul):
+        return sum(sizes)
+    if isinstance(expression, Pow):
+        return max(sizes[0] * _value(sizes[1]), largest)
+    if isinstance(expression, exp):
+        return max(_value(largest) * math.log10(math.e), largest)
+    if isinstance(expression, factorial | gamma | binomial):
+        return _value(largest) * max(largest, 1.0)
+    if isinstance(expression, Sum | Product):
+        return max(sizes[0], *(_value(size) for size in sizes[1:]))
+    return largest
+
+
+def _value(digits: float) -> float:
+    return 10.0 ** min(digits, 300.0)  # below the largest float
+
+
+def _log10(number: int) -> float:
+    return math.log10(abs(number)) if number else 0.0
+
+
+def _nested_brackets(text: str) -> int:
+    deepest = 0
+    for paragraph in text.split("\n\n"):  # prose leaves some open, which must not add up
+        depth = 0
+        for bracket in re.findall(r"[(\[{)\]}]", paragraph):
+            depth = depth + 1 if bracket in "([{" else max(0, depth - 1)
+            deepest = max(deepest, depth)
+    return deepest
+
+
+def _has_large_binomial(text: str) -> bool:
+    for match in _BINOMIAL.finditer(text):
+        middle = closing_brace(text, match.end())
+        end = closing_brace(text, text.find("{", middle) + 1) if "{" in text[middle:] else len(text)
+        if _LARGE_ARGUMENT.search(text, match.end(), end):
+            return True
+    return False

@@ -1,0 +1,56 @@
+"""Faults of the graders: a right answer that is graded 0, a wrong one that is graded 1, and neither raises an error."""
+
+from __future__ import annotations
+
+from fault import Fault
+
+_REWARD = "tests/unit/reward/"
+_STYLES = _REWARD + "test_math_answer_styles.py::"
+
+REWARD_FAULTS = [
+    Fault(
+        "a failed grading counts as 0",
+        "meshrl/reward/score.py",
+        "            if isinstance(value, Failure):\n                return None",
+        "            if isinstance(value, Failure):\n                continue",
+        (_REWARD + "test_scorer.py::test_a_failed_grading_leaves_no_reward_and_is_counted",),
+    ),
+    Fault(
+        "a Markdown heading is taken for the answer mark",
+        "meshrl/reward/final_answer.py",
+        'marked = _MARKED_LINE.fullmatch(text.rstrip().rpartition("\\n")[2].strip())',
+        'marked = re.search("#### ([0-9]+)", text)',
+        (_STYLES + "test_the_default_rule_grades_the_answer_that_is_stated",),
+    ),
+    Fault(
+        "the answer is read from the reasoning",
+        "meshrl/reward/final_answer.py",
+        'completion.rpartition("</think>")[2]',
+        "completion",
+        (_STYLES + "test_the_rule_math_verify_reads_the_same_styles",),
+    ),
+    Fault(
+        "numbers below 1e-6 are all equal",
+        "meshrl/reward/math_answer.py",
+        "decimals += max(0, -1 - number.adjusted())",
+        "decimals += 0",
+        (_STYLES + "test_the_rule_math_verify_reads_the_same_styles",),
+    ),
+    Fault(
+        "a power tower is evaluated",
+        "meshrl/reward/expression_size.py",
+        "return max(sizes[0] * _value(sizes[1]), largest)",
+        "return largest",
+        (_REWARD + "test_expression_size.py::test_what_is_too_large_is_wrong_unless_the_reference_is_the_same_text",),
+    ),
+    Fault(
+        "an answer that can't be evaluated is a failed grading",
+        "meshrl/reward/worker.py",
+        "cpu_limited=list(cpu_limits)",
+        "cpu_limited=[]",
+        (
+            _REWARD
+            + "test_scorer.py::test_an_answer_that_math_answer_can_not_evaluate_in_its_cpu_time_is_wrong_and_counted",
+        ),
+    ),
+]
