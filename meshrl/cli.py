@@ -11,7 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from meshrl.core.errors import ConfigError, MeshrlError
 
@@ -104,50 +104,41 @@ def _add_launch_options(launch: argparse.ArgumentParser) -> None:
 
 
 def _train(args: argparse.Namespace) -> int:
-    loaded = _load_run(args.config, args.overrides, "train")
+    from meshrl.loops.inputs import load_run, show_notices
+
+    loaded = load_run(args.config, args.overrides)
     if args.explain:
         return _explain(loaded)
-    _show_notices(loaded)
+    show_notices(loaded)
     from meshrl.loops.run import train
 
-    return train(loaded)
+    train(loaded)
+    return 0
 
 
 def _sft(args: argparse.Namespace) -> int:
-    from meshrl.config.load import load_sft_config
+    from meshrl.loops.inputs import load_sft, show_notices
 
-    loaded = load_sft_config(args.config, args.overrides)
+    loaded = load_sft(args.config, args.overrides)
     if args.explain:
         return _explain(loaded)
-    _show_notices(loaded)
+    show_notices(loaded)
     from meshrl.loops.run import sft
 
-    return sft(loaded)
+    sft(loaded)
+    return 0
 
 
 def _evaluate(args: argparse.Namespace) -> int:
+    from meshrl.loops.inputs import load_run, show_notices
+
     model = [f"model.path={json.dumps(args.model)}"] if args.model is not None else []
-    loaded = _load_run(args.config, [*args.overrides, *model], "eval")
-    _show_notices(loaded)
+    loaded = load_run(args.config, [*args.overrides, *model], "eval")
+    show_notices(loaded)
     from meshrl.loops.run import evaluate
 
-    return evaluate(loaded)
-
-
-def _load_run(config: str, overrides: Sequence[str], purpose: Literal["train", "eval"]) -> Loaded[RunConfig]:
-    """The checked config; rewards and agents of our own are tried with their args, a user's when the run starts."""
-    from meshrl.agent.loop import AGENTS, resolve_agent
-    from meshrl.config.load import load_run_config
-    from meshrl.reward.kinds import NEEDS_ANSWER, REWARDS, make_grader
-
-    known = {"reward": set(REWARDS), "agent": set(AGENTS), "needs_answer": set(NEEDS_ANSWER)}
-    loaded = load_run_config(config, overrides, known, purpose)
-    for name, term in loaded.config.reward.terms.items():
-        if term.kind in REWARDS:
-            make_grader(name, term.kind, term.args)
-    if loaded.config.agent.kind in AGENTS:
-        resolve_agent(loaded.config.agent)
-    return loaded
+    evaluate(loaded)
+    return 0
 
 
 def _launch(args: argparse.Namespace) -> int:
@@ -155,10 +146,10 @@ def _launch(args: argparse.Namespace) -> int:
     from pathlib import Path
 
     from meshrl.cluster.slurm import SlurmJob, batch_file
-    from meshrl.config.load import load_sft_config
+    from meshrl.loops.inputs import load_run, load_sft
 
-    load = partial(load_sft_config, args.config) if args.run == "sft" else partial(_load_run, args.config)
-    load = partial(load, purpose=args.run) if args.run != "sft" else load
+    is_sft = args.run == "sft"
+    load = partial(load_sft, args.config) if is_sft else partial(load_run, args.config, purpose=args.run)
     job = SlurmJob(
         command=args.run,
         nodes=args.nodes,
@@ -225,8 +216,3 @@ def _explain(loaded: Loaded[RunConfig] | Loaded[SftRunConfig]) -> int:
 
     print(explain(loaded), end="")
     return 0
-
-
-def _show_notices(loaded: Loaded[RunConfig] | Loaded[SftRunConfig]) -> None:
-    for notice in loaded.notices:
-        print(f"note: {notice}", file=sys.stderr)

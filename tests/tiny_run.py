@@ -46,8 +46,7 @@ def train(config: Path, name: str, *overrides: str) -> Path:
     from meshrl.loops import run
 
     loaded = load_run_config(config, [*overrides, f"run.name={name}"])
-    assert run.train(loaded) == 0
-    return Path(loaded.config.run.folder) / name
+    return run.train(loaded)
 
 
 def steps_of(folder: Path, without_units: Sequence[str] = ("s", "tokens/s", "GB/s", "bytes")) -> list[dict[str, float]]:

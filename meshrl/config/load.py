@@ -114,10 +114,10 @@ def _load(
     for layer in [*layers, *(reader.override(text) for text in overrides)]:
         tree = merge(tree, expand(layer, keys))
     (objects,) = reader.mapping(in_memory.values, PYTHON_OBJECT)
-    replaced = [*dict(leaves(objects)), *in_memory.unused]
-    reader.problems += _given_twice(replaced, dict(leaves(tree)))
+    written = dict(leaves(tree))
+    reader.problems += _given_twice([*dict(leaves(objects)), *in_memory.unused], written)
     tree = merge(tree, objects)
-    given = dict(leaves(tree))
+    given = dict(leaves(tree)) | written
     config, wrong = _validate(model, tree, keys)
     faulty = {problem.keys[0] for problem in wrong}
     if wrong:  # with the faults set aside, the rest may still tell more in the same message

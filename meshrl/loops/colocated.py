@@ -23,7 +23,7 @@ from meshrl.loops.step import (
 
 
 async def colocated(job: Job) -> None:
-    """Run to loop.num_steps, from the step that the job stands at. Evaluates before the first step and after the last,
+    """Run until the job is over, from the step that it stands at. Evaluates before the first step and after the last,
     if there are held-out prompts."""
     cfg, task, spans = job.cfg, job.task, job.spans
     sampling = sampling_params(cfg.rollout.sampling, task.stop_token_ids)
@@ -32,7 +32,7 @@ async def colocated(job: Job) -> None:
     while True:
         await evaluate_if_due(job)
         await save_if_due(job)
-        if job.step >= cfg.loop.num_steps:
+        if job.is_over:
             return
         prompts = task.train_prompts.next(cfg.loop.prompts_per_step)
         with spans("rollout"):

@@ -54,7 +54,7 @@ async def evaluate_if_due(job: Job) -> None:
     prompts. Numbers go to the sinks under the last finished step, answers to a file. With loop.save_best the model is
     kept if it is the best so far."""
     every, done = job.cfg.loop.eval_every_steps, bool(job.evals) and job.evals[-1][0] == job.step
-    due = job.step in (0, job.cfg.loop.num_steps) or (every and job.step % every == 0)
+    due = job.step == 0 or job.is_over or (every and job.step % every == 0)
     if done or not due or not job.task.eval_prompts:
         return
     with job.spans("eval"):

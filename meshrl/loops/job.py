@@ -62,6 +62,11 @@ class Job:
     rewards: list[float] = field(default_factory=list)  # mean training reward of each step
     evals: list[tuple[int, float]] = field(default_factory=list)  # (finished steps, mean@k)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether no further step comes."""
+        return self.step >= self.cfg.loop.num_steps or self.stop.after_step
+
     def report(self, step: int, metrics: Sequence[Metric]) -> dict[str, float]:
         """Divide, once, and hand the step's numbers to every sink."""
         return report(self.sinks, step, metrics)

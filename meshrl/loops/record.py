@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -91,20 +92,21 @@ class Record:
 
 
 @contextmanager
-def recorded(loaded: Loaded[Any], kind: str, num_steps: int) -> Iterator[Record]:
+def recorded(loaded: Loaded[Any], kind: str, num_steps: int, quiet: bool = False) -> Iterator[Record]:
     """The folder of a run, as run.resume wants it, with open sinks; a run that goes on calls `go_on_from` itself, when
     nothing can refuse it any more. At the end, also of one that fails or is interrupted: result.json with the keys
     status, error and wall_s and the run's own summary, and report.html. A refused run leaves what it found.
 
-    kind: "train" or "sft". Raises: MeshrlError and CheckpointError, as choose_start; ConfigError when a sink can't be
-    opened.
+    kind: "train" or "sft". quiet: nothing is printed. Raises: MeshrlError and CheckpointError, as choose_start;
+    ConfigError when a sink can't be opened.
     """
     cfg, began = loaded.config, time.monotonic()
     folder = Path(cfg.run.folder) / run_name(loaded)
     start = choose_start(cfg.run, folder, kind, num_steps)
     folder.mkdir(parents=True, exist_ok=True)
     first_step = start.step if start else 0
-    terminal = TerminalSink(num_steps, first_step=first_step)
+    silent = open(os.devnull, "w", encoding="utf-8") if quiet else None  # noqa: SIM115, closed with the sinks
+    terminal = TerminalSink(num_steps, silent, first_step=first_step)
     status_before = status_as_it_is(folder)
     status_file = StatusFile(folder, num_steps, first_step)
 
@@ -138,6 +140,8 @@ def recorded(loaded: Loaded[Any], kind: str, num_steps: int) -> Iterator[Record]
     finally:
         for sink in record.sinks:
             sink.close(failed=status != "done")
+        if silent is not None:
+            silent.close()
         if record.is_open:
             record.finish(status, error)
         else:

@@ -96,7 +96,7 @@ async def save_if_due(job: Job) -> None:
     wrong with the checkpoint before."""
     job.checkpoints.check()
     every = job.cfg.loop.save_every_steps
-    if job.step == 0 or not (job.step == job.cfg.loop.num_steps or (every and job.step % every == 0)):
+    if job.step == 0 or not (job.is_over or (every and job.step % every == 0)):
         return
     with job.spans("export"):
         await export_model(job)

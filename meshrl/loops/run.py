@@ -1,4 +1,5 @@
-"""What `meshrl train`, `sft` and `eval` do: make the run's folder, load the task, start the ranks, run the loop."""
+"""What `meshrl train`, `sft` and `eval` do, from the command line or from Python: make the run's folder, load the
+task, start the ranks, run the loop."""
 
 from __future__ import annotations
 
@@ -11,9 +12,10 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from meshrl.agent.loop import AGENTS, resolve_agent
+from meshrl.algo.trial import try_own_functions
 from meshrl.cluster.launch import launched
 from meshrl.cluster.torchrun import follow, is_follower
 from meshrl.config.load import Loaded
@@ -22,7 +24,7 @@ from meshrl.config.task import ClusterConfig
 from meshrl.core.device import device_notice
 from meshrl.core.errors import MeshrlError
 from meshrl.core.owned import sweep
-from meshrl.core.types import Prompt
+from meshrl.core.types import Prompt, Trajectory
 from meshrl.data.chat import load_tokenizer, stop_token_ids
 from meshrl.data.datasets import load_sft_rows
 from meshrl.data.feed import load_eval_prompts, open_feed
@@ -31,7 +33,10 @@ from meshrl.loops.checkpoints import Checkpoints
 from meshrl.loops.colocated import colocated
 from meshrl.loops.evaluate import evaluate_prompts
 from meshrl.loops.export import export_to, model_folder, read_best
+from meshrl.loops.inputs import NO_OBJECTS, Objects
 from meshrl.loops.job import Job, Task
+from meshrl.loops.on_step import StepCallback
+from meshrl.loops.own_loop import run_in_own_loop
 from meshrl.loops.record import recorded
 from meshrl.loops.restart import noticed, through_failures
 from meshrl.loops.resume import restore, save_now
@@ -48,29 +53,36 @@ from meshrl.reward.kinds import NEEDS_ANSWER
 from meshrl.reward.score import Scorer
 from meshrl.reward.self_test import NUM_ROWS, try_built_in, try_on_answers
 
-
-def train(loaded: Loaded[RunConfig]) -> int:
-    """`meshrl train`: run the configured loop to its last step. Returns the exit code."""
-    return _run(loaded.config.cluster, lambda stop: _train(stop, loaded))
+T = TypeVar("T")
 
 
-def evaluate(loaded: Loaded[RunConfig]) -> int:
-    """`meshrl eval`: answer the held-out prompts with the model of the config, train nothing."""
-    return _run(loaded.config.cluster, lambda stop: _evaluate(loaded.config))
+def train(loaded: Loaded[RunConfig], objects: Objects = NO_OBJECTS) -> Path:
+    """`meshrl train`: run the configured loop to its end. Returns the run's folder."""
+    return _run(loaded.config.cluster, lambda stop: _train(stop, loaded, objects))
 
 
-def sft(loaded: Loaded[SftRunConfig]) -> int:
-    """`meshrl sft`: supervised fine-tuning. Returns the exit code."""
-    return _run(loaded.config.cluster, lambda stop: _sft(stop, loaded))
+def evaluate(loaded: Loaded[RunConfig], objects: Objects = NO_OBJECTS) -> tuple[dict[str, float], list[Trajectory]]:
+    """`meshrl eval`: answer the held-out prompts with the model of the config, train nothing. Returns the metrics and
+    the scored answers."""
+    return _run(loaded.config.cluster, lambda stop: _evaluate(loaded.config, objects))
 
 
-def _run(cluster: ClusterConfig, main: Callable[[Stop], Coroutine[Any, Any, None]]) -> int:
+def sft(loaded: Loaded[SftRunConfig], objects: Objects = NO_OBJECTS) -> Path:
+    """`meshrl sft`: supervised fine-tuning. Returns the run's folder."""
+    return _run(loaded.config.cluster, lambda stop: _sft(stop, loaded, objects))
+
+
+def _run(cluster: ClusterConfig, main: Callable[[Stop], Coroutine[Any, Any, T]]) -> T:
     """Run to the end. Ctrl-C and SIGTERM unwind it, so that no rank outlives the run (P31). Of the processes that
     torchrun started, rank 0 does all this, and the others hold its ranks. What dead runs have left on any of their
-    machines goes first."""
+    machines goes first.
+
+    Raises: KeyboardInterrupt after Ctrl-C; SystemExit with 143 after SIGTERM, and in a process that held ranks for
+    another, with the exit code of that.
+    """
     sweep()
     if is_follower():
-        return follow()
+        raise SystemExit(follow())
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # dotted paths of the config may name a module that lies here
     if (notice := device_notice()) is not None:
@@ -78,30 +90,32 @@ def _run(cluster: ClusterConfig, main: Callable[[Stop], Coroutine[Any, Any, None
 
     stop = Stop()
 
-    async def guarded() -> None:
+    async def guarded() -> T:
         with stop.listening(), watched(cluster):
-            await main(stop)
+            return await main(stop)
 
     try:
-        asyncio.run(guarded())
+        return run_in_own_loop(guarded())
     except asyncio.CancelledError:
         if stop.signal == signal.SIGINT:
             raise KeyboardInterrupt from None
         print("meshrl: ended by SIGTERM", file=sys.stderr)
-        return 143
-    return 0
+        raise SystemExit(143) from None
 
 
-async def _train(stop: Stop, loaded: Loaded[RunConfig]) -> None:
+async def _train(stop: Stop, loaded: Loaded[RunConfig], objects: Objects) -> Path:
     cfg = loaded.config
-    with recorded(loaded, "train", cfg.loop.num_steps) as record:
+    try_own_functions(cfg.algo)
+    with recorded(loaded, "train", cfg.loop.num_steps, objects.quiet) as record:
+        if objects.on_step is not None:
+            record.sinks.append(StepCallback(objects.on_step, stop))
         record.note(f"run {record.folder}: starting {_ranks(cfg)}")
-        loading = asyncio.create_task(asyncio.to_thread(_load_task, cfg, True))
+        loading = asyncio.create_task(asyncio.to_thread(_load_task, cfg, objects, True))
         if cfg.cluster.executor == "inline":
             await loading  # Transformers' lazy imports are not safe in two threads of one process
         async with (
             # First: a reward that can't work is found before any model is loaded.
-            _grading(cfg, loading, record.note) as (scorer, tried),
+            _grading(cfg, objects, loading, record.note) as (scorer, tried),
             launched(
                 cfg.model,
                 cfg.train,
@@ -147,15 +161,16 @@ async def _train(stop: Stop, loaded: Loaded[RunConfig]) -> None:
         save_curve(record.folder / "reward.png", list(range(1, job.step + 1)), job.rewards, job.evals)
         _tell_left_out(record.note, task, cfg, told)
         record.note(f"done: {job.step} steps in {record.seconds:.0f} s; see {record.folder / 'report.html'}")
+    return record.folder
 
 
 @asynccontextmanager
 async def _grading(
-    cfg: RunConfig, loading: asyncio.Task[Task], note: Callable[[str], None]
+    cfg: RunConfig, objects: Objects, loading: asyncio.Task[Task], note: Callable[[str], None]
 ) -> AsyncIterator[tuple[Scorer, asyncio.Task[Task]]]:
     """A started Scorer, whose workers end with the block, after the self-tests of its built-in terms; and what loads,
     to be awaited once more: by then a user's reward functions have been tried on the rows."""
-    scorer, tried = Scorer(cfg.reward), None
+    scorer, tried = Scorer(cfg.reward, objects.rewards), None
     try:
         await scorer.start()
         await try_built_in(scorer, cfg.reward.terms, note)
@@ -187,13 +202,17 @@ def _first_prompts(task: Task) -> list[Prompt]:
     return prompts
 
 
-def _load_task(cfg: RunConfig, training: bool) -> Task:
+def _load_task(cfg: RunConfig, objects: Objects, training: bool) -> Task:
     """Tokenizer, prompts and agent; runs in a thread while the ranks start."""
     tokenizer, vocab_size = load_tokenizer(cfg.model.path), vocab_size_of(cfg.model.path)
-    agent = resolve_agent(cfg.agent)
+    agent = resolve_agent(cfg.agent) if objects.agent is None else objects.agent
     answer_for = [name for name, term in cfg.reward.terms.items() if term.kind in NEEDS_ANSWER]
-    feed = open_feed(cfg.data, tokenizer, cfg.run.seed, agent.tools, vocab_size, answer_for) if training else None
-    held_out, num_eval_left_out = load_eval_prompts(cfg.data, tokenizer, agent.tools, vocab_size, answer_for)
+    feed, rows, held_out_rows = None, objects.table("data.path"), objects.table("data.eval_path")
+    if training:
+        feed = open_feed(cfg.data, tokenizer, cfg.run.seed, agent.tools, vocab_size, answer_for, rows)
+    held_out, num_eval_left_out = load_eval_prompts(
+        cfg.data, tokenizer, agent.tools, vocab_size, answer_for, held_out_rows
+    )
     return Task(
         tokenizer=tokenizer,
         agent=agent,
@@ -227,36 +246,44 @@ def _max_context(cfg: RunConfig) -> int:
     return known.get("max_position_embeddings") or cfg.data.max_prompt_tokens + cfg.rollout.sampling.max_new_tokens
 
 
-async def _evaluate(cfg: RunConfig) -> None:
-    loading = asyncio.create_task(asyncio.to_thread(_load_task, cfg, False))
+async def _evaluate(cfg: RunConfig, objects: Objects) -> tuple[dict[str, float], list[Trajectory]]:
+    def note(text: str) -> None:
+        if not objects.quiet:
+            print(text, file=sys.stderr)
+
+    loading = asyncio.create_task(asyncio.to_thread(_load_task, cfg, objects, False))
     if not (await loading).eval_prompts:
         raise MeshrlError("meshrl eval needs data.eval_path; set it to a JSONL file of held-out rows")
     ranks = cfg.cluster.num_rollout_ranks or cfg.cluster.num_train_ranks
     async with (
-        _grading(cfg, loading, partial(print, file=sys.stderr)) as (scorer, tried),
+        _grading(cfg, objects, loading, note) as (scorer, tried),
         launched(cfg.model, cfg.train, cfg.rollout, cfg.cluster, num_train_ranks=0, num_rollout_ranks=ranks) as groups,
     ):
         assert groups.rollouts is not None
         await groups.rollouts.trust_loaded_weights()
         task = await tried
-        _, metrics = await evaluate_prompts(cfg, task, groups.rollouts, scorer, min_version=0)
+        trajectories, metrics = await evaluate_prompts(cfg, task, groups.rollouts, scorer, min_version=0)
     merged = merge(metrics)
     values, names = divide(merged), units(merged)
-    for name, value in values.items():
+    for name, value in values.items() if not objects.quiet else ():
         print(f"{name:<28} {value:.4g} {names[name]}")
+    return values, trajectories
 
 
-async def _sft(stop: Stop, loaded: Loaded[SftRunConfig]) -> None:
+async def _sft(stop: Stop, loaded: Loaded[SftRunConfig], objects: Objects) -> Path:
     cfg = loaded.config
 
     def load() -> tuple[SftSource, int]:
         path = cfg.model.path
         tokenizer = load_tokenizer(path)
         stops = stop_token_ids(tokenizer, path)
-        rows, left_out = load_sft_rows(cfg.sft.path, cfg.sft, tokenizer, stops, vocab_size_of(path))
+        table = objects.table("sft.path") or cfg.sft.path
+        rows, left_out = load_sft_rows(table, cfg.sft, tokenizer, stops, vocab_size_of(path))
         return SftSource(rows, cfg.run.seed, cfg.sft.shuffle), left_out
 
-    with recorded(loaded, "sft", cfg.sft.num_steps) as record:
+    with recorded(loaded, "sft", cfg.sft.num_steps, objects.quiet) as record:
+        if objects.on_step is not None:
+            record.sinks.append(StepCallback(objects.on_step, stop))
         loading = asyncio.create_task(asyncio.to_thread(load))
         if cfg.cluster.executor == "inline":
             await loading  # as for `train`
@@ -280,10 +307,11 @@ async def _sft(stop: Stop, loaded: Loaded[SftRunConfig]) -> None:
             except asyncio.CancelledError:
                 await save_at_the_end(stop, checkpoints, len(job.losses), job.save, record.note)
                 raise
-            path = model_folder(record.folder, cfg.sft.num_steps)
+            path = model_folder(record.folder, len(job.losses))
             await export_to(groups.trainer, path, cfg.model.path)
             record.summary = lambda: {"steps": len(job.losses), "loss_curve": job.losses, "model": str(path)}
         record.note(f"wrote {path}; see {record.folder / 'report.html'}")
+    return record.folder
 
 
 def _ranks(cfg: RunConfig) -> str:

@@ -82,6 +82,9 @@ async def sft(job: SftJob) -> None:
             job.losses.append(job.report(step, metrics)["loss/nll"])
             job.cursor = job.source.state()
         job.checkpoints.check()
-        if step + 1 == cfg.sft.num_steps or (every and (step + 1) % every == 0):
+        is_over = step + 1 == cfg.sft.num_steps or job.stop.after_step
+        if is_over or (every and (step + 1) % every == 0):
             with spans("save"):
                 await job.save()
+        if is_over:
+            return

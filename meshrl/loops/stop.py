@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -26,11 +27,15 @@ class Stop:
     Ctrl-C waits for an update for PATIENCE_S at most, if there is a checkpoint to fall back on (can_fall_back);
     SIGTERM comes from schedulers that know how long they wait. torn: the trainer is not, and will not be, as a finished
     step left it, so there is nothing to save.
+
+    after_step: the run ends with the step that is under way as if it were the last one of its config, with evaluation,
+    model and checkpoint. A caller's on_step asks for that.
     """
 
     def __init__(self) -> None:
         self.signal: int | None = None
         self.torn = False
+        self.after_step = False
         self.can_fall_back: Callable[[], bool] = lambda: False
         self._task: asyncio.Task[Any] | None = None
         self._updates: list[Callable[[], bool]] = []  # whether the weights have moved, of each update under way
@@ -91,7 +96,8 @@ class Stop:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Hear SIGINT and SIGTERM for the running task, and from the main thread. A second Ctrl-C does not wait."""
+        """Hear SIGINT and SIGTERM for the running task. A second Ctrl-C does not wait. Signals reach the main thread
+        alone: a run in another one hears none."""
         self._task, loop = asyncio.current_task(), asyncio.get_running_loop()
         first: list[int] = []
 
@@ -103,7 +109,8 @@ class Stop:
             elif number == signal.SIGINT:
                 raise KeyboardInterrupt
 
-        before = {number: signal.signal(number, heard) for number in (signal.SIGINT, signal.SIGTERM)}
+        numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+        before = {number: signal.signal(number, heard) for number in numbers}
         try:
             yield
         finally:

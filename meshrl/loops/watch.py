@@ -28,8 +28,12 @@ def watched(cluster: ClusterConfig) -> Iterator[None]:
     """End the run when one call holds up the running event loop for longer than the phase may take.
 
     A thread looks on, and raises DeadlineError where the main thread stands, with that place in its text. Where a call
-    outside Python can't be interrupted, it says so and ends the process; ranks and reward workers end with it.
+    outside Python can't be interrupted, it says so and ends the process; ranks and reward workers end with it. A run in
+    another thread than the main one is not watched: no signal could interrupt it.
     """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     watch, loop = _Watch(cluster), asyncio.get_running_loop()
 
     def beat() -> None:

@@ -14,6 +14,7 @@ and the `args` of its config entry. This file imports the standard library only:
 from __future__ import annotations
 
 import inspect
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -50,12 +51,14 @@ def resolve_reward(kind: str) -> RewardFn:
     return look_up(kind, REWARDS, "reward kind")
 
 
-def make_grader(term: str, kind: str, args: dict[str, Any]) -> Grader:
+def make_grader(term: str, kind: str, args: dict[str, Any], pickled: bytes | None = None) -> Grader:
     """Resolve a config entry and check that its function can be called as it will be.
+
+    pickled: the function itself, where a Python caller gave one; `kind` is then only its name.
 
     Raises: ConfigError that names the term, for an unknown kind, wrong or missing arguments.
     """
-    function = resolve_reward(kind)
+    function = resolve_reward(kind) if pickled is None else _unpickled(term, kind, pickled)
     try:
         signature = inspect.signature(function)
         parameters = signature.parameters.values()
@@ -81,6 +84,18 @@ def make_grader(term: str, kind: str, args: dict[str, Any]) -> Grader:
         raise ConfigError(f"reward.terms.{term} of kind {kind!r} with args {args}: {error}") from error
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
     return Grader(function=function, args=args, takes=takes, is_async=is_async)
+
+
+def _unpickled(term: str, kind: str, pickled: bytes) -> RewardFn:
+    try:
+        return pickle.loads(pickled)
+    except MemoryError:
+        raise  # says nothing about the function
+    except Exception as error:  # user code: what it imports may raise anything
+        raise ConfigError(
+            f"reward.terms.{term}: the function {kind} can't be loaded in a worker process: {type(error).__name__}: "
+            f"{error}; its modules are looked for in the working folder and on sys.path"
+        ) from error
 
 
 REWARDS: dict[str, RewardFn] = {

@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import IO, Any
@@ -45,14 +45,25 @@ _MAX_REPLY_BYTES = 1 << 16
 class Sandbox:
     """A pool of worker processes that grade items with the functions of `terms`: {term: (kind, args)}.
 
+    functions: those that are Python objects, by term; they are sent to the workers by value where a worker can't import
+    them, as lambdas and what a script or a notebook defines.
     timeout_s: wall-clock seconds of one grading. max_memory_bytes: address space of one worker (enforced on Linux).
     Workers look for a user's modules where this process does, then in the working folder; what they print is dropped.
+
+    Raises: ConfigError for a function that can't be sent.
     """
 
     def __init__(
-        self, terms: dict[str, tuple[str, dict[str, Any]]], *, num_workers: int, timeout_s: float, max_memory_bytes: int
+        self,
+        terms: dict[str, tuple[str, dict[str, Any]]],
+        functions: Mapping[str, Callable[..., Any]] | None = None,
+        *,
+        num_workers: int,
+        timeout_s: float,
+        max_memory_bytes: int,
     ):
-        setup = {"terms": terms, "timeout_s": timeout_s, "max_memory_bytes": max_memory_bytes}
+        pickled = {term: _pickled(term, function) for term, function in (functions or {}).items()}
+        setup = {"terms": terms, "functions": pickled, "timeout_s": timeout_s, "max_memory_bytes": max_memory_bytes}
         self._workers = [_Worker(setup) for _ in range(num_workers)]
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         for worker in self._workers:
@@ -282,6 +293,18 @@ class _Worker:
             with contextlib.suppress(ProcessLookupError, PermissionError):  # gone; macOS says it the second way
                 os.killpg(process.pid, signal.SIGKILL)
             process.communicate()  # closes its standard input and waits
+
+
+def _pickled(term: str, function: Callable[..., Any]) -> bytes:
+    import cloudpickle
+
+    try:
+        return cloudpickle.dumps(function)
+    except Exception as error:  # whatever the function refers to decides what pickling it raises
+        raise ConfigError(
+            f"reward.terms.{term}: the function can't be sent to a worker process: {type(error).__name__}: {error}. "
+            "Let it make or import within its body what it now takes from outside"
+        ) from error
 
 
 _CLOSED = "the reward workers are closed; start a new Scorer to grade more"

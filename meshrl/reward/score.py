@@ -6,7 +6,7 @@ G gradings = trajectories x terms.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from meshrl.config.task import RewardConfig
@@ -24,10 +24,12 @@ class Scorer:
     work when it costs nothing.
     """
 
-    def __init__(self, cfg: RewardConfig):
+    def __init__(self, cfg: RewardConfig, functions: Mapping[str, Callable[..., Any]] | None = None):
+        """functions: of the terms whose kind stands for a Python object. Raises: ConfigError, as Sandbox."""
         self._cfg = cfg
         self._sandbox = Sandbox(
             {name: (term.kind, dict(term.args)) for name, term in cfg.terms.items()},
+            functions or {},
             num_workers=cfg.num_workers,
             timeout_s=cfg.timeout_s,
             max_memory_bytes=cfg.max_memory_bytes,

@@ -12,7 +12,8 @@ dies instead of raising an exception: one inside of SymPy leaves caches behind t
 Frames are a length (4 bytes, big-endian) and a body: pickle towards the worker, which trusts its parent, and JSON
 back, so that no answer can run code in the parent.
 
-    parent -> worker   dict(terms={term: (kind, args)}, timeout_s, max_memory_bytes), then lists of (term, payload)
+    parent -> worker   dict(terms={term: (kind, args)}, functions={term: pickled function}, timeout_s,
+                       max_memory_bytes), then lists of (term, payload)
     worker -> parent   {"ready": [async terms], "cpu_limited": [terms]} | {"config_error": text}, then for each item of
                        a list {"item": i, "value": float} | {"item": i, "failure": [kind, message]}, with
                        "retire": true where the process should not be used again; {"died": how} at any time
@@ -126,7 +127,8 @@ def serve(link: socket.socket) -> None:
     _limit(resource.RLIMIT_AS, setup["max_memory_bytes"])
     sys.path.append(os.getcwd())
     try:
-        graders = {term: make_grader(term, kind, args) for term, (kind, args) in setup["terms"].items()}
+        functions = setup["functions"]
+        graders = {t: make_grader(t, kind, args, functions.get(t)) for t, (kind, args) in setup["terms"].items()}
     except ConfigError as error:
         _send(link, config_error=str(error))
         return

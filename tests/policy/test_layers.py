@@ -19,6 +19,7 @@ LEVELS = {
     "loops": 8,
     "tools": 9,
     "cli": 10,
+    "api": 10,
     "__main__": 11,
 }
 
@@ -42,6 +43,7 @@ HOMES: dict[str, set[str]] = {  # library -> packages or files of meshrl that ma
     "yaml": {"config"},
     "math_verify": {"reward"},
     "sympy": {"reward"},
+    "cloudpickle": {"reward"},
     "transformers": {"data", "model"},
     "huggingface_hub": {"model"},
     "jinja2": {"data"},

@@ -1,0 +1,158 @@
+"""The Python entry: `meshrl.train`, `meshrl.sft` and `meshrl.evaluate`, from a script or a notebook.
+
+Only the standard library is imported here: every process of a run imports this file with the package.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from meshrl.agent.loop import Agent
+    from meshrl.config.load import Source
+    from meshrl.core.types import Trajectory
+    from meshrl.loops.inputs import AgentFunction, OnStep
+    from meshrl.monitor.sinks import MetricsLine
+
+
+def train(
+    config: Source,
+    overrides: Sequence[str] = (),
+    *,
+    rewards: Mapping[str, Callable[..., Any]] | None = None,
+    agent: Agent | AgentFunction | None = None,
+    data: Iterable[dict[str, Any]] | None = None,
+    eval_data: Iterable[dict[str, Any]] | None = None,
+    on_step: OnStep | None = None,
+    quiet: bool = False,
+) -> Run:
+    """Reinforcement learning, as `meshrl train` does it: the same checks, folder, report and resume.
+
+    config: the path of a YAML file, a dict of its sections, or a RunConfig; `base` in a dict names a file to start
+    from. overrides: as on the command line, such as "train.optimizer.lr=1e-6".
+    rewards: functions of (completion, answer) by the name of their term. They run in worker processes that can be
+    killed, so what they change is not seen here. Weight and args of a term stand in the config.
+    agent: an object with the method `run` and the list `tools`, or an async function as that method.
+    data, eval_data: rows in place of data.path and data.eval_path.
+    on_step: called as on_step(step, metrics) after each step; False ends the run after this step, with the
+    evaluation, model and checkpoint that its last step would have.
+    quiet: nothing is printed.
+
+    Raises: ConfigError and the other errors of meshrl.core.errors; KeyboardInterrupt after Ctrl-C, with a checkpoint
+    saved; what on_step raises. SystemExit after SIGTERM, and under torchrun at the end in all processes but rank 0's.
+    """
+    from meshrl.loops.inputs import load_run, objects_of, show_notices
+
+    rows = {"data.path": data, "data.eval_path": eval_data}
+    objects = objects_of(rewards, agent, rows, on_step, quiet)
+    loaded = load_run(config, overrides, "train", objects)
+    if not quiet:
+        show_notices(loaded)
+    from meshrl.loops import run
+
+    return Run(run.train(loaded, objects))
+
+
+def sft(
+    config: Source,
+    overrides: Sequence[str] = (),
+    *,
+    data: Iterable[dict[str, Any]] | None = None,
+    on_step: OnStep | None = None,
+    quiet: bool = False,
+) -> Run:
+    """Supervised fine-tuning, as `meshrl sft` does it. data: rows in place of sft.path. The rest is as in `train`."""
+    from meshrl.loops.inputs import load_sft, objects_of, show_notices
+
+    objects = objects_of(rows={"sft.path": data}, on_step=on_step, quiet=quiet)
+    loaded = load_sft(config, overrides, objects)
+    if not quiet:
+        show_notices(loaded)
+    from meshrl.loops import run
+
+    return Run(run.sft(loaded, objects))
+
+
+def evaluate(
+    config: Source,
+    overrides: Sequence[str] = (),
+    *,
+    model: str | Path | None = None,
+    rewards: Mapping[str, Callable[..., Any]] | None = None,
+    agent: Agent | AgentFunction | None = None,
+    eval_data: Iterable[dict[str, Any]] | None = None,
+    quiet: bool = False,
+) -> Evaluation:
+    """Answer and score the held-out rows, as `meshrl eval` does it. model: in place of model.path. The rest is as in
+    `train`."""
+    from meshrl.loops.inputs import load_run, objects_of, show_notices
+
+    objects = objects_of(rewards, agent, {"data.eval_path": eval_data}, quiet=quiet)
+    replaced = [f"model.path={json.dumps(str(model))}"] if model is not None else []
+    loaded = load_run(config, [*overrides, *replaced], "eval", objects)
+    if not quiet:
+        show_notices(loaded)
+    from meshrl.loops import run
+
+    return Evaluation(*run.evaluate(loaded, objects))
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """metrics: such as eval/mean_at_k. trajectories: every answer, with its rewards."""
+
+    metrics: dict[str, float]
+    trajectories: list[Trajectory]
+
+
+class Run:
+    """A run that has ended, read from its folder. `Run("runs/NAME")` opens an earlier one, an interrupted one too."""
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder).resolve()
+
+    @cached_property
+    def lines(self) -> list[MetricsLine]:
+        """metrics.jsonl: a line for each step, with its number from 0, time and metrics; and one for each evaluation,
+        under the number of the step before it."""
+        from meshrl.monitor.sinks import read_metrics
+
+        return read_metrics(self.folder / "metrics.jsonl")[0]
+
+    @cached_property
+    def metrics(self) -> dict[str, list[float]]:
+        """All values of each metric, in order, as metrics["reward/mean"]."""
+        found: dict[str, list[float]] = {}
+        for line in self.lines:
+            for name, value in line.metrics.items():
+                found.setdefault(name, []).append(value)
+        return found
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        """result.json: status (done, interrupted or failed), steps, curves, and the best evaluation."""
+        from meshrl.monitor.jsonl import read_object
+
+        return read_object(self.folder / "result.json")
+
+    @property
+    def model(self) -> Path | None:
+        """The folder of the newest model, for from_pretrained; None when none was written."""
+        model = self.summary.get("model")
+        return None if model is None else self.folder.joinpath(*Path(model).parts[-3:])  # checkpoints/step_N/model
+
+    def trajectories(self, step: int = -1) -> list[Trajectory]:
+        """The scored answers of a step, counted from 0, or from the last one as -1. None are kept of an SFT run.
+
+        Raises: IndexError when the run has no such step.
+        """
+        from meshrl.monitor.rollout_log import read_rollouts
+
+        paths = sorted((self.folder / "rollouts").glob("step_*.jsonl"))
+        return [logged.trajectory for logged in read_rollouts(paths[step])]

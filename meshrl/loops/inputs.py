@@ -1,0 +1,151 @@
+"""What a run is given: a checked config and, by a Python caller, objects in place of what a config names. No torch."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from meshrl.agent.loop import AGENTS, Agent, AgentContext, resolve_agent
+from meshrl.config.load import InMemory, Loaded, Source, load_run_config, load_sft_config
+from meshrl.config.run import RunConfig, SftRunConfig
+from meshrl.core.errors import ConfigError
+from meshrl.core.types import Generate, Prompt, Trajectory
+from meshrl.data.tables import RowTable
+from meshrl.reward.kinds import NEEDS_ANSWER, REWARDS, make_grader
+
+OnStep = Callable[[int, dict[str, float]], Any]
+"""Called after each step with its number, from 0, and its metrics. False ends the run after this step."""
+AgentFunction = Callable[[Prompt, int, Generate, AgentContext], Awaitable[Trajectory]]
+ROWS = {"data.path": "data", "data.eval_path": "eval_data", "sft.path": "data"}  # key -> the argument for its rows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Objects:
+    """rewards: reward functions by the name of their term. rows: by the key of ROWS that they replace. quiet: the run
+    prints nothing."""
+
+    rewards: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    agent: Agent | None = None
+    rows: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    on_step: OnStep | None = None
+    quiet: bool = False
+
+    def table(self, key: str) -> RowTable | None:
+        """The rows in memory that replace this key; None where the config names a path."""
+        return RowTable(ROWS[key], self.rows[key]) if key in self.rows else None
+
+    def in_memory(self) -> InMemory:
+        """The objects as the config shows them: functions and agents by name, rows by their number."""
+        values: dict[str, Any] = {}
+        for key, rows in self.rows.items():
+            section, _, name = key.partition(".")
+            values.setdefault(section, {})[name] = f"<{len(rows)} rows given as {ROWS[key]}>"
+        if self.rewards:
+            values["reward"] = {"terms": {term: {"kind": _name_of(f)} for term, f in self.rewards.items()}}
+        if self.agent is not None:
+            values["agent"] = {"kind": _name_of(self.agent)}
+        return InMemory(values=values, rows=self.rows, unused=() if self.agent is None else ("agent.args",))
+
+
+NO_OBJECTS = Objects()
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionAgent:
+    """An agent that is a single async function and offers no tools."""
+
+    run: AgentFunction
+    tools: list[dict[str, Any]] = field(default_factory=list)
+
+
+def objects_of(
+    rewards: Mapping[str, Callable[..., Any]] | None = None,
+    agent: Agent | AgentFunction | None = None,
+    rows: Mapping[str, Iterable[Any] | None] | None = None,
+    on_step: OnStep | None = None,
+    quiet: bool = False,
+) -> Objects:
+    """A caller's arguments, checked. rows: None for a key whose path the config names. Raises: ConfigError."""
+    for term, function in (rewards or {}).items():
+        if not callable(function):
+            raise ConfigError(
+                f"rewards[{term!r}] is {_shown(function)}; it must be a function of (completion, answer). The name of "
+                f"a reward belongs in the config, as reward.terms.{term}.kind"
+            )
+    if on_step is not None and (not callable(on_step) or inspect.iscoroutinefunction(on_step)):
+        raise ConfigError(f"on_step is {_shown(on_step)}; it must be a plain function of (step, metrics)")
+    given = {key: _as_list(ROWS[key], value) for key, value in (rows or {}).items() if value is not None}
+    return Objects(rewards=rewards or {}, agent=_as_agent(agent), rows=given, on_step=on_step, quiet=quiet)
+
+
+def load_run(
+    source: Source,
+    overrides: Sequence[str] = (),
+    purpose: Literal["train", "eval"] = "train",
+    objects: Objects = NO_OBJECTS,
+) -> Loaded[RunConfig]:
+    """The checked config; rewards and agents of our own are tried with their args, a user's when the run starts.
+
+    Raises: ConfigError that lists everything wrong at once.
+    """
+    known = {
+        "reward": {*REWARDS, *(_name_of(function) for function in objects.rewards.values())},
+        "agent": {*AGENTS, *(() if objects.agent is None else (_name_of(objects.agent),))},
+        "needs_answer": set(NEEDS_ANSWER),
+    }
+    loaded = load_run_config(source, overrides, known, purpose, objects.in_memory())
+    for name, term in loaded.config.reward.terms.items():
+        if term.kind in REWARDS:
+            make_grader(name, term.kind, term.args)
+    if loaded.config.agent.kind in AGENTS:
+        resolve_agent(loaded.config.agent)
+    return loaded
+
+
+def load_sft(source: Source, overrides: Sequence[str] = (), objects: Objects = NO_OBJECTS) -> Loaded[SftRunConfig]:
+    """The checked config of a supervised run. Raises: ConfigError, as load_run."""
+    return load_sft_config(source, overrides, objects.in_memory())
+
+
+def show_notices(loaded: Loaded[RunConfig] | Loaded[SftRunConfig]) -> None:
+    """Print the config's notices, before the run starts."""
+    for notice in loaded.notices:
+        print(f"note: {notice}", file=sys.stderr)
+
+
+def _as_list(name: str, rows: Iterable[Any]) -> list[Any]:
+    if isinstance(rows, str | os.PathLike) or not isinstance(rows, Iterable):
+        key = next(key for key, argument in ROWS.items() if argument == name)
+        raise ConfigError(
+            f"{name} is {_shown(rows)}; it must be a list of rows, each a dict {{column: value}}. A path belongs in "
+            f"the config, as {key}"
+        )
+    return list(rows)
+
+
+def _as_agent(agent: Agent | AgentFunction | None) -> Agent | None:
+    if agent is None:
+        return None
+    if inspect.iscoroutinefunction(agent):
+        return FunctionAgent(agent)
+    if isinstance(agent, type) or not hasattr(agent, "run") or not hasattr(agent, "tools"):
+        raise ConfigError(
+            f"agent is {_shown(agent)}; it must be an object with the method `run` and the list `tools` of "
+            "meshrl.agent.loop.Agent (an instance, not the class), or an async function as that method"
+        )
+    return agent
+
+
+def _name_of(thing: Any) -> str:
+    """What the config shows for an object: module and name of the function, or of the object's class."""
+    thing = thing.run if isinstance(thing, FunctionAgent) else thing
+    named = thing if hasattr(thing, "__qualname__") else type(thing)
+    return f"{named.__module__}:{named.__qualname__}"
+
+
+def _shown(value: Any) -> str:
+    return f"{type(value).__name__} {value!r:.80}"

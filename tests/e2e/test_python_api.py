@@ -1,0 +1,251 @@
+"""`meshrl.train`, `sft` and `evaluate`: the runs of the commands, from a script or a notebook."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_run
+from tiny_run import ascii_share, steps_of, write_run
+
+import meshrl
+from meshrl.agent.loop import SingleTurn, prompt_ids, start_trajectory, take_turn
+from meshrl.core.errors import ConfigError
+
+INLINE = {"cluster": {"executor": "inline"}}
+ROWS = [{"question": f"{i}+{i}", "answer": str(2 * i)} for i in range(20)]
+CHATS = [
+    {"messages": [{"role": "user", "content": f"{i}+1"}, {"role": "assistant", "content": str(i + 1)}]}
+    for i in range(10)
+]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("home")
+    write_run(folder)
+    return folder
+
+
+@pytest.fixture
+def config(home: Path) -> Callable[..., dict[str, Any]]:
+    """config(name, key=section, ...) is a config in Python, without data and rewards, of a run with this name."""
+
+    def make(name: str, **changes: dict[str, Any]) -> dict[str, Any]:
+        made = json.loads((home / "config.yaml").read_text()) | INLINE
+        made["model"]["path"] = home / "model"
+        made["data"] = {"max_prompt_tokens": 64}
+        made["run"] = {"folder": home / "runs", "name": name}
+        del made["reward"]
+        for section, keys in changes.items():
+            made[section] = made.get(section, {}) | keys
+        return made
+
+    return make
+
+
+def share(completion: str, answer: Any) -> float:
+    return ascii_share(completion, answer)
+
+
+class Mine(SingleTurn):
+    """An agent with a state of its own, which the caller can read afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+
+    async def run(self, prompt, index, generate, ctx):
+        self.asked.append(prompt.id)
+        return await super().run(prompt, index, generate, ctx)
+
+
+async def one_turn(prompt, index, generate, ctx):
+    trajectory = start_trajectory(prompt, index, ctx)
+    await take_turn(trajectory, prompt_ids(prompt, ctx.tokenizer, []), generate, ctx)
+    return trajectory
+
+
+def test_a_run_from_python_has_the_numbers_of_the_command(home, config):
+    """To the bit: with functions, an agent and rows in memory, inside a running event loop as in a notebook."""
+    command = tiny_run.train(home / "config.yaml", "command", "cluster.executor=inline")
+    agent, seen = Mine(), list[tuple[int, float]]()
+
+    async def cell() -> meshrl.Run:
+        run = meshrl.train(
+            config("python"),
+            rewards={"ascii": share},
+            agent=agent,
+            data=ROWS,
+            on_step=lambda step, metrics: seen.append((step, metrics["reward/mean"])),
+            quiet=True,
+        )
+        await asyncio.sleep(0.001)
+        return run
+
+    run = asyncio.run(cell())
+    assert steps_of(run.folder) == steps_of(command)
+    assert run.folder == home / "runs" / "python" and run.summary["status"] == "done"
+    assert [line.step for line in run.lines] == [0, 1]
+    assert seen == list(enumerate(run.metrics["reward/mean"])) == list(enumerate(run.summary["reward_curve"]))
+    last = run.trajectories()
+    assert len(last) == 16 and len(agent.asked) == 32
+    assert sum(t.reward for t in last) / 16 == pytest.approx(seen[-1][1])
+    assert {t.prompt.id for t in last} == set(agent.asked[16:]) and run.trajectories(0)[0].prompt.id == agent.asked[0]
+    assert (run.model / "config.json").is_file() and run.model.is_relative_to(run.folder)
+    assert meshrl.Run(str(run.folder)).metrics == run.metrics
+
+
+def test_quiet_prints_nothing_and_otherwise_the_lines_of_the_command_are_printed(config, capsys):
+    one_step = {"loop": {"num_steps": 1}}
+    meshrl.train(config("quiet", **one_step), rewards={"ascii": share}, agent=one_turn, data=ROWS, quiet=True)
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "")
+    meshrl.train(config("loud", **one_step), rewards={"ascii": share}, agent=one_turn, data=ROWS)
+    assert "step 1/1" in capsys.readouterr().out
+
+
+def test_false_from_on_step_ends_the_run_as_its_last_step_would(config):
+    """With evaluation, model and checkpoint; from there it goes on to the bit (P27)."""
+    arguments = {"rewards": {"ascii": share}, "data": ROWS, "eval_data": ROWS[:2], "quiet": True}
+    whole = meshrl.train(config("whole", loop={"num_steps": 3}), **arguments)
+    metrics_seen = list[dict[str, float]]()
+
+    def enough(step: int, metrics: dict[str, float]) -> bool:
+        metrics_seen.append(metrics)
+        return step < 1
+
+    run = meshrl.train(config("ended", loop={"num_steps": 3}), **arguments, on_step=enough)
+    assert run.summary["status"] == "done" and run.summary["steps"] == 2
+    assert [e["step"] for e in run.summary["evals"]] == [0, 2]
+    assert run.model == run.folder / "checkpoints" / "step_000002" / "model" and run.model.is_dir()
+    assert [m["eval/mean_at_k"] for m in metrics_seen] == [run.metrics["eval/mean_at_k"][0]] * 2
+    resumed = meshrl.train(config("ended", loop={"num_steps": 3}), ["run.resume=auto"], **arguments)
+    assert resumed.metrics["reward/mean"] == whole.metrics["reward/mean"]
+    assert resumed.metrics["train/grad_norm"] == whole.metrics["train/grad_norm"]
+
+
+def test_what_on_step_raises_ends_the_run(home, config):
+    def broken(step: int, metrics: dict[str, float]) -> None:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        meshrl.train(config("broken"), rewards={"ascii": share}, data=ROWS, on_step=broken, quiet=True)
+    summary = meshrl.Run(home / "runs" / "broken").summary
+    assert summary["status"] == "failed" and summary["error"] == "KeyError: 'mine'"
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["script", "notebook"])
+def test_ctrl_c_ends_the_run_with_a_checkpoint(home, config, nested):
+    name = f"interrupted-{nested}"
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
+
+    def press(step: int, metrics: dict[str, float]) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    async def cell() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            start()
+        await asyncio.sleep(0.001)
+
+    def start() -> None:
+        long = config(name, loop={"num_steps": 50})
+        meshrl.train(long, rewards={"ascii": share}, data=ROWS, on_step=press, quiet=True)
+
+    if nested:
+        asyncio.run(cell())
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            start()
+    run = meshrl.Run(home / "runs" / name)
+    assert run.summary["status"] == "interrupted" and run.summary["steps"] == 1 and run.model is None
+    assert (run.folder / "checkpoints" / "step_000001" / "state" / "manifest.json").is_file()
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)] == handlers
+
+
+def test_a_run_in_another_thread_needs_no_signals(config):
+    runs = list[meshrl.Run]()
+
+    def work() -> None:
+        one_step = config("thread", loop={"num_steps": 1})
+        runs.append(meshrl.train(one_step, rewards={"ascii": share}, data=ROWS, quiet=True))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert runs[0].summary["status"] == "done"
+
+
+def test_supervised_training_and_evaluation_of_what_it_made(config):
+    made = config("sft")
+    made = {key: made[key] for key in ("model", "train", "run", "cluster")}
+    made["sft"] = {"rows_per_step": 4, "num_steps": 9, "max_row_tokens": 99}
+    run = meshrl.sft(made, data=CHATS, on_step=lambda step, metrics: step < 2, quiet=True)
+    losses = run.metrics["loss/nll"]
+    assert len(losses) == 3 and losses == run.summary["loss_curve"]
+    assert run.model == run.folder / "checkpoints" / "step_000003" / "model"
+    more = meshrl.sft(made, ["run.resume=auto", "sft.num_steps=4"], data=CHATS, quiet=True)
+    assert more.metrics["loss/nll"][:3] == losses and more.model.parent.name == "step_000004"
+    evaluation = meshrl.evaluate(
+        config("unused"), model=run.model, rewards={"ascii": share}, eval_data=ROWS[:3], quiet=True
+    )
+    scores = [t.rewards["ascii"] for t in evaluation.trajectories]
+    assert len(scores) == 3 and evaluation.metrics["eval/mean_at_k"] == pytest.approx(sum(scores) / 3)
+
+
+def test_what_can_not_run_is_raised_before_anything_is_written(home, config):
+    with pytest.raises(ConfigError, match=r"loop.num_step = 3   \[config-dict\]"):
+        meshrl.train(config("never", loop={"num_step": 3}), rewards={"ascii": share}, data=ROWS)
+    with pytest.raises(ConfigError, match="agent is type"):
+        meshrl.train(config("never"), rewards={"ascii": share}, data=ROWS, agent=Mine)
+    with pytest.raises(ConfigError, match=r"data\.path"):
+        meshrl.train(config("never"), rewards={"ascii": share})
+    assert not (home / "runs" / "never").exists()
+
+
+def test_a_script_needs_no_guard_around_its_main_part(home, tmp_path):
+    """Ranks do not import the script again, and its function grades in workers that can't import it."""
+    script = tmp_path / "mine.py"
+    script.write_text(
+        f"""
+import json, meshrl
+config = json.load(open({str(home / "config.yaml")!r}))
+config["model"]["path"] = {str(home / "model")!r}
+config["data"] = {{"max_prompt_tokens": 64}}
+config["run"] = {{"folder": "runs", "name": "script"}}
+config["cluster"] = {{"num_train_ranks": 2}}
+config["loop"]["num_steps"] = 1
+del config["reward"]
+BONUS = 1.5
+
+def graded(completion, answer):
+    return BONUS + len(completion)
+
+rows = [{{"question": str(i), "answer": str(i)}} for i in range(8)]
+run = meshrl.train(config, rewards={{"graded": graded}}, data=rows, quiet=True)
+print("ended", run.metrics["reward/mean"], run.trajectories()[0].rewards)
+"""
+    )
+    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("ended [") and done.stdout.count("ended") == 1
+
+
+def test_the_names_of_the_package_survive_the_import_of_its_subpackages():
+    """meshrl.train is a function, and meshrl/train/ a package that every run imports."""
+    code = (
+        "import meshrl\nimport meshrl.train.plan\nfrom meshrl.train.plan import Plan\n"
+        "import pickle\nassert pickle.loads(pickle.dumps(Plan)) is Plan\n"
+        "assert callable(meshrl.train) and callable(meshrl.sft) and callable(meshrl.evaluate)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

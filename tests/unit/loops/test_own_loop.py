@@ -1,0 +1,73 @@
+"""A run has an event loop of its own, wherever it is started from."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from meshrl.config.task import ClusterConfig
+from meshrl.loops.own_loop import run_in_own_loop
+from meshrl.loops.stop import Stop
+from meshrl.loops.watch import watched
+
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+async def work() -> tuple[asyncio.AbstractEventLoop, threading.Thread, str]:
+    """Waits, starts tasks and threads as a run does."""
+    await asyncio.gather(asyncio.sleep(0.01), asyncio.create_task(asyncio.sleep(0)))
+    name = await asyncio.to_thread(lambda: threading.current_thread().name)
+    return asyncio.get_running_loop(), threading.current_thread(), name
+
+
+def test_without_a_running_loop_it_is_one_of_its_own():
+    loop, thread, _ = run_in_own_loop(work())
+    assert loop.is_closed() and thread is threading.current_thread()
+
+
+def test_inside_a_running_loop_it_is_another_one_in_the_same_thread():
+    """As in a notebook, whose cells run inside the kernel's loop. That goes on afterwards with its tasks and timers."""
+
+    async def notebook() -> None:
+        outer, task, ticks = asyncio.get_running_loop(), asyncio.current_task(), list[int]()
+        other = asyncio.create_task(asyncio.sleep(0.01, "other"))
+        outer.call_later(0.001, ticks.append, 1)
+        loop, thread, _ = run_in_own_loop(work())
+        assert loop is not outer and loop.is_closed() and thread is threading.current_thread()
+        assert asyncio.get_running_loop() is outer and asyncio.current_task() is task
+        assert ticks == []  # the notebook's own loop stands still meanwhile
+        assert await other == "other" and ticks == [1]
+        assert asyncio.get_event_loop_policy().get_event_loop() is outer
+
+    asyncio.run(notebook())
+
+
+def test_what_it_raises_leaves_the_outer_loop_as_it_was():
+    async def fails() -> None:
+        await asyncio.sleep(0)
+        raise KeyError("inner")
+
+    async def notebook() -> None:
+        with pytest.raises(KeyError, match="inner"):
+            run_in_own_loop(fails())
+        await asyncio.sleep(0.001)
+        run_in_own_loop(work())
+
+    asyncio.run(notebook())
+
+
+def test_in_another_thread_no_signal_is_touched():
+    """Python refuses signal handlers there."""
+    before = [signal.getsignal(number) for number in HANDLED]
+
+    async def main() -> list[object]:
+        with Stop().listening(), watched(ClusterConfig()):
+            return [signal.getsignal(number) for number in HANDLED]
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(run_in_own_loop, main()).result() == before
+    assert asyncio.run(main()) != before

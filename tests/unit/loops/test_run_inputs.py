@@ -1,0 +1,86 @@
+"""Objects that a Python caller gives to a run: how the config shows them, and what is refused before it starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tiny_run import ascii_share
+
+from meshrl.agent.loop import SingleTurn
+from meshrl.config.explain import to_yaml
+from meshrl.core.errors import ConfigError
+from meshrl.loops.inputs import FunctionAgent, load_run, objects_of
+
+ROWS = [{"question": "1+1", "answer": "2"}, {"question": "2+2", "answer": "4"}]
+BASE = {"model": {"path": "organisation/name"}, "loop": {"num_steps": 2, "prompts_per_step": 2}}
+
+
+class Mine(SingleTurn):
+    pass
+
+
+async def answer(prompt, index, generate, ctx):
+    raise NotImplementedError
+
+
+def test_the_config_shows_objects_by_name_and_rows_by_number():
+    rewards = {"share": ascii_share, "short": lambda completion, answer: 1.0}
+    objects = objects_of(rewards, Mine(), {"data.path": iter(ROWS), "data.eval_path": ROWS[:1]})
+    config = BASE | {"reward": {"terms": {"share": {"weight": 0.5}}}}
+    loaded = load_run(config, ["loop.eval_samples=2"], objects=objects)
+    terms = loaded.config.reward.terms
+    assert {name: (term.kind, term.weight) for name, term in terms.items()} == {
+        "share": ("tiny_run:ascii_share", 0.5),
+        "short": (f"{__name__}:test_the_config_shows_objects_by_name_and_rows_by_number.<locals>.<lambda>", 1.0),
+    }
+    assert loaded.config.agent.kind == f"{__name__}:Mine"
+    assert (loaded.config.data.path, loaded.config.data.eval_path) == (
+        "<2 rows given as data>",
+        "<1 rows given as eval_data>",
+    )
+    assert "# Python object" in to_yaml(loaded)
+
+
+def test_an_async_function_is_an_agent_without_tools():
+    agent = objects_of(agent=answer).agent
+    assert isinstance(agent, FunctionAgent) and agent.run is answer and agent.tools == []
+    loaded = load_run(BASE, objects=objects_of(agent=answer, rows={"data.path": ROWS}))
+    assert loaded.config.agent.kind == f"{__name__}:answer"
+
+
+async def on_step_async(step, metrics):
+    return None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"rewards": {"a": "math_answer"}}, r"rewards\['a'\] is str 'math_answer'; it must be a function"),
+        ({"agent": Mine}, "agent is type .*an instance, not the class"),
+        ({"agent": lambda prompt: None}, "agent is function .*or an async function"),
+        ({"rows": {"data.path": "train.jsonl"}}, "data is str 'train.jsonl'.*belongs in the config, as data.path"),
+        ({"rows": {"data.eval_path": Path("a.jsonl")}}, "eval_data is .*Path.*in the config, as data.eval_path"),
+        ({"rows": {"data.path": 3}}, "data is int 3; it must be a list of rows"),
+        ({"on_step": on_step_async}, "on_step is function .*plain function of"),
+        ({"on_step": 3}, "on_step is int 3"),
+    ],
+)
+def test_arguments_that_are_no_such_objects_are_refused(arguments, told):
+    with pytest.raises(ConfigError, match=told):
+        objects_of(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"reward": {"terms": {"a": {"kind": "math_answer"}}}}, r"reward\.terms\.a\.kind = math_answer"),
+        ({"agent": {"args": {"max_turns": 3}}}, r"agent\.args\.max_turns = 3"),
+        ({"data": {"path": "train.jsonl"}}, r"data\.path = train.jsonl"),
+    ],
+)
+def test_a_key_of_the_config_beside_the_object_for_it_is_refused(config, told):
+    objects = objects_of({"a": ascii_share}, Mine(), {"data.path": ROWS})
+    load_run(BASE, objects=objects)
+    with pytest.raises(ConfigError, match=rf"{told}   \[config-dict\]\s+would have no effect: a Python object"):
+        load_run(BASE | config, objects=objects)
