@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
+from tokenizers.models import BPE, WordLevel
 from tokenizers.processors import TemplateProcessing
 
 SPECIALS = ("<|bos|>", "<|im_start|>", "<|im_end|>", "<|endoftext|>")
@@ -25,6 +25,13 @@ FORGETFUL = (
     "{% if m.role == 'assistant' and not loop.last and '</think>' in m.content %}{{ m.content.split('</think>')[1] }}"
     "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Writes an empty thinking block where thinking is switched off, as Qwen3 does.
+THINKING = (
+    "{% set block = '' if enable_thinking | default(true) else '<think></think>' %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ block if m.role == 'assistant' else '' }}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{{ block }}{% endif %}"
 )
 
 
@@ -47,3 +54,25 @@ def tiny_tokenizer(template: str | None = CHATML, eos: str = "<|im_end|>", pad: 
     )
     tokenizer.chat_template = template
     return tokenizer
+
+
+def numbered_tokenizer(num_ids: int) -> Any:
+    """Id 7 is the text "<7>", and so on: a text names its ids, and most tokens have several characters."""
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(WordLevel({f"<{i}>": i for i in range(num_ids)}, unk_token="<0>"))
+    core.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=core)
+
+
+def sentencepiece_tokenizer() -> Any:
+    """As Llama 2's: a space is part of the word after it and dropped at the start of a text, and what the vocabulary
+    lacks, also a newline, comes byte by byte."""
+    from transformers import PreTrainedTokenizerFast
+
+    pieces = [*(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "▁a", "b", "ab", "▁the", "▁▁"]
+    core = Tokenizer(BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], byte_fallback=True))
+    core.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=core)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from meshrl.config.chat_template import is_template_text, require_read, template_text, variables_read_by
 from meshrl.config.data_files import Kind, Look, kind_of, look, look_at_rows
 from meshrl.config.places import DOTTED_PATH, can_be_imported, find
 from meshrl.config.run import RunConfig, SftRunConfig
@@ -51,6 +52,7 @@ def data_problems(case: Case, config: RunConfig) -> Iterator[Problem]:
     yield from _subsets(data, kinds)
     yield from _maps(data)
     yield from _answers(case, config)
+    yield from _chat_template(case, "data", data.chat_template, data.chat_template_kwargs)
     if data.streaming and data.shuffle and data.shuffle_buffer_rows < config.loop.prompts_per_step:
         yield Problem(
             ("data.shuffle_buffer_rows", "loop.prompts_per_step"),
@@ -60,10 +62,38 @@ def data_problems(case: Case, config: RunConfig) -> Iterator[Problem]:
 
 
 def sft_problems(case: Case, config: SftRunConfig) -> Iterator[Problem]:
-    """What is wrong with sft.path."""
+    """What is wrong with sft.*."""
     columns: dict[str, str | None] = {"sft.messages": config.sft.messages}
     table = _Table(path="sft.path", split_key=None, split=None, format="auto", columns=columns)
     yield from _table_problems(case, table, {})
+    yield from _chat_template(case, "sft", config.sft.chat_template, config.sft.chat_template_kwargs)
+
+
+WRITTEN_BY_MESHRL = ("messages", "tools", "add_generation_prompt")  # variables of a chat template
+
+
+def _chat_template(case: Case, section: str, given: str | None, variables: dict[str, Any]) -> Iterator[Problem]:
+    """Of a template that the config gives: its file and its Jinja. The tokenizer's own is looked at when it loads."""
+    key = f"{section}.chat_template"
+    for name in WRITTEN_BY_MESHRL:
+        if name in variables:
+            yield Problem((f"{key}_kwargs.{name}",), "is set by meshrl in each rendering. Leave it out.")
+    if given is None:
+        return
+    path, places = (None, []) if is_template_text(given) else find(case.given[key], case.folder)
+    if places and path is None:
+        looked = " and ".join(str(place) for place in places)
+        yield Problem((key,), f"no such file; looked for {looked}. A template's own text has {{{{ or {{% in it.")
+        return
+    try:
+        reads = variables_read_by(template_text(path or given))
+    except DataError as e:
+        yield Problem((key,), f"{path or 'the template'} {e}.")
+        return
+    try:
+        require_read([name for name in variables if name not in WRITTEN_BY_MESHRL], reads)
+    except DataError as e:
+        yield Problem((f"{key}_kwargs", key), f"{e}.")
 
 
 def unused_data_keys(data: DataConfig) -> dict[str, str]:

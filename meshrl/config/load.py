@@ -39,7 +39,10 @@ from meshrl.core.files import is_there
 DEFAULT = "default"
 Source = str | Path | Mapping[str, Any] | RunConfig | SftRunConfig  # what a config may be given as
 C = TypeVar("C", bound=RunConfig | SftRunConfig)
-PATH_KEYS = ("model.path", "data.path", "data.eval_path", "sft.path", "run.resume")
+PATH_KEYS = (
+    *("model.path", "data.path", "data.eval_path", "data.chat_template", "sft.path", "sft.chat_template"),
+    "run.resume",
+)
 MAX_SHOWN = 50  # wrong keys looked into at once; each is compared with all known ones
 NO_PATHS = ("auto", "never")  # words that run.resume takes in place of a path; a folder of that name is none
 

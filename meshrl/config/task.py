@@ -38,6 +38,14 @@ class DataConfig(Slice):
         "add answer, env and meta",
     )
     system: str | None = field(None, "system message put before each question")
+    chat_template: str | None = field(
+        None,
+        "Jinja chat template in place of the tokenizer's own, as a file or as the text itself; exported models have it "
+        "too; null = the tokenizer's",
+    )
+    chat_template_kwargs: dict[str, Any] = field(
+        {}, "variables that the chat template gets in every rendering, as enable_thinking: false"
+    )
     max_prompt_tokens: int = field(1024, "longer prompts are left out, and counted", ge=1)
     shuffle: bool = field(True, "a new order in each pass, by run.seed")
     streaming: bool = field(
@@ -150,6 +158,8 @@ class RunSection(Slice):
 class SftConfig(Slice):
     path: str = field(..., "JSONL file; each row has a `messages` list whose assistant turns are trained")
     messages: str = field("messages", "column with the chat messages")
+    chat_template: str | None = field(None, "as data.chat_template")
+    chat_template_kwargs: dict[str, Any] = field({}, "as data.chat_template_kwargs")
     rows_per_step: int = field(64, "rows in one optimizer step", ge=1)
     num_steps: int = field(..., "optimizer steps", ge=1)
     save_every_steps: int = field(0, "steps between checkpoints; 0 = only at the end and when interrupted", ge=0)

@@ -7,25 +7,52 @@ writes its own BOS, so there is never a second one (P21). Transformers is import
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from meshrl.config.chat_template import require_read, template_text, variables_read_by
 from meshrl.core.errors import DataError
 from meshrl.core.files import Unreadable, is_there, read_json, read_text, size_of
 from meshrl.data.time_limit import TooLongError, time_limit
 
 Message = dict[str, Any]
 TEMPLATE_LIMIT_S = 10.0  # of one rendering, which takes milliseconds; a template can loop for years
+_VARIABLES = "chat_template_kwargs"  # in init_kwargs, where Transformers keeps what a tokenizer was made with
+_CONTENT = "stand-in answer"  # of an assistant message that shows where the template ends one; in no template itself
 
 
-def load_tokenizer(path: str | Path) -> Any:
+def load_tokenizer(
+    path: str | Path, chat_template: str | None = None, chat_template_kwargs: Mapping[str, Any] | None = None
+) -> Any:
     """The tokenizer of a model folder (a hub id works where the hub, or its cache, is reachable).
 
-    Raises: DataError when the path holds no tokenizer that Transformers can load without running foreign code.
+    chat_template: replaces the tokenizer's own; the text, or the path of a file. chat_template_kwargs: variables that
+    the template gets in every rendering. Both stay with the tokenizer, so that prompts, the continuations of turns and
+    SFT rows are rendered alike.
+
+    Raises: DataError when the path holds no tokenizer that Transformers can load without running foreign code, and for
+    a template or variables that can't be used.
     """
+    tokenizer = _load(path)
+    try:
+        if chat_template is not None:
+            tokenizer.chat_template = template_text(chat_template)
+        own = tokenizer.chat_template or {}
+        named = own if isinstance(own, dict) else {"default": own}
+        checked = named.values() if chat_template is not None or chat_template_kwargs else ()
+        reads = {name for text in checked for name in variables_read_by(text)}
+    except DataError as cause:
+        raise DataError(f"the chat template for {str(path)!r} ({(chat_template or 'its own'):.80}) {cause}") from cause
+    require_read(chat_template_kwargs or (), reads)
+    tokenizer.init_kwargs[_VARIABLES] = dict(chat_template_kwargs or {})
+    return tokenizer
+
+
+def _load(path: str | Path) -> Any:
     from transformers import AutoTokenizer
 
     folder = Path(path)
@@ -107,7 +134,8 @@ def _apply_template(
     if not tokenizer.chat_template:
         raise DataError(
             f"the tokenizer {tokenizer.name_or_path!r} has no chat template, so messages can't become tokens. "
-            "Put a chat_template.jinja beside its tokenizer.json (base models often ship without one)."
+            "Put a chat_template.jinja beside its tokenizer.json (base models often ship without one), or name one in "
+            "data.chat_template (sft.chat_template)."
         )
     if not messages:
         raise DataError("no messages to render: a conversation needs at least one message")
@@ -119,6 +147,7 @@ def _apply_template(
                 add_generation_prompt=add_generation_prompt,
                 tokenize=tokenize,
                 return_dict=False,
+                **tokenizer.init_kwargs.get(_VARIABLES, {}),
             )
     except TooLongError as cause:
         raise DataError(
@@ -143,11 +172,13 @@ def _line_of(error: BaseException) -> str:
 def stop_token_ids(
     tokenizer: Any, generation_config: str | Path | None = None, extra: Iterable[int] = ()
 ) -> tuple[int, ...]:
-    """Every id that ends a turn, sorted: the tokenizer's EOS, those of generation_config.json, and `extra`.
+    """Every id that ends a turn, sorted: the tokenizer's EOS, those of generation_config.json, the token with which the
+    chat template ends an assistant's turn, and `extra`.
 
-    Models differ in where they say it: Qwen2.5's tokenizer names <|im_end|> and its generation config <|endoftext|>
-    too. generation_config: the file, or the model folder that may hold it. Empty when nobody names one: such a model
-    only ever stops at its length limit.
+    Models differ in where they name it: Qwen2.5's tokenizer names <|im_end|> and its generation config <|endoftext|>
+    too; a base model's EOS is often not the token that its chat template ends a turn with. generation_config: the file,
+    or the model folder that may hold it. Empty when none of them names one: such a model only ever stops at its length
+    limit.
 
     Raises: DataError when the file is there but is not JSON, or names something that is no token id.
     """
@@ -159,7 +190,37 @@ def stop_token_ids(
         path = path / "generation_config.json" if path.is_dir() else path
         if is_there(path):
             found.update(_eos_of_generation_config(path))
-    return tuple(sorted(found))
+    return tuple(sorted(found | _end_of_turn(tokenizer)))
+
+
+def _end_of_turn(tokenizer: Any) -> set[int]:
+    """The token of its own (no piece of text) that the chat template writes after an assistant's words; empty where it
+    writes none, or refuses the stand-in conversation."""
+    if not tokenizer.chat_template:
+        return set()
+    try:
+        ids = render(tokenizer, _stand_in(), add_generation_prompt=False)
+        rest = ids[_content_end(tokenizer, ids) :].tolist()
+    except DataError:  # the data's own messages may still be taken
+        return set()
+    added = tokenizer.added_tokens_decoder
+    ends = (token for token in rest if token in added or tokenizer.decode([token]).strip())
+    return {token for token in [next(ends, None)] if token in added}
+
+
+def _stand_in() -> list[Message]:
+    return [{"role": "user", "content": "x"}, {"role": "assistant", "content": _CONTENT}]
+
+
+def _content_end(tokenizer: Any, ids: np.ndarray) -> int:
+    """The place just after the stand-in answer's own words. Raises: DataError when the template does not write them."""
+    end = bisect_left(range(len(ids) + 1), True, key=lambda count: _CONTENT in tokenizer.decode(ids[:count].tolist()))
+    if end > len(ids):
+        raise DataError(
+            f"the chat template does not write what an assistant message says: of {_CONTENT!r} it makes "
+            f"{tokenizer.decode(ids.tolist())[-80:]!r}. Give one that does in data.chat_template."
+        )
+    return end
 
 
 def _eos_of_generation_config(path: Path) -> list[int]:
@@ -220,20 +281,25 @@ def sft_row(
 
 
 def continuation_ids(
-    tokenizer: Any, messages: Sequence[Message], stop_ids: Iterable[int], tools: list[dict] | None = None
+    tokenizer: Any,
+    messages: Sequence[Message],
+    stop_ids: Iterable[int],
+    tools: list[dict] | None = None,
+    ended_by_id: bool = True,
 ) -> np.ndarray:
     """What follows a sampled answer: the template's tokens from just after the answer's stop token, through these
     messages, to the next generation prompt. int32[C]. Nothing that was sampled is encoded again (P20).
 
     They are cut from a stand-in conversation, so they hold for every history that the template leaves as it stood.
 
+    ended_by_id: whether the answer ends with one of stop_ids. An answer that a stop string ended does not: the
+    template's own end of the turn then comes first, as context that is not trained.
+
     Raises: DataError when the template ends an assistant turn with none of stop_ids.
     """
-    stand_in = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
-    head = render(tokenizer, stand_in[:1], tools=tools)
-    full = render(tokenizer, [*stand_in, *messages], tools=tools)
-    _require_prefix(tokenizer, head, full, "an assistant message does not begin with the generation prompt")
-    return full[_turn_end(tokenizer, full, len(head), frozenset(stop_ids)) :]
+    full = render(tokenizer, [*_stand_in(), *messages], tools=tools)
+    start = _content_end(tokenizer, full)
+    return full[_turn_end(tokenizer, full, start, frozenset(stop_ids)) :] if ended_by_id else full[start:]
 
 
 def _turn_end(tokenizer: Any, ids: np.ndarray, start: int, stops: frozenset[int]) -> int:

@@ -38,14 +38,17 @@ async def export_model(job: Job) -> Path:
     """The policy as it is after `job.step` steps, in the compute dtype, with its tokenizer; written once a step."""
     path = model_folder(job.folder, job.step)
     if job.exported_step != job.step:
-        await export_to(job.trainer, path, job.cfg.model.path)
+        await export_to(job.trainer, path, job.cfg.model.path, given_template(job))
         job.exported_step = job.step
         job.note(f"wrote {path}")
     return path
 
 
-async def export_to(trainer: TrainGroup, path: Path, tokenizer_from: str) -> None:
-    """Write aside, then rename: a folder of this name is always whole. Raises: CheckpointError for want of room."""
+async def export_to(trainer: TrainGroup, path: Path, tokenizer_from: str, chat_template: str | None = None) -> None:
+    """Write aside, then rename: a folder of this name is always whole. chat_template: replaces the tokenizer's own.
+
+    Raises: CheckpointError for want of room.
+    """
     aside = path.with_name(path.name + ".aside")
     shutil.rmtree(aside, ignore_errors=True)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -54,8 +57,21 @@ async def export_to(trainer: TrainGroup, path: Path, tokenizer_from: str) -> Non
         needed += await trainer.state_bytes()  # the adapters by themselves are a third of that
     require_space(path.parent, needed, "a model")
     await trainer.export(str(aside), tokenizer_from)
+    write_template(aside, chat_template)
     shutil.rmtree(path, ignore_errors=True)
     os.replace(aside, path)
+
+
+def given_template(job: Job) -> str | None:
+    """The text of data.chat_template; None where the tokenizer's own template is used."""
+    text: str | None = job.task.tokenizer.chat_template if job.cfg.data.chat_template is not None else None
+    return text
+
+
+def write_template(model: Path, text: str | None) -> None:
+    """Replace the chat template in a written model's folder; None = the one of its tokenizer stays."""
+    if text is not None:  # Transformers prefers this file to what tokenizer_config.json may hold
+        (model / "chat_template.jinja").write_text(text, encoding="utf-8", newline="")
 
 
 async def keep_best(job: Job, score: float) -> None:

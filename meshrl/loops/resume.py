@@ -9,7 +9,7 @@ from typing import Any
 
 from meshrl.config.task import RunSection
 from meshrl.core.errors import CheckpointError, MeshrlError
-from meshrl.loops.export import best_facts, cut_back_best, export_model
+from meshrl.loops.export import best_facts, cut_back_best, export_model, given_template
 from meshrl.loops.job import Job
 from meshrl.monitor.rollout_log import remove_steps
 from meshrl.train.checkpoint_files import MANIFEST, read_controller, read_manifest, remove_leftovers, states
@@ -124,6 +124,7 @@ def snapshot(job: Job) -> dict[str, Any]:
         "exported_step": job.exported_step,
         "best": best_facts(job.folder),
         "config": job.cfg.model_dump(mode="json"),
+        "chat_template": given_template(job),
     }
 
 

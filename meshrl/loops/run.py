@@ -204,7 +204,8 @@ def _first_prompts(task: Task) -> list[Prompt]:
 
 def _load_task(cfg: RunConfig, objects: Objects, training: bool) -> Task:
     """Tokenizer, prompts and agent; runs in a thread while the ranks start."""
-    tokenizer, vocab_size = load_tokenizer(cfg.model.path), vocab_size_of(cfg.model.path)
+    tokenizer = load_tokenizer(cfg.model.path, cfg.data.chat_template, cfg.data.chat_template_kwargs)
+    vocab_size = vocab_size_of(cfg.model.path)
     agent = resolve_agent(cfg.agent) if objects.agent is None else objects.agent
     answer_for = [name for name, term in cfg.reward.terms.items() if term.kind in NEEDS_ANSWER]
     feed, rows, held_out_rows = None, objects.table("data.path"), objects.table("data.eval_path")
@@ -273,13 +274,14 @@ async def _evaluate(cfg: RunConfig, objects: Objects) -> tuple[dict[str, float],
 async def _sft(stop: Stop, loaded: Loaded[SftRunConfig], objects: Objects) -> Path:
     cfg = loaded.config
 
-    def load() -> tuple[SftSource, int]:
+    def load() -> tuple[SftSource, int, str | None]:
         path = cfg.model.path
-        tokenizer = load_tokenizer(path)
+        tokenizer = load_tokenizer(path, cfg.sft.chat_template, cfg.sft.chat_template_kwargs)
         stops = stop_token_ids(tokenizer, path)
         table = objects.table("sft.path") or cfg.sft.path
         rows, left_out = load_sft_rows(table, cfg.sft, tokenizer, stops, vocab_size_of(path))
-        return SftSource(rows, cfg.run.seed, cfg.sft.shuffle), left_out
+        template = tokenizer.chat_template if cfg.sft.chat_template is not None else None
+        return SftSource(rows, cfg.run.seed, cfg.sft.shuffle), left_out, template
 
     with recorded(loaded, "sft", cfg.sft.num_steps, objects.quiet) as record:
         if objects.on_step is not None:
@@ -294,12 +296,21 @@ async def _sft(stop: Stop, loaded: Loaded[SftRunConfig], objects: Objects) -> Pa
         ):
             assert groups.trainer is not None
             with noticed(groups):
-                source, left_out = await loading
+                source, left_out, template = await loading
             if left_out:
                 record.note(f"left out {left_out} rows over {cfg.sft.max_row_tokens} tokens")
             stop.can_fall_back = lambda: checkpoints.newest_on_disk() > 0
             job = SftJob(
-                cfg, groups.trainer, source, record.report, checkpoints, stop, source.state(), record.spans, record.note
+                cfg,
+                groups.trainer,
+                source,
+                record.report,
+                checkpoints,
+                stop,
+                source.state(),
+                record.spans,
+                record.note,
+                template,
             )
             record.summary = lambda: {"steps": len(job.losses), "loss_curve": job.losses}
             try:
@@ -308,7 +319,7 @@ async def _sft(stop: Stop, loaded: Loaded[SftRunConfig], objects: Objects) -> Pa
                 await save_at_the_end(stop, checkpoints, len(job.losses), job.save, record.note)
                 raise
             path = model_folder(record.folder, len(job.losses))
-            await export_to(groups.trainer, path, cfg.model.path)
+            await export_to(groups.trainer, path, cfg.model.path, template)
             record.summary = lambda: {"steps": len(job.losses), "loss_curve": job.losses, "model": str(path)}
         record.note(f"wrote {path}; see {record.folder / 'report.html'}")
     return record.folder

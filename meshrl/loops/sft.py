@@ -37,15 +37,22 @@ class SftJob:
     cursor: dict[str, Any]
     spans: Spans
     note: Callable[[str], None]
+    chat_template: str | None = None  # the text of sft.chat_template
     restarts: int = 0
     losses: list[float] = field(default_factory=list)
 
     async def save(self) -> None:
         """Begin a checkpoint of the last finished step, if there is one and it is not saved yet."""
         if self.losses:
-            saved = {"kind": "sft", "data": self.cursor, "losses": list(self.losses)}
+            saved = {
+                "kind": "sft",
+                "data": self.cursor,
+                "losses": list(self.losses),
+                "config": self.cfg.model_dump(mode="json"),
+                "chat_template": self.chat_template,
+            }
             with self.stop.saving():
-                await self.checkpoints.save(len(self.losses), {**saved, "config": self.cfg.model_dump(mode="json")})
+                await self.checkpoints.save(len(self.losses), saved)
 
     async def restore(self, start: Start) -> None:
         """Put the job, and its trainer, where `save` was called. Raises: CheckpointError, DataError."""

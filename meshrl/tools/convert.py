@@ -8,6 +8,7 @@ from pathlib import Path
 
 from meshrl.config.model import LoraConfig, ModelConfig
 from meshrl.core.errors import CheckpointError
+from meshrl.loops.export import write_template
 from meshrl.loops.resume import state_in
 from meshrl.model.load import DTYPES, load_causal_lm
 from meshrl.model.lora import add_adapters, merged_weights
@@ -17,7 +18,8 @@ from meshrl.train.state import load_model, persistent_buffers
 
 
 def convert(checkpoint: Path, out: Path) -> None:
-    """Write the policy of `checkpoint` to `out`, in the dtype that its run computed in, with the tokenizer.
+    """Write the policy of `checkpoint` to `out`, in the dtype that its run computed in, with the tokenizer and the chat
+    template that its run was given.
 
     Needs the model folder that the run began with, and host memory for the whole model in its master dtype.
     Raises: CheckpointError when the checkpoint is not whole, or when `out` is there already.
@@ -25,7 +27,7 @@ def convert(checkpoint: Path, out: Path) -> None:
     if out.exists():
         raise CheckpointError(f"{out} is there already; give a folder that is not")
     folder = state_in(checkpoint)
-    model, masters = _model_of(folder)
+    model, masters, template = _model_of(folder)
     lm = load_causal_lm(model.path, dtype=DTYPES[model.dtype if model.lora.enabled else masters])
     if model.lora.enabled:
         add_adapters(lm, model.lora, DTYPES[masters], model.path)
@@ -38,20 +40,24 @@ def convert(checkpoint: Path, out: Path) -> None:
     aside = out.with_name(out.name + ".aside")
     shutil.rmtree(aside, ignore_errors=True)
     save_pretrained(lm, sizes, weights, persistent_buffers(lm), aside, model.path)
+    write_template(aside, template)
     os.rename(aside, out)
 
 
-def _model_of(folder: Path) -> tuple[ModelConfig, str]:
-    """The run's model.*, and the dtype of its masters."""
+def _model_of(folder: Path) -> tuple[ModelConfig, str, str | None]:
+    """The run's model.*, the dtype of its masters, and the chat template that it was given, if any."""
     saved = read_controller(folder)
     try:
         told, masters = saved["config"]["model"], str(saved["config"]["train"]["master_dtype"])
         model = ModelConfig(path=told["path"], dtype=told["dtype"], lora=LoraConfig(**told.get("lora", {})))
         if masters not in DTYPES:
             raise ValueError(f"dtype {masters!r}")
+        template = saved.get("chat_template")
+        if not isinstance(template, str | None):
+            raise ValueError(f"chat_template {template!r:.80}")
     except (KeyError, TypeError, ValueError) as cause:
         raise CheckpointError(
             f"{folder / CONTROLLER} does not say which model the run began with: {type(cause).__name__}: {cause}. It "
             "is of another version, or was changed"
         ) from cause
-    return model, masters
+    return model, masters, template

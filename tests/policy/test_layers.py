@@ -46,7 +46,7 @@ HOMES: dict[str, set[str]] = {  # library -> packages or files of meshrl that ma
     "cloudpickle": {"reward"},
     "transformers": {"data", "model"},
     "huggingface_hub": {"model"},
-    "jinja2": {"data"},
+    "jinja2": {"data", "config/chat_template.py"},
     "safetensors": {"model"},
     "peft": {"model"},
     "datasets": {"data"},

@@ -70,6 +70,30 @@ def test_stop_ids_are_those_of_tokenizer_and_generation_config_together(tmp_path
     assert stop_token_ids(tokenizer, tmp_path, extra=[9]) == (*expected, 9)
 
 
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (CHATML, (2, 3)),  # a base model's EOS is 3, and the template ends a turn with 2
+        (CHATML.replace("{{ m.content }}<", "{{ m.content }}\n <"), (2, 3)),
+        (CHATML.replace("{{ m.content }}", "<|bos|>final<|im_start|>{{ m.content }}"), (2, 3)),  # channels before it
+        (CHATML.replace("<|im_end|>", "</s>"), (3,)),  # the end is plain text
+        (CHATML.replace("<|im_end|>", " (end)<|im_end|>"), (3,)),
+        (CHATML.replace("<|im_end|>", "<|endoftext|>"), (3,)),
+        ("{% for m in messages if m.role == 'user' %}{{ m.content }}<|im_end|>{% endfor %}", (3,)),
+        ("{% if messages[0].role != 'system' %}{{ raise_exception('system first') }}{% endif %}", (3,)),
+        (None, (3,)),
+    ],
+)
+def test_the_token_with_which_the_template_ends_a_turn_is_a_stop_id(template, expected):
+    """P3: a sampler that knows the tokenizer's EOS alone would go on after each answer, to its length limit."""
+    assert stop_token_ids(tiny_tokenizer(template, eos="<|endoftext|>")) == expected
+
+
+def test_stop_ids_of_tokenizer_template_and_generation_config_come_together(tmp_path):
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 9]}))
+    assert stop_token_ids(tiny_tokenizer(eos="<|endoftext|>"), tmp_path, extra=[7]) == (1, 2, 3, 7, 9)
+
+
 def test_stop_ids_need_no_generation_config(tmp_path):
     assert stop_token_ids(tiny_tokenizer(), tmp_path) == (2,)
     assert stop_token_ids(tiny_tokenizer()) == (2,)
@@ -118,6 +142,20 @@ def test_sft_rows_of_several_turns_read_as_the_sampler_and_agent_would_have_made
     assert ids.tolist() == [*render(tokenizer, [USER]), *first, eos, *added, *second, eos]
 
 
+def test_after_a_stop_string_the_template_ends_the_turn_itself():
+    """The answer has no end token of its own; the next turn must not follow it without one."""
+    tokenizer = tiny_tokenizer()
+    added = continuation_ids(tokenizer, [TOOL], (2,), ended_by_id=False)
+    assert tokenizer.decode(added.tolist()) == "<|im_end|>\n<|im_start|>tool\nok<|im_end|>\n<|im_start|>assistant\n"
+    np.testing.assert_array_equal(added[1:], continuation_ids(tokenizer, [TOOL], (2,)))
+
+
+def test_a_continuation_of_a_template_that_drops_answers_is_refused():
+    silent = "{% for m in messages if m.role != 'assistant' %}{{ m.content }}<|im_end|>{% endfor %}"
+    with pytest.raises(DataError, match="does not write what an assistant message says"):
+        continuation_ids(tiny_tokenizer(silent), [TOOL], (2,))
+
+
 def test_sft_ignores_messages_after_the_last_answer():
     tokenizer = tiny_tokenizer()
     ids, _ = sft_row(tokenizer, [USER, ANSWER, USER])
@@ -128,7 +166,7 @@ def test_a_template_whose_end_token_stops_nobody_is_refused():
     """P3: a base model's EOS with a chat template: the trained model would never stop."""
     tokenizer = tiny_tokenizer(eos="<|endoftext|>")
     with pytest.raises(DataError, match=r"none of the stop ids \{3: '<\|endoftext\|>'\}.*never stop"):
-        sft_row(tokenizer, [USER, ANSWER])
+        sft_row(tokenizer, [USER, ANSWER], stop_ids=(3,))
     ids, mask = sft_row(tokenizer, [USER, ANSWER], stop_ids=(2, 3))
     assert names(tokenizer, ids, mask) == ["12", "<|im_end|>"]
 

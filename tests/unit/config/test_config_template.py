@@ -1,0 +1,77 @@
+"""P30: what is wrong with a chat template shows in the config's check, before a model or tokenizer is loaded."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshrl.config.load import load_run_config, load_sft_config
+from meshrl.core.errors import ConfigError
+
+TEMPLATE = "{% for m in messages %}{{ m.content }}{{ tone }}{% endfor %}"
+
+
+@pytest.fixture(params=["data", "sft"])
+def load(request, good: Path, good_sft: Path):
+    """load(overrides): the section that holds the template, its keys written without the section's name."""
+    section = request.param
+    load_config, path = (load_run_config, good) if section == "data" else (load_sft_config, good_sft)
+
+    def load_section(*overrides: str):
+        config = load_config(path, [f"{section}.{override}" for override in overrides]).config
+        return getattr(config, section)
+
+    return load_section
+
+
+def test_a_template_file_is_found_beside_the_config_and_its_path_made_absolute(load, good: Path):
+    (good.parent / "chat.jinja").write_text(TEMPLATE)
+    section = load("chat_template=chat.jinja", "chat_template_kwargs.tone=kind")
+    assert section.chat_template == str(good.parent / "chat.jinja")
+    assert section.chat_template_kwargs == {"tone": "kind"}
+
+
+def test_a_template_may_be_the_text_itself(load):
+    assert load(f"chat_template={TEMPLATE!r}").chat_template == TEMPLATE
+
+
+def test_variables_alone_are_left_to_the_tokenizers_own_template(load):
+    assert load("chat_template_kwargs={enable_thinking: false}").chat_template_kwargs == {"enable_thinking": False}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["chat_template=nowhere.jinja"], ["chat_template = nowhere.jinja", "no such file; looked for", "{{ or {%"]),
+        (["chat_template=tiny"], ["is a folder, not a file"]),
+        (["chat_template=latin.jinja"], ["not UTF-8 at byte 8"]),
+        (["chat_template=notes.txt"], ["has neither {{ nor {% in it", "every prompt would read 'hello'"]),
+        (["chat_template=broken.jinja"], ["broken.jinja is not valid Jinja in line 2 ({{ 1 + }})"]),
+        ([f"chat_template={TEMPLATE!r}", "chat_template_kwargs.tune=kind"], ["'tune' would have no effect", "'tone'"]),
+        (["chat_template_kwargs.tools=[]"], ["chat_template_kwargs.tools", "is set by meshrl in each rendering"]),
+        (["chat_template=7"], ["chat_template = 7", "text or null"]),
+    ],
+)
+def test_a_template_that_can_not_be_used_is_refused(load, good: Path, overrides, told):
+    (good.parent / "latin.jinja").write_bytes(b"{{ 1 }} \xe9")
+    (good.parent / "notes.txt").write_text("hello")
+    (good.parent / "broken.jinja").write_text("{{ messages }}\n{{ 1 + }}\n")
+    with pytest.raises(ConfigError) as error:
+        load(*overrides)
+    message = " ".join(str(error.value).split())
+    assert "1 problem in this config" in message
+    for words in told:
+        assert words in message
+
+
+def test_the_check_of_a_template_imports_neither_torch_nor_transformers(good: Path):
+    overrides = [f"data.chat_template={TEMPLATE!r}", "data.chat_template_kwargs.tone=x"]
+    code = (
+        "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
+        "from meshrl.config.load import load_run_config\n"
+        f"load_run_config({str(good)!r}, {overrides!r})"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
