@@ -227,7 +227,8 @@ class MultiTurn:
         kept = after.startswith(before) and after[len(before) :].lstrip().startswith(answer["content"].strip())
         if not kept:
             return render(ctx.tokenizer, [*history, answer, *new], tools=self.tools)
-        added = continuation_ids(ctx.tokenizer, new, ctx.sampling.stop_token_ids, tools=self.tools)
+        stops = ctx.sampling.stop_token_ids
+        added = continuation_ids(ctx.tokenizer, new, stops, self.tools, ended_by_id=int(so_far[-1]) in stops)
         return np.concatenate([so_far, added])
 
 

@@ -29,7 +29,12 @@ class SamplingConfig(Slice):
         1.0, "divides the logits of tokens already in the row; 1 = off, which training needs", gt=0
     )
     stop_token_ids: list[int] = field(
-        [], "ids that end a turn, beside those of the tokenizer and of generation_config.json"
+        [], "ids that end a turn, beside those of the tokenizer, its chat template and generation_config.json"
+    )
+    stop: list[str] = field(
+        [],
+        "texts that end a turn, as </tool_call>; the token that completes one stays whole, is trained, and is part of "
+        "what rewards and agents read",
     )
 
 

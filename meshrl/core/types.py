@@ -68,7 +68,8 @@ class SamplingParams:
     """How tokens are drawn. temperature 0 is greedy; its logprobs are those of temperature 1.
 
     top_p, top_k, min_p and repetition_penalty change the sampler's distribution, so training refuses them (P2);
-    evaluation may use them. stop_token_ids end a turn; the stop token is part of the output and is trained (P3).
+    evaluation may use them. stop_token_ids end a turn; the stop token is part of the output and is trained (P3). So is
+    the token that completes one of the texts in stop, whole, wherever in it the text ends; both count as "stop".
     """
 
     temperature: float = 1.0
@@ -77,6 +78,7 @@ class SamplingParams:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
     ignore_eos: bool = False
 
 

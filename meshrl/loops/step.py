@@ -46,6 +46,7 @@ def sampling_params(cfg: SamplingConfig, stop_token_ids: tuple[int, ...], greedy
         min_p=cfg.min_p,
         repetition_penalty=cfg.repetition_penalty,
         stop_token_ids=tuple(sorted({*stop_token_ids, *cfg.stop_token_ids})),
+        stop=tuple(cfg.stop),
     )
 
 

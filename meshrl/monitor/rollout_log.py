@@ -154,7 +154,8 @@ def _prompt(r: Record) -> Prompt:
 
 
 def _turn(r: Record) -> Turn:
-    sampling = r["sampling"] | {"stop_token_ids": tuple(r["sampling"]["stop_token_ids"])}
+    sampling = r["sampling"]
+    sampling |= {"stop_token_ids": tuple(sampling["stop_token_ids"]), "stop": tuple(sampling.get("stop", ()))}
     return Turn(
         parent=r["parent"],
         stop_reason=r["stop_reason"],

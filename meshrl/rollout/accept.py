@@ -40,7 +40,7 @@ def check_free(request: Request, engine_id: str, version: int, closed: bool, und
 
 def bounds_of(request: Request, stop_token_ids: tuple[int, ...], max_context_tokens: int, vocab_size: int) -> Bounds:
     """A request ends at the engine's stop ids (unless ignore_eos) and at its own, at max_new_tokens ("length"), or
-    where max_context_tokens leaves no room ("context").
+    where max_context_tokens leaves no room ("context"). Stop strings are searched beside it (stop_strings.py).
 
     Raises: RequestError.
     """
@@ -89,3 +89,5 @@ def _check_sampling(request_id: str, p: SamplingParams) -> None:
     for name, (value, allowed, fits) in limits.items():
         if not fits:
             raise RequestError(f"request {request_id}: sampling.{name} is {value}; allowed: {allowed}")
+    if isinstance(p.stop, str) or not all(isinstance(text, str) and text for text in p.stop):
+        raise RequestError(f"request {request_id}: sampling.stop is {p.stop!r:.80}; allowed: texts, none of them empty")

@@ -29,6 +29,7 @@ from meshrl.rollout.folder_weights import FolderWeights
 from meshrl.rollout.foreign.adapted import remote_weights
 from meshrl.rollout.foreign.desk import Desk, check_echo, ended_unsent, full_ids
 from meshrl.rollout.http import HttpClient, fetch, key_in
+from meshrl.rollout.stop_strings import StopSearch, StopStrings, stop_strings_of
 from meshrl.sync.manifest import Ack, Layout, SyncHeader
 from meshrl.sync.receive import Bucket
 
@@ -63,6 +64,7 @@ def build_endpoint_engine(
         vocab_size=vocab_size,
         keep_weights=rollout_cfg.sync_mode == "delta",
         adapter_scale=model_cfg.lora.scale if model_cfg.lora.enabled else None,
+        stop_strings=stop_strings_of(model_cfg, rollout_cfg),
     )
 
 
@@ -97,6 +99,7 @@ class EndpointEngine:
         vocab_size: int,
         keep_weights: bool = False,
         adapter_scale: float | None = None,
+        stop_strings: StopStrings | None = None,
     ):
         """versions: the folder that versions are written below; None = one of its own, removed by `close`.
         keep_weights: also in this machine's memory, for syncs of changes alone. adapter_scale: alpha / rank of the
@@ -105,6 +108,7 @@ class EndpointEngine:
         self.engine_id, self.max_context_tokens = engine_id, max_context_tokens
         self._http, self._model, self._reload_url = http, model, reload_url
         self._stop_token_ids, self._vocab_size = stop_token_ids, vocab_size
+        self._stop_strings = stop_strings or StopStrings()
         self._places, self._max_running = asyncio.Semaphore(max_running), max_running
         self._takes_folders = takes_folders
         self._own_folder = OwnedFolder() if versions is None else None
@@ -121,22 +125,25 @@ class EndpointEngine:
         self._desk.accept(request, self._weights.expected)
         bounds = bounds_of(request, self._stop_token_ids, self.max_context_tokens, self._vocab_size)
         _check_capabilities(request, bounds)
+        search = self._stop_strings.search(request)
         if not await self._desk.let_in(request.id):
             return ended_unsent(request, self.engine_id)
         called_off = self._called_off[request.id] = asyncio.Event()
         try:
             with self._desk.sending(request.id):
                 async with self._places:
-                    return await self._sample(request, bounds, called_off)
+                    return await self._sample(request, bounds, search, called_off)
         finally:
             del self._called_off[request.id]
 
-    async def _sample(self, request: Request, bounds: Bounds, called_off: asyncio.Event) -> Turn:
-        answer = _Answer(request, bounds, self._weights.version)
+    async def _sample(
+        self, request: Request, bounds: Bounds, search: StopSearch | None, called_off: asyncio.Event
+    ) -> Turn:
+        answer = _Answer(request, bounds, self._weights.version, search)
         events = self._http.stream("/v1/completions", _body_of(request, bounds, self._model))
         ending = asyncio.ensure_future(called_off.wait())
         try:
-            while not called_off.is_set():
+            while not called_off.is_set() and not answer.found_stop:  # the server gets no stop strings
                 event = asyncio.ensure_future(anext(events, None))
                 await asyncio.wait([event, ending], return_when=asyncio.FIRST_COMPLETED)
                 if not event.done():  # closing the connection is the one way to end it
@@ -282,8 +289,8 @@ def _body_of(request: Request, bounds: Bounds, model: str) -> dict[str, Any]:
 class _Answer:
     """The events of one request, as they come in. version: of all its tokens, for no sync runs beside a request."""
 
-    def __init__(self, request: Request, bounds: Bounds, version: int):
-        self.request, self._bounds, self._version = request, bounds, version
+    def __init__(self, request: Request, bounds: Bounds, version: int, search: StopSearch | None = None):
+        self.request, self._bounds, self._version, self._search = request, bounds, version, search
         self.tokens: list[int] = []
         self._logprobs: list[float] = []
         self._reason: StopReason | None = None
@@ -292,7 +299,7 @@ class _Answer:
         self._sent = time.perf_counter()
 
     def take(self, event: dict[str, Any]) -> int:
-        """Add an event; returns how many tokens it brought. Raises: RequestError, EngineFailure."""
+        """Add an event; returns how many tokens it added to the output. Raises: RequestError, EngineFailure."""
         if not event["choices"]:
             return 0
         (choice,) = event["choices"]
@@ -309,11 +316,19 @@ class _Answer:
             )
         if new and not self.tokens:
             self._times.prefill_s = time.perf_counter() - self._sent
-        self.tokens += new
-        self._logprobs += logprobs
-        if choice.get("finish_reason") is not None:
+        kept = len(new) if self._search is None else self._search.num_kept(new)
+        self.tokens += new[:kept]
+        self._logprobs += logprobs[:kept]
+        if self.found_stop:
+            self._reason = "stop"
+        elif choice.get("finish_reason") is not None:
             self._reason = self._reason_of(choice["finish_reason"])
-        return len(new)
+        return kept
+
+    @property
+    def found_stop(self) -> bool:
+        """Whether a stop string is complete; the connection is closed then, which ends the request."""
+        return self._search is not None and self._search.found
 
     def _reason_of(self, said: str) -> StopReason:
         if said == "length":

@@ -1,40 +1,44 @@
 """What every rollout engine owes, through rollout.base.RolloutEngine alone. A new engine is a new row of ENGINES."""
 
 import asyncio
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from sglang_servers import endpoint_client, sglang_client
 from tiny_engines import ask, layout_of, sync, tiny_engine
+from tiny_tokenizers import numbered_tokenizer
 from vllm_servers import client_of, tiny_vllm_lm
 
 from meshrl.core.errors import CapabilityError, RequestError, StaleWeightsError, SyncError, UnloadedParamsError
 from meshrl.rollout.base import RolloutEngine
+from meshrl.rollout.stop_strings import StopStrings
 from meshrl.sync.manifest import make_layout
 from meshrl.sync.receive import describe
 
 ROOM = 1024  # tokens of context and answer
 LONG = 800  # of a turn that is to be cut: long enough to be heard of in time on a busy machine
+FACTS: dict[str, Any] = {"max_context_tokens": ROOM, "stop_strings": StopStrings(lambda: numbered_tokenizer(64))}
 
 
 def embedded(lm: torch.nn.Module, fixtures: pytest.FixtureRequest) -> RolloutEngine:
-    return tiny_engine(lm, trusted=False, stop_token_ids=(2,), max_running=4, max_context_tokens=ROOM)
+    return tiny_engine(lm, trusted=False, stop_token_ids=(2,), max_running=4, **FACTS)
 
 
 def vllm(lm: torch.nn.Module, fixtures: pytest.FixtureRequest) -> RolloutEngine:
-    return client_of(fixtures.getfixturevalue("vllm_server"), max_context_tokens=ROOM, keep_weights=True)
+    return client_of(fixtures.getfixturevalue("vllm_server"), keep_weights=True, **FACTS)
 
 
 def sglang(lm: torch.nn.Module, fixtures: pytest.FixtureRequest) -> RolloutEngine:
-    return sglang_client(fixtures.getfixturevalue("sglang_server"), max_context_tokens=ROOM, keep_weights=True)
+    return sglang_client(fixtures.getfixturevalue("sglang_server"), keep_weights=True, **FACTS)
 
 
 def endpoint(lm: torch.nn.Module, fixtures: pytest.FixtureRequest) -> RolloutEngine:
-    return endpoint_client(fixtures.getfixturevalue("sglang_server"), max_context_tokens=ROOM, keep_weights=True)
+    return endpoint_client(fixtures.getfixturevalue("sglang_server"), keep_weights=True, **FACTS)
 
 
-ENGINES = {  # name -> an engine of max_context_tokens ROOM without weights, stop id 2, that takes changes alone
+ENGINES = {  # name -> an engine of FACTS without weights, stop id 2, that takes changes alone
     "embedded": embedded,
     "vllm": vllm,
     "sglang": sglang,
@@ -168,6 +172,68 @@ def test_abort_and_continuation_make_one_turn(make):
             scores = await engine.score(np.concatenate([CONTEXT, joined])[:-1])
             first = len(CONTEXT) + len(part.output_ids)
             np.testing.assert_allclose(rest.logprobs[:-1], scores[first:], atol=0.1)
+
+    go(main)
+
+
+def text_of(ids: np.ndarray) -> str:
+    """What numbered_tokenizer decodes these ids to."""
+    return "".join(f"<{i}>" for i in ids)
+
+
+def test_a_turn_ends_with_the_token_that_completes_a_stop_string(make):
+    """Ids, logprobs and versions end there in every engine, also where its server has sampled more: what is trained is
+    what was asked for, and the token stays whole."""
+
+    async def main():
+        engine = await make()
+        kept = {"max_new_tokens": 60, "ignore_eos": True}
+        free = [await engine.generate(ask(f"free {g}", CONTEXT, seed=g, **kept)) for g in range(6)]
+        stops, counts = [], []
+        for g, turn in enumerate(free):
+            before, whole, after = turn.output_ids[3 + 8 * g :][:3].tolist()
+            stops.append(f"{before % 10}><{whole}><{str(after)[0]}")  # from the middle of a token to that of another
+            counts.append(next(n for n in range(60) if stops[g] in text_of(turn.output_ids[:n])))
+        asked = [ask(f"cut {g}", CONTEXT, seed=g, stop=("no such text", stops[g]), **kept) for g in range(6)]
+        for turn, whole, count in zip(await asyncio.gather(*map(engine.generate, asked)), free, counts, strict=True):
+            assert turn.stop_reason == "stop"
+            assert turn.output_ids.tolist() == whole.output_ids[:count].tolist()
+            np.testing.assert_allclose(turn.logprobs, whole.logprobs[:count], atol=1e-4)
+            assert turn.versions.tolist() == [0] * count
+        assert engine.stats().running == 0
+        assert max(counts) > 30 and min(counts) < 16
+        await engine.close()
+
+    go(main)
+
+
+def test_a_continued_turn_ends_at_a_stop_string_that_began_before_its_abort(make):
+    async def main():
+        engine = await make()
+        kept = {"temperature": 0.0, "max_new_tokens": 30, "ignore_eos": True}
+        ids = (await engine.generate(ask("whole", CONTEXT, **kept))).output_ids
+        stop = text_of(ids[4:8])
+        count = next(n for n in range(30) if stop in text_of(ids[:n]))
+        for cut in (count - 1, count - 3):
+            rest = await engine.generate(ask("rest", CONTEXT, prefix_output=ids[:cut], stop=(stop,), **kept))
+            assert rest.output_ids.tolist() == ids[cut:count].tolist() and rest.stop_reason == "stop"
+        await engine.close()
+
+    go(main)
+
+
+def test_a_stop_string_ends_a_turn_that_its_server_would_continue(make):
+    """A turn that would take LONG tokens returns, and the next one finds its place free."""
+
+    async def main():
+        engine = await make()
+        turns = [
+            await engine.generate(ask(f"{g}", CONTEXT, seed=g, max_new_tokens=LONG, ignore_eos=True, stop=("<",)))
+            for g in range(8)  # twice the rows that the engine runs together
+        ]
+        assert all(len(turn.output_ids) == 1 and turn.stop_reason == "stop" for turn in turns)
+        assert engine.stats().decode_tokens == 8
+        await engine.close()
 
     go(main)
 

@@ -9,6 +9,7 @@ from fault import Fault
 from foreign_faults import FOREIGN_FAULTS
 from reward_faults import REWARD_FAULTS
 from run_faults import RUN_FAULTS
+from turn_faults import TURN_FAULTS
 from weight_faults import WEIGHT_FAULTS
 
 _EQUALITY = "tests/dist/test_equality.py::"
@@ -368,3 +369,4 @@ FAULTS = [
     *REWARD_FAULTS,
     *FOREIGN_FAULTS,
 ]
+    *TURN_FAULTS,

@@ -33,6 +33,7 @@ from meshrl.rollout.embedded.runner import Runner
 from meshrl.rollout.embedded.sampler import RowSampling, draw
 from meshrl.rollout.embedded.scheduler import Admission, Scheduler, Sequence
 from meshrl.rollout.embedded.weights import EngineWeights
+from meshrl.rollout.stop_strings import StopStrings, stop_strings_of
 from meshrl.sync.manifest import Ack, Layout, SyncHeader
 from meshrl.sync.receive import Bucket
 
@@ -73,6 +74,7 @@ def build_embedded_engine(
         max_context_tokens=max_context_tokens,
         engine_id=engine_id,
         device=device,
+        stop_strings=stop_strings_of(model_cfg, rollout_cfg),
     )
 
 
@@ -95,6 +97,7 @@ class EmbeddedEngine:
         device: torch.device,
         lean: LeanDecoder | None = None,
         prefill_tokens_per_step: int = PREFILL_TOKENS,
+        stop_strings: StopStrings | None = None,
     ):
         dtype = next(model.parameters()).dtype
         if lean is not None:
@@ -109,6 +112,7 @@ class EmbeddedEngine:
         )
         self.engine_id, self.max_context_tokens = engine_id, max_context_tokens
         self._stop_token_ids, self._vocab_size, self._device = stop_token_ids, model.vocab_size, device
+        self._stop_strings = stop_strings or StopStrings()
         self._weights = EngineWeights(model.lm, engine_id, lean)
         self._scheduler = Scheduler(max_running, prefill_tokens_per_step)
         self._runner = Runner(model, device, lean)
@@ -130,7 +134,9 @@ class EmbeddedEngine:
     def submit(self, request: Request) -> None:
         """Queue a request. Raises RequestError, CapabilityError, StaleWeightsError."""
         check_free(request, self.engine_id, self._weights.expected, self._closed, self._ids)
-        self._scheduler.submit(accept(request, self._stop_token_ids, self.max_context_tokens, self._vocab_size))
+        self._scheduler.submit(
+            accept(request, self._stop_token_ids, self._stop_strings, self.max_context_tokens, self._vocab_size)
+        )
         self._ids.add(request.id)
 
     @torch.inference_mode()
@@ -174,7 +180,8 @@ class EmbeddedEngine:
             sequence.tokens.append(token)
             sequence.logprobs.append(logprob)
             sequence.versions.append(version)
-            if token in sequence.stop_ids:
+            search = sequence.stop_search
+            if token in sequence.stop_ids or (search is not None and search.ends_with(token)):
                 done[row] = "stop"
             elif len(sequence.tokens) >= sequence.limit:
                 done[row] = sequence.limit_reason

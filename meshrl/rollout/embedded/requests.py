@@ -7,13 +7,26 @@ from meshrl.core.types import Request
 from meshrl.rollout.accept import bounds_of
 from meshrl.rollout.embedded.sampler import topk_of
 from meshrl.rollout.embedded.scheduler import Sequence
+from meshrl.rollout.stop_strings import StopStrings
 
 
-def accept(request: Request, stop_token_ids: tuple[int, ...], max_context_tokens: int, vocab_size: int) -> Sequence:
+def accept(
+    request: Request,
+    stop_token_ids: tuple[int, ...],
+    stop_strings: StopStrings,
+    max_context_tokens: int,
+    vocab_size: int,
+) -> Sequence:
     """A request as the scheduler wants it. Raises: RequestError, CapabilityError."""
     bounds = bounds_of(request, stop_token_ids, max_context_tokens, vocab_size)
     _check_capabilities(request)
-    return Sequence(request=request, stop_ids=bounds.stop_ids, limit=bounds.limit, limit_reason=bounds.limit_reason)
+    return Sequence(
+        request=request,
+        stop_ids=bounds.stop_ids,
+        limit=bounds.limit,
+        limit_reason=bounds.limit_reason,
+        stop_search=stop_strings.search(request),
+    )
 
 
 def _check_capabilities(request: Request) -> None:

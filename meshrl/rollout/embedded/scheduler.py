@@ -16,6 +16,7 @@ import numpy as np
 
 from meshrl.core.types import Request, StopReason, Times
 from meshrl.rollout.embedded.kv_cache import arrange
+from meshrl.rollout.stop_strings import StopSearch
 
 
 @dataclass(eq=False, slots=True)
@@ -39,6 +40,7 @@ class Sequence:
     stop_ids: frozenset[int]
     limit: int  # tokens it may still sample when it arrives
     limit_reason: StopReason
+    stop_search: StopSearch | None = None
     key: bytes = b""  # its whole context, prefix and sampled tokens included: equal keys share
     cached: int = 0  # tokens in its row of the store
     tokens: list[int] = field(default_factory=list)

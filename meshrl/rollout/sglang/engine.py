@@ -29,6 +29,7 @@ from meshrl.rollout.server import ServerProcess
 from meshrl.rollout.sglang.facts import ServerFacts
 from meshrl.rollout.sglang.requests import MIXTURE, Answer, body_of, check_capabilities, scores_of, scoring_body
 from meshrl.rollout.sglang.workers import Workers
+from meshrl.rollout.stop_strings import StopSearch, StopStrings
 from meshrl.sync.manifest import Ack, Layout, SyncHeader
 from meshrl.sync.receive import Bucket
 
@@ -57,6 +58,7 @@ class SglangEngine:
         keep_weights: bool = False,
         adapter_scale: float | None = None,
         server: ServerProcess | None = None,
+        stop_strings: StopStrings | None = None,
     ):
         """keep_weights: also in this machine's memory, for syncs of changes alone. adapter_scale: alpha / rank of
         the adapters that come then, for this process to add to the base; None = none come. server: ended by `close`;
@@ -72,6 +74,7 @@ class SglangEngine:
         self.engine_id, self.max_context_tokens = engine_id, max_context_tokens
         self._http, self._facts, self._server = http, facts, server
         self._stop_token_ids, self._vocab_size, self._max_running = stop_token_ids, vocab_size, max_running
+        self._stop_strings = stop_strings or StopStrings()
         self._desk = Desk(engine_id, self._abort_sent)
         self._run = secrets.token_hex(4)  # in rids and version labels, so that another client's are told apart
         self._rids: dict[str, str] = {}
@@ -91,20 +94,23 @@ class SglangEngine:
         self._desk.accept(request, self._weights.expected)
         bounds = bounds_of(request, self._stop_token_ids, self.max_context_tokens, self._vocab_size)
         check_capabilities(request, bounds)
+        search = self._stop_strings.search(request)
         if not await self._desk.let_in(request.id):
             return ended_unsent(request, self.engine_id)
         rid = self._rids[request.id] = self._new_rid()
         try:
             with self._desk.sending(request.id):
-                return await self._sample(request, bounds, rid)
+                return await self._sample(request, bounds, rid, search)
         finally:
             del self._rids[request.id]
 
-    async def _sample(self, request: Request, bounds: Bounds, rid: str) -> Turn:
-        answer = Answer(request, bounds, self._labels)
+    async def _sample(self, request: Request, bounds: Bounds, rid: str, search: StopSearch | None) -> Turn:
+        answer = Answer(request, bounds, self._labels, search)
         async with watched(self._server):
             async for event in self._http.stream("/generate", body_of(request, bounds, rid)):
                 self._desk.count_tokens(answer.take(event))
+                if answer.is_over:
+                    await self._post("/abort_request", {"rid": rid})
         turn = answer.turn(self.engine_id)
         self._desk.count_turn(request, turn)
         return turn

@@ -20,6 +20,7 @@ from meshrl.rollout.server import ServerProcess
 from meshrl.rollout.sglang.engine import SglangEngine
 from meshrl.rollout.sglang.facts import facts_of
 from meshrl.rollout.sglang.workers import LOADER
+from meshrl.rollout.stop_strings import stop_strings_of
 
 _ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false"}
 
@@ -56,6 +57,7 @@ def build_sglang_engine(
         keep_weights=rollout_cfg.sync_mode == "delta",
         adapter_scale=model_cfg.lora.scale if model_cfg.lora.enabled else None,
         server=server,
+        stop_strings=stop_strings_of(model_cfg, rollout_cfg),
     )
 
 

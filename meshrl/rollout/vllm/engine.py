@@ -23,6 +23,7 @@ from meshrl.rollout.foreign.adapted import remote_weights
 from meshrl.rollout.foreign.desk import Desk, ended_unsent, watched
 from meshrl.rollout.http import HttpClient
 from meshrl.rollout.server import ServerProcess
+from meshrl.rollout.stop_strings import StopSearch, StopStrings
 from meshrl.rollout.vllm.requests import Answer, body_of, check_capabilities
 from meshrl.sync.manifest import Ack, Layout, SyncHeader
 from meshrl.sync.receive import Bucket
@@ -53,6 +54,7 @@ class VllmEngine:
         keep_weights: bool = False,
         adapter_scale: float | None = None,
         owns_server: bool = True,
+        stop_strings: StopStrings | None = None,
     ):
         """socket: that the server listens on. keep_weights: also in this machine's memory, for syncs of changes alone.
         adapter_scale: alpha / rank of the adapters that come then, for this process to add to the base; None = none
@@ -61,6 +63,7 @@ class VllmEngine:
         self.engine_id, self.max_context_tokens = server.name, max_context_tokens
         self._server, self._owns_server = server, owns_server
         self._stop_token_ids, self._vocab_size, self._max_running = stop_token_ids, vocab_size, max_running
+        self._stop_strings = stop_strings or StopStrings()
         self._http = HttpClient(server.name, socket=socket)
         self._weights = remote_weights(self._call_workers, server.name, keep_weights, adapter_scale)
         self._trusted = -1
@@ -75,16 +78,19 @@ class VllmEngine:
         self._desk.accept(request, self._weights.expected)
         check_capabilities(request)
         bounds = bounds_of(request, self._stop_token_ids, self.max_context_tokens, self._vocab_size)
+        search = self._stop_strings.search(request)
         if not await self._desk.let_in(request.id):
             return ended_unsent(request, self.engine_id)
         with self._desk.sending(request.id):
-            return await self._sample(request, bounds)
+            return await self._sample(request, bounds, search)
 
-    async def _sample(self, request: Request, bounds: Bounds) -> Turn:
-        answer = Answer(request, bounds, self._trusted)
+    async def _sample(self, request: Request, bounds: Bounds, search: StopSearch | None) -> Turn:
+        answer = Answer(request, bounds, self._trusted, search)
         async with watched(self._server):
             async for event in self._http.stream("/inference/v1/generate", body_of(request, bounds)):
                 self._desk.count_tokens(answer.take(event))
+                if answer.is_over:
+                    await self._abort_sent([request.id])
         turn = answer.turn(self.engine_id)
         self._desk.count_turn(request, turn)
         return turn

@@ -15,6 +15,7 @@ from meshrl.model.limits import limits_of
 from meshrl.rollout.base import Capabilities
 from meshrl.rollout.http import is_up
 from meshrl.rollout.server import ServerProcess
+from meshrl.rollout.stop_strings import stop_strings_of
 from meshrl.rollout.vllm.engine import VllmEngine
 
 _CPU_KV_CACHE_BYTES = 1 << 30
@@ -49,6 +50,7 @@ def build_vllm_engine(
         capabilities=capabilities_on(device, model_cfg.dtype, rollout_cfg.release_memory),
         keep_weights=rollout_cfg.sync_mode == "delta",
         adapter_scale=model_cfg.lora.scale if model_cfg.lora.enabled else None,
+        stop_strings=stop_strings_of(model_cfg, rollout_cfg),
     )
 
 

@@ -11,8 +11,10 @@ from meshrl.core.errors import CapabilityError, EngineFailure
 from meshrl.core.types import Request, StopReason, Times, Turn, mix64
 from meshrl.rollout.accept import Bounds
 from meshrl.rollout.foreign.desk import check_echo, full_ids
+from meshrl.rollout.stop_strings import StopSearch
 
 STREAM_INTERVAL = 16  # tokens in one event, after the first, which comes at once
+STREAM_INTERVAL_STOP = 4  # with stop strings: the server samples on until this process has seen one
 MAX_TOPK = 19  # vLLM gives 20 with each token, one of which may be the sampled one
 _LEAST_TEMPERATURE = 0.01  # vLLM raises smaller ones to it, which would sample another distribution than is reported
 
@@ -57,7 +59,7 @@ def body_of(request: Request, bounds: Bounds) -> dict[str, Any]:
             "ignore_eos": True,
             "logprobs": topk + 1 if topk else 0,
             "detokenize": False,
-            "stream_interval": STREAM_INTERVAL,
+            "stream_interval": STREAM_INTERVAL_STOP if p.stop else STREAM_INTERVAL,
         },
         "return_token_ids": True,
         "stream": True,
@@ -81,9 +83,9 @@ def _topk_of(name: str) -> int:
 class Answer:
     """The events of one request, as they come in."""
 
-    def __init__(self, request: Request, bounds: Bounds, trusted: int):
+    def __init__(self, request: Request, bounds: Bounds, trusted: int, search: StopSearch | None = None):
         """trusted: the version of what was loaded from the folder, which the server calls "default"."""
-        self.request, self._bounds, self._trusted = request, bounds, trusted
+        self.request, self._bounds, self._trusted, self._search = request, bounds, trusted, search
         self.tokens: list[int] = []
         self._logprobs: list[float] = []
         self._top: list[list[tuple[float, int]]] = []
@@ -94,7 +96,7 @@ class Answer:
         self._sent = time.perf_counter()
 
     def take(self, event: dict[str, Any]) -> int:
-        """Add an event; returns how many tokens it brought. Raises: RequestError, EngineFailure."""
+        """Add an event; returns how many tokens it added to the output. Raises: RequestError, EngineFailure."""
         if not self._is_echoed:  # with the first event, and with no other
             check_echo(self.request, full_ids(self.request), event.get("prompt_token_ids"), "vLLM")
             self._is_echoed = True
@@ -109,6 +111,9 @@ class Answer:
         content = (choice["logprobs"] or {}).get("content") or []
         if [entry["token_id"] for entry in content] != new:
             raise EngineFailure(f"request {self.request.id}: vLLM gave logprobs of other tokens than it sampled")
+        if self._search is not None:
+            kept = self._search.num_kept(new)
+            new, content = new[:kept], content[:kept]
         self.tokens += new
         self._logprobs += [entry["logprob"] for entry in content]
         if self.request.want:
@@ -117,6 +122,16 @@ class Answer:
         if choice["finish_reason"] is not None:
             self._reason = self._reason_of(choice["finish_reason"])
         return len(new)
+
+    @property
+    def found_stop(self) -> bool:
+        """Whether a stop string is complete."""
+        return self._search is not None and self._search.found
+
+    @property
+    def is_over(self) -> bool:
+        """Whether a stop string is complete and the server, which does not get stop strings, samples on."""
+        return self.found_stop and self._reason is None
 
     def _reason_of(self, said: str) -> StopReason:
         if said == "length":
@@ -135,7 +150,7 @@ class Answer:
             output_ids=np.array(self.tokens, np.int32),
             logprobs=np.minimum(np.array(self._logprobs, np.float32), 0),
             versions=self._versions(),
-            stop_reason=self._reason,
+            stop_reason="stop" if self.found_stop else self._reason,
             extras=self._extras(),
             sampling=self.request.sampling,
             seed=self.request.seed,

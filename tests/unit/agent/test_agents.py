@@ -22,18 +22,22 @@ CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "3*4"}}</t
 
 
 class Parrot:
-    """A policy that says given texts, token by character: never as the tokenizer would encode them."""
+    """A policy that says given texts, token by character: never as the tokenizer would encode them. stop_text: a text
+    of which a turn ends with the last character, without a stop token."""
 
-    def __init__(self, tokenizer, *texts, stop_reason="stop", stop_id=None):
+    def __init__(self, tokenizer, *texts, stop_reason="stop", stop_id=None, stop_text=None):
         self.tokenizer, self.texts = tokenizer, list(texts)
         self.stop_reason, self.stop_id = stop_reason, stop_id or tokenizer.eos_token_id
+        self.stop_text = stop_text
         self.requests: list[Request] = []
 
     async def generate(self, request: Request) -> Turn:
         self.requests.append(request)
         text = self.texts[len(self.requests) - 1]
         letters = [self.tokenizer(c, add_special_tokens=False).input_ids for c in text]
-        ids = [i for letter in letters for i in letter] + [self.stop_id] * (self.stop_reason == "stop")
+        ids = [i for letter in letters for i in letter]
+        if self.stop_reason == "stop" and not (self.stop_text and text.endswith(self.stop_text)):
+            ids.append(self.stop_id)
         return Turn(
             context_ids=request.context_ids,
             output_ids=np.array(ids, np.int32),
@@ -119,6 +123,23 @@ def test_a_turn_that_ended_with_another_stop_id_goes_on_from_it():
     assert [turn.parent for turn in t.turns] == [-1, 0]
     assert t.turns[0].output_ids[-1] == 3
     assert t.turns[1].context_ids[0] == tokenizer("\n", add_special_tokens=False).input_ids[0]
+
+
+def test_a_turn_that_a_stop_string_ended_is_closed_by_the_template_and_not_trained_to_be():
+    """P3, P20: the string is sampled and trained; the end of turn, which was not sampled, is context of the next."""
+    tokenizer = tiny_tokenizer()
+    parrot = Parrot(tokenizer, CALL, "12", stop_text="</tool_call>")
+    t = run(MultiTurn(), parrot.generate, context(tokenizer))
+    assert [turn.parent for turn in t.turns] == [-1, 0]
+    assert t.turns[0].messages[-1]["content"] == CALL  # an agent reads the stop string
+    assert tokenizer.decode(t.turns[1].context_ids.tolist()) == (
+        "<|im_end|>\n<|im_start|>tool\n12<|im_end|>\n<|im_start|>assistant\n"
+    )
+    t.reward = 1.0
+    (sample,), _ = flatten([t])
+    assert tokenizer.decode(sample.tokens[sample.mask].tolist()) == CALL + "12<|im_end|>"
+    again = run(MultiTurn(), Parrot(tokenizer, CALL, "12").generate, context(tokenizer))
+    np.testing.assert_array_equal(path_ids(t.turns, 1), path_ids(again.turns, 1))  # as if it had sampled the end
 
 
 def test_a_template_that_rewrites_history_starts_a_new_row_and_trains_both():

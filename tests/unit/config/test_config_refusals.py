@@ -59,6 +59,8 @@ BAD: list[tuple[str, list[str]]] = [
     ("rollout.sampling.top_p=0", ["> 0 and <= 1"]),
     ("rollout.sampling.stop_token_ids=[a]", ["list of integers"]),
     ("rollout.sampling.stop_token_ids=[-1]", ["0 or more"]),
+    ("rollout.sampling.stop=[a,'']", ["rollout.sampling.stop", "an empty text would end every turn"]),
+    ("rollout.sampling.stop=a", ["list of texts"]),
     ("reward.terms={a: 1}", ["reward.terms.a", "section", "kind"]),
     ("reward.terms.x.weight=1 reward.terms.answer.kind=format", ["reward.terms.x.kind", "required"]),
     # canonical keys whose mechanism does not exist

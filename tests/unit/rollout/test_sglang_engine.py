@@ -8,12 +8,14 @@ import pytest
 from sglang_servers import HEADERS, broken, sglang_client
 from tiny_engines import ask, layout_of, sync
 from tiny_models import tiny_lm
+from tiny_tokenizers import numbered_tokenizer
 
 from meshrl.core.errors import CapabilityError, ConfigError, EngineFailure, RequestError, StaleWeightsError, SyncError
 from meshrl.rollout.accept import Bounds
 from meshrl.rollout.sglang.facts import facts_of
 from meshrl.rollout.sglang.requests import Answer
 from meshrl.rollout.sglang.workers import LOADER
+from meshrl.rollout.stop_strings import StopStrings
 from meshrl.sync.digest import digest
 from meshrl.sync.send import iter_buckets, make_header
 
@@ -331,6 +333,19 @@ def test_every_token_counts_once(events):
     assert [answer.take(event) for event in events] == [1, 2, 0]
     turn = answer.turn("sglang-0")
     assert turn.output_ids.tolist() == [5, 6, 7] and turn.versions.tolist() == [3, 3, 3] and len(turn.logprobs) == 3
+
+
+def test_what_the_server_samples_after_a_stop_string_is_no_part_of_the_turn():
+    """The server gets no stop strings and goes on until the abort arrives; its last event counts all its tokens."""
+    search = StopStrings(lambda: numbered_tokenizer(64)).search(ask("a", CONTEXT, stop=("<6>",)))
+    bounds = Bounds(stop_ids=frozenset(), limit=16, limit_reason="length")
+    answer = Answer(ask("a", CONTEXT), bounds, {"run:3": 3}, search)
+    events = [_event(1, [5]), _event(3, [6, 7]), _event(4, [6]), _event(4, [6], {"type": "abort"})]
+    taken = [(answer.take(event), answer.is_over) for event in events]
+    assert taken == [(1, False), (1, True), (0, True), (0, False)]
+    turn = answer.turn("sglang-0")
+    assert turn.output_ids.tolist() == [5, 6] and turn.stop_reason == "stop"
+    assert turn.versions.tolist() == [3, 3] and len(turn.logprobs) == 2
 
 
 def test_lost_tokens_are_noticed():
