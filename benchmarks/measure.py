@@ -141,9 +141,9 @@ class Report:
         self.raw: dict[str, Any] = {}
         self.figures: dict[str, Any] = {}
         self.bars: list[dict[str, Any]] = []
-        load = self._machine["load_average_before"][0]
-        if load > 0.5:
-            self.say(f"note: load average {load} before the start; others use this machine, so trust ratios only")
+        self.load_before: float = self._machine["load_average_before"][0]
+        if self.load_before > 0.5:
+            self.say(f"note: load average {self.load_before} before the start; others use this machine, so trust ratios only")
 
     def say(self, text: str) -> None:
         print(text, flush=True)
