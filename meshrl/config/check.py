@@ -219,12 +219,12 @@ def _sampling(case: Case, config: RunConfig) -> Iterator[Problem]:
                     f"In training leave it at {show(off)} (off).",
                 )
     if sampling.temperature == 0 and (case.purpose == "train" or config.loop.eval_samples > 1):
-    if any(not text for text in sampling.stop):
-        yield Problem(("rollout.sampling.stop",), "an empty text would end every turn at its first token. Remove it.")
         text = "temperature 0 gives every sample of a prompt the same answer. Use a temperature above 0 (1.0 is usual)."
         yield Problem(("rollout.sampling.temperature",), text)
     if any(token < 0 for token in sampling.stop_token_ids):
         yield Problem(("rollout.sampling.stop_token_ids",), "token ids are 0 or more.")
+    if any(not text for text in sampling.stop):
+        yield Problem(("rollout.sampling.stop",), "an empty text would end every turn at its first token. Remove it.")
     need, room = config.data.max_prompt_tokens + sampling.max_new_tokens, rollout.max_context_tokens
     if room is not None and need > room:
         yield Problem(

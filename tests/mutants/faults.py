@@ -368,5 +368,5 @@ FAULTS = [
     *RUN_FAULTS,
     *REWARD_FAULTS,
     *FOREIGN_FAULTS,
-]
     *TURN_FAULTS,
+]
