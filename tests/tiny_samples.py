@@ -50,3 +50,21 @@ def weigh(samples: list[Sample]) -> list[Sample]:
     for s in samples:
         s.loss_weight = np.where(s.mask, 1.0 / total, 0.0)
     return samples
+
+
+def random_groups(seed: int, prompts: Sequence[int], answers: Sequence[int]) -> list[Sample]:
+    """Every answer length after every prompt length, as the rows of one group each."""
+    rng = np.random.default_rng(seed)
+    out = []
+    for g, prompt in enumerate(prompts):
+        rows = random_samples(seed + g, [prompt + n for n in answers])
+        shared = rng.integers(3, 64, prompt).astype(np.int32)
+        for i, s in enumerate(rows):
+            s.tokens[:prompt] = shared
+            s.mask = np.arange(len(s)) >= prompt
+            s.advantages = np.where(s.mask, rng.standard_normal(len(s)), 0).astype(np.float32)
+            s.old_logprobs = np.where(s.mask, -rng.random(len(s)) * 4, np.nan).astype(np.float32)
+            s.ref_logprobs = np.where(s.mask, -rng.random(len(s)) * 4, np.nan).astype(np.float32)
+            s.group_id, s.trajectory_id, s.prefix_len = f"g{g}", f"g{g}/{i}", prompt
+        out += rows
+    return weigh(out)

@@ -20,9 +20,8 @@ _FROZEN = ("tokens", "mask", "turn", "rollout_logprobs", "versions", "routed_exp
 def flatten(trajectories: Sequence[Trajectory]) -> tuple[list[Sample], list[Metric]]:
     """Rows to train on, in the order of the trajectories, and what was counted on the way.
 
-    Left out: purpose other than train, status failed or evicted, reward None, no token at all. Truncated trajectories
-    are kept and trained like the others: their reward already says what an unfinished answer is worth, and dropping
-    them would teach nothing about length; `rollout/truncated_fraction` counts them.
+    Left out: purpose other than train, status failed or evicted, reward None, no token at all. Rows of truncated
+    trajectories are kept and marked, for algo.truncated; `rollout/truncated_fraction` counts the trajectories.
 
     A turn that stands in several rows is trained in the first of them only; the others carry it as context, with its
     logprobs. A row without any trained token is left out, unless it is its trajectory's only one: then it stays, so
@@ -94,6 +93,7 @@ def _row(trajectory: Trajectory, path: list[int], owned: set[int], row: int) -> 
         rewards=rewards,
         temperature=_temperature(trajectory, path),
         reward=trajectory.reward,
+        truncated=trajectory.status == "truncated",
         media_spans=[
             (media_id, end - r - c + start, size)
             for turn, end, c, r in zip(turns, ends, context, sampled)

@@ -1,19 +1,24 @@
-"""Group-baseline advantages, computed by the controller in float64.
+"""Advantages from the rewards of a step, computed by the controller in float64.
 
-G rewards of one group, one for each trajectory; T tokens of a row.
+G rewards of one group, one for each trajectory; T tokens of a row. A user-defined function
+(docs/add_an_algorithm.md) gets all groups of the step:
+
+    f(groups: list[Group]) -> for each group, in order, the advantage of each of its G trajectories
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from meshrl.algo.kl import kl_estimate
 from meshrl.config.algo import AlgoConfig, KlConfig
+from meshrl.core.lookup import look_up
 from meshrl.core.types import Metric, Sample
 
 
@@ -45,6 +50,19 @@ def rloo(rewards: np.ndarray, eps: float) -> np.ndarray:
     return rewards - others
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """The scored trajectories of one prompt, as a user-defined advantage function gets them.
+
+    rewards: float64[G], less the trajectory's KL under kl.place reward. rows[g]: the rows of trajectory g, one in most
+    cases; they are not to be changed. Groups and trajectories stand in the order in which they were sampled.
+    """
+
+    id: str
+    rewards: np.ndarray
+    rows: list[list[Sample]]
+
+
 @dataclass(kw_only=True, slots=True)
 class _Trajectory:
     """The rows of one trajectory and what they share: its reward, the KL subtracted from it, its advantage."""
@@ -55,14 +73,20 @@ class _Trajectory:
     kl_penalty: float = 0.0
     advantage: float = 0.0
 
+    @property
+    def penalized(self) -> float:
+        """What group statistics go by."""
+        return self.reward - self.kl_penalty
+
 
 def assign_advantages(samples: list[Sample], cfg: AlgoConfig) -> list[Metric]:
-    """Fill `advantages` of every sample: the trajectory's one advantage at trained tokens, 0 elsewhere.
+    """Fill `advantages` of every sample: the trajectory's one advantage at trained tokens, 0 elsewhere; or what a
+    user-defined function returns, which may differ from token to token.
 
     Groups go by group_id, never by position or prompt text. A trajectory with several rows counts once; one that
     could not be scored is not among the samples, and its group is judged by the others. Groups of one, and groups
-    whose deviation is below `cfg.advantage_eps` (all equal, up to float noise), get advantage 0 under every method
-    and are counted.
+    whose deviation is below `cfg.advantage_eps` (all equal, up to float noise), get advantage 0 under every built-in
+    method and are counted.
 
     KL in the reward (kl.place = reward): coef * kl_t is subtracted from `rewards` token by token, and its sum over
     all rows of a trajectory from the trajectory's reward before the group's statistics are taken, as RLOO does with
@@ -70,17 +94,24 @@ def assign_advantages(samples: list[Sample], cfg: AlgoConfig) -> list[Metric]:
     it once a step: a second call would subtract the KL twice.
 
     Raises: ValueError when a reward is not finite, rows of one trajectory disagree on their reward or group, or
-    `ref_logprobs` are missing or not finite.
+    `ref_logprobs` are missing or not finite, or a user-defined function does not return
+    finite advantages for each trajectory.
     Source: KL in the reward: Ahmadian et al. 2024, section 2.
     """
     trajectories = _trajectories(samples)
     metrics = []
     if cfg.kl.coef > 0 and cfg.kl.place == "reward":
         metrics += _subtract_kl(trajectories, cfg.kl)
-    metrics += _advantages_by_group(trajectories, cfg)
+    groups: dict[str, list[_Trajectory]] = {}
     for trajectory in trajectories:
-        for row in trajectory.rows:
-            row.advantages = np.where(row.mask, np.float32(trajectory.advantage), np.float32(0.0))
+        groups.setdefault(trajectory.group_id, []).append(trajectory)
+    metrics += _advantages_by_group(groups, cfg)
+    if cfg.advantage in ADVANTAGES:
+        for trajectory in trajectories:
+            for row in trajectory.rows:
+                row.advantages = np.where(row.mask, np.float32(trajectory.advantage), np.float32(0.0))
+    else:
+        _assign_own(groups, cfg.advantage)
     rewards = [t.reward for t in trajectories]
     metrics.append(Metric(name="reward/mean", sum=math.fsum(rewards), weight=len(rewards)))
     if rewards:
@@ -109,10 +140,9 @@ def _trajectories(samples: list[Sample]) -> list[_Trajectory]:
     return list(found.values())
 
 
-def _advantages_by_group(trajectories: list[_Trajectory], cfg: AlgoConfig) -> list[Metric]:
-    groups: dict[str, list[_Trajectory]] = {}
-    for trajectory in trajectories:
-        groups.setdefault(trajectory.group_id, []).append(trajectory)
+def _advantages_by_group(groups: dict[str, list[_Trajectory]], cfg: AlgoConfig) -> list[Metric]:
+    """Fill `advantage` by a built-in method; what the groups' statistics are under any."""
+    of_group = ADVANTAGES.get(cfg.advantage)
     singles = no_signal = 0
     deviations = []
     for members in groups.values():
@@ -120,19 +150,65 @@ def _advantages_by_group(trajectories: list[_Trajectory], cfg: AlgoConfig) -> li
             singles += 1
             continue
         # The last bit of a mean depends on the order of summation: sorted, a shuffled group gives the same numbers.
-        members = sorted(members, key=lambda t: t.reward - t.kl_penalty)
-        rewards = np.array([t.reward - t.kl_penalty for t in members], dtype=np.float64)
+        members = sorted(members, key=lambda t: t.penalized)
+        rewards = np.array([t.penalized for t in members], dtype=np.float64)
         deviations.append(float(rewards.std(ddof=1)))
         if deviations[-1] < cfg.advantage_eps:
             no_signal += 1
             continue
-        for member, advantage in zip(members, ADVANTAGES[cfg.advantage](rewards, cfg.advantage_eps)):
-            member.advantage = float(advantage)
+        if of_group is not None:
+            for member, advantage in zip(members, of_group(rewards, cfg.advantage_eps)):
+                member.advantage = float(advantage)
     return [
         Metric(name="reward/group_std", sum=math.fsum(deviations), weight=len(deviations)),
         Metric(name="reward/groups_without_signal", sum=no_signal + singles, weight=len(groups), unit="fraction"),
         Metric(name="reward/groups_of_one", sum=singles, weight=len(groups), unit="fraction"),
     ]
+
+
+def _assign_own(groups: dict[str, list[_Trajectory]], path: str) -> None:
+    """Fill `advantages` of every row by the user's function of all groups."""
+    views = [
+        Group(
+            id=group_id,
+            rewards=np.array([t.penalized for t in members], dtype=np.float64),
+            rows=[t.rows for t in members],
+        )
+        for group_id, members in groups.items()
+    ]
+    returned = look_up(path, ADVANTAGES, "algo.advantage")(views)
+    name = f"algo.advantage {path}"
+    for members, of_group in zip(groups.values(), _entries(returned, len(groups), f"{name}: groups")):
+        where = f"{name}: trajectories of group {members[0].group_id!r}"
+        for trajectory, value in zip(members, _entries(of_group, len(members), where)):
+            rows = trajectory.rows
+            where = f"{name}: rows of trajectory {rows[0].trajectory_id!r}"
+            per_row = _entries(value, len(rows), where) if isinstance(value, (list, tuple)) else [value] * len(rows)
+            for row, advantage in zip(rows, per_row):
+                row.advantages = _of_row(row, advantage, name)
+
+
+def _entries(values: Any, count: int, where: str) -> list[Any]:
+    found = list(values) if isinstance(values, Iterable) else []
+    if len(found) != count:
+        what = len(found) if isinstance(values, Iterable) else f"a {type(values).__name__}"
+        raise ValueError(f"{where}: there are {count}, but {what} came back; return a list with one entry for each")
+    return found
+
+
+def _of_row(row: Sample, advantage: Any, name: str) -> np.ndarray:
+    """float32[T]: one number, or one for each token, where the row is trained; 0 elsewhere."""
+    values = np.asarray(advantage, dtype=np.float32)
+    if values.shape not in ((), row.mask.shape):
+        raise ValueError(
+            f"{name}: an advantage of trajectory {row.trajectory_id!r} has shape {list(values.shape)}; it must be a "
+            f"number, or an array with one for each of the row's {len(row)} tokens"
+        )
+    advantages = np.where(row.mask, values, np.float32(0.0))
+    if not np.isfinite(advantages).all():
+        bad = advantages[~np.isfinite(advantages)][0]
+        raise ValueError(f"{name}: an advantage of trajectory {row.trajectory_id!r} is {bad}; it must be finite")
+    return advantages
 
 
 def _subtract_kl(trajectories: list[_Trajectory], cfg: KlConfig) -> list[Metric]:
@@ -169,7 +245,5 @@ def _kl_of_row(row: Sample, estimator: str) -> np.ndarray:
     return kl
 
 
-AdvantageFn = Callable[[np.ndarray, float], np.ndarray]
-
-ADVANTAGES: dict[str, AdvantageFn] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
+ADVANTAGES: dict[str, Callable[[np.ndarray, float], np.ndarray]] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
 """algo.advantage -> function of (rewards of one group float64[G], eps) giving one advantage for each."""

@@ -1,8 +1,12 @@
-"""Loss functions of the train engine: (Outputs, Batch) -> (sum over tokens of loss_weight * loss, metrics).
+"""Policy losses, as functions of the trained tokens of one micro-batch, and what makes them loss functions of the
+train engine: (Outputs, Batch) -> (sum over tokens of loss_weight * loss, metrics).
 
-T packed tokens. Every loss here is an instance of a module-level class, so that it can be sent to a rank process.
-Positions outside the mask hold garbage, NaN included. They are replaced before any arithmetic (`_trained`), not
-multiplied away afterwards: 0 * NaN is NaN, and so is the gradient of a `where` around a NaN (P5).
+T packed tokens, N of them trained. A policy loss, built-in or user-defined (docs/add_an_algorithm.md), is
+
+    f(inputs: LossInputs, **its keys of algo.loss) -> (loss of each token [N], {metric: its value at each token [N]})
+
+It gets trained tokens only, so that no mask can be forgotten: other positions of a batch, which may hold NaN, are
+never read (P5). It returns one number for each token and no mean, so that only the engine divides (P1).
 
 Metrics are sums over trained tokens with their weight, never means. What enters the loss (loss/policy, loss/kl) is
 weighted by loss_weight, as the gradient is; everything else counts each trained token once.
@@ -16,14 +20,108 @@ from dataclasses import dataclass
 import torch
 
 from meshrl.algo.kl import MAX_LOG_RATIO, kl_estimate
-from meshrl.config.algo import AlgoConfig
+from meshrl.config.algo import AlgoConfig, LossConfig
 from meshrl.core.batch import Batch, LossFn, Outputs
+from meshrl.core.lookup import look_up
 from meshrl.core.types import Metric, Reduce
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossInputs:
+    """The trained tokens of one micro-batch, row after row. All tensors are [N], with N >= 1.
+
+    logprobs carries the gradient, and so does entropy. old_logprobs are those of the policy at the start of the step;
+    in a single on-policy update the values of logprobs, so that the ratio is exactly 1 (P7). rollout_logprobs are the
+    sampler's own. ref_logprobs is None unless algo.kl.coef is above 0.
+
+    row_lengths: how many trained tokens each row has, in order. A row is one sequence: the whole answer of a
+    single-turn trajectory, or all trained tokens of one branch of a longer one. It is never split over micro-batches.
+
+    Example, rows of 2 and 3 trained tokens: row_lengths [2, 3], and row_mean([1, 3, 0, 0, 6]) is [2, 2, 2, 2, 2].
+    """
+
+    logprobs: torch.Tensor
+    old_logprobs: torch.Tensor
+    rollout_logprobs: torch.Tensor
+    advantages: torch.Tensor
+    ref_logprobs: torch.Tensor | None
+    entropy: torch.Tensor | None
+    row_lengths: list[int]
+
+    def row_sum(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum over the trained tokens of each row, at each of these tokens. [N] -> [N]."""
+        return torch.cat([row.sum().expand(len(row)) for row in values.split(self.row_lengths)])
+
+    def row_mean(self, values: torch.Tensor) -> torch.Tensor:
+        """The mean over the trained tokens of each row, at each of these tokens. [N] -> [N]."""
+        return torch.cat([row.mean().expand(len(row)) for row in values.split(self.row_lengths)])
+
+
+PolicyLossFn = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
+
+
+def ppo_clip(
+    inputs: LossInputs, *, clip_low: float, clip_high: float, dual_clip: float | None
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """PPO's clipped surrogate, with asymmetric bounds and optional dual clip.
+
+    With r = exp(logprobs - old_logprobs) and advantage A, a token's loss is
+    `max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))`, for A < 0 at most `-A dual_clip`. The log-ratio is cut to
+    [-20, 20]; a token out there has long lost its meaning and gives no gradient.
+
+    Source: Schulman et al. 2017 (PPO) equation 7; Yu et al. 2025 (DAPO) equation 10 for the asymmetric bounds;
+    Ye et al. 2020 equation 4 for dual clip.
+    """
+    advantages = inputs.advantages
+    ratio = (inputs.logprobs - inputs.old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    low, high = 1.0 - clip_low, 1.0 + clip_high
+    loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(low, high))
+    seen = {
+        "clip_fraction_low": (ratio < low) & (advantages < 0),
+        "clip_fraction_high": (ratio > high) & (advantages > 0),
+    }
+    if dual_clip is not None:
+        bound = -advantages * dual_clip
+        seen["clip_fraction_dual"] = (loss > bound) & (advantages < 0)
+        loss = torch.where(advantages < 0, torch.minimum(loss, bound), loss)
+    seen |= {
+        "ratio_mean": ratio,
+        "ratio_max": ratio,
+        "approx_kl": kl_estimate(inputs.old_logprobs, inputs.logprobs, "k3"),
+    }
+    return loss, seen
+
+
+def policy_terms(cfg: LossConfig, inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss of each token by the configured function, and by metric name what it measures; all [N].
+
+    Raises: ValueError when a user-defined function returns something else.
+    """
+    name = f"algo.loss.kind {cfg.kind}"
+    result = look_up(cfg.kind, LOSSES, "algo.loss.kind")(inputs, **cfg.args)
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
+        raise ValueError(
+            f"{name} returned a {type(result).__name__}; it must return the loss of each token and a dict of what to "
+            "measure, {} for nothing: `return loss, {}`"
+        )
+    loss, measured = result
+    for what, value in {"the loss": loss, **measured}.items():
+        if not isinstance(value, torch.Tensor) or value.shape != inputs.logprobs.shape:
+            found = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+            raise ValueError(
+                f"{name}: {what} is {found}; it must be a tensor of one number for each trained token, here "
+                f"[{len(inputs.logprobs)}]. Means and sums over tokens are taken by the engine"
+            )
+    if inputs.logprobs.requires_grad and not loss.requires_grad:
+        raise ValueError(f"{name}: the loss has no gradient; compute it from inputs.logprobs")
+    if taken := {"policy", "kl", "entropy"} & set(measured):
+        raise ValueError(f"{name} measures {sorted(taken)}, which the engine does; rename it")
+    return loss, {f"loss/{what}": value for what, value in measured.items()}
 
 
 def make_policy_loss(cfg: AlgoConfig) -> LossFn:
     """The policy loss that the config names, with its KL and entropy terms."""
-    return LOSSES[cfg.loss.kind](cfg)
+    return PolicyLoss(cfg)
 
 
 def sft_loss() -> LossFn:
@@ -32,69 +130,63 @@ def sft_loss() -> LossFn:
 
 
 @dataclass(frozen=True, slots=True)
-class PpoClipLoss:
-    """PPO's clipped surrogate, with asymmetric bounds, optional dual clip, KL in the loss and entropy bonus.
+class PolicyLoss:
+    """The part that all policy losses share: the loss of each token `+ kl.coef * KL(policy, reference)` when kl.place is
+    loss, `- entropy_coef * entropy`, weighted by loss_weight. A token of weight 0 is not trained, and not counted.
 
-    With r = exp(logprobs - old_logprobs) and advantage A, a token's loss is
-    `max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))`, for A < 0 at most `-A dual_clip`; then
-    `+ kl.coef * KL(policy, reference)` when kl.place is loss, `- entropy_coef * entropy`.
+    Only the config is sent to a rank, which imports a user-defined function by itself.
 
-    old_logprobs None means a single on-policy update: r is exactly 1, carries the gradient, and nothing is clipped
-    (P7). The log-ratio is cut to [-20, 20]; a token out there has long lost its meaning and gives no gradient.
-
-    Raises: ValueError when the batch or the outputs lack what the config asks for.
-    Source: Schulman et al. 2017 (PPO) equation 7; Yu et al. 2025 (DAPO) equation 10 for the asymmetric bounds;
-    Ye et al. 2020 equation 4 for dual clip.
+    Raises: ValueError when the batch or the outputs lack what the config asks for; and as policy_terms.
     """
 
     cfg: AlgoConfig
 
     def __call__(self, outputs: Outputs, batch: Batch) -> tuple[torch.Tensor, list[Metric]]:
-        cfg, mask = self.cfg, batch.mask
+        cfg = self.cfg
         if batch.advantages is None:
             raise ValueError("the policy loss needs batch.advantages; assign_advantages must run before packing")
-        new = _trained(outputs.logprobs, mask)
-        old = new.detach() if batch.old_logprobs is None else _trained(batch.old_logprobs, mask)
-        weight = _trained(batch.loss_weight, mask)
-        policy, seen = self._surrogate(new, old, _trained(batch.advantages, mask), mask)
-        terms = {"loss/policy": policy}
-        loss = policy
+        trained = (batch.mask & (batch.loss_weight != 0)).nonzero()[:, 0]
+        if not len(trained):
+            return outputs.logprobs.index_select(0, trained).sum(), []
+        inputs = _inputs(outputs, batch, trained)
+        weight = batch.loss_weight.index_select(0, trained)
+        loss, seen = policy_terms(cfg.loss, inputs)
+        terms = {"loss/policy": loss}
         if cfg.kl.coef > 0 and cfg.kl.place == "loss":
-            if batch.ref_logprobs is None:
+            if inputs.ref_logprobs is None:
                 raise ValueError(f"algo.kl.coef is {cfg.kl.coef}, but the batch has no ref_logprobs")
-            terms["loss/kl"] = kl_estimate(new, _trained(batch.ref_logprobs, mask), cfg.kl.estimator)
+            terms["loss/kl"] = kl_estimate(inputs.logprobs, inputs.ref_logprobs, cfg.kl.estimator)
             loss = loss + cfg.kl.coef * terms["loss/kl"]
-        if outputs.entropy is not None:
-            seen["loss/entropy"] = _trained(outputs.entropy, mask)
+        if inputs.entropy is not None:
+            seen["loss/entropy"] = inputs.entropy
         if cfg.entropy_coef != 0:
-            if outputs.entropy is None:
+            if inputs.entropy is None:
                 raise ValueError(f"algo.entropy_coef is {cfg.entropy_coef}, but the outputs have no entropy")
-            loss = loss - cfg.entropy_coef * seen["loss/entropy"]
-        return (weight * loss).sum(), _sums(terms, weight) + _sums(seen, mask)
+            loss = loss - cfg.entropy_coef * inputs.entropy
+        return (weight * loss).sum(), _sums(terms, weight) + _sums(seen, torch.ones_like(weight))
 
-    def _surrogate(
-        self, new: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The clipped loss of each token, and what to measure about it; all [T] and 0 outside the mask."""
-        cfg = self.cfg.loss
-        ratio = (new - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-        low, high = 1.0 - cfg.clip_low, 1.0 + cfg.clip_high
-        loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(low, high))
-        seen = {
-            "loss/clip_fraction_low": (ratio < low) & (advantages < 0),
-            "loss/clip_fraction_high": (ratio > high) & (advantages > 0),
-        }
-        if cfg.dual_clip is not None:
-            bound = -advantages * cfg.dual_clip
-            seen["loss/clip_fraction_dual"] = (loss > bound) & (advantages < 0)
-            loss = torch.where(advantages < 0, torch.minimum(loss, bound), loss)
-        trained_ratio = _trained(ratio, mask)
-        seen |= {
-            "loss/ratio_mean": trained_ratio,
-            "loss/ratio_max": trained_ratio,
-            "loss/approx_kl": kl_estimate(old, new, "k3"),
-        }
-        return loss, seen
+
+def _inputs(outputs: Outputs, batch: Batch, trained: torch.Tensor) -> LossInputs:
+    """trained: the places of the N trained tokens. A prompt that rows share is never trained, so that the trained
+    tokens of a row all lie in its one segment."""
+
+    def at(values: torch.Tensor) -> torch.Tensor:
+        return values.index_select(0, trained)
+
+    def if_any(values: torch.Tensor | None) -> torch.Tensor | None:
+        return None if values is None else at(values)
+
+    assert batch.advantages is not None
+    logprobs = at(outputs.logprobs)
+    return LossInputs(
+        logprobs=logprobs,
+        old_logprobs=logprobs.detach() if batch.old_logprobs is None else at(batch.old_logprobs),
+        rollout_logprobs=at(batch.rollout_logprobs),
+        advantages=at(batch.advantages),
+        ref_logprobs=if_any(batch.ref_logprobs),
+        entropy=if_any(outputs.entropy),
+        row_lengths=torch.unique_consecutive(at(batch.sample_index), return_counts=True)[1].tolist(),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,31 +194,28 @@ class NllLoss:
     """Negative log-likelihood of the tokens themselves; looks at loss_weight, never at advantages."""
 
     def __call__(self, outputs: Outputs, batch: Batch) -> tuple[torch.Tensor, list[Metric]]:
-        nll = -_trained(outputs.logprobs, batch.mask)
-        weight = _trained(batch.loss_weight, batch.mask)
-        return (weight * nll).sum(), _sums({"loss/nll": nll}, batch.mask)
-
-
-def _trained(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """values where the mask is True, an exact 0 with an exact zero gradient elsewhere."""
-    return torch.where(mask, values, torch.zeros_like(values))
+        trained = batch.mask.nonzero()[:, 0]
+        nll = -outputs.logprobs.index_select(0, trained)
+        weight = batch.loss_weight.index_select(0, trained)
+        return (weight * nll).sum(), _sums({"loss/nll": nll}, torch.ones_like(weight))
 
 
 def _sums(values: dict[str, torch.Tensor], weight: torch.Tensor) -> list[Metric]:
-    """One metric for each [T] tensor: sum(weight * value) with weight sum(weight), or the maximum; one copy to host."""
+    """One metric for each [N] tensor: sum(weight * value) with weight sum(weight), or the maximum; one copy to host."""
     weight = weight.double()
+    facts = {name: _METRICS.get(name, ("mean", "")) for name in values}
     sums = [
-        value.max() if _METRICS[name][0] == "max" else (weight * value.detach()).sum() for name, value in values.items()
+        value.detach().max() if facts[name][0] == "max" else (weight * value.detach()).sum()
+        for name, value in values.items()
     ]
-    *numbers, total = torch.stack([s.detach().double() for s in [*sums, weight.sum()]]).tolist()
+    *numbers, total = torch.stack([s.double() for s in [*sums, weight.sum()]]).tolist()
     return [
         Metric(name=name, sum=number, weight=1.0 if reduce == "max" else total, reduce=reduce, unit=unit)
-        for name, number in zip(values, numbers)
-        for reduce, unit in [_METRICS[name]]
+        for (name, (reduce, unit)), number in zip(facts.items(), numbers)
     ]
 
 
-_METRICS: dict[str, tuple[Reduce, str]] = {
+_METRICS: dict[str, tuple[Reduce, str]] = {  # any other measurement of a user-defined loss is a mean
     "loss/policy": ("mean", ""),
     "loss/kl": ("mean", "nats"),
     "loss/nll": ("mean", "nats"),
@@ -136,8 +225,8 @@ _METRICS: dict[str, tuple[Reduce, str]] = {
     "loss/clip_fraction_high": ("mean", "fraction"),
     "loss/clip_fraction_dual": ("mean", "fraction"),
     "loss/ratio_mean": ("mean", ""),
-    "loss/ratio_max": ("max", ""),  # ratios are positive, so the 0 of masked tokens is neutral
+    "loss/ratio_max": ("max", ""),
 }
 
-LOSSES: dict[str, Callable[[AlgoConfig], LossFn]] = {"ppo_clip": PpoClipLoss}
-"""algo.loss.kind -> what makes its LossFn from the algorithm's config."""
+LOSSES: dict[str, PolicyLossFn] = {"ppo_clip": ppo_clip}
+"""algo.loss.kind -> function of LossInputs and the other keys of algo.loss."""

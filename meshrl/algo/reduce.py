@@ -1,8 +1,8 @@
 """The one denominator of an optimizer step, divided into each token's weight by the controller.
 
 N trained tokens of the step, S sequences (rows with at least one trained token), n_s trained tokens of row s, L the
-constant length. The loss of a step is sum(loss_weight * loss_t) over all tokens of all ranks, whatever the partition
-into ranks, micro-batches and packs (P1).
+constant length. Under algo.truncated = mask a row that was cut off has no trained token. The loss of a step is
+sum(loss_weight * loss_t) over all tokens of all ranks, whatever the partition into ranks, micro-batches and packs (P1).
 
 | aggregation | weight of a trained token | used by |
 | --- | --- | --- |
@@ -22,19 +22,21 @@ from meshrl.config.algo import AlgoConfig
 from meshrl.core.types import Sample
 
 
-def assign_loss_weights(samples: list[Sample], cfg: AlgoConfig, max_new_tokens: int) -> None:
-    """Fill `loss_weight` of the samples of one optimizer step; 0 where nothing is trained.
+def assign_loss_weights(samples: list[Sample], cfg: AlgoConfig, max_new_tokens: int) -> int:
+    """Fill `loss_weight` of the samples of one optimizer step, 0 where nothing is trained. Returns the trained tokens.
 
     Weights are computed in float64 and rounded once. A step without a single trained token gets zeros.
     max_new_tokens: L of constant_length when `cfg.constant_length` is not set.
     """
-    lengths = np.array([int(sample.mask.sum()) for sample in samples], dtype=np.float64)
+    masked = [cfg.truncated == "mask" and sample.truncated for sample in samples]
+    lengths = np.array([0 if out else int(s.mask.sum()) for s, out in zip(samples, masked)], dtype=np.float64)
     weights = np.zeros(len(samples), dtype=np.float64)
     trained = lengths > 0
     if trained.any():
         weights[trained] = AGGREGATIONS[cfg.aggregation](lengths[trained], cfg.constant_length or max_new_tokens)
     for sample, weight in zip(samples, weights):
         sample.loss_weight = np.where(sample.mask, np.float32(weight), np.float32(0.0))
+    return int(lengths.sum())
 
 
 def _token_mean(lengths: np.ndarray, constant: int) -> np.ndarray:

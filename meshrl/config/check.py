@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from meshrl.config.algo import ADVANTAGE_NAMES, LossConfig
 from meshrl.config.arithmetic import data_ranks, longest_row_tokens, ranks_in_turn
+from meshrl.config.check_algo import LOSS_KIND, algorithm_problems, unused_algo_keys
 from meshrl.config.check_data import data_problems, sft_problems, unused_data_keys
 from meshrl.config.check_rollout import engine_problems, unused_engine_keys
 from meshrl.config.places import DOTTED_PATH, HUB_ID, can_be_imported, find
@@ -50,7 +52,8 @@ def check(case: Case) -> list[Problem]:
         problems = [*sft_problems(case, config)]
     else:
         problems = [*data_problems(case, config), *_loop(case, config), *_sampling(case, config), *_kinds(case, config)]
-        problems += [*_cluster(config), *_algorithm(config), *engine_problems(case.given, config, case.purpose)]
+        problems += [*_cluster(config), *engine_problems(case.given, config, case.purpose)]
+        problems += algorithm_problems(config.algo, training=case.purpose == "train")
     return [*(problem for each in checks for problem in each(case)), *problems]
 
 
@@ -96,13 +99,6 @@ def unused(config: RunConfig | SftRunConfig) -> dict[str, str]:
         found["cluster.num_rollout_ranks"] = "SFT samples nothing"
         found |= dict.fromkeys(NOT_IN_SFT, "SFT has no such phase")
         return found
-    algo = config.algo
-    if algo.kl.coef == 0:
-        found["algo.kl.estimator"] = found["algo.kl.place"] = "algo.kl.coef is 0"
-    if algo.aggregation != "constant_length":
-        found["algo.constant_length"] = f"algo.aggregation is {algo.aggregation}"
-    if algo.advantage != "grpo":
-        found["algo.advantage_eps"] = f"{algo.advantage} divides by no deviation"
     if config.data.eval_path is None:
         for key in ("loop.eval_samples", "loop.save_best"):
             found[key] = "data.eval_path is null"
@@ -110,7 +106,7 @@ def unused(config: RunConfig | SftRunConfig) -> dict[str, str]:
         found["rollout.release_memory"] = "cluster.num_rollout_ranks is above 0: samplers have devices of their own"
     else:
         found["rollout.sync_transport"] = found["rollout.sync_folder"] = "cluster.num_rollout_ranks is 0"
-    return unused_data_keys(config.data) | unused_engine_keys(config.rollout) | found
+    return unused_algo_keys(config.algo) | unused_data_keys(config.data) | unused_engine_keys(config.rollout) | found
 
 
 ONLY: dict[str, tuple[tuple[Any, ...], str]] = {  # key -> (what this version can do, why nothing else)
@@ -192,7 +188,7 @@ def _optimization(case: Case) -> Iterator[Problem]:
 
 def _loop(case: Case, config: RunConfig) -> Iterator[Problem]:
     loop = config.loop
-    if loop.samples_per_prompt == 1:
+    if loop.samples_per_prompt == 1 and config.algo.advantage in ADVANTAGE_NAMES:
         yield Problem(
             ("loop.samples_per_prompt", "algo.advantage"),
             f"{config.algo.advantage} compares the answers of a group; a group of one has nothing to compare with. "
@@ -231,16 +227,6 @@ def _sampling(case: Case, config: RunConfig) -> Iterator[Problem]:
             ("rollout.max_context_tokens", "data.max_prompt_tokens", "rollout.sampling.max_new_tokens"),
             f"the longest prompt and answer need {need} tokens, but the context has {room}: answers would be cut. "
             "Lower max_prompt_tokens or max_new_tokens, or raise max_context_tokens.",
-        )
-
-
-def _algorithm(config: RunConfig) -> Iterator[Problem]:
-    kl = config.algo.kl
-    if kl.coef > 0 and kl.estimator == "k1" and kl.place == "loss":
-        yield Problem(
-            ("algo.kl.estimator", "algo.kl.place"),
-            "k1 as a term of the loss has zero mean gradient on-policy: it would add noise and hold nothing back. "
-            "Use k3 or k2 in the loss, or k1 with place: reward.",
         )
 
 
@@ -288,8 +274,12 @@ def _kinds(case: Case, config: RunConfig) -> Iterator[Problem]:
         weights = tuple(f"reward.terms.{name}.weight" for name in terms)
         yield Problem(weights, "all weights are 0, so every reward would be 0.")
     named = [("reward", f"reward.terms.{name}.kind", term.kind) for name, term in terms.items()]
-    for table, key, kind in [*named, ("agent", "agent.kind", config.agent.kind)]:
-        names = case.known.get(table)
+    named.append(("agent", "agent.kind", config.agent.kind))
+    known: dict[str, set[str]] = {**case.known, "advantage": set(ADVANTAGE_NAMES), "loss": {LossConfig().kind}}
+    if case.purpose == "train":
+        named += [("advantage", "algo.advantage", config.algo.advantage), ("loss", LOSS_KIND, config.algo.loss.kind)]
+    for table, key, kind in named:
+        names = known.get(table)
         if DOTTED_PATH.fullmatch(kind) and kind not in (names or ()):
             if not can_be_imported(kind.partition(":")[0]):
                 yield Problem((key,), f"no such module, neither installed nor in the working folder {Path.cwd()}.")

@@ -172,11 +172,12 @@ class Trajectory:
 class Sample:
     """One root-to-leaf row of a trajectory's tree, all arrays [T].
 
-    Filled by flatten: tokens .. versions, media; by annotate: old_logprobs, ref_logprobs, values (None when the
-    algorithm does not ask); by algo: rewards (KL added), advantages, returns, correction, loss_weight.
+    Filled by flatten: tokens .. versions, truncated, media; by annotate: old_logprobs, ref_logprobs, values (None when
+    the algorithm does not ask); by algo: rewards (KL added), advantages, returns, correction, loss_weight.
 
     mask: sampled and trained HERE; a token shared by two rows is trained in exactly one. prefix_len: leading tokens
-    shared by the whole group. rollout_logprobs is NaN and versions -1 where not sampled.
+    shared by the whole group. rollout_logprobs is NaN and versions -1 where not sampled. truncated: the trajectory was
+    cut off; algo.truncated says whether it is trained.
     loss_weight is already divided by the global denominator of the optimizer step (fp64, on the controller, dummies
     0), so loss = sum(loss_weight * l) over all ranks; no other denominator exists.
 
@@ -195,6 +196,7 @@ class Sample:
     rewards: np.ndarray  # float32
     temperature: float = 1.0  # the sampler's; the trainer scores with the same (P2)
     reward: float = 0.0  # the trajectory's weighted sum, for group statistics
+    truncated: bool = False
     old_logprobs: np.ndarray | None = None
     ref_logprobs: np.ndarray | None = None
     values: np.ndarray | None = None

@@ -129,12 +129,15 @@ async def annotate(job: Job, updates: Sequence[Update]) -> list[Metric]:
 
 
 async def update(job: Job, updates: Sequence[Update]) -> list[Metric]:
-    """One optimizer step for each Update. The sampler proof stands between gradient and step (P15)."""
+    """One optimizer step for each Update that has a token to train, else a note. The sampler proof stands between
+    gradient and step (P15)."""
     cfg, metrics = job.cfg, list[Metric]()
     loss = make_policy_loss(cfg.algo)
     total = cfg.loop.num_steps * cfg.train.updates_per_step
     for part in updates:
-        assign_loss_weights(part.samples, cfg.algo, cfg.rollout.sampling.max_new_tokens)
+        if not assign_loss_weights(part.samples, cfg.algo, cfg.rollout.sampling.max_new_tokens):
+            job.note(f"step {job.step + 1}: {_nothing_to_train(part.samples)}; this optimizer step is left out")
+            continue
         report = await job.trainer.forward_backward(part.samples, part.plan, loss)
         metrics += report.metrics
         if len(updates) == 1:
@@ -149,6 +152,16 @@ async def update(job: Job, updates: Sequence[Update]) -> list[Metric]:
             Metric(name="train/skipped_steps", sum=float(step.skipped), reduce="sum", unit="steps"),
         ]
     return metrics
+
+
+def _nothing_to_train(samples: Sequence[Sample]) -> str:
+    cut = sum(sample.truncated for sample in samples)
+    if not cut:
+        return f"none of {len(samples)} rows has a sampled token"
+    return (
+        f"{cut} of {len(samples)} rows were cut off and algo.truncated is mask, so that no token is trained. Raise "
+        "rollout.sampling.max_new_tokens (or agent.args.max_turns), or set algo.truncated to train"
+    )
 
 
 async def first_sync(job: Job) -> list[Metric]:

@@ -188,8 +188,9 @@ SECTIONS: tuple[Section, ...] = (
                 "rollout/truncated_fraction",
                 "fraction",
                 "falls below a few percent",
-                "cut answers are trained with whatever the grader gave them, which teaches brevity; above "
-                "0.2 it teaches little else. Raise the limit or check that the model knows its stop token",
+                "under `algo.truncated: train` cut answers are trained with whatever the grader gave them, which "
+                "teaches brevity; above 0.2 it teaches little else. Under `mask` they are left out of the loss, and "
+                "this is their share. Raise the limit or check that the model knows its stop token",
             ),
             _entry(
                 "rollout/failed_fraction",
@@ -286,6 +287,12 @@ SECTIONS: tuple[Section, ...] = (
                 "nats",
                 "falls fast, then slowly",
                 "SFT only. Rises: learning rate too high. Below 0.01: rows learned by heart",
+            ),
+            _entry(
+                "loss/<name>",
+                "none",
+                "depends on the loss: the mean over trained tokens of what a user-defined loss measures",
+                "",
             ),
         ),
     ),

@@ -7,11 +7,10 @@ import pytest
 import torch
 from harness import norm_of, partitioned, random_partition, unsharded, worst
 from tiny_models import tiny_qwen2
-from tiny_samples import random_samples, weigh
+from tiny_samples import random_groups, random_samples, weigh
 
 from meshrl.algo.losses import make_policy_loss
 from meshrl.config.algo import AlgoConfig, KlConfig
-from meshrl.core.types import Sample
 from meshrl.monitor.metrics import divide, merge
 
 LENGTHS = [12, 3, 40, -6, 7, 7, 21, 2, 64, -2, 12, 12]
@@ -99,30 +98,12 @@ def test_masked_positions_are_never_read(pool, poison):
         assert a["metrics"] == b["metrics"]
 
 
-def _groups(seed: int, prompts: list[int], answers: list[int]) -> list[Sample]:
-    """Every answer length after every prompt length, as the rows of one group each."""
-    rng = np.random.default_rng(seed)
-    out = []
-    for g, prompt in enumerate(prompts):
-        rows = random_samples(seed + g, [prompt + n for n in answers])
-        shared = rng.integers(3, 64, prompt).astype(np.int32)
-        for i, s in enumerate(rows):
-            s.tokens[:prompt] = shared
-            s.mask = np.arange(len(s)) >= prompt
-            s.advantages = np.where(s.mask, rng.standard_normal(len(s)), 0).astype(np.float32)
-            s.old_logprobs = np.where(s.mask, -rng.random(len(s)) * 4, np.nan).astype(np.float32)
-            s.ref_logprobs = np.where(s.mask, -rng.random(len(s)) * 4, np.nan).astype(np.float32)
-            s.group_id, s.trajectory_id, s.prefix_len = f"g{g}", f"g{g}/{i}", prompt
-        out += rows
-    return weigh(out)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_group_that_shares_its_prompt_gives_the_same_gradient(pool, world, dtype):
     """The prompt is computed once, every answer sees it, and its gradient is the sum of theirs; whatever part of a
     group a micro-batch holds, a single row included."""
-    samples = _groups(6, [9, 1, 30], [1, 12, 5, 40])
+    samples = random_groups(6, [9, 1, 30], [1, 12, 5, 40])
     loss = make_policy_loss(LOSS)
     want = unsharded(tiny_qwen2(dtype), samples, loss)
     rng = np.random.default_rng(world)

@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny_run import write_run
+from tiny_samples import random_groups
+
+from meshrl.algo.advantages import assign_advantages
+from meshrl.algo.losses import make_policy_loss
+from meshrl.algo.reduce import assign_loss_weights
+from meshrl.algo.trial import try_own_functions
+from meshrl.config.load import load_run_config
+from meshrl.core.batch import Outputs
+from meshrl.train.packing import pack
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,3 +39,63 @@ def test_the_six_files_that_the_walk_names_exist():
     files = re.findall(r"^\d\. `(meshrl/[a-z_/]+\.py)`", text, re.MULTILINE)
     assert len(files) == 6
     assert all((ROOT / name).is_file() for name in files)
+
+
+def test_an_algorithm_is_added_as_its_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """docs/add_an_algorithm.md: its blocks run, and its GSPO, from the config to the gradient of packed rows that share
+    a prompt, is that of the paper's equations 5 to 7, here in plain floats with differences for the gradient."""
+    text = (ROOT / "docs" / "add_an_algorithm.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```(python|yaml)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    (_, gspo), (_, config), (_, trial), (_, batch_scaled), (_, advantage) = blocks
+    config_path = write_run(tmp_path)
+    (tmp_path / "gspo.py").write_text(gspo)
+    (tmp_path / "batch_scaled.py").write_text(batch_scaled)
+    (tmp_path / "paper.yaml").write_text(f"base: {config_path.name}\n{config}")
+    (tmp_path / "own_advantage.yaml").write_text(f"base: {config_path.name}\n{advantage}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    exec(gspo + trial + batch_scaled, {})
+    try_own_functions(load_run_config(tmp_path / "own_advantage.yaml").config.algo)
+
+    algo = load_run_config(tmp_path / "paper.yaml").config.algo
+    try_own_functions(algo)
+    samples = random_groups(0, [5], [2, 3, 1, 4])
+    log_ratios = [
+        [0.1, 0.3],
+        [-0.4, 0.1, 0.0],
+        [0.0002],
+        [-0.3, -0.1, 0.2, -0.1],
+    ]  # clipped, clipped, inside, unclipped
+    rewards = [1.0, 0.0, 0.0, 1.0]
+    for sample, reward in zip(samples, rewards):
+        sample.reward = reward
+        sample.old_logprobs = np.where(sample.mask, np.float32(-1.5), np.float32(np.nan))
+    assign_advantages(samples, algo)
+    assign_loss_weights(samples, algo, max_new_tokens=8)
+    batch = pack(samples, [0, 1, 2, 3])
+    assert len(batch.rows) == 5, "the four answers share one prompt"
+    logprobs = torch.full([batch.num_tokens], float("nan"), dtype=torch.float64)
+    logprobs[batch.mask] = torch.tensor([-1.5 + d for row in log_ratios for d in row], dtype=torch.float64)
+    logprobs.requires_grad_()
+    value, metrics = make_policy_loss(algo)(Outputs(logprobs=logprobs), batch)
+    value.backward()
+
+    def paper(flat: list[float]) -> float:
+        std = math.sqrt(sum((r - 0.5) ** 2 for r in rewards) / 3)
+        rest, total = list(flat), 0.0
+        for r, row in zip(rewards, log_ratios):
+            own, rest = rest[: len(row)], rest[len(row) :]
+            s, a = math.exp(sum(own) / len(own)), (r - 0.5) / std
+            total += min(s * a, min(max(s, 1 - 3e-4), 1 + 4e-4) * a)
+        return -total / 4
+
+    flat, h = [d for row in log_ratios for d in row], 1e-6
+    slopes = [
+        (paper([*flat[:i], flat[i] + h, *flat[i + 1 :]]) - paper([*flat[:i], flat[i] - h, *flat[i + 1 :]])) / (2 * h)
+        for i in range(len(flat))
+    ]
+    assert value.item() == pytest.approx(paper(flat), rel=1e-5)
+    assert logprobs.grad is not None
+    assert logprobs.grad[batch.mask].tolist() == pytest.approx(slopes, rel=1e-5, abs=1e-8)
+    assert [slope != 0 for slope in slopes] == [False] * 5 + [True] * 5
+    assert {m.name: m.sum for m in metrics}["loss/clip_fraction"] == 5

@@ -19,6 +19,7 @@ _RESHARD = "tests/dist/test_checkpoint_reshard.py::"
 _PACKED = "tests/unit/model/test_packed_attention.py::"
 _PACKING = "tests/unit/train/test_packing.py::"
 _LOSSES = "tests/unit/algo/test_policy_losses.py::"
+_OWN_LOSSES = "tests/unit/algo/test_own_losses.py::"
 _GROUPS = "tests/unit/algo/test_group_advantages.py::"
 _REDUCE = "tests/unit/algo/test_loss_weights.py::"
 _FLATTEN = "tests/unit/agent/test_flatten.py::"
@@ -61,29 +62,29 @@ FAULTS = [
     Fault(
         "masked positions are multiplied by 0",
         "meshrl/algo/losses.py",
-        "return torch.where(mask, values, torch.zeros_like(values))",
-        "return values * mask",
+        "trained = (batch.mask & (batch.loss_weight != 0)).nonzero()[:, 0]",
+        "trained = torch.arange(batch.num_tokens)",
         (_LOSSES + "test_poison_in_masked_positions_changes_no_bit",),
     ),
     Fault(
         "one metric counts masked positions",
         "meshrl/algo/losses.py",
-        'return (weight * nll).sum(), _sums({"loss/nll": nll}, batch.mask)',
-        'return (weight * nll).sum(), _sums({"loss/nll": nll}, torch.ones_like(batch.mask))',
+        "trained = batch.mask.nonzero()[:, 0]",
+        "trained = torch.arange(batch.num_tokens)",
         (_LOSSES + "test_sft_golden_value",),
     ),
     Fault(
-        "the policy's metrics count masked positions",
+        "what is only measured is weighted as the loss is",
         "meshrl/algo/losses.py",
-        "_sums(terms, weight) + _sums(seen, mask)",
-        "_sums(terms, weight) + _sums(seen, torch.ones_like(mask))",
-        (_LOSSES + "test_an_all_masked_batch_gives_zero_loss_zero_gradient_and_no_weight",),
+        "_sums(seen, torch.ones_like(weight))",
+        "_sums(seen, weight)",
+        (_OWN_LOSSES + "test_sequence_ratios_of_packed_rows_equal_those_of_each_row_alone",),
     ),
     Fault(
         "clip bounds are swapped",
         "meshrl/algo/losses.py",
-        "low, high = 1.0 - cfg.clip_low, 1.0 + cfg.clip_high",
-        "low, high = 1.0 - cfg.clip_high, 1.0 + cfg.clip_low",
+        "low, high = 1.0 - clip_low, 1.0 + clip_high",
+        "low, high = 1.0 - clip_high, 1.0 + clip_low",
         (_LOSSES + "test_ppo_clip_golden_values",),
     ),
     Fault(
@@ -96,9 +97,51 @@ FAULTS = [
     Fault(
         "on-policy old logprobs carry a gradient",
         "meshrl/algo/losses.py",
-        "old = new.detach() if batch.old_logprobs is None",
-        "old = new if batch.old_logprobs is None",
+        "old_logprobs=logprobs.detach() if batch.old_logprobs is None",
+        "old_logprobs=logprobs if batch.old_logprobs is None",
         (_LOSSES + "test_on_policy_ratio_is_exactly_one",),
+    ),
+    Fault(
+        "the mean of a row is that of its micro-batch",
+        "meshrl/algo/losses.py",
+        "[row.mean().expand(len(row)) for row in values.split(self.row_lengths)]",
+        "[row.mean().expand(len(row)) for row in values.split(len(values))]",
+        ("tests/dist/test_own_losses_equal.py::test_a_loss_of_whole_rows_gives_the_unsharded_gradient[token_mean]",),
+    ),
+    Fault(
+        "masked answers reach a user-defined loss",
+        "meshrl/algo/losses.py",
+        "(batch.mask & (batch.loss_weight != 0))",
+        "batch.mask",
+        (_OWN_LOSSES + "test_what_is_not_trained_is_never_seen",),
+    ),
+    Fault(
+        "masked answers count in the denominator",
+        "meshrl/algo/reduce.py",
+        "trained = lengths > 0",
+        "trained = np.array([sample.mask.any() for sample in samples])",
+        (_REDUCE + "test_answers_that_were_cut_off_are_in_no_denominator",),
+    ),
+    Fault(
+        "a step without a token to train is taken",
+        "meshrl/loops/step.py",
+        "            continue\n        report =",
+        "        report =",
+        ("tests/e2e/test_own_algorithm_run.py::test_steps_of_cut_answers_alone_leave_the_model_and_say_so",),
+    ),
+    Fault(
+        "an unknown key of a user-defined loss is ignored",
+        "meshrl/config/check_algo.py",
+        "elif not takes_any:",
+        "elif takes_any:",
+        ("tests/unit/config/test_own_algorithm.py::test_an_algorithm_that_can_not_work_is_refused_in_words_that_help",),
+    ),
+    Fault(
+        "a user-defined advantage gets rewards before the KL",
+        "meshrl/algo/advantages.py",
+        "rewards=np.array([t.penalized for t in members], dtype=np.float64),",
+        "rewards=np.array([t.reward for t in members], dtype=np.float64),",
+        ("tests/unit/algo/test_own_advantages.py::test_rewards_are_less_the_kl_that_stands_in_the_reward",),
     ),
     Fault(
         "eps stands inside the root of the variance",

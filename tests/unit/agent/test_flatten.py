@@ -64,11 +64,11 @@ def test_every_sampled_token_is_trained_whatever_its_value(output):
     assert not s.mask[:3].any()
 
 
-def test_truncated_trajectories_are_trained_and_counted():
-    """P3: the stated policy."""
+def test_truncated_trajectories_are_marked_and_counted():
+    """P3: what becomes of them is algo.truncated's to say, when their advantages are known."""
     cut = make_trajectory(make_turn([1], [4, 5], stop_reason="length"), status="truncated")
     done = make_trajectory(make_turn([1], [2]), index=1)
-    assert [s.tokens[s.mask].tolist() for s in rows(cut, done)] == [[4, 5], [2]]
+    assert [(s.tokens[s.mask].tolist(), s.truncated) for s in rows(cut, done)] == [([4, 5], True), ([2], False)]
     assert numbers(cut, done)["rollout/truncated_fraction"] == (1.0, 2.0)
 
 

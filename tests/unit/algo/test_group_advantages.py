@@ -118,6 +118,12 @@ def test_a_trajectory_with_several_rows_counts_once():
     assert advantages_of(rows, "dr_grpo") == [0.5, 0.5, 0.5, -0.5]
 
 
+def test_answers_that_were_cut_off_count_in_the_statistics_of_their_group():
+    """Under algo.truncated mask, too, as in TRL: (1, 0, 0) has the mean 1/3 also when one of the zeros was cut off."""
+    samples = [make_sample(1.0), make_sample(0.0), make_sample(0.0, truncated=True)]
+    assert advantages_of(samples, "dr_grpo", truncated="mask") == pytest.approx([2 / 3, -1 / 3, -1 / 3], rel=1e-6)
+
+
 def test_rows_of_one_trajectory_must_agree():
     with pytest.raises(ValueError, match="disagree"):
         advantages_of([make_sample(1.0, trajectory="g/0"), make_sample(0.5, trajectory="g/0")])

@@ -44,6 +44,27 @@ def test_golden_weights(aggregation, short, long):
     assert {row.loss_weight.dtype for row in rows} == {np.dtype(np.float32)}
 
 
+@pytest.mark.parametrize(
+    ("aggregation", "weight"),
+    [
+        ("token_mean", 1 / 2),
+        ("seq_mean_token_mean", 1 / 2),
+        ("seq_mean_token_sum", 1),
+        ("constant_length", 1 / 8),
+    ],
+)
+def test_answers_that_were_cut_off_are_in_no_denominator(aggregation, weight):
+    """algo.truncated mask: one row of two trained tokens is left, as if the others were not there."""
+    rows = [make_row([0, 1, 1]), make_row([0, 1, 1, 1]), make_row([1])]
+    for row in rows[1:]:
+        row.truncated = True
+    assert assign_loss_weights(rows, AlgoConfig(aggregation=aggregation, truncated="mask"), max_new_tokens=8) == 2
+    assert rows[0].loss_weight.tolist() == [0, weight, weight]
+    assert [row.loss_weight.tolist() for row in rows[1:]] == [[0] * 4, [0]]
+    assert assign_loss_weights(rows, AlgoConfig(aggregation=aggregation), max_new_tokens=8) == 6
+    assert all((row.loss_weight[row.mask] > 0).all() for row in rows)
+
+
 def test_constant_length_prefers_the_configs_number():
     row = make_row([1, 1])
     assign_loss_weights([row], AlgoConfig(aggregation="constant_length", constant_length=4), max_new_tokens=8)

@@ -1,4 +1,4 @@
-"""One way from a name in the config to the function it stands for: a table, or a module of the user's own."""
+"""One way from a name in the config to the function it stands for: a table, or a user's module."""
 
 from __future__ import annotations
 

@@ -1,0 +1,76 @@
+"""A user-defined loss or advantage is called once on made-up numbers when a run starts. What fails there would otherwise
+fail after the models are loaded and the first answers are sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from meshrl.algo.advantages import assign_advantages
+from meshrl.algo.losses import LossInputs, policy_terms
+from meshrl.config.algo import AlgoConfig, KlConfig
+from meshrl.core.errors import ConfigError
+from meshrl.core.types import Sample
+
+
+def try_own_functions(cfg: AlgoConfig) -> None:
+    """Two groups of answers with different rewards for the advantage, rows of two and three tokens for the loss.
+
+    Raises: ConfigError when a function raises, or returns what is not allowed.
+    """
+    if ":" in cfg.advantage:
+        _tried("algo.advantage", cfg.advantage, lambda: _advantage(cfg))
+    if ":" in cfg.loss.kind:
+        _tried("algo.loss.kind", cfg.loss.kind, lambda: _loss(cfg))
+
+
+def _tried(key: str, path: str, trial: Callable[[], None]) -> None:
+    try:
+        trial()
+    except ConfigError:
+        raise
+    except Exception as error:  # user code
+        raise ConfigError(
+            f"{key} is {path!r}: a trial on made-up numbers raised {type(error).__name__}: {error}"
+        ) from error
+
+
+def _advantage(cfg: AlgoConfig) -> None:
+    samples = [_sample(group, i, reward) for group in "ab" for i, reward in enumerate((1.0, 0.0, 0.5))]
+    assign_advantages(samples, cfg.model_copy(update={"kl": KlConfig()}))
+
+
+def _sample(group: str, index: int, reward: float) -> Sample:
+    mask = np.arange(3 + index) > 1
+    return Sample(
+        trajectory_id=f"{group}/{index}",
+        group_id=group,
+        row=0,
+        prefix_len=2,
+        tokens=np.ones(len(mask), np.int32),
+        mask=mask,
+        turn=np.where(mask, 0, -1).astype(np.int16),
+        rollout_logprobs=np.where(mask, -1.0, np.nan).astype(np.float32),
+        versions=np.where(mask, 0, -1).astype(np.int32),
+        rewards=np.zeros(len(mask), np.float32),
+        reward=reward,
+    )
+
+
+def _loss(cfg: AlgoConfig) -> None:
+    logprobs = torch.tensor([-0.5, -2.0, -1.0, -0.1, -3.0], requires_grad=True)
+    inputs = LossInputs(
+        logprobs=logprobs,
+        old_logprobs=torch.tensor([-0.6, -1.9, -1.0, -0.3, -2.0]),
+        rollout_logprobs=torch.tensor([-0.6, -1.9, -1.0, -0.3, -2.0]),
+        advantages=torch.tensor([1.0, 1.0, -0.5, -0.5, -0.5]),
+        ref_logprobs=torch.full([5], -1.0) if cfg.kl.coef > 0 else None,
+        entropy=torch.full([5], 0.7),
+        row_lengths=[2, 3],
+    )
+    loss, _ = policy_terms(cfg.loss, inputs)
+    loss.sum().backward()
+    if logprobs.grad is None or not logprobs.grad.isfinite().all():
+        raise ValueError(f"its gradient by inputs.logprobs is {logprobs.grad}; it must be finite")

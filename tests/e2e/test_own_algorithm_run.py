@@ -1,0 +1,61 @@
+"""`meshrl train` with a user-defined loss and advantage, and with answers that are all truncated."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from tiny_run import steps_of, train, write_run
+
+from meshrl.core.errors import ConfigError
+
+pytestmark = pytest.mark.timeout(300)
+MODULE = """
+import numpy as np
+from meshrl.algo.losses import ppo_clip
+
+def clipped(inputs, width: float):
+    return ppo_clip(inputs, clip_low=width, clip_high=width, dual_clip=None)
+
+def standardized(groups):
+    ordered = [np.sort(group.rewards) for group in groups]
+    return [(g.rewards - r.mean()) / (r.std(ddof=1) + 1e-6) for g, r in zip(groups, ordered)]
+"""
+RANKS = ("cluster.num_train_ranks=2", "train.updates_per_step=2", "algo.kl.coef=0.05")
+
+
+def test_ranks_import_it_from_the_working_folder_and_compute_what_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Copies of ppo_clip and grpo in a user's module give the numbers of the built-in ones to the bit, on two ranks."""
+    config = write_run(tmp_path)
+    (tmp_path / "algorithm_of_a_user.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    own = (
+        "algo.advantage=algorithm_of_a_user:standardized",
+        "algo.loss={kind: 'algorithm_of_a_user:clipped', width: 0.2}",
+    )
+    assert steps_of(train(config, "own", *RANKS, *own)) == steps_of(train(config, "built-in", *RANKS))
+
+
+def test_a_loss_that_fails_ends_the_run_before_it_begins(tmp_path: Path):
+    config = write_run(tmp_path)
+    with pytest.raises(ConfigError, match=r"algo.loss.kind is 'own_algorithms:mean'.*one number for each"):
+        train(config, "mean", "cluster.executor=inline", "algo.loss=own_algorithms:mean")
+    assert not (tmp_path / "runs" / "mean").exists()
+
+
+def test_steps_of_cut_answers_alone_leave_the_model_and_say_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    """With algo.truncated mask there is nothing to learn from, not even the optimizer's momentum to follow.
+    In some step of this run all answers of one token are cut off, in another one of them ends by itself."""
+    cut = ("cluster.executor=inline", "algo.truncated=mask", "rollout.sampling.max_new_tokens=1")
+    steps = steps_of(train(write_run(tmp_path), "cut", *cut))
+    told = capfd.readouterr()
+    assert "step 2: 16 of 16 rows were cut off and algo.truncated is mask" in told.out + told.err
+    trained = [step["rollout/truncated_fraction"] < 1 for step in steps]
+    assert set(trained) == {True, False}
+    for name in ("loss/policy", "train/grad_norm"):
+        assert [name in step for step in steps] == trained
+    assert [step["sync/changed_tensors"] for step in steps] == trained
+    assert not any(math.isnan(value) for step in steps for value in step.values())

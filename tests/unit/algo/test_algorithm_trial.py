@@ -1,0 +1,42 @@
+"""P30: a user-defined loss or advantage that fails is refused before any model is loaded."""
+
+import pytest
+
+from meshrl.algo.trial import try_own_functions
+from meshrl.config.algo import AlgoConfig, KlConfig, OwnLossConfig
+from meshrl.core.errors import ConfigError
+
+
+def loss(name: str, **args) -> AlgoConfig:
+    return AlgoConfig(loss=OwnLossConfig(kind=f"own_algorithms:{name}", **args))
+
+
+@pytest.mark.parametrize(
+    "cfg",
+    [
+        AlgoConfig(),
+        loss("gspo"),
+        loss("length_scaled", scale=1.0),
+        AlgoConfig(advantage="own_algorithms:batch_scaled"),
+        AlgoConfig(advantage="own_algorithms:by_token", kl=KlConfig(coef=0.1, place="reward")),
+    ],
+    ids=lambda cfg: f"{cfg.advantage} {cfg.loss.kind}",
+)
+def test_what_works_passes(cfg: AlgoConfig):
+    try_own_functions(cfg)
+
+
+@pytest.mark.parametrize(
+    ("cfg", "message"),
+    [
+        (loss("length_scaled", scale="x"), "algo.loss.kind is 'own_algorithms:length_scaled': a trial .* TypeError"),
+        (loss("length_scaled", scale=1.0, power=float("nan")), "its gradient .* nan.*; it must be finite"),
+        (loss("mean"), r"the loss is \[\]"),
+        (AlgoConfig(advantage="own_algorithms:of_nothing"), "algo.advantage is .*of_nothing.* a NoneType came back"),
+        (AlgoConfig(advantage="own_algorithms:of_nobody"), "has no 'of_nobody'"),
+    ],
+    ids=lambda value: value.loss.kind if isinstance(value, AlgoConfig) else None,
+)
+def test_what_fails_is_a_config_error_with_the_key(cfg: AlgoConfig, message: str):
+    with pytest.raises(ConfigError, match=message):
+        try_own_functions(cfg)
