@@ -278,7 +278,7 @@ def test_a_function_that_returns_no_prompt_is_named_with_file_and_line(maps, nam
 
 
 def test_a_function_that_is_not_there_is_refused(maps):
-    with pytest.raises(ConfigError, match="data.map is .* has no 'missing'"):
+    with pytest.raises(ConfigError, match=r"data.map is .* has no 'missing'"):
         maps("missing")
 
 
