@@ -131,8 +131,8 @@ def sft_loss() -> LossFn:
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """The part that all policy losses share: the loss of each token `+ kl.coef * KL(policy, reference)` when kl.place is
-    loss, `- entropy_coef * entropy`, weighted by loss_weight. A token of weight 0 is not trained, and not counted.
+    """The part that all policy losses share: the loss of each token `+ kl.coef * KL(policy, reference)` when kl.place
+    is loss, `- entropy_coef * entropy`, weighted by loss_weight. A token of weight 0 is not trained, and not counted.
 
     Only the config is sent to a rank, which imports a user-defined function by itself.
 

@@ -1,5 +1,5 @@
-"""A user-defined loss or advantage is called once on made-up numbers when a run starts. What fails there would otherwise
-fail after the models are loaded and the first answers are sampled."""
+"""A user-defined loss or advantage is called once on made-up numbers when a run starts. What fails there would
+otherwise fail after the models are loaded and the first answers are sampled."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Checks of algo.*. A user-defined loss or advantage is imported here, before any model is loaded, so that its keys can be
-compared with its signature. No other check runs code of the user."""
+"""Checks of algo.*. A user-defined loss or advantage is imported here, before any model is loaded, so that its keys can
+be compared with its signature. No other check runs code of the user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a name in the config stands for: an entry of a table of built-in choices, or a user-defined object by its dotted path.
+"""What a name in the config stands for: an entry of a table of built-in choices, or a user-defined object by its
+dotted path.
 
 The standard library only: reward workers start with it.
 """
