@@ -73,9 +73,32 @@ FAMILIES: dict[str, dict[str, Any]] = {  # model type -> what makes it different
     "granite": {"logits_scaling": 4.0, "attention_multiplier": 0.2, "embedding_multiplier": 3.0},
 }
 
+_ROUTED: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_BIASED: dict[str, Any] = {**_ROUTED, "n_routed_experts": 8, "topk_group": 1, "first_k_dense_replace": 1}
+SPECIAL: dict[str, dict[str, Any]] = {  # families that few tests need
+    "gpt2": {},  # learned positions
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32, "layerdrop": 0.5},  # skips layers in train mode
+    "gemma4_text": {"head_dim": 32, "global_head_dim": 32, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+    "mixtral": {"num_local_experts": 4, "router_jitter_noise": 0.1},
+    "phimoe": {"num_local_experts": 4},  # samples its experts in train mode
+    "qwen3_moe": {**_ROUTED, "num_experts": 8, "head_dim": 8},
+    "glm4_moe": {**_BIASED, "n_group": 1, "head_dim": 8},
+    "deepseek_v3": {
+        **_BIASED,
+        "n_group": 2,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+    },
+}
+
 
 def tiny_lm(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> torch.nn.Module:
-    """A tiny model of one of FAMILIES, with meshrl's attention and weights large enough to matter."""
+    """A tiny model of one of FAMILIES or SPECIAL, with meshrl's attention and weights large enough to matter. So are
+    its buffers: the biases of routers, and what scales a layer of Gemma 4."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from meshrl.model import attention
@@ -94,10 +117,15 @@ def tiny_lm(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **ch
         bos_token_id=1,
         eos_token_id=2,
     )
-    config = AutoConfig.for_model(family, **{**facts, **FAMILIES[family], **changes})
+    special = (FAMILIES | SPECIAL)[family]
+    config = AutoConfig.for_model(family, **{**facts, **special, **changes})
     config.use_cache = False
     torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME, dtype=dtype).eval()
+    lm = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME, dtype=dtype).eval()
+    for name, buffer in lm.named_buffers():
+        if name.endswith(("e_score_correction_bias", "layer_scalar")):
+            buffer.uniform_(0.5, 0.8)
+    return lm
 
 
 IMAGE_TOKEN = 2

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from meshrl.model.attention import AttentionContext
 from meshrl.model.logprob import Head, token_logprobs
@@ -32,6 +34,16 @@ class CausalModel(torch.nn.Module):
         """The decoder blocks: the longest ModuleList of the backbone."""
         lists = [m for m in self.lm.base_model.modules() if isinstance(m, torch.nn.ModuleList)]
         return max(lists, key=len)
+
+    def checkpoint_layers(self) -> None:
+        """Keep each block's input alone for the backward pass, and compute its activations there again. To be called
+        before FSDP shards the blocks, so that its hooks stay outside of what is computed twice.
+
+        Transformers' own checkpointing needs train mode, in which some families compute at random (sampled experts,
+        router jitter, skipped layers).
+        """
+        for block in self.layers:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
     def head(self) -> Head:
         """The output head, read from the live parameters."""

@@ -21,8 +21,8 @@ from meshrl.config.model import LoraConfig, ModelConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.batch import Batch, LossFn, Outputs
 from meshrl.core.device import current_device
-from meshrl.core.errors import ConfigError, MeshrlError
-from meshrl.core.types import Metric, Sample
+from meshrl.core.errors import MeshrlError
+from meshrl.core.types import Metric
 from meshrl.model.attention import PackedAttention
 from meshrl.model.causal import CausalModel
 from meshrl.model.load import (
@@ -58,6 +58,7 @@ from meshrl.train.checkpoint import BackgroundWrite, stage
 from meshrl.train.checkpoint_files import FileFact
 from meshrl.train.optim import build_optimizer, clip_gradients
 from meshrl.train.packing import pack
+from meshrl.train.probe import require_independent_rows
 from meshrl.train.state import load_state, persistent_buffers, state_bytes, state_tensors
 
 Role = Literal["policy", "reference"]
@@ -148,12 +149,12 @@ class TrainEngine:
         device = current_device(mesh.device_type)
         if weights is None:
             lm.to(device)
-        if role == "policy" and cfg.activation_checkpointing:
-            lm.gradient_checkpointing_enable({"use_reentrant": False})
-        lm.train(role == "policy")
+        lm.eval()  # for training too: in train mode some families sample experts, jitter routers or skip layers
         if lora is None:  # else add_adapters has said what is trained
             lm.requires_grad_(role == "policy")
         model = CausalModel(lm)
+        if role == "policy" and cfg.activation_checkpointing:
+            model.checkpoint_layers()
         shard_model(
             model,
             list(model.layers),
@@ -167,22 +168,12 @@ class TrainEngine:
         return cls(model, mesh, cfg, compute_dtype, role, lora)
 
     def require_independent_rows(self) -> None:
-        """Score one row beside two different neighbours: its logprobs must be equal to the bit (P22; a collective).
-
-        Raises: ConfigError when the model lets packed rows see each other.
-        """
-        rows = []
-        for neighbour in (1, 2):
-            pair = [
-                _probe_row([(neighbour + i) % self.model.vocab_size for i in range(9)]),
-                _probe_row([3, 1, 2, 4, 1]),
-            ]
-            rows.append(self.forward([pack(pair, [0, 1], self.device)])[0][1])
-        if not np.array_equal(rows[0], rows[1]):
-            raise ConfigError(
-                f"{type(self.model.lm).__name__} lets rows of one pack see each other: one row's logprobs differ by "
-                f"{np.abs(rows[0] - rows[1]).max():.2g} nats beside two different rows. It can't be trained packed"
-            )
+        """As `probe.require_independent_rows`, of this model (a collective). Raises: ConfigError."""
+        require_independent_rows(
+            type(self.model.lm).__name__,
+            self.model.vocab_size,
+            lambda rows: self.forward([pack(rows, range(len(rows)), self.device)])[0],
+        )
 
     # ---- scoring and training
 
@@ -380,22 +371,6 @@ class TrainEngine:
             "optimizer": _num_bytes(state),
             "buffers": _num_bytes(list(self.model.buffers())),
         }
-
-
-def _probe_row(tokens: list[int]) -> Sample:
-    n = len(tokens)
-    return Sample(
-        trajectory_id="probe",
-        group_id=f"probe-{n}",
-        row=0,
-        prefix_len=0,
-        tokens=np.array(tokens, np.int32),
-        mask=np.arange(n) > 0,
-        turn=np.zeros(n, np.int16),
-        rollout_logprobs=np.zeros(n, np.float32),
-        versions=np.zeros(n, np.int32),
-        rewards=np.zeros(n, np.float32),
-    )
 
 
 def _collect_rows(into: RowArrays, batch: Batch, values: torch.Tensor) -> None:

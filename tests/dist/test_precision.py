@@ -175,24 +175,6 @@ def test_tied_weights_in_two_groups_are_refused(pool):
     assert all("lm.model.embed_tokens.weight" in message for message in pool.run(_tied_in_two_groups, 2))
 
 
-def _probed(rank: int, world: int, leaking: bool) -> str:
-    engine = engine_over(tiny_qwen2(), world)
-    if leaking:  # every token sees the whole pack's mean, as a convolution or a recurrent state over the pack would
-        engine.model.lm.model.norm.register_forward_hook(lambda m, args, out: out + out.mean(1, keepdim=True))
-    try:
-        engine.require_independent_rows()
-    except ConfigError as error:
-        return str(error)
-    return "independent"
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_model_whose_packed_rows_see_each_other_is_refused_at_start(pool, world):
-    """P22: probed on the real model, before anything is trained."""
-    assert set(pool.run(_probed, world, False)) == {"independent"}
-    assert all("see each other" in said for said in pool.run(_probed, world, True))
-
-
 def test_layers_that_are_no_softmax_attention_are_refused_by_name(tmp_path):
     """P22: a convolution's or linear attention's state would leak over packs and be missing from the KV cache."""
     from transformers import Lfm2Config, Lfm2ForCausalLM

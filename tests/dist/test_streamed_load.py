@@ -189,11 +189,18 @@ def test_tensors_larger_than_the_bucket_come_in_pieces(pool, tmp_path, bucket_by
 # ---- what we would compute differently is refused, without a whole copy
 
 
+def _counted_on(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    ids = args[0] if args else kwargs["input_ids"]
+    return args, {**kwargs, "position_ids": torch.arange(ids.shape[1])[None]}
+
+
 def _compared(rank: int, world: int, folder: Path, fault: str, compute: str) -> str:
     lm, weights = open_causal_lm(folder)
     twin = meta_copy(lm)
     if fault == "leak":  # as a recurrent state over the pack would
         twin.model.norm.register_forward_hook(lambda module, args, out: out + out.mean(1, keepdim=True))
+    if fault == "position":  # counted through the pack, as a model does that makes its own
+        twin.base_model.register_forward_pre_hook(_counted_on, with_kwargs=True)
     if fault == "head":  # something between hidden state and logits that our head does not do
         twin.lm_head.register_forward_hook(lambda module, args, out: out.tanh())
     cfg = TrainConfig()
@@ -218,10 +225,12 @@ def test_a_sharded_model_that_scores_as_transformers_does_is_taken(pool, tmp_pat
     assert pool.run(_compared, world, folder, "none", compute) == ["same"] * world
 
 
-@pytest.mark.parametrize("fault", ["leak", "head"])
-def test_a_sharded_model_that_scores_differently_is_refused(pool, tmp_path, fault):
-    """P22"""
-    said = pool.run(_compared, 2, _saved(tmp_path, "llama"), fault, "bfloat16")
+@pytest.mark.parametrize(
+    ("family", "fault"), [("llama", "leak"), ("qwen3_moe", "leak"), ("gpt2", "position"), ("llama", "head")]
+)
+def test_a_sharded_model_that_scores_differently_is_refused(pool, tmp_path, family, fault):
+    """P22, P35"""
+    said = pool.run(_compared, 2, _saved(tmp_path, family), fault, "bfloat16")
     assert all("nats away from Transformers' own" in text for text in said)
 
 

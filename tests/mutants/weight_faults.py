@@ -1,16 +1,45 @@
-"""Faults of the weights: how they are loaded, kept, sent and read back."""
+"""Faults of the model and its weights: how they are loaded, probed, kept, sent and read back."""
 
 from __future__ import annotations
 
 from fault import Fault
 
 _NAMES = "tests/unit/model/test_weight_names.py::"
+_PROBE = "tests/dist/test_start_probe.py::"
 _RUN = "tests/contract/test_executors.py::"
 _SHARDS = "tests/unit/sync/test_sync_shards.py::"
 _STREAMED = "tests/dist/test_streamed_load.py::"
 _SYNC = "tests/unit/sync/test_sync_transaction.py::"
 
 WEIGHT_FAULTS = [
+    Fault(
+        "a policy is trained in train mode",
+        "meshrl/train/engine.py",
+        "lm.eval()  # for training too",
+        "lm.train()  # for training too",
+        (_PROBE + "test_models_that_are_random_in_train_mode_train_the_network_that_is_sampled[mixtral-fp32]",),
+    ),
+    Fault(
+        "a model may score at random",
+        "meshrl/train/probe.py",
+        "if not np.array_equal(first, again):",
+        "if first.shape != again.shape:",
+        (_PROBE + "test_a_model_that_scores_at_random_in_eval_mode_is_refused_at_start",),
+    ),
+    Fault(
+        "the start probe overlooks leaks of up to ten nats",
+        "meshrl/train/probe.py",
+        "if not difference <= SAME_NATS:",
+        "if not difference <= 10:",
+        (_PROBE + "test_a_model_whose_packed_rows_see_each_other_is_refused_at_start[qwen3_moe-attention-bf16]",),
+    ),
+    Fault(
+        "activation checkpointing keeps every activation",
+        "meshrl/model/causal.py",
+        "block.forward = partial(checkpoint, block.forward, use_reentrant=False)",
+        "block.forward = partial(block.forward)",
+        (_PROBE + "test_checkpointed_blocks_are_computed_twice_where_there_is_a_backward_pass[checkpointed]",),
+    ),
     Fault(
         "each rank reads from a wrong row of the files",
         "meshrl/model/stream.py",
