@@ -12,7 +12,7 @@ import torch
 from meshrl.core.types import Request, SamplingParams, Turn
 from meshrl.model.causal import CausalModel
 from meshrl.model.lean import lean_decoder
-from meshrl.model.load import tied_names
+from meshrl.model.load import persistent_buffers, tied_names
 from meshrl.rollout.embedded.engine import EmbeddedEngine
 from meshrl.sync.digest import digest
 from meshrl.sync.manifest import Ack, Layout, make_layout
@@ -61,13 +61,17 @@ def plain(lm: torch.nn.Module) -> torch.nn.Module:
 
 
 def layout_of(lm: torch.nn.Module, bucket_bytes: int = 4096) -> Layout:
-    specs = describe(dict(lm.named_parameters()))
+    specs = describe(_weights(lm))
     return make_layout([(name, *spec) for name, spec in specs.items()], tied_names(lm), bucket_bytes)
 
 
 async def sync(lm: torch.nn.Module, engine: Any, version: int) -> Ack:
     """Send a model's weights, as a trainer would. The engine has been reconciled."""
-    layout, weights = layout_of(lm), {name: p.detach() for name, p in lm.named_parameters()}
+    layout, weights = layout_of(lm), _weights(lm)
     header = make_header(layout, version, {name: digest(p) for name, p in weights.items()})
     (ack,) = await send_weights(header, iter_buckets(layout, weights.items()), [engine])
     return ack
+
+
+def _weights(lm: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach() for name, p in lm.named_parameters()} | persistent_buffers(lm)

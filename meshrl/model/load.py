@@ -279,3 +279,14 @@ def tied_names(model: torch.nn.Module) -> dict[str, str]:
         else:
             first[id(p)] = name
     return tied
+
+
+def persistent_buffers(lm: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers that belong to a model's files, in their own dtype, such as the bias by which a router chooses."""
+    kept = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in lm.named_modules()
+        for name, _ in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    }
+    return {name: b.detach() for name, b in lm.named_buffers() if name in kept}

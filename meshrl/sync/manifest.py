@@ -155,12 +155,17 @@ def _shard(entries: tuple[Entry, ...], shard: int, num_shards: int) -> tuple[Ent
     for entry in entries:
         rows = entry.shape[0] if entry.shape else 1
         row_bytes = entry.num_bytes // rows if rows else 0
-        chunk = -(-rows // num_shards)
-        low, high = min(chunk * shard, rows), min(chunk * (shard + 1), rows)
+        low, high = shard_rows(rows, shard, num_shards)
         part = replace(entry, offset=offset, first=low * row_bytes, num_bytes=(high - low) * row_bytes)
         parts.append(part)
         offset += aligned(part.num_bytes)
     return tuple(parts)
+
+
+def shard_rows(num_rows: int, shard: int, num_shards: int) -> tuple[int, int]:
+    """First row of a shard, and the first after it, as FSDP2 cuts a tensor of so many rows."""
+    chunk = -(-num_rows // num_shards)
+    return min(chunk * shard, num_rows), min(chunk * (shard + 1), num_rows)
 
 
 def aligned(num_bytes: int) -> int:

@@ -10,11 +10,11 @@ from meshrl.config.model import LoraConfig, ModelConfig
 from meshrl.core.errors import CheckpointError
 from meshrl.loops.export import write_template
 from meshrl.loops.resume import state_in
-from meshrl.model.load import DTYPES, load_causal_lm
+from meshrl.model.load import DTYPES, load_causal_lm, persistent_buffers
 from meshrl.model.lora import add_adapters, merged_weights
 from meshrl.model.save import save_pretrained
 from meshrl.train.checkpoint_files import CONTROLLER, read_controller
-from meshrl.train.state import load_model, persistent_buffers
+from meshrl.train.state import load_model
 
 
 def convert(checkpoint: Path, out: Path) -> None:

@@ -31,6 +31,7 @@ from meshrl.model.load import (
     materialize,
     meta_copy,
     open_causal_lm,
+    persistent_buffers,
     require_same_scores,
     tied_names,
 )
@@ -52,14 +53,15 @@ from meshrl.model.stream import Weights
 from meshrl.parallel.fsdp import local_shard, reshard, shard_model, whole
 from meshrl.parallel.mesh import data_parallel_mesh
 from meshrl.sync.digest import kind_for
-from meshrl.sync.manifest import Layout, make_layout
+from meshrl.sync.manifest import Layout, make_layout, shard_rows
+from meshrl.sync.receive import describe
 from meshrl.sync.shards import Rows
 from meshrl.train.checkpoint import BackgroundWrite, stage
 from meshrl.train.checkpoint_files import FileFact
 from meshrl.train.optim import build_optimizer, clip_gradients
 from meshrl.train.packing import pack
 from meshrl.train.probe import require_independent_rows
-from meshrl.train.state import load_state, persistent_buffers, state_bytes, state_tensors
+from meshrl.train.state import load_state, state_bytes, state_tensors
 
 Role = Literal["policy", "reference"]
 MAX_SKIPPED_IN_A_ROW = 5
@@ -270,8 +272,8 @@ class TrainEngine:
     # ---- weights out
 
     def layout(self, bucket_bytes: int, merged: bool = False) -> Layout:
-        """Names, shapes and bytes of what each sync sends, in the sampler's dtype, as the streams of the shards that
-        ranks hold; tied tensors are sent once.
+        """Names, shapes and bytes of what each sync sends, as the streams of the shards that ranks hold: parameters in
+        the sampler's dtype, tied ones once, and the buffers that belong to the model's files in their own dtype.
 
         merged: LoRA adapters are added to their weights, for a sampler that has none.
         """
@@ -280,8 +282,9 @@ class TrainEngine:
             for name, p in self._wire_parameters()
             if not (merged and is_adapter(name))
         ]
+        buffers = [(name, *fact) for name, fact in describe(persistent_buffers(self.model.lm)).items()]
         return make_layout(
-            tensors,
+            tensors + buffers,
             tied=tied_names(self.model.lm),
             bucket_bytes=bucket_bytes - bucket_bytes // _BUCKET_REST,
             num_shards=self.mesh["dp_shard"].size(),
@@ -291,12 +294,18 @@ class TrainEngine:
     @torch.no_grad()
     def shards(self, merged: bool = False) -> dict[str, Rows]:
         """This rank's rows of each parameter, as the optimizer left them, in the masters' dtype: views; or, merged
-        (collective over a copy of the model), with its adapter added where they are read."""
+        (collective over a copy of the model), with its adapter added where they are read. Of each buffer, which all
+        ranks hold, the rows that this rank would have of a parameter."""
         adapters = adapters_of(self.model.lm) if merged else {}
-        return {
+        rows: dict[str, Rows] = {
             name: MergedRows(p, adapters[name]) if name in adapters else local_shard(p).detach()
             for name, p in self._wire_parameters()
         }
+        mesh = self.mesh["dp_shard"]
+        for name, buffer in persistent_buffers(self.model.lm).items():
+            full = torch.atleast_1d(buffer)
+            rows[name] = full[slice(*shard_rows(len(full), mesh.get_local_rank(), mesh.size()))]
+        return rows
 
     @property
     def frozen(self) -> frozenset[str]:

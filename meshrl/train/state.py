@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from meshrl.core.errors import CheckpointError
+from meshrl.model.load import persistent_buffers
 from meshrl.model.lora import adapters_of, is_adapter, named_weights, trained_weights
 from meshrl.parallel.fsdp import is_first_replica, local_shard, shard_start
 from meshrl.sync.digest import partial_digest
@@ -90,17 +91,6 @@ def state_bytes(lm: torch.nn.Module, optimizer: torch.optim.Optimizer | None) ->
     return sum(
         copies * local_shard(p).numel() * p.element_size() for p in trained_weights(lm).values() if is_first_replica(p)
     )
-
-
-def persistent_buffers(lm: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Buffers that belong to a model's files, in their own dtype."""
-    kept = {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, module in lm.named_modules()
-        for name, _ in module.named_buffers(recurse=False)
-        if name not in module._non_persistent_buffers_set
-    }
-    return {name: b.detach() for name, b in lm.named_buffers() if name in kept}
 
 
 def _model_tensors(lm: torch.nn.Module) -> dict[str, torch.Tensor]:

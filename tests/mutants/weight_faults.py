@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fault import Fault
 
+_BUFFERS = "tests/dist/test_buffers_out.py::"
 _NAMES = "tests/unit/model/test_weight_names.py::"
 _PROBE = "tests/dist/test_start_probe.py::"
 _RUN = "tests/contract/test_executors.py::"
@@ -39,6 +40,27 @@ WEIGHT_FAULTS = [
         "block.forward = partial(checkpoint, block.forward, use_reentrant=False)",
         "block.forward = partial(block.forward)",
         (_PROBE + "test_checkpointed_blocks_are_computed_twice_where_there_is_a_backward_pass[checkpointed]",),
+    ),
+    Fault(
+        "buffers that the forward reads are not sent",
+        "meshrl/train/engine.py",
+        "            tensors + buffers,\n",
+        "            tensors,\n",
+        (_BUFFERS + "test_a_sampler_gets_the_buffers_that_its_forward_reads_and_proves_them[2-deepseek_v3-False]",),
+    ),
+    Fault(
+        "each rank sends the first rows of a buffer",
+        "meshrl/train/engine.py",
+        "slice(*shard_rows(len(full), mesh.get_local_rank(), mesh.size()))",
+        "slice(*shard_rows(len(full), 0, mesh.size()))",
+        (_BUFFERS + "test_a_sampler_gets_the_buffers_that_its_forward_reads_and_proves_them[2-deepseek_v3-False]",),
+    ),
+    Fault(
+        "what a server keeps in another dtype is compared as it lies",
+        "meshrl/rollout/foreign/resident.py",
+        "_digest(patch.inside(param).to(self._dtypes[name]))",
+        "_digest(patch.inside(param))",
+        ("tests/unit/rollout/test_name_map.py::test_a_buffer_is_loaded_and_read_back_in_the_dtype_that_was_sent",),
     ),
     Fault(
         "each rank reads from a wrong row of the files",

@@ -8,14 +8,15 @@ import torch
 
 from meshrl.core.errors import StaleWeightsError, SyncError
 from meshrl.model.lean import LeanDecoder
-from meshrl.model.load import tied_names
+from meshrl.model.load import persistent_buffers, tied_names
 from meshrl.model.lora import named_weights
 from meshrl.sync.manifest import Ack, Layout, SyncHeader
 from meshrl.sync.receive import Bucket, ReceiverState, describe, reconcile
 
 
 class EngineWeights:
-    """Wire names are those of `named_weights`; a tied weight is held once and read back under both names."""
+    """Wire names are those of `named_weights` and `persistent_buffers`; a tied weight is held once and read back under
+    both names."""
 
     def __init__(self, lm: torch.nn.Module, name: str, lean: LeanDecoder | None = None):
         """lean: the forward that computes in the place of the model's own."""
@@ -50,7 +51,7 @@ class EngineWeights:
         self._trusted = version
 
     def reconcile(self, layout: Layout) -> None:
-        held = dict(named_weights(self.lm))
+        held = dict(named_weights(self.lm)) | persistent_buffers(self.lm)
         reconcile(layout, describe(held), tied_names(self.lm))
         self._receiver = ReceiverState(layout, held, name=self.name)
 
@@ -76,7 +77,7 @@ class EngineWeights:
             self._receiver.cancel()
 
     def release(self) -> int:
-        """Free the parameters' memory; returns bytes freed. Buffers stay: they hold what no sync could bring back."""
+        """Free the parameters' memory; returns bytes freed. Buffers stay: no sync could bring back most of them."""
         self.cancel()
         self._as_loaded = False
         freed = 0
@@ -102,7 +103,7 @@ class EngineWeights:
         return after - before
 
     def _read_back(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every name of every parameter, each of which is what is computed with.
+        """Every name of every parameter, and every persistent buffer, each of which is what is computed with.
 
         Raises: SyncError naming one that lies apart from the joint tensor that is multiplied in its place.
         """
@@ -114,6 +115,7 @@ class EngineWeights:
                     "them has missed this sync; this receiver stays unusable: build a new engine"
                 )
             yield name, p
+        yield from persistent_buffers(self.lm).items()
 
     def _state(self) -> ReceiverState:
         if self._receiver is None:

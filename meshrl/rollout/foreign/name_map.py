@@ -54,9 +54,10 @@ class Patch:
 class NameMap:
     """What one worker's loader does with the layout's names.
 
-    refused: name -> why. dropped: loaded into no parameter. hidden: loaded, but through arithmetic that can't be
-    followed, so not readable back. unfilled: parameter -> (shape, dtype) that no name fills. dtypes: of the parameters
-    that a name fills.
+    refused: name -> why. dropped: loaded into nothing. hidden: loaded, but through arithmetic that can't be followed,
+    so not readable back. unfilled: parameter -> (shape, dtype) that no name fills; a buffer may be the engine's own,
+    such as a scale of its cache. dtypes: of the parameters that a name fills, and of what is sent for a buffer: an
+    engine may keep that in another dtype, if it holds the very same values, which the read-back proves.
     """
 
     patches: dict[str, list[Patch]] = field(default_factory=dict)
@@ -68,7 +69,8 @@ class NameMap:
 
 
 WithoutData = Callable[[Any], AbstractContextManager[dict[str, torch.Tensor]]]
-"""Puts a twin without data in the place of each parameter of a model, while it is entered: {name: twin}."""
+"""Puts a twin without data in the place of each parameter and persistent buffer of a model, while it is entered:
+{name: twin}."""
 
 
 class _Watch(TorchDispatchMode):
@@ -91,9 +93,10 @@ def learn(model: Any, layout: Layout, without_data: WithoutData) -> NameMap:
     """Watch `model.load_weights` take each name of the layout, and each of its aliases. The model is left as it was."""
     entries = {entry.name: entry for entry in layout.entries}
     found = NameMap()
-    with without_data(model) as params, torch.no_grad():
-        by_storage = {_storage(twin): (name, twin) for name, twin in params.items()}
-        filled = dict.fromkeys(params, 0)
+    with without_data(model) as twins, torch.no_grad():
+        by_storage = {_storage(twin): (name, twin) for name, twin in twins.items()}
+        parameters = {name: twin for name, twin in twins.items() if isinstance(twin, torch.nn.Parameter)}
+        filled = dict.fromkeys(twins, 0)
         for name, entry in (entries | {alias: entries[source] for alias, source in layout.tied.items()}).items():
             wire = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
             watch = _Watch()
@@ -112,7 +115,8 @@ def learn(model: Any, layout: Layout, without_data: WithoutData) -> NameMap:
                 patch = _patch(name, entry, source, param, target)
                 if patch is not None:
                     patches.append(patch)
-                    found.dtypes[name] = str(twin.dtype).removeprefix("torch.")
+                    own = str(twin.dtype).removeprefix("torch.")
+                    found.dtypes[name] = own if param in parameters else entry.dtype
                 filled[param] += target.numel()
             for target in watch.fills:
                 if _storage(target) in by_storage:
@@ -121,7 +125,7 @@ def learn(model: Any, layout: Layout, without_data: WithoutData) -> NameMap:
                 found.patches[name] = patches
             elif name in entries:
                 (found.hidden if loaded else found.dropped).append(name)
-        for name, twin in params.items():
+        for name, twin in parameters.items():
             if filled[name] < getattr(twin, "weight_loader_numel", twin.numel()):
                 found.unfilled[name] = (list(twin.shape), str(twin.dtype).removeprefix("torch."))
     return found

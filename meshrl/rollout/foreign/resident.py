@@ -20,9 +20,11 @@ class Resident:
         self.version = version
         self._patches = patches
         self._values: dict[Key, int] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
 
     def note(self, name: str, wire: torch.Tensor) -> None:
         """A tensor that has arrived, proven, on the device of the parameters."""
+        self._dtypes[name] = wire.dtype
         for number, patch in enumerate(self._patches.get(name, ())):
             self._values[name, number] = _digest(patch.of(wire))
 
@@ -31,8 +33,8 @@ class Resident:
     ) -> list[str]:
         """What is wrong with each block that is not as it arrived. before: of the last sync that was committed.
 
-        params: by the engine's names. packed: of those of which a packed copy is all that may be left; who names them
-        compares the copy.
+        params: parameters and buffers, by the engine's names. packed: of those of which a packed copy is all that may
+        be left; who names them compares the copy.
         """
         faults = []
         for name, own in self._patches.items():
@@ -45,9 +47,14 @@ class Resident:
                     faults.append(f"{name} did not arrive")
                 elif param.numel() == 0:
                     faults.append(f"{name} can't be read back: {patch.param} has no elements")
-                elif (held := _digest(patch.inside(param))) != self._values[key]:
-                    faults.append(f"{name} {self._explain(key, held, before)}")
+                elif (held := _digest(patch.inside(param).to(self._dtypes[name]))) != self._values[key]:
+                    faults.append(f"{name} {self._explain(key, held, before)}{self._cast(name, param)}")
         return faults
+
+    def _cast(self, name: str, param: torch.Tensor) -> str:
+        """In which dtype a buffer is held that was sent in another."""
+        sent = self._dtypes[name]
+        return "" if param.dtype == sent else f" (sent as {sent}, held as {param.dtype}, which may lack the value)"
 
     def _explain(self, key: Key, held: int, before: Resident | None) -> str:
         if before is not None and before._values.get(key) == held:

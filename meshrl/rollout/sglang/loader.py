@@ -111,8 +111,9 @@ class WorkerWeights:
         self._load(list(arrival.finish()))
         began = time.perf_counter()
         with torch.no_grad():
-            params = dict(self.model.named_parameters(remove_duplicate=False))
-            differing = self._resident.differing(params, self._committed)
+            held = dict(self.model.named_parameters(remove_duplicate=False))
+            held |= self.model.named_buffers(remove_duplicate=False)
+            differing = self._resident.differing(held, self._committed)
         arrival.verify_s += time.perf_counter() - began
         if not differing:
             self._committed = self._resident
@@ -145,22 +146,31 @@ class WorkerWeights:
 
 @contextmanager
 def _without_data(model: Any) -> Iterator[dict[str, torch.Tensor]]:
-    """The model with a twin without data in the place of each parameter: {name: twin}, under the first of its names."""
-    held = [(layer, name, p) for layer in model.modules() for name, p in layer._parameters.items() if p is not None]
-    names = {id(param): name for name, param in model.named_parameters()}
-    twins = {id(param): _bare(param) for _, _, param in held}
+    """The model with a twin without data in the place of each parameter and persistent buffer: {name: twin}, under the
+    first of its names."""
+    held = [
+        (table, name, tensor)
+        for layer in model.modules()
+        for table in (layer._parameters, layer._buffers)
+        for name, tensor in table.items()
+        if tensor is not None and name not in layer._non_persistent_buffers_set
+    ]
+    names = {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    twins = {id(tensor): _bare(tensor) for _, _, tensor in held}
     try:
-        for layer, name, param in held:
-            layer._parameters[name] = twins[id(param)]
+        for table, name, tensor in held:
+            table[name] = twins[id(tensor)]
         yield {names[key]: twin for key, twin in twins.items()}
     finally:
-        for layer, name, param in held:
-            layer._parameters[name] = param
+        for table, name, tensor in held:
+            table[name] = tensor
 
 
-def _bare(param: torch.Tensor) -> torch.Tensor:
-    """Class and attributes of a parameter, among them SGLang's weight_loader, without its memory."""
-    twin = torch.nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=False)
-    twin.__class__ = type(param)
-    twin.__dict__.update(param.__dict__)
+def _bare(tensor: torch.Tensor) -> torch.Tensor:
+    """Class and attributes of a tensor, among them SGLang's weight_loader, without its memory."""
+    twin = torch.empty_like(tensor, device="meta")
+    if isinstance(tensor, torch.nn.Parameter):
+        twin = torch.nn.Parameter(twin, requires_grad=False)
+        twin.__class__ = type(tensor)
+    twin.__dict__.update(tensor.__dict__)
     return twin

@@ -14,29 +14,30 @@ from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
 @contextmanager
 def without_data(model: Any) -> Iterator[dict[str, torch.Tensor]]:
-    """The model with a twin without data in the place of each parameter, in the shape that checkpoints are loaded into:
-    {name: twin}. A parameter that stands in two modules has one twin, under its first name."""
+    """The model with a twin without data in the place of each parameter and persistent buffer, in the shape that
+    checkpoints are loaded into: {name: twin}. One that stands in two modules has one twin, under its first name."""
     held = [
-        (prefix, layer, name, param)
+        (f"{prefix}.{name}" if prefix else name, layer, kind, name, tensor)
         for prefix, layer in model.named_modules()
-        for name, param in layer._parameters.items()
-        if param is not None
+        for kind, table in enumerate((layer._parameters, layer._buffers))  # in the order of vLLM's own record
+        for name, tensor in table.items()
+        if tensor is not None and name not in layer._non_persistent_buffers_set
     ]
     twins: dict[int, torch.Tensor] = {}
     names: dict[str, torch.Tensor] = {}
     try:
-        for prefix, layer, name, param in held:
-            if id(param) not in twins:
-                recorded = get_layerwise_info(layer).restore_metadata[0].get(name)
-                twin = restore_layer_refs(to_meta_tensor(param if recorded is None else recorded), layer)
+        for path, layer, kind, name, tensor in held:
+            if id(tensor) not in twins:
+                recorded = get_layerwise_info(layer).restore_metadata[kind].get(name)
+                twin = restore_layer_refs(to_meta_tensor(tensor if recorded is None else recorded), layer)
                 if hasattr(twin, "weight_loader"):
                     twin.weight_loader = _unwrapped(twin.weight_loader)
-                names[f"{prefix}.{name}" if prefix else name] = twins[id(param)] = twin
-            layer._parameters[name] = twins[id(param)]
+                names[path] = twins[id(tensor)] = twin
+            (layer._parameters, layer._buffers)[kind][name] = twins[id(tensor)]
         yield names
     finally:
-        for _, layer, name, param in held:
-            layer._parameters[name] = param
+        for _, layer, kind, name, tensor in held:
+            (layer._parameters, layer._buffers)[kind][name] = tensor
 
 
 def _unwrapped(loader: Any) -> Any:

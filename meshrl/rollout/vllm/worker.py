@@ -117,8 +117,9 @@ class WorkerWeights:
             self.worker.model_runner.reset_lora_state()
         loaded = time.perf_counter()
         with torch.no_grad():
-            params = dict(self.model.named_parameters(remove_duplicate=False))
-            differing = self._resident.differing(params, self._committed, self._packed) + self._packed.differing()
+            held = dict(self.model.named_parameters(remove_duplicate=False))
+            held |= self.model.named_buffers(remove_duplicate=False)
+            differing = self._resident.differing(held, self._committed, self._packed) + self._packed.differing()
         self._load_s += loaded - began
         arrival.verify_s += time.perf_counter() - loaded
         if not differing:

@@ -3,15 +3,22 @@ they are there (P15, P16)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import pytest
 import torch
 
+from meshrl.core.errors import SyncError
 from meshrl.rollout.foreign.name_map import learn
 from meshrl.rollout.foreign.resident import Resident
-from meshrl.sync.manifest import Layout, make_layout
+from meshrl.rollout.foreign.weights import RemoteWeights
+from meshrl.rollout.sglang.loader import WorkerWeights
+from meshrl.rollout.sglang.loader import _without_data as bare
+from meshrl.sync.digest import digest
+from meshrl.sync.manifest import Ack, Layout, make_layout
+from meshrl.sync.send import iter_buckets, make_header
 
 NAMES = [
     ("q.weight", (4, 6)),
@@ -58,19 +65,7 @@ class Fused(torch.nn.Module):
         return {"something"}
 
 
-@contextmanager
-def bare(model: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]:
-    held, twins = dict(model._parameters), {id(p): torch.empty_like(p, device="meta") for p in model.parameters()}
-    try:
-        for name, param in held.items():
-            model._parameters[name] = torch.nn.Parameter(twins[id(param)], requires_grad=False)
-        first = {id(p): name for name, p in reversed(held.items())}
-        yield {name: model._parameters[name] for key, name in first.items()}
-    finally:
-        model._parameters.update(held)
-
-
-def layout_of(names: list[tuple[str, tuple[int, ...]]]) -> Layout:
+def layout_of(names: Sequence[tuple[str, tuple[int, ...]]]) -> Layout:
     return make_layout([(name, shape, "float32") for name, shape in names])
 
 
@@ -146,3 +141,64 @@ def test_a_parameter_that_is_gone_is_told_unless_its_copy_is_compared_elsewhere(
     params = dict(model.named_parameters()) | {"o": torch.empty(0)}
     assert resident.differing(params, None) == ["o.weight can't be read back: o has no elements"]
     assert resident.differing(params, None, packed={"o"}) == []
+
+
+class Routed(torch.nn.Module):
+    """A router whose bias is a buffer in the engine's own dtype, beside buffers that no file holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(4, 6))
+        self.register_buffer("bias", torch.zeros(4, dtype=torch.bfloat16))
+        self.register_buffer("cache_scale", torch.ones(()))
+        self.register_buffer("rotation", torch.ones(3), persistent=False)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        held = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        for name, wire in weights:
+            held[name].data.copy_(wire)
+        return {"something"}
+
+
+def _into(model: torch.nn.Module, bias: list[float], altered: bool = False) -> Ack:
+    """A sync into one worker of a server. altered: the bias is lost once everything has been loaded."""
+    worker = WorkerWeights(model)
+    wires = {"weight": torch.arange(24.0).view(4, 6), "bias": torch.tensor(bias)}
+    layout = layout_of([(name, tuple(wire.shape)) for name, wire in wires.items()])
+
+    async def call(method: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+        if altered and method == "meshrl_commit":
+            model.bias.zero_()
+        return [worker.take(method, arguments)]
+
+    async def run() -> Ack:
+        weights = RemoteWeights(call, "server")
+        await weights.reconcile(layout)
+        await weights.begin(make_header(layout, 0, {name: digest(wire) for name, wire in wires.items()}))
+        for bucket in iter_buckets(layout, wires.items()):
+            await weights.receive(bucket)
+        return await weights.commit()
+
+    return asyncio.run(run())
+
+
+def test_a_buffer_is_loaded_and_read_back_in_the_dtype_that_was_sent():
+    """P15: what a forward reads is more than parameters. In another dtype it must be the very same values; buffers that
+    are the engine's own are left alone."""
+    model = Routed()
+    assert _into(model, [0.5, -1.0, 2.0, 0.25]).resident is True
+    assert model.bias.tolist() == [0.5, -1.0, 2.0, 0.25] and model.bias.dtype == torch.bfloat16
+    assert (model.cache_scale, model.rotation.tolist()) == (1, [1, 1, 1])
+
+
+@pytest.mark.parametrize(
+    ("bias", "altered", "said"),
+    [
+        ([0.5, -1.0, 2.0, 0.1], False, r"bias has digest .*sent as torch\.float32, held as torch\.bfloat16"),
+        ([0.5, -1.0, 2.0, 0.25], True, "bias has digest"),
+    ],
+    ids=["a value that bf16 has not", "altered"],
+)
+def test_a_buffer_with_other_values_is_named(bias, altered, said):
+    with pytest.raises(SyncError, match=said):
+        _into(Routed(), bias, altered)

@@ -1,0 +1,111 @@
+"""Buffers that a forward reads and that no optimizer moves, such as a router's bias: they are sent, proven, saved and
+exported like weights (P15, P16, P28)."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from harness import LORA, engine_over
+from test_checkpoint_reshard import save
+from test_shards_out import outgoing
+from tiny_engines import tiny_engine
+from tiny_models import tiny_lm
+from tiny_samples import random_samples
+
+from meshrl.core.errors import SyncError
+from meshrl.model.load import load_causal_lm, persistent_buffers
+from meshrl.model.lora import add_adapters, init_adapters
+from meshrl.sync.send import send_weights
+from meshrl.train.packing import pack
+
+FAMILIES = ["glm4_moe", "deepseek_v3"]
+EXPERTS = {"n_routed_experts": 10}  # rows that 4 ranks do not share evenly
+BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
+
+
+def _synced(rank: int, world: int, family: str, lora: bool) -> dict[str, Any]:
+    """A sampler with weights of another folder, after a sync; and what a second sync says, of changes alone, when the
+    sampler's bias has been altered in between."""
+    lm, other = tiny_lm(family, **EXPERTS), tiny_lm(family, seed=1, **EXPERTS)
+    if lora:
+        for model in (lm, other):
+            add_adapters(model, LORA.model_copy(update={"targets": ["q_proj", "o_proj"]}), torch.float32, "")
+            init_adapters(model)
+    trainer, sampler = engine_over(lm, world), tiny_engine(other, trusted=False)
+    layout, out = trainer.layout(1 << 16), outgoing(trainer, keep_base=True)
+
+    def sync(version: int) -> Any:
+        held = version - 1 if version else None
+        header, buckets = out.beside(layout, version, held, sampler.targets())
+        return asyncio.run(send_weights(header, buckets, [sampler]))[0]
+
+    asyncio.run(sampler.reconcile(layout))
+    ack = sync(0)
+    own, theirs = persistent_buffers(trainer.model.lm), persistent_buffers(sampler._weights.lm)
+    (row,) = random_samples(0, [20])
+    row.mask[1:], row.temperature = True, 1.0
+    scored = trainer.forward([pack([row], [0])])[0][0]
+    found = {
+        "resident": ack.resident,
+        "num_tensors": ack.num_tensors,
+        "names": {entry.name: entry.dtype for entry in layout.entries if entry.name in own},
+        "equal": own.keys() == theirs.keys() and all(torch.equal(own[name], theirs[name]) for name in own),
+        "nats": float(np.abs(asyncio.run(sampler.score(row.tokens)) - scored).max()),
+    }
+    theirs[BIAS][3] += 0.5
+    try:
+        sync(1)
+        found["altered"] = "taken"
+    except SyncError as error:
+        found["altered"] = str(error)
+    dist.barrier()
+    out.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "family", "lora"),
+    [(1, "glm4_moe", False), (2, "deepseek_v3", False), (2, "glm4_moe", True), (4, "glm4_moe", False)],
+)
+def test_a_sampler_gets_the_buffers_that_its_forward_reads_and_proves_them(pool, world, family, lora):
+    """P15: a router's bias decides which experts compute. A sampler that keeps one of another folder, or loses its own,
+    acknowledges every parameter and samples from another model."""
+    for found in pool.run(_synced, world, family, lora):
+        assert found["resident"] is True and found["equal"]
+        assert found["names"] == {BIAS: "float32"}
+        assert found["nats"] < 1e-4
+        if world == 1:  # the trainer wrote the sampler's own memory anew
+            assert found["altered"] == "taken"
+        else:
+            assert (
+                f"1 of {found['num_tensors']} tensors differ" in found["altered"]
+                and f"{BIAS} has digest" in found["altered"]
+            )
+
+
+def _kept(rank: int, world: int, family: str, folder: Path) -> dict[str, bool]:
+    """Whether a bias that was altered in the trainer is in its checkpoint and in its export."""
+    trainer = engine_over(tiny_lm(family, **EXPERTS), world)
+    persistent_buffers(trainer.model.lm)[BIAS].add_(1.0)
+    want = persistent_buffers(trainer.model.lm)[BIAS]
+    save(trainer, folder / "state")
+    trainer.export(folder / "model")
+    resumed = engine_over(tiny_lm(family, seed=1, **EXPERTS), world)
+    resumed.load(folder / "state")
+    exported = persistent_buffers(load_causal_lm(folder / "model", dtype=torch.bfloat16))
+    return {
+        "checkpoint": torch.equal(persistent_buffers(resumed.model.lm)[BIAS], want),
+        "export": torch.equal(exported[BIAS], want),
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_checkpoints_and_exports_keep_the_buffers_in_their_own_dtype(pool, tmp_path, family):
+    """P28"""
+    assert pool.run(_kept, 2, family, tmp_path) == [{"checkpoint": True, "export": True}] * 2

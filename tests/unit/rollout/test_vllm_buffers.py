@@ -1,0 +1,46 @@
+"""Buffers of a model in the real vLLM, which keeps them in its own dtype and has its own loader for them (P15)."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny_engines import ask, layout_of, plain, sync
+from tiny_models import tiny_lm
+from vllm_servers import MISSING, MODEL, client_of, serving
+
+from meshrl.core.errors import SyncError
+from meshrl.model.load import cast_parameters, persistent_buffers
+
+pytestmark = [pytest.mark.skipif(bool(MISSING), reason=MISSING), pytest.mark.timeout(400)]
+CONTEXT = list(range(5, 40))
+
+
+def test_a_buffer_that_scales_each_layer_arrives_and_is_proven(tmp_path: Path):
+    """Each layer of Gemma 4 is multiplied by a buffer, in bf16 there and in fp32 in the trainer: values that bf16 has
+    arrive, others are refused by name."""
+    old, new = (cast_parameters(tiny_lm("gemma4_text", seed=seed, **MODEL), torch.bfloat16) for seed in range(2))
+    scalars = persistent_buffers(new)
+    for scalar in scalars.values():
+        scalar.fill_(0.625)
+
+    async def main() -> None:
+        engine = client_of(server)
+        await engine.reconcile(layout_of(new))
+        ack = await sync(new, engine, 0)
+        assert ack.resident is True and ack.num_tensors == len(layout_of(new).entries)
+        turn = await engine.generate(ask("a", CONTEXT, seed=1, ignore_eos=True))
+        ids = torch.as_tensor([*CONTEXT, *turn.output_ids])
+        with torch.no_grad():
+            logprobs = torch.log_softmax(plain(new)(input_ids=ids[None]).logits[0].float(), -1)
+        expected = logprobs[:-1].gather(1, ids[1:, None])[len(CONTEXT) - 1 :, 0].numpy()
+        assert np.abs(turn.logprobs - expected).max() < 0.1  # with the folder's own scalars it is 0.45
+        scalars["model.layers.1.layer_scalar"].fill_(0.6)
+        with pytest.raises(SyncError, match=r"model\.layers\.1\.layer_scalar .*held as torch\.bfloat16"):
+            await sync(new, engine, 1)
+
+    with serving(old, tmp_path / "model") as server:
+        asyncio.run(asyncio.wait_for(main(), 200))
