@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from meshrl.agent.loop import AGENTS, Agent, AgentContext, resolve_agent
 from meshrl.config.load import InMemory, Loaded, Source, load_run_config, load_sft_config
@@ -54,12 +54,15 @@ class Objects:
 NO_OBJECTS = Objects()
 
 
-@dataclass(frozen=True, slots=True)
 class FunctionAgent:
     """An agent that is a single async function and offers no tools."""
 
-    run: AgentFunction
-    tools: list[dict[str, Any]] = field(default_factory=list)
+    def __init__(self, function: AgentFunction):
+        self.function = function
+        self.tools: list[dict[str, Any]] = []
+
+    async def run(self, prompt: Prompt, index: int, generate: Generate, ctx: AgentContext) -> Trajectory:
+        return await self.function(prompt, index, generate, ctx)
 
 
 def objects_of(
@@ -137,12 +140,12 @@ def _as_agent(agent: Agent | AgentFunction | None) -> Agent | None:
             f"agent is {_shown(agent)}; it must be an object with the method `run` and the list `tools` of "
             "meshrl.agent.loop.Agent (an instance, not the class), or an async function as that method"
         )
-    return agent
+    return cast(Agent, agent)
 
 
 def _name_of(thing: Any) -> str:
     """What the config shows for an object: module and name of the function, or of the object's class."""
-    thing = thing.run if isinstance(thing, FunctionAgent) else thing
+    thing = thing.function if isinstance(thing, FunctionAgent) else thing
     named = thing if hasattr(thing, "__qualname__") else type(thing)
     return f"{named.__module__}:{named.__qualname__}"
 

@@ -54,15 +54,15 @@ def test_what_is_wrong_in_a_dict_is_reported_as_of_a_file(good):
 
 
 @pytest.mark.parametrize(
-    ("config", "told"),
+    ("config", "expected"),
     [
         ({"loop": {"num_steps": np.int64(3)}}, r"loop.num_steps is int64 .*which no config can hold"),
         ({"loop": {3: 4}}, "loop: the key 3 must be a text"),
         ({"reward": {"terms": {"a": {"kind": len}}}}, "reward.terms.a.kind is builtin_function_or_method"),
     ],
 )
-def test_what_no_file_could_hold_is_refused_by_its_key(config, told):
-    with pytest.raises(ConfigError, match=f"config-dict: {told}"):
+def test_what_no_file_could_hold_is_refused_by_its_key(config, expected):
+    with pytest.raises(ConfigError, match=f"config-dict: {expected}"):
         load_run_config(config)
 
 
@@ -99,7 +99,7 @@ def test_rows_in_memory_stand_for_a_path(good, path):
 
 
 @pytest.mark.parametrize(
-    ("rows", "data", "told"),
+    ("rows", "data", "expected"),
     [
         ([], {}, "holds no rows"),
         (["1+1="], {}, "its first row is str '1\\+1='; each row must be a dict"),
@@ -109,8 +109,8 @@ def test_rows_in_memory_stand_for_a_path(good, path):
         (ROWS, {"sources": {"a": {"path": "train.jsonl"}}}, "give one of the two: a single set, or a mixture"),
     ],
 )
-def test_rows_in_memory_that_can_not_be_used_are_refused(good, rows, data, told):
-    with pytest.raises(ConfigError, match=told):
+def test_rows_in_memory_that_can_not_be_used_are_refused(good, rows, data, expected):
+    with pytest.raises(ConfigError, match=expected):
         with_rows(good, "data.path", rows, **data)
 
 

@@ -44,7 +44,7 @@ def test_the_config_shows_objects_by_name_and_rows_by_number():
 
 def test_an_async_function_is_an_agent_without_tools():
     agent = objects_of(agent=answer).agent
-    assert isinstance(agent, FunctionAgent) and agent.run is answer and agent.tools == []
+    assert isinstance(agent, FunctionAgent) and agent.function is answer and agent.tools == []
     loaded = load_run(BASE, objects=objects_of(agent=answer, rows={"data.path": ROWS}))
     assert loaded.config.agent.kind == f"{__name__}:answer"
 
@@ -54,7 +54,7 @@ async def on_step_async(step, metrics):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "expected"),
     [
         ({"rewards": {"a": "math_answer"}}, r"rewards\['a'\] is str 'math_answer'; it must be a function"),
         ({"agent": Mine}, "agent is type .*an instance, not the class"),
@@ -66,21 +66,21 @@ async def on_step_async(step, metrics):
         ({"on_step": 3}, "on_step is int 3"),
     ],
 )
-def test_arguments_that_are_no_such_objects_are_refused(arguments, told):
-    with pytest.raises(ConfigError, match=told):
+def test_arguments_that_are_no_such_objects_are_refused(arguments, expected):
+    with pytest.raises(ConfigError, match=expected):
         objects_of(**arguments)
 
 
 @pytest.mark.parametrize(
-    ("config", "told"),
+    ("config", "expected"),
     [
         ({"reward": {"terms": {"a": {"kind": "math_answer"}}}}, r"reward\.terms\.a\.kind = math_answer"),
         ({"agent": {"args": {"max_turns": 3}}}, r"agent\.args\.max_turns = 3"),
         ({"data": {"path": "train.jsonl"}}, r"data\.path = train.jsonl"),
     ],
 )
-def test_a_key_of_the_config_beside_the_object_for_it_is_refused(config, told):
+def test_a_key_of_the_config_beside_the_object_for_it_is_refused(config, expected):
     objects = objects_of({"a": ascii_share}, Mine(), {"data.path": ROWS})
     load_run(BASE, objects=objects)
-    with pytest.raises(ConfigError, match=rf"{told}   \[config-dict\]\s+would have no effect: a Python object"):
+    with pytest.raises(ConfigError, match=rf"{expected}   \[config-dict\]\s+would have no effect: a Python object"):
         load_run(BASE | config, objects=objects)

@@ -1,0 +1,62 @@
+"""Faults of the entry from Python: objects that are lost in silence, and runs that end otherwise than they should."""
+
+from __future__ import annotations
+
+from fault import Fault
+
+_API = "tests/e2e/test_python_api.py::"
+_DICT = "tests/unit/config/test_config_dict.py::"
+_LOOP = "tests/unit/loops/test_own_loop.py::"
+_ROWS = "tests/unit/data/test_rows_in_memory.py::"
+
+PYTHON_FAULTS = [
+    Fault(
+        "the import of a subpackage takes the place of meshrl.train",
+        "meshrl/__init__.py",
+        "from meshrl import train as _subpackage",
+        "from meshrl import sync as _subpackage",
+        (_API + "test_the_names_of_the_package_survive_the_import_of_its_subpackages",),
+    ),
+    Fault(
+        "a value of the config is lost beside a Python object",
+        "meshrl/config/load.py",
+        "return [Problem((key,), text, given[key].origin) for key in also]",
+        "return []",
+        (_DICT + "test_an_object_replaces_no_value_of_the_config",),
+    ),
+    Fault(
+        "the notebook's task is not restored after a run",
+        "meshrl/loops/own_loop.py",
+        "            asyncio._enter_task(loop, task)",
+        "            pass",
+        (_LOOP + "test_inside_a_running_loop_it_is_another_one_in_the_same_thread",),
+    ),
+    Fault(
+        "a run that its caller ends is not evaluated",
+        "meshrl/loops/evaluate.py",
+        "job.step == 0 or job.is_over or",
+        "job.step in (0, job.cfg.loop.num_steps) or",
+        (_API + "test_false_from_on_step_ends_the_run_as_its_last_step_would",),
+    ),
+    Fault(
+        "a run that its caller ends writes no model",
+        "meshrl/loops/resume.py",
+        "not (job.is_over or",
+        "not (job.step == job.cfg.loop.num_steps or",
+        (_API + "test_false_from_on_step_ends_the_run_as_its_last_step_would",),
+    ),
+    Fault(
+        "an evaluation calls on_step as if it were a step",
+        "meshrl/loops/on_step.py",
+        "            return\n",
+        "",
+        (_API + "test_false_from_on_step_ends_the_run_as_its_last_step_would",),
+    ),
+    Fault(
+        "rows in memory go on where they are others",
+        "meshrl/data/sampler.py",
+        'total.update(name.encode() + b"\\0" + (b"" if ids is None else ids.tobytes()) + b"\\0")',
+        'total.update(name.encode() + b"\\0")',
+        (_ROWS + "test_other_rows_do_not_continue_a_run",),
+    ),
+]
