@@ -37,7 +37,7 @@ def test_a_buffer_that_scales_each_layer_arrives_and_is_proven(tmp_path: Path):
         with torch.no_grad():
             logprobs = torch.log_softmax(plain(new)(input_ids=ids[None]).logits[0].float(), -1)
         expected = logprobs[:-1].gather(1, ids[1:, None])[len(CONTEXT) - 1 :, 0].numpy()
-        assert np.abs(turn.logprobs - expected).mean() < 0.05  # 0.02 of bf16; with the folder's own scalars 0.17
+        assert np.abs(turn.logprobs - expected).mean() < 0.05  # 0.02 of bf16; with the folder's own scalars 0.19
         scalars["model.layers.1.layer_scalar"].fill_(0.6)
         with pytest.raises(SyncError, match=r"model\.layers\.1\.layer_scalar .*held as torch\.bfloat16"):
             await sync(new, engine, 1)
