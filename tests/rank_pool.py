@@ -1,4 +1,4 @@
-"""A pool of rank processes that live as long as the test session: torch is loaded once, not once a test.
+"""A pool of rank processes that live as long as the test session: torch is imported once, not for each rank or test.
 
 `pool.run(fn, world, *args)` calls the module-level function fn(rank, world, *args) in `world` processes that form a
 gloo process group, and returns their results in rank order. An error in a rank is raised here with its traceback.
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 
-def _serve(rank: int, conn: Any, path: list[str], parent: int) -> None:
+def _serve(rank: int, conn: Any, path: list[str]) -> None:
     sys.path[:] = path
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
@@ -29,8 +29,6 @@ def _serve(rank: int, conn: Any, path: list[str], parent: int) -> None:
         try:
             task = conn.recv()
         except EOFError:
-            return
-        if task is None or os.getppid() != parent:
             return
         fn, world, args, store_file = task
         try:
@@ -51,10 +49,11 @@ class RankPool:
 
     def _start(self, count: int) -> None:
         """Have at least `count` ranks; those that no test has needed yet cost nothing."""
-        ctx = mp.get_context("spawn")
+        ctx = mp.get_context("forkserver")
+        ctx.set_forkserver_preload(["meshrl.cluster.actors"])
         for rank in range(len(self._workers), count):
             ours, theirs = ctx.Pipe()
-            p = ctx.Process(target=_serve, args=(rank, theirs, list(sys.path), os.getpid()), daemon=True)
+            p = ctx.Process(target=_serve, args=(rank, theirs, list(sys.path)), daemon=True)
             p.start()
             theirs.close()
             self._workers.append((p, ours))

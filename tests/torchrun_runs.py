@@ -47,12 +47,12 @@ def train_by_torchrun(config: Path, name: str, *overrides: str, nodes: int, rank
 
 def living(name: str) -> Sequence[psutil.Process]:
     """Processes that a run of this name has left: started here by torchrun, or ranks and hosts below this process."""
-    found = []
+    found, below = [], set(psutil.Process().children(recursive=True))
     for process in psutil.process_iter():
         try:
-            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == name:
+            is_rank = process in below and "meshrl.cluster.worker" in " ".join(process.cmdline())
+            if process.status() != psutil.STATUS_ZOMBIE and (is_rank or process.environ().get(MARK) == name):
                 found.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
-    ranks = psutil.Process().children(recursive=True)
-    return found + [p for p in ranks if p.is_running() and "meshrl.cluster.worker" in " ".join(p.cmdline())]
+    return found

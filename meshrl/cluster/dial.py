@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import os
 import secrets
 import socket
 from collections.abc import Callable
@@ -33,7 +32,6 @@ class Hello:
     kind: Literal["control", "channel"]
     ip: str  # of its machine, on the way to the controller
     machine: str = field(default_factory=socket.gethostname)
-    pid: int = field(default_factory=os.getpid)
 
 
 class Listener:

@@ -9,6 +9,9 @@ import subprocess
 from pathlib import Path
 from typing import IO
 
+from meshrl.cluster.forked_process import ForkedProcess
+
+Process = subprocess.Popen[bytes] | ForkedProcess
 _FRAMES_SHOWN = 8
 _COLLECTIVE = re.compile(r'File "[^"]*/torch/distributed/(?!algorithms/)')
 _INNERMOST = 4  # frames that tell a wait in a collective: the call, its wrapper, and torch's dispatch
@@ -38,7 +41,7 @@ class StackFile:
         self._file.close()
 
 
-def how_it_ended(process: subprocess.Popen[bytes], oom_kills_before: int | None) -> str:
+def how_it_ended(process: Process, oom_kills_before: int | None) -> str:
     """One line about a process whose channel is closed. oom_kills_before: `oom_kills()` when it was started."""
     try:
         code = process.wait(timeout=2.0)
@@ -77,7 +80,7 @@ def oom_kills(system: Path = Path("/")) -> int | None:
     return None
 
 
-def handles(process: subprocess.Popen[bytes], number: int) -> bool:
+def handles(process: Process, number: int) -> bool:
     """Whether the process has a handler for the signal yet, which would end it otherwise. True where nobody says."""
     status = Path(f"/proc/{process.pid}/status")
     if not status.parent.parent.joinpath("self").exists():

@@ -83,7 +83,7 @@ class _Suspicion:
 
 
 class ProcessExecutor:
-    """Spawns `python -m meshrl.cluster.worker` once a rank, each with one end of a socket pair."""
+    """Starts one process for each rank, each with one end of a socket pair."""
 
     def __init__(self, specs: Sequence[WorkerSpec]):
         self.specs = specs
@@ -153,12 +153,12 @@ class ProcessExecutor:
             "TOKENIZERS_PARALLELISM": "false",
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", self.interface),
         }
-        return self._attach(spec, LocalProcess(theirs, f"rank_{spec.rank}", environment), ours, os.getpid())
+        return self._attach(spec, LocalProcess(theirs, f"rank_{spec.rank}", environment), ours)
 
-    def _attach(self, spec: WorkerSpec, process: RankProcess, sock: socket.socket, parent: int) -> Connected:
-        """Begin to read and write a channel. parent: id of the process that the rank must not outlive."""
+    def _attach(self, spec: WorkerSpec, process: RankProcess, sock: socket.socket) -> Connected:
+        """Begin to read and write a channel."""
         rank = Connected(process, sock)
-        rank.commands.put((parent, spec))  # by the writer: a rank that never reads must not hold this thread
+        rank.commands.put(spec)  # by the writer: a rank that never reads must not hold this thread
         for target in (self._read, self._write):
             threading.Thread(target=target, args=(spec.rank, rank), daemon=True).start()
         return rank

@@ -14,7 +14,8 @@ import tempfile
 from collections.abc import Mapping
 from typing import Protocol
 
-from meshrl.cluster.evidence import StackFile, handles, how_it_ended, oom_kills
+from meshrl.cluster import forked_process, worker
+from meshrl.cluster.evidence import Process, StackFile, handles, how_it_ended, oom_kills
 from meshrl.monitor.processes import is_stopped
 
 
@@ -57,7 +58,7 @@ class RankProcess(Protocol):
 
 
 class LocalProcess:
-    """`python -m meshrl.cluster.worker` below this process."""
+    """A rank below this process: forked by the fork server, or `python -m meshrl.cluster.worker` where none can be."""
 
     place = ""
 
@@ -65,13 +66,8 @@ class LocalProcess:
         """channel: the rank's end; it is handed over. name: for `ps`."""
         self._oom_kills = oom_kills()
         self._stacks = StackFile(tempfile.TemporaryFile())  # noqa: SIM115, closed with the rank
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "meshrl.cluster.worker", str(channel.fileno()), str(self._stacks.fd), name],
-            pass_fds=[channel.fileno(), self._stacks.fd],
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, **environment},
-        )
-        channel.close()
+        with channel:
+            self._process = _start(name, {**os.environ, **environment}, channel.fileno(), self._stacks.fd)
 
     def has_ended(self) -> bool:
         return self._process.poll() is not None
@@ -111,6 +107,17 @@ class LocalProcess:
 
     def close(self) -> None:
         self._stacks.close()
+
+
+def _start(name: str, environment: Mapping[str, str], channel: int, stacks: int) -> Process:
+    if forked_process.is_supported():
+        return forked_process.fork(name, environment, channel, stacks)
+    return subprocess.Popen(
+        worker.command(channel, stacks, os.getpid(), name),
+        pass_fds=[channel, stacks],
+        stdin=subprocess.DEVNULL,
+        env=environment,
+    )
 
 
 def python_path() -> str:

@@ -40,7 +40,7 @@ class Host:
     """The controller's end of a rank's host. Commands return at once; a thread takes in what the host says."""
 
     def __init__(self, sock: socket.socket, hello: Hello):
-        self.ip, self.node, self.pid = hello.ip, f"{hello.ip} ({hello.machine})", hello.pid
+        self.ip, self.node = hello.ip, f"{hello.ip} ({hello.machine})"
         self.reached_at = sock.getsockname()[0].removeprefix("::ffff:")  # this machine's address on the way there
         self._sock, self._sending = sock, threading.Lock()
         self._said = threading.Condition()
@@ -236,7 +236,7 @@ class RemoteExecutor(ProcessExecutor, ABC):
         self._expect("channel", spec.rank)
         host.tell("spawn", Spawn(number=number, fixed=self.environment(spec), passed=_passed()))
         sock, _ = await self._arrived("channel", spec.rank, host)
-        return self._attach(spec, RemoteProcess(host, number), sock, host.pid)
+        return self._attach(spec, RemoteProcess(host, number), sock)
 
     def environment(self, spec: WorkerSpec) -> dict[str, str]:
         """What every rank's process finds in its environment, by the names that torchrun gives."""

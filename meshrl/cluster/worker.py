@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import traceback
-from typing import Any
+from typing import Any, NoReturn
 
 from meshrl.cluster import channel
 from meshrl.core.errors import EngineEnded
@@ -96,24 +96,36 @@ def _end_if_broken(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> 
         os._exit(1)
 
 
-def _die_with(parent: int) -> None:
-    """Ask the kernel to kill this process when the controller dies (Linux); else the socket's end does it."""
+def end_with(parent: int | None) -> None:
+    """Have the kernel kill this process when its parent ends, or, with None, no longer do so. Elsewhere than on Linux
+    the end of the socket ends it."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL if parent is not None else 0)  # PR_SET_PDEATHSIG
+        if parent is not None and os.getppid() != parent:
             os._exit(1)
 
 
-def main() -> None:
-    """Arguments: the descriptors of its channel and of the file its stacks go to, and its name, for `ps`."""
-    sock, stacks = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
-    parent, spec = channel.receive(sock)
-    _die_with(parent)
+def command(channel: int, stacks: int, parent: int, name: str) -> list[str]:
+    """What starts a rank: the descriptors of its channel and of the file for its stacks, the id of the process that it
+    must not outlive, and its name, for `ps`."""
+    return [sys.executable, "-m", "meshrl.cluster.worker", str(channel), str(stacks), str(parent), name]
+
+
+def run_rank(sock: socket.socket, stacks: int) -> NoReturn:
+    """Serve commands until the channel closes, then end the process."""
+    spec = channel.receive(sock)
     for number in (signal.SIGINT, signal.SIGTERM):  # which go to a whole group; the controller decides
         signal.signal(number, lambda *_: None)  # and not SIG_IGN, which a server that this rank starts would keep
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     asyncio.run(_serve(sock, spec))
     os._exit(0)  # libraries' exit handlers may wait for peers that are gone
+
+
+def main() -> None:
+    """Arguments: see `command`."""
+    descriptor, stacks, parent = (int(word) for word in sys.argv[1:4])
+    end_with(parent)
+    run_rank(socket.socket(fileno=descriptor), stacks)
 
 
 if __name__ == "__main__":

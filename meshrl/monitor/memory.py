@@ -11,8 +11,8 @@ from meshrl.monitor.processes import family
 
 def memory_metrics(names: Mapping[int, str] | None = None, own_name: str = "controller") -> list[Metric]:
     """`memory/rss_bytes`: this process and all its descendants. `memory/rss_bytes/<name>`: single ones; this process
-    by own_name, the others by `names` (pid -> name) or what they are: rank_<number>, reward, other; those of one name
-    together.
+    by own_name, the others by `names` (pid -> name) or what they are: rank_<number>, reward, fork_server,
+    other; those of one name together.
 
     Pages that processes share (libraries, weights in shared memory) count in each of them. Merging several calls
     within a step keeps the largest.

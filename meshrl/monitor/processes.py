@@ -11,12 +11,16 @@ from dataclasses import dataclass
 
 import psutil
 
-_WORKERS = {"meshrl.cluster.worker": r"rank_\d+", "meshrl.reward.worker": None}  # module -> its name among arguments
+_NAMES = {
+    "meshrl.cluster.worker": "rank",
+    "meshrl.reward.worker": "reward",
+    "meshrl.cluster.fork_server": "fork_server",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    """A process and its resident size. name: rank_0, reward; "other" for what is no process of a run."""
+    """A process and its resident size. name: rank_0, reward, fork_server; "other" for what is no process of a run."""
 
     pid: int
     name: str
@@ -42,9 +46,9 @@ def _name(process: psutil.Process) -> str:
         arguments = process.cmdline()
     except psutil.AccessDenied:
         return "other"
-    for module, name in _WORKERS.items():
+    for module, name in _NAMES.items():
         if module in arguments:
-            return "reward" if name is None else next((a for a in arguments if re.fullmatch(name, a)), "rank")
+            return next((word for word in arguments if re.fullmatch(rf"{name}_\d+", word)), name)
     return "other"
 
 

@@ -14,6 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
+from meshrl.cluster import forked_process
+
 
 @pytest.fixture
 def planted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
@@ -34,6 +36,7 @@ def planted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
 
     yield plant
     assert [fault for fault in faults if not Path(fault["marker"]).exists()] == [], "never met"
+    forked_process.retire()  # it would serve later runs of this process
     end = time.monotonic() + 20
     while (left := _processes_of(mark)) and time.monotonic() < end:
         time.sleep(0.05)

@@ -36,17 +36,24 @@ WHEN_BACK = {"rank": 1, "method": "load", "call": 1, "how": "kill"}
 
 GRADER = '''
 import signal, time
+from contextlib import suppress
 from pathlib import Path
 import psutil
+
+def rank_1():
+    """Of this run: below the nearest ancestor that has one."""
+    for parent in psutil.Process().parents():
+        for process in parent.children(recursive=True):
+            with suppress(psutil.Error):  # it has ended
+                if "rank_1" in process.cmdline():
+                    return process
 
 def ascii_share(completion, answer, marker):
     """As the tiny run's own; the first grading of the third step kills a train rank, which has nothing to do then."""
     steps = Path(marker).parent / "rollouts"
     if len(list(steps.glob("step_*.jsonl"))) == 2 and not Path(marker).exists():
         Path(marker).touch()
-        families = [parent.children() for parent in psutil.Process().parents()]
-        (rank,) = [p for family in families for p in family if "rank_1" in p.cmdline()]
-        rank.send_signal(signal.SIGKILL)
+        rank_1().send_signal(signal.SIGKILL)
         time.sleep(5)
     return sum(c.isascii() for c in completion) / max(1, len(completion))
 '''

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fault import Fault
 from python_faults import PYTHON_FAULTS
+from rank_faults import RANK_FAULTS
 
 _LOST = "tests/unit/cluster/test_lost_trainers.py::"
 _SELF_TEST = "tests/unit/reward/test_self_test.py::"
@@ -176,5 +177,6 @@ RUN_FAULTS = [
         "",
         ("tests/unit/monitor/test_sinks.py::test_a_pipe_gets_a_line_at_least_every_ten_seconds",),
     ),
+    *RANK_FAULTS,
     *PYTHON_FAULTS,
 ]

@@ -17,6 +17,7 @@ import sys
 import time
 
 MODULE = "meshrl.cluster.actors"
+SERVER = "meshrl.cluster.fork_server"  # whose ranks take over what it has loaded
 HOG_BYTES = 8 << 30  # where the limit of the cgroup does not hold, the machine's other work must not suffer
 
 
@@ -40,6 +41,15 @@ def fail() -> None:
     raise RuntimeError("planted by a test")
 
 
+def orphan() -> None:
+    """Kill the process that has started this rank."""
+    import psutil
+
+    starter = next(p for p in psutil.Process().parents() if SERVER not in p.cmdline())
+    starter.kill()
+    time.sleep(3600)
+
+
 DEEDS = {
     "raise": fail,
     "exit": lambda: os._exit(7),
@@ -49,7 +59,7 @@ DEEDS = {
     "dawdle": lambda: time.sleep(40),
     "memory": allocate,
     "hog": hog,
-    "orphan": lambda: (os.kill(os.getppid(), signal.SIGKILL), time.sleep(3600)),
+    "orphan": orphan,
 }
 
 
@@ -69,14 +79,24 @@ class Planter(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return None
 
     def exec_module(self, module):
-        for fault in self.faults:
-            if not fault["method"] and f"rank_{fault['rank']}" in sys.orig_argv:
-                act(fault)
         module.__file__ = self.found.origin
         self.found.loader.exec_module(module)
         for fault in self.faults:
             if fault["method"]:
                 setattr(module.RankWorker, fault["method"], changed(module.RankWorker, fault))
+            else:
+                module.RankWorker.__init__ = never_made(module.RankWorker.__init__, fault)
+
+
+def never_made(init, fault):
+    """The constructor with the fault before it."""
+
+    def disturbed(worker, spec):
+        if spec.rank == fault["rank"]:
+            act(fault)
+        init(worker, spec)
+
+    return disturbed
 
 
 def changed(worker_class, fault):
@@ -111,5 +131,5 @@ def act(fault):
     DEEDS[fault["how"]]()
 
 
-if os.environ.get("MESHRL_TEST_FAULTS") and "meshrl.cluster.worker" in sys.orig_argv:
+if os.environ.get("MESHRL_TEST_FAULTS") and {"meshrl.cluster.worker", SERVER} & set(sys.orig_argv):
     sys.meta_path.insert(0, Planter(json.loads(os.environ["MESHRL_TEST_FAULTS"])))

@@ -78,7 +78,13 @@ class ByHand(RemoteExecutor):
 def _below() -> list[psutil.Process]:
     """Hosts and ranks that still run."""
     children = psutil.Process().children(recursive=True)
-    return [p for p in children if p.status() != psutil.STATUS_ZOMBIE and "meshrl.cluster" in " ".join(p.cmdline())]
+    living = [p for p in children if p.status() != psutil.STATUS_ZOMBIE]
+    return [p for p in living if re.search(r"meshrl\.cluster\.(host|worker)", " ".join(p.cmdline()))]
+
+
+def _host() -> psutil.Process:
+    """Of this rank."""
+    return next(p for p in psutil.Process().parents() if "meshrl.cluster.fork_server" not in p.cmdline())
 
 
 def _with(executor: ByHand, body: Callable[[ByHand], Awaitable[None]]) -> list[int]:
@@ -107,13 +113,14 @@ def variables(worker: RankWorker) -> dict[str, str]:
 
 
 def facts(worker: RankWorker) -> tuple[int, int, str]:
-    return os.getpid(), os.getppid(), worker.spec.address
+    return os.getpid(), _host().pid, worker.spec.address
 
 
 def misbehave(worker: RankWorker, how: str) -> None:
     if how == "raise":
         raise KeyError("no such row")
-    os.kill(os.getppid() if how == "host" else os.getpid(), signal.SIGSTOP if how == "SIGSTOP" else signal.SIGKILL)
+    culprit = _host().pid if how == "host" else os.getpid()
+    os.kill(culprit, signal.SIGSTOP if how == "SIGSTOP" else signal.SIGKILL)
     time.sleep(600)
 
 

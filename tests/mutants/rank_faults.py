@@ -1,0 +1,88 @@
+"""Faults of the fork server and of the ranks that it forks."""
+
+from __future__ import annotations
+
+from fault import Fault
+
+_FORKS = "tests/unit/cluster/test_fork_server.py::"
+_SERVER, _STARTER = "meshrl/cluster/fork_server.py", "meshrl/cluster/forked_process.py"
+
+RANK_FAULTS = [
+    Fault(
+        "a forked rank outlives its fork server",
+        _SERVER,
+        "            end_with(self.pid)\n",
+        "",
+        (_FORKS + "test_a_fork_server_that_is_killed_takes_its_ranks_along_and_a_restart_starts_another",),
+    ),
+    Fault(
+        "forked ranks draw the same random numbers",
+        _SERVER,
+        "            np.random.seed()",
+        "            pass",
+        (_FORKS + "test_forked_ranks_draw_different_random_numbers",),
+    ),
+    Fault(
+        "a forked rank writes to where the fork server writes",
+        _SERVER,
+        "            os.dup2(out, 1)\n",
+        "",
+        (_FORKS + "test_a_rank_writes_to_where_its_controller_writes_when_it_is_started",),
+    ),
+    Fault(
+        "a forked rank does not get the variables of its own",
+        _SERVER,
+        "            os.environ.update(environment)\n",
+        "",
+        (_FORKS + "test_a_forked_rank_has_and_computes_what_a_new_interpreter_would",),
+    ),
+    Fault(
+        "a forked rank keeps descriptors of the fork server",
+        _SERVER,
+        "            os.close(self.starter)\n",
+        "",
+        (_FORKS + "test_a_forked_rank_has_and_computes_what_a_new_interpreter_would",),
+    ),
+    Fault(
+        "ranks are forked by the server of another environment",
+        _STARTER,
+        " or _servers[-1].inherited != inherited",
+        "",
+        (_FORKS + "test_a_forked_rank_has_and_computes_what_a_new_interpreter_would",),
+    ),
+    Fault(
+        "a fork server that has been replaced is left as a zombie",
+        _STARTER,
+        "            threading.Thread(target=server.process.wait, daemon=True).start()  # else a zombie is left\n",
+        "",
+        (_FORKS + "test_a_fork_server_with_other_threads_executes_a_new_interpreter_for_each_rank",),
+    ),
+    Fault(
+        "a fork server with several threads forks",
+        _SERVER,
+        'len(os.listdir("/proc/self/task")) == 1 and ',
+        "",
+        (_FORKS + "test_a_process_with_other_threads_or_an_open_device_must_not_fork[thread]",),
+    ),
+    Fault(
+        "a fork server that has initialised a device forks",
+        _SERVER,
+        " and not _open_devices()",
+        "",
+        (_FORKS + "test_a_process_with_other_threads_or_an_open_device_must_not_fork[device]",),
+    ),
+    Fault(
+        "the fork server ends with the thread that has started it",
+        _SERVER,
+        "    end_with(None)",
+        "    pass",
+        (_FORKS + "test_the_fork_server_has_one_thread_and_no_device_and_outlives_the_thread_that_started_it",),
+    ),
+    Fault(
+        "a fork server imports on after the end of the process that has started it",
+        _SERVER,
+        "    end_with(starter)\n",
+        "",
+        (_FORKS + "test_a_fork_server_that_still_imports_ends_with_the_process_that_started_it[SIGKILL]",),
+    ),
+]

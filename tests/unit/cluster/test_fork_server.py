@@ -1,0 +1,291 @@
+"""Ranks that a fork server has forked: as new interpreters would be, and gone with what has started them (P31)."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from tiny_models import tiny_qwen2
+from tiny_samples import random_samples, weigh
+from tiny_specs import worker_spec
+
+from meshrl.algo.losses import sft_loss
+from meshrl.cluster import forked_process
+from meshrl.cluster.actors import RankWorker
+from meshrl.cluster.executor import WorkerSpec
+from meshrl.cluster.groups import TrainGroup
+from meshrl.cluster.processes import ProcessExecutor
+from meshrl.config.model import ModelConfig
+from meshrl.config.train import TrainConfig
+from meshrl.core.errors import RankFailure
+from meshrl.monitor.processes import family
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not forked_process.is_supported(), reason="this system can't have a fork server"),
+]
+
+
+def _samplers(count: int) -> list[WorkerSpec]:
+    """Ranks that hold nothing."""
+    return [
+        worker_spec(rank=rank, num_train_ranks=0, num_rollout_ranks=count, timeout_s=200.0) for rank in range(count)
+    ]
+
+
+def _with(specs: list[WorkerSpec], body: Callable[[ProcessExecutor], Awaitable[Any]]) -> Any:
+    async def main() -> Any:
+        executor = ProcessExecutor(specs)
+        try:
+            await executor.start()
+            return await body(executor)
+        finally:
+            await executor.close()
+
+    return asyncio.run(main())
+
+
+# ---- deeds
+
+
+def facts(worker: RankWorker) -> dict[str, Any]:
+    """What a process has from its start."""
+    links = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.exists()]
+    command = psutil.Process().cmdline()
+    return {
+        "environment": dict(os.environ),
+        "folder": os.getcwd(),
+        "path": sys.path,
+        "cores": os.sched_getaffinity(0),
+        "descriptors": sorted(re.sub(r"\d+", "", link) for link in links),
+        "signals": [signal.getsignal(number) == signal.SIG_DFL for number in (signal.SIGCHLD, signal.SIGTERM)],
+        "command": [*command[:3], command[-1]],
+        "threads": torch.get_num_threads(),
+    }
+
+
+def draws(worker: RankWorker) -> tuple[float, float]:
+    return random.random(), np.random.random()
+
+
+def ids(worker: RankWorker) -> tuple[int, int]:
+    return os.getpid(), os.getppid()
+
+
+def started_as(worker: RankWorker) -> list[str]:
+    return sys.orig_argv
+
+
+def speak(worker: RankWorker) -> None:
+    os.write(1, b"to stdout")
+    os.write(2, b"to stderr")
+
+
+def sleep_after(worker: RankWorker, victim: int | None) -> None:
+    if victim is not None:
+        os.kill(victim, signal.SIGKILL)
+    threading.Event().wait()
+
+
+# ---- tests
+
+
+def test_a_forked_rank_has_and_computes_what_a_new_interpreter_would(tmp_path, monkeypatch):
+    """Although the controller's environment, folder and cores have changed since its first rank, when its fork server
+    was started. Where pidfd_open is missing, ranks are new interpreters."""
+    tiny_qwen2().save_pretrained(tmp_path / "model")
+    specs = [
+        worker_spec(
+            model=ModelConfig(path=str(tmp_path / "model"), dtype="float32"),
+            train=TrainConfig(activation_checkpointing=False, max_tokens_per_microbatch=40),
+            rendezvous=str(tmp_path / f"store_{number}"),
+            timeout_s=200.0,
+        )
+        for number in range(2)
+    ]
+
+    async def body(executor: ProcessExecutor) -> tuple[list[str], dict[str, Any], str]:
+        found = await executor.call(0, facts)
+        group, samples = TrainGroup(executor), weigh(random_samples(0, [9, 12, 5, 7]))
+        report = await group.forward_backward(samples, group.plan(samples), sft_loss())
+        return await executor.call(0, started_as), found, repr((report, await group.optim_step(1e-3)))
+
+    def refused(pid: int) -> int:
+        raise OSError(errno.ENOSYS, "pidfd_open")
+
+    _with(_samplers(1), lambda executor: executor.call(0, ids))
+    cores = os.sched_getaffinity(0)
+    monkeypatch.setenv("MESHRL_TEST_OF_FORKS", "changed")
+    monkeypatch.chdir(tmp_path)
+    os.sched_setaffinity(0, {max(cores)})
+    try:
+        forked, its_facts, its_numbers = _with(specs[:1], body)
+        monkeypatch.setattr(os, "pidfd_open", refused)
+        executed, facts_of_new, numbers_of_new = _with(specs[1:], body)
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert "meshrl.cluster.fork_server" in forked and "meshrl.cluster.worker" in executed
+    assert its_facts == facts_of_new
+    assert its_facts["environment"]["MESHRL_TEST_OF_FORKS"] == "changed"
+    assert (its_facts["folder"], its_facts["cores"]) == (str(tmp_path), {max(cores)})
+    assert its_numbers == numbers_of_new, "to the bit"
+
+
+def test_forked_ranks_draw_different_random_numbers():
+    """Those of unseeded generators: they would repeat what the fork server would draw."""
+
+    async def body(executor: ProcessExecutor) -> Any:
+        return [await executor.call(rank, draws) for rank in (0, 1)]
+
+    first, second = _with(_samplers(2), body)
+    assert first[0] != second[0] and first[1] != second[1]
+
+
+def test_a_rank_writes_to_where_its_controller_writes_when_it_is_started(capfd):
+    """And not to where it wrote when the fork server was started."""
+    with capfd.disabled():
+        _with(_samplers(1), lambda executor: executor.call(0, ids))
+    _with(_samplers(1), lambda executor: executor.call(0, speak))
+    said = capfd.readouterr()
+    assert (said.out, said.err) == ("to stdout", "to stderr")
+
+
+def test_the_fork_server_has_one_thread_and_no_device_and_outlives_the_thread_that_started_it():
+    """Threads would not be there in a rank, and their locks would stay locked; a device can't be used after a fork."""
+
+    def started() -> None:
+        found.append(_with(_samplers(1), lambda executor: executor.call(0, ids)))
+
+    found: list[tuple[int, int]] = []
+    forked_process.retire()
+    thread = threading.Thread(target=started)
+    thread.start()
+    thread.join()
+    started()
+    (_, server), (_, later) = found
+    assert server == later, "the next executor's ranks come from the same one"
+    process = psutil.Process(server)
+    assert process.num_threads() == 1
+    links = [os.readlink(link) for link in Path(f"/proc/{server}/fd").iterdir()]
+    assert [link for link in links if link.startswith("/dev/") and link != "/dev/null" and "pts" not in link] == []
+    assert {each.pid: each.name for each in family(os.getpid())}[server] == "fork_server"
+
+
+def test_a_fork_server_that_is_killed_takes_its_ranks_along_and_a_restart_starts_another():
+    """P26, P31"""
+
+    async def body(executor: ProcessExecutor) -> None:
+        _, server = await executor.call(0, ids)
+        calls = [executor.call(rank, sleep_after, server if rank == 1 else None) for rank in (0, 1)]
+        failures = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 60)
+        for rank, failure in enumerate(failures):
+            assert isinstance(failure, RankFailure) and (failure.rank, failure.kind) == (rank, "ended")
+            assert "its process was killed by SIGKILL" in failure.cause
+            await executor.restart(rank)
+        parents = {(await executor.call(rank, ids))[1] for rank in (0, 1)}
+        assert len(parents) == 1 and server not in parents
+
+    _with(_samplers(2), body)
+
+
+def test_a_fork_server_with_other_threads_executes_a_new_interpreter_for_each_rank(tmp_path, monkeypatch):
+    """Its ranks are its children all the same. The fork server before it ends with its last rank."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import threading; threading.Thread(target=threading.Event().wait).start()"
+    )
+
+    async def body(executor: ProcessExecutor) -> None:
+        pid, server = await executor.call(0, ids)
+        monkeypatch.syspath_prepend(tmp_path)
+        another = ProcessExecutor(_samplers(1))
+        await another.start()
+        try:
+            command = await another.call(0, started_as)
+            assert "meshrl.cluster.worker" in command and command[-1] == "rank_0"
+            _, other_server = await another.call(0, ids)
+            assert other_server != server and psutil.Process(other_server).ppid() == os.getpid()
+            assert await executor.call(0, ids) == (pid, server)
+            await executor.close()
+            for _ in range(400):
+                if not psutil.pid_exists(server):
+                    break
+                await asyncio.sleep(0.05)
+            assert not psutil.pid_exists(server), "not even a zombie is left"
+            assert await another.call(0, started_as) == command
+        finally:
+            await another.close()
+
+    _with(_samplers(1), body)
+
+
+WITHOUT_TORCH = """
+import os, socket, sys, time
+from meshrl.cluster import forked_process
+ours, theirs = socket.socketpair()
+environment = os.environ | {"PYTHONPATH": os.pathsep.join([sys.argv[1], *sys.path])}
+rank = forked_process.fork("rank_0", environment, theirs.fileno(), theirs.fileno())
+"""
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "its end"])
+def test_a_fork_server_that_still_imports_ends_with_the_process_that_started_it(how, tmp_path):
+    """P31"""
+    (tmp_path / "numpy.py").write_text(f"import time\nopen({str(tmp_path / 'begun')!r}, 'w')\ntime.sleep(600)")
+    script = WITHOUT_TORCH + textwrap.dedent("""
+        while not os.path.exists(sys.argv[1] + "/begun"):
+            time.sleep(0.01)
+        print(forked_process._servers[0].process.pid, flush=True)
+        sys.stdin.read()
+    """)
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as starter:
+        assert starter.stdin is not None and starter.stdout is not None
+        server = psutil.Process(int(starter.stdout.readline()))
+        if how == "SIGKILL":
+            starter.kill()
+        else:
+            starter.stdin.close()
+        starter.wait(60)
+        _, alive = psutil.wait_procs([server], timeout=10)
+        assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+
+
+def test_a_rank_of_a_fork_server_whose_imports_fail_has_its_exit_code(tmp_path):
+    (tmp_path / "numpy.py").write_text("raise ImportError('broken by a test')")
+    script = WITHOUT_TORCH + "print(rank.wait(60), rank.pid, rank.kill(), rank.poll())"
+    ran = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True)
+    assert ran.stdout == "1 0 None 1\n" and "broken by a test" in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("opened", "can_fork"),
+    [("", True), ("threading.Thread(target=wait).start()", False), ("open('/dev/full')", False)],
+    ids=["neither", "thread", "device"],
+)
+def test_a_process_with_other_threads_or_an_open_device_must_not_fork(opened, can_fork):
+    code = textwrap.dedent(f"""
+        import os, threading
+        from meshrl.cluster.fork_server import _can_fork
+        wait = threading.Event().wait
+        held = {opened or None}
+        print(_can_fork(), flush=True)
+        os._exit(0)
+    """)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout == f"{can_fork}\n"
