@@ -99,7 +99,7 @@ def speak(worker: RankWorker) -> None:
 def sleep_after(worker: RankWorker, victim: int | None) -> None:
     if victim is not None:
         os.kill(victim, signal.SIGKILL)
-    threading.Event().wait()
+    threading.Event().wait(100)
 
 
 # ---- tests
