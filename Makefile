@@ -1,9 +1,10 @@
-# make setup | fix | check | test | test-all | mutants | quickstart [SEED=0]
+# make setup | fix | check | test | test-all | mutants | quickstart [SEED=0]; WORKERS=N: test files at the same time
 # Everything lives in .venv and is installed once; nothing is compiled. vLLM has an environment of its own, .venv-vllm:
 # make setup-vllm | test-vllm
 
 PYTHON ?= python3
 SEED ?= 0
+WORKERS ?= 2
 PY := .venv/bin/python
 STAMP := .venv/setup-done
 VLLM_PY := .venv-vllm/bin/python
@@ -31,7 +32,7 @@ $(STAMP): constraints.txt requirements.txt requirements-dev.txt requirements-ray
 	$(PY) -m pip install --quiet --no-deps --no-build-isolation -e .
 	@touch $(STAMP)
 
-fix: setup  ## mend what ruff can mend, and format
+fix: setup  ## fix what ruff can fix, and format
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
@@ -41,10 +42,10 @@ check: setup  ## ruff and mypy
 	$(PY) -m mypy
 
 test: setup  ## the CPU suite without the slow tests
-	$(PY) -m pytest -m "not slow and not gpu"
+	$(PY) -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not gpu"
 
 test-all: setup  ## the CPU suite with the slow tests
-	$(PY) -m pytest -m "not gpu"
+	$(PY) -m pytest -n $(WORKERS) --dist loadfile -m "not gpu"
 
 mutants: setup  ## plant known faults one at a time; each must turn its test red
 	$(PY) tests/mutants/run.py

@@ -20,7 +20,7 @@ class StepCallback:
         self._evaluation: dict[str, float] = {}
 
     def write(self, step: int, values: Mapping[str, float], units: Mapping[str, str]) -> None:
-        evaluation = {name: value for name, value in values.items() if name.startswith("eval/")}
+        evaluation = {name: value for name, value in values.items() if name.partition("/")[0] == "eval"}
         if evaluation:
             self._evaluation = evaluation
             return

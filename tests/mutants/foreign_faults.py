@@ -20,7 +20,7 @@ FOREIGN_FAULTS = [
     Fault(
         "what a foreign engine's worker holds is not compared with what arrived",
         "meshrl/rollout/foreign/resident.py",
-        "elif (held := _digest(patch.inside(param))) != self._values[key]:",
+        "elif (held := _digest(patch.inside(param).to(self._dtypes[name]))) != self._values[key]:",
         "elif (held := self._values[key]) != self._values[key]:",
         (
             _FOREIGN + "test_name_map.py::test_what_is_read_back_is_compared_block_by_block[one bit]",
