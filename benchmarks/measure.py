@@ -143,7 +143,9 @@ class Report:
         self.bars: list[dict[str, Any]] = []
         self.load_before: float = self._machine["load_average_before"][0]
         if self.load_before > 0.5:
-            self.say(f"note: load average {self.load_before} before the start; others use this machine, so trust ratios only")
+            self.say(
+                f"note: load average {self.load_before} before the start; others use this machine, so trust ratios only"
+            )
 
     def say(self, text: str) -> None:
         print(text, flush=True)

@@ -68,7 +68,7 @@ def test_a_digit_of_the_answer_is_twice_its_column_plus_the_carry_from_the_right
     assert without_carry(38471) == 66842
     assert without_carry(12340) == 2 * 12340
     carries = [int(digit) >= 5 for digit in "38471"[1:]] + [False]
-    assert 2 * 38471 == without_carry(38471) + sum(carry * 10**place for place, carry in zip((4, 3, 2, 1, 0), carries))
+    assert without_carry(38471) + sum(carry * 10**place for place, carry in zip((4, 3, 2, 1, 0), carries)) == 2 * 38471
 
 
 def test_the_printed_answers_can_be_checked_by_eye(capsys: pytest.CaptureFixture[str]) -> None:
