@@ -44,7 +44,8 @@ check: setup  ## ruff and mypy
 test: setup  ## the CPU suite without the slow tests
 	$(PY) -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not gpu"
 
-test-all: setup  ## the CPU suite with the slow tests
+test-all: setup setup-vllm  ## all tests that need no GPU: the slow ones too, and those of the vLLM engine
+	$(VLLM_PY) -m pytest -k vllm $(VLLM_TESTS)
 	$(PY) -m pytest -n $(WORKERS) --dist loadfile -m "not gpu"
 
 mutants: setup  ## plant known faults one at a time; each must turn its test red
@@ -64,4 +65,4 @@ $(VLLM_STAMP): constraints.txt requirements-vllm.txt pyproject.toml
 	@touch $(VLLM_STAMP)
 
 test-vllm: setup-vllm  ## the tests of the vLLM engine, against the real one
-	$(VLLM_PY) -m pytest -k vllm $(VLLM_TESTS)
+	$(VLLM_PY) -m pytest -k vllm -m "not slow" $(VLLM_TESTS)

@@ -5,6 +5,7 @@ import secrets
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -12,7 +13,21 @@ sys.path.insert(0, str(Path(__file__).parent))  # tests share tiny_models, rank_
 
 from rank_pool import RankPool
 
+if TYPE_CHECKING:
+    from meshrl.rollout.server import ServerProcess
+
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # one for all Rays of a process
+
+
+@pytest.fixture(scope="session")
+def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """One vLLM server for all tests that need one, each with a client of its own."""
+    from vllm_servers import MISSING, serving, tiny_vllm_lm
+
+    if MISSING:
+        pytest.skip(MISSING)
+    with serving(tiny_vllm_lm(), tmp_path_factory.mktemp("vllm") / "model") as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

@@ -185,14 +185,13 @@ class TerminalSink:
         self.note(line)
 
     def _remaining(self, step: int, now: float) -> float | None:
-        """Seconds to the end at the speed so far. Start-up counts until there is something better: the time from the
-        first thing written on."""
+        """Seconds to the end at the speed since the first thing written; None until then, as the start-up takes longer
+        than a step."""
         done = step + 1 - self._first
-        past = done - self._done_then
-        eta_s = (now - self._since) / past * (self._num_steps - step - 1) if past > 0 else None
         if not self._measured:
             self._since, self._done_then, self._measured = now, done, True
-        return eta_s
+        past = done - self._done_then
+        return (now - self._since) / past * (self._num_steps - step - 1) if past > 0 else None
 
     def _panel(self) -> Any:
         from rich.console import Group

@@ -62,7 +62,13 @@ def of_vllm(others: set[int]) -> list[psutil.Process]:
 
 
 @pytest.mark.parametrize(
-    "layout", [SPLIT, LENT, PARALLEL, LORA], ids=["split", "colocated, lending", "tensor parallel", "LoRA"]
+    "layout",
+    [
+        pytest.param(SPLIT, id="split", marks=pytest.mark.slow),
+        pytest.param(LENT, id="colocated, lending"),
+        pytest.param(PARALLEL, id="tensor parallel", marks=pytest.mark.slow),
+        pytest.param(LORA, id="LoRA"),  # a split too
+    ],
 )
 def test_a_run_samples_with_vllm_and_proves_its_weights(config: Path, layout: tuple[str, ...], others: set[int]):
     """P15: the trainer's own forward of what vLLM sampled agrees to rounding, after each update, with a tied head."""
@@ -74,6 +80,7 @@ def test_a_run_samples_with_vllm_and_proves_its_weights(config: Path, layout: tu
     assert of_vllm(others) == []
 
 
+@pytest.mark.slow
 def test_a_killed_server_is_replaced_with_its_rank(config: Path, others: set[int]):
     """P26: the rank that stood for it ends, another takes its place and gets the weights; the run goes on."""
     killed = []

@@ -30,10 +30,9 @@ def go(main: Any) -> None:
     asyncio.run(asyncio.wait_for(main(), 200))
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with serving(tiny_vllm_lm(), tmp_path_factory.mktemp("vllm") / "model") as server:
-        yield server
+@pytest.fixture
+def server(vllm_server: ServerProcess) -> ServerProcess:
+    return vllm_server
 
 
 @pytest.fixture(scope="module")
