@@ -16,6 +16,15 @@ from meshrl.reward.sandbox import Sandbox
 
 _SHOWN_FAILURES = 3
 
+_ADVICE = {
+    "agent": "Let the agent put a parsed message into the last turn of each trajectory.",
+    "bad_value": "Let the reward function return a finite number for each completion.",
+    "crash": "Fix the reward function at the file and line of its exception.",
+    "memory": "Let the reward function use less memory, or raise reward.max_memory_bytes ({max_memory_bytes}).",
+    "timeout": "Make the reward function faster, or raise reward.timeout_s ({timeout_s:g}).",
+}
+"""Kind of a failed grading -> what to change."""
+
 
 class Scorer:
     """Fills `rewards` and `reward` of trajectories. One Scorer lives through a run and owns its worker processes.
@@ -93,12 +102,14 @@ class Scorer:
             return
         kinds = ", ".join(f"{n} {kind}" for kind, n in Counter(f.kind for _, _, f in failures).most_common())
         examples = "".join(
-            f"\n  {t.id}, term {name!r}: {f.kind}: {f.message}" for t, name, f in failures[:_SHOWN_FAILURES]
+            f"\n  row {t.prompt.id}, answer {t.index}, term {name!r}: {f.kind}: {f.message}"
+            for t, name, f in failures[:_SHOWN_FAILURES]
         )
+        advice = " ".join(_ADVICE[kind] for kind in sorted({f.kind for _, _, f in failures}))
         raise RewardError(
             f"{len(failures)} of {gradings} gradings failed ({kinds}), more than reward.max_failure_fraction = "
-            f"{self._cfg.max_failure_fraction:g} allows. Examples:{examples}\nMend the reward function, or raise "
-            f"reward.timeout_s ({self._cfg.timeout_s:g}) or reward.max_memory_bytes ({self._cfg.max_memory_bytes})"
+            f"{self._cfg.max_failure_fraction:g} allows. Examples:{examples}\n"
+            + advice.format(timeout_s=self._cfg.timeout_s, max_memory_bytes=self._cfg.max_memory_bytes)
         )
 
     def _metrics(self, scored: list[Trajectory]) -> list[Metric]:
@@ -122,7 +133,7 @@ def _payload(trajectory: Trajectory) -> dict[str, Any] | Failure:
     """What the workers are told about a trajectory; a Failure when its agent left no text to grade."""
     turns = trajectory.turns
     if not turns or not turns[-1].messages:
-        return Failure(kind="agent", message=f"trajectory {trajectory.id} has no parsed message in its last turn")
+        return Failure(kind="agent", message="the trajectory has no parsed message in its last turn")
     content = turns[-1].messages[-1].get("content") or ""
     if isinstance(content, list):  # parts of a multimodal message
         content = "".join(part.get("text", "") for part in content)

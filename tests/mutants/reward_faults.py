@@ -16,6 +16,13 @@ REWARD_FAULTS = [
         (_REWARD + "test_scorer.py::test_a_failed_grading_leaves_no_reward_and_is_counted",),
     ),
     Fault(
+        "the advice for a timeout follows every failed grading",
+        "meshrl/reward/score.py",
+        "_ADVICE[kind] for kind in sorted({f.kind for _, _, f in failures})",
+        '_ADVICE["timeout"] for _ in failures',
+        (_REWARD + "test_scorer.py::test_the_advice_after_failures_is_that_for_their_kind",),
+    ),
+    Fault(
         "a Markdown heading is taken for the answer mark",
         "meshrl/reward/final_answer.py",
         'marked = _MARKED_LINE.fullmatch(text.rstrip().rpartition("\\n")[2].strip())',

@@ -85,7 +85,24 @@ def test_too_many_failures_end_the_run_with_examples():
         score([make_trajectory("raise"), make_trajectory("fine")], terms={"other": BEHAVE}, max_failure_fraction=0.4)
     text = str(ended.value)
     assert "1 of 2 gradings failed (1 crash)" in text and "max_failure_fraction = 0.4" in text
-    assert "p#0/0, term 'other': crash: ValueError: invalid literal" in text
+    assert "row p, answer 0, term 'other': crash: ValueError: invalid literal" in text
+
+
+ADVICE = {
+    "raise": "Fix the reward function at the file and line",
+    "nan": "return a finite number",
+    "loop": "reward.timeout_s (0.3)",
+    "memory": "reward.max_memory_bytes (1073741824)",
+    None: "Let the agent put",
+}
+
+
+@pytest.mark.parametrize("text", ADVICE)
+def test_the_advice_after_failures_is_that_for_their_kind(text):
+    with pytest.raises(RewardError) as ended:
+        score([make_trajectory(text)], terms={"t": BEHAVE}, timeout_s=0.3, max_memory_bytes=1 << 30)
+    advice = str(ended.value).splitlines()[-1]
+    assert [each for each in ADVICE.values() if each in advice] == [ADVICE[text]]
 
 
 def test_the_threshold_itself_is_still_allowed():
