@@ -77,9 +77,14 @@ async def try_built_in(scorer: Scorer, terms: dict[str, RewardTerm], note: Note)
 async def try_on_answers(scorer: Scorer, cfg: RewardConfig, prompts: Sequence[Prompt], note: Note) -> None:
     """Grade the answers of these prompts, and empty completions, with every term that is a user's function.
 
+    Where none of the prompts has an answer, a note says which functions then grade every completion alike.
+
     Raises: ConfigError for a function that fails on all of them in a way that no completion causes.
     """
     users = [name for name, term in cfg.terms.items() if term.kind not in SELF_TESTS]
+    if prompts and all(prompt.answer is None for prompt in prompts):
+        await _try_without_answers(scorer, users, prompts[0], note)
+        return
     rows = [(prompt, str(prompt.answer)) for prompt in prompts if isinstance(prompt.answer, str | int | float)]
     rows = [(prompt, answer) for prompt, answer in rows if answer.strip()]
     pairs: dict[str, list[Pair]] = {name: [] for name in users}
@@ -97,6 +102,23 @@ async def try_on_answers(scorer: Scorer, cfg: RewardConfig, prompts: Sequence[Pr
         found = judge(name, cfg.terms[name], pairs[name])
         if found is not None:
             note(f"note: {found} (tried on {', '.join(tried)})")
+
+
+async def _try_without_answers(scorer: Scorer, users: Sequence[str], prompt: Prompt, note: Note) -> None:
+    """A note for each function that can't tell a text of many forms from none while its answer is None."""
+    texts = ("\n".join(TEXTS), "")
+    graded = await scorer.grade([(name, _attempt(prompt, text)) for name in users for text in texts])
+    for name, some, empty in zip(users, graded[::2], graded[1::2]):
+        if isinstance(some, Failure) and isinstance(empty, Failure):
+            result = f"failed on a text and on the empty completion alike, with {some.kind}: {some.message}"
+        elif some == empty:
+            result = f"scored a text and the empty completion alike ({some:g})"
+        else:
+            continue
+        note(
+            f"note: reward.terms.{name} gets None as the answer of each row tried, because data.answer is null or "
+            f"data.map returns no answer; it {result}. If the function reads the answer, name its column as data.answer"
+        )
 
 
 def judge(name: str, term: RewardTerm, pairs: Sequence[Pair]) -> str | None:

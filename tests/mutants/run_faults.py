@@ -33,6 +33,13 @@ RUN_FAULTS = [
         (_SELF_TEST + "test_functions_that_want_a_form_and_raise_without_it_are_not_stopped[boxed-NoneType]",),
     ),
     Fault(
+        "functions are not tried where no row has an answer",
+        "meshrl/reward/self_test.py",
+        "    if prompts and all(prompt.answer is None for prompt in prompts):",
+        "    if False:",
+        (_SELF_TEST + "test_functions_that_grade_alike_without_any_answer_get_a_note_each",),
+    ),
+    Fault(
         "the rows that rewards were tried on are lost to training",
         "meshrl/loops/run.py",
         "    feed.load_state(place)\n",

@@ -91,6 +91,8 @@ def test_a_format_that_fits_none_of_the_texts_is_no_finding():
 
 # ---- a user's functions
 
+BUILT_IN = RewardTerm(kind="math_answer")
+
 
 def test_functions_that_score_the_answers_of_the_data_higher_than_nothing_pass_in_silence():
     names = ("right", "sees_everything", "judge")
@@ -135,6 +137,16 @@ def test_answers_that_are_no_text_are_not_tried():
     """Test cases of a program, say: they are no completion."""
     assert try_terms({"t": user("constant")}, rows(None, ["4"], {"in": "4"}, " ")) == []
     assert "row-1)" in try_terms({"t": user("constant")}, rows(None, 4.5))[0]
+
+
+def test_functions_that_grade_alike_without_any_answer_get_a_note_each():
+    """data.answer=null: every completion scores alike, and the run trains on nothing to its end."""
+    terms = {name: user(name) for name in ("right", "wants_text", "repetition")} | {"maths": BUILT_IN}
+    right, wants_text = try_terms(terms, rows(None, None))
+    start = "note: reward.terms.{} gets None as the answer of each row tried, because data.answer is null"
+    assert right.startswith(start.format("right")) and "alike (0)" in right
+    assert wants_text.startswith(start.format("wants_text")) and "self_test_graders.py:" in wants_text
+    assert try_terms(terms, rows("4", None)) == try_terms(terms, rows("4"))
 
 
 def test_slow_functions_are_tried_on_one_row():
