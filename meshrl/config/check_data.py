@@ -182,7 +182,8 @@ def _missing_columns(table: _Table, seen: Look, where: str) -> Iterator[Problem]
     for key, name in table.columns.items():
         if name is not None and name not in seen.columns:
             there = ", ".join(repr(column) for column in seen.columns)
-            yield Problem((key, table.path), f"no column {name!r} {where} {there}.")
+            unneeded = " If no reward needs an answer, set data.answer: null." if key == "data.answer" else ""
+            yield Problem((key, table.path), f"no column {name!r} {where} {there}.{unneeded}")
 
 
 def _subsets(data: DataConfig, kinds: dict[str, Kind]) -> Iterator[Problem]:

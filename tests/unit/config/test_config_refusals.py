@@ -339,6 +339,9 @@ def test_an_evaluation_needs_held_out_rows_and_different_answers(good: Path):
 def test_columns_are_looked_up_in_the_first_row(good: Path):
     message = _words(good, ["data.prompt=prompt"])
     assert "data.prompt = prompt" in message and "'question', 'answer'" in message
+    assert "set data.answer" not in message
+    message = _words(good, ["data.answer=solution"])
+    assert "'question', 'answer'. If no reward needs an answer, set data.answer: null." in message
     load_run_config(good, ["data.answer=null"])
 
 
