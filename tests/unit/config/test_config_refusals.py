@@ -241,6 +241,17 @@ def test_a_sink_that_is_not_installed_is_refused_before_anything_starts(
     load_run_config(good, [f"monitor.sinks=[{sink}]"], KNOWN, purpose="eval")  # an evaluation only prints
 
 
+def test_vllm_that_is_not_installed_is_installed_by_the_script_that_keeps_torch(
+    good: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """`pip install vllm` can bring another torch."""
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    message = _words(good, ["rollout.engine=vllm"])
+    assert "1 problem" in message and "pip install" not in message
+    assert "scripts/install.sh --cuda --vllm" in message and "scripts/install.sh --cpu --vllm" in message
+    assert "rollout.vllm.python=.venv-vllm/bin/python" in message
+
+
 SFT_BAD: list[tuple[str, list[str]]] = [
     ("loop.num_steps=3", ["loop", "`meshrl train`'s"]),
     ("train.updates_per_step=2", ["no effect", "SFT"]),
