@@ -56,18 +56,19 @@ def variables_read_by(text: str) -> set[str]:
     except TemplateSyntaxError as cause:
         lines = text.splitlines()
         line = lines[cause.lineno - 1].strip() if 0 < cause.lineno <= len(lines) else ""
-        raise DataError(f"is not valid Jinja in line {cause.lineno} ({line:.120}): {cause.message}") from cause
+        what = (cause.message or "").rstrip(".")  # the caller ends the sentence
+        raise DataError(f"is not valid Jinja in line {cause.lineno} ({line:.120}): {what}") from cause
     except RecursionError as cause:
         raise DataError("is not Jinja that can be read: blocks stand hundreds deep in each other") from cause
 
 
 def require_read(variables: Iterable[str], reads: set[str]) -> None:
-    """Raises: DataError, in words that follow the key of the variables, for one that would have no effect."""
+    """Raises: DataError for a variable of chat_template_kwargs that would have no effect."""
     for name in variables:
         if name not in reads:
             near = get_close_matches(name, reads, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             raise DataError(
-                f"{name!r} would have no effect: the chat template does not read it. It reads "
+                f"chat_template_kwargs.{name} would have no effect: the chat template does not read it. It reads "
                 f"{', '.join(sorted(reads)) or 'no variable'}.{hint} Remove it, or correct its name"
             )

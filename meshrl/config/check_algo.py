@@ -14,6 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from meshrl.config.algo import AlgoConfig
 from meshrl.config.places import DOTTED_PATH, can_be_imported
+from meshrl.config.schema import words
 from meshrl.config.source import Problem
 from meshrl.core.errors import ConfigError
 from meshrl.core.lookup import import_object
@@ -104,4 +105,8 @@ def _wrong_type(key: str, path: str, function: Any, parameter: Parameter, value:
     try:
         adapter.validate_json(json.dumps(value), strict=True)
     except ValidationError:
-        yield Problem((key,), f"allowed: {inspect.formatannotation(annotation)} (argument of {path}).")
+        try:
+            allowed = words(annotation)
+        except KeyError:  # a type that only a function of the user takes
+            allowed = inspect.formatannotation(annotation)
+        yield Problem((key,), f"allowed: {allowed} (argument of {path}).")

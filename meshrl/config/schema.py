@@ -105,25 +105,26 @@ def _allowed(info: FieldInfo) -> str:
         for name, symbol in (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
         if getattr(rule, name, None) is not None
     ]
-    words = _words(info.annotation)
-    base, null, _ = words.partition(" or null")
-    return f"{base} {' and '.join(limits)}{null}" if limits else words
+    allowed = words(info.annotation)
+    base, null, _ = allowed.partition(" or null")
+    return f"{base} {' and '.join(limits)}{null}" if limits else allowed
 
 
 _WORDS: dict[Any, str] = {str: "text", bool: "true | false", int: "integer", float: "number", Any: "anything"}
 
 
-def _words(annotation: Any) -> str:
+def words(annotation: Any) -> str:
+    """What a field of this type takes. Raises: KeyError for a type that no field of a config has."""
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Literal:
         return " | ".join(show(value) for value in args)
     if origin in (types.UnionType, typing.Union):
-        return " or ".join("null" if arg is type(None) else _words(arg) for arg in args)
+        return " or ".join("null" if arg is type(None) else words(arg) for arg in args)
     if origin is list:
         plural = "" if typing.get_origin(args[0]) is Literal else "s"
-        return f"list of {_words(args[0])}{plural}"
+        return f"list of {words(args[0])}{plural}"
     if origin is tuple:
-        return f"[{', '.join(_words(arg) for arg in args)}]"
+        return f"[{', '.join(words(arg) for arg in args)}]"
     if origin is dict:
         return "names -> sections" if _entries_of(annotation) else "names -> values"
     return _WORDS[annotation]
