@@ -7,6 +7,7 @@ import json
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
@@ -16,6 +17,7 @@ from pydantic_core import ErrorDetails
 from meshrl.config import check as checks
 from meshrl.config.arithmetic import data_ranks
 from meshrl.config.base import Slice
+from meshrl.config.check_algo import LOSS_KIND
 from meshrl.config.places import find
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.config.schema import Key, all_keys, locate, nearest
@@ -190,8 +192,29 @@ def _problem(error: ErrorDetails, keys: dict[str, Key]) -> Problem:
         inside = ", ".join(k.rpartition(".")[2] for k in keys if k.rpartition(".")[0] == key.path)
         also = {"algo.loss": ", or the name of a loss", "algo.kl": ", or off", "model.lora": ", or off"}.get(at, "")
         return Problem((at,), f"must be a section with keys of its own ({inside}){also}.")
-    hint = " Quote it, so that YAML reads text." if error["type"] == "string_type" else ""
-    return Problem((at,), f"allowed: {key.allowed} ({key.text}).{hint}")
+    if error["type"] == "literal_error":
+        return Problem((at,), _wrong_choice(key, error["input"]))
+    return Problem((at,), f"allowed: {key.allowed} ({key.text}).{_form(key, at, error)}")
+
+
+def _wrong_choice(key: Key, value: Any) -> str:
+    *others, last = key.choices
+    choices = f"{', '.join(others)} or {last}" if others else last
+    kinds = ", or a dotted path package.module:name" if key.path == LOSS_KIND else ""
+    lower = {choice.lower(): choice for choice in key.choices}
+    close = get_close_matches(value.lower(), lower, 1, 0.4) if isinstance(value, str) else []
+    near = f" Nearest: {lower[close[0]]}." if close else ""
+    return f"must be {'a list of ' if key.allowed.startswith('list') else ''}{choices}{kinds}.{near}"
+
+
+def _form(key: Key, at: str, error: ErrorDetails) -> str:
+    """How to write a value that has the right content in the wrong form."""
+    value = error["input"]
+    if error["type"] == "string_type" and isinstance(value, (bool, int, float)):
+        return " Quote it, so that YAML reads text."
+    if error["type"] == "list_type" and type(value) is (int if "integers" in key.allowed else str):
+        return f" Write a list: {at}={show([value])}."
+    return ""
 
 
 def _unknown(path: str, is_section: bool, keys: dict[str, Key]) -> str:

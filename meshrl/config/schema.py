@@ -20,7 +20,8 @@ NAME = "NAME"  # stands in a dotted key where the user chooses the name, as in r
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Key:
-    """One key. allowed: its type and limits in words. default: as YAML, None = required.
+    """One key. allowed: its type and limits in words. default: as YAML, None = required. choices: the only values that
+    it, or each entry of its list, can have; () = not a choice.
 
     Example: Key(path="train.optimizer.lr", allowed="number > 0", default="1e-06", text="peak learning rate; ...",
     is_section=False).
@@ -31,6 +32,7 @@ class Key:
     default: str | None
     text: str
     is_section: bool
+    choices: tuple[str, ...] = ()
 
 
 def all_keys(model: type[Slice], prefix: str = "") -> dict[str, Key]:
@@ -45,7 +47,8 @@ def _walk(model: type[Slice], prefix: str) -> Iterator[Key]:
         default = None if info.is_required() else show(_plain(info.get_default(call_default_factory=True)))
         allowed = "a section" if section else _allowed(info)
         is_section = section is not None or entries is not None
-        yield Key(path=path, allowed=allowed, default=default, text=info.description or "", is_section=is_section)
+        text, choices = info.description or "", _choices(info.annotation)
+        yield Key(path=path, allowed=allowed, default=default, text=text, is_section=is_section, choices=choices)
         if section:
             yield from _walk(section, f"{path}.")
         if entries:
@@ -128,6 +131,13 @@ def words(annotation: Any) -> str:
     if origin is dict:
         return "names -> sections" if _entries_of(annotation) else "names -> values"
     return _WORDS[annotation]
+
+
+def _choices(annotation: Any) -> tuple[str, ...]:
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Literal:
+        return tuple(show(value) for value in args)
+    return _choices(args[0]) if origin is list else ()
 
 
 def _slice_of(annotation: Any) -> type[Slice] | None:

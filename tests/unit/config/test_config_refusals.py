@@ -38,10 +38,19 @@ BAD: list[tuple[str, list[str]]] = [
     ("train.optimizer.betas=[0.9]", ["[number, number]"]),
     ("train.optimizer.betas=[0.9,1.0]", ["below 1"]),
     ("train.optimizer=fast", ["must be a section", "betas"]),
-    ("train.scheduler.kind=cos", ["constant | linear | cosine"]),
-    ("train.sharding_strategy=FULL", ["FULL_SHARD | SHARD_GRAD_OP | HYBRID_SHARD | NO_SHARD"]),
+    ("train.scheduler.kind=cos", ["must be constant, linear or cosine. Nearest: cosine."]),
+    (
+        "train.sharding_strategy=full",
+        ["must be FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD or NO_SHARD. Nearest: FULL_SHARD."],
+    ),
+    ("algo.truncated=maks", ["algo.truncated = maks", "must be train or mask. Nearest: mask."]),
+    ("algo.truncated=1", ["must be train or mask."]),
+    ("algo.loss.kind=gsppo", ["must be ppo_clip, or a dotted path package.module:name. Nearest: ppo_clip."]),
     ("train.activation_checkpointing=3", ["true | false"]),
-    ("model.attn_implementation=flash_attention_3", ["auto | sdpa | eager | flash_attention_2"]),
+    (
+        "model.attn_implementation=flash_attention_3",
+        ["auto, sdpa, eager or flash_attention_2. Nearest: flash_attention_2."],
+    ),
     ("loop.num_steps=2.5", ["integer >= 1"]),
     ("loop.num_steps=0", ["integer >= 1"]),
     ("loop.num_steps=null", ["integer >= 1"]),
@@ -60,7 +69,10 @@ BAD: list[tuple[str, list[str]]] = [
     ("rollout.sampling.stop_token_ids=[a]", ["list of integers"]),
     ("rollout.sampling.stop_token_ids=[-1]", ["0 or more"]),
     ("rollout.sampling.stop=[a,'']", ["rollout.sampling.stop", "an empty text would end every turn"]),
-    ("rollout.sampling.stop=a", ["list of texts"]),
+    ("rollout.sampling.stop=a", ["list of texts", "Write a list: rollout.sampling.stop=[a]."]),
+    ("rollout.sampling.stop='</tool_call>'", ['Write a list: rollout.sampling.stop=["</tool_call>"].']),
+    ("rollout.sampling.stop_token_ids=7", ["Write a list: rollout.sampling.stop_token_ids=[7]."]),
+    ("monitor.sinks=wandb", ["Write a list: monitor.sinks=[wandb]."]),
     ("reward.terms={a: 1}", ["reward.terms.a", "section", "kind"]),
     ("reward.terms.x.weight=1 reward.terms.answer.kind=format", ["reward.terms.x.kind", "required"]),
     # canonical keys whose mechanism does not exist
@@ -172,7 +184,7 @@ BAD: list[tuple[str, list[str]]] = [
     ("data.shuffle_buffer_rows=64", ["no effect", "data.streaming is false"]),
     ("data.eval_path=null loop.save_best=false", ["no effect", "data.eval_path is null"]),
     ("monitor.wandb_project=maths", ["no effect", "monitor.sinks has no wandb"]),
-    ("monitor.sinks=[wanb]", ["monitor.sinks", "list of tensorboard | wandb"]),
+    ("monitor.sinks=[wanb]", ["monitor.sinks", "must be a list of tensorboard or wandb. Nearest: wandb."]),
     # the KL that holds nothing back (P6)
     ("algo.kl={coef: 0.1, estimator: k1}", ["zero mean gradient", "place: reward"]),
     # names
@@ -239,6 +251,18 @@ def test_a_sink_that_is_not_installed_is_refused_before_anything_starts(
     message = _words(good, [f"monitor.sinks=[{sink}]"])
     assert "1 problem" in message and f"pip install {sink}" in message
     load_run_config(good, [f"monitor.sinks=[{sink}]"], KNOWN, purpose="eval")  # an evaluation only prints
+
+
+def test_null_is_not_to_be_quoted_where_text_is_required(good: Path):
+    """A quoted null would be the name of a column."""
+    message = _words(good, ["data.prompt=null"])
+    assert "allowed: text" in message and "Quote" not in message
+
+
+@pytest.mark.parametrize("value", ["a", "true"])
+def test_advice_on_the_form_of_a_list_is_not_given_for_entries_of_another_type(good: Path, value: str):
+    message = _words(good, [f"rollout.sampling.stop_token_ids={value}"])
+    assert "list of integers" in message and "Write a list" not in message
 
 
 def test_vllm_that_is_not_installed_is_installed_by_the_script_that_keeps_torch(

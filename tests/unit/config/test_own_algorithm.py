@@ -40,7 +40,7 @@ BAD: list[tuple[list[str], list[str]]] = [
     (["algo.advantage=own_algorithms:batch_scale"], ["did you mean 'batch_scaled'?"]),
     (["algo.advantage=own_algorithms:of_two_arguments"], ["required by own_algorithms:of_two_arguments(groups", "eps"]),
     (["algo.advantage=own_algorithms:batch_scaled", "algo.advantage_eps=1e-3"], ["no effect", "batch_scaled"]),
-    (["algo.truncated=drop"], ["algo.truncated = drop", "train | mask"]),
+    (["algo.truncated=drop"], ["algo.truncated = drop", "must be train or mask."]),
 ]
 
 

@@ -66,14 +66,18 @@ def test_variables_are_checked_against_the_tokenizers_own_template_too(folder: P
     assert "<think></think>" in render_text(load_tokenizer(folder, None, OFF), [USER])
     (folder / "chat_template.jinja").write_text(CHATML)
     with pytest.raises(
-        DataError, match="chat_template_kwargs.enable_thinking would have no effect: the chat template does not read it"
+        DataError,
+        match=r"chat_template_kwargs.enable_thinking would have no effect: the chat template does not read it",
     ):
         load_tokenizer(folder, None, OFF)
     np.testing.assert_array_equal(render(load_tokenizer(folder), [USER]), render(tokenizer, [USER]))
 
 
 def test_a_misspelt_variable_names_what_the_template_reads(folder: Path):
-    told = r"chat_template_kwargs.enable_thinkin would have no effect.* It reads .*enable_thinking.*Did you mean 'enable_thinking'"
+    told = (
+        r"chat_template_kwargs.enable_thinkin would have no effect.* It reads .*enable_thinking.*"
+        "Did you mean 'enable_thinking'"
+    )
     with pytest.raises(DataError, match=told):
         load_tokenizer(folder, THINKING, {"enable_thinkin": False})
 
