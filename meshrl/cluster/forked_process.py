@@ -1,8 +1,9 @@
 """A rank's process that the fork server forks, as the process which starts ranks sees it; and its fork server.
 
 A process that starts ranks has one fork server (fork_server.py), which it starts with its first rank and keeps for
-later ones. What a rank would inherit from this process (environment variables, working directory, CPU affinity), the
-fork server has inherited at its own start; when that has changed since, a new fork server takes its place.
+later ones. What a rank would inherit from this process (environment variables, working directory, CPU affinity, umask,
+resource limits), the fork server has inherited at its own start; when that has changed since, a new fork server takes
+its place.
 
 Imported without torch.
 """
@@ -13,6 +14,7 @@ import atexit
 import contextlib
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -22,11 +24,13 @@ import threading
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 _RANKS_OWN = {
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("GLOO_SOCKET_IFNAME", "PYTEST_CURRENT_TEST"),
 }  # variables that no library reads when it is imported: each rank gets its own values after the fork
+_LIMITS = sorted({number for name, number in vars(resource).items() if name.startswith("RLIMIT_")})
 _TITLE_ROOM = " " * 64  # an argument of the fork server, so that the command line of a rank fits into its own
 
 
@@ -99,6 +103,8 @@ class _Inherited:
     environment: Mapping[str, str]
     folder: str
     cores: frozenset[int]
+    umask: str
+    limits: tuple[tuple[int, int], ...]
 
 
 class _ForkServer:
@@ -128,6 +134,8 @@ def fork(name: str, environment: Mapping[str, str], channel: int, stacks: int) -
         {key: value for key, value in environment.items() if key not in _RANKS_OWN},
         os.getcwd(),
         frozenset(os.sched_getaffinity(0)),
+        Path("/proc/self/status").read_text().partition("Umask:")[2].split()[0],  # os.umask would change it
+        tuple(resource.getrlimit(number) for number in _LIMITS),
     )
     own = {key: value for key, value in environment.items() if key in _RANKS_OWN}
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

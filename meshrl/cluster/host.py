@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import psutil
 
-from meshrl.cluster import channel
+from meshrl.cluster import channel, forked_process
 from meshrl.cluster.dial import Hello, dial
 from meshrl.cluster.rank_process import LocalProcess
 from meshrl.core.owned import sweep
@@ -78,6 +78,7 @@ class _Host:
             if self.child is not None:
                 self.child.kill()
                 self.child.end(0.0)
+            forked_process.retire()  # this process may live on, as Ray's workers do
             self.control.close()
 
     def spawn(self, asked: Spawn) -> None:

@@ -149,6 +149,17 @@ def recorded(loaded: Loaded[Any], kind: str, num_steps: int, quiet: bool = False
 
 
 def run_name(loaded: Loaded[Any]) -> str:
-    """What `auto` stands for in run.name."""
-    name = loaded.config.run.name
-    return f"{loaded.path.stem}-{time.strftime('%Y%m%d-%H%M%S')}" if name == "auto" else name
+    """run.name. `auto` is the config's name and the time, with a number where a run began in the same second; its folder
+    is made at once, so that no other run can take the name."""
+    run = loaded.config.run
+    if run.name != "auto":
+        return run.name
+    begun = name = f"{loaded.path.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    number = 1
+    while True:
+        try:
+            (Path(run.folder) / name).mkdir(parents=True)
+            return name
+        except FileExistsError:
+            number += 1
+            name = f"{begun}-{number}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import tempfile
 import time
 import uuid
@@ -15,6 +16,7 @@ import psutil
 import pytest
 
 from meshrl.cluster import forked_process
+from meshrl.core import owned
 
 
 @pytest.fixture
@@ -25,8 +27,9 @@ def planted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     monkeypatch.setenv("MESHRL_TEST_RUN", mark)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    monkeypatch.syspath_prepend(str(Path(__file__).parent / "hook"))
-    shared = _unused_shared_memory()
+    hook = Path(__file__).parent / "hook"
+    monkeypatch.syspath_prepend(str(hook))
+    monkeypatch.setattr(owned, "secrets", runpy.run_path(str(hook / "sitecustomize.py"))["Marked"](mark))
 
     faults: list[dict[str, Any]] = []
 
@@ -41,9 +44,7 @@ def planted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     while (left := _processes_of(mark)) and time.monotonic() < end:
         time.sleep(0.05)
     assert left == []
-    while not (memory := _unused_shared_memory()) <= shared and time.monotonic() < end:
-        time.sleep(0.5)  # another run of this machine may be about to map its own
-    assert memory <= shared, "shared memory is left"
+    assert not list(Path("/dev/shm").glob(f"meshrl_*_{mark[:8]}*")), "shared memory is left"
     assert not list(tmp_path.glob("meshrl*")), "the folder of the rendezvous is left"
 
 
@@ -57,15 +58,3 @@ def _processes_of(mark: str) -> list[str]:
         except (psutil.NoSuchProcess, psutil.AccessDenied):  # it has ended meanwhile, or is somebody else's
             continue
     return found
-
-
-def _unused_shared_memory() -> set[str]:
-    """Segments that no process has mapped: what other runs of this machine use is theirs."""
-    names = {path.name for path in Path("/dev/shm").glob("meshrl_*")} if Path("/dev/shm").is_dir() else set()
-    for maps in Path("/proc").glob("[0-9]*/maps") if names else ():
-        try:
-            text = maps.read_text()
-        except OSError:  # the process has ended, or is somebody else's
-            continue
-        names = {name for name in names if name not in text}
-    return names

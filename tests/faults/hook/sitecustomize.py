@@ -12,6 +12,7 @@ import inspect
 import json
 import os
 import resource
+import secrets
 import signal
 import sys
 import time
@@ -86,6 +87,17 @@ class Planter(importlib.abc.MetaPathFinder, importlib.abc.Loader):
                 setattr(module.RankWorker, fault["method"], changed(module.RankWorker, fault))
             else:
                 module.RankWorker.__init__ = never_made(module.RankWorker.__init__, fault)
+        sys.modules["meshrl.core.owned"].secrets = Marked(os.environ["MESHRL_TEST_RUN"])
+
+
+class Marked:
+    """Stands for the module `secrets` where names of shared memory are made: they begin with the mark of the test."""
+
+    def __init__(self, mark):
+        self.mark = mark
+
+    def token_hex(self, size):
+        return self.mark[:8] + secrets.token_hex(size)
 
 
 def never_made(init, fault):

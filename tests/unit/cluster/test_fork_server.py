@@ -7,6 +7,7 @@ import errno
 import os
 import random
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -72,6 +73,8 @@ def facts(worker: RankWorker) -> dict[str, Any]:
         "folder": os.getcwd(),
         "path": sys.path,
         "cores": os.sched_getaffinity(0),
+        "umask": re.findall(r"Umask:\s*(\w+)", Path("/proc/self/status").read_text()),
+        "files": resource.getrlimit(resource.RLIMIT_NOFILE),
         "descriptors": sorted(re.sub(r"\d+", "", link) for link in links),
         "signals": [signal.getsignal(number) == signal.SIG_DFL for number in (signal.SIGCHLD, signal.SIGTERM)],
         "command": [*command[:3], command[-1]],
@@ -106,7 +109,7 @@ def sleep_after(worker: RankWorker, victim: int | None) -> None:
 
 
 def test_a_forked_rank_has_and_computes_what_a_new_interpreter_would(tmp_path, monkeypatch):
-    """Although the controller's environment, folder and cores have changed since its first rank, when its fork server
+    """Although what a rank inherits from its controller has changed since the first rank, when the fork server
     was started. Where pidfd_open is missing, ranks are new interpreters."""
     tiny_qwen2().save_pretrained(tmp_path / "model")
     specs = [
@@ -133,16 +136,22 @@ def test_a_forked_rank_has_and_computes_what_a_new_interpreter_would(tmp_path, m
     monkeypatch.setenv("MESHRL_TEST_OF_FORKS", "changed")
     monkeypatch.chdir(tmp_path)
     os.sched_setaffinity(0, {max(cores)})
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files[0] - 1, files[1]))
+    umask = os.umask(0o027)
     try:
         forked, its_facts, its_numbers = _with(specs[:1], body)
         monkeypatch.setattr(os, "pidfd_open", refused)
         executed, facts_of_new, numbers_of_new = _with(specs[1:], body)
     finally:
         os.sched_setaffinity(0, cores)
+        resource.setrlimit(resource.RLIMIT_NOFILE, files)
+        os.umask(umask)
     assert "meshrl.cluster.fork_server" in forked and "meshrl.cluster.worker" in executed
     assert its_facts == facts_of_new
     assert its_facts["environment"]["MESHRL_TEST_OF_FORKS"] == "changed"
     assert (its_facts["folder"], its_facts["cores"]) == (str(tmp_path), {max(cores)})
+    assert (its_facts["umask"], its_facts["files"]) == (["0027"], (files[0] - 1, files[1]))
     assert its_numbers == numbers_of_new, "to the bit"
 
 

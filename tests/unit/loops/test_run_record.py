@@ -15,7 +15,7 @@ from meshrl.config.load import load_run_config
 from meshrl.core.errors import CheckpointError, RewardError
 from meshrl.loops import export
 from meshrl.loops.export import read_best
-from meshrl.loops.record import recorded
+from meshrl.loops.record import recorded, run_name
 from meshrl.loops.status import read_status
 from meshrl.monitor.glossary import meaning_of
 from meshrl.monitor.sinks import read_metrics
@@ -137,3 +137,12 @@ def test_the_phases_of_a_run_are_in_its_status_file_and_on_the_terminal(config: 
         with record.spans("reward"):
             assert read_status(record.folder).phase == "reward"
             assert "reward" in terminal.getvalue()[before:]
+
+
+def test_runs_that_begin_in_the_same_second_get_different_names(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    loaded = load_run_config(config, ["run.name=auto", f"run.folder={tmp_path}"])
+    monkeypatch.setattr("time.strftime", lambda form: "20260102-030405")
+    names = [run_name(loaded) for _ in range(3)]
+    assert names == [f"{loaded.path.stem}-20260102-030405{end}" for end in ("", "-2", "-3")]
