@@ -61,6 +61,7 @@ class Job:
     exported_step: int = 0  # of the newest model written; 0 = none yet
     rewards: list[float] = field(default_factory=list)  # mean training reward of each step
     evals: list[tuple[int, float]] = field(default_factory=list)  # (finished steps, mean@k)
+    noted_no_signal: bool = False  # a note said that a step had no signal; it comes once
 
     @property
     def is_over(self) -> bool:

@@ -42,6 +42,7 @@ from meshrl.loops.restart import noticed, through_failures
 from meshrl.loops.resume import restore, save_now
 from meshrl.loops.sft import SftJob
 from meshrl.loops.sft import sft as sft_loop
+from meshrl.loops.step import note_run_without_signal
 from meshrl.loops.stop import Stop, save_at_the_end
 from meshrl.loops.watch import watched
 from meshrl.model.limits import vocab_size_of
@@ -160,6 +161,7 @@ async def _train(stop: Stop, loaded: Loaded[RunConfig], objects: Objects) -> Pat
                 raise
         save_curve(record.folder / "reward.png", list(range(1, job.step + 1)), job.rewards, job.evals)
         _tell_left_out(record.note, task, cfg, told)
+        note_run_without_signal(job)
         record.note(f"done: {job.step} steps in {record.seconds:.0f} s; see {record.folder / 'report.html'}")
     return record.folder
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +16,7 @@ from meshrl.algo.losses import make_policy_loss
 from meshrl.algo.mismatch import sampler_mismatch
 from meshrl.algo.reduce import assign_loss_weights
 from meshrl.cluster.groups import RolloutGroup, sync_weights
+from meshrl.config.algo import ADVANTAGE_NAMES
 from meshrl.config.rollout import SamplingConfig
 from meshrl.config.run import RunConfig
 from meshrl.core.types import Metric, Prompt, Purpose, Sample, SamplingParams, Trajectory
@@ -23,6 +24,7 @@ from meshrl.loops.deadlines import in_time
 from meshrl.loops.job import Job, Task
 from meshrl.monitor.memory import memory_metrics
 from meshrl.monitor.metrics import histogram
+from meshrl.monitor.sinks import read_metrics
 from meshrl.reward.score import Scorer
 from meshrl.sync.manifest import Ack
 from meshrl.train.optim import learning_rate
@@ -232,6 +234,25 @@ def rollout_metrics(job: Job, trajectories: Sequence[Trajectory], samples: Seque
     return metrics
 
 
+_NO_SIGNAL = "no group has answers of different rewards, so that the rewards change no weight"
+
+
+def _has_no_signal(job: Job, values: Mapping[str, float]) -> bool:
+    """Whether every advantage of the step is 0. A user's own advantages may differ where the rewards do not."""
+    return values.get("reward/groups_without_signal") == 1.0 and job.cfg.algo.advantage in ADVANTAGE_NAMES
+
+
+def note_run_without_signal(job: Job) -> None:
+    """A note at the end of a run of several steps none of which had a signal, those before a resume included."""
+    lines, _ = read_metrics(job.folder / "metrics.jsonl")
+    steps = [line.metrics for line in lines if "reward/groups_without_signal" in line.metrics]  # no evaluations
+    if len(steps) > 1 and all(_has_no_signal(job, values) for values in steps):
+        job.note(
+            f"all {len(steps)} steps: {_NO_SIGNAL}. Check the rewards in {job.folder / 'rollouts'}; change the reward "
+            "function where it can't tell answers apart, or the prompts where they are all too hard or too easy"
+        )
+
+
 async def finish_step(job: Job, trajectories: Sequence[Trajectory], metrics: list[Metric]) -> None:
     """Log rollouts, gather memory and times, report, count the step."""
     for device_metrics, _ in await job.trainer.memory():
@@ -242,8 +263,11 @@ async def finish_step(job: Job, trajectories: Sequence[Trajectory], metrics: lis
     metrics += job.spans.take()
     if job.proof.threshold is not None:
         metrics.append(Metric(name="proof/limit", sum=job.proof.threshold, reduce="max", unit="nats"))
-    job.rollout_log.write(job.step, trajectories)
+    rollouts = job.rollout_log.write(job.step, trajectories)
     values = job.report(job.step, metrics)
+    if _has_no_signal(job, values) and not job.noted_no_signal:
+        job.noted_no_signal = True
+        job.note(f"step {job.step + 1}: {_NO_SIGNAL}. The answers and their rewards are in {rollouts}")
     job.rewards.append(values.get("reward/mean", math.nan))  # no trajectory of the step may have a reward
     job.step += 1
     assert job.task.train_prompts is not None, "training needs data.path"

@@ -47,6 +47,13 @@ RUN_FAULTS = [
         (_TRIAL + "test_the_rows_that_a_function_was_tried_on_are_drawn_again",),
     ),
     Fault(
+        "an evaluation hides that a whole run had no signal",
+        "meshrl/loops/step.py",
+        ' if "reward/groups_without_signal" in line.metrics]',
+        "]",
+        (_TRIAL + "test_a_run_whose_rewards_are_all_alike_gets_a_note_after_the_first_such_step_and_at_its_end",),
+    ),
+    Fault(
         "the rewards of a user's agent are tried on bare answers",
         "meshrl/loops/run.py",
         "if cfg.agent.kind in AGENTS:",

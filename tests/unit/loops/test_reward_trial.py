@@ -31,6 +31,7 @@ def misspelt(completion, answer):
 """
 INLINE = ["cluster.executor=inline", "cluster.num_train_ranks=1"]
 SHORT = ["loop.num_steps=1", "loop.prompts_per_step=2", "loop.samples_per_prompt=2", "run.name=short"]
+WITHOUT_SIGNAL = "no group has answers of different rewards"
 
 
 @pytest.fixture
@@ -97,3 +98,24 @@ def test_the_rewards_of_a_users_agent_are_not_tried_on_bare_answers(config: Path
     kinds = [_reward("graders_of_this_test:constant"), "agent.kind=graders_of_this_test:Agent"]
     assert main(["train", str(config), *INLINE, *SHORT, *kinds]) == 0
     assert "note: " not in capsys.readouterr().out
+
+
+def test_a_run_whose_rewards_are_all_alike_gets_a_note_after_the_first_such_step_and_at_its_end(
+    config: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Every advantage is 0 and no weight changes, while the run looks as healthy as any."""
+    overrides = ["train", str(config), *INLINE, *SHORT, "loop.num_steps=3", "loop.save_every_steps=1"]
+    overrides += ["data.eval_path=rows.jsonl", "data.eval_limit=1", "loop.save_best=false"]
+    constant = "reward.terms.ascii.kind=graders_of_this_test:constant"
+    assert main([*overrides, constant]) == 0
+    folder = config.parent / "runs" / "short"
+    lines = [line for line in capsys.readouterr().out.splitlines() if WITHOUT_SIGNAL in line]
+    assert [line.partition(": ")[0] for line in lines] == ["step 1", "all 3 steps"]
+    assert f"rewards are in {folder / 'rollouts' / 'step_000000.jsonl'}" in lines[0]
+
+    assert main([*overrides, constant, "loop.num_steps=4", "run.resume=auto"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if WITHOUT_SIGNAL in line]
+    assert [line.partition(": ")[0] for line in lines] == ["step 4", "all 4 steps"]
+
+    assert main([*overrides, "loop.num_steps=5", "run.resume=auto"]) == 0  # rewarded as the config says
+    assert WITHOUT_SIGNAL not in capsys.readouterr().out
