@@ -38,6 +38,14 @@ def annotated_with_a_tensor(inputs: LossInputs, table: torch.Tensor) -> Terms:
     return -inputs.advantages * inputs.logprobs, {}
 
 
+def with_a_pair(inputs: LossInputs, clips: tuple[float, float]) -> Terms:
+    return -inputs.advantages * inputs.logprobs, {}
+
+
+def only_entropy(inputs: LossInputs) -> Terms:
+    return -inputs.entropy, {}
+
+
 def of_a_name_for_type_checkers(inputs: LossInputs, row: Sample) -> Terms:
     return -inputs.advantages * inputs.logprobs, {}
 

@@ -67,7 +67,7 @@ def _loss(cfg: AlgoConfig) -> None:
         rollout_logprobs=torch.tensor([-0.6, -1.9, -1.0, -0.3, -2.0]),
         advantages=torch.tensor([1.0, 1.0, -0.5, -0.5, -0.5]),
         ref_logprobs=torch.full([5], -1.0) if cfg.kl.coef > 0 else None,
-        entropy=torch.full([5], 0.7),
+        entropy=0.7 - 0.1 * logprobs,
         row_lengths=[2, 3],
     )
     loss, _ = policy_terms(cfg.loss, inputs)

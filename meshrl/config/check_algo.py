@@ -23,6 +23,8 @@ LOSS_KIND = "algo.loss.kind"
 _BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 _BY_NAME = (Parameter.KEYWORD_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
+_ANNOTATIONS = "Annotate it as bool, int, float, str, Literal, list or dict, or not at all."
+
 
 def algorithm_problems(algo: AlgoConfig, training: bool) -> Iterator[Problem]:
     """What is wrong with the algorithm; user-defined functions are checked only for training."""
@@ -100,10 +102,11 @@ def _wrong_type(key: str, path: str, function: Any, parameter: Parameter, value:
         adapter = TypeAdapter[Any](annotation)
     except Exception:  # evaluating the user's annotation may raise anything
         text = f"{path} annotates it as {parameter.annotation}, which no value of a config can be checked against."
-        yield Problem((key,), f"{text} Annotate it as bool, int, float, str, Literal, list or dict, or not at all.")
+        yield Problem((key,), f"{text} {_ANNOTATIONS}")
         return
     try:
-        adapter.validate_json(json.dumps(value), strict=True)
+        if adapter.validate_json(json.dumps(value), strict=True) != value:
+            yield Problem((key,), f"{path} annotates it as {inspect.formatannotation(annotation)}. {_ANNOTATIONS}")
     except ValidationError:
         try:
             allowed = words(annotation)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from meshrl.core.errors import MeshrlError
 from meshrl.loops.inputs import OnStep
 from meshrl.loops.stop import Stop
 
@@ -25,7 +26,9 @@ class StepCallback:
             self._evaluation = evaluation
             return
         answer = self._on_step(step, {**self._evaluation, **values})
-        if isinstance(answer, bool | np.bool_) and not answer:
+        if answer is not None and not isinstance(answer, bool | np.bool_):
+            raise MeshrlError(f"on_step returned {answer!r}; allowed: None or True to go on, False to end the run")
+        if answer is not None and not answer:
             self._stop.after_step = True
 
     def close(self, failed: bool = False) -> None:

@@ -149,7 +149,7 @@ def recorded(loaded: Loaded[Any], kind: str, num_steps: int, quiet: bool = False
 
 
 def run_name(loaded: Loaded[Any]) -> str:
-    """run.name. `auto` is the config's name and the time, with a number where a run began in the same second; its folder
+    """run.name. `auto` is the config's name and the time, with a number where a run began in that second; the folder
     is made at once, so that no other run can take the name."""
     run = loaded.config.run
     if run.name != "auto":

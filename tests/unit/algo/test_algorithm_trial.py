@@ -17,6 +17,7 @@ def loss(name: str, **args) -> AlgoConfig:
         AlgoConfig(),
         loss("gspo"),
         loss("length_scaled", scale=1.0),
+        loss("only_entropy"),
         AlgoConfig(advantage="own_algorithms:batch_scaled"),
         AlgoConfig(advantage="own_algorithms:by_token", kl=KlConfig(coef=0.1, place="reward")),
     ],

@@ -26,6 +26,7 @@ BAD: list[tuple[list[str], list[str]]] = [
     ([LOSS + "mean", "algo.loss.scale=1"], ["It takes none."]),
     ([LOSS + "only_keywords", "algo.loss.scale=1"], ["must take the inputs as its first argument", "(*, scale"]),
     ([LOSS + "annotated_with_a_tensor", "algo.loss.table=1"], ["annotates it as torch.Tensor", "or not at all"]),
+    ([LOSS + "with_a_pair", "algo.loss.clips=[0.1, 0.2]"], ["annotates it as tuple[float, float]", "or not at all"]),
     ([LOSS + "of_a_name_for_type_checkers", "algo.loss.row=1"], ["annotates it as Sample", "or not at all"]),
     (
         [LOSS + "not_a_function"],
