@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 from meshrl.config.check import ONLY
 from meshrl.config.run import RunConfig, SftRunConfig
-from meshrl.config.schema import Key, all_keys, nearest
+from meshrl.config.schema import Key, all_keys, locate, nearest
 from meshrl.config.values import show
 
 _HEAD = """\
@@ -32,20 +34,24 @@ def every_key() -> dict[str, Key]:
 
 
 def list_keys(word: str | None = None) -> str:
-    """All keys with type, default and meaning; or those that a word occurs in, else those nearest to it."""
+    """All keys with type, default and meaning; or those whose name contains `word`, then those whose text has it as a
+    word of its own; else those with the nearest names."""
     keys = every_key()
     found = [path for path, key in keys.items() if not key.is_section]
     lines: list[str] = []
     if word is not None:
         in_name = [path for path in found if word.lower() in path.lower()]
-        in_text = [path for path in found if word.lower() in keys[path].text.lower() and path not in in_name]
+        whole = re.compile(rf"(?<!\w){re.escape(word)}(?!\w)", re.IGNORECASE)
+        in_text = [path for path in found if whole.search(keys[path].text) and path not in in_name]
         found = in_name + in_text
-        meant = [path for path in nearest(keys, word) if path not in found]
         if not found:
-            lines.append(f"no key contains {word!r}." + (" Nearest:" if meant else " `meshrl config` lists all."))
-            found = meant
+            found = nearest(keys, word, least=0.4)
+            sections = ", ".join(path for path in keys if "." not in path)
+            none = f" No key has a similar name. `meshrl config SECTION` lists the keys of one of {sections}."
+            lines.append(f"no key contains {word!r}.{' Nearest:' if found else none}")
     for path in found:
-        key = keys[path]
+        key, _ = locate(keys, path)  # nearest() writes the user's own name where the list of keys has NAME
+        assert key is not None
         default = "required" if key.default is None else f"default {key.default}"
         lines += [f"{path}   {key.allowed}   ({default})", f"    {key.text}{_now_only(path)}"]
     return "\n".join(lines)

@@ -72,9 +72,12 @@ def locate(keys: dict[str, Key], path: str) -> tuple[Key | None, str]:
     return keys[known], ""
 
 
-def nearest(keys: dict[str, Key], path: str, is_section: bool = False, count: int = 3) -> list[str]:
+def nearest(
+    keys: dict[str, Key], path: str, is_section: bool = False, count: int = 3, least: float = 0.65
+) -> list[str]:
     """The keys a user may have meant: what another framework's name stands for, else by likeness of the last word,
-    of equal ones those in a section of like name first. is_section: the unknown key holds keys of its own."""
+    of equal ones those in a section of like name first. is_section: the unknown key holds keys of its own.
+    least: likeness of the last words, 0 to 1, that a key must have."""
     if len(path) > LONGEST_MISSPELT:
         return []
     section, _, leaf = path.rpartition(".")
@@ -83,7 +86,7 @@ def nearest(keys: dict[str, Key], path: str, is_section: bool = False, count: in
     for known, key in keys.items():
         known_section, _, known_leaf = known.rpartition(".")
         likeness = _likeness(leaf.lower(), known_leaf)
-        if key.is_section == is_section and likeness >= 0.65:
+        if key.is_section == is_section and likeness >= least:
             scores[known] = likeness + 0.3 * _likeness(section, known_section)
     best = max(scores.values(), default=0.0)
     found = [known for known in sorted(scores, key=lambda k: -scores[k]) if scores[known] > best - 0.3]

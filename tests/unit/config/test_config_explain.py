@@ -89,10 +89,27 @@ def test_explain_reads_at_a_hundred_columns(write, good: Path):
 def test_listing_finds_by_name_by_meaning_and_by_likeness():
     assert list_keys("lr").startswith("train.optimizer.lr   number > 0   (default 1e-06)")
     assert "rollout.sampling.temperature" in list_keys("logits")
+    assert "cluster.timeout_s" in list_keys("RANK AND phase")
     assert list_keys("num_generations").splitlines()[1].startswith("loop.samples_per_prompt")
-    assert "no key contains 'xyzzy'" in list_keys("xyzzy")
+    nearest = list_keys("stepz").splitlines()
+    assert nearest[0] == "no key contains 'stepz'. Nearest:" and any("num_steps " in line for line in nearest)
+    assert "\nreward.terms.right.weight   number " in list_keys("reward.terms.right.wieght")
+    none = list_keys("zzz")
+    assert none.startswith("no key contains 'zzz'. No key has a similar name.") and "model, train, rollout" in none
     leaves = [path for path, key in every_key().items() if not key.is_section]
     assert len(list_keys().splitlines()) == 2 * len(leaves)
+
+
+def test_listing_does_not_match_letters_inside_a_word_of_the_text():
+    """ "already" contains "lr"."""
+    found = list_keys("lr").splitlines()[::2]
+    assert [line.split()[0] for line in found] == [
+        "train.optimizer.lr",
+        "train.scheduler.min_lr_ratio",
+        "train.master_dtype",
+        "train.optimizer.weight_decay",
+        "train.scheduler.warmup_steps",
+    ]
 
 
 def test_every_key_has_its_line_of_help():
