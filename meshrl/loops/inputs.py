@@ -91,7 +91,7 @@ def load_run(
     purpose: Literal["train", "eval"] = "train",
     objects: Objects = NO_OBJECTS,
 ) -> Loaded[RunConfig]:
-    """The checked config; rewards and agents of our own are tried with their args, a user's when the run starts.
+    """The checked config; rewards and built-in agents are tried with their args, a user's agent when the run starts.
 
     Raises: ConfigError that lists everything wrong at once.
     """
@@ -101,12 +101,31 @@ def load_run(
         "needs_answer": set(NEEDS_ANSWER),
     }
     loaded = load_run_config(source, overrides, known, purpose, objects.in_memory())
-    for name, term in loaded.config.reward.terms.items():
-        if term.kind in REWARDS:
-            make_grader(name, term.kind, term.args)
+    _require_graders(loaded, objects)
     if loaded.config.agent.kind in AGENTS:
         resolve_agent(loaded.config.agent)
     return loaded
+
+
+def _require_graders(loaded: Loaded[RunConfig], objects: Objects) -> None:
+    """Refuse reward functions that can't be imported, or called as they will be. A user's modules that only this check
+    needs are forgotten, so that the next config of this process is checked against what the files hold by then.
+
+    Raises: ConfigError that lists all of them, each with key and origin.
+    """
+    problems, before = list[str](), set(sys.modules)
+    terms = {name: term for name, term in loaded.config.reward.terms.items() if name not in objects.rewards}
+    for name, term in terms.items():
+        try:
+            make_grader(name, term.kind, term.args)
+        except ConfigError as error:
+            key = f"reward.terms.{name}.kind"
+            problems.append(f"  {key} = {term.kind}   [{loaded.origins[key]}]\n      {error}")
+    for module in {term.kind.partition(":")[0] for term in terms.values()} - before:
+        sys.modules.pop(module, None)
+    if problems:
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise ConfigError("\n\n".join([f"{loaded.path}: {count} in this config", *problems]))
 
 
 def load_sft(source: Source, overrides: Sequence[str] = (), objects: Objects = NO_OBJECTS) -> Loaded[SftRunConfig]:

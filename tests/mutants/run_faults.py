@@ -54,6 +54,16 @@ RUN_FAULTS = [
         (_TRIAL + "test_a_run_whose_rewards_are_all_alike_gets_a_note_after_the_first_such_step_and_at_its_end",),
     ),
     Fault(
+        "the config check leaves out a user's reward functions",
+        "meshrl/loops/inputs.py",
+        "items() if name not in objects.rewards}",
+        "items() if term.kind in REWARDS}",
+        (
+            "tests/unit/loops/test_reward_check.py::"
+            "test_reward_functions_that_can_not_be_called_are_refused_with_key_and_origin",
+        ),
+    ),
+    Fault(
         "the rewards of a user's agent are tried on bare answers",
         "meshrl/loops/run.py",
         "if cfg.agent.kind in AGENTS:",
