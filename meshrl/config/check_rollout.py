@@ -54,8 +54,8 @@ def _vllm(cfg: VllmConfig) -> Iterator[Problem]:
     if cfg.python is None:
         if importlib.util.find_spec("vllm") is None:
             text = (
-                "vLLM is not installed here. Run scripts/install.sh --cuda --vllm; or, on a machine without a GPU, "
-                "scripts/install.sh --cpu --vllm, and set rollout.vllm.python=.venv-vllm/bin/python. Another Python "
+                "vLLM is not installed here. Install it as docs/install.md describes (scripts/install.sh with --vllm); "
+                "on a machine without a GPU run scripts/install.sh --cpu --vllm, and set rollout.vllm.python=.venv-vllm/bin/python. Another Python "
                 "that has vLLM and meshrl is named by the same key."
             )
             yield Problem(("rollout.engine", "rollout.vllm.python"), text)
