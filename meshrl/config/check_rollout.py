@@ -55,8 +55,9 @@ def _vllm(cfg: VllmConfig) -> Iterator[Problem]:
         if importlib.util.find_spec("vllm") is None:
             text = (
                 "vLLM is not installed here. Install it as docs/install.md describes (scripts/install.sh with --vllm); "
-                "on a machine without a GPU run scripts/install.sh --cpu --vllm, and set rollout.vllm.python=.venv-vllm/bin/python. Another Python "
-                "that has vLLM and meshrl is named by the same key."
+                "on a machine without a GPU run scripts/install.sh --cpu --vllm, and set "
+                "rollout.vllm.python=.venv-vllm/bin/python. Another Python that has vLLM and meshrl is named by the "
+                "same key."
             )
             yield Problem(("rollout.engine", "rollout.vllm.python"), text)
     elif shutil.which(cfg.python) is None:
