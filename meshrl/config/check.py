@@ -326,7 +326,12 @@ def _model_folder(case: Case) -> Iterator[Problem]:
             yield Problem((key,), f"no such folder; looked for {looked}. A hub id is written organisation/name.")
         return
     if not (path / "config.json").is_file():
-        yield Problem((key,), f"{path} has no config.json: give a folder made by save_pretrained.")
+        model = _newest_model(path)
+        if model is not None:
+            what = f"{path} has no config.json, but has models of a run below it. Set the newest of them"
+            yield Problem((key,), f"{what}: {key}={Path(text) / model}")
+        else:
+            yield Problem((key,), f"{path} has no config.json: give a folder made by save_pretrained.")
         return
     if not any(path.glob("*.safetensors")):
         pickled = any(any(path.glob(pattern)) for pattern in ("*.bin", "*.pt", "*.pth"))
@@ -335,6 +340,15 @@ def _model_folder(case: Case) -> Iterator[Problem]:
     if not any(any(path.glob(pattern)) for pattern in ("tokenizer*", "vocab*")):
         yield Problem((key,), f"{path} has no tokenizer (tokenizer.json).")
     yield from _model_config(case, path / "config.json")
+
+
+def _newest_model(folder: Path) -> Path | None:
+    """The newest model that a run saved, below the run's folder, its checkpoints or one checkpoint."""
+    for pattern in ("checkpoints/step_*/model", "step_*/model", "model"):
+        models = [path for path in folder.glob(pattern) if (path / "config.json").is_file()]
+        if models:
+            return max(models, key=lambda path: (len(path.parent.name), path)).relative_to(folder)
+    return None
 
 
 def _model_config(case: Case, path: Path) -> Iterator[Problem]:

@@ -20,7 +20,7 @@ from meshrl.config.base import Slice
 from meshrl.config.check_algo import LOSS_KIND
 from meshrl.config.places import find
 from meshrl.config.run import RunConfig, SftRunConfig
-from meshrl.config.schema import Key, all_keys, locate, nearest
+from meshrl.config.schema import NAME, Key, all_keys, locate, nearest
 from meshrl.config.source import (
     CONFIG_DICT,
     PYTHON_OBJECT,
@@ -40,11 +40,13 @@ from meshrl.core.files import is_there
 
 DEFAULT = "default"
 Source = str | Path | Mapping[str, Any] | RunConfig | SftRunConfig  # what a config may be given as
+COMMANDS: dict[type[Slice], str] = {RunConfig: "meshrl train", SftRunConfig: "meshrl sft"}
 C = TypeVar("C", bound=RunConfig | SftRunConfig)
 PATH_KEYS = (
     *("model.path", "data.path", "data.eval_path", "data.chat_template", "sft.path", "sft.chat_template"),
     "run.resume",
 )
+ONE_OF_DATA = "data.path or data.sources (for `meshrl eval` data.eval_path)"  # none of them alone is required
 MAX_SHOWN = 50  # wrong keys looked into at once; each is compared with all known ones
 NO_PATHS = ("auto", "never")  # words that run.resume takes in place of a path; a folder of that name is none
 
@@ -170,12 +172,32 @@ def _validate(model: type[C], tree: Tree, keys: dict[str, Key]) -> tuple[C | Non
         # As JSON, strictly: a list fills a tuple, 1 a float, but true is no number and "8" no integer.
         return cast(C, model.model_validate_json(json.dumps(plain(tree)), strict=True)), []
     except ValidationError as e:
-        errors = e.errors(include_url=False)
+        foreign = _sections_of_another(model, tree)
+        errors = [error for error in e.errors(include_url=False) if error["loc"] not in [(name,) for name in foreign]]
         found = list(dict.fromkeys(_problem(error, keys) for error in errors[:MAX_SHOWN]))
+        if foreign:
+            other = COMMANDS[SftRunConfig if model is RunConfig else RunConfig]
+            text = f"this is a config of `{other}`: this command does not read {_and(foreign)}."
+            found.insert(0, Problem(("config",), text, "whole config"))
         if len(errors) > MAX_SHOWN:
-            text = f"{len(errors) - MAX_SHOWN} more keys are wrong. Is this a config of meshrl? Mend the others first."
+            text = (
+                f"{len(errors) - MAX_SHOWN} more keys are wrong. Is this a config of meshrl? Correct the others first."
+            )
             found.append(Problem(("config",), text, "whole config"))
         return None, found
+
+
+def _sections_of_another(model: type[C], tree: Tree) -> list[str]:
+    """Sections that only the config of another command has, of a config with none that only this command's has."""
+    fields = {kind: set(kind.model_fields) for kind in COMMANDS}
+    shared = set.intersection(*fields.values())
+    own, others = fields[model] - shared, set.union(*fields.values()) - fields[model]
+    return [] if own & set(tree) else [name for name in tree if name in others]
+
+
+def _and(names: Sequence[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def _problem(error: ErrorDetails, keys: dict[str, Key]) -> Problem:
@@ -185,6 +207,10 @@ def _problem(error: ErrorDetails, keys: dict[str, Key]) -> Problem:
         return Problem((path,), _unknown(path, isinstance(error["input"], dict), keys))
     if key is None:  # text that JSON can't carry, such as half a surrogate pair
         return Problem(("config",), f"can't be read: {error['msg']}.")
+    if error["type"] == "missing" and not rest and key.is_section:
+        needed = [k for k in keys if k.startswith(f"{path}.") and keys[k].default is None and not keys[k].is_section]
+        needed = [k for k in needed if NAME not in k.split(".")] or [ONE_OF_DATA]
+        return Problem((path,), f"{_and(needed)} {'are' if len(needed) > 1 else 'is'} required, but not given.")
     if error["type"] == "missing" and not rest:
         return Problem((path,), f"required, but not given: {key.text}.")
     at = path.removesuffix(f".{rest}") if rest else path
@@ -218,7 +244,7 @@ def _form(key: Key, at: str, error: ErrorDetails) -> str:
 
 
 def _unknown(path: str, is_section: bool, keys: dict[str, Key]) -> str:
-    for other, command in ((RunConfig, "meshrl train"), (SftRunConfig, "meshrl sft")):
+    for other, command in COMMANDS.items():
         if path in all_keys(other):
             return f"not a key of this command's config, but of `{command}`'s. Remove it here."
     near = nearest(keys, path, is_section)

@@ -1,6 +1,7 @@
 """P30: everything that can be known to be wrong is refused before torch is imported, in words that help."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -272,7 +273,7 @@ def test_vllm_that_is_not_installed_is_installed_by_the_script_that_keeps_torch(
     monkeypatch.setitem(sys.modules, "vllm", None)
     message = _words(good, ["rollout.engine=vllm"])
     assert "1 problem" in message and "pip install" not in message
-    assert "scripts/install.sh --cuda --vllm" in message and "scripts/install.sh --cpu --vllm" in message
+    assert "docs/install.md" in message and "scripts/install.sh --cpu --vllm" in message
     assert "rollout.vllm.python=.venv-vllm/bin/python" in message
 
 
@@ -298,6 +299,32 @@ def test_a_bad_sft_config_is_refused(good_sft: Path, override: str, words: list[
     message = " ".join(str(error.value).split())
     for word in words:
         assert word in message
+
+
+def test_a_config_of_another_command_is_recognized_in_one_line(good: Path, good_sft: Path):
+    with pytest.raises(ConfigError) as error:
+        load_sft_config(good)
+    message = " ".join(str(error.value).split())
+    assert "2 problems" in message and "Remove it here" not in message
+    assert "this is a config of `meshrl train`: this command does not read data, rollout and loop." in message
+    assert "sft.path and sft.num_steps are required, but not given." in message
+
+    message = _words(good_sft, [])
+    assert "3 problems" in message and "Remove it here" not in message
+    assert "this is a config of `meshrl sft`: this command does not read sft." in message
+
+
+def test_a_section_of_another_command_beside_those_of_this_one_is_to_be_removed(good_sft: Path):
+    with pytest.raises(ConfigError, match=r"Remove it here") as error:
+        load_sft_config(good_sft, ["loop.num_steps=3"])
+    assert "this is a config of" not in str(error.value)
+
+
+def test_a_missing_section_names_its_required_keys(write, good: Path):
+    message = _words(write("train: {optimizer: {lr: 1e-5}}\n", "bad.yaml"), [])
+    assert "3 problems" in message
+    for words in ("model.path is required", "data.path or data.sources", "loop.num_steps is required"):
+        assert words in message
 
 
 FILES: list[tuple[str, list[str]]] = [
@@ -395,6 +422,25 @@ def test_a_model_folder_that_is_not_whole_is_refused(good: Path, file: str, cont
     path = good.parent / "tiny" / file
     path.unlink() if content is None else path.write_text(content)
     assert words in _words(good, [])
+
+
+@pytest.mark.parametrize(
+    ("given", "model"),
+    [
+        ("runs/first", "runs/first/checkpoints/step_1000000/model"),
+        ("runs/first/checkpoints", "runs/first/checkpoints/step_1000000/model"),
+        ("runs/first/checkpoints/step_000200", "runs/first/checkpoints/step_000200/model"),
+    ],
+)
+def test_the_folder_of_a_run_in_place_of_a_model_names_the_newest_model(good: Path, given: str, model: str):
+    checkpoints = good.parent / "runs" / "first" / "checkpoints"
+    for step in (200, 999_999, 1_000_000):
+        (checkpoints / f"step_{step:06d}").mkdir(parents=True)
+        shutil.copytree(good.parent / "tiny", checkpoints / f"step_{step:06d}" / "model")
+    (checkpoints / "step_1000001" / "state").mkdir(parents=True)  # a checkpoint whose model is not there
+    message = _words(good, [f"model.path={given}"])
+    assert f"has models of a run below it. Set the newest of them: model.path={model}" in message
+    load_run_config(good, [f"model.path={model}"], KNOWN)
 
 
 def test_names_are_not_checked_without_a_table_but_their_form_is(good: Path):
