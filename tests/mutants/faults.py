@@ -295,6 +295,23 @@ FAULTS = [
         ("tests/unit/loops/test_sampler_proof.py::test_broken_numbers_are_a_mismatch_at_any_step",),
     ),
     Fault(
+        "the newest model of a run is chosen by the alphabet",
+        "meshrl/config/check.py",
+        "return max(models, key=lambda path: (len(path.parent.name), path))",
+        "return max(models, key=str)",
+        (
+            "tests/unit/config/test_config_refusals.py::"
+            "test_the_folder_of_a_run_in_place_of_a_model_names_the_newest_model[runs/first-runs/first/checkpoints/step_1000000/model]",
+        ),
+    ),
+    Fault(
+        "null is recommended as the name of a column",
+        "meshrl/config/load.py",
+        'if error["type"] == "string_type" and isinstance(value, (bool, int, float)):',
+        'if error["type"] == "string_type":',
+        ("tests/unit/config/test_config_refusals.py::test_null_is_not_to_be_quoted_where_text_is_required",),
+    ),
+    Fault(
         "an unknown config key is ignored",
         "meshrl/config/base.py",
         'extra="forbid"',
