@@ -16,7 +16,7 @@ from meshrl.config.explain import to_yaml
 from meshrl.config.load import Loaded
 from meshrl.core.errors import RankFailure
 from meshrl.core.types import Metric
-from meshrl.loops.resume import Start, choose_start, cut_back, newest_start
+from meshrl.loops.resume import Start, choose_start, claim, cut_back, newest_start
 from meshrl.loops.status import StatusFile, put_back, status_as_it_is
 from meshrl.monitor.jsonl import to_line
 from meshrl.monitor.report.page import write_report
@@ -97,12 +97,14 @@ def recorded(loaded: Loaded[Any], kind: str, num_steps: int, quiet: bool = False
     nothing can refuse it any more. At the end, also of one that fails or is interrupted: result.json with the keys
     status, error and wall_s and the run's own summary, and report.html. A refused run leaves what it found.
 
-    kind: "train" or "sft". quiet: nothing is printed. Raises: MeshrlError and CheckpointError, as choose_start;
-    ConfigError when a sink can't be opened.
+    kind: "train" or "sft". quiet: nothing is printed. Raises: MeshrlError and CheckpointError, as choose_start and
+    claim; ConfigError when a sink can't be opened.
     """
     cfg, began = loaded.config, time.monotonic()
     folder = Path(cfg.run.folder) / run_name(loaded)
     start = choose_start(cfg.run, folder, kind, num_steps)
+    if start is None:
+        claim(folder, cfg.run.resume)
     folder.mkdir(parents=True, exist_ok=True)
     first_step = start.step if start else 0
     silent = open(os.devnull, "w", encoding="utf-8") if quiet else None  # noqa: SIM115, closed with the sinks

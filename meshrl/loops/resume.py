@@ -43,8 +43,9 @@ def choose_start(run: RunSection, folder: Path, kind: str, num_steps: int) -> St
     else:
         chosen = None if run.resume == "never" else state_in(Path(run.resume))
     is_own = chosen is not None and chosen.parent.parent.resolve() == (folder / "checkpoints").resolve()
-    if (folder / "metrics.jsonl").exists() and not is_own and (run.resume != "auto" or own):
-        raise MeshrlError(f"{folder} already holds a run; choose another run.name, or remove that folder")
+    can_take_over = chosen is None and (run.resume == "auto" or _ended_before_its_first_step(folder))
+    if (folder / "metrics.jsonl").exists() and not is_own and not can_take_over:
+        raise _occupied(folder)
     start = None if chosen is None else _read(chosen, kind, num_steps)
     if start is not None and is_own and own[-1][0] > start.step:
         raise MeshrlError(
@@ -52,6 +53,35 @@ def choose_start(run: RunSection, folder: Path, kind: str, num_steps: int) -> St
             "overwrite. Choose another run.name, or continue the newest with run.resume=auto"
         )
     return start
+
+
+def claim(folder: Path, resume: str) -> None:
+    """Make the folder, or take over that of a run which ended before its first step, for a run that starts anew.
+
+    Raises: MeshrlError when another run has it: of several starts at once, one gets the folder.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        if resume == "auto":
+            (folder / _RESULT).unlink(missing_ok=True)
+        elif _ended_before_its_first_step(folder):
+            (folder / _RESULT).unlink()  # fails in all but one of several processes
+        else:
+            (folder / "metrics.jsonl").touch(exist_ok=False)
+    except (FileNotFoundError, FileExistsError):
+        raise _occupied(folder) from None
+
+
+_RESULT = "result.json"  # written when a run ends, so that a folder without it may be that of a run which goes on
+
+
+def _ended_before_its_first_step(folder: Path) -> bool:
+    metrics = folder / "metrics.jsonl"
+    return (folder / _RESULT).is_file() and metrics.is_file() and metrics.stat().st_size == 0
+
+
+def _occupied(folder: Path) -> MeshrlError:
+    return MeshrlError(f"{folder} already holds a run; choose another run.name, or remove that folder")
 
 
 def state_in(given: Path) -> Path:

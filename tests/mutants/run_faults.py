@@ -64,6 +64,23 @@ RUN_FAULTS = [
         ),
     ),
     Fault(
+        "two starts at once take over one folder",
+        "meshrl/loops/resume.py",
+        "            (folder / _RESULT).unlink()  # fails in all but one of several processes",
+        "            pass",
+        ("tests/unit/loops/test_run_record.py::test_a_run_that_ended_before_its_first_step_does_not_occupy_its_name",),
+    ),
+    Fault(
+        "a folder is taken over while a run with resume=auto begins anew in it",
+        "meshrl/loops/resume.py",
+        "            (folder / _RESULT).unlink(missing_ok=True)",
+        "            pass",
+        (
+            "tests/unit/loops/test_run_record.py::"
+            "test_a_run_that_starts_anew_under_resume_auto_is_not_taken_over_either",
+        ),
+    ),
+    Fault(
         "the rewards of a user's agent are tried on bare answers",
         "meshrl/loops/run.py",
         "if cfg.agent.kind in AGENTS:",

@@ -12,7 +12,7 @@ import pytest
 from tiny_run import train, write_run
 
 from meshrl.config.load import load_run_config
-from meshrl.core.errors import CheckpointError, RewardError
+from meshrl.core.errors import CheckpointError, MeshrlError, RewardError
 from meshrl.loops import export
 from meshrl.loops.export import read_best
 from meshrl.loops.record import recorded, run_name
@@ -146,3 +146,37 @@ def test_runs_that_begin_in_the_same_second_get_different_names(
     monkeypatch.setattr("time.strftime", lambda form: "20260102-030405")
     names = [run_name(loaded) for _ in range(3)]
     assert names == [f"{loaded.path.stem}-20260102-030405{end}" for end in ("", "-2", "-3")]
+
+
+def test_a_run_that_ended_before_its_first_step_does_not_occupy_its_name(config: Path):
+    """P43: the next start takes its folder over, one of two at once does, and a folder with a step stays occupied."""
+    loaded = load_run_config(config, ["run.name=again"])
+
+    def start_once_more() -> None:
+        with (
+            pytest.raises(MeshrlError, match="again .*choose another run.name"),
+            recorded(loaded, "train", 4),
+        ):
+            pytest.fail("two runs have one folder")
+
+    for _ in range(2):
+        with pytest.raises(RewardError), recorded(loaded, "train", 4) as record:
+            start_once_more()
+            raise RewardError("a reward that can't work")
+        assert json.loads((record.folder / "result.json").read_text())["status"] == "failed"
+    folder = train(config, "again", "loop.num_steps=1", "data.shuffle=false")
+    assert json.loads((folder / "result.json").read_text())["status"] == "done"
+    start_once_more()
+
+
+def test_a_run_that_starts_anew_under_resume_auto_is_not_taken_over_either(config: Path):
+    """P43: it began in the folder of a run that had ended before its first step."""
+    never, auto = (load_run_config(config, ["run.name=both", f"run.resume={resume}"]) for resume in ("never", "auto"))
+    with pytest.raises(RewardError), recorded(never, "train", 4):
+        raise RewardError("a reward that can't work")
+    with (
+        recorded(auto, "train", 4),
+        pytest.raises(MeshrlError, match="both already holds a run"),
+        recorded(never, "train", 4),
+    ):
+        pytest.fail("two runs have one folder")
