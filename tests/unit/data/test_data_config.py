@@ -108,7 +108,7 @@ BAD: list[tuple[list[str], list[str]]] = [
     (["path: train.jsonl", "format: parquet"], ["no parquet file that pyarrow can read"]),
     (["path: disguised.jsonl"], ["is a parquet file by its first bytes"]),
     (["path: train.jsonl", "format: datasets"], ["takes a folder made by save_to_disk"]),
-    (["path: train.jsonl", "format: csv"], ["auto | jsonl | parquet | datasets"]),
+    (["path: train.jsonl", "format: csv"], ["must be auto, jsonl, parquet or datasets"]),
     (["path: nowhere/train.jsonl"], ["no such file", "looked for"]),
     (["path: shards/missing"], ["no such file", "looked for"]),
     (["path: train.jsonl", "map: loads"], ["data.map = loads", "package.module:name"]),
