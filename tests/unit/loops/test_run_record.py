@@ -154,7 +154,7 @@ def test_a_run_that_ended_before_its_first_step_does_not_occupy_its_name(config:
 
     def start_once_more() -> None:
         with (
-            pytest.raises(MeshrlError, match="again .*choose another run.name"),
+            pytest.raises(MeshrlError, match=r"again .*choose another run\.name"),
             recorded(loaded, "train", 4),
         ):
             pytest.fail("two runs have one folder")
