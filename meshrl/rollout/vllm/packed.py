@@ -38,6 +38,11 @@ class PackedLayers:
     def __contains__(self, param: str) -> bool:
         return param in self._layers
 
+    def has_bias(self, param: str) -> bool:
+        """Whether this is the bias of such a layer: vLLM's kernel for AMX holds it in fp32, with the same values."""
+        prefix, _, kind = param.rpartition(".")
+        return kind == "bias" and f"{prefix}.weight" in self._layers
+
     def note(self, patch: Patch, wire: torch.Tensor) -> None:
         """Keep the probed columns of what arrived for a layer."""
         width = patch.strides[0]  # of the layer's own weight, of which the patch may be a part

@@ -71,12 +71,14 @@ class WorkerWeights:
 
     def reconcile(self) -> dict[str, Any]:
         """What the loader does with the layout."""
+        sent = {entry.name: entry.dtype for entry in self.layout.entries}
+        biases = [name for name, patches in self.map.patches.items() if self._packed.has_bias(patches[0].param)]
         return {
             "refused": self.map.refused,
             "dropped": self.map.dropped,
             "hidden": self.map.hidden,
             "unfilled": self.map.unfilled,
-            "dtypes": self.map.dtypes,
+            "dtypes": self.map.dtypes | {name: sent[name] for name in biases if name in sent},
         }
 
     def begin(self, header: SyncHeader) -> dict[str, Any]:
