@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tiny_run import ascii_share
 
 from meshrl.agent.loop import SingleTurn
 from meshrl.config.explain import to_yaml
-from meshrl.core.errors import ConfigError
+from meshrl.core.errors import ConfigError, MeshrlError
 from meshrl.loops.inputs import FunctionAgent, load_run, objects_of
+from meshrl.loops.on_step import StepCallback
+from meshrl.loops.stop import Stop
 
 ROWS = [{"question": "1+1", "answer": "2"}, {"question": "2+2", "answer": "4"}]
 BASE = {"model": {"path": "organisation/name"}, "loop": {"num_steps": 2, "prompts_per_step": 2}}
@@ -84,3 +87,15 @@ def test_a_key_of_the_config_beside_the_object_for_it_is_refused(config, expecte
     load_run(BASE, objects=objects)
     with pytest.raises(ConfigError, match=rf"{expected}   \[config-dict\]\s+would have no effect: a Python object"):
         load_run(BASE | config, objects=objects)
+
+
+def test_what_on_step_returns_is_none_or_a_bool():
+    """0 or a tensor could mean either, so neither is ignored."""
+    stop = Stop()
+    for answer in (None, True, np.True_):
+        StepCallback(lambda step, metrics, answer=answer: answer, stop).write(0, {"reward/mean": 1.0}, {})
+    assert not stop.after_step
+    with pytest.raises(MeshrlError, match="on_step returned 0; allowed: None or True"):
+        StepCallback(lambda step, metrics: 0, stop).write(0, {"reward/mean": 1.0}, {})
+    StepCallback(lambda step, metrics: np.False_, stop).write(0, {"reward/mean": 1.0}, {})
+    assert stop.after_step
