@@ -18,7 +18,11 @@ MAX_DIGITS = 10_000
 MAX_EXPRESSION_CHARS = 1_000
 MAX_NESTED_BRACKETS = 10
 """Brackets inside each other; the time of the parser grows faster than linearly with them."""
+MAX_ELEMENTS = 100
+"""Commas in an answer; math-verify compares the elements of two lists in every order."""
 _MAX_TREE_DEPTH = 100
+_SLOW_RUN = re.compile(r"(?:\^[^\^]{0,2}){6}|(?:\|[^|]{0,2}){9}")  # x^x^x^..., ||||...; the parser backtracks
+_DELIMITED = re.compile(r"\$[^$\n]+\$|\\\((?:(?!\\\)).)*|\\\[(?:(?!\\\]).)*", re.DOTALL)
 
 _BINOMIAL = re.compile(r"\\[dt]?binom\s*\{")
 _LARGE_ARGUMENT = re.compile(r"[0-9]{6}|[0-9]\s*[\^!]")
@@ -26,7 +30,10 @@ _LARGE_ARGUMENT = re.compile(r"[0-9]{6}|[0-9]\s*[\^!]")
 
 def can_be_parsed(text: str) -> bool:
     """Whether math-verify parses `text` fast. It evaluates binomials while it does so, hence they are judged here."""
-    if any(len(content) > MAX_EXPRESSION_CHARS for _, _, content in box_contents(text)):
+    boxes = [content for _, _, content in box_contents(text)]
+    if any(len(content) > MAX_EXPRESSION_CHARS for content in boxes) or _SLOW_RUN.search(text):
+        return False
+    if any(expression.count(",") >= MAX_ELEMENTS for expression in boxes or _DELIMITED.findall(text)):
         return False
     return _nested_brackets(text) <= MAX_NESTED_BRACKETS and not _has_large_binomial(text)
 

@@ -1,13 +1,16 @@
 """The part of a completion that states its final answer, in a form that math-verify reads.
 
 Models write the same answer in many styles: after reasoning between think tags, between answer tags, in the last of
-several boxes, after the mark `#### ` of GSM8K, with Markdown emphasis, typographic dashes or Unicode operators.
+several boxes, after the mark `#### ` of GSM8K, with Markdown emphasis, typographic dashes or Unicode operators. The
+answer in a sentence or beside a unit is read by meshrl.reward.plain_text.
 """
 
 from __future__ import annotations
 
 import re
 from decimal import Decimal
+
+from meshrl.reward.plain_text import normalized_numbers, number_with_unit, stated_expression
 
 MAX_TEXT_CHARS = 8_000
 """End of a completion without a box that is searched for the answer: the search is quadratic in some texts."""
@@ -19,44 +22,54 @@ _CHARACTERS = str.maketrans(
         "×": "*",
         "·": "*",
         "÷": "/",
+        **{"π": "\\pi ", "∞": "\\infty ", "∪": "\\cup ", "∩": "\\cap ", "∈": "\\in "},
+        **{"≤": "\\leq ", "≥": "\\geq ", "≠": "\\neq "},
     }
 )
 _DASH_AS_MINUS = re.compile(r"(?<![\w)}\]])[\u2010-\u2013](?=[0-9.$\\])")  # hyphens and en dash; 3–5 is a range
 _ESCAPED_DOLLAR = re.compile(r"(?<!\\)\\\$")
-_THIN_SPACE = re.compile(r"(?<=[0-9])\\[,;: ](?=[0-9]{3}(?![0-9]))")  # between thousands
+_THIN_SPACE = re.compile(r"(?<=[0-9])(?:\\[,;: ]|~)(?=[0-9]{3}(?![0-9]))")  # between thousands
 _EMPHASIS = re.compile(r"(?<![\w*`)}])(\*{1,3}|_{1,3}|`{1,3})(?=\S)([^*_`\n]+?)(?<=\S)\1(?![\w*`({\\])")
 _TIMES_TEN = re.compile(r"(?<=[0-9]) ?x ?(?=10 ?\^)")
-_SUPERSCRIPT = re.compile(r"(?<![0-9])10([⁻⁺]?)([⁰¹²³⁴⁵⁶⁷⁸⁹]+)")
-_SUPERSCRIPTS = str.maketrans("⁻⁺⁰¹²³⁴⁵⁶⁷⁸⁹", "-+0123456789")
 _E_NOTATION = re.compile(r"(?<![\w.\\])([0-9]+(?:\.[0-9]+)?[eE][-+]?[0-9]{1,2})(?![\w^])")
 
 _BOX = re.compile(r"\\f?boxed\s*\{")
+_EQUALS = re.compile(r"^(?:=|≈|\\approx(?![a-zA-Z]))\s*")
 _BETWEEN_BOXES = re.compile(r"(?:[\s$,;&]|\\[()\[\]]|\\text\s*\{\s*(?:and|or)\s*\}|\band\b|\bor\b|\b[a-zA-Z]\s*=)*")
 _MARKED_LINE = re.compile(r"####\s*(?![0-9]+[.):]\s)([-+$\\.0-9].*)")  # `#### 1. Plan` is a heading
-_LATEX = re.compile(r"\$|\\\(|\\\[|\\f?boxed")
-_LATEX_WORDS = re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}|\\[a-zA-Z]+")
-_WORD = re.compile(r"[^\W\d_]{2,}")
 
 
 def answer_section(completion: str) -> str:
-    """What follows the last `</think>`, and of that the content of the last <answer> element where there is one."""
+    """What follows the last `</think>`, and of that the content of the last <answer> element where there is one.
+
+    An <answer> element that is not closed extends to the end if no other one is closed.
+    """
     text = completion.rpartition("</think>")[2]
-    end = text.rfind("</answer>")
-    start = text.rfind("<answer>", 0, end) if end >= 0 else -1
+    end = text.rfind("</answer>") if "</answer>" in text else len(text)
+    start = text.rfind("<answer>", 0, end)
     return text[start + len("<answer>") : end] if start >= 0 else text
 
 
 def final_expression(section: str) -> str:
-    """The last boxes of `section`; its end where there is no box. A short formula without delimiters gets a box."""
-    text = normalized(_last_boxes(section) or section[-MAX_TEXT_CHARS:])
-    return f"\\boxed{{{text.rstrip('.')}}}" if _is_bare_formula(text) else text
+    """The last boxes of `section`; the expression that its prose states, in a box, where there is no box.
+
+    Text that math-verify has to search itself is returned as it is, and an empty text for prose that states no value.
+    """
+    boxes = _last_boxes(section)
+    if boxes:
+        return boxes
+    text = normalized(section[-MAX_TEXT_CHARS:])
+    stated = stated_expression(text)
+    if stated is None:
+        return text
+    return f"\\boxed{{{stated}}}" if stated else ""
 
 
 def normalized(text: str) -> str:
     """`text` without Markdown emphasis and what only typesets a number, and with ASCII signs for Unicode operators."""
     text = _DASH_AS_MINUS.sub("-", _EMPHASIS.sub(r"\2", text.strip().translate(_CHARACTERS)))
     text = _THIN_SPACE.sub("", _ESCAPED_DOLLAR.sub("", text))
-    return _SUPERSCRIPT.sub(lambda m: f"10^({(m[1] + m[2]).translate(_SUPERSCRIPTS)})", _TIMES_TEN.sub("*", text))
+    return normalized_numbers(_TIMES_TEN.sub("*", text))
 
 
 def with_decimals(text: str) -> str:
@@ -98,11 +111,5 @@ def _last_boxes(text: str) -> str:
     first = len(boxes) - 1
     while first > 0 and _BETWEEN_BOXES.fullmatch(text, boxes[first - 1][1] + 1, boxes[first][0]):
         first -= 1
-    return ", ".join(f"\\boxed{{{content.rstrip('.')}}}" for _, _, content in boxes[max(first, 0) :])
-
-
-def _is_bare_formula(text: str) -> bool:
-    """Whether `text` is one line of mathematics without LaTeX delimiters, as in <answer>2\\sqrt{3}</answer>."""
-    if not text or "\n" in text or text.startswith("#") or _LATEX.search(text):
-        return False
-    return not _WORD.search(_LATEX_WORDS.sub(" ", text))
+    contents = (_EQUALS.sub("", normalized(content).rstrip(".,; ")) for _, _, content in boxes[max(first, 0) :])
+    return ", ".join(f"\\boxed{{{number_with_unit(content) or content}}}" for content in contents)

@@ -27,6 +27,7 @@ from meshrl.reward.final_answer import (
     normalized,
     with_decimals,
 )
+from meshrl.reward.plain_text import number_with_unit
 
 _MARKED = re.compile(r"#### (\$?-?\$?[0-9.,]+)")
 _GSM8K_NUMBER = re.compile(r"\$?-?\$?[0-9.,]+")
@@ -35,6 +36,9 @@ _PLAIN_NUMBER = re.compile(
 )
 _CURRENCY = re.compile(r"(?<![0-9.,])\$")
 _MULTIPLE_OF_E = re.compile(r"[0-9]\s*e")  # 2e-3 in the answer is then Euler's number, too
+_ALTERNATIVE = re.compile(r"\\(?:lor|vee)(?![a-zA-Z])")
+_CHOICES = tuple("ABCDEFGHIJ")
+_CHOICE = re.compile(r"\\boxed\{\s*(?:\\[a-z]+\s*\{\s*)?\(([A-J])\)")  # "(C) 5" states both the choice and its value
 _DECIMALS = 6  # math-verify's own, so that 0.333333 = 1/3
 _LATEX_MARKS = ("$", "\\boxed", "\\(", "\\[")
 
@@ -87,6 +91,9 @@ def math_verify(completion: str, answer: str) -> bool:
     from math_verify import verify
 
     reference, text = normalized(answer), final_expression(answer_section(completion))
+    choice = _CHOICE.match(text)
+    if choice and reference.strip("()") in _CHOICES:
+        return choice[1] == reference.strip("()")
     number, decimals = _plain_number(reference), _DECIMALS
     if number is not None or not _MULTIPLE_OF_E.search(reference):
         reference, text = with_decimals(reference), with_decimals(text)
@@ -131,7 +138,9 @@ def _plain_number(text: str) -> Decimal | None:
 
 @functools.lru_cache(maxsize=1024)  # a group's attempts share their reference
 def _math_reference(answer: str) -> list[Any]:
-    text = answer if any(mark in answer for mark in _LATEX_MARKS) else f"\\boxed{{{answer}}}"
+    text = answer
+    if not any(mark in answer for mark in _LATEX_MARKS):
+        text = f"\\boxed{{{number_with_unit(answer) or answer}}}"
     parsed = _parsed(text)
     if not parsed:
         raise ValueError(f"math-verify finds no expression in the reference {answer[:80]!r}")
@@ -140,14 +149,29 @@ def _math_reference(answer: str) -> list[Any]:
 
 def _parsed(text: str) -> list[Any]:
     """The expressions that math-verify reads, then their text; the text alone for what is too large to evaluate."""
-    from math_verify import parse
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
     from meshrl.reward.expression_size import MAX_DIGITS, can_be_parsed, num_digits
 
     if not can_be_parsed(text):
         return [", ".join(content for _, _, content in box_contents(text)) or text]
-    parsed = parse(text, parsing_timeout=None)
-    return [found for found in parsed if isinstance(found, str) or num_digits(found) <= MAX_DIGITS]
+    text = _ALTERNATIVE.sub(", ", text)
+    in_box = [LatexExtractionConfig(try_extract_without_anchor=False, boxed_match_priority=0)]
+    anywhere = [LatexExtractionConfig(), ExprExtractionConfig()]
+    # Without the plain numbers: the last number of a box which can't be parsed is not its value.
+    parsed = parse(text, extraction_config=in_box if box_contents(text) else anywhere, parsing_timeout=None)
+    return [
+        found
+        for found in parsed
+        if isinstance(found, str) or (num_digits(found) <= MAX_DIGITS and not _is_false_equation(found))
+    ]
+
+
+def _is_false_equation(expression: Any) -> bool:
+    """Whether both sides are numbers that differ by more than rounding: math-verify would take the right side."""
+    if not getattr(expression, "is_Equality", False) or not expression.lhs.is_number or not expression.rhs.is_number:
+        return False
+    return bool(abs((expression.lhs - expression.rhs).evalf()) > 0.02 * abs(expression.rhs.evalf()))
 
 
 RULES: dict[str, Callable[[str, str], bool]] = {

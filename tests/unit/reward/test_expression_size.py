@@ -43,6 +43,11 @@ TOO_LARGE = {
     "nested fractions": "\\frac{1}{1+" * 30 + "1" + "}" * 30,
     "long sum": "+".join(["7"] * 600),
     "long product": "\\cdot".join(["7"] * 300),
+    "carets without braces": "x" + "^x" * 20,
+    "bars": "|" * 50,
+    "bars around letters": "|x" * 30,
+    "long list": ",".join(str(n) for n in range(150)),
+    "long list of pairs": ",".join(["(1,2)"] * 100),
     "many digits": "7" * 100_000,
 }
 
@@ -58,6 +63,8 @@ FINE = [
     "\\left(\\left(\\frac{1}{2}\\right)^{n}, \\left\\{1, 2\\right\\}\\right)",
     "10^{-10}",
     "e^{100}",
+    "x^2+y^2+z^2+x^3+y^3+z^3+x^4+y^4+z^4",
+    "|x-1| + |x-2| + |x-3|",
     "\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}",
 ]
 
@@ -78,6 +85,12 @@ def test_what_is_too_large_is_wrong_unless_the_reference_is_the_same_text(text):
 @pytest.mark.parametrize("text", FINE)
 def test_what_an_answer_may_hold_is_evaluated(text):
     assert fits(text)
+
+
+def test_a_long_list_between_dollars_is_wrong_too():
+    pairs = ",".join(["(1,2)"] * 100)
+    assert not can_be_parsed(f"${pairs}$")
+    assert math_answer(f"The answer is ${pairs}$", "5") == 0.0
 
 
 def test_a_tower_without_latex_is_wrong_too():

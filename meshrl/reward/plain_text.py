@@ -1,0 +1,137 @@
+"""The expression that plain text states: "the answer is minus 5", "5½ cups", "3 or 4", "$42 per week", "5 million".
+
+math-verify takes a number out of such text and ignores what surrounds it, so that "3π" would equal 3. Here a formula is
+taken as a whole, a number may have words around it, and text that states no single value is not read at all.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from decimal import Decimal
+
+_NUMBER = r"[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+"
+_GROUPS = re.compile(r"(?<![0-9] )(?<![\w.,^/])[0-9]{1,3}(?: [0-9]{3})+(?![\w/^])")  # 1 000 000
+_CURRENCY = re.compile(r"[€£¥₹] ?(?=[0-9.])|(?<=[0-9]) ?[€£¥₹]")
+_DEGREES = re.compile(r"(?<=[0-9]) ?°(?: ?[CF]\b)?")
+_PERCENT = re.compile(r"(?<=[0-9])\s*(?:percent|pct)\b", re.IGNORECASE)
+_VULGAR_FRACTION = re.compile(r"(?<![0-9])([0-9]*) ?([¼-¾⅐-⅞])")
+_MIXED_NUMBER = re.compile(r"(?<![\w.,^/*)])([0-9]+) ([0-9]+/[0-9]+)(?![\w/])")
+_SUPERSCRIPT = re.compile(r"(?<=[\w)}\]])([⁻⁺]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+)")
+_SUPERSCRIPTS = str.maketrans("⁻⁺⁰¹²³⁴⁵⁶⁷⁸⁹", "-+0123456789")
+_ROOT = re.compile(r"√ ?(?:\(([^()]*)\)|([0-9.]+|[a-z]))|(?<![\\\w])sqrt ?\(([^()]*)\)")
+_PI = re.compile(r"(?<![\\a-zA-Z])pi(?![a-zA-Z])")
+_NEGATIVE = re.compile(r"\b(?:minus|negative) +(?=[0-9.$\\(])", re.IGNORECASE)
+_SCALES = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_SCALED = re.compile(
+    rf"(?<![0-9.,])({_NUMBER})\s*(?:\\text ?{{\s*({'|'.join(_SCALES)})\s*}}|({'|'.join(_SCALES)})\b)", re.IGNORECASE
+)
+_UPRIGHT_NUMBER = re.compile(r"\\(?:text|mathrm|mbox)\s*\{\s*([^{}\\]{0,80}[0-9][^{}\\]{0,80})\}")
+
+_ANSWER_IS = re.compile(r"\banswer\b[^.\n:=]{0,60}?(?:\b(?:is|are)\b|[:=])[\s:]*(?=\S)", re.IGNORECASE)
+_VALUE_IS = re.compile(r"(?:=|≈|:|\b(?:is|are|equals)\b)\s*(?=\S)")
+_SENTENCE = re.compile(r"(?:[^.\n]|\.(?=\S))*")
+_LATEX = re.compile(r"\$|\\\(|\\\[|\\f?boxed")
+_LATEX_WORDS = re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}|\\[a-zA-Z]+")
+_FUNCTIONS = re.compile(r"(?<![a-zA-Z])(?:sin|cos|tan|log|ln|exp)(?![a-zA-Z])")
+_WORD = re.compile(  # or a unit: 5cm and 5apples, but 2xy is a product
+    r"(?<![\w\\{])[^\W\d_]{2,}|(?<=[0-9])(?:[^\W\d_]{3,}|[ckmn]m|[km]g|m[lLs]|ft|oz|lb|in|[ap]m)(?![a-zA-Z])"
+)
+_CONJUNCTION = re.compile(r"(?<!\s)\s{0,3},?\s{1,3}(?:and|or)\s+")
+_LEADING_WORDS = re.compile(r"(?:(?:[a-zA-ZÀ-ÿ][a-zA-ZÀ-ÿ'’\-]+|[aAI])[,:]?\s+)*")
+_LIMIT = re.compile(
+    r"(?:\b(?:not|least|most|than|over|under|above|below|between|nor)|n['’]t)\b[^.]{0,12}$", re.IGNORECASE
+)
+_CONNECTIVE = re.compile(
+    r"(?:and|or|to|plus|minus|times|over)\s+(?:[-$]*[0-9]|[a-z]\b|half|more|less|fewer)|squared|cubed|factorial",
+    re.IGNORECASE,
+)
+_PLAIN_NUMBER = re.compile(rf"[-+]?(?:{_NUMBER})\s*(?:\\?%)?")
+
+
+def normalized_numbers(text: str) -> str:
+    """`text` with mixed numbers, thousands, millions, roots and superscripts written as math-verify reads them.
+
+    Signs of currencies and degrees are left out.
+    """
+    text = _DEGREES.sub("", _CURRENCY.sub("", _UPRIGHT_NUMBER.sub(r"\1", text)))
+    text = _GROUPS.sub(lambda m: m[0].replace(" ", ""), _PERCENT.sub("%", text))
+    text = _VULGAR_FRACTION.sub(_with_fraction, text)
+    text = _MIXED_NUMBER.sub(r"(\1+\2)", text)
+    text = _SUPERSCRIPT.sub(lambda m: f"^({m[1].translate(_SUPERSCRIPTS)})", text)
+    text = _ROOT.sub(lambda m: f"\\sqrt{{{m[1] or m[2] or m[3]}}}", text)
+    text = _SCALED.sub(_scaled, _PI.sub(r"\\pi ", text))
+    return _NEGATIVE.sub("-", text)
+
+
+def stated_expression(text: str) -> str | None:
+    """The expression that the last "answer is" of `text` states, or else its last line.
+
+    Empty where that is read but states no single value ("at least 5"); None for text that math-verify has to search.
+    """
+    statements = list(_ANSWER_IS.finditer(text))
+    if statements:
+        sentence = _SENTENCE.match(text, statements[-1].end())
+        statement = _without_currency(sentence[0] if sentence else "")
+        if _LATEX.search(statement) or statement.startswith("#"):
+            return None
+        expression = _expression(statement)
+        return expression if expression is not None or not re.search("[0-9]", statement) else ""
+    line = _without_currency(text.strip().rpartition("\n")[2])
+    if _LATEX.search(_without_currency(text)) or line.startswith("#"):
+        return None
+    values = list(_VALUE_IS.finditer(line))
+    for statement in (line, line[values[-1].end() :] if values else ""):
+        if _is_formula(_CONJUNCTION.sub(", ", statement)) or len(re.findall(_NUMBER, statement)) == 1:
+            return _expression(statement)
+    return None if "\n" in text.strip() or re.search("[0-9]", line) else _expression(line)
+
+
+def number_with_unit(text: str) -> str | None:
+    """The number of "18 dollars", as a box may hold; None for anything else."""
+    match = re.fullmatch(rf"\$?({_PLAIN_NUMBER.pattern})\s+[^\W\d_]{{3,}}[^\d\\]*", text)
+    return None if match is None or _CONNECTIVE.match(text, match.end(1) + 1) else match[1]
+
+
+def _expression(statement: str) -> str | None:
+    """The formula, or the number with words around it, of one sentence without LaTeX delimiters."""
+    statement = statement.strip().rstrip(".,;: ")
+    listed = _CONJUNCTION.sub(", ", statement)
+    if _is_formula(listed):
+        return listed
+    before = _LEADING_WORDS.match(statement)
+    start = before.end() if before else 0
+    word = _WORD.search(statement, start)
+    formula = statement[start : word.start() if word else len(statement)].strip().rstrip("(,;: ")
+    after = statement[word.start() :] if word else ""
+    if re.match(r"(?:is|are|equals)\b", after):
+        return _expression(after.split(None, 1)[1]) if " " in after else None
+    if not re.search("[0-9]", formula + after):
+        return f"\\text{{{statement}}}" if re.fullmatch(r"[\w() ]+", statement) else None
+    if _LIMIT.search(statement[:start]):
+        return ""
+    if not _is_formula(formula) or _CONNECTIVE.match(after):
+        return None
+    return formula if _PLAIN_NUMBER.fullmatch(formula) or not re.search("[0-9]", after) else None
+
+
+def _is_formula(text: str) -> bool:
+    """Whether `text` is one line of mathematics without LaTeX delimiters, as in <answer>2\\sqrt{3}</answer>."""
+    if not text.strip() or "\n" in text or text.startswith("#") or _LATEX.search(text):
+        return False
+    return not _WORD.search(_FUNCTIONS.sub(" ", _LATEX_WORDS.sub(" ", text)))
+
+
+def _without_currency(text: str) -> str:
+    """`text` without dollar signs where they can't be delimiters of LaTeX, since their number is odd."""
+    return re.sub(r"\$ ?(?=-?[0-9.])", "", text) if text.count("$") % 2 else text
+
+
+def _with_fraction(match: re.Match[str]) -> str:
+    fraction = unicodedata.normalize("NFKC", match[2]).replace("\u2044", "/")
+    return f"({match[1]}+{fraction})" if match[1] else f"({fraction})"
+
+
+def _scaled(match: re.Match[str]) -> str:
+    number = Decimal(match[1].replace(",", ""))
+    return format(number.scaleb(_SCALES[(match[2] or match[3]).lower()]), "f")
