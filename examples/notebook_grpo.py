@@ -63,8 +63,9 @@ run = meshrl.train(
 # same is in the run's folder, with a report.
 
 # %%
+print("mean reward by step")
 print(text_curve(run.metrics["reward/mean"], width=60, height=8))
-for trajectory in run.trajectories()[:3]:
+for trajectory in run.trajectories()[::8][:3]:  # one answer of each of three groups
     print(trajectory.prompt.messages[-1]["content"], "->", trajectory.turns[-1].messages[-1]["content"])
 print("report", run.folder / "report.html")
 

@@ -68,6 +68,8 @@ def main() -> int:
         warm = only_model(sft)
 
         say(3, "Learn by trial: sample answers, check them by a rule, make the right ones likelier (GRPO, two ranks).")
+        print("  The reward is that of answers sampled at temperature 1. Held-out answers are greedy: at first they")
+        print("  repeat the mistake of most demonstrations.\n")
         how = [HERE / "shuffled_rewards.py"] if args.shuffle_rewards else ["-m", "meshrl", "train"]
         settings = [*run_settings, "run.name=grpo", f"model.path={warm}"]
         settings += [f"data.path={start}/train.jsonl", f"data.eval_path={start}/heldout.jsonl"]
@@ -95,7 +97,8 @@ def main() -> int:
     say(5, "The result.")
     print_result(report, pairs[:3], grpo / "reward.png")
     (place / "report.json").write_text(json.dumps(report, indent=2) + "\n")
-    print(f"report                 {place / 'report.json'}")
+    print(f"page about the run     {grpo / 'report.html'}")
+    print(f"these numbers          {place / 'report.json'}")
     return verdict(args, report["eval_after"])
 
 
@@ -205,7 +208,7 @@ def print_result(report: dict[str, Any], pairs: list[tuple[Trajectory, Trajector
         before, after = (f"{answer(t)} ({'right' if t.reward else 'wrong'})" for t in (old, new))
         print(f"  {question(new):<10} {new.prompt.answer:>8}   {before:<16} {after}")
     print(f"\nheld-out accuracy      {report['eval_before']:.3f} before, {report['eval_after']:.3f} after")
-    print(f"took                   {report['wall_s']:.0f} s, {report['cpu_s']:.0f} s of CPU, {report['steps']} steps")
+    print(f"took                   {report['wall_s']:.0f} s, {report['cpu_s']:.0f} s of CPU")
     print(f"peak memory            {report['peak_rss_bytes'] / 1e9:.1f} GB in all processes together")
     print(f"model                  {report['model']}")
     print(f"reward curve           {picture}")
