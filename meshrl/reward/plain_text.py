@@ -46,7 +46,8 @@ _CONNECTIVE = re.compile(
     r"(?:and|or|to|plus|minus|times|over)\s+(?:[-$]*[0-9]|[a-z]\b|half|more|less|fewer)|squared|cubed|factorial",
     re.IGNORECASE,
 )
-_PLAIN_NUMBER = re.compile(rf"[-+]?(?:{_NUMBER})\s*(?:\\?%)?")
+_PLAIN_NUMBER = re.compile(rf"[-+]?(?:{_NUMBER})(?: ?/ ?[0-9]+)?\s*(?:\\?%)?")
+_LENGTH_UNIT = re.compile(rf"({_PLAIN_NUMBER.pattern})\s+[ckm]?m(?:\^\(?[23]\)?|/[a-z]+(?:\^\(?2\)?)?)")  # m^2, m/s^2
 
 
 def normalized_numbers(text: str) -> str:
@@ -96,6 +97,8 @@ def number_with_unit(text: str) -> str | None:
 def _expression(statement: str) -> str | None:
     """The formula, or the number with words around it, of one sentence without LaTeX delimiters."""
     statement = statement.strip().rstrip(".,;: ")
+    if length := _LENGTH_UNIT.fullmatch(statement):
+        return length[1]
     listed = _CONJUNCTION.sub(", ", statement)
     if _is_formula(listed):
         return listed
@@ -104,7 +107,7 @@ def _expression(statement: str) -> str | None:
     word = _WORD.search(statement, start)
     formula = statement[start : word.start() if word else len(statement)].strip().rstrip("(,;: ")
     after = statement[word.start() :] if word else ""
-    if re.match(r"(?:is|are|equals)\b", after):
+    if not re.search("[0-9]", formula) and re.match(r"(?:is|are|equals)\b", after):
         return _expression(after.split(None, 1)[1]) if " " in after else None
     if not re.search("[0-9]", formula + after):
         return f"\\text{{{statement}}}" if re.fullmatch(r"[\w() ]+", statement) else None

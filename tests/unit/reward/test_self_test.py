@@ -62,7 +62,9 @@ def test_built_in_kinds_pass_with_all_their_rules_in_silence():
 def test_a_math_verify_that_calls_all_answers_equal_or_unequal_ends_the_run(tmp_path, monkeypatch, value):
     """A release that does not fit the installed sympy: nothing raises, and every reward is the same."""
     (tmp_path / "math_verify.py").write_text(
-        f"def parse(text, parsing_timeout): return [text]\ndef verify(*args, **kwargs): return {value}\n"
+        "LatexExtractionConfig = ExprExtractionConfig = dict\n"
+        "def parse(text, extraction_config, parsing_timeout): return [text]\n"
+        f"def verify(*args, **kwargs): return {value}\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError) as refused:
@@ -73,7 +75,10 @@ def test_a_math_verify_that_calls_all_answers_equal_or_unequal_ends_the_run(tmp_
 
 
 def test_a_math_verify_that_raises_ends_the_run_with_what_it_raised(tmp_path, monkeypatch):
-    (tmp_path / "math_verify.py").write_text("def parse(text): pass\ndef verify(*args): pass\n")
+    (tmp_path / "math_verify.py").write_text(
+        "LatexExtractionConfig = ExprExtractionConfig = dict\n"
+        "def parse(text, extraction_config): pass\ndef verify(*args): pass\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError, match=r"could not grade .*crash: TypeError: .*parsing_timeout"):
         try_terms({"maths": RewardTerm(kind="math_answer")})
