@@ -48,12 +48,17 @@ def _reward(kind: str) -> str:
 def test_a_built_in_grader_that_fails_its_self_test_ends_the_run_before_a_model_is_loaded(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    broken = "def parse(text, parsing_timeout): return [text]\ndef verify(*args, **kwargs): return False\n"
+    broken = (
+        "LatexExtractionConfig = ExprExtractionConfig = dict\n"
+        "def parse(text, extraction_config, parsing_timeout): return [text]\n"
+        "def verify(*args, **kwargs): return False\n"
+    )
     (config.parent / "math_verify.py").write_text(broken)
     monkeypatch.syspath_prepend(str(config.parent))
     (config.parent / "model" / "model.safetensors").write_bytes(b"what loads this raises")
     assert main(["train", str(config), *INLINE, _reward("math_answer")]) == 2
-    assert "meshrl: reward.terms.t of kind 'math_answer'" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "meshrl: reward.terms.t of kind 'math_answer'" in said and "the right one must score higher" in said
 
 
 def test_the_rows_that_a_function_was_tried_on_are_drawn_again(config: Path, capsys: pytest.CaptureFixture[str]):
