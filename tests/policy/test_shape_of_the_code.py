@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -127,3 +128,11 @@ def test_test_files_have_names_of_their_own():
     names = [path.name for path in python_files("tests") if path.name not in ("__init__.py", "conftest.py")]
     assert {name for name in names if names.count(name) > 1} == set()
     assert [name_of(path) for path in python_files("tests") if path.name == "__init__.py"] == []
+
+
+def test_no_folder_of_tests_is_left_out(pytestconfig):
+    """pytest's own list of folders to skip has `dist`, where the proofs of equality are."""
+    skipped = pytestconfig.getini("norecursedirs")
+    folders = {path.parent.name for path in (ROOT / "tests").rglob("test_*.py")}
+    assert "dist" in folders
+    assert [name for name in folders if any(fnmatch(name, pattern) for pattern in skipped)] == []
