@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # tests share tiny_models, rank_
 from rank_pool import RankPool
 
 if TYPE_CHECKING:
-    from meshrl.rollout.server import ServerProcess
+    from meshrl.rollout.server.process import ServerProcess
 
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # one for all Rays of a process
 

@@ -13,7 +13,7 @@ from tiny_models import tiny_lm
 
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig, VllmConfig
-from meshrl.rollout.server import ServerProcess
+from meshrl.rollout.server.process import ServerProcess
 from meshrl.rollout.vllm.engine import VllmEngine
 from meshrl.rollout.vllm.launch import capabilities_on, socket_of, start_server
 

@@ -1,5 +1,5 @@
-"""Stands guard over a server: `python -m meshrl.rollout.guard FOLDER COMMAND ...`, started by `server.py` in a session
-of its own. It imports no torch.
+"""Stands guard over a server: `python -m meshrl.rollout.guard FOLDER COMMAND ...`, started by
+`server/process.py` in a session of its own. It imports no torch.
 
 It waits. When the other end of its standard input closes, because the parent is gone however it ended, it kills all
 that descends from it and removes the server's folder; when the command ends it kills what is left, and ends as the

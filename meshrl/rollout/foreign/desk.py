@@ -14,7 +14,7 @@ from meshrl.core.errors import EngineEnded, EngineFailure, RequestError
 from meshrl.core.types import Request, Turn
 from meshrl.rollout.accept import check_free
 from meshrl.rollout.base import EngineStats, PauseMode
-from meshrl.rollout.server import ServerProcess
+from meshrl.rollout.server.process import ServerProcess
 
 _LAST_WORDS_S = 30.0  # a server whose engine is dead ends by itself, on a busy machine within this time
 _ABORT_AGAIN_S = 0.1  # a request that had not reached the server's scheduler when it was aborted is aborted once more

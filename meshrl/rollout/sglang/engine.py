@@ -25,7 +25,7 @@ from meshrl.rollout.base import Capabilities, EngineStats, PauseMode, check_part
 from meshrl.rollout.foreign.adapted import remote_weights
 from meshrl.rollout.foreign.desk import Desk, ended_unsent, watched
 from meshrl.rollout.http import HttpClient
-from meshrl.rollout.server import ServerProcess
+from meshrl.rollout.server.process import ServerProcess
 from meshrl.rollout.sglang.facts import ServerFacts
 from meshrl.rollout.sglang.requests import MIXTURE, Answer, body_of, check_capabilities, scores_of, scoring_body
 from meshrl.rollout.sglang.workers import Workers

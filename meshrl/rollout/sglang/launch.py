@@ -16,7 +16,7 @@ from meshrl.core.device import visible_devices
 from meshrl.core.errors import ConfigError
 from meshrl.model.limits import limits_of
 from meshrl.rollout.http import HttpClient, fetch, is_up, key_in
-from meshrl.rollout.server import ServerProcess
+from meshrl.rollout.server.process import ServerProcess
 from meshrl.rollout.sglang.engine import SglangEngine
 from meshrl.rollout.sglang.facts import facts_of
 from meshrl.rollout.sglang.workers import LOADER

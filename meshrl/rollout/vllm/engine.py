@@ -22,7 +22,7 @@ from meshrl.rollout.base import Capabilities, EngineStats, PauseMode, check_part
 from meshrl.rollout.foreign.adapted import remote_weights
 from meshrl.rollout.foreign.desk import Desk, ended_unsent, watched
 from meshrl.rollout.http import HttpClient
-from meshrl.rollout.server import ServerProcess
+from meshrl.rollout.server.process import ServerProcess
 from meshrl.rollout.stop_strings import StopSearch, StopStrings
 from meshrl.rollout.vllm.requests import Answer, body_of, check_capabilities
 from meshrl.sync.manifest import Ack, Layout, SyncHeader

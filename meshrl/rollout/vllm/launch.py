@@ -14,7 +14,7 @@ from meshrl.core.device import visible_devices
 from meshrl.model.limits import limits_of
 from meshrl.rollout.base import Capabilities
 from meshrl.rollout.http import is_up
-from meshrl.rollout.server import ServerProcess
+from meshrl.rollout.server.process import ServerProcess
 from meshrl.rollout.stop_strings import stop_strings_of
 from meshrl.rollout.vllm.engine import VllmEngine
 

@@ -15,7 +15,7 @@ import pytest
 
 from meshrl.core.errors import EngineFailure
 from meshrl.core.owned import sweep
-from meshrl.rollout.server import ServerProcess
+from meshrl.rollout.server.process import ServerProcess
 
 PARENT_OF_CHILD = """
 import subprocess, sys, time
@@ -79,7 +79,7 @@ def test_closing_ends_what_the_server_started_too(session: bool):
 def test_no_sweep_takes_the_folder_of_a_server_whose_guard_still_lives(guard_ends: bool):
     """A parent that is killed leaves it to the guard, which may need a while; without both it is nobody's."""
     code = (
-        "import time; from meshrl.rollout.server import ServerProcess\n"
+        "import time; from meshrl.rollout.server.process import ServerProcess\n"
         f"s = ServerProcess('s', lambda folder: {python('import time; time.sleep(600)')!r}, {{}})\n"
         "print(s.pid, s.folder, flush=True)\n"
         "time.sleep(600)\n"
@@ -103,7 +103,7 @@ def test_nothing_outlives_a_parent_that_is_killed(tmp_path: Path, how: signal.Si
     """Not even a worker in a session of its own; and no folder stays."""
     command = python(PARENT_OF_CHILD.format(session=True))
     code = (
-        "import time; from meshrl.rollout.server import ServerProcess\n"
+        "import time; from meshrl.rollout.server.process import ServerProcess\n"
         f"s = ServerProcess('s', lambda folder: {command!r}, {{}})\n"
         "s.wait_until(lambda: (s.folder / 'log.txt').read_text().endswith('\\n'), 60)\n"
         "print((s.folder / 'log.txt').read_text().strip(), s.folder, flush=True)\n"

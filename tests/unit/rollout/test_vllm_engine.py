@@ -17,7 +17,7 @@ from tiny_engines import ask, layout_of, plain, sync
 from vllm_servers import MISSING, client_of, config_of, serving, tiny_vllm_lm
 
 from meshrl.core.errors import CapabilityError, EngineEnded, EngineFailure, StaleWeightsError, SyncError
-from meshrl.rollout.server import ServerProcess
+from meshrl.rollout.server.process import ServerProcess
 from meshrl.rollout.vllm.engine import VllmEngine
 from meshrl.rollout.vllm.launch import socket_of
 

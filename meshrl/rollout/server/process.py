@@ -1,6 +1,6 @@
 """A server as a child of this process: started, waited for, asked how it ended, and never left behind.
 
-Any program that listens will do. It runs below `guard.py`, so it ends with this process, however that ends.
+Any program that listens will do. It runs below `rollout/guard.py`, so it ends with this process, however that ends.
 """
 
 from __future__ import annotations
