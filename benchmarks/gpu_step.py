@@ -30,9 +30,9 @@ from meshrl.algo.reduce import assign_loss_weights
 from meshrl.cluster.groups import RolloutGroup, TrainGroup, sync_weights
 from meshrl.cluster.launch import launched
 from meshrl.config.algo import AlgoConfig
+from meshrl.config.cluster import ClusterConfig
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
-from meshrl.config.task import ClusterConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.device import reset_peak_memory, synchronize
 from meshrl.core.types import Prompt, Request, SamplingParams, Trajectory, Turn, turn_seed

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
+from meshrl.config.data import DataConfig
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
-from meshrl.config.task import DataConfig
 from meshrl.core.types import Prompt, Request, SamplingParams, turn_seed
 from meshrl.data.chat import load_tokenizer, stop_token_ids
 from meshrl.data.datasets import load_prompts

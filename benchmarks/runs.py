@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from meshrl.config.task import DataConfig
+from meshrl.config.data import DataConfig
 from meshrl.data.chat import load_tokenizer
 from meshrl.data.datasets import load_prompts
 from meshrl.monitor.sinks import read_metrics

@@ -35,9 +35,9 @@ from measure import Report, Timing, median, paired_ratio, parser
 
 from meshrl.cluster.groups import sync_weights
 from meshrl.cluster.launch import Groups, launched
+from meshrl.config.cluster import ClusterConfig
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
-from meshrl.config.task import ClusterConfig
 from meshrl.config.train import TrainConfig
 from meshrl.sync.manifest import Ack, Layout
 from meshrl.sync.send import merged

@@ -15,7 +15,7 @@ import numpy as np
 from meshrl.agent.parsers import parse_tool_calls
 from meshrl.agent.tools import TOOLS, Tool, call_tool
 from meshrl.agent.tree import TurnError, attach, path_ids
-from meshrl.config.task import AgentConfig
+from meshrl.config.agent import AgentConfig
 from meshrl.core.errors import ConfigError, DataError, Failure, RequestError
 from meshrl.core.lookup import look_up
 from meshrl.core.types import (

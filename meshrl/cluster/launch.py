@@ -14,9 +14,9 @@ from meshrl.cluster.groups import RolloutGroup, TrainGroup
 from meshrl.cluster.inline import InlineExecutor
 from meshrl.cluster.processes import ProcessExecutor
 from meshrl.cluster.torchrun import TorchrunExecutor, is_launched
+from meshrl.config.cluster import ClusterConfig
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
-from meshrl.config.task import ClusterConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.errors import ConfigError, RankFailure
 from meshrl.core.owned import OwnedFolder

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from meshrl.config.chat_template import is_template_text, require_read, template_text, variables_read_by
+from meshrl.config.data import DataConfig
 from meshrl.config.data_files import Kind, Look, kind_of, look, look_at_rows
 from meshrl.config.places import DOTTED_PATH, can_be_imported, find
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.config.source import Problem
-from meshrl.config.task import DataConfig
 from meshrl.core.errors import DataError
 from meshrl.core.files import is_there
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from meshrl.config.task import DataConfig, SftConfig
+from meshrl.config.data import DataConfig
+from meshrl.config.loop import SftConfig
 from meshrl.core.errors import ConfigError, DataError
 from meshrl.core.lookup import look_up
 from meshrl.core.types import Prompt

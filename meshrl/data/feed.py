@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from meshrl.config.task import DataConfig
+from meshrl.config.data import DataConfig
 from meshrl.core.types import Prompt
 from meshrl.data.datasets import PromptMaker, load_prompts
 from meshrl.data.sampler import PromptFeed, PromptMixture, PromptSource

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
-from meshrl.config.task import ClusterConfig
+from meshrl.config.cluster import ClusterConfig
 from meshrl.core.errors import DeadlineError
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from meshrl.cluster.groups import TrainGroup
-from meshrl.config.task import LoopConfig
+from meshrl.config.loop import LoopConfig
 from meshrl.core.errors import CheckpointError
 from meshrl.loops.job import Job
 from meshrl.train.checkpoint_files import read_controller, require_space, states

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshrl.config.task import RunSection
+from meshrl.config.run import RunSection
 from meshrl.core.errors import CheckpointError, MeshrlError
 from meshrl.loops.export import best_facts, cut_back_best, export_model, given_template
 from meshrl.loops.job import Job

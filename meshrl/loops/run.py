@@ -18,9 +18,9 @@ from meshrl.agent.loop import AGENTS, resolve_agent
 from meshrl.algo.trial import try_own_functions
 from meshrl.cluster.launch import launched
 from meshrl.cluster.torchrun import follow, is_follower
+from meshrl.config.cluster import ClusterConfig
 from meshrl.config.load import Loaded
 from meshrl.config.run import RunConfig, SftRunConfig
-from meshrl.config.task import ClusterConfig
 from meshrl.core.device import device_notice
 from meshrl.core.errors import MeshrlError
 from meshrl.core.owned import sweep

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from meshrl.config.task import ClusterConfig, Deadlines
+from meshrl.config.cluster import ClusterConfig, Deadlines
 from meshrl.core.errors import DeadlineError
 from meshrl.monitor.spans import latest_span
 

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from meshrl.config.task import RewardConfig
+from meshrl.config.reward import RewardConfig
 from meshrl.core.errors import Failure, RewardError
 from meshrl.core.types import Metric, Trajectory
 from meshrl.reward.sandbox import Sandbox

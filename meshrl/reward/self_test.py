@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from meshrl.config.task import RewardConfig, RewardTerm
+from meshrl.config.reward import RewardConfig, RewardTerm
 from meshrl.core.errors import ConfigError, Failure
 from meshrl.core.types import Prompt, Trajectory, Turn
 from meshrl.reward.score import Scorer

@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 import pytest
 
-from meshrl.config.task import RewardConfig, RewardTerm
+from meshrl.config.reward import RewardConfig, RewardTerm
 from meshrl.core.types import Prompt, Trajectory, Turn
 from meshrl.reward.score import Scorer
 

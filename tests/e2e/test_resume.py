@@ -23,7 +23,7 @@ from tiny_run import steps_of, train, write_run
 
 from meshrl.cli import main
 from meshrl.config.load import load_sft_config
-from meshrl.config.task import RunSection
+from meshrl.config.run import RunSection
 from meshrl.core.errors import CheckpointError, DataError, MeshrlError
 from meshrl.loops import run
 from meshrl.loops.resume import choose_start

@@ -19,8 +19,9 @@ from damage import ROUNDS, Damage, cuts, flips, of_json, of_place, of_text, writ
 from outcome import check, limits
 from tiny_tokenizers import tiny_tokenizer
 
+from meshrl.config.data import DataConfig
 from meshrl.config.data_files import count_rows, kind_of, look
-from meshrl.config.task import DataConfig, SftConfig
+from meshrl.config.loop import SftConfig
 from meshrl.core.errors import DataError
 from meshrl.data.datasets import load_sft_rows
 from meshrl.data.feed import open_feed

@@ -15,9 +15,9 @@ from meshrl.algo.losses import make_policy_loss
 from meshrl.cluster.groups import sync_weights
 from meshrl.cluster.launch import launched
 from meshrl.config.algo import AlgoConfig
+from meshrl.config.cluster import ClusterConfig
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
-from meshrl.config.task import ClusterConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.types import Sample, Turn
 from meshrl.model.causal import CausalModel

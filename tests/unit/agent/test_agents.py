@@ -12,7 +12,7 @@ from meshrl.agent.flatten import flatten
 from meshrl.agent.loop import MultiTurn, SingleTurn, resolve_agent
 from meshrl.agent.tools import Tool
 from meshrl.agent.tree import TurnError, attach, path_ids
-from meshrl.config.task import AgentConfig
+from meshrl.config.agent import AgentConfig
 from meshrl.core.errors import ConfigError, DataError, Failure, RequestError
 from meshrl.core.types import Media, Prompt, Request, SamplingParams, Turn, turn_seed
 from meshrl.data.chat import render

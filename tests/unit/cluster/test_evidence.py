@@ -16,7 +16,7 @@ from meshrl.cluster import evidence
 from meshrl.cluster.actors import RankWorker
 from meshrl.cluster.evidence import StackFile, handles, how_it_ended, oom_kills, shortened, waits_for_others
 from meshrl.cluster.phases import PHASE_OF, phase_of
-from meshrl.config.task import ClusterConfig, Deadlines
+from meshrl.config.cluster import ClusterConfig, Deadlines
 from meshrl.monitor.processes import is_stopped
 from meshrl.monitor.spans import Spans
 

@@ -21,9 +21,9 @@ from meshrl.algo.losses import sft_loss
 from meshrl.cluster.actors import RankWorker
 from meshrl.cluster.groups import RolloutGroup, TrainGroup, sync_weights
 from meshrl.cluster.launch import Groups, launched
+from meshrl.config.cluster import ClusterConfig, Deadlines
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
-from meshrl.config.task import ClusterConfig, Deadlines
 from meshrl.config.train import TrainConfig
 from meshrl.core.errors import RankFailure, StaleWeightsError
 from meshrl.loops.checkpoints import Checkpoints

@@ -5,7 +5,8 @@ import json
 import pytest
 from tiny_tokenizers import FORGETFUL, tiny_tokenizer
 
-from meshrl.config.task import DataConfig, SftConfig
+from meshrl.config.data import DataConfig
+from meshrl.config.loop import SftConfig
 from meshrl.core.errors import DataError
 from meshrl.data.datasets import load_prompts, load_sft_rows
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tiny_tokenizers import tiny_tokenizer
 
-from meshrl.config.task import DataConfig, DataSource
+from meshrl.config.data import DataConfig, DataSource
 from meshrl.core.errors import DataError
 from meshrl.data.feed import load_eval_prompts, open_feed
 from meshrl.data.streaming import BufferOrder

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from tiny_tokenizers import tiny_tokenizer
 
-from meshrl.config.task import DataConfig, SftConfig
+from meshrl.config.data import DataConfig
+from meshrl.config.loop import SftConfig
 from meshrl.core.errors import DataError
 from meshrl.data.datasets import load_sft_rows
 from meshrl.data.feed import load_eval_prompts, open_feed

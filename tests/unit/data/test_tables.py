@@ -9,7 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 from tiny_tokenizers import tiny_tokenizer
 
-from meshrl.config.task import DataConfig, SftConfig
+from meshrl.config.data import DataConfig
+from meshrl.config.loop import SftConfig
 from meshrl.core.errors import ConfigError, DataError
 from meshrl.data.datasets import load_prompts, load_sft_rows
 from meshrl.data.tables import ROWS_AT_ONCE, open_table

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from meshrl.config.task import ClusterConfig, Deadlines
+from meshrl.config.cluster import ClusterConfig, Deadlines
 from meshrl.core.errors import DeadlineError
 from meshrl.loops import deadlines
 from meshrl.loops.deadlines import in_time

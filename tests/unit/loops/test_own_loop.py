@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from meshrl.config.task import ClusterConfig
+from meshrl.config.cluster import ClusterConfig
 from meshrl.loops.own_loop import run_in_own_loop
 from meshrl.loops.stop import Stop
 from meshrl.loops.watch import watched

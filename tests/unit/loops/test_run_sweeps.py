@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.config.task import ClusterConfig
+from meshrl.config.cluster import ClusterConfig
 from meshrl.core.owned import OwnedFolder, new_name
 from meshrl.loops import run
 

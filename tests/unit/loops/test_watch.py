@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from meshrl.config.task import ClusterConfig, Deadlines
+from meshrl.config.cluster import ClusterConfig, Deadlines
 from meshrl.core.errors import DeadlineError
 from meshrl.loops import watch
 from meshrl.loops.watch import watched
@@ -59,7 +59,7 @@ def test_what_awaits_may_take_long_and_so_may_phases_with_other_deadlines():
 def test_a_call_that_can_not_be_interrupted_ends_the_process():
     code = """
         import asyncio, re
-        from meshrl.config.task import ClusterConfig, Deadlines
+        from meshrl.config.cluster import ClusterConfig, Deadlines
         from meshrl.loops import watch
         from meshrl.monitor.spans import Spans
         watch._BEAT_S, watch._SLACK_S, watch._GRACE_S = 0.05, 0.0, 0.3

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from test_scorer import make_trajectory
 
-from meshrl.config.task import RewardConfig
+from meshrl.config.reward import RewardConfig
 from meshrl.core.errors import ConfigError, Failure
 from meshrl.reward.sandbox import Sandbox
 from meshrl.reward.score import Scorer

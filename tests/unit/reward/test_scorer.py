@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from meshrl.config.task import RewardConfig, RewardTerm
+from meshrl.config.reward import RewardConfig, RewardTerm
 from meshrl.core.errors import Failure, RewardError
 from meshrl.core.types import Prompt, Trajectory, Turn
 from meshrl.reward.score import Scorer

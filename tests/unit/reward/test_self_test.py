@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from meshrl.config.task import RewardConfig, RewardTerm
+from meshrl.config.reward import RewardConfig, RewardTerm
 from meshrl.core.errors import ConfigError, Failure
 from meshrl.core.types import Prompt
 from meshrl.reward.kinds import REWARDS
