@@ -2,7 +2,7 @@
 
 An executor that reaches over machines can't signal, watch or wait for a process there; the host does, by commands over
 a control connection to the controller. The rank's own commands don't pass through here: the rank's process inherits a
-second connection. When the controller is gone, or silent for dial.LOST_AFTER_S, the host kills the rank.
+second connection. When the controller is gone, or silent for connect.LOST_AFTER_S, the host kills the rank.
 """
 
 from __future__ import annotations
@@ -11,17 +11,28 @@ import os
 import socket
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import psutil
 
-from meshrl.cluster import channel, forked_process
-from meshrl.cluster.dial import Hello, dial
+from meshrl.cluster import forked_process
 from meshrl.cluster.rank_process import LocalProcess
-from meshrl.core.owned import sweep
+from meshrl.process import frames
+from meshrl.process.connect import connect
+from meshrl.process.leases import sweep
 
 _DUMP_S = 1.5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hello:
+    """The first message of a connection. control: commands to the rank's host; channel: the rank's own."""
+
+    rank: int
+    kind: Literal["control", "channel"]
+    ip: str  # of its machine, on the way to the controller
+    machine: str = field(default_factory=socket.gethostname)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,12 +67,12 @@ class _Host:
             self.interface = interface_of(ip)
             return Hello(rank=self.rank, kind=kind, ip=ip)
 
-        return dial(self.address, self.token, hello)
+        return connect(self.address, self.token, hello)
 
     def serve(self) -> int:
         try:
             while True:
-                command, argument = channel.receive(self.control)
+                command, argument = frames.receive(self.control)
                 if command == "goodbye":
                     return argument
                 if command == "spawn":
@@ -111,7 +122,7 @@ class _Host:
     def tell(self, what: str, value: Any) -> None:
         try:
             with self.sending:
-                channel.send(self.control, (what, value))
+                frames.send(self.control, (what, value))
         except OSError:  # the controller is gone; the main thread sees it, too
             return
 

@@ -19,7 +19,7 @@ from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.errors import ConfigError, RankFailure
-from meshrl.core.owned import OwnedFolder
+from meshrl.process.leases import LeasedFolder
 from meshrl.sync.manifest import Layout
 
 
@@ -77,7 +77,7 @@ async def launched(
 
     Raises: RankFailure when a rank does not come up, or fails while it ends.
     """
-    with closing(OwnedFolder()) as home:
+    with closing(LeasedFolder()) as home:
         specs = [
             WorkerSpec(
                 rank=rank,

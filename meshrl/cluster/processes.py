@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 from multiprocessing.pool import RemoteTraceback
 from typing import Any, Literal
 
-from meshrl.cluster import channel
 from meshrl.cluster.actors import RankWorker
 from meshrl.cluster.evidence import shortened, waits_for_others
 from meshrl.cluster.executor import WorkerSpec
@@ -32,6 +31,7 @@ from meshrl.cluster.phases import phase_of
 from meshrl.cluster.rank_process import LocalProcess, RankProcess, python_path
 from meshrl.core.errors import MeshrlError, RankFailure
 from meshrl.monitor.spans import latest_span
+from meshrl.process import frames
 
 _STOP_GRACE_S = 5.0
 _SETTLE_S = 1.5  # an exception may be the echo of another rank's death, which shows within this time
@@ -190,7 +190,7 @@ class ProcessExecutor:
     def _write(self, index: int, rank: Connected) -> None:
         while (calls := rank.commands.get()) is not None:
             try:
-                channel.send(rank.sock, calls)
+                frames.send(rank.sock, calls)
             except OSError:
                 return  # the reader sees the end of the socket and says who died
             except Exception as error:  # an argument that can't be pickled: nobody would ever answer
@@ -204,7 +204,7 @@ class ProcessExecutor:
         assert self._loop is not None
         while True:
             try:
-                answers = channel.receive(rank.sock)
+                answers = frames.receive(rank.sock)
             except (EOFError, OSError):
                 answers = None
             if self._loop.is_closed():

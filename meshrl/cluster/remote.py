@@ -21,14 +21,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from meshrl.cluster import channel
-from meshrl.cluster.dial import LOST_AFTER_S, Hello, Listener
 from meshrl.cluster.executor import WorkerSpec
-from meshrl.cluster.host import Spawn
+from meshrl.cluster.host import Hello, Spawn
 from meshrl.cluster.processes import Connected, ProcessExecutor
 from meshrl.cluster.rank_process import python_path
 from meshrl.cluster.rendezvous import host_store, master
 from meshrl.core.errors import RankFailure
+from meshrl.process import frames
+from meshrl.process.connect import LOST_AFTER_S, Listener
 
 PASSED = ("HF_", "MESHRL_", "TORCH_", "NCCL_", "GLOO_", "TOKENIZERS_")
 """Variables of the controller whose names start so reach every rank, where its machine has not set its own."""
@@ -52,7 +52,7 @@ class Host:
 
     def tell(self, command: str, argument: Any = None) -> None:
         with contextlib.suppress(OSError), self._sending:  # the listening thread learns that the host is gone
-            channel.send(self._sock, (command, argument))
+            frames.send(self._sock, (command, argument))
 
     def is_stopped(self) -> bool:
         """Ask whether a signal holds the rank's process; False when no answer comes."""
@@ -71,7 +71,7 @@ class Host:
     def _listen(self) -> None:
         try:
             while True:
-                self._take(*channel.receive(self._sock))
+                self._take(*frames.receive(self._sock))
         except EOFError:
             gone = "its host process there has ended"
         except TimeoutError:

@@ -18,8 +18,8 @@ import sys
 import traceback
 from typing import Any, NoReturn
 
-from meshrl.cluster import channel
 from meshrl.core.errors import EngineEnded
+from meshrl.process import frames
 
 
 class _Server:
@@ -32,7 +32,7 @@ class _Server:
 
     def readable(self) -> None:
         try:
-            calls = channel.receive(self.sock)
+            calls = frames.receive(self.sock)
         except EOFError:
             self.loop.remove_reader(self.sock.fileno())
             self.done.set_result(None)
@@ -66,7 +66,7 @@ class _Server:
 
     def flush(self) -> None:
         answers, self.answers = self.answers, []
-        channel.send(self.sock, answers)
+        frames.send(self.sock, answers)
 
 
 def _portable(error: Exception) -> tuple[Exception | None, str]:
@@ -113,7 +113,7 @@ def command(channel: int, stacks: int, parent: int, name: str) -> list[str]:
 
 def run_rank(sock: socket.socket, stacks: int) -> NoReturn:
     """Serve commands until the channel closes, then end the process."""
-    spec = channel.receive(sock)
+    spec = frames.receive(sock)
     for number in (signal.SIGINT, signal.SIGTERM):  # which go to a whole group; the controller decides
         signal.signal(number, lambda *_: None)  # and not SIG_IGN, which a server that this rank starts would keep
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)

@@ -23,7 +23,6 @@ from meshrl.config.load import Loaded
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.core.device import device_notice
 from meshrl.core.errors import MeshrlError
-from meshrl.core.owned import sweep
 from meshrl.core.types import Prompt, Trajectory
 from meshrl.data.chat import load_tokenizer, stop_token_ids
 from meshrl.data.datasets import load_sft_rows
@@ -50,6 +49,7 @@ from meshrl.monitor.curve import save_curve
 from meshrl.monitor.memory import memory_metrics
 from meshrl.monitor.metrics import divide, merge, units
 from meshrl.monitor.rollout_log import RolloutLog
+from meshrl.process.leases import sweep
 from meshrl.reward.kinds import NEEDS_ANSWER
 from meshrl.reward.score import Scorer
 from meshrl.reward.self_test import NUM_ROWS, try_built_in, try_on_answers

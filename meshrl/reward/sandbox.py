@@ -31,7 +31,7 @@ from typing import IO, Any
 
 from meshrl.core.errors import ConfigError, Failure, RewardError
 from meshrl.monitor.processes import kill_descendants
-from meshrl.reward.worker import read_frame, send_frame
+from meshrl.process.frames import receive_bytes, send_bytes
 
 Item = tuple[str, dict[str, Any]]
 """(term, payload): payload holds completion, answer and the keywords OFFERED in kinds.py."""
@@ -176,8 +176,8 @@ class _Worker:
             running = self._spawn(output)
             try:
                 running.link.settimeout(_START_TIMEOUT_S)
-                send_frame(running.link, pickle.dumps(self._setup))
-                reply = json.loads(read_frame(running.link, _MAX_REPLY_BYTES))
+                send_bytes(running.link, pickle.dumps(self._setup))
+                reply = json.loads(receive_bytes(running.link, _MAX_REPLY_BYTES))
             except (OSError, EOFError) as error:
                 reply = {"died": f"{type(error).__name__}: {error}"}
             if "ready" in reply:
@@ -246,9 +246,9 @@ class _Worker:
         retire = False
         try:
             running.link.settimeout(timeout_s + (_ASYNC_GRACE_S if items[0][0] in self.async_terms else 0.0))
-            send_frame(running.link, pickle.dumps(items))
+            send_bytes(running.link, pickle.dumps(items))
             while len(answered) < len(items) and not (broken or retire):
-                reply = json.loads(read_frame(running.link, _MAX_REPLY_BYTES))
+                reply = json.loads(receive_bytes(running.link, _MAX_REPLY_BYTES))
                 if reply.get("died") == "SIGPROF" and items[len(answered)][0] in self._cpu_limited_terms:
                     answered[len(answered)] = 0.0  # items are graded in order
                     self.num_cpu_limited += 1

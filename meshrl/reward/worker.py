@@ -9,8 +9,8 @@ math_answer evaluates what a model wrote, so its work is unbounded. A grading of
 load of the machine doesn't change, and the kernel enforces it with SIGPROF, which also ends a hang in C. The grader
 dies instead of raising an exception: one inside of SymPy leaves caches behind that change later results.
 
-Frames are a length (4 bytes, big-endian) and a body: pickle towards the worker, which trusts its parent, and JSON
-back, so that no answer can run code in the parent.
+Frames are bytes (process/frames.py): pickle towards the worker, which trusts its parent, and JSON back, so that no
+answer can run code in the parent.
 
     parent -> worker   dict(terms={term: (kind, args)}, functions={term: pickled function}, timeout_s,
                        max_memory_bytes), then lists of (term, payload)
@@ -29,12 +29,12 @@ import pickle
 import resource
 import signal
 import socket
-import struct
 import sys
 import traceback
 from typing import Any
 
 from meshrl.core.errors import ConfigError
+from meshrl.process.frames import receive_bytes, send_bytes
 from meshrl.reward.kinds import Grader, make_grader
 from meshrl.reward.math_answer import math_answer
 
@@ -42,31 +42,7 @@ MATH_CPU_S = 1.0
 """CPU seconds of one grading by math_answer; nearly all take less than a tenth."""
 
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h
-_LENGTH = struct.Struct("!I")
 _MAX_MESSAGE_CHARS = 400
-
-
-def send_frame(link: socket.socket, body: bytes) -> None:
-    """Send one length-prefixed frame."""
-    link.sendall(_LENGTH.pack(len(body)) + body)
-
-
-def read_frame(link: socket.socket, max_bytes: int = (1 << 32) - 1) -> bytes:
-    """Read one frame. Raises: EOFError when the other end is closed or the frame is longer than max_bytes."""
-    (length,) = _LENGTH.unpack(_read_exactly(link, _LENGTH.size))
-    if length > max_bytes:
-        raise EOFError(f"a frame of {length} bytes, allowed are {max_bytes}")
-    return _read_exactly(link, length)
-
-
-def _read_exactly(link: socket.socket, count: int) -> bytes:
-    parts = bytearray()
-    while len(parts) < count:
-        part = link.recv(min(count - len(parts), 1 << 20))
-        if not part:
-            raise EOFError("the other end is closed")
-        parts += part
-    return bytes(parts)
 
 
 def main(fd: int) -> None:
@@ -103,7 +79,7 @@ def _report_death(link: socket.socket, grader: int) -> None:
     killed = os.WIFSIGNALED(status)
     how = signal.Signals(os.WTERMSIG(status)).name if killed else f"exit status {os.WEXITSTATUS(status)}"
     _kill_descendants()
-    send_frame(link, json.dumps({"died": how}).encode())
+    send_bytes(link, json.dumps({"died": how}).encode())
     os._exit(0)
 
 
@@ -122,7 +98,7 @@ def _linux_prctl(option: int, value: int) -> None:
 
 def serve(link: socket.socket) -> None:
     """Read the setup, say ready, grade batches until the parent closes the socket."""
-    setup = pickle.loads(read_frame(link))
+    setup = pickle.loads(receive_bytes(link))
     _limit(resource.RLIMIT_CORE, 0)
     _limit(resource.RLIMIT_AS, setup["max_memory_bytes"])
     sys.path.append(os.getcwd())
@@ -140,7 +116,7 @@ def serve(link: socket.socket) -> None:
     loop = None
     while True:
         try:
-            batch = pickle.loads(read_frame(link))
+            batch = pickle.loads(receive_bytes(link))
         except EOFError:
             return
         if not graders[batch[0][0]].is_async:
@@ -238,7 +214,7 @@ def _limit(what: int, value: int) -> None:
 
 
 def _send(link: socket.socket, **reply: Any) -> None:
-    send_frame(link, json.dumps(reply).encode())
+    send_bytes(link, json.dumps(reply).encode())
 
 
 if __name__ == "__main__":

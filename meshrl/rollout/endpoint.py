@@ -20,9 +20,9 @@ import torch
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
 from meshrl.core.errors import CapabilityError, EngineFailure
-from meshrl.core.owned import OwnedFolder
 from meshrl.core.types import Media, Request, StopReason, Times, Turn
 from meshrl.model.limits import limits_of
+from meshrl.process.leases import LeasedFolder
 from meshrl.rollout.accept import Bounds, bounds_of
 from meshrl.rollout.base import Capabilities, EngineStats, PauseMode
 from meshrl.rollout.folder_weights import FolderWeights
@@ -111,7 +111,7 @@ class EndpointEngine:
         self._stop_strings = stop_strings or StopStrings()
         self._places, self._max_running = asyncio.Semaphore(max_running), max_running
         self._takes_folders = takes_folders
-        self._own_folder = OwnedFolder() if versions is None else None
+        self._own_folder = LeasedFolder() if versions is None else None
         home = versions or (self._own_folder.path if self._own_folder else Path())
         writer = FolderWeights(model_folder, home, self._reload, engine_id)
         self._weights = remote_weights(writer.call, engine_id, keep_weights, adapter_scale)

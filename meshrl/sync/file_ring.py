@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from meshrl.core.errors import SyncError
-from meshrl.core.owned import OwnedFolder, sweep
+from meshrl.process.leases import LeasedFolder, sweep
 from meshrl.sync.receive import Bucket
 from meshrl.sync.transport import BucketRef, ref_of
 
@@ -27,7 +27,7 @@ class FileRing:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             sweep(folder)  # of senders of this machine that were killed
-            self._owned = OwnedFolder(folder)
+            self._owned = LeasedFolder(folder)
             self._owned.path.chmod(0o755)  # receivers may run as another user
         except OSError as error:
             raise SyncError(f"rollout.sync_folder can't be written to: {error}; name one that all ranks see") from error

@@ -18,7 +18,7 @@ import struct
 import torch
 
 from meshrl.core.errors import SyncError
-from meshrl.core.listen import listen, stop_listening
+from meshrl.process.connect import listen, stop_listening
 from meshrl.sync.receive import Bucket
 from meshrl.sync.transport import BucketRef, SharedRing
 

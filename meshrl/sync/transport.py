@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from meshrl.core.errors import SyncError
-from meshrl.core.owned import hold, new_name
+from meshrl.process.leases import new_name, take_lease
 from meshrl.sync.manifest import Ack, Layout, SyncHeader
 from meshrl.sync.receive import Bucket, Place
 
@@ -185,7 +185,7 @@ def _new_segment() -> tuple[str, int]:
     while True:
         name = new_name()
         fd = _posixshmem.shm_open(_path(name), os.O_RDWR | os.O_CREAT | os.O_EXCL, mode=0o600)
-        if hold(fd):
+        if take_lease(fd):
             return name, fd
         os.close(fd)
 

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from meshrl.cluster import forked_process
-from meshrl.core import owned
+from meshrl.process import leases
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def planted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     monkeypatch.setattr(tempfile, "tempdir", None)
     hook = Path(__file__).parent / "hook"
     monkeypatch.syspath_prepend(str(hook))
-    monkeypatch.setattr(owned, "secrets", runpy.run_path(str(hook / "sitecustomize.py"))["Marked"](mark))
+    monkeypatch.setattr(leases, "secrets", runpy.run_path(str(hook / "sitecustomize.py"))["Marked"](mark))
 
     faults: list[dict[str, Any]] = []
 

@@ -178,11 +178,11 @@ RUN_FAULTS = [
         ("tests/unit/cluster/test_remote_executor.py::test_a_rank_has_its_place_and_the_environment_it_needs",),
     ),
     Fault(
-        "whoever connects is believed to be a rank",
-        "meshrl/cluster/dial.py",
-        'if not hmac.compare_digest(answer, _prove(self._token, b"rank", nonce + theirs)):',
+        "every process that connects is taken for a rank",
+        "meshrl/process/connect.py",
+        'if not hmac.compare_digest(proof, _prove(self._token, b"rank", nonce + theirs)):',
         "if False:",
-        ("tests/unit/cluster/test_dial.py::test_a_strangers_pickle_is_not_read",),
+        ("tests/unit/process/test_connect.py::test_a_strangers_pickle_is_not_read",),
     ),
     Fault(
         "one process that torchrun started waits for others",

@@ -9,7 +9,7 @@ from source_tree import ROOT, imports, name_of, python_files
 
 LEVELS = {
     "core": 0,
-    "config": 1,
+    **dict.fromkeys(("config", "process"), 1),
     "monitor": 2,
     **dict.fromkeys(("algo", "reward", "data", "parallel"), 3),
     **dict.fromkeys(("model", "sync"), 4),
@@ -56,7 +56,7 @@ HOMES: dict[str, set[str]] = {  # library -> packages or files of meshrl that ma
     "rich": {"tools", "monitor"},
     "textual": {"tools"},
     "matplotlib": {"tools", "monitor"},
-    "psutil": {"monitor", "cluster/host.py"},
+    "psutil": {"monitor", "process", "cluster/host.py"},
     "ray": {"cluster/ray.py"},
     "httpx2": {"rollout/http.py"},
     "vllm": {"rollout/vllm/lent.py", "rollout/vllm/twins.py", "rollout/vllm/worker.py"},
@@ -66,7 +66,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {  # (file, what it imports) -> why it 
 }
 
 TORCH_FREE = ["meshrl.cli", "meshrl.__main__", "meshrl.core.types", "meshrl.core.errors"]
-TORCH_FREE_PACKAGES = ["config", "reward"]
+TORCH_FREE_PACKAGES = ["config", "process", "reward"]
 
 
 def _inside(path: Path) -> str:

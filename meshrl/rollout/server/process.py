@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from meshrl.core.errors import EngineFailure
-from meshrl.core.owned import OwnedFolder
 from meshrl.monitor.processes import kill_descendants
+from meshrl.process.leases import LeasedFolder
 
 _POLL_S = 0.1
 _SHOWN_CHARACTERS = 3000  # of what a dead server wrote last
@@ -31,7 +31,7 @@ class ServerProcess:
     def __init__(self, name: str, command: Callable[[Path], Sequence[str]], environment: Mapping[str, str]):
         """command: made from the private folder. environment: on top of this process's own."""
         self.name = name
-        self._home = OwnedFolder()
+        self._home = LeasedFolder()
         self.folder = self._home.path  # short: a Unix socket's path has 107 characters at most
         self._log = (self.folder / "log.txt").open("w+b")
         self._guard = subprocess.Popen(

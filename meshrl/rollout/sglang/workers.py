@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from meshrl.core.errors import EngineFailure
-from meshrl.core.owned import OwnedFolder
+from meshrl.process.leases import LeasedFolder
 
 LOADER = "meshrl.rollout.sglang.loader.load"
 
@@ -28,7 +28,7 @@ class Workers:
 
     def __init__(self, post: Post, tp_size: int):
         self._post, self._tp_size = post, tp_size
-        self._home = OwnedFolder()
+        self._home = LeasedFolder()
         self._num_calls = 0
         self.finishing: dict[str, Any] = {}
 

@@ -87,7 +87,7 @@ class Planter(importlib.abc.MetaPathFinder, importlib.abc.Loader):
                 setattr(module.RankWorker, fault["method"], changed(module.RankWorker, fault))
             else:
                 module.RankWorker.__init__ = never_made(module.RankWorker.__init__, fault)
-        sys.modules["meshrl.core.owned"].secrets = Marked(os.environ["MESHRL_TEST_RUN"])
+        sys.modules["meshrl.process.leases"].secrets = Marked(os.environ["MESHRL_TEST_RUN"])
 
 
 class Marked:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from meshrl.config.cluster import ClusterConfig
-from meshrl.core.owned import OwnedFolder, new_name
 from meshrl.loops import run
+from meshrl.process.leases import LeasedFolder, new_name
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only there is anything swept")
@@ -22,7 +22,7 @@ def test_a_run_removes_what_dead_ones_have_left(follows: bool, tmp_path: Path, m
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(run, "is_follower", lambda: follows)
     monkeypatch.setattr(run, "follow", lambda: 0)
-    left, living = tmp_path / new_name(), OwnedFolder()
+    left, living = tmp_path / new_name(), LeasedFolder()
     left.mkdir()
     with contextlib.suppress(SystemExit) if follows else contextlib.nullcontext():
         assert run._run(ClusterConfig(), lambda stop: asyncio.sleep(0, "done")) == "done"

@@ -222,8 +222,10 @@ def test_a_reward_that_can_not_work_is_refused_at_the_start():
     asyncio.run(sandbox.close())
 
 
-def test_a_worker_that_does_not_come_up_says_what_it_printed():
-    sandbox = Sandbox(TERMS, **LIMITS | {"max_memory_bytes": 1 << 20})
+def test_a_worker_that_does_not_come_up_says_what_it_printed(tmp_path, monkeypatch):
+    (tmp_path / "large_module.py").write_text("table = bytearray(1 << 30)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    sandbox = Sandbox({"large": ("large_module:grade", {})}, **LIMITS)
     with pytest.raises(RewardError, match=r"(?s)did not start: exit status 1.*MemoryError.*max_memory_bytes"):
         asyncio.run(sandbox.start())
     asyncio.run(sandbox.close())

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from meshrl.core.errors import EngineFailure
-from meshrl.core.owned import sweep
+from meshrl.process.leases import sweep
 from meshrl.rollout.server.process import ServerProcess
 
 PARENT_OF_CHILD = """

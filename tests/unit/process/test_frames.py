@@ -1,4 +1,4 @@
-"""The channel between controller and ranks: any Python object, arrays by shared memory or, over TCP, in the stream."""
+"""Messages over a socket: any Python object, arrays by shared memory or, over TCP, in the stream; plain bytes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy as np
 import psutil
 import pytest
 
-from meshrl.cluster import channel
 from meshrl.core.types import Request
+from meshrl.process import frames
 
 BIG = 1 << 17  # bytes: travels beside the pickle
 
@@ -32,9 +32,9 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[socket.socket, socket
 
 def _over(pair: tuple[socket.socket, socket.socket], *objects: Any) -> list[Any]:
     """Send from another thread, as a socket holds less than a frame."""
-    sender = threading.Thread(target=lambda: [channel.send(pair[0], obj) for obj in objects])
+    sender = threading.Thread(target=lambda: [frames.send(pair[0], obj) for obj in objects])
     sender.start()
-    got = [channel.receive(pair[1]) for _ in objects]
+    got = [frames.receive(pair[1]) for _ in objects]
     sender.join(10)
     assert not sender.is_alive()
     return got
@@ -84,8 +84,8 @@ def test_read_only_arrays_and_several_of_them_keep_their_order(pair):
 
 
 def test_many_frames_stay_apart(pair):
-    frames = [{"i": i, "x": np.full(i * 1000, i, np.float32)} for i in range(100)]
-    for sent, got in zip(frames, _over(pair, *frames), strict=True):
+    sent_objects = [{"i": i, "x": np.full(i * 1000, i, np.float32)} for i in range(100)]
+    for sent, got in zip(sent_objects, _over(pair, *sent_objects), strict=True):
         assert got["i"] == sent["i"] and np.array_equal(got["x"], sent["x"])
 
 
@@ -101,11 +101,11 @@ def test_no_descriptor_and_no_name_is_left_behind(pair):
 
 def test_the_other_sides_end_is_told_from_a_broken_frame(pair):
     a, b = pair
-    channel.send(a, "last words")
+    frames.send(a, "last words")
     a.close()
-    assert channel.receive(b) == "last words"
+    assert frames.receive(b) == "last words"
     with pytest.raises(EOFError, match=r"closed the channel$"):
-        channel.receive(b)
+        frames.receive(b)
 
 
 @pytest.mark.parametrize("cut", [5, 16, 40])
@@ -113,9 +113,19 @@ def test_an_end_in_the_middle_of_a_frame_is_an_end(pair, cut):
     a, b = pair
     c, d = socket.socketpair()
     with c, d:
-        channel.send(c, list(range(100)))
+        frames.send(c, list(range(100)))
         whole = d.recv(1 << 16)
     a.sendall(whole[:cut])
     a.close()
     with pytest.raises(EOFError, match="in the middle of a frame"):
-        channel.receive(b)
+        frames.receive(b)
+
+
+def test_bytes_come_back_equal_and_frames_that_are_too_long_are_refused(pair):
+    a, b = pair
+    for body in (b"", b"text", bytes(range(256)) * 10):
+        frames.send_bytes(a, body)
+        assert frames.receive_bytes(b, 2560) == body
+    frames.send_bytes(a, bytes(2561))
+    with pytest.raises(EOFError, match="a frame of 2561 bytes, allowed are 2560"):
+        frames.receive_bytes(b, 2560)

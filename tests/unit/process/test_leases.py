@@ -13,16 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.core import owned
-from meshrl.core.owned import OwnedFolder, new_name, sweep
+from meshrl.process import leases
+from meshrl.process.leases import LeasedFolder, new_name, sweep
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only there does the kernel say which boot it is")
 
 OWNER = """
 import sys
-from meshrl.core.owned import OwnedFolder
+from meshrl.process.leases import LeasedFolder
 from meshrl.sync.transport import SharedRing
-ring, folder = SharedRing(2, 1000), OwnedFolder()
+ring, folder = SharedRing(2, 1000), LeasedFolder()
 (folder.path / "deep").mkdir()
 (folder.path / "deep" / "file").write_text("x")
 print(ring.name, folder.path, flush=True)
@@ -70,7 +70,7 @@ def test_what_a_killed_run_has_left_goes_and_what_a_living_one_has_stays():
 
 
 def test_a_folder_goes_with_its_owner():
-    folder, dropped = OwnedFolder(), OwnedFolder()
+    folder, dropped = LeasedFolder(), LeasedFolder()
     paths = folder.path, dropped.path
     assert all(path.is_dir() and path.stat().st_mode & 0o777 == 0o700 for path in paths) and not sweep_of(*paths)
     folder.close()
@@ -84,7 +84,7 @@ def test_a_sweep_between_the_making_and_the_locking_only_costs_another_name(kind
     """The one moment in which something of a living process is held by nobody."""
     from meshrl.sync.transport import SharedRing
 
-    real, taken = owned.fcntl.flock, []
+    real, taken = leases.fcntl.flock, []
 
     def flock(fd: int, how: int) -> None:
         if not taken:
@@ -93,9 +93,9 @@ def test_a_sweep_between_the_making_and_the_locking_only_costs_another_name(kind
             assert sweep_of(path) == {path}
         real(fd, how)
 
-    monkeypatch.setattr(owned.fcntl, "flock", flock)
+    monkeypatch.setattr(leases.fcntl, "flock", flock)
     if kind == "folder":
-        made = OwnedFolder()
+        made = LeasedFolder()
         path = made.path
     else:
         made = SharedRing(1, 64)

@@ -1,4 +1,4 @@
-"""Who may connect to the controller: nobody's pickle is read before the token is proven, on either side."""
+"""Which processes may connect to the controller: no pickle is read before the token is proven, on either side."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.cluster import channel
-from meshrl.cluster.dial import Hello, Listener, dial
+from meshrl.process import frames
+from meshrl.process.connect import Listener, connect
 
 TOKEN = secrets.token_bytes(32)
 Arrived = queue.SimpleQueue
@@ -30,8 +30,8 @@ def listening() -> Iterator[tuple[Listener, Arrived]]:
     listener.close()
 
 
-def _hello(ip: str) -> Hello:
-    return Hello(rank=3, kind="channel", ip=ip)
+def _hello(ip: str) -> tuple[int, str]:
+    return 3, ip
 
 
 class Touch:
@@ -46,41 +46,41 @@ class Touch:
 
 def test_both_sides_know_the_token_and_can_talk(listening):
     listener, arrived = listening
-    ours = dial(listener.address, TOKEN, _hello)
+    ours = connect(listener.address, TOKEN, _hello)
     theirs, hello = arrived.get(timeout=20)
-    assert (hello.rank, hello.kind, hello.ip) == (3, "channel", "127.0.0.1")
+    assert hello == (3, "127.0.0.1")
     for sender, receiver in ((ours, theirs), (theirs, ours)):
-        channel.send(sender, ["x"])
-        assert channel.receive(receiver) == ["x"]
+        frames.send(sender, ["x"])
+        assert frames.receive(receiver) == ["x"]
     ours.close()
     with pytest.raises(EOFError):
-        channel.receive(theirs)
+        frames.receive(theirs)
     theirs.close()
 
 
 def test_another_token_is_refused(listening):
     listener, arrived = listening
     with pytest.raises((ConnectionError, OSError)):
-        dial(listener.address, secrets.token_bytes(32), _hello)
+        connect(listener.address, secrets.token_bytes(32), _hello)
     assert arrived.empty()
 
 
 def test_a_strangers_pickle_is_not_read(listening, tmp_path):
-    """Nor does one that talks nonsense keep others from connecting."""
+    """And a process that sends anything else does not keep others from connecting."""
     listener, arrived = listening
     with socket.create_connection(listener.address) as stranger:
         stranger.recv(32)
         body = pickle.dumps(Touch(tmp_path / "touched"))
         stranger.sendall(bytes(64) + len(body).to_bytes(8, "little") + bytes(8) + body)
         with contextlib.suppress(ConnectionResetError):  # or the end, by what of it was read
-            assert stranger.recv(1) == b"", "it is hung up on"
-    dial(listener.address, TOKEN, _hello).close()
+            assert stranger.recv(1) == b"", "the connection is closed"
+    connect(listener.address, TOKEN, _hello).close()
     arrived.get(timeout=20)[0].close()
     assert not (tmp_path / "touched").exists()
 
 
-def test_a_controller_that_does_not_know_the_token_is_told_nothing():
-    """It could send back what it got: each side's proof names the side."""
+def test_a_controller_that_does_not_know_the_token_gets_no_message():
+    """It could return the proof that it received, so each side's proof names the side."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def reflect() -> None:
@@ -95,5 +95,5 @@ def test_a_controller_that_does_not_know_the_token_is_told_nothing():
         thread = threading.Thread(target=reflect)
         thread.start()
         with pytest.raises(ConnectionError, match="is not the controller of this run"):
-            dial(server.getsockname(), TOKEN, _hello)
+            connect(server.getsockname(), TOKEN, _hello)
         thread.join()

@@ -1,0 +1,120 @@
+"""TCP connections between the processes of a run on several machines: authentication, and detection of lost machines.
+
+Both sides prove that they know the run's token before either reads a pickle from the other (a pickle runs code). The
+token itself never crosses the connection. A machine that is switched off sends no end of the stream: the kernel's
+keepalive ends the connection after about LOST_AFTER_S of silence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import secrets
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from meshrl.process import frames
+
+LOST_AFTER_S = 14
+_HANDSHAKE_S = 20.0
+_NONCE_BYTES = 32
+_PROOF_BYTES = hashlib.sha256().digest_size
+
+
+def listen(serve: Callable[[socket.socket], None]) -> socket.socket:
+    """Listen on any free port of all interfaces, IPv4 and IPv6: a machine may know itself by another address than
+    others do. `serve` gets each connection in a thread of its own, and closes it. `stop_listening` ends it."""
+    if socket.has_dualstack_ipv6():
+        listening = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    else:
+        listening = socket.create_server(("", 0))
+    threading.Thread(target=_accept, args=(listening, serve), daemon=True).start()
+    return listening
+
+
+def stop_listening(listening: socket.socket) -> None:
+    """Accept no more connections; existing ones stay open."""
+    with contextlib.suppress(OSError):  # macOS refuses it for a listening socket, but there close is enough
+        listening.shutdown(socket.SHUT_RDWR)  # close alone does not end an accept that another thread is in
+    listening.close()
+
+
+class Listener:
+    """The controller's end. Calls `connected(socket, hello)`, in a thread, for each connection that knows the token."""
+
+    def __init__(self, host: str, token: bytes, connected: Callable[[socket.socket, Any], None]):
+        """host: the address under which other machines reach this one."""
+        self._token, self._connected = token, connected
+        self._socket = listen(self._authenticate)
+        self.address: tuple[str, int] = (host, self._socket.getsockname()[1])
+
+    def _authenticate(self, sock: socket.socket) -> None:
+        try:
+            sock.settimeout(_HANDSHAKE_S)
+            nonce = secrets.token_bytes(_NONCE_BYTES)
+            sock.sendall(nonce)
+            theirs, proof = _receive(sock, _NONCE_BYTES), _receive(sock, _PROOF_BYTES)
+            if not hmac.compare_digest(proof, _prove(self._token, b"rank", nonce + theirs)):
+                raise ConnectionError("it does not know the token")
+            sock.sendall(_prove(self._token, b"controller", nonce + theirs))
+            hello = frames.receive(sock)
+        except (OSError, EOFError):  # a process outside the run, or one that has ended meanwhile
+            sock.close()
+            return
+        _detect_loss(sock)
+        self._connected(sock, hello)
+
+    def close(self) -> None:
+        """Accept no more connections."""
+        stop_listening(self._socket)
+
+
+def connect(address: tuple[str, int], token: bytes, hello: Callable[[str], Any]) -> socket.socket:
+    """Connect to the controller. `hello` returns the first message, given this machine's address on the way there.
+
+    Raises: ConnectionError when no process listens there, or another than the run's controller.
+    """
+    sock = socket.create_connection(address, timeout=_HANDSHAKE_S)
+    nonce, ours = _receive(sock, _NONCE_BYTES), secrets.token_bytes(_NONCE_BYTES)
+    sock.sendall(ours + _prove(token, b"rank", nonce + ours))
+    if not hmac.compare_digest(_receive(sock, _PROOF_BYTES), _prove(token, b"controller", nonce + ours)):
+        raise ConnectionError(f"what listens at {address[0]}:{address[1]} is not the controller of this run")
+    frames.send(sock, hello(sock.getsockname()[0]))
+    _detect_loss(sock)
+    return sock
+
+
+def _accept(listening: socket.socket, serve: Callable[[socket.socket], None]) -> None:
+    while True:
+        try:
+            sock, _ = listening.accept()
+        except OSError:
+            return  # closed
+        threading.Thread(target=serve, args=(sock,), daemon=True).start()
+
+
+def _prove(token: bytes, side: bytes, nonces: bytes) -> bytes:
+    return hmac.digest(token, side + nonces, hashlib.sha256)
+
+
+def _receive(sock: socket.socket, size: int) -> bytes:
+    try:
+        return bytes(frames.receive_exactly(sock, size))
+    except EOFError:
+        raise ConnectionError(
+            "the other side closed the connection during the handshake: it has another token, or has ended"
+        ) from None
+
+
+def _detect_loss(sock: socket.socket) -> None:
+    """Block without limit, but fail when the other machine has been silent for LOST_AFTER_S."""
+    sock.settimeout(None)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # commands are small, and a caller waits for each
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    idle = "TCP_KEEPIDLE" if hasattr(socket, "TCP_KEEPIDLE") else "TCP_KEEPALIVE"  # macOS
+    for name, value in ((idle, 5), ("TCP_KEEPINTVL", 3), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 1000 * LOST_AFTER_S)):
+        if hasattr(socket, name):  # the last exists on Linux; it does the same for bytes under way
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -1,0 +1,97 @@
+"""Messages between two processes over a socket: Python objects with large arrays, or plain bytes.
+
+An object's frame is a header, the arrays' sizes and a pickle, then the arrays. Over a Unix socket the arrays travel in
+an unlinked file in memory, whose descriptor is sent with the header: no name exists that could be left behind, and the
+memory is freed when both sides have closed it. Over TCP the arrays follow in the stream, without a copy on either side.
+A frame of bytes is its length (4 bytes, big-endian) and the bytes.
+
+Reading a pickle runs its code. So read objects only from a process that is trusted: a child that was started here, its
+parent, or a connection made by `connect.py`.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pickle
+import socket
+import struct
+import tempfile
+from typing import Any
+
+_HEADER = struct.Struct("<QQ")  # bytes that follow, number of arrays outside the pickle
+_LENGTH = struct.Struct("!I")
+_LARGE_BYTES = 1 << 16  # arrays of at least this size travel outside the pickle
+_MEMORY_FOLDER = "/dev/shm" if os.path.isdir("/dev/shm") and os.access("/dev/shm", os.W_OK) else None
+
+
+def send(sock: socket.socket, obj: Any) -> None:
+    """Write one object; blocks until the other side has read enough of it."""
+    buffers: list[memoryview] = []
+
+    def stays_inside(buffer: pickle.PickleBuffer) -> bool:
+        view = buffer.raw()
+        if view.nbytes >= _LARGE_BYTES:
+            buffers.append(view)
+        return view.nbytes < _LARGE_BYTES
+
+    data = pickle.dumps(obj, protocol=5, buffer_callback=stays_inside)
+    sizes = [b.nbytes for b in buffers]
+    body = struct.pack(f"<{len(sizes)}Q", *sizes) + data
+    header = _HEADER.pack(len(body), len(sizes))
+    if not sizes or sock.family != socket.AF_UNIX:
+        sock.sendall(header + body)
+        for view in buffers:
+            sock.sendall(view)
+        return
+    with tempfile.TemporaryFile(dir=_MEMORY_FOLDER) as file:
+        file.truncate(sum(sizes))
+        with mmap.mmap(file.fileno(), sum(sizes)) as memory:
+            for view in buffers:
+                memory.write(view)
+        socket.send_fds(sock, [header], [file.fileno()])
+        sock.sendall(body)
+
+
+def receive(sock: socket.socket) -> Any:
+    """Read one object; its large arrays are writable copies of this process. Raises: EOFError at the end."""
+    head, fds, _, _ = socket.recv_fds(sock, _HEADER.size, 1)
+    if not head:
+        raise EOFError("the other side closed the channel")
+    size, count = _HEADER.unpack(head + receive_exactly(sock, _HEADER.size - len(head)))
+    body = memoryview(receive_exactly(sock, size))
+    sizes = struct.unpack_from(f"<{count}Q", body)
+    if not fds:
+        return pickle.loads(body[8 * count :], buffers=[receive_exactly(sock, n) for n in sizes])
+    with open(fds[0], "rb") as file, mmap.mmap(file.fileno(), sum(sizes), access=mmap.ACCESS_READ) as memory:
+        return pickle.loads(body[8 * count :], buffers=[bytearray(memory.read(n)) for n in sizes])
+
+
+def send_bytes(sock: socket.socket, body: bytes) -> None:
+    """Write one frame of bytes."""
+    sock.sendall(_LENGTH.pack(len(body)) + body)
+
+
+def receive_bytes(sock: socket.socket, max_bytes: int = (1 << 32) - 1) -> bytes:
+    """Read one frame of bytes. Raises: EOFError at the end, or when the frame is longer than max_bytes."""
+    (length,) = _LENGTH.unpack(receive_exactly(sock, _LENGTH.size))
+    if length > max_bytes:
+        raise EOFError(f"a frame of {length} bytes, allowed are {max_bytes}")
+    return bytes(receive_exactly(sock, length))
+
+
+def receive_exactly(sock: socket.socket, size: int) -> bytearray:
+    """Read so many bytes. Raises: EOFError when the stream ends before."""
+    data = bytearray(size)
+    receive_into(sock, data)
+    return data
+
+
+def receive_into(sock: socket.socket, buffer: bytearray | memoryview) -> None:
+    """Fill the buffer from the stream. Raises: EOFError when the stream ends before."""
+    view, received = memoryview(buffer), 0
+    while received < len(view):
+        count = sock.recv_into(view[received:])
+        if count == 0:
+            raise EOFError("the other side closed the channel in the middle of a frame")
+        received += count
