@@ -58,17 +58,6 @@ def shard_start(p: torch.Tensor) -> int:
     return start
 
 
-def is_first_replica(p: torch.Tensor) -> bool:
-    """Whether this rank's shard counts when shards of all ranks are summed: replicas would count twice."""
-    if not isinstance(p, DTensor):
-        return True
-    return all(
-        p.device_mesh.get_local_rank(axis) == 0
-        for axis, placement in enumerate(p.placements)
-        if placement.is_replicate()
-    )
-
-
 def whole(p: torch.Tensor) -> torch.Tensor:
     """The full tensor on every rank (a collective, when it is sharded)."""
     return p.full_tensor() if isinstance(p, DTensor) else p

@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from meshrl.core.errors import CheckpointError
 from meshrl.model.load import persistent_buffers
 from meshrl.model.lora import adapters_of, is_adapter, named_weights, trained_weights
-from meshrl.parallel.fsdp import is_first_replica, local_shard, shard_start
+from meshrl.parallel.boxes import is_first_replica
+from meshrl.parallel.fsdp import local_shard, shard_start
 from meshrl.sync.digest import partial_digest
 from meshrl.train.checkpoint import SavedTensors
 

@@ -1,0 +1,148 @@
+"""Which boxes of a tensor this rank holds: the one place that knows how DTensor, FSDP2 and TP cut a tensor.
+
+A box is a range of indices in every dim of the full tensor. FSDP2 leaves one box, a fused tensor that TP splits leaves
+several: of 8 rows that hold gate (0 to 3) and up (4 to 7), rank 0 of 2 holds rows 0, 1, 4 and 5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor.placement_types import Shard, _StridedShard
+
+Ranges = list[tuple[int, int]]  # (first index, the one after the last), in the order in which they lie in the shard
+
+
+class LocalBox(NamedTuple):
+    """A box of the full tensor, and the view of this rank's shard that holds its values, outside of autograd."""
+
+    offsets: tuple[int, ...]
+    tensor: torch.Tensor
+
+
+def boxes(tensor: torch.Tensor) -> list[LocalBox]:
+    """What this rank holds of a tensor, as few boxes as possible, in the order of their offsets. A tensor that is not
+    sharded is one box; an empty shard is none.
+
+    Raises: ValueError when the placements are none that FSDP2, HSDP or TP leave, or disagree with the shard.
+    """
+    if not isinstance(tensor, DTensor):
+        return [LocalBox((0,) * tensor.dim(), tensor.detach())] if tensor.numel() else []
+    local = tensor.detach().to_local()
+    mesh = tensor.device_mesh
+    held = held_ranges(tuple(tensor.shape), tensor.placements, tuple(mesh.shape), _coordinate(mesh))
+    if tuple(sum(stop - start for start, stop in ranges) for ranges in held) != tuple(local.shape):
+        raise ValueError(
+            f"a tensor of shape {tuple(tensor.shape)}, placed as {tensor.placements} on {mesh}, "
+            f"has a shard of shape {tuple(local.shape)}, but its placements leave {held}"
+        )
+    found = []
+    for ranges in product(*[_with_starts(ranges) for ranges in held]):
+        view = local
+        for dim, (at, start, stop) in enumerate(ranges):
+            view = view.narrow(dim, at, stop - start)
+        found.append(LocalBox(tuple(start for _, start, _ in ranges), view))
+    return sorted(found, key=lambda box: box.offsets)
+
+
+def is_first_replica(tensor: torch.Tensor) -> bool:
+    """Whether this rank counts when the boxes of all ranks are put together: replicas would count twice."""
+    if not isinstance(tensor, DTensor):
+        return True
+    places = zip(_coordinate(tensor.device_mesh), tensor.placements, strict=True)
+    return all(rank == 0 for rank, placement in places if placement.is_replicate())
+
+
+def held_ranges(
+    shape: tuple[int, ...], placements: Sequence[Placement], sizes: Sequence[int], coordinate: Sequence[int]
+) -> list[Ranges]:
+    """For each dim, the indices that the rank at this coordinate of a mesh of these sizes holds.
+
+    Raises: ValueError, as boxes.
+    """
+    held: list[Ranges] = [[(0, size)] if size else [] for size in shape]
+    for axis in _order_of_cuts(placements, sizes):
+        placement, size, rank = placements[axis], sizes[axis], coordinate[axis]
+        assert isinstance(placement, Shard | _StridedShard)
+        dim = placement.dim
+        groups = [held[dim]]
+        if isinstance(placement, _StridedShard) and _shards_to_the_right(placements, sizes, axis) == 1:
+            groups = [_chunk(held[dim], placement.split_factor, i) for i in range(placement.split_factor)]
+        held[dim] = _joined([r for group in groups for r in _chunk(group, size, rank)])
+    return held
+
+
+def _coordinate(mesh: DeviceMesh) -> Sequence[int]:
+    """This rank's index along each axis."""
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError(f"rank {mesh.get_rank()} is not part of {mesh}, so it holds no boxes of a tensor there")
+    return coordinate
+
+
+def _order_of_cuts(placements: Sequence[Placement], sizes: Sequence[int]) -> list[int]:
+    """The sharded axes of the mesh in the order in which they cut: from left to right, but FSDP2 cuts what TP, which
+    stands to its right, has left. torch notes that as a _StridedShard with as many splits as TP has ranks."""
+    first, last = [], []
+    for axis, placement in enumerate(placements):
+        if placement.is_partial():
+            raise ValueError(f"a tensor placed as {placements} is not reduced yet; only shards and replicas have boxes")
+        if placement.is_replicate():
+            continue
+        right = _shards_to_the_right(placements, sizes, axis)
+        is_strided = isinstance(placement, _StridedShard)
+        if is_strided and right > 1 and placement.split_factor != right:
+            raise ValueError(
+                f"a tensor placed as {placements} on a mesh of {tuple(sizes)} is cut in an order that is not known"
+            )
+        (last if is_strided and right > 1 else first).append(axis)
+    return first + last[::-1]
+
+
+def _shards_to_the_right(placements: Sequence[Placement], sizes: Sequence[int], axis: int) -> int:
+    """Into how many shards the axes to the right of this one cut the same dim."""
+    dim = placements[axis].dim  # type: ignore[attr-defined]
+    return prod(sizes[other] for other in range(axis + 1, len(sizes)) if _cuts(placements[other], dim))
+
+
+def _cuts(placement: Placement, dim: int) -> bool:
+    return isinstance(placement, Shard | _StridedShard) and placement.dim == dim
+
+
+def _chunk(ranges: Ranges, count: int, index: int) -> Ranges:
+    """The index-th of so many chunks, as torch.chunk cuts: all but the last ones are equally long."""
+    total = sum(stop - start for start, stop in ranges)
+    low, found = -(-total // count) * index, []
+    high = low + -(-total // count)
+    for start, stop in ranges:
+        begin, end = max(start, start + low), min(stop, start + high)
+        if begin < end:
+            found.append((begin, end))
+        low, high = low - (stop - start), high - (stop - start)
+    return found
+
+
+def _joined(ranges: Ranges) -> Ranges:
+    """Adjacent ranges as one."""
+    found: Ranges = []
+    for start, stop in ranges:
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], stop)
+        else:
+            found.append((start, stop))
+    return found
+
+
+def _with_starts(ranges: Ranges) -> list[tuple[int, int, int]]:
+    """(index in the shard, first index, the one after the last)."""
+    found, at = [], 0
+    for start, stop in ranges:
+        found.append((at, start, stop))
+        at += stop - start
+    return found
