@@ -35,8 +35,10 @@ def add_adapters(lm: torch.nn.Module, cfg: LoraConfig, dtype: torch.dtype, path:
     from peft import inject_adapter_in_model
 
     on_meta = next(lm.parameters()).is_meta
-    config = _peft_config(cfg, _target_names(lm, cfg, path), str(path))
-    inject_adapter_in_model(config, lm, _ADAPTER, low_cpu_mem_usage=on_meta)
+    config = _peft_config(cfg, [f"lm.{name}" for name in _target_names(lm, cfg, path)], str(path))
+    # In a mixture's own class peft would turn every target called gate_proj, up_proj or down_proj into the experts.
+    container = torch.nn.ModuleDict({"lm": lm})
+    inject_adapter_in_model(config, container, _ADAPTER, low_cpu_mem_usage=on_meta)
     for name, p in named_weights(lm):
         p.requires_grad_(is_adapter(name))
         if is_adapter(name):
@@ -88,6 +90,11 @@ def adapter_names(name: str) -> tuple[str, str]:
     """What A and B of a weight are called. name: on the wire."""
     layer = name.removesuffix(".weight")
     return layer + _WIRE_A, layer + _WIRE_B
+
+
+def weight_name(name: str) -> str:
+    """The weight that an adapter's tensor belongs to. Both names: on the wire."""
+    return name.removesuffix(_WIRE_A).removesuffix(_WIRE_B) + ".weight"
 
 
 def trained_weights(lm: torch.nn.Module) -> dict[str, torch.nn.Parameter]:

@@ -1,0 +1,139 @@
+"""A model's tensors under the names that its family's safetensors files have on the hub, as views of the module's own.
+
+Transformers joins tensors of the files: the experts of a layer become `experts.gate_up_proj` [E, 2I, H]. Its rules can
+be reverted; here that is done once, on tensors without data, and each result that is a view of a module's tensor is
+written down as the box that it takes of it. What is joined by other means (interleaved, permuted) is no view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from meshrl.model.load import persistent_buffers, tied_names
+from meshrl.model.lora import is_adapter, named_weights, weight_name, wire_name
+
+
+class _View(NamedTuple):
+    """A hub tensor as a box of a module's tensor. dims: for each dim of the hub tensor that of the module's tensor, or
+    None for one of size 1 that stands for none."""
+
+    name: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    extent: tuple[int, ...]
+    dims: tuple[int | None, ...]
+
+
+class HubNames:
+    """tensors: hub name -> full shape, for each parameter (a tied one under its first name), each persistent buffer
+    and each LoRA adapter, in the module's order. computed: module name -> why Transformers' rules leave no views of
+    it; such a tensor keeps its module name.
+
+    lm may be on the meta device, sharded, or have adapters.
+    """
+
+    def __init__(self, lm: torch.nn.Module):
+        self.tensors: dict[str, tuple[int, ...]] = {}
+        self.computed: dict[str, str] = {}
+        aliases = {wire_name(alias): wire_name(name) for alias, name in tied_names(lm).items()}
+        shapes = {name: tuple(p.shape) for name, p in named_weights(lm)}
+        shapes |= {wire_name(name): tuple(b.shape) for name, b in persistent_buffers(lm).items()}
+        of_files = {name: shape for name, shape in shapes.items() if not is_adapter(name)}
+        self._views = self._reverted(lm, of_files | {alias: shapes[name] for alias, name in aliases.items()})
+        for name in filter(is_adapter, shapes):
+            self._views[name] = [_same(self._adapter(name), shapes[name])]
+        self.tensors = {view.name: view.shape for name in shapes for view in self._views[name]}
+
+    def of(self, name: str) -> tuple[str, ...]:
+        """The hub names of what the module calls `name` on the wire; of a tied alias, its own."""
+        return tuple(view.name for view in self._views[name])
+
+    def split(
+        self, name: str, offsets: tuple[int, ...], local: torch.Tensor
+    ) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor]]:
+        """Cut a box of the module's tensor into boxes of hub tensors: (hub name, offsets there, view of local)."""
+        ends = [at + size for at, size in zip(offsets, local.shape, strict=True)]
+        for view in self._views[name]:
+            starts = [max(at, first) for at, first in zip(offsets, view.offsets, strict=True)]
+            sizes = [
+                min(end, first + size) - start
+                for end, first, size, start in zip(ends, view.offsets, view.extent, starts, strict=True)
+            ]
+            if any(size <= 0 for size in sizes):
+                continue
+            part = local
+            for dim, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+                part = part.narrow(dim, start - offsets[dim], size)
+            shape = [1 if dim is None else sizes[dim] for dim in view.dims]
+            strides = [1 if dim is None else part.stride(dim) for dim in view.dims]
+            places = tuple(0 if dim is None else starts[dim] - view.offsets[dim] for dim in view.dims)
+            yield view.name, places, part.as_strided(shape, strides, part.storage_offset())
+
+    def _reverted(self, lm: Any, shapes: dict[str, tuple[int, ...]]) -> dict[str, list[_View]]:
+        """What Transformers' rules, reverted, make of each tensor; notes those that they compute."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        sources = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        by_storage = {_storage(tensor): name for name, tensor in sources.items()}
+        views: dict[str, list[_View]] = {name: [] for name in shapes}
+        with _KeepViews(), torch.no_grad():
+            results = revert_weight_conversion(lm, sources)
+        for hub_name, tensor in results.items():
+            source = by_storage.get(_storage(tensor))
+            view = None if source is None else _view(hub_name, tensor, shapes[source])
+            if source is not None and view is not None:
+                views[source].append(view)
+        for name, shape in shapes.items():
+            if sum(prod(view.extent) for view in views[name]) != prod(shape):
+                self.computed[name] = f"Transformers' rules for {type(lm).__name__} leave no views of {name}"
+                views[name] = [_same(name, shape)]
+        return views
+
+    def _adapter(self, name: str) -> str:
+        """The name of lora_A or lora_B after the hub's for the weight of its layer, where that is one whole tensor."""
+        weight = weight_name(name)
+        views = self._views[weight]
+        if len(views) == 1 and views[0].name.endswith(".weight"):
+            return views[0].name.removesuffix(".weight") + name.removeprefix(weight.removesuffix(".weight"))
+        return name
+
+
+class _KeepViews(TorchFunctionMode):
+    """A copy that only orders the memory anew would hide what it is a copy of."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if func in _COPIES else func(*args, **(kwargs or {}))
+
+
+_COPIES = (torch.Tensor.contiguous, torch.Tensor.clone, torch.clone)
+
+
+def _view(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> _View | None:
+    """A strided view of a contiguous tensor of this shape as a box of it; None when it is none."""
+    strides = torch.empty(shape, device="meta").stride()
+    dim_of = {stride: dim for dim, (size, stride) in enumerate(zip(shape, strides, strict=True)) if size > 1}
+    offsets, rest = [0] * len(shape), tensor.storage_offset()
+    for stride, dim in dim_of.items():
+        offsets[dim], rest = divmod(rest, stride)
+    extent, dims = [1] * len(shape), []
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        dim = dim_of.get(stride) if size > 1 else None
+        if size > 1 and (dim is None or offsets[dim] + size > shape[dim] or extent[dim] > 1):
+            return None
+        if dim is not None:
+            extent[dim] = size
+        dims.append(dim)
+    return _View(name, tuple(tensor.shape), tuple(offsets), tuple(extent), tuple(dims))
+
+
+def _same(name: str, shape: tuple[int, ...]) -> _View:
+    return _View(name, shape, (0,) * len(shape), shape, tuple(range(len(shape))))
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
