@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import psutil
 import pytest
+from living_processes import living_below
 from sglang_servers import KEY, launcher_in, serving
 from tiny_run import steps_of, train, write_run
 from transformers import AutoModelForCausalLM
@@ -15,10 +17,9 @@ SPLIT = ("cluster.num_train_ranks=2", "cluster.num_rollout_ranks=1")
 pytestmark = pytest.mark.timeout(400)
 
 
-def servers_of(folder: Path) -> list[str]:
-    """Command lines of the servers below this process that hold a model of this folder."""
-    lines = [" ".join(process.cmdline()) for process in psutil.Process().children(recursive=True)]
-    return [line for line in lines if "sglang.launch_server" in line and str(folder) in line]
+def servers_of(folder: Path) -> list[psutil.Process]:
+    """Servers below this process that hold a model of this folder."""
+    return living_below(rf"sglang\.launch_server.*{re.escape(str(folder))}")
 
 
 def test_a_run_samples_with_its_own_server_and_proves_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

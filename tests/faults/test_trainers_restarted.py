@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+from living_processes import living_below
 from run_contents import assert_equal_tensors, ledger, said, state, weights
 from tiny_run import steps_of, train, write_run
 
@@ -293,9 +294,7 @@ def test_ctrl_c_ends_within_ten_seconds_in_the_middle_of_a_long_update(saved, co
 
 
 def _living_ranks() -> list[int]:
-    children = psutil.Process().children(recursive=True)
-    living = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
-    return [child.pid for child in living if "meshrl.cluster.worker" in child.cmdline()]
+    return [process.pid for process in living_below(r"meshrl\.cluster\.worker")]
 
 
 def _phase(folder: Path) -> str:

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from living_processes import is_living, living_below
 from tiny_models import tiny_qwen2
 from tiny_samples import random_samples, weigh
 from tiny_specs import worker_spec
@@ -58,12 +59,7 @@ def _specs(count: int, *, train: bool = False, folder: Path = Path("unused")) ->
 
 
 def _workers() -> list[psutil.Process]:
-    """Rank processes below this one that still run."""
-    return [
-        p
-        for p in psutil.Process().children(recursive=True)
-        if p.status() != psutil.STATUS_ZOMBIE and "meshrl.cluster.worker" in p.cmdline()
-    ]
+    return living_below(r"meshrl\.cluster\.worker")
 
 
 def _with(specs: list[WorkerSpec], body: Callable[[ProcessExecutor], Awaitable[None]]) -> None:
@@ -410,7 +406,7 @@ def test_no_rank_outlives_a_controller_that_was_killed():
     controller.wait()
     controller.stdout.close()
     _, alive = psutil.wait_procs(ranks, timeout=10)
-    assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+    assert not [p for p in alive if is_living(p.pid)]
 
 
 def test_inline_holds_one_rank_and_says_so():

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from living_processes import is_living, living_below
 from tiny_models import tiny_qwen2
 from tiny_specs import worker_spec
 
@@ -76,10 +77,8 @@ class ByHand(RemoteExecutor):
 
 
 def _below() -> list[psutil.Process]:
-    """Hosts and ranks that still run."""
-    children = psutil.Process().children(recursive=True)
-    living = [p for p in children if p.status() != psutil.STATUS_ZOMBIE]
-    return [p for p in living if re.search(r"meshrl\.cluster\.(host|worker)", " ".join(p.cmdline()))]
+    """Hosts and ranks."""
+    return living_below(r"meshrl\.cluster\.(host|worker)")
 
 
 def _host() -> psutil.Process:
@@ -243,4 +242,4 @@ def test_hosts_and_ranks_end_when_the_controller_is_killed(model: str):
     controller.wait()
     controller.stdout.close()
     _, alive = psutil.wait_procs(processes, timeout=20)
-    assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+    assert not [p for p in alive if is_living(p.pid)]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from living_processes import is_living
 
 from meshrl.core.errors import ConfigError, Failure, RewardError
 from meshrl.reward.sandbox import Sandbox
@@ -67,7 +68,7 @@ def wait_until_dead(pids, seconds=30):
     end = time.monotonic() + seconds
     alive = list(pids)
     while alive and time.monotonic() < end:
-        alive = [p for p in alive if psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE]
+        alive = [pid for pid in alive if is_living(pid)]
         time.sleep(0.02)
     return alive
 
@@ -270,7 +271,7 @@ asyncio.run(run())
 @pytest.mark.parametrize("deed", ["hang_in_c", "hang_in_a_session"])
 def test_workers_die_with_a_killed_parent(deed, tmp_path):
     """P31: even one that hangs in C, where nothing but SIGKILL reaches it, or that left its group and its parent."""
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     pid_file = tmp_path / "pids"
     parent = subprocess.Popen([sys.executable, "-c", PARENT, deed, str(pid_file)], stdout=subprocess.PIPE, env=env)
     assert parent.stdout.readline() == b"ready\n"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from living_processes import is_living
 
 from meshrl.core.errors import EngineFailure
 from meshrl.process.leases import sweep
@@ -36,7 +37,7 @@ def printed(server: ServerProcess) -> str:
 def gone(pid: int, within_s: float = 20.0) -> bool:
     until = time.monotonic() + within_s
     while time.monotonic() < until:
-        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+        if not is_living(pid):
             return True
         time.sleep(0.05)
     return False
