@@ -4,12 +4,12 @@ Nothing is rendered here."""
 from __future__ import annotations
 
 from collections.abc import Iterable
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from meshrl.core.errors import DataError
 from meshrl.core.files import Unreadable, read_text
+from meshrl.core.lookup import similar_names
 
 
 def is_template_text(given: str) -> bool:
@@ -66,7 +66,7 @@ def require_read(variables: Iterable[str], reads: set[str]) -> None:
     """Raises: DataError for a variable of chat_template_kwargs that would have no effect."""
     for name in variables:
         if name not in reads:
-            near = get_close_matches(name, reads, n=1)
+            near = similar_names(name, reads, 1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             raise DataError(
                 f"chat_template_kwargs.{name} would have no effect: the chat template does not read it. It reads "

@@ -5,7 +5,6 @@ Each check yields Problems: which keys, what is wrong, what to do. None raises, 
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,11 +17,12 @@ from meshrl.config.arithmetic import data_ranks, longest_row_tokens, ranks_in_tu
 from meshrl.config.check_algo import LOSS_KIND, algorithm_problems, unused_algo_keys
 from meshrl.config.check_data import data_problems, sft_problems, unused_data_keys
 from meshrl.config.check_rollout import engine_problems, unused_engine_keys
-from meshrl.config.places import DOTTED_PATH, HUB_ID, can_be_imported, find
+from meshrl.config.places import HUB_ID, find
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.config.source import Problem, Value
 from meshrl.config.values import show
 from meshrl.core.files import Unreadable, is_there, read_json
+from meshrl.core.lookup import DOTTED_PATH, can_be_imported, similar_names
 
 Purpose = Literal["train", "eval", "sft"]
 
@@ -281,12 +281,12 @@ def _kinds(case: Case, config: RunConfig) -> Iterator[Problem]:
     for table, key, kind in named:
         names = known.get(table)
         if DOTTED_PATH.fullmatch(kind) and kind not in (names or ()):
-            if not can_be_imported(kind.partition(":")[0]):
+            if not can_be_imported(kind):
                 yield Problem((key,), f"no such module, neither installed nor in the working folder {Path.cwd()}.")
             continue
         if (names is None and kind.isidentifier()) or kind in (names or ()):
             continue
-        close = difflib.get_close_matches(kind, names or (), 3, 0.5)
+        close = similar_names(kind, names or ())
         meant = f" Nearest: {', '.join(close)}." if close else ""
         choices = f" one of {', '.join(sorted(names))}" if names else " a name"
         yield Problem((key,), f"must be{choices}, or a dotted path package.module:name.{meant}")

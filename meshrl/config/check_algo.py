@@ -3,7 +3,6 @@ be compared with its signature. No other check runs code of the user."""
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import json
 from collections.abc import Iterator, Mapping
@@ -13,11 +12,10 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from meshrl.config.algo import AlgoConfig
-from meshrl.config.places import DOTTED_PATH, can_be_imported
 from meshrl.config.schema import words
 from meshrl.config.source import Problem
 from meshrl.core.errors import ConfigError
-from meshrl.core.lookup import import_object
+from meshrl.core.lookup import DOTTED_PATH, can_be_imported, import_object, similar_names
 
 LOSS_KIND = "algo.loss.kind"
 _BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
@@ -55,7 +53,7 @@ def unused_algo_keys(algo: AlgoConfig) -> dict[str, str]:
 def _own(key: str, path: str, first: str, args: Mapping[str, Any]) -> Iterator[Problem]:
     """Problems of a user-defined function: of its import, its first argument, and its keys beside `key`. None for a
     built-in one. That a path is malformed or a module missing is reported as for any other dotted path."""
-    if not DOTTED_PATH.fullmatch(path) or not can_be_imported(path.partition(":")[0]):
+    if not DOTTED_PATH.fullmatch(path) or not can_be_imported(path):
         return
     try:
         function = import_object(path)
@@ -85,7 +83,7 @@ def _own(key: str, path: str, first: str, args: Mapping[str, Any]) -> Iterator[P
 
 
 def _nearest(section: str, name: str, own: Mapping[str, Parameter]) -> str:
-    close = difflib.get_close_matches(name, own, 3, 0.5)
+    close = similar_names(name, own)
     if close:
         return f"Nearest: {', '.join(f'{section}.{known}' for known in close)}."
     return f"It takes {', '.join(own) or 'none'}."

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 from meshrl.config.chat_template import is_template_text, require_read, template_text, variables_read_by
 from meshrl.config.data import DataConfig
 from meshrl.config.data_files import Kind, Look, kind_of, look, look_at_rows
-from meshrl.config.places import DOTTED_PATH, can_be_imported, find
+from meshrl.config.places import find
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.config.source import Problem
 from meshrl.core.errors import DataError
 from meshrl.core.files import is_there
+from meshrl.core.lookup import DOTTED_PATH, can_be_imported
 
 if TYPE_CHECKING:
     from meshrl.config.check import Case
@@ -230,5 +231,5 @@ def _maps(data: DataConfig) -> Iterator[Problem]:
             continue
         if not DOTTED_PATH.fullmatch(function):
             yield Problem((key,), "must be a function as package.module:name; it gets a row and returns a prompt.")
-        elif not can_be_imported(function.partition(":")[0]):
+        elif not can_be_imported(function):
             yield Problem((key,), "no such module, neither installed nor in the working folder.")

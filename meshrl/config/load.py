@@ -7,7 +7,6 @@ import json
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
@@ -37,6 +36,7 @@ from meshrl.config.source import (
 from meshrl.config.values import show
 from meshrl.core.errors import ConfigError
 from meshrl.core.files import is_there
+from meshrl.core.lookup import similar_names
 
 DEFAULT = "default"
 Source = str | Path | Mapping[str, Any] | RunConfig | SftRunConfig  # what a config may be given as
@@ -227,9 +227,8 @@ def _wrong_choice(key: Key, value: Any) -> str:
     *others, last = key.choices
     choices = f"{', '.join(others)} or {last}" if others else last
     kinds = ", or a dotted path package.module:name" if key.path == LOSS_KIND else ""
-    lower = {choice.lower(): choice for choice in key.choices}
-    close = get_close_matches(value.lower(), lower, 1, 0.4) if isinstance(value, str) else []
-    near = f" Nearest: {lower[close[0]]}." if close else ""
+    close = similar_names(value, key.choices, 1) if isinstance(value, str) else []
+    near = f" Nearest: {close[0]}." if close else ""
     return f"must be {'a list of ' if key.allowed.startswith('list') else ''}{choices}{kinds}.{near}"
 
 

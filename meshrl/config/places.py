@@ -1,17 +1,13 @@
-"""Where a value of the config leads: to a file or folder, to the hub, to a function in a module."""
+"""Where a value of the config leads: to a file or folder or to the hub."""
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
 import re
-import sys
 from pathlib import Path
 
 from meshrl.config.source import Value
 from meshrl.core.files import is_there
 
-DOTTED_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 
 
@@ -23,10 +19,3 @@ def find(given: Value, folder: Path) -> tuple[Path | None, list[Path]]:
         path = Path(given.value)
     places = list(dict.fromkeys(start / path for start in (given.folder, folder, Path.cwd())))
     return next((place.resolve() for place in places if is_there(place)), None), places
-
-
-def can_be_imported(module: str) -> bool:
-    """Whether the module's first package is there. What lies in it shows only when its code runs."""
-    top = module.partition(".")[0]
-    here = importlib.machinery.PathFinder.find_spec(top, [str(Path.cwd())])
-    return top in sys.modules or here is not None or importlib.util.find_spec(top) is not None

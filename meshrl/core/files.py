@@ -1,14 +1,18 @@
-"""Files that somebody else wrote, read within limits: regular ones only, no more than was asked for, and JSON that
-says one thing. What is wrong comes as Unreadable, in words that follow the file's path and a colon; whoever owns the
-file adds the path and raises its own error.
+"""Reading files of other programs within limits, and writing files so that no reader ever sees half of one.
+
+Only regular files are read, no more bytes than asked for, and only JSON that has one meaning. What is wrong with a file
+is raised as Unreadable, in words that follow its path and a colon; the caller adds the path and raises its own error.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import stat
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -146,3 +150,22 @@ def _depth(value: Any) -> int:
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a path beside `path`, where the block writes a file or a folder, which is renamed to `path` at the end of
+    the block. If the block raises, `path` stays as it was. A folder is renamed only onto nothing or an empty folder."""
+    aside = path.with_name(path.name + ".aside")
+    if aside.is_dir():
+        shutil.rmtree(aside)
+    else:
+        aside.unlink(missing_ok=True)
+    yield aside
+    os.replace(aside, path)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a whole UTF-8 file: readers see the old text or the new one."""
+    with replacing(path) as aside:
+        aside.write_text(text, encoding="utf-8")

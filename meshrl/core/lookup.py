@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.machinery
+import importlib.util
 import os
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from operator import attrgetter
 from typing import Any
 
 from meshrl.core.errors import ConfigError
+
+DOTTED_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
 def look_up(name: str, table: Mapping[str, Any], key: str) -> Any:
@@ -61,7 +66,20 @@ def import_object(path: str) -> Any:
         raise ConfigError(f"{where} has no {name!r}{did_you_mean(name, public)}") from error
 
 
+def can_be_imported(path: str) -> bool:
+    """Whether the first package of `package.module:name` is installed or in the working folder. The rest of the path is
+    known only after the import, which runs the package's code."""
+    top = re.split("[.:]", path)[0]
+    here = importlib.machinery.PathFinder.find_spec(top, [os.getcwd()])
+    return top in sys.modules or here is not None or importlib.util.find_spec(top) is not None
+
+
+def similar_names(name: str, known: Iterable[str], count: int = 3) -> list[str]:
+    """The known names that are most similar to `name`, best first; upper and lower case are the same."""
+    by_lower = {each.lower(): each for each in known}
+    return [by_lower[found] for found in difflib.get_close_matches(name.lower(), by_lower, count, cutoff=0.45)]
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`; did you mean 'nearest'?`, or nothing when no known name is like this one."""
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    """`; did you mean 'nearest'?`, or an empty text when no known name is similar."""
+    return "".join(f"; did you mean {found!r}?" for found in similar_names(name, known, 1))

@@ -13,6 +13,7 @@ from typing import Any
 from meshrl.cluster.groups import TrainGroup
 from meshrl.config.loop import LoopConfig
 from meshrl.core.errors import CheckpointError
+from meshrl.core.files import replacing, write_text
 from meshrl.loops.job import Job
 from meshrl.train.checkpoint_files import read_controller, require_space, states
 
@@ -49,17 +50,15 @@ async def export_to(trainer: TrainGroup, path: Path, tokenizer_from: str, chat_t
 
     Raises: CheckpointError for want of room.
     """
-    aside = path.with_name(path.name + ".aside")
-    shutil.rmtree(aside, ignore_errors=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     needed = (await trainer.layout(_ANY_BUCKET_BYTES)).total_bytes + _BESIDE_BYTES
     if trainer.executor.specs[0].model.lora.enabled:
         needed += await trainer.state_bytes()  # the adapters by themselves are a third of that
     require_space(path.parent, needed, "a model")
-    await trainer.export(str(aside), tokenizer_from)
-    write_template(aside, chat_template)
-    shutil.rmtree(path, ignore_errors=True)
-    os.replace(aside, path)
+    with replacing(path) as aside:
+        await trainer.export(str(aside), tokenizer_from)
+        write_template(aside, chat_template)
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def given_template(job: Job) -> str | None:
@@ -143,9 +142,7 @@ def best_facts(run: Path) -> dict[str, Any] | None:
 def _write_best(run: Path, facts: dict[str, Any]) -> None:
     path = _best_file(run)
     path.parent.mkdir(exist_ok=True)
-    aside = path.with_suffix(".aside")
-    aside.write_text(json.dumps(facts) + "\n", encoding="utf-8")
-    os.replace(aside, path)
+    write_text(path, json.dumps(facts) + "\n")
 
 
 def _best_file(run: Path) -> Path:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from meshrl.core.errors import MeshrlError
+from meshrl.core.files import write_text
 from meshrl.monitor.jsonl import picking, read_object, to_line
 from meshrl.monitor.processes import family, started_at
 
@@ -77,9 +78,7 @@ class StatusFile:
         self.entered("ended")
 
     def _write(self) -> None:
-        aside = self._path.with_suffix(".aside")
-        aside.write_text(to_line(asdict(self.status)), encoding="utf-8")
-        os.replace(aside, self._path)
+        write_text(self._path, to_line(asdict(self.status)))
 
 
 def status_as_it_is(folder: Path) -> bytes | None:

@@ -6,7 +6,6 @@ Where they compute (transpose, interleave, split), only Transformers can load th
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from meshrl.core.errors import ConfigError
+from meshrl.core.lookup import similar_names
 from meshrl.model.stream import DTYPES, Parts, same_values
 from meshrl.model.weight_files import Stored
 
@@ -147,5 +147,5 @@ def _and_more(names: list[str]) -> str:
 
 
 def _nearest(name: str, names: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(names), n=2, cutoff=0.6)
+    near = similar_names(name, names, 2)
     return f"; nearest: {', '.join(near)}" if near else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from meshrl.core.errors import DataError, Failure
+from meshrl.core.files import replacing
 from meshrl.core.types import SCHEMA, Media, Prompt, SamplingParams, Times, Trajectory, Turn
 from meshrl.monitor.jsonl import picking, read_lines, to_line
 
@@ -48,12 +48,10 @@ class RolloutLog:
         Raises: TypeError when a prompt's answer or meta is no plain JSON.
         """
         path = self._folder / f"{name}_{step:06d}.jsonl"
-        aside = path.with_suffix(".aside")
-        with aside.open("w", encoding="utf-8") as file:
+        with replacing(path) as aside, aside.open("w", encoding="utf-8") as file:
             for trajectory in trajectories:
                 texts = [self._decode(turn.output_ids.tolist()) for turn in trajectory.turns]
                 file.write(to_line({"schema": SCHEMA, "step": step, **_trajectory_record(trajectory, texts)}))
-        os.replace(aside, path)
         return path
 
 

@@ -7,7 +7,6 @@ output is a terminal.
 from __future__ import annotations
 
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from meshrl.core.files import write_text
 from meshrl.core.types import SCHEMA, Metric
 from meshrl.monitor.curve import text_curve
 from meshrl.monitor.jsonl import picking, read_lines, to_line
@@ -64,9 +64,7 @@ class JsonlSink:
                 elif first_step is not None and record["step"] >= first_step:
                     continue
                 kept.append(to_line(record))
-        aside = self._path.with_suffix(".aside")
-        aside.write_text("".join(kept), encoding="utf-8")
-        os.replace(aside, self._path)
+        write_text(self._path, "".join(kept))
 
     def write(self, step: int, values: Mapping[str, float], units: Mapping[str, str]) -> None:
         """Append one step.

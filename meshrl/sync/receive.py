@@ -6,7 +6,6 @@ tensors and proves, before the new version becomes visible, that they hold what 
 
 from __future__ import annotations
 
-import difflib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Literal, Protocol
 import torch
 
 from meshrl.core.errors import SyncError, UnloadedParamsError
+from meshrl.core.lookup import similar_names
 from meshrl.sync.digest import RunningDigest, as_bytes, digest_range
 from meshrl.sync.expected import Expected
 from meshrl.sync.manifest import DTYPE_BYTES, Ack, Layout, Piece, Stream, SyncHeader, aligned
@@ -153,7 +153,7 @@ def _spec(shape_dtype: tuple[tuple[int, ...], str] | None) -> str:
 
 
 def _nearest(name: str, names: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(names), n=2, cutoff=0.5)
+    near = similar_names(name, names, 2)
     return f" (nearest there: {', '.join(near)})" if near else ""
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from pathlib import Path
 
 from meshrl.config.model import LoraConfig, ModelConfig
 from meshrl.core.errors import CheckpointError
+from meshrl.core.files import replacing
 from meshrl.loops.export import write_template
 from meshrl.loops.resume import state_in
 from meshrl.model.load import DTYPES, load_causal_lm, persistent_buffers
@@ -37,11 +36,9 @@ def convert(checkpoint: Path, out: Path) -> None:
         p.data = weight  # one by one, so that no second model is there
         weights.append((name, weight))
     sizes = [(name, weight.numel() * weight.element_size()) for name, weight in weights]
-    aside = out.with_name(out.name + ".aside")
-    shutil.rmtree(aside, ignore_errors=True)
-    save_pretrained(lm, sizes, weights, persistent_buffers(lm), aside, model.path)
-    write_template(aside, template)
-    os.rename(aside, out)
+    with replacing(out) as aside:
+        save_pretrained(lm, sizes, weights, persistent_buffers(lm), aside, model.path)
+        write_template(aside, template)
 
 
 def _model_of(folder: Path) -> tuple[ModelConfig, str, str | None]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from html import escape
 from pathlib import Path
 
+from meshrl.core.files import write_text
 from meshrl.monitor.report.read import RunFolder, read_run
 from meshrl.monitor.report.sections import (
     every_number,
@@ -27,9 +27,7 @@ def write_report(folder: Path) -> Path:
     """
     run = read_run(folder)
     path = folder / "report.html"
-    aside = path.with_suffix(".aside")
-    aside.write_text(page(run), encoding="utf-8")
-    os.replace(aside, path)
+    write_text(path, page(run))
     return path
 
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from meshrl.core.errors import SyncError
+from meshrl.core.files import write_text
 from meshrl.rollout.foreign.arrival import Arrival, header_from, layout_from, ref_from
 from meshrl.rollout.foreign.name_map import NameMap, learn
 from meshrl.rollout.foreign.resident import Resident
@@ -44,9 +45,7 @@ def load(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
         answer = {"error": str(error)}
     except Exception as error:
         answer = {"error": f"{type(error).__name__}: {error}\n{traceback.format_exc()}"}
-    part = Path(f"{order['answer']}.part")
-    part.write_text(json.dumps(answer))
-    os.replace(part, order["answer"])
+    write_text(Path(order["answer"]), json.dumps(answer))
 
 
 class WorkerWeights:

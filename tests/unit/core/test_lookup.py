@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from meshrl.core.errors import ConfigError
-from meshrl.core.lookup import look_up
+from meshrl.core.lookup import can_be_imported, look_up, similar_names
 
 TABLE = {"grpo": 1, "rloo": 2}
 
@@ -53,3 +53,18 @@ def test_a_module_that_fails_when_it_is_imported_is_a_config_error(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match="importing 'lookup_module_that_fails' raised"):
         look_up("lookup_module_that_fails:f", {}, "algo.advantage")
+
+
+def test_similar_names_come_best_first_whatever_their_case():
+    assert similar_names("Bfloat16", ["float32", "bfloat16", "float16"], 2) == ["bfloat16", "float16"]
+    assert similar_names("full_shard", ["FULL_SHARD", "NO_SHARD"], 1) == ["FULL_SHARD"]
+    assert similar_names("x", ["FULL_SHARD"]) == []
+
+
+def test_a_module_can_be_imported_when_its_package_is_installed_or_in_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    assert can_be_imported("json.decoder:JSONDecoder") and not can_be_imported("lookup_of_nothing:f")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lookup_of_nothing.py").touch()
+    assert can_be_imported("lookup_of_nothing:f")
