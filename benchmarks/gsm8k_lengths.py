@@ -21,7 +21,7 @@ from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
 from meshrl.core.types import Prompt, Request, SamplingParams, turn_seed
 from meshrl.data.chat import load_tokenizer, stop_token_ids
-from meshrl.data.datasets import load_prompts
+from meshrl.data.datasets import PromptMaker, load_prompts
 from meshrl.rollout.embedded.engine import build_embedded_engine
 
 FILE = Path(__file__).with_suffix(".json")
@@ -36,7 +36,8 @@ def main() -> None:
     p.add_argument("--limit", type=int, default=256, help="longest answer (default 256)")
     args = p.parse_args()
     tokenizer = load_tokenizer(args.model)
-    prompts, _ = load_prompts(args.data, DataConfig(path=str(args.data), max_prompt_tokens=1024), tokenizer)
+    cfg = DataConfig(path=str(args.data), max_prompt_tokens=1024)
+    prompts, _ = load_prompts(args.data, PromptMaker(cfg, tokenizer))
     picked = prompts[:: len(prompts) // args.prompts][: args.prompts]
     answers = sample_lengths(args.model, picked, args.samples, args.limit, stop_token_ids(tokenizer, args.model))
     facts = {

@@ -22,7 +22,7 @@ import psutil
 
 from meshrl.config.data import DataConfig
 from meshrl.data.chat import load_tokenizer
-from meshrl.data.datasets import load_prompts
+from meshrl.data.datasets import PromptMaker, load_prompts
 from meshrl.monitor.sinks import read_metrics
 
 HERE = Path(__file__).resolve().parent
@@ -91,7 +91,7 @@ class Run:
 def rows_for(model: Path, data: Path, num_rows: int, path: Path, max_prompt_tokens: int = 256) -> Path:
     """Write a file of exactly num_rows rows whose prompts are short enough; too few start again from the first."""
     cfg = DataConfig(path=str(data), max_prompt_tokens=max_prompt_tokens)
-    prompts, _ = load_prompts(data, cfg, load_tokenizer(model))
+    prompts, _ = load_prompts(data, PromptMaker(cfg, load_tokenizer(model)))
     rows = [{"question": p.messages[-1]["content"], "answer": p.answer} for p in prompts]
     path.write_text("".join(json.dumps(rows[i % len(rows)]) + "\n" for i in range(num_rows)), encoding="utf-8")
     return path

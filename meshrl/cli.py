@@ -213,6 +213,7 @@ def _config(args: argparse.Namespace) -> int:
 
 def _explain(loaded: Loaded[RunConfig] | Loaded[SftRunConfig]) -> int:
     from meshrl.config.explain import explain
+    from meshrl.data.check import count_rows
 
-    print(explain(loaded), end="")
+    print(explain(loaded, count_rows(loaded.config)), end="")
     return 0

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import secrets
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +17,8 @@ from rank_pool import RankPool
 if TYPE_CHECKING:
     from meshrl.rollout.server.process import ServerProcess
 
+_CACHE = tempfile.TemporaryDirectory(prefix="datasets-")
+os.environ["HF_DATASETS_CACHE"] = _CACHE.name  # read when `datasets` is imported
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # one for all Rays of a process
 
 

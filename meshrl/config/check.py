@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +15,7 @@ from typing import Any, Literal
 from meshrl.config.algo import ADVANTAGE_NAMES, LossConfig
 from meshrl.config.arithmetic import data_ranks, longest_row_tokens, ranks_in_turn
 from meshrl.config.check_algo import LOSS_KIND, algorithm_problems, unused_algo_keys
-from meshrl.config.check_data import data_problems, sft_problems, unused_data_keys
+from meshrl.config.check_data import data_problems, unused_data_keys
 from meshrl.config.check_rollout import engine_problems, unused_engine_keys
 from meshrl.config.places import HUB_ID, find
 from meshrl.config.run import RunConfig, SftRunConfig
@@ -44,13 +44,15 @@ class Case:
     rows: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
 
+Check = Callable[[Case], Iterable[Problem]]
+
+
 def check(case: Case) -> list[Problem]:
     """Everything that is wrong with a config whose keys and types are right."""
     checks = [_not_in_this_version, _aliases, _unused, _mesh, _optimization, _model_folder, _sinks, _resume, _machines]
     config = case.config
-    if isinstance(config, SftRunConfig):
-        problems = [*sft_problems(case, config)]
-    else:
+    problems: list[Problem] = []
+    if isinstance(config, RunConfig):
         problems = [*data_problems(case, config), *_loop(case, config), *_sampling(case, config), *_kinds(case, config)]
         problems += [*_cluster(config), *engine_problems(case.given, config, case.purpose)]
         problems += algorithm_problems(config.algo, training=case.purpose == "train")

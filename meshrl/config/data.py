@@ -49,7 +49,6 @@ class DataConfig(Slice):
     max_prompt_tokens: int = field(1024, "longer prompts are left out, and counted", ge=1)
     shuffle: bool = field(True, "a new order in each pass, by run.seed")
     streaming: bool = field(
-        False, "read rows as they are drawn, for sets larger than memory; a bad row then shows when it is met"
+        False, "read and render each row when it is drawn, for sets larger than memory; a bad row is then found late"
     )
-    shuffle_buffer_rows: int = field(8192, "rows shuffled among each other, and held, when streaming", ge=1)
     eval_limit: int | None = field(None, "rows of eval_path to use, from its start; null = all", ge=1)

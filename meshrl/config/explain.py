@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from meshrl.config.arithmetic import batch_lines
 from meshrl.config.check import unused
-from meshrl.config.data_files import count_rows, kind_of
 from meshrl.config.load import Loaded
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.config.source import dotted
@@ -16,10 +14,11 @@ from meshrl.config.values import show
 ORIGIN_COLUMN = 48
 
 
-def explain(loaded: Loaded[RunConfig] | Loaded[SftRunConfig]) -> str:
-    """What `--explain` prints. All of it is YAML: the arithmetic stands in comments."""
+def explain(loaded: Loaded[RunConfig] | Loaded[SftRunConfig], num_data_rows: int | None = None) -> str:
+    """What `--explain` prints. All of it is YAML: the arithmetic is in comments. num_data_rows: of the training table,
+    where it is known."""
     config = loaded.config
-    rows = batch_lines(config, _num_data_rows(config)) + _mixture(config)
+    rows = batch_lines(config, num_data_rows) + _mixture(config)
     width = max(len(what) for what, _ in rows)
     lines = [f"# {what:<{width}}  {how_much}" for what, how_much in rows]
     lines += [f"# note: {notice}" for notice in loaded.notices]
@@ -48,18 +47,6 @@ def _section(
         if inner in silent:
             line, origin = f"{indent}# {name}: {show(value)}", f"unused: {silent[inner]}"
         lines.append(f"{line:<{ORIGIN_COLUMN}}  # {origin}")
-
-
-def _num_data_rows(config: RunConfig | SftRunConfig) -> int | None:
-    """Rows of the training set; None for a mixture, where each set has passes of its own, and for the hub."""
-    if isinstance(config, SftRunConfig):
-        path, format = config.sft.path, "auto"
-    elif config.data.path is not None:
-        path, format = config.data.path, config.data.format
-    else:
-        return None
-    kind = kind_of(path, format)
-    return None if kind == "hub" else count_rows(Path(path), kind)
 
 
 def _mixture(config: RunConfig | SftRunConfig) -> list[tuple[str, str]]:

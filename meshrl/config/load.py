@@ -90,21 +90,26 @@ def load_run_config(
     known: dict[str, set[str]] | None = None,
     purpose: checks.Purpose = "train",
     in_memory: InMemory = NOTHING_IN_MEMORY,
+    further: Sequence[checks.Check] = (),
 ) -> Loaded[RunConfig]:
     """The config of `meshrl train`, or with purpose "eval" of `meshrl eval`, which may filter what it samples.
 
-    source: a file, a dict as a file would hold it, or a config. known: as that of checks.Case.
+    source: a file, a dict as a file would hold it, or a config. known: as that of checks.Case. further: checks of
+    higher packages, made together with those of the config.
 
     Raises: ConfigError that lists everything wrong at once, each with key, value, origin and what to do.
     """
-    return _load(RunConfig, source, overrides, known or {}, purpose, in_memory)
+    return _load(RunConfig, source, overrides, known or {}, purpose, in_memory, further)
 
 
 def load_sft_config(
-    source: Source, overrides: Sequence[str] = (), in_memory: InMemory = NOTHING_IN_MEMORY
+    source: Source,
+    overrides: Sequence[str] = (),
+    in_memory: InMemory = NOTHING_IN_MEMORY,
+    further: Sequence[checks.Check] = (),
 ) -> Loaded[SftRunConfig]:
     """The config of `meshrl sft`. Raises: ConfigError, as load_run_config."""
-    return _load(SftRunConfig, source, overrides, {}, "sft", in_memory)
+    return _load(SftRunConfig, source, overrides, {}, "sft", in_memory, further)
 
 
 def _load(
@@ -114,6 +119,7 @@ def _load(
     known: dict[str, set[str]],
     purpose: checks.Purpose,
     in_memory: InMemory,
+    further: Sequence[checks.Check],
 ) -> Loaded[C]:
     path, reader, layers = _read(source)
     folder, keys = reader.folder, all_keys(model)
@@ -133,7 +139,8 @@ def _load(
     problems = [*reader.problems, *wrong]
     if config is not None:
         case = checks.Case(config=config, given=given, folder=folder, known=known, purpose=purpose, rows=in_memory.rows)
-        problems += [problem for problem in checks.check(case) if not _about(problem, faulty)]
+        found = [*checks.check(case), *(problem for check in further for problem in check(case))]
+        problems += [problem for problem in found if not _about(problem, faulty)]
     if config is None or problems:
         raise ConfigError(_report(path, problems, given, config))
     config, resolved = _resolve(config, given, folder)

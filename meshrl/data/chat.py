@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from meshrl.config.chat_template import require_read, template_text, variables_read_by
 from meshrl.core.errors import DataError
 from meshrl.core.files import Unreadable, is_there, read_json, read_text, size_of
+from meshrl.data.template import require_read, template_text, variables_read_by
 from meshrl.data.time_limit import TooLongError, time_limit
 
 Message = dict[str, Any]

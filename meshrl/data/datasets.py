@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -30,29 +31,28 @@ class SftRow:
     mask: np.ndarray
 
 
+@dataclass(frozen=True)
 class PromptMaker:
-    """RawRow -> rendered Prompt, as data.{prompt, answer, system, map} say.
+    """RawRow -> rendered Prompt, as data.{prompt, answer, system, map} define it.
 
-    tools: schemas of the agent's tools, for templates that put them into the prompt. source: the row's set in a
-    mixture; it begins the prompt's id and is its `env`, so that a reward can tell where a question is from. vocab_size:
-    of the model that is to read the ids, where it is known. answer_for: names of the reward terms that need an answer
-    in every row.
+    tools: schemas of the agent's tools, for templates that put them into the prompt. vocab_size: of the model that is
+    to read the ids, where it is known. answer_for: names of the reward terms that need an answer in every row. source:
+    the row's dataset in a mixture; it begins the prompt's id and is its `env`, so that a reward can see where a
+    question is from.
 
     Raises: ConfigError when there is no function data.map.
     """
 
-    def __init__(
-        self,
-        cfg: DataConfig,
-        tokenizer: Any,
-        tools: list[dict] | None = None,
-        source: str | None = None,
-        vocab_size: int | None = None,
-        answer_for: Sequence[str] = (),
-    ):
-        self._cfg, self._tokenizer, self._tools, self._source = cfg, tokenizer, tools, source
-        self._vocab_size, self._answer_for = vocab_size, answer_for
-        self._map = None if cfg.map is None else _function(cfg.map)
+    cfg: DataConfig
+    tokenizer: Any
+    tools: list[dict] | None = None
+    vocab_size: int | None = None
+    answer_for: Sequence[str] = ()
+    source: str | None = None
+
+    @functools.cached_property
+    def _map(self) -> Callable[[Row], Any] | None:
+        return None if self.cfg.map is None else _function(self.cfg.map)
 
     def __call__(self, raw: RawRow, ordinal: int) -> Prompt:
         """Raises: DataError for a row that is not as the config says, that the chat template refuses, or that becomes
@@ -60,31 +60,31 @@ class PromptMaker:
         row = self._columns(raw) if self._map is None else self._mapped(raw, self._map)
         self._require_answer(row["answer"], raw.where)
         messages = _messages(row["content"], raw.where, row["name"], text_role="user")
-        if self._cfg.system is not None:
+        if self.cfg.system is not None:
             if messages[0]["role"] == "system":
                 raise DataError(
                     f"{raw.where}: {row['name']} begins with a system message and data.system is set too; keep one"
                 )
-            messages = [{"role": "system", "content": self._cfg.system}, *messages]
+            messages = [{"role": "system", "content": self.cfg.system}, *messages]
         prompt = Prompt(
-            id=raw.id if self._source is None else f"{self._source}/{raw.id}",
+            id=raw.id if self.source is None else f"{self.source}/{raw.id}",
             ordinal=ordinal,
             messages=messages,
             answer=_plain(row["answer"], "the answer", raw.where),
-            env=row["env"] or self._source or "default",
+            env=row["env"] or self.source or "default",
             meta={name: _plain(value, f"column {name!r}", raw.where) for name, value in row["meta"].items()},
         )
         try:
-            prompt.ids = render(self._tokenizer, messages, tools=self._tools)
+            prompt.ids = render(self.tokenizer, messages, tools=self.tools)
         except DataError as cause:
             raise DataError(f"{raw.where}: {cause}") from cause
-        _require_known(prompt.ids, self._tokenizer, self._vocab_size, raw.where)
+        _require_known(prompt.ids, self.tokenizer, self.vocab_size, raw.where)
         prompt.ids.flags.writeable = False
         return prompt
 
     def _columns(self, raw: RawRow) -> dict[str, Any]:
         """Columns other than prompt and answer travel in `meta`."""
-        cfg, answer = self._cfg, None
+        cfg, answer = self.cfg, None
         content = _column(raw.data, cfg.prompt, "data.prompt", raw.where)
         if cfg.answer is not None:
             answer = _column(raw.data, cfg.answer, "data.answer", raw.where)
@@ -93,19 +93,19 @@ class PromptMaker:
 
     def _require_answer(self, answer: Any, where: str) -> None:
         """Raises: DataError for an answer that is missing where it is named or needed."""
-        column = "data.answer" if self._cfg.answer is None else f"column {self._cfg.answer!r}"
-        name = column if self._map is None else f"the answer from data.map {self._cfg.map}"
-        if self._answer_for and (answer is None or (isinstance(answer, str) and not answer.strip())):
-            terms = ", ".join(f"reward.terms.{term}" for term in self._answer_for)
+        column = "data.answer" if self.cfg.answer is None else f"column {self.cfg.answer!r}"
+        name = column if self._map is None else f"the answer from data.map {self.cfg.map}"
+        if self.answer_for and (answer is None or (isinstance(answer, str) and not answer.strip())):
+            terms = ", ".join(f"reward.terms.{term}" for term in self.answer_for)
             raise DataError(
                 f"{where}: {name} is {'null' if answer is None else 'an empty text'}, but completions are compared "
                 f"with it ({terms}); give the row an answer, or remove the row"
             )
-        if answer is None and self._map is None and self._cfg.answer is not None:
+        if answer is None and self._map is None and self.cfg.answer is not None:
             raise DataError(f"{where}: {name} is null; set data.answer: null if no reward needs a ground truth")
 
     def _mapped(self, raw: RawRow, function: Callable[[Row], Any]) -> dict[str, Any]:
-        told = f"{raw.where}: data.map {self._cfg.map}"
+        told = f"{raw.where}: data.map {self.cfg.map}"
         wanted = f"it should be a dict of prompt or messages, and maybe {', '.join(MAPPED[2:])}"
         try:
             made = function(raw.data)
@@ -130,34 +130,24 @@ class PromptMaker:
 
 
 def load_prompts(
-    path: str | Path | RowTable,
-    cfg: DataConfig,
-    tokenizer: Any,
-    limit: int | None = None,
-    tools: list[dict] | None = None,
-    *,
-    split: str | None = None,
-    source: str | None = None,
-    vocab_size: int | None = None,
-    answer_for: Sequence[str] = (),
+    path: str | Path | RowTable, make: PromptMaker, limit: int | None = None, split: str | None = None
 ) -> tuple[list[Prompt], int]:
     """All prompts of a table, rendered once, and how many were left out for being longer than max_prompt_tokens.
 
-    The id is "<file stem>-<line>", or of rows in memory "<name>-<index>"; the ordinal is the place among the rows
-    (PromptSource gives each draw its own).
-    limit: only that many rows, from the start. split: of a Hugging Face set. tools, source, vocab_size, answer_for: as
-    PromptMaker's.
+    The id is "<file stem>-<line>", or of rows in memory "<name>-<index>"; the ordinal is the row's number (PromptSource
+    gives each draw its own).
+    limit: only that many rows, from the start. split: of a Hugging Face dataset.
 
-    Raises: DataError as open_table and PromptMaker, and when no row is there or none is left.
+    Raises: DataError as open_table and PromptMaker, and when there is no row or none is left.
     """
-    make = PromptMaker(cfg, tokenizer, tools, source, vocab_size, answer_for)
-    table = open_table(path, cfg.format, cfg.subset, split)
+    table = open_table(path, make.cfg.format, make.cfg.subset, split)
     prompts = [make(raw, ordinal) for ordinal, raw in enumerate(table.rows(0, limit))]
     require_rows(table, len(prompts))
+    most = make.cfg.max_prompt_tokens
     lengths = [len(p.ids) for p in prompts if p.ids is not None]
-    kept = [p for p, length in zip(prompts, lengths) if length <= cfg.max_prompt_tokens]
+    kept = [p for p, length in zip(prompts, lengths) if length <= most]
     if not kept:
-        raise all_too_long(table.name, lengths, "data.max_prompt_tokens", cfg.max_prompt_tokens)
+        raise all_too_long(table.name, lengths, "data.max_prompt_tokens", most)
     return kept, len(prompts) - len(kept)
 
 

@@ -1,53 +1,61 @@
-"""Rows of JSONL, parquet, Hugging Face sets and lists behind one small interface: count them, read any stretch of them.
+"""Rows of JSONL, parquet, Hugging Face datasets and lists behind one interface: count them, read any range of them.
 
-A row comes with an id that finds it again ("train-12") and with the words that an error about it begins with
-("data/train.jsonl:12"). JSONL counts lines from 1, as editors do; parquet, Hugging Face rows and lists count from 0, as
-pandas does. Of files, only the rows being read are in memory; of a JSONL file the place of every 256th row is kept.
+A row has an id that finds it again ("train-12") and a place with which an error about it begins
+("data/train.jsonl:12"). JSONL counts lines from 1, as editors do; all others count rows from 0, as pandas does. Files
+are not held in memory.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import glob
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
-from meshrl.config.data_files import chosen_split, files_of, kind_of, parse_row, split_folder
 from meshrl.core.errors import DataError
-from meshrl.core.files import Unreadable, lines_of, open_plain, read_json, size_of
+from meshrl.core.files import Unreadable, decode, lines_of, open_plain, parse_json
+from meshrl.data.files import chosen_split, files_of, kind_of, require_own_arrow_files, split_folder
 
 Row = dict[str, Any]
-ROWS_AT_ONCE = 256  # read from parquet and Arrow files in one go; and the distance of a JSONL file's known places
+ROWS_AT_ONCE = 256  # read together from Arrow files
+MARK_BYTES = 1 << 20  # between two known places of a JSONL file; no more than this is read to find a row
+PARQUET_MAGIC = b"PAR1"
 
 
 @dataclass(frozen=True, slots=True)
 class RawRow:
-    """One row as it stands in its file. where: "train.jsonl:12", the beginning of every error about it."""
+    """One row as its file has it. where: "train.jsonl:12", the beginning of every error about it."""
 
     id: str
     where: str
     data: Row
 
 
-class Table(Protocol):
+class Table(ABC):
     """Rows 0 to num_rows - 1, in the order of the file. name: the path, for messages."""
 
     name: str
 
     @property
+    @abstractmethod
     def num_rows(self) -> int: ...
 
+    @abstractmethod
     def rows(self, start: int = 0, stop: int | None = None) -> Iterator[RawRow]:
         """The rows from `start` up to `stop` (default: the last). Raises: DataError for a row that can't be read."""
-        ...
 
+    @abstractmethod
     def fingerprint(self) -> list[Any]:
         """Plain JSON that differs when rows were added, removed or changed in length; found without reading them."""
-        ...
+
+    def first(self) -> RawRow | None:
+        """The first row, without reading or counting the others; None for an empty table."""
+        return next(self.rows(0, 1), None)
 
 
 def open_table(
@@ -56,26 +64,25 @@ def open_table(
     """The rows at a path: JSONL, parquet, a folder of either, a folder made by save_to_disk, or a hub id. Rows in
     memory are a table already.
 
-    Raises: DataError when nothing like it is there, when a split has to be named, or when the hub can't be reached.
+    Raises: DataError when there is no table, when a split must be named, or when the hub can't be reached.
     """
     if isinstance(path, RowTable):
         return path
+    place = Path(path)
     try:
         kind = kind_of(path, format)
         if kind == "hub":
             return _from_hub(str(path), subset, split)
-        folder = split_folder(Path(path), split) if kind == "datasets" else Path(path)
-        files = [] if kind == "datasets" else files_of(folder, kind)
+        if kind == "datasets":
+            return _from_saved(place, split)
+        files = files_of(place, kind)
     except DataError as cause:
         raise DataError(f"{path}: {cause}") from cause
-    if kind == "datasets":
-        stem = "-".join(part.name for part in dict.fromkeys((Path(path), folder)))
-        return DatasetTable(str(folder), stem, _load_saved(folder))
     tables: list[Table] = [ParquetTable(file) if kind == "parquet" else JsonlTable(file) for file in files]
     return tables[0] if len(tables) == 1 else Shards(str(path), tables)
 
 
-class RowTable:
+class RowTable(Table):
     """Rows in memory. name: what the caller calls them, as "data"; row 11 is then data[11]."""
 
     def __init__(self, name: str, rows: Sequence[Any]):
@@ -90,7 +97,8 @@ class RowTable:
             row, where = self._rows[i], f"{self.name}[{i}]"
             if not isinstance(row, dict):
                 raise DataError(
-                    f"{where} is {type(row).__name__} {row!r:.80}; each row must be a dict {{column: value}}"
+                    f"{where} is {type(row).__name__} {row!r:.80}; each row must be a dict {{column: value}} (of a "
+                    'pandas DataFrame: frame.to_dict("records"))'
                 )
             yield RawRow(f"{self.name}-{i}", where, row)
 
@@ -98,8 +106,8 @@ class RowTable:
         return [self.num_rows]
 
 
-class JsonlTable:
-    """One JSON object a line, UTF-8; blank lines are no rows, and count as lines."""
+class JsonlTable(Table):
+    """One JSON object per line, UTF-8. Blank lines are not rows, but they count as lines."""
 
     def __init__(self, path: Path):
         self._path, self.name = path, str(path)
@@ -109,47 +117,58 @@ class JsonlTable:
         return self._index[0]
 
     def rows(self, start: int = 0, stop: int | None = None) -> Iterator[RawRow]:
-        at, number, skip = 0, 0, start
-        if start >= ROWS_AT_ONCE:
+        row, at, number = 0, 0, 0
+        if start:
             if start >= self.num_rows:
                 return
-            mark = start // ROWS_AT_ONCE
-            (at, number), skip = self._index[1][mark], start - mark * ROWS_AT_ONCE
-        left = None if stop is None else stop - start
+            marks = self._index[1]
+            row, at, number = marks[bisect_right(marks, start, key=lambda mark: mark[0]) - 1]
         with self._open() as file:
             file.seek(at)
             for line in self._lines(file, number):
-                if left == 0:
+                if stop is not None and row >= stop:
                     return
                 number += 1
-                if not line.strip():
-                    continue
-                if skip:
-                    skip -= 1
-                    continue
-                where = f"{self._path}:{number}"
-                try:
-                    row = parse_row(line)
-                except Unreadable as cause:
-                    raise DataError(f"{where}: {cause}; each line should be one whole JSON object") from cause
-                yield RawRow(f"{self._path.stem}-{number}", where, row)
-                left = None if left is None else left - 1
+                if line.strip():
+                    if row >= start:
+                        yield self._parsed(line, number)
+                    row += 1
+
+    def _parsed(self, line: bytes, number: int) -> RawRow:
+        where = f"{self._path}:{number}"
+        try:
+            row = parse_json(decode(line), constants=False)
+            if not isinstance(row, dict):
+                raise Unreadable(f"a JSON {type(row).__name__} and not an object {{column: value}}")
+        except Unreadable as cause:
+            if line.startswith(PARQUET_MAGIC):
+                raise DataError(
+                    f"{self._path} is a parquet file by its first bytes; give it the suffix .parquet, or set format: "
+                    "parquet"
+                ) from cause
+            start = line[:40].decode("utf-8", "replace").strip()
+            raise DataError(
+                f"{where}: {cause}; each line should be one whole JSON object, and this one begins with {start!r}"
+            ) from cause
+        return RawRow(f"{self._path.stem}-{number}", where, row)
 
     def fingerprint(self) -> list[Any]:
-        return [self.num_rows, self._path.stat().st_size, [at for at, _ in self._index[1]]]
+        return [self.num_rows, self._path.stat().st_size, self._index[1]]
 
     @functools.cached_property
-    def _index(self) -> tuple[int, list[tuple[int, int]]]:
-        """(number of rows, for every 256th row from the first: (byte, lines before it)). One pass over the file."""
-        count, at, places = 0, 0, []
+    def _index(self) -> tuple[int, list[list[int]]]:
+        """(number of rows, [row, byte, lines before it] of the first row and of one row per MB). One pass over the
+        file."""
+        count, at = 0, 0
+        marks = list[list[int]]()
         with self._open() as file:
             for number, line in enumerate(self._lines(file)):
                 if line.strip():
-                    if count % ROWS_AT_ONCE == 0:
-                        places.append((at, number))
+                    if not marks or at - marks[-1][1] >= MARK_BYTES:
+                        marks.append([count, at, number])
                     count += 1
                 at += len(line)
-        return count, places
+        return count, marks
 
     def _open(self) -> BinaryIO:
         try:
@@ -166,55 +185,8 @@ class JsonlTable:
             raise DataError(f"{self._path}:{before + 1}: {cause}") from cause
 
 
-class ParquetTable:
-    """A parquet file, read by row groups; of one row group only the batch in hand is decoded."""
-
-    def __init__(self, path: Path):
-        self._path, self.name = path, str(path)
-        with self._open() as file, _foreign(path, "no parquet file that pyarrow can read"):
-            groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
-            self._ends = list(accumulate(group.num_rows for group in groups))
-            self._bytes = [group.total_byte_size for group in groups]
-            if sum(group.num_rows for group in groups) != file.metadata.num_rows or any(g.num_rows < 0 for g in groups):
-                raise ValueError(f"its footer speaks of {file.metadata.num_rows} rows, its row groups of others")
-
-    @property
-    def num_rows(self) -> int:
-        return self._ends[-1] if self._ends else 0
-
-    def rows(self, start: int = 0, stop: int | None = None) -> Iterator[RawRow]:
-        stop = self.num_rows if stop is None else min(stop, self.num_rows)
-        if start >= stop:
-            return
-        first, last = bisect_right(self._ends, start), bisect_right(self._ends, stop - 1)
-        number = self._ends[first - 1] if first else 0
-        with self._open() as file:
-            batches = file.iter_batches(ROWS_AT_ONCE, row_groups=range(first, last + 1))
-            while number < stop:
-                with _foreign(self._path, f"row {max(start, number)} (from 0) or one soon after it can't be read"):
-                    batch = next(batches, None)
-                    if batch is None:
-                        raise ValueError(f"the rows end before the {self.num_rows} that its footer speaks of")
-                    head, tail = max(0, start - number), min(batch.num_rows, stop - number)
-                    rows = batch.slice(head, tail - head).to_pylist() if head < tail else []
-                for i, row in enumerate(rows, start=number + head):
-                    yield RawRow(f"{self._path.stem}-{i}", f"{self._path}: row {i} (from 0)", row)
-                number += batch.num_rows
-
-    def fingerprint(self) -> list[Any]:
-        return [self._ends, self._bytes]
-
-    def _open(self) -> Any:
-        try:
-            import pyarrow.parquet as pq
-        except ImportError as cause:
-            raise DataError(f"{self._path}: parquet is read with pyarrow: pip install pyarrow") from cause
-        with _foreign(self._path, "no parquet file that pyarrow can read"):
-            return pq.ParquetFile(self._path, memory_map=True, page_checksum_verification=True)
-
-
-class DatasetTable:
-    """A Hugging Face `datasets.Dataset`: Arrow files on disk, mapped into memory page by page."""
+class DatasetTable(Table):
+    """A `datasets.Dataset`: Arrow files on disk, mapped into memory page by page."""
 
     def __init__(self, name: str, stem: str, dataset: Any):
         self.name, self._stem, self._dataset = name, stem, dataset
@@ -229,7 +201,7 @@ class DatasetTable:
         for begin in range(start, stop, ROWS_AT_ONCE):
             end = min(begin + ROWS_AT_ONCE, stop)
             with _foreign(self.name, f"row {begin} (from 0) or one soon after it can't be read"):
-                # Arrow follows the offsets of a mapped file wherever they lead: damaged ones end the process.
+                # Arrow follows the offsets of a mapped file without a check: damaged ones end the process.
                 self._arrow[begin:end].validate(full=True)
                 columns = self._dataset[begin:end]
             for i in range(begin, end):
@@ -240,7 +212,56 @@ class DatasetTable:
         return [self.num_rows, self._dataset.data.nbytes, str(self._dataset.features)]
 
 
-class Shards:
+class ParquetTable(Table):
+    """A parquet file. Its footer is read at once; its rows by `datasets`, which keeps them as Arrow files in its cache
+    (HF_DATASETS_CACHE), so that any row can be read without those around it."""
+
+    def __init__(self, path: Path):
+        from pyarrow import parquet
+
+        self._path, self.name = path, str(path)
+        with _foreign(self.name, "this is not a parquet file that pyarrow can read"):
+            footer = parquet.read_metadata(path)
+            groups = [footer.row_group(i) for i in range(footer.num_row_groups)]
+            self._groups = [[group.num_rows, group.total_byte_size] for group in groups]
+            if self.num_rows != footer.num_rows or any(group.num_rows < 0 for group in groups):
+                raise ValueError(f"its footer states {footer.num_rows} rows, its row groups {self.num_rows}")
+
+    @property
+    def num_rows(self) -> int:
+        return sum(num_rows for num_rows, _ in self._groups)
+
+    def rows(self, start: int = 0, stop: int | None = None) -> Iterator[RawRow]:
+        return self._converted.rows(start, stop) if start < self.num_rows else iter(())
+
+    def first(self) -> RawRow | None:
+        from pyarrow import parquet
+
+        where = f"{self.name}: row 0 (from 0)"
+        verified = {"page_checksum_verification": True}
+        with _foreign(where, "can't be read"), parquet.ParquetFile(self._path, **verified) as file:
+            batches = (batch for batch in file.iter_batches(batch_size=1) if batch.num_rows)
+            rows = next(batches).to_pylist() if self.num_rows else []
+        return RawRow(f"{self._path.stem}-0", where, rows[0]) if rows else None
+
+    def fingerprint(self) -> list[Any]:
+        return self._groups
+
+    @functools.cached_property
+    def _converted(self) -> DatasetTable:
+        datasets = _datasets()
+        from pyarrow.dataset import ParquetFragmentScanOptions
+
+        with _foreign(self.name, "its rows can't be read"):
+            verified = ParquetFragmentScanOptions(page_checksum_verification=True)
+            # The path is taken for a pattern of paths.
+            dataset = datasets.Dataset.from_parquet(glob.escape(self.name), fragment_scan_options=verified)
+            if len(dataset) != self.num_rows:
+                raise ValueError(f"it has {len(dataset)} rows, but its footer states {self.num_rows}")
+        return DatasetTable(self.name, self._path.stem, dataset)
+
+
+class Shards(Table):
     """Several tables as one, in their order."""
 
     def __init__(self, name: str, tables: Sequence[Table]):
@@ -251,7 +272,7 @@ class Shards:
         return sum(table.num_rows for table in self._tables)
 
     def rows(self, start: int = 0, stop: int | None = None) -> Iterator[RawRow]:
-        before = 0  # rows of the tables that are done with; nothing is counted that is not skipped
+        before = 0  # rows of the tables before; only what is skipped is counted
         for table in self._tables:
             if stop is not None and before >= stop:
                 return
@@ -264,57 +285,32 @@ class Shards:
                 before += 1
                 yield row
 
+    def first(self) -> RawRow | None:
+        return next((row for table in self._tables if (row := table.first()) is not None), None)
+
     def fingerprint(self) -> list[Any]:
         return [table.fingerprint() for table in self._tables]
 
 
-@contextlib.contextmanager
-def _foreign(path: Path | str, what: str) -> Iterator[None]:
-    """Around a library that reads a file of ours: of a damaged one it may raise anything. Raises: DataError."""
-    try:
-        yield
-    except Exception as cause:
-        told = f"{type(cause).__name__}: {cause!s:.1000}"
-        raise DataError(f"{path}: {what}: {told}. Restore the file, or write it anew") from cause
-
-
-def _load_saved(folder: Path) -> Any:
-    datasets = _datasets()
-    _require_own_files(folder)
-    with _foreign(folder, "is not a whole set of save_to_disk"):
-        dataset = datasets.load_from_disk(str(folder))
-        dataset.data.validate()  # what the offsets of its rows are is looked at as they are read
-        return dataset
-
-
-def _require_own_files(folder: Path) -> None:
-    """Raises: DataError when state.json names Arrow files that are not in the folder, or are no regular files."""
-    try:
-        named = read_json(folder / "state.json").get("_data_files")
-    except Unreadable as cause:
-        raise DataError(f"{folder}: state.json in it: {cause}. Save the set anew with save_to_disk") from cause
-    entries = named if isinstance(named, list) else [named]
-    names = [str(entry["filename"]) for entry in entries if isinstance(entry, dict) and "filename" in entry]
-    if not names or len(names) < len(entries):
-        raise DataError(f"{folder}: state.json in it: _data_files should be a list of {{filename}}, not {named!r:.80}")
-    for name in names:
-        try:
-            if (folder / name).parent != folder:
-                raise Unreadable("is not a file of this folder")
-            size_of(folder / name)
-        except Unreadable as cause:
-            told = f"state.json in it names {name!r:.200}: {cause}"
-            raise DataError(f"{folder}: {told}. Save the set anew with save_to_disk") from cause
+def _from_saved(path: Path, split: str | None) -> DatasetTable:
+    """What save_to_disk wrote. Raises: DataError, in words that follow the path."""
+    folder = split_folder(path, split)
+    require_own_arrow_files(folder)
+    with _foreign(None, "this is not a complete folder of save_to_disk"):
+        dataset = _datasets().load_from_disk(str(folder))
+        dataset.data.validate()  # the offsets of its rows are checked as they are read
+    stem = "-".join(part.name for part in dict.fromkeys((path, folder)))
+    return DatasetTable(str(folder), stem, dataset)
 
 
 def _from_hub(name: str, subset: str | None, split: str | None) -> DatasetTable:
-    datasets = _datasets()
+    """A dataset of the hub. Raises: DataError, in words that follow the name."""
     try:
-        found = datasets.load_dataset(name, name=subset, split=split)
-    except (OSError, ValueError) as cause:  # no network, no such set, subset or split
+        found = _datasets().load_dataset(name, name=subset, split=split)
+    except (OSError, ValueError) as cause:  # no network, no such dataset, subset or split
         raise DataError(
-            f"can't be had from the Hugging Face hub: {cause}. Where the hub is out of reach, fetch the set elsewhere, "
-            "write it with save_to_disk or to_json, and give that path"
+            f"can't be loaded from the Hugging Face hub: {cause}. Where the hub can't be reached, download the dataset "
+            "elsewhere, write it with save_to_disk or to_json, and give that path"
         ) from cause
     if isinstance(found, dict):
         split = chosen_split(list(found), split)
@@ -322,10 +318,20 @@ def _from_hub(name: str, subset: str | None, split: str | None) -> DatasetTable:
     return DatasetTable(f"{name}[{split}]", f"{name.partition('/')[2]}-{split}", found)
 
 
-def _datasets() -> Any:
+@contextlib.contextmanager
+def _foreign(name: str | None, what: str) -> Iterator[None]:
+    """Around a library that reads a user's file: of a damaged one it may raise anything. Raises: DataError."""
     try:
-        import datasets
-    except ImportError as cause:
-        raise DataError("is a Hugging Face set, which is read with datasets: pip install datasets") from cause
-    datasets.disable_progress_bars()  # they would tear the run's own display
+        yield
+    except Exception as error:
+        cause = error.__cause__ or error  # `datasets` wraps what is wrong in an error that does not say it
+        prefix = "" if name is None else f"{name}: "
+        told = f"{type(cause).__name__}: {cause!s:.1000}"
+        raise DataError(f"{prefix}{what}: {told}. Restore the file, or write it again") from error
+
+
+def _datasets() -> Any:
+    import datasets
+
+    datasets.disable_progress_bars()  # they would disturb the run's own display
     return datasets

@@ -14,6 +14,7 @@ from meshrl.config.load import InMemory, Loaded, Source, load_run_config, load_s
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.core.errors import ConfigError
 from meshrl.core.types import Generate, Prompt, Trajectory
+from meshrl.data.check import check_data
 from meshrl.data.tables import RowTable
 from meshrl.reward.kinds import NEEDS_ANSWER, REWARDS, make_grader
 
@@ -100,7 +101,7 @@ def load_run(
         "agent": {*AGENTS, *(() if objects.agent is None else (_name_of(objects.agent),))},
         "needs_answer": set(NEEDS_ANSWER),
     }
-    loaded = load_run_config(source, overrides, known, purpose, objects.in_memory())
+    loaded = load_run_config(source, overrides, known, purpose, objects.in_memory(), [check_data])
     _require_graders(loaded, objects)
     if loaded.config.agent.kind in AGENTS:
         resolve_agent(loaded.config.agent)
@@ -130,7 +131,7 @@ def _require_graders(loaded: Loaded[RunConfig], objects: Objects) -> None:
 
 def load_sft(source: Source, overrides: Sequence[str] = (), objects: Objects = NO_OBJECTS) -> Loaded[SftRunConfig]:
     """The checked config of a supervised run. Raises: ConfigError, as load_run."""
-    return load_sft_config(source, overrides, objects.in_memory())
+    return load_sft_config(source, overrides, objects.in_memory(), [check_data])
 
 
 def show_notices(loaded: Loaded[RunConfig] | Loaded[SftRunConfig]) -> None:

@@ -11,7 +11,7 @@ from meshrl.agent.loop import Agent
 from meshrl.cluster.groups import RolloutGroup, TrainGroup
 from meshrl.config.run import RunConfig
 from meshrl.core.types import Metric, Prompt
-from meshrl.data.sampler import PromptFeed
+from meshrl.data.order import PromptFeed
 from meshrl.loops.checkpoints import Checkpoints
 from meshrl.loops.proof import SamplerProof
 from meshrl.loops.stop import Stop

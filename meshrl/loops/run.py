@@ -25,9 +25,9 @@ from meshrl.core.device import device_notice
 from meshrl.core.errors import MeshrlError
 from meshrl.core.types import Prompt, Trajectory
 from meshrl.data.chat import load_tokenizer, stop_token_ids
-from meshrl.data.datasets import load_sft_rows
+from meshrl.data.datasets import PromptMaker, load_sft_rows
 from meshrl.data.feed import load_eval_prompts, open_feed
-from meshrl.data.sampler import SftSource
+from meshrl.data.order import SftSource
 from meshrl.loops.checkpoints import Checkpoints
 from meshrl.loops.colocated import colocated
 from meshrl.loops.evaluate import evaluate_prompts
@@ -207,15 +207,11 @@ def _first_prompts(task: Task) -> list[Prompt]:
 def _load_task(cfg: RunConfig, objects: Objects, training: bool) -> Task:
     """Tokenizer, prompts and agent; runs in a thread while the ranks start."""
     tokenizer = load_tokenizer(cfg.model.path, cfg.data.chat_template, cfg.data.chat_template_kwargs)
-    vocab_size = vocab_size_of(cfg.model.path)
     agent = resolve_agent(cfg.agent) if objects.agent is None else objects.agent
     answer_for = [name for name, term in cfg.reward.terms.items() if term.kind in NEEDS_ANSWER]
-    feed, rows, held_out_rows = None, objects.table("data.path"), objects.table("data.eval_path")
-    if training:
-        feed = open_feed(cfg.data, tokenizer, cfg.run.seed, agent.tools, vocab_size, answer_for, rows)
-    held_out, num_eval_left_out = load_eval_prompts(
-        cfg.data, tokenizer, agent.tools, vocab_size, answer_for, held_out_rows
-    )
+    make = PromptMaker(cfg.data, tokenizer, agent.tools, vocab_size_of(cfg.model.path), answer_for)
+    feed = open_feed(make, cfg.run.seed, objects.table("data.path")) if training else None
+    held_out, num_eval_left_out = load_eval_prompts(make, objects.table("data.eval_path"))
     return Task(
         tokenizer=tokenizer,
         agent=agent,

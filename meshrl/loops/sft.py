@@ -12,7 +12,7 @@ from meshrl.cluster.groups import TrainGroup
 from meshrl.config.algo import AlgoConfig
 from meshrl.config.run import SftRunConfig
 from meshrl.core.types import Metric
-from meshrl.data.sampler import SftSource
+from meshrl.data.order import SftSource
 from meshrl.loops.checkpoints import Checkpoints
 from meshrl.loops.resume import Start, note_resumed
 from meshrl.loops.stop import Stop

@@ -20,10 +20,9 @@ from outcome import check, limits
 from tiny_tokenizers import tiny_tokenizer
 
 from meshrl.config.data import DataConfig
-from meshrl.config.data_files import count_rows, kind_of, look
 from meshrl.config.loop import SftConfig
 from meshrl.core.errors import DataError
-from meshrl.data.datasets import load_sft_rows
+from meshrl.data.datasets import PromptMaker, load_sft_rows
 from meshrl.data.feed import open_feed
 from meshrl.data.tables import open_table
 
@@ -43,16 +42,13 @@ def table_of(name: str):
 
     def read(folder: Path) -> list[dict[str, Any]]:
         path = folder / name
-        try:
-            kind = kind_of(path)
-            look(path, kind)
-            count_rows(path, kind)
-        except DataError as error:  # in words that follow the path
-            raise DataError(f"{path}: {error}") from error
-        rows = [raw.data for raw in open_table(path).rows()]
+        table = open_table(path)
+        assert table.first() is None or table.num_rows
+        rows = [raw.data for raw in table.rows()]
         cfg = DataConfig(path=str(path), max_prompt_tokens=200)
-        prompts = open_feed(cfg, TOKENIZER, seed=0).next(3)
-        streamed = open_feed(cfg.model_copy(update={"streaming": True}), TOKENIZER, seed=0).next(3)
+        prompts = open_feed(PromptMaker(cfg, TOKENIZER), seed=0).next(3)
+        cfg = cfg.model_copy(update={"streaming": True})
+        streamed = open_feed(PromptMaker(cfg, TOKENIZER), seed=0).next(3)
         assert all(len(prompt.ids) for prompt in [*prompts, *streamed])
         return rows
 
@@ -98,7 +94,8 @@ def test_a_row_that_is_none_is_told_by_its_line(folder: Path, row: str):
     lines = [json.dumps(row) for row in ROWS[:3]]
     (folder / "rows.jsonl").write_text("\n".join([*lines, row, *lines]) + "\n")
     with limits(), pytest.raises(DataError, match=r"rows\.jsonl:4: "):
-        open_feed(DataConfig(path=str(folder / "rows.jsonl"), max_prompt_tokens=200), TOKENIZER, seed=0)
+        cfg = DataConfig(path=str(folder / "rows.jsonl"), max_prompt_tokens=200)
+        open_feed(PromptMaker(cfg, TOKENIZER), seed=0)
 
 
 def test_a_line_that_goes_on_and_on_is_not_read_to_its_end(folder: Path):

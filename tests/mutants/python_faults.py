@@ -54,7 +54,7 @@ PYTHON_FAULTS = [
     ),
     Fault(
         "rows in memory go on where they are others",
-        "meshrl/data/sampler.py",
+        "meshrl/data/order.py",
         'total.update(name.encode() + b"\\0" + (b"" if ids is None else ids.tobytes()) + b"\\0")',
         'total.update(name.encode() + b"\\0")',
         (_ROWS + "test_other_rows_do_not_continue_a_run",),

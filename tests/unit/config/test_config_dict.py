@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,14 @@ import numpy as np
 import pytest
 import yaml
 
+from meshrl.config import load as config_load
 from meshrl.config.explain import to_yaml
-from meshrl.config.load import InMemory, load_run_config, load_sft_config
+from meshrl.config.load import InMemory
 from meshrl.core.errors import ConfigError
+from meshrl.data.check import check_data
+
+load_run_config = partial(config_load.load_run_config, further=[check_data])
+load_sft_config = partial(config_load.load_sft_config, further=[check_data])
 
 ROWS = [{"question": "1+1=", "answer": "2"}] * 3
 
@@ -102,7 +108,7 @@ def test_rows_in_memory_stand_for_a_path(good, path):
     ("rows", "data", "expected"),
     [
         ([], {}, "holds no rows"),
-        (["1+1="], {}, "its first row is str '1\\+1='; each row must be a dict"),
+        (["1+1="], {}, r"rows\[0\] is str '1\+1='; each row must be a dict"),
         (ROWS, {"prompt": "query"}, "no column 'query' in the first row; it has 'question', 'answer'"),
         (ROWS, {"split": "train"}, "only Hugging Face sets have splits"),
         (ROWS, {"path": "train.jsonl"}, "would have no effect: a Python object is given in its"),

@@ -3,13 +3,18 @@
 import json
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from meshrl.config import load as config_load
 from meshrl.config.check import ONLY, unused
-from meshrl.config.load import load_run_config, load_sft_config
 from meshrl.core.errors import ConfigError
+from meshrl.data.check import check_data
+
+load_run_config = partial(config_load.load_run_config, further=[check_data])
+load_sft_config = partial(config_load.load_sft_config, further=[check_data])
 
 KNOWN = {"reward": {"math_answer", "format"}, "agent": {"single_turn", "multi_turn"}}
 REPLICAS = "train.mesh.dp_replicate=2"
@@ -182,7 +187,6 @@ BAD: list[tuple[str, list[str]]] = [
     ("data.eval_path=null loop.eval_samples=4", ["no effect", "data.eval_path is null"]),
     ("data.eval_path=null data.eval_limit=4", ["no effect", "data.eval_path is null"]),
     ("data.eval_path=null data.eval_split=test", ["no effect", "data.eval_path is null"]),
-    ("data.shuffle_buffer_rows=64", ["no effect", "data.streaming is false"]),
     ("data.eval_path=null loop.save_best=false", ["no effect", "data.eval_path is null"]),
     ("monitor.wandb_project=maths", ["no effect", "monitor.sinks has no wandb"]),
     ("monitor.sinks=[wanb]", ["monitor.sinks", "must be a list of tensorboard or wandb. Nearest: wandb."]),
@@ -202,7 +206,7 @@ BAD: list[tuple[str, list[str]]] = [
     ("model.path=tiny/checkpoint", ["no such folder", "home/tiny/checkpoint"]),
     ("data.path=missing.jsonl", ["no such file", "home/missing.jsonl", "elsewhere/missing.jsonl"]),
     ("data.path=tiny", ["a folder, not a file"]),
-    ("data.path=run.yaml", ["no JSON object", "model:"]),
+    ("data.path=run.yaml", ["each line should be one whole JSON object", "begins with 'model:'"]),
     ("data.eval_path=missing.jsonl", ["data.eval_path", "home/missing.jsonl", "elsewhere/missing.jsonl"]),
 ]
 

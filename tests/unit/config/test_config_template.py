@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from meshrl.config.load import load_run_config, load_sft_config
+from meshrl.config import load as config_load
 from meshrl.core.errors import ConfigError
+from meshrl.data.check import check_data
+
+load_run_config = partial(config_load.load_run_config, further=[check_data])
+load_sft_config = partial(config_load.load_sft_config, further=[check_data])
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{{ tone }}{% endfor %}"
 

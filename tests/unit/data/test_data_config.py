@@ -11,6 +11,7 @@ import pytest
 from meshrl.config.explain import explain, to_yaml
 from meshrl.config.load import load_run_config, load_sft_config
 from meshrl.core.errors import ConfigError
+from meshrl.data.check import check_data, count_rows
 from meshrl.reward.kinds import NEEDS_ANSWER, REWARDS
 
 ROW = {"question": "1+1=", "answer": "2", "info": {"level": 3}}
@@ -30,6 +31,9 @@ def home(tmp_path_factory):
 
     home = tmp_path_factory.mktemp("home")
     (home / "train.jsonl").write_text((json.dumps(ROW) + "\n") * 30)
+    (home / "empty.jsonl").write_text("\n")
+    (home / "list.jsonl").write_text("[1, 2]\n")
+    pq.write_table(pa.Table.from_pylist([ROW]).slice(1), home / "empty.parquet")
     (home / "disguised.jsonl").write_bytes(b"PAR1....")
     pq.write_table(pa.Table.from_pylist([ROW] * 20), home / "train.parquet")
     one = datasets.Dataset.from_list([ROW] * 3)
@@ -49,7 +53,7 @@ def home(tmp_path_factory):
 def load(home, data, purpose="train", known=None, overrides=()):
     path = home / "run.yaml"
     path.write_text(BASE + "".join(f"  {line}\n" for line in data))
-    return load_run_config(path, overrides, known, purpose)
+    return load_run_config(path, overrides, known, purpose, further=[check_data])
 
 
 GOOD = [
@@ -64,7 +68,7 @@ GOOD = [
     ["path: shards/mixed", "format: parquet"],
     ["path: openai/gsm8k", "subset: main", "split: train", "eval_path: train.jsonl"],
     ["path: train.jsonl", "map: json:loads"],
-    ["path: train.jsonl", "streaming: true", "shuffle_buffer_rows: 2"],
+    ["path: train.jsonl", "streaming: true"],
     ["sources: {a: {path: train.jsonl, weight: 2}, b: {path: splits, split: test, answer: info.level}}"],
 ]
 
@@ -75,7 +79,7 @@ def test_a_right_data_section_is_accepted_and_survives_being_written_out(home, d
     again = home / "again.yaml"
     again.write_text(to_yaml(loaded))
     assert load_run_config(again).config == loaded.config
-    explain(loaded)
+    shown(loaded)
 
 
 BAD: list[tuple[list[str], list[str]]] = [
@@ -95,17 +99,17 @@ BAD: list[tuple[list[str], list[str]]] = [
     (["sources: {a: {path: train.jsonl, map: json:loads, answer: b}}"], ["data.sources.a.answer", "no effect"]),
     (["path: train.jsonl", "split: train"], ["data.split = train", "only Hugging Face sets have splits", "jsonl"]),
     (["path: train.parquet", "subset: main"], ["data.subset", "only sets on the Hugging Face hub"]),
-    (["path: splits"], ["data.path", "the splits train, test", "has to be named"]),
+    (["path: splits"], ["data.path", "the splits train, test", "must be named"]),
     (["path: splits", "split: dev"], ["there is no split 'dev'"]),
     (["path: saved", "split: train"], ["without splits"]),
-    (["path: train.jsonl", "eval_path: splits"], ["data.eval_path", "has to be named"]),
+    (["path: train.jsonl", "eval_path: splits"], ["data.eval_path", "must be named"]),
     (["path: train.parquet", "prompt: q"], ["no column 'q'", "'question', 'answer', 'info', 'info.level'"]),
     (["path: saved", "prompt: q"], ["no column 'q'", "'info.level'"]),
     (["path: shards/jsonl", "prompt: q"], ["no column 'q'"]),
     (["path: shards/mixed"], ["jsonl or as parquet", "format"]),
     (["path: shards"], ["is a folder, not a file", "no *.jsonl or *.parquet", "save_to_disk"]),
     (["path: saved", "format: parquet"], ["no *.parquet"]),
-    (["path: train.jsonl", "format: parquet"], ["no parquet file that pyarrow can read"]),
+    (["path: train.jsonl", "format: parquet"], ["not a parquet file that pyarrow can read"]),
     (["path: disguised.jsonl"], ["is a parquet file by its first bytes"]),
     (["path: train.jsonl", "format: datasets"], ["takes a folder made by save_to_disk"]),
     (["path: train.jsonl", "format: csv"], ["must be auto, jsonl, parquet or datasets"]),
@@ -115,8 +119,9 @@ BAD: list[tuple[list[str], list[str]]] = [
     (["path: train.jsonl", "map: no_such_module_here:f"], ["no such module"]),
     (["path: train.jsonl", "map: json:loads", "prompt: q"], ["data.prompt = q", "no effect", "data.map"]),
     (["path: train.jsonl", "map: json:loads", "answer: q"], ["data.answer = q", "no effect", "data.map"]),
-    (["path: train.jsonl", "shuffle: false", "streaming: true", "shuffle_buffer_rows: 9"], ["data.shuffle is false"]),
-    (["path: train.jsonl", "streaming: true", "shuffle_buffer_rows: 1"], ["fewer rows than one step draws"]),
+    (["path: empty.jsonl"], ["data.path = empty.jsonl", "holds no rows"]),
+    (["path: empty.parquet"], ["data.path = empty.parquet", "holds no rows"]),
+    (["path: list.jsonl"], ["list.jsonl:1: a JSON list", "this one begins with '[1, 2]'"]),
 ]
 
 
@@ -192,10 +197,14 @@ def test_an_evaluation_needs_no_training_rows(home):
     load(home, ["eval_path: train.jsonl"], purpose="eval")
 
 
+def shown(loaded):
+    return explain(loaded, count_rows(loaded.config))
+
+
 def test_explain_counts_rows_where_that_is_cheap_and_shows_the_shares_of_a_mixture(home):
-    assert "of 20 rows" in explain(load(home, ["path: train.parquet"]))
-    assert "of 60 rows" in explain(load(home, ["path: shards/jsonl"]))
-    text = explain(load(home, ["sources: {a: {path: train.jsonl, weight: 3}, b: {path: train.parquet}}"]))
+    assert "of 20 rows" in shown(load(home, ["path: train.parquet"]))
+    assert "of 60 rows" in shown(load(home, ["path: shards/jsonl"]))
+    text = shown(load(home, ["sources: {a: {path: train.jsonl, weight: 3}, b: {path: train.parquet}}"]))
     assert "a 75.0%, b 25.0%" in text and "passes" not in text
 
 
@@ -211,17 +220,19 @@ def test_paths_of_a_mixture_are_made_absolute_and_can_be_overridden(home):
 def test_sft_rows_may_be_parquet(home):
     path = home / "sft.yaml"
     path.write_text("model: {path: organisation/name}\nsft: {path: train.parquet, num_steps: 1, messages: info}\n")
-    assert load_sft_config(path).config.sft.path == str(home / "train.parquet")
+    assert load_sft_config(path, further=[check_data]).config.sft.path == str(home / "train.parquet")
     with pytest.raises(ConfigError, match="no column 'chat'"):
-        load_sft_config(path, ["sft.messages=chat"])
+        load_sft_config(path, ["sft.messages=chat"], further=[check_data])
 
 
-def test_checks_of_every_kind_of_set_need_neither_torch_nor_datasets(home):
+def test_checks_of_every_kind_of_set_need_no_torch(home):
     code = (
-        "import sys\nsys.modules['torch'] = sys.modules['transformers'] = sys.modules['datasets'] = None\n"
+        "import sys\nsys.modules['torch'] = sys.modules['transformers'] = None\n"
         "from meshrl.config.load import load_run_config\n"
+        "from meshrl.data.check import check_data\n"
         "for data in ('train.parquet', 'saved', 'train.jsonl'):\n"
-        f"    load_run_config({str(home / 'plain.yaml')!r}, [f'data.path={{data}}'])\n"
+        f"    load_run_config({str(home / 'plain.yaml')!r}, [f'data.path={{data}}'], further=[check_data])\n"
+        "assert not [name for name in ('torch', 'transformers') if sys.modules[name]]\n"
     )
     (home / "plain.yaml").write_text(BASE.replace("data:", "data: {path: train.jsonl}"))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

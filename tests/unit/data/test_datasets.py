@@ -8,7 +8,7 @@ from tiny_tokenizers import FORGETFUL, tiny_tokenizer
 from meshrl.config.data import DataConfig
 from meshrl.config.loop import SftConfig
 from meshrl.core.errors import DataError
-from meshrl.data.datasets import load_prompts, load_sft_rows
+from meshrl.data.datasets import PromptMaker, load_prompts, load_sft_rows
 
 GOOD = {"question": "1+1=", "answer": "2", "level": 3}
 
@@ -24,13 +24,13 @@ def config(path, **changes):
 
 
 def load(path, **changes):
-    return load_prompts(path, config(path, **changes), tiny_tokenizer())
+    return load_prompts(path, PromptMaker(config(path, **changes), tiny_tokenizer()))
 
 
 def test_a_row_becomes_a_rendered_prompt_with_its_other_columns_in_meta(tmp_path):
     tokenizer = tiny_tokenizer()
     path = write(tmp_path, GOOD, "", {"question": "2+2=", "answer": "4"})
-    prompts, dropped = load_prompts(path, config(path, system="Be brief."), tokenizer)
+    prompts, dropped = load_prompts(path, PromptMaker(config(path, system="Be brief."), tokenizer))
     assert dropped == 0
     assert [p.id for p in prompts] == ["train-1", "train-3"]  # a blank line is no row, and lines keep their numbers
     assert prompts[0].answer == "2"
@@ -54,8 +54,8 @@ def test_tools_are_rendered_into_the_prompt(tmp_path):
     path = write(tmp_path, GOOD)
     tokenizer = tiny_tokenizer("{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}{{ messages[0].content }}")
     tool = {"type": "function", "function": {"name": "calc", "description": "", "parameters": {}}}
-    with_tool, _ = load_prompts(path, config(path), tokenizer, tools=[tool])
-    without, _ = load_prompts(path, config(path), tokenizer)
+    with_tool, _ = load_prompts(path, PromptMaker(config(path), tokenizer, tools=[tool]))
+    without, _ = load_prompts(path, PromptMaker(config(path), tokenizer))
     assert tokenizer.decode(with_tool[0].ids.tolist()) == "[calc]1+1="
     assert tokenizer.decode(without[0].ids.tolist()) == "1+1="
 
@@ -70,7 +70,7 @@ def test_prompts_over_the_limit_are_left_out_and_counted(tmp_path):
 
 def test_a_limit_takes_the_first_rows_and_reads_no_further(tmp_path):
     path = write(tmp_path, GOOD, GOOD, "not json")
-    prompts, _ = load_prompts(path, config(path), tiny_tokenizer(), limit=2)
+    prompts, _ = load_prompts(path, PromptMaker(config(path), tiny_tokenizer()), limit=2)
     assert [p.id for p in prompts] == ["train-1", "train-2"]
 
 
@@ -115,12 +115,12 @@ def test_a_row_without_an_answer_is_an_error_where_a_reward_needs_one(tmp_path, 
     path = write(tmp_path, row)
     message = rf"train\.jsonl:1: {told}, but completions are compared with it \(reward\.terms\.maths\); give the row"
     with pytest.raises(DataError, match=message):
-        load_prompts(path, config(path, **changes), tiny_tokenizer(), answer_for=["maths"])
+        load_prompts(path, PromptMaker(config(path, **changes), tiny_tokenizer(), answer_for=["maths"]))
 
 
 def test_numbers_and_false_are_answers_and_a_map_may_leave_them_out_where_no_reward_needs_one(tmp_path):
     path = write(tmp_path, {"question": "1", "answer": 0}, {"question": "1", "answer": False})
-    assert len(load_prompts(path, config(path), tiny_tokenizer(), answer_for=["maths"])[0]) == 2
+    assert len(load_prompts(path, PromptMaker(config(path), tiny_tokenizer(), answer_for=["maths"]))[0]) == 2
     (prompt,), _ = load(write(tmp_path, {"question": "1"}), map="test_datasets:answers_from_rows")
     assert prompt.answer is None
 
@@ -157,7 +157,7 @@ def test_a_template_that_refuses_a_row_names_its_line(tmp_path):
     path = write(tmp_path, GOOD)
     picky = "{{ raise_exception('no') }}"
     with pytest.raises(DataError, match=r"train\.jsonl:1: the chat template refused"):
-        load_prompts(path, config(path), tiny_tokenizer(picky))
+        load_prompts(path, PromptMaker(config(path), tiny_tokenizer(picky)))
 
 
 def test_sft_rows_are_rendered_filtered_and_named(tmp_path):
@@ -188,15 +188,15 @@ def test_an_id_that_the_model_has_not_is_named_with_its_row(tmp_path):
     newline = tokenizer.convert_tokens_to_ids("Ċ")
     vocab_size = len(tokenizer) - 1  # the tokenizer knows one more, which no row has
     path = write(tmp_path, GOOD, {**GOOD, "question": "z"})
-    assert len(load_prompts(path, config(path), tokenizer, vocab_size=vocab_size)[0]) == 2
+    assert len(load_prompts(path, PromptMaker(config(path), tokenizer, vocab_size=vocab_size))[0]) == 2
     plain = tiny_tokenizer("{{ messages[0].content }}")
     words = (
         rf"train\.jsonl:2: token 0 of 1 is 'z', id {z}, but the model's embedding ends with id {z - 1}: it has {z} ids"
         rf", its tokenizer {len(tokenizer)}\. Put the tokenizer"
     )
     with pytest.raises(DataError, match=words):
-        load_prompts(path, config(path), plain, vocab_size=z)
-    assert len(load_prompts(path, config(path), plain, vocab_size=z + 1)[0]) == 2
+        load_prompts(path, PromptMaker(config(path), plain, vocab_size=z))
+    assert len(load_prompts(path, PromptMaker(config(path), plain, vocab_size=z + 1))[0]) == 2
     path = write(tmp_path, {"messages": [{"role": "user", "content": "a"}, chat]}, name="warm.jsonl")
     cfg = SftConfig(path=str(path), num_steps=1)
     assert len(load_sft_rows(path, cfg, tokenizer, (2,), vocab_size)[0]) == 1

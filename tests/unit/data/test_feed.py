@@ -12,8 +12,8 @@ from tiny_tokenizers import tiny_tokenizer
 
 from meshrl.config.data import DataConfig, DataSource
 from meshrl.core.errors import DataError
+from meshrl.data.datasets import PromptMaker
 from meshrl.data.feed import load_eval_prompts, open_feed
-from meshrl.data.streaming import BufferOrder
 
 
 def write(path, n, text="{}+1="):
@@ -35,7 +35,7 @@ def config(tmp_path):
     def make(kind, **changes):
         changes = {"max_prompt_tokens": 70, **changes}
         if "stream" in kind:
-            changes = {"streaming": True, "shuffle_buffer_rows": 20, **changes}
+            changes = {"streaming": True, **changes}
         if "mixture" in kind:
             sources = {"sums": DataSource(path=path, weight=3.0), "talk": DataSource(path=more)}
             return DataConfig(sources=sources, **changes)
@@ -45,7 +45,7 @@ def config(tmp_path):
 
 
 def feed(cfg, seed=0):
-    return open_feed(cfg, tiny_tokenizer(), seed)
+    return open_feed(PromptMaker(cfg, tiny_tokenizer()), seed)
 
 
 def drawn(prompts):
@@ -59,10 +59,10 @@ FEEDS = ["memory", "stream", "mixture", "mixture of streams"]
 def test_every_feed_refuses_rows_without_the_answer_that_a_reward_needs(config, kind):
     with pytest.raises(DataError, match=r"train\.jsonl:\d+: column 'answer' is an empty text, .*reward\.terms\.maths"):
         if kind == "eval":
-            cfg = config("memory")
-            load_eval_prompts(cfg.model_copy(update={"eval_path": cfg.path}), tiny_tokenizer(), answer_for=["maths"])
+            cfg = config("memory", eval_path=config("memory").path)
+            load_eval_prompts(PromptMaker(cfg, tiny_tokenizer(), answer_for=["maths"]))
         else:
-            open_feed(config(kind), tiny_tokenizer(), 0, answer_for=["maths"]).next(200)
+            open_feed(PromptMaker(config(kind), tiny_tokenizer(), answer_for=["maths"]), 0).next(200)
 
 
 @pytest.mark.parametrize("kind", FEEDS)
@@ -140,48 +140,25 @@ def test_a_stream_without_shuffling_keeps_the_order_of_the_file(config):
     assert [p.id for p in stream.next(120)] == [f"train-{i % 50 + 1}" for i in range(120)]
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 16, 31, 50, 160, 161, 1000])
-@pytest.mark.parametrize("buffer_rows", [1, 5, 16, 100, 4096])
-def test_every_epoch_of_a_buffered_order_reads_each_row_once_and_holds_no_more_than_the_buffer(num_rows, buffer_rows):
-    order = BufferOrder(num_rows, seed=3, shuffle=True, buffer_rows=buffer_rows)
-    epochs = []
-    position = 0
-    for _ in range(3):
-        rows, end = [], position + num_rows
-        while position < end:
-            first, stretches, dealt = order.buffer(position)
-            assert first == position and len(dealt) <= buffer_rows
-            held = [row for begin, stop in stretches for row in range(begin, stop)]
-            assert sorted(dealt) == list(range(len(held)))
-            assert order.buffer(position + len(dealt) - 1)[0] == first  # the last of a buffer leads to its start
-            rows += [held[i] for i in dealt]
-            position += len(dealt)
-        assert sorted(rows) == list(range(num_rows)) and position == end
-        epochs.append(rows)
-    assert num_rows < 5 or len({tuple(rows) for rows in epochs}) == 3
-
-
-def test_a_buffer_mixes_rows_from_all_over_the_set():
-    """A buffer over neighbouring rows only would leave a file that is sorted by topic as good as sorted."""
-    order = BufferOrder(10_000, seed=0, shuffle=True, buffer_rows=320)
-    _, stretches, _ = order.buffer(0)
-    assert len({begin // 1000 for begin, _ in stretches}) >= 6
+def test_a_stream_reads_rows_in_the_order_of_a_reading_of_all(config):
+    """Any row may follow any other, wherever it is in the file: neighbours of a sorted file must not stay together."""
+    memory, stream = (feed(config(kind, max_prompt_tokens=2000), seed=3) for kind in ("memory", "stream"))
+    assert drawn(stream.next(120)) == drawn(memory.next(120))
 
 
 def test_the_order_of_a_stream_is_the_same_on_every_machine(config):
     """P27: written down, so that another numpy can't change it unseen."""
-    stream = feed(config("stream", shuffle_buffer_rows=4, max_prompt_tokens=2000))
-    assert [int(p.id.removeprefix("train-")) for p in stream.next(8)] == [32, 9, 1, 20, 4, 46, 10, 27]
+    stream = feed(config("stream", max_prompt_tokens=2000))
+    assert [int(p.id.removeprefix("train-")) for p in stream.next(8)] == [1, 32, 9, 20, 27, 10, 4, 46]
 
 
 def test_a_stream_never_holds_all_rows(tmp_path):
     """8 MB of rows; what Python holds on the way stays far below."""
     path = write(tmp_path / "big.jsonl", 4000, "{}" + "+1" * 1000)
     assert (tmp_path / "big.jsonl").stat().st_size > 8e6
-    tokenizer, cfg = tiny_tokenizer(), DataConfig(path=path, streaming=True, shuffle_buffer_rows=64)
-    cfg = cfg.model_copy(update={"max_prompt_tokens": 5000})
+    make = PromptMaker(DataConfig(path=path, streaming=True, max_prompt_tokens=5000), tiny_tokenizer())
     tracemalloc.start()
-    stream = open_feed(cfg, tokenizer, 0)
+    stream = open_feed(make, 0)
     for _ in range(20):
         stream.next(8)
     peak = tracemalloc.get_traced_memory()[1]
@@ -199,8 +176,8 @@ def test_ids_that_the_model_has_not_are_refused_at_the_start(config, kind):
     """Also by a stream, which renders its first rows then; and of rows to come when they are drawn."""
     tokenizer = tiny_tokenizer()
     with pytest.raises(DataError, match=r"jsonl:1: token \d+ of \d+ is .* the model's embedding ends with id 99"):
-        open_feed(config(kind), tokenizer, 0, vocab_size=100)
-    prompts = open_feed(config(kind), tokenizer, 0, vocab_size=len(tokenizer))
+        open_feed(PromptMaker(config(kind), tokenizer, vocab_size=100), 0)
+    prompts = open_feed(PromptMaker(config(kind), tokenizer, vocab_size=len(tokenizer)), 0)
     assert len(prompts.next(20)) == 20
 
 
@@ -216,7 +193,7 @@ def test_a_stream_names_a_bad_row_when_it_is_drawn(config):
 
 
 def test_a_file_that_shrinks_under_a_stream_is_noticed(config):
-    cfg = config("stream", shuffle=False, shuffle_buffer_rows=10)
+    cfg = config("stream", shuffle=False)
     stream = feed(cfg)
     stream.next(2)
     lines = Path(cfg.path).read_text().splitlines()
@@ -266,7 +243,7 @@ def test_each_source_of_a_mixture_runs_through_epochs_of_its_own(config):
 def test_held_out_prompts_have_ordinals_that_training_never_has(config, tmp_path):
     """P14: the ordinal makes the seed of a sample; evaluation must not use up or repeat those of training."""
     cfg = config("memory", eval_path=config("memory").path, eval_limit=12)
-    prompts, left_out = load_eval_prompts(cfg, tiny_tokenizer())
+    prompts, left_out = load_eval_prompts(PromptMaker(cfg, tiny_tokenizer()))
     assert (len(prompts), left_out) == (10, 2)
     assert [p.ordinal for p in prompts] == [-1 - i for i in range(10)]
-    assert load_eval_prompts(config("memory"), tiny_tokenizer()) == ([], 0)
+    assert load_eval_prompts(PromptMaker(config("memory"), tiny_tokenizer())) == ([], 0)

@@ -8,7 +8,7 @@ import pytest
 from meshrl.core.errors import DataError
 from meshrl.core.types import Prompt
 from meshrl.data.datasets import SftRow
-from meshrl.data.sampler import PromptSource, SftSource
+from meshrl.data.order import PromptSource, SftSource
 
 
 def prompts(n, first_token=5):

@@ -11,7 +11,7 @@ from tiny_tokenizers import tiny_tokenizer
 from meshrl.config.data import DataConfig
 from meshrl.config.loop import SftConfig
 from meshrl.core.errors import DataError
-from meshrl.data.datasets import load_sft_rows
+from meshrl.data.datasets import PromptMaker, load_sft_rows
 from meshrl.data.feed import load_eval_prompts, open_feed
 from meshrl.data.tables import RowTable
 
@@ -23,8 +23,9 @@ def test_a_feed_of_rows_in_memory_equals_that_of_the_file(tmp_path: Path, stream
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     cfg = DataConfig(path=str(path), streaming=streaming)
-    from_file = open_feed(cfg, tiny_tokenizer(), 3).next(30)
-    memory = open_feed(cfg.model_copy(update={"path": "<20 rows>"}), tiny_tokenizer(), 3, rows=RowTable("data", ROWS))
+    from_file = open_feed(PromptMaker(cfg, tiny_tokenizer()), 3).next(30)
+    cfg = cfg.model_copy(update={"path": "<20 rows>"})
+    memory = open_feed(PromptMaker(cfg, tiny_tokenizer()), 3, RowTable("data", ROWS))
     state = memory.state()
     prompts = memory.next(30)
     facts = [[(p.ordinal, p.messages, p.answer, p.meta, p.ids.tolist()) for p in feed] for feed in (from_file, prompts)]
@@ -35,23 +36,23 @@ def test_a_feed_of_rows_in_memory_equals_that_of_the_file(tmp_path: Path, stream
 
 
 def test_other_rows_do_not_continue_a_run():
-    cfg = DataConfig(path="<20 rows>")
-    state = open_feed(cfg, tiny_tokenizer(), 0, rows=RowTable("data", ROWS)).state()
+    make = PromptMaker(DataConfig(path="<20 rows>"), tiny_tokenizer())
+    state = open_feed(make, 0, RowTable("data", ROWS)).state()
     changed = [*ROWS[:-1], ROWS[-1] | {"question": "changed"}]
     with pytest.raises(DataError, match="another data order"):
-        open_feed(cfg, tiny_tokenizer(), 0, rows=RowTable("data", changed)).load_state(state)
+        open_feed(make, 0, RowTable("data", changed)).load_state(state)
 
 
 @pytest.mark.parametrize("bad", ["1+1", None, ["question", "1+1"]])
 def test_a_row_that_is_no_dict_is_named_by_its_index(bad: object):
     with pytest.raises(DataError, match=r"^data\[2\] is .*each row must be a dict"):
-        open_feed(DataConfig(path="x"), tiny_tokenizer(), 0, rows=RowTable("data", [*ROWS[:2], bad]))
+        open_feed(PromptMaker(DataConfig(path="x"), tiny_tokenizer()), 0, RowTable("data", [*ROWS[:2], bad]))
 
 
 def test_what_is_wrong_with_a_row_is_reported_by_its_index():
     rows = [*ROWS[:3], {"question": "1+1"}]
     with pytest.raises(DataError, match=r"^eval_data\[3\]: no column 'answer'"):
-        load_eval_prompts(DataConfig(eval_path="x"), tiny_tokenizer(), rows=RowTable("eval_data", rows))
+        load_eval_prompts(PromptMaker(DataConfig(eval_path="x"), tiny_tokenizer()), RowTable("eval_data", rows))
     chats = [{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": 3}]}]
     with pytest.raises(DataError, match=r"^data\[0\]: message 1 of column 'messages'"):
         load_sft_rows(RowTable("data", chats), SftConfig(path="x", num_steps=1), tiny_tokenizer(), (2,))
@@ -59,5 +60,5 @@ def test_what_is_wrong_with_a_row_is_reported_by_its_index():
 
 def test_held_out_rows_in_memory_obey_eval_limit():
     cfg = DataConfig(eval_path="x", eval_limit=4)
-    prompts, _ = load_eval_prompts(cfg, tiny_tokenizer(), rows=RowTable("eval_data", ROWS))
+    prompts, _ = load_eval_prompts(PromptMaker(cfg, tiny_tokenizer()), RowTable("eval_data", ROWS))
     assert [(p.id, p.ordinal) for p in prompts] == [(f"eval_data-{i}", -1 - i) for i in range(4)]

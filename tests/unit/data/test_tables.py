@@ -12,7 +12,7 @@ from tiny_tokenizers import tiny_tokenizer
 from meshrl.config.data import DataConfig
 from meshrl.config.loop import SftConfig
 from meshrl.core.errors import ConfigError, DataError
-from meshrl.data.datasets import load_prompts, load_sft_rows
+from meshrl.data.datasets import PromptMaker, load_prompts, load_sft_rows
 from meshrl.data.tables import ROWS_AT_ONCE, open_table
 
 NUM = 2 * ROWS_AT_ONCE + 88
@@ -127,7 +127,7 @@ def test_the_first_rows_are_read_without_reading_or_counting_the_rest(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "format", "told"),
     [
-        ("rows.parquet", b"no such thing", "auto", "rows.parquet: no parquet file that pyarrow can read"),
+        ("rows.parquet", b"no such thing", "auto", "rows.parquet: this is not a parquet file that pyarrow can read"),
         ("rows.bin", b"{}", "datasets", "is a file; format: datasets takes a folder"),
         ("missing/rows.jsonl", None, "auto", "no such file"),
         ("missing", None, "parquet", "no such file"),
@@ -143,7 +143,7 @@ def test_what_is_no_table_is_refused_by_name(tmp_path, name, content, format, to
 
 def test_a_split_has_to_be_named_where_there_are_several(tmp_path):
     path = make("split", tmp_path / "data")
-    with pytest.raises(DataError, match="holds the splits train, test, and a split has to be named"):
+    with pytest.raises(DataError, match="holds the splits train, test, and one of them must be named"):
         open_table(path)
     with pytest.raises(DataError, match="there is no split 'dev'"):
         open_table(path, split="dev")
@@ -170,7 +170,7 @@ def test_a_misspelt_path_in_a_folder_that_is_there_is_not_taken_for_a_set_on_the
 
 def test_a_set_on_the_hub_that_is_out_of_reach_says_what_to_do_instead(monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    with pytest.raises(DataError, match=r"organisation/name: can't be had from the Hugging Face hub.*save_to_disk"):
+    with pytest.raises(DataError, match=r"organisation/name: can't be loaded from the Hugging Face hub.*save_to_disk"):
         open_table("organisation/name", split="train")
 
 
@@ -179,7 +179,7 @@ def test_prompts_are_equal_whatever_the_rows_were_stored_in(tmp_path):
     for kind in KINDS:
         path = make(kind, tmp_path / kind)
         split = "train" if kind == "split" else None
-        prompts, left_out = load_prompts(path, DataConfig(), tiny_tokenizer(), limit=20, split=split)
+        prompts, left_out = load_prompts(path, PromptMaker(DataConfig(), tiny_tokenizer()), 20, split)
         loaded.append([(p.messages, p.answer, p.meta, p.ids.tolist()) for p in prompts])
         assert len(prompts) == 20 and left_out == 0
     assert all(other == loaded[0] for other in loaded)
@@ -188,25 +188,26 @@ def test_prompts_are_equal_whatever_the_rows_were_stored_in(tmp_path):
 def test_a_bad_row_of_a_parquet_file_is_named_by_its_number(tmp_path):
     write_parquet(tmp_path / "rows.parquet", [*questions(5), {"question": " ", "answer": "1", "level": None}])
     with pytest.raises(DataError, match=r"rows\.parquet: row 5 \(from 0\): column 'question' is an empty text"):
-        load_prompts(tmp_path / "rows.parquet", DataConfig(), tiny_tokenizer())
+        load_prompts(tmp_path / "rows.parquet", PromptMaker(DataConfig(), tiny_tokenizer()))
 
 
 def test_a_column_that_is_no_plain_json_is_refused_before_a_run_would_fail_to_write_it(tmp_path):
     day = datetime.date(2024, 1, 2)
     write_parquet(tmp_path / "rows.parquet", [{"question": "1+1=", "answer": "2", "day": day}])
     with pytest.raises(DataError, match=r"row 0 \(from 0\): column 'day' holds date .*data\.map"):
-        load_prompts(tmp_path / "rows.parquet", DataConfig(), tiny_tokenizer())
+        load_prompts(tmp_path / "rows.parquet", PromptMaker(DataConfig(), tiny_tokenizer()))
 
 
 def test_a_dotted_column_leads_into_a_column_unless_one_has_that_very_name(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1+1=", "reward_model": {"ground_truth": "2"}}])
     cfg = DataConfig(prompt="prompt", answer="reward_model.ground_truth")
-    (prompt,), _ = load_prompts(tmp_path / "a.jsonl", cfg, tiny_tokenizer())
+    (prompt,), _ = load_prompts(tmp_path / "a.jsonl", PromptMaker(cfg, tiny_tokenizer()))
     assert prompt.answer == "2"
     write_jsonl(tmp_path / "b.jsonl", [{"prompt": "1+1=", "reward_model.ground_truth": "3", "reward_model": {}}])
-    assert load_prompts(tmp_path / "b.jsonl", cfg, tiny_tokenizer())[0][0].answer == "3"
+    assert load_prompts(tmp_path / "b.jsonl", PromptMaker(cfg, tiny_tokenizer()))[0][0].answer == "3"
+    misspelt = DataConfig(prompt="prompt", answer="reward_model.truth")
     with pytest.raises(DataError, match=r"a\.jsonl:1: no column 'reward_model\.truth' \(columns: prompt, reward_m"):
-        load_prompts(tmp_path / "a.jsonl", DataConfig(prompt="prompt", answer="reward_model.truth"), tiny_tokenizer())
+        load_prompts(tmp_path / "a.jsonl", PromptMaker(misspelt, tiny_tokenizer()))
 
 
 MAPS = """
@@ -247,7 +248,7 @@ def maps(tmp_path, monkeypatch):
 
     def load(name):
         cfg = DataConfig(map=f"row_maps_of_a_user:{name}", system="Be brief.")
-        return load_prompts(tmp_path / "rows.jsonl", cfg, tiny_tokenizer())[0][0]
+        return load_prompts(tmp_path / "rows.jsonl", PromptMaker(cfg, tiny_tokenizer()))[0][0]
 
     return load
 

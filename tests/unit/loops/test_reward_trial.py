@@ -11,6 +11,7 @@ from tiny_tokenizers import tiny_tokenizer
 
 from meshrl.cli import main
 from meshrl.config.load import load_run_config
+from meshrl.data.datasets import PromptMaker
 from meshrl.data.feed import open_feed
 from meshrl.monitor.rollout_log import read_rollouts
 
@@ -65,7 +66,7 @@ def test_the_rows_that_a_function_was_tried_on_are_drawn_again(config: Path, cap
     overrides = [*INLINE, *SHORT, _reward("graders_of_this_test:constant"), "data.streaming=true"]
     assert main(["train", str(config), *overrides]) == 0
     cfg = load_run_config(config, overrides).config
-    expected = [(p.ordinal, p.id) for p in open_feed(cfg.data, tiny_tokenizer(), cfg.run.seed).next(4)]
+    expected = [(p.ordinal, p.id) for p in open_feed(PromptMaker(cfg.data, tiny_tokenizer()), cfg.run.seed).next(4)]
     (note,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
     assert note.startswith(
         "note: reward.terms.t of kind 'graders_of_this_test:constant' scores the data's own answers no"

@@ -1,22 +1,24 @@
-"""Which row comes next: a deterministic order that any place in the run can be resumed at.
+"""Which row comes next: a deterministic order that can be resumed at any place of a run.
 
-An ordinal counts everything a run has drawn, over epochs. Row and epoch are pure functions of it, so the whole state
-of a source is one number, and of a mixture one for each source; the rest of what `state()` holds is there to refuse a
-resume on other data. data/streaming.py does the same for sets larger than memory.
+An ordinal counts all that a run has drawn, over epochs. The row and the epoch are pure functions of a position and the
+seed, so the state of a source is one or two numbers; the rest of `state()` serves to refuse a resume on other data.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from meshrl.core.errors import DataError
 from meshrl.core.types import SCHEMA, Prompt, Sample
-from meshrl.data.datasets import SftRow
+from meshrl.data.datasets import SftRow, all_too_long, require_rows
+from meshrl.data.tables import RawRow, Table
+
+PROBED_ROWS = 8  # a stream renders them at the start, so that another tokenizer or template is seen as other data
 
 
 class PromptFeed(Protocol):
@@ -24,8 +26,8 @@ class PromptFeed(Protocol):
 
     @property
     def num_left_out(self) -> int:
-        """Rows longer than data.max_prompt_tokens found so far: all at the start if every row is read then, else one
-        by one as they are drawn."""
+        """Rows longer than data.max_prompt_tokens found so far: all of them at the start if every row is read then,
+        else one by one as they are drawn."""
         ...
 
     def next(self, n: int) -> list[Prompt]:
@@ -42,7 +44,8 @@ class PromptFeed(Protocol):
 
 
 class RowOrder:
-    """ordinal -> row index. Each epoch visits every row once, in an order of its own when shuffle is on."""
+    """position -> row. Each epoch visits every row once, with shuffle in an order of its own. It takes 8 bytes per
+    row."""
 
     def __init__(self, num_rows: int, seed: int, shuffle: bool):
         if num_rows < 1:
@@ -50,40 +53,41 @@ class RowOrder:
         self.num_rows, self.seed, self.shuffle = num_rows, seed, shuffle
         self._epoch, self._rows = -1, np.arange(num_rows)
 
-    def row(self, ordinal: int) -> int:
-        epoch, place = divmod(ordinal, self.num_rows)
+    def row(self, position: int) -> int:
+        epoch, place = divmod(position, self.num_rows)
         if self.shuffle and epoch != self._epoch:
             self._epoch, self._rows = epoch, permutation(self.num_rows, self.seed, epoch)
         return int(self._rows[place])
 
 
 def permutation(size: int, *key: int) -> np.ndarray:
-    """An order of `size` things, int64[size], by the numbers in `key`.
+    """An order of `size` rows, int64[size], that follows from the numbers in `key`.
 
-    Raw bits of Philox under a stable sort: numpy promises that stream for ever, and no such thing for
-    Generator.permutation, which a resume under another numpy must not depend on.
+    Raw bits of Philox under a stable sort: numpy guarantees this stream for all versions, but not
+    Generator.permutation, on which a resume under another numpy must therefore not depend.
     """
     bits = np.random.Philox(np.random.SeedSequence(key)).random_raw(size)
     return np.argsort(bits, kind="stable")
 
 
 def require_same(mine: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Raises: DataError when a saved state speaks of other rows, or of another order of them, than `mine`."""
+    """Raises: DataError when a saved state was taken on other rows, or on another order of them, than `mine`."""
     other = {k: (saved.get(k), v) for k, v in mine.items() if saved.get(k) != v}
     if other:
-        told = "; ".join(f"{k} was {was!r}, is {now!r}" for k, (was, now) in other.items())
+        changes = "; ".join(f"{k} was {was!r}, is {now!r}" for k, (was, now) in other.items())
         raise DataError(
-            f"this checkpoint was made on another data order ({told}), so it can't be resumed to the exact row. "
+            f"this checkpoint was made on another data order ({changes}), so it can't be resumed to the exact row. "
             "Restore the data files, the tokenizer, data.* and run.seed, or start a new run."
         )
 
 
 class _Source:
-    """What PromptSource and SftSource share: the order, the place in it, and its checked state."""
+    """A place in an order of rows, and its checked state. identity: further facts that must be equal in a resume."""
 
-    def __init__(self, digest: str, num_rows: int, seed: int, shuffle: bool):
+    def __init__(self, digest: str, num_rows: int, seed: int, shuffle: bool, **identity: Any):
         self._order = RowOrder(num_rows, seed, shuffle)
-        self._digest = digest
+        facts = {"num_rows": num_rows, "seed": seed, "shuffle": shuffle, "digest": digest}
+        self._identity = {"schema": SCHEMA, **facts, **identity}
         self.next_ordinal = 0
 
     def _draw(self, n: int) -> list[tuple[int, int]]:
@@ -93,19 +97,15 @@ class _Source:
 
     def state(self) -> dict[str, Any]:
         """Plain JSON: the exact place, and what must be equal for it to mean the same rows."""
-        return {"schema": SCHEMA, "next_ordinal": self.next_ordinal, **self._identity()}
+        return {"next_ordinal": self.next_ordinal, **self._identity}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken.
 
         Raises: DataError when rows, seed, shuffle or schema are not what they were: the order would be another.
         """
-        require_same({"schema": SCHEMA, **self._identity()}, state)
+        require_same(self._identity, state)
         self.next_ordinal = int(state["next_ordinal"])
-
-    def _identity(self) -> dict[str, Any]:
-        order = self._order
-        return {"num_rows": order.num_rows, "seed": order.seed, "shuffle": order.shuffle, "digest": self._digest}
 
 
 class PromptSource(_Source):
@@ -117,22 +117,85 @@ class PromptSource(_Source):
         self.num_left_out = num_left_out
 
     def next(self, n: int) -> list[Prompt]:
-        """The next n prompts. A file with fewer rows than n wraps: the same row again, under an ordinal of its own."""
+        """The next n prompts. With fewer rows than n, a row comes again, under an ordinal of its own."""
         return [dataclasses.replace(self._prompts[row], ordinal=ordinal) for ordinal, row in self._draw(n)]
+
+
+class PromptStream(_Source):
+    """A PromptFeed that reads, renders and filters each row of a table as it is drawn, and holds none. A bad row is an
+    error when it is drawn, by file and line.
+
+    make: RawRow and ordinal -> rendered Prompt. Ordinals count what is kept, positions what is read.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        make: Callable[[RawRow, int], Prompt],
+        max_prompt_tokens: int,
+        seed: int,
+        shuffle: bool = True,
+    ):
+        require_rows(table, table.num_rows)
+        super().__init__(_digest(table, make), table.num_rows, seed, shuffle, max_prompt_tokens=max_prompt_tokens)
+        self._table, self._make, self._max_prompt_tokens = table, make, max_prompt_tokens
+        self.position, self.num_left_out = 0, 0
+
+    def next(self, n: int) -> list[Prompt]:
+        prompts: list[Prompt] = []
+        too_long: list[int] = []
+        while len(prompts) < n:
+            prompt = self._make(self._row(self._order.row(self.position)), self.next_ordinal)
+            self.position += 1
+            length = len(prompt.ids) if prompt.ids is not None else 0
+            if length <= self._max_prompt_tokens:
+                self.next_ordinal += 1
+                prompts.append(prompt)
+                too_long.clear()
+                continue
+            self.num_left_out += 1
+            too_long.append(length)
+            if len(too_long) >= self._order.num_rows:
+                raise all_too_long(self._table.name, too_long, "data.max_prompt_tokens", self._max_prompt_tokens)
+        return prompts
+
+    def _row(self, number: int) -> RawRow:
+        row = next(self._table.rows(number, number + 1), None)
+        if row is None:
+            raise DataError(
+                f"{self._table.name} holds fewer rows than when the run began: it was changed. Restore it, or start a "
+                "new run."
+            )
+        return row
+
+    def state(self) -> dict[str, Any]:
+        return {**super().state(), "position": self.position, "num_left_out": self.num_left_out}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        super().load_state(state)
+        self.position, self.num_left_out = int(state["position"]), int(state["num_left_out"])
+
+
+def _digest(table: Table, make: Callable[[RawRow, int], Prompt]) -> str:
+    """Of the first rows as rendered, and of the table's fingerprint: the other rows are not read for this."""
+    prompts = [make(raw, 0) for raw in table.rows(0, PROBED_ROWS)]
+    fingerprint = np.frombuffer(repr(table.fingerprint()).encode(), np.uint8)
+    return digest_of([*((p.id, p.ids) for p in prompts), ("fingerprint", fingerprint)])
 
 
 class PromptMixture:
     """A PromptFeed that draws from several, each in proportion to its weight: as evenly as whole prompts allow.
 
-    Every draw goes to the source that is furthest behind its share; where each starts is set by the seed. So any
-    stretch of the run, a single step too, holds each source to within a prompt or two of its share (independent random
-    draws would scatter by the square root of the number drawn). Each source runs through epochs of its own.
+    Every draw goes to the source that is furthest behind its share; the seed sets where each starts. So any part of
+    the run, even a single step, has each source to within a prompt or two of its share (independent random draws would
+    scatter by the square root of the number drawn). Each source has epochs of its own.
     """
 
     def __init__(self, feeds: Mapping[str, PromptFeed], weights: Mapping[str, float], seed: int):
         total = sum(weights.values())
-        self._feeds, self._seed = dict(feeds), seed
+        self._feeds = dict(feeds)
         self._shares = {name: weights[name] / total for name in feeds}
+        self._identity = {"schema": SCHEMA, "seed": seed, "shares": self._shares}
         # Raw Philox bits as a fraction: see permutation().
         bits = np.random.Philox(np.random.SeedSequence([seed, len(feeds)])).random_raw(len(feeds))
         self._starts = {name: int(raw) / 2**64 for name, raw in zip(feeds, bits)}
@@ -157,16 +220,13 @@ class PromptMixture:
 
     def state(self) -> dict[str, Any]:
         sources = {name: {"drawn": self._drawn[name], **feed.state()} for name, feed in self._feeds.items()}
-        return {"schema": SCHEMA, **self._identity(), "sources": sources}
+        return {**self._identity, "sources": sources}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        require_same({"schema": SCHEMA, **self._identity()}, state)
+        require_same(self._identity, state)
         for name, feed in self._feeds.items():
             feed.load_state(state["sources"][name])
             self._drawn[name] = int(state["sources"][name]["drawn"])
-
-    def _identity(self) -> dict[str, Any]:
-        return {"seed": self._seed, "shares": self._shares}
 
 
 class SftSource(_Source):

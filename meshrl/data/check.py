@@ -1,0 +1,181 @@
+"""What can be found wrong with the data before a run starts its ranks or imports torch: that the paths name tables with
+the columns and splits that the config names, and that a chat template is one. A config's check calls it (P30)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshrl.config.check import Case
+from meshrl.config.data import DataConfig
+from meshrl.config.loop import SftConfig
+from meshrl.config.places import find
+from meshrl.config.run import RunConfig, SftRunConfig
+from meshrl.config.source import Problem
+from meshrl.core.errors import DataError
+from meshrl.core.files import is_there
+from meshrl.data.files import Kind, files_of, kind_of
+from meshrl.data.tables import Row, RowTable, open_table
+from meshrl.data.template import is_template_text, require_read, template_text, variables_read_by
+
+WRITTEN_BY_MESHRL = ("messages", "tools", "add_generation_prompt")  # variables of a chat template
+MAX_COUNTED_BYTES = 1 << 30  # of JSONL, whose rows are counted by reading them
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Named:
+    """The keys of one table, and what they name. columns: by the key that names each."""
+
+    path: str
+    columns: dict[str, str | None]
+    format: str = "auto"
+    split_key: str = ""
+    split: str | None = None
+    subset_key: str = ""
+    subset: str | None = None
+
+
+def check_data(case: Case) -> Iterator[Problem]:
+    """What is wrong with the data: of the training rows only where they are read, so that an evaluation needs none."""
+    config = case.config
+    section: tuple[str, DataConfig | SftConfig]
+    if isinstance(config, SftRunConfig):
+        tables = [_Named(path="sft.path", columns={"sft.messages": config.sft.messages})]
+        section = "sft", config.sft
+    else:
+        tables = list(_tables(config.data, case.purpose == "train"))
+        section = "data", config.data
+    kinds: dict[str, Kind] = {}
+    for table in tables:
+        yield from _table_problems(case, table, kinds)
+    if isinstance(config, RunConfig):
+        yield from _without_effect(config.data, tables, kinds)
+    name, slice_ = section
+    yield from _chat_template(case, name, slice_.chat_template, slice_.chat_template_kwargs)
+
+
+def count_rows(config: RunConfig | SftRunConfig) -> int | None:
+    """Rows of the training table; None for a mixture, whose tables have epochs of their own, and where counting takes
+    long. Raises: DataError."""
+    if isinstance(config, SftRunConfig):
+        path, format, split = config.sft.path, "auto", None
+    elif config.data.path is not None:
+        path, format, split = config.data.path, config.data.format, config.data.split
+    else:
+        return None
+    kind = kind_of(path, format)
+    files = files_of(Path(path), kind) if kind == "jsonl" else []
+    if kind == "hub" or sum(file.stat().st_size for file in files) > MAX_COUNTED_BYTES:
+        return None
+    return open_table(path, format, split=split).num_rows
+
+
+def _tables(data: DataConfig, training: bool) -> Iterator[_Named]:
+    columns: dict[str, str | None] = {} if data.map else {"data.prompt": data.prompt, "data.answer": data.answer}
+    same = {"columns": columns, "format": data.format, "subset_key": "data.subset", "subset": data.subset}
+    if training and data.path is not None:
+        yield _Named(path="data.path", split_key="data.split", split=data.split, **same)
+    for name, source in data.sources.items() if training else ():
+        key = f"data.sources.{name}"
+        own = {
+            f"{key}.{column}" if getattr(source, column) else f"data.{column}": getattr(source, column) or value
+            for column, value in (("prompt", data.prompt), ("answer", data.answer))
+        }
+        yield _Named(
+            path=f"{key}.path",
+            columns={} if source.map or data.map else own,
+            format=source.format,
+            split_key=f"{key}.split",
+            split=source.split,
+            subset_key=f"{key}.subset",
+            subset=source.subset,
+        )
+    if data.eval_path is not None:
+        yield _Named(path="data.eval_path", split_key="data.eval_split", split=data.eval_split, **same)
+
+
+def _table_problems(case: Case, table: _Named, kinds: dict[str, Kind]) -> Iterator[Problem]:
+    """Notes the table's kind in `kinds`, where it has one."""
+    source: RowTable | Path | None
+    if table.path in case.rows:
+        source, kind = RowTable("rows", case.rows[table.path]), "rows"
+    else:
+        given = case.given[table.path]
+        source, places = find(given, case.folder)
+        # A misspelt path in a folder that exists is not a hub id.
+        beside = next((place for place in places if is_there(place.parent)), None)
+        try:
+            kind = kind_of(source or beside or given.value, table.format)
+        except DataError as e:
+            looked = f"; looked for {' and '.join(str(place) for place in places)}" if source is None else ""
+            yield Problem((table.path,), f"{e}{looked}.")
+            return
+    kinds[table.path] = kind
+    if table.split is not None and kind in ("jsonl", "parquet", "rows"):
+        these = "these are rows in memory" if kind == "rows" else f"this is {kind}"
+        text = f"would have no effect: only Hugging Face sets have splits, and {these}. Remove it."
+        yield Problem((table.split_key, table.path), text)
+        return
+    if kind == "hub" or source is None:
+        return  # known only to the hub
+    try:
+        first = open_table(source, table.format, split=table.split).first()
+    except DataError as e:
+        yield Problem((table.path,), f"{e}.")
+        return
+    if first is None:
+        yield Problem((table.path,), "holds no rows.")
+        return
+    there = _columns(first.data)
+    for key, name in table.columns.items():
+        if name is not None and name not in there:
+            unneeded = " If no reward needs an answer, set data.answer: null." if key == "data.answer" else ""
+            text = f"no column {name!r} in the first row; it has {', '.join(map(repr, there))}.{unneeded}"
+            yield Problem((key, table.path), text)
+
+
+def _columns(row: Row, prefix: str = "") -> list[str]:
+    """The names of a row's columns, and of those inside a column as column.name."""
+    names = []
+    for name, value in row.items():
+        names.append(f"{prefix}{name}")
+        if isinstance(value, dict):
+            names += _columns(value, f"{prefix}{name}.")
+    return names
+
+
+def _without_effect(data: DataConfig, tables: list[_Named], kinds: dict[str, Kind]) -> Iterator[Problem]:
+    if data.format != "auto" and kinds and set(kinds.values()) == {"rows"}:
+        yield Problem(("data.format",), "would have no effect: all rows are given in memory. Remove it.")
+    for key in dict.fromkeys(table.subset_key for table in tables if table.subset is not None):
+        paths = [table.path for table in tables if table.subset_key == key]
+        found = {kinds[path] for path in paths if path in kinds}
+        if found and "hub" not in found:
+            text = "would have no effect: only sets on the Hugging Face hub have subsets. Remove it."
+            yield Problem((key, *paths), text)
+
+
+def _chat_template(case: Case, section: str, given: str | None, variables: dict[str, Any]) -> Iterator[Problem]:
+    """Of a template that the config gives: its file and its Jinja. The tokenizer's own is checked when it loads."""
+    key = f"{section}.chat_template"
+    for name in WRITTEN_BY_MESHRL:
+        if name in variables:
+            yield Problem((f"{key}_kwargs.{name}",), "is set by meshrl in each rendering. Leave it out.")
+    if given is None:
+        return
+    path, places = (None, []) if is_template_text(given) else find(case.given[key], case.folder)
+    if places and path is None:
+        looked = " and ".join(str(place) for place in places)
+        yield Problem((key,), f"no such file; looked for {looked}. A template's own text has {{{{ or {{% in it.")
+        return
+    try:
+        reads = variables_read_by(template_text(path or given))
+    except DataError as e:
+        yield Problem((key,), f"{path or 'the template'} {e}.")
+        return
+    try:
+        require_read([name for name in variables if name not in WRITTEN_BY_MESHRL], reads)
+    except DataError as e:
+        yield Problem((f"{key}_kwargs", key), f"{e}.")

@@ -1,0 +1,124 @@
+"""Which kind of table a data path names, and the files of that table. No row is read here.
+
+The text of every DataError of this file follows a path and a colon.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from meshrl.config.places import HUB_ID
+from meshrl.core.errors import DataError
+from meshrl.core.files import Unreadable, is_there, read_json, size_of
+
+Kind = Literal["jsonl", "parquet", "datasets", "hub", "rows"]  # rows: given in memory
+SHARD_SUFFIXES: dict[Kind, tuple[str, ...]] = {"jsonl": (".jsonl",), "parquet": (".parquet", ".pq")}
+FILE_SUFFIXES = (".jsonl", ".json", ".ndjson", ".csv", ".txt", *SHARD_SUFFIXES["parquet"])
+
+
+def kind_of(path: str | Path, format: str = "auto") -> Kind:
+    """The kind of table at a path, by `format` (jsonl, parquet, datasets), else by what the path is and its suffix.
+
+    A folder is one made by save_to_disk, or shards: *.jsonl or *.parquet files, read in the order of their names.
+    Text of the form organisation/name, where this machine has no such path, is a dataset on the Hugging Face hub.
+
+    Raises: DataError.
+    """
+    place = Path(path)
+    if not is_there(place):
+        is_hub_id = HUB_ID.fullmatch(str(path)) and not is_there(place.parent) and place.suffix not in FILE_SUFFIXES
+        if is_hub_id and format in ("auto", "datasets"):
+            return "hub"
+    elif place.is_dir():
+        return _kind_of_folder(place, format)
+    elif format == "datasets":
+        raise DataError("is a file; format: datasets takes a folder made by save_to_disk, or a hub id")
+    _require_regular(place)
+    is_parquet = format == "parquet" or (format == "auto" and place.suffix in SHARD_SUFFIXES["parquet"])
+    return "parquet" if is_parquet else "jsonl"
+
+
+def _kind_of_folder(place: Path, format: str) -> Kind:
+    is_saved = (place / "state.json").is_file() or (place / "dataset_dict.json").is_file()
+    found: list[Kind] = ["datasets"] if is_saved else []
+    found += [kind for kind in SHARD_SUFFIXES if files_of(place, kind)]
+    if format != "auto":
+        found = [kind for kind in found if kind == format]
+    if not found:
+        wanted = {"jsonl": "*.jsonl", "parquet": "*.parquet", "auto": "*.jsonl or *.parquet"}.get(format)
+        files = f"has no {wanted} in it and " if wanted else ""
+        saved = "was not made by save_to_disk" if format in ("auto", "datasets") else "so no shards"
+        raise DataError(f"is a folder, not a file; it {files}{saved}")
+    if len(found) > 1:
+        raise DataError(f"is a folder that could be read as {' or as '.join(found)}; choose one by format")
+    return found[0]
+
+
+def files_of(path: Path, kind: Kind) -> list[Path]:
+    """The files of a table of kind jsonl or parquet: the path itself, or the shards of a folder in the order of names.
+
+    Raises: DataError for a shard that is a folder, a pipe or a broken link.
+    """
+    if not path.is_dir():
+        return [path]
+    suffixes = SHARD_SUFFIXES[kind]
+    found = sorted(file for file in path.iterdir() if file.suffix in suffixes and not file.name.startswith("."))
+    for file in found:
+        _require_regular(file, f"{file.name} in it ")
+    return found
+
+
+def split_folder(path: Path, split: str | None) -> Path:
+    """The folder of one split of what save_to_disk wrote; a dataset with a single split needs no name for it.
+
+    Raises: DataError when there is no such split, or when one must be named.
+    """
+    index = path / "dataset_dict.json"
+    if not index.is_file():
+        if split is not None:
+            raise DataError(f"holds a single set without splits, so there is no split {split!r}; remove it")
+        return path
+    names = json_of_saved_set(index).get("splits")
+    if not isinstance(names, list) or not all(isinstance(name, str) and Path(name).name == name for name in names):
+        raise DataError(f"{index.name} in it: splits should be a list of names of folders beside it, not {names!r:.80}")
+    return path / chosen_split(names, split)
+
+
+def chosen_split(names: list[str], split: str | None) -> str:
+    """The split that is asked for, or the only one. Raises: DataError."""
+    if split is None and len(names) == 1:
+        return names[0]
+    if split is None or split not in names:
+        what = "one of them must be named as the split" if split is None else f"there is no split {split!r}"
+        raise DataError(f"holds the splits {', '.join(names)}, and {what}")
+    return split
+
+
+def require_own_arrow_files(folder: Path) -> None:
+    """Raises: DataError when state.json names Arrow files outside the folder, or anything but regular files."""
+    named = json_of_saved_set(folder / "state.json").get("_data_files")
+    entries = named if isinstance(named, list) else [named]
+    names = [str(entry["filename"]) for entry in entries if isinstance(entry, dict) and "filename" in entry]
+    if not names or len(names) < len(entries):
+        raise DataError(f"state.json in it: _data_files should be a list of {{filename}}, not {named!r:.80}")
+    for name in names:
+        prefix = f"state.json in it names {name!r:.200}: "
+        if (folder / name).parent != folder:
+            raise DataError(f"{prefix}this is not a file of the folder. Write the folder again with save_to_disk")
+        _require_regular(folder / name, prefix)
+
+
+def json_of_saved_set(file: Path) -> dict[str, Any]:
+    """The contents of a JSON file that save_to_disk wrote. Raises: DataError."""
+    try:
+        return read_json(file)
+    except Unreadable as cause:
+        raise DataError(f"{file.name} in it: {cause}. Write the folder again with save_to_disk") from cause
+
+
+def _require_regular(file: Path, prefix: str = "") -> None:
+    try:
+        size_of(file)
+    except Unreadable as cause:
+        raise DataError(f"{prefix}{cause}") from cause
