@@ -112,10 +112,8 @@ async def _train(stop: Stop, loaded: Loaded[RunConfig], objects: Objects) -> Pat
             record.sinks.append(StepCallback(objects.on_step, stop))
         record.note(f"run {record.folder}: starting {_ranks(cfg)}")
         loading = asyncio.create_task(asyncio.to_thread(_load_task, cfg, objects, True))
-        if cfg.cluster.executor == "inline":
-            await loading  # Transformers' lazy imports are not safe in two threads of one process
         async with (
-            # First: a reward that can't work is found before any model is loaded.
+            # First: a reward that can't work and a bad row are found before any rank starts.
             _grading(cfg, objects, loading, record.note) as (scorer, tried),
             launched(
                 cfg.model,
@@ -177,6 +175,7 @@ async def _grading(
         await scorer.start()
         await try_built_in(scorer, cfg.reward.terms, note)
         tried = asyncio.create_task(_tried(cfg, scorer, loading, note))
+        await loading  # also because Transformers' lazy imports are not safe in two threads of one process
         yield scorer, tried
     finally:
         if tried is not None:
@@ -284,17 +283,13 @@ async def _sft(stop: Stop, loaded: Loaded[SftRunConfig], objects: Objects) -> Pa
     with recorded(loaded, "sft", cfg.sft.num_steps, objects.quiet) as record:
         if objects.on_step is not None:
             record.sinks.append(StepCallback(objects.on_step, stop))
-        loading = asyncio.create_task(asyncio.to_thread(load))
-        if cfg.cluster.executor == "inline":
-            await loading  # as for `train`
+        source, left_out, template = await asyncio.to_thread(load)  # a bad row is found before any rank starts
         ranks = cfg.cluster.num_train_ranks
         async with (
             launched(cfg.model, cfg.train, None, cfg.cluster, num_train_ranks=ranks, num_rollout_ranks=0) as groups,
             Checkpoints(record.folder, groups.trainer, cfg.run.keep_checkpoints, record.note) as checkpoints,
         ):
             assert groups.trainer is not None
-            with noticed(groups):
-                source, left_out, template = await loading
             if left_out:
                 record.note(f"left out {left_out} rows over {cfg.sft.max_row_tokens} tokens")
             stop.can_fall_back = lambda: checkpoints.newest_on_disk() > 0
