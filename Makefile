@@ -42,11 +42,11 @@ check: setup  ## ruff and mypy
 	$(PY) -m mypy
 
 test: setup  ## the CPU suite without the slow tests
-	$(PY) -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not gpu"
+	$(PY) -m pytest -n $(WORKERS) -m "not slow and not gpu"
 
 test-all: setup setup-vllm  ## all tests that need no GPU: the slow ones too, and those of the vLLM engine
 	$(VLLM_PY) -m pytest -k vllm $(VLLM_TESTS)
-	$(PY) -m pytest -n $(WORKERS) --dist loadfile -m "not gpu"
+	$(PY) -m pytest -n $(WORKERS) -m "not gpu"
 
 mutants: setup  ## plant known faults one at a time; each must turn its test red
 	$(PY) tests/mutants/run.py

@@ -6,6 +6,7 @@ gloo process group, and returns their results in rank order. An error in a rank 
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 import sys
@@ -25,6 +26,7 @@ def _serve(rank: int, conn: Any, path: list[str]) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    gc.freeze()  # a collection would look at all objects of the imported modules, and copy their pages
     while True:
         try:
             task = conn.recv()

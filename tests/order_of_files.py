@@ -1,0 +1,53 @@
+"""Which test files run in one process, and which start first: `make test` runs several processes at the same time.
+
+A group below starts its ranks and servers once. The groups that take longest start first, so that all processes end
+at about the same time; all other files take seconds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+LONGEST_FIRST: tuple[tuple[str, ...], ...] = (
+    ("tests/dist/", "tests/unit/loops/test_own_loop.py"),  # the `pool` of ranks
+    ("tests/e2e/test_lora_run.py",),
+    ("tests/contract/test_executors.py",),
+    tuple(f"tests/unit/rollout/test_{name}.py" for name in ("sglang_engine", "endpoint_engine", "pauses")),
+    ("tests/contract/test_rollout_engines.py", "tests/contract/test_weight_sync.py"),
+    ("tests/unit/cluster/test_remote_executor.py",),
+    ("tests/e2e/test_release_memory.py",),
+    ("tests/e2e/test_benchmarks.py",),
+    ("tests/e2e/test_stop_command.py",),
+    ("tests/unit/cluster/test_fork_server.py",),
+    ("tests/e2e/test_quickstart.py",),
+    ("tests/faults/test_named_faults.py",),
+    ("tests/e2e/test_python_api.py",),
+    ("tests/e2e/test_notebook.py",),
+    ("tests/unit/reward/test_reward_sandbox.py",),
+    ("tests/unit/cluster/test_lost_trainers.py",),
+    ("tests/e2e/test_resume.py",),
+    ("tests/e2e/test_sglang_run.py",),
+    ("tests/faults/test_trainers_restarted.py",),
+    ("tests/unit/loops/test_run_record.py",),
+    ("tests/fuzz/test_fuzz_config.py",),
+    ("tests/contract/test_sync_transports.py",),
+)
+
+
+def place_of(test: str) -> int:
+    """The place of a test's group; files of no group come after all groups."""
+    places = (place for place, files in enumerate(LONGEST_FIRST) if test.startswith(files))
+    return next(places, len(LONGEST_FIRST))
+
+
+def scheduler(config: Any, log: Any) -> Any:
+    """For pytest-xdist: whole groups and whole files, in the order of the collected tests."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class GroupScheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            place = place_of(nodeid)
+            return str(place) if place < len(LONGEST_FIRST) else super()._split_scope(nodeid)
+
+    config.option.loadscopereorder = False  # else the files with the most tests would start first
+    return GroupScheduling(config, log)
