@@ -15,7 +15,7 @@ import torch
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig, VllmConfig
 from meshrl.core.types import Request
-from meshrl.rollout.vllm.launch import build_vllm_engine
+from meshrl.rollout.build import build_rollout_engine
 
 BLOCK = 128  # tokens: what vLLM's cache is handed out in on a CPU
 SERVER = ["-m", "vllm.entrypoints.openai.api_server"]
@@ -55,7 +55,7 @@ class VllmRival:
         vllm = VllmConfig(python=str(python), kv_cache_bytes=kv_cache_bytes)
         rollout = RolloutConfig(engine="vllm", vllm=vllm)
         began = time.perf_counter()
-        self._engine = build_vllm_engine(model, rollout, torch.device("cpu"), "vllm", ())
+        self._engine = build_rollout_engine(model, rollout, torch.device("cpu"), 0, ())
         self._engine.trust_loaded_weights()
         self.sample([first])
         self.startup_s = time.perf_counter() - began

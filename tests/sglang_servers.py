@@ -14,10 +14,10 @@ import torch
 
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
-from meshrl.rollout.endpoint import EndpointEngine, only_model
-from meshrl.rollout.http import HttpClient, fetch
-from meshrl.rollout.sglang.engine import SglangEngine
-from meshrl.rollout.sglang.facts import facts_of
+from meshrl.rollout.completions import RELOAD_PATH, CompletionsDialect, only_model
+from meshrl.rollout.server.engine import ServerEngine
+from meshrl.rollout.server.http import HttpClient, fetch
+from meshrl.rollout.sglang.dialect import SglangDialect, facts_of
 from meshrl.rollout.sglang.launch import start_server
 
 MAX_CONTEXT_TOKENS = 256
@@ -63,35 +63,40 @@ def serving(
         server.close()
 
 
-def sglang_client(url: str, **changes: Any) -> SglangEngine:
+ENGINE: dict[str, Any] = {
+    "stop_token_ids": (2,),
+    "max_context_tokens": MAX_CONTEXT_TOKENS,
+    "max_running": 4,
+    "vocab_size": 64,
+}
+
+
+def sglang_client(url: str, **changes: Any) -> ServerEngine:
     """An engine over a shared server, for one event loop; closing it leaves the server."""
     facts = facts_of(fetch("/server_info", url, HEADERS), fetch("/model_info", url, HEADERS), "sglang-0", True)
-    given: dict[str, Any] = {
-        "engine_id": "sglang-0",
-        "stop_token_ids": (2,),
-        "max_context_tokens": MAX_CONTEXT_TOKENS,
-        "max_running": 4,
-        "vocab_size": 64,
-    }
-    return SglangEngine(HttpClient("sglang-0", url, headers=HEADERS), facts, **{**given, **changes})
+    return ServerEngine(SglangDialect(HttpClient("sglang-0", url, headers=HEADERS), facts), **{**ENGINE, **changes})
 
 
-def endpoint_client(url: str, **changes: Any) -> EndpointEngine:
+def endpoint_client(
+    url: str,
+    takes_folders: bool = True,
+    reload_url: str = RELOAD_PATH,
+    versions: Path | None = None,
+    max_running: int = 4,
+    **changes: Any,
+) -> ServerEngine:
     """The same server as an endpoint that loads folders."""
     model = only_model(fetch("/v1/models", url, HEADERS), url)
-    given: dict[str, Any] = {
-        "model": model,
-        "model_folder": Path(model),
-        "takes_folders": True,
-        "reload_url": "/update_weights_from_disk",
-        "versions": None,
-        "engine_id": "endpoint-0",
-        "stop_token_ids": (2,),
-        "max_context_tokens": MAX_CONTEXT_TOKENS,
-        "max_running": 4,
-        "vocab_size": 64,
-    }
-    return EndpointEngine(HttpClient("endpoint-0", url, headers=HEADERS), **{**given, **changes})
+    dialect = CompletionsDialect(
+        HttpClient("endpoint-0", url, headers=HEADERS),
+        model=model,
+        model_folder=Path(model),
+        takes_folders=takes_folders,
+        reload_url=reload_url,
+        versions=versions,
+        max_running=max_running,
+    )
+    return ServerEngine(dialect, **{**ENGINE, **changes})
 
 
 @contextmanager

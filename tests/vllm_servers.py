@@ -13,9 +13,10 @@ from tiny_models import tiny_lm
 
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig, VllmConfig
+from meshrl.rollout.server.engine import ServerEngine
 from meshrl.rollout.server.process import ServerProcess
-from meshrl.rollout.vllm.engine import VllmEngine
-from meshrl.rollout.vllm.launch import capabilities_on, socket_of, start_server
+from meshrl.rollout.vllm.dialect import VllmDialect
+from meshrl.rollout.vllm.launch import http_of, start_server
 
 MISSING = "" if importlib.util.find_spec("vllm") else "vLLM is not installed here: make test-vllm"
 MAX_CONTEXT_TOKENS = 1024
@@ -53,14 +54,12 @@ def serving(lm: torch.nn.Module, folder: Path, *args: str, **changes: Any) -> It
         server.close()
 
 
-def client_of(server: ServerProcess, **changes: Any) -> VllmEngine:
+def client_of(server: ServerProcess, dialect: type[VllmDialect] = VllmDialect, **changes: Any) -> ServerEngine:
     """An engine over a shared server, for one event loop; closing it leaves the server."""
     facts: dict[str, Any] = {
         "stop_token_ids": (2,),
         "max_context_tokens": MAX_CONTEXT_TOKENS,
         "max_running": 4,
         "vocab_size": 64,
-        "capabilities": capabilities_on(torch.device("cpu"), "float32", sleep_mode=False),
-        "owns_server": False,
     }
-    return VllmEngine(server, socket_of(server), **{**facts, **changes})
+    return ServerEngine(dialect(http_of(server), None, can_release=True), **{**facts, **changes})

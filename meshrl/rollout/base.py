@@ -21,18 +21,11 @@ PARTS = ("weights", "kv_cache", "graphs")  # of an engine's memory
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capabilities:
-    """What an engine can do; checked against the config at start, so that nothing fails at step 400."""
+    """What an engine can do besides sampling and taking weights; asking for anything else is a CapabilityError."""
 
-    logprobs: bool = True
-    routed_experts: bool = False
-    adapters: bool = False
-    release: bool = False
+    release: bool = False  # its memory
     in_flight: bool = False  # weights may change under running requests (pause mode keep)
-    resident_digest: bool = False  # can read its loaded parameters back (the second proof)
     score: bool = False
-    tp: bool = False
-    exact: bool = False  # logprobs equal the trainer's to rounding in fp32
-    continues_exactly: bool = False  # a continued request draws what it would have drawn uninterrupted
 
 
 @dataclass(kw_only=True, slots=True)

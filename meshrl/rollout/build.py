@@ -1,4 +1,4 @@
-"""Who samples: `rollout.engine` -> the engine of a rank."""
+"""`rollout.engine` -> the engine of a rank."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ import torch
 
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
+from meshrl.model.limits import limits_of
 from meshrl.rollout.base import RolloutEngine
+from meshrl.rollout.completions import connect_endpoint
 from meshrl.rollout.embedded.engine import build_embedded_engine
-from meshrl.rollout.endpoint import build_endpoint_engine
-from meshrl.rollout.sglang.launch import build_sglang_engine
-from meshrl.rollout.vllm.launch import build_vllm_engine
+from meshrl.rollout.server.engine import ServerEngine
+from meshrl.rollout.sglang.launch import connect_sglang
+from meshrl.rollout.stop_strings import stop_strings_of
+from meshrl.rollout.vllm.launch import start_vllm
+
+SERVERS = {"vllm": start_vllm, "sglang": connect_sglang, "endpoint": connect_endpoint}
 
 
 def build_rollout_engine(
@@ -20,20 +25,28 @@ def build_rollout_engine(
     rank: int,
     stop_token_ids: tuple[int, ...],
 ) -> RolloutEngine:
-    """The engine of this rank's device, without a weight version. Blocks until it can take requests."""
-    name = rollout_cfg.engine
-    return ENGINES[name](model_cfg, rollout_cfg, device, f"{name}-{rank}", stop_token_ids)
+    """The engine of this rank's device, without a weight version. Blocks until it can take requests.
 
-
-ENGINES = {
-    "embedded": build_embedded_engine,
-    "vllm": build_vllm_engine,
-    "sglang": build_sglang_engine,
-    "endpoint": build_endpoint_engine,
-}
+    Raises: ConfigError when rollout.max_context_tokens is more than the model has positions; EngineFailure.
+    """
+    engine_id = f"{rollout_cfg.engine}-{rank}"
+    if rollout_cfg.engine == "embedded":
+        return build_embedded_engine(model_cfg, rollout_cfg, device, engine_id, stop_token_ids)
+    max_context_tokens, vocab_size = limits_of(model_cfg.path, rollout_cfg.max_context_tokens)
+    connect = SERVERS[rollout_cfg.engine]
+    return ServerEngine(
+        connect(model_cfg, rollout_cfg, device, engine_id, max_context_tokens),
+        stop_token_ids=stop_token_ids,
+        max_context_tokens=max_context_tokens,
+        max_running=rollout_cfg.max_running_requests,
+        vocab_size=vocab_size,
+        keep_weights=rollout_cfg.sync_mode == "delta",
+        adapter_scale=model_cfg.lora.scale if model_cfg.lora.enabled else None,
+        stop_strings=stop_strings_of(model_cfg, rollout_cfg),
+    )
 
 
 def takes_adapters(cfg: RolloutConfig) -> bool:
-    """Whether LoRA adapters are sent beside the base; else the trainer adds them to it. A server has none, but the rank
-    beside it may keep both."""
+    """Whether LoRA adapters are sent beside the base; else the trainer merges them into it. A server has none, but the
+    rank beside it may keep both."""
     return cfg.engine == "embedded" or cfg.sync_mode == "delta"

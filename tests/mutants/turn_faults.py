@@ -53,9 +53,9 @@ TURN_FAULTS = [
     ),
     Fault(
         "what a server samples after a stop string is trained",
-        "meshrl/rollout/sglang/requests.py",
-        "fresh, pairs = fresh[:kept], pairs[:kept]",
-        "kept = len(fresh)",
+        "meshrl/rollout/server/answer.py",
+        "self._tokens += part.tokens[:kept]",
+        "self._tokens += part.tokens",
         (
             "tests/unit/rollout/test_sglang_engine.py::"
             "test_what_the_server_samples_after_a_stop_string_is_no_part_of_the_turn",

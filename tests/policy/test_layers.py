@@ -58,8 +58,8 @@ HOMES: dict[str, set[str]] = {  # library -> packages or files of meshrl that ma
     "matplotlib": {"tools", "monitor"},
     "psutil": {"monitor", "process", "cluster/host.py"},
     "ray": {"cluster/ray.py"},
-    "httpx2": {"rollout/http.py"},
-    "vllm": {"rollout/vllm/lent.py", "rollout/vllm/twins.py", "rollout/vllm/worker.py"},
+    "httpx2": {"rollout/server/http.py"},
+    "vllm": {"rollout/vllm/cpu_build.py", "rollout/vllm/twins.py", "rollout/vllm/worker.py"},
 }
 
 EXCEPTIONS: dict[tuple[str, str], str] = {  # (file, what it imports) -> why it may

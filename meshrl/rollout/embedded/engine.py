@@ -26,9 +26,8 @@ from meshrl.model.causal import CausalModel
 from meshrl.model.lean import LeanDecoder, lean_decoder
 from meshrl.model.load import DTYPES, cast_parameters, load_causal_lm
 from meshrl.model.lora import add_adapters, init_adapters, scatter_adapters
-from meshrl.rollout.accept import check_free
+from meshrl.rollout.admission import bounds_of, check_admission, check_supported, topk_of
 from meshrl.rollout.base import Capabilities, EngineStats, PauseMode, check_parts
-from meshrl.rollout.embedded.requests import accept
 from meshrl.rollout.embedded.runner import Runner
 from meshrl.rollout.embedded.sampler import RowSampling, draw
 from meshrl.rollout.embedded.scheduler import Admission, Scheduler, Sequence
@@ -99,17 +98,9 @@ class EmbeddedEngine:
         prefill_tokens_per_step: int = PREFILL_TOKENS,
         stop_strings: StopStrings | None = None,
     ):
-        dtype = next(model.parameters()).dtype
         if lean is not None:
             lean.fuse()
-        self.capabilities = Capabilities(
-            release=True,
-            in_flight=True,
-            resident_digest=True,
-            score=True,
-            exact=dtype == torch.float32,
-            continues_exactly=True,
-        )
+        self.capabilities = Capabilities(release=True, in_flight=True, score=True)
         self.engine_id, self.max_context_tokens = engine_id, max_context_tokens
         self._stop_token_ids, self._vocab_size, self._device = stop_token_ids, model.vocab_size, device
         self._stop_strings = stop_strings or StopStrings()
@@ -133,9 +124,22 @@ class EmbeddedEngine:
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises RequestError, CapabilityError, StaleWeightsError."""
-        check_free(request, self.engine_id, self._weights.expected, self._closed, self._ids)
+        check_admission(request, self.engine_id, self._weights.expected, self._closed, self._ids)
+        bounds = bounds_of(request, self._stop_token_ids, self.max_context_tokens, self._vocab_size)
+        check_supported(
+            request,
+            "the embedded engine",
+            lambda name: name == "entropy" or topk_of(name) > 0,
+            "entropy and topk:N, N from 1",
+        )
         self._scheduler.submit(
-            accept(request, self._stop_token_ids, self._stop_strings, self.max_context_tokens, self._vocab_size)
+            Sequence(
+                request=request,
+                stop_ids=bounds.stop_ids,
+                limit=bounds.limit,
+                limit_reason=bounds.limit_reason,
+                stop_search=self._stop_strings.search(request),
+            )
         )
         self._ids.add(request.id)
 

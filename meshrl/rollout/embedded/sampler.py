@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from meshrl.core.types import Request, SamplingParams
+from meshrl.rollout.admission import topk_of
 
 _ALMOST_ONE = 1 - 2.0**-53  # a positive fp64 number times this is the number next below it
 BLOCK = 128  # tokens whose weights are summed before the fp64 cumulative sum: it reads [N, V] once, in fp32
@@ -159,9 +160,3 @@ def _extras(logprobs: torch.Tensor, want: tuple[str, ...]) -> dict[str, np.ndarr
             extras["topk_ids"] = top.indices.to(torch.int32).cpu().numpy()
             extras["topk_logprobs"] = top.values.float().cpu().numpy()
     return extras
-
-
-def topk_of(name: str) -> int:
-    """N of "topk:N"; 0 for any other name."""
-    kind, _, number = name.partition(":")
-    return int(number) if kind == "topk" and number.isdecimal() else 0

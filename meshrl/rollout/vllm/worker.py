@@ -19,7 +19,7 @@ from meshrl.core.errors import SyncError
 from meshrl.rollout.foreign.arrival import Arrival, header_from, layout_from, ref_from
 from meshrl.rollout.foreign.name_map import NameMap, learn
 from meshrl.rollout.foreign.resident import Resident
-from meshrl.rollout.vllm.lent import LentMemory
+from meshrl.rollout.vllm.memory import WorkerMemory
 from meshrl.rollout.vllm.packed import PackedLayers
 from meshrl.rollout.vllm.twins import without_data
 from meshrl.sync.manifest import Entry, Layout, SyncHeader
@@ -85,8 +85,10 @@ class WorkerWeights:
         """Put the model into vLLM's layer-by-layer reload."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-        if "weights" in _memory_of(self.worker).lent:
-            raise SyncError(f"vllm worker {self.worker.rank}: the weights' memory is lent; restore it before a sync")
+        if "weights" in _memory_of(self.worker).asleep:
+            raise SyncError(
+                f"vllm worker {self.worker.rank}: the memory of the weights is released; restore it before a sync"
+            )
         self._packed = PackedLayers(self.model, header.version)
         self._resident = Resident(self.map.patches, header.version)
         self._arrival = Arrival(self.layout, header, f"vllm worker {self.worker.rank}")
@@ -174,10 +176,10 @@ class WorkerWeights:
             yield
 
 
-def _memory_of(worker: Any) -> LentMemory:
+def _memory_of(worker: Any) -> WorkerMemory:
     if not hasattr(worker, "_meshrl_memory"):
-        worker._meshrl_memory = LentMemory(worker)
-    memory: LentMemory = worker._meshrl_memory
+        worker._meshrl_memory = WorkerMemory(worker)
+    memory: WorkerMemory = worker._meshrl_memory
     return memory
 
 

@@ -19,7 +19,7 @@ from meshrl.core.errors import (
     SyncError,
     UnloadedParamsError,
 )
-from meshrl.rollout.endpoint import only_model
+from meshrl.rollout.completions import only_model
 from meshrl.rollout.folder_weights import FolderWeights
 from meshrl.rollout.foreign.weights import RemoteWeights
 from meshrl.sync.digest import digest

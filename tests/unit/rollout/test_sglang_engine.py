@@ -11,9 +11,9 @@ from tiny_models import tiny_lm
 from tiny_tokenizers import numbered_tokenizer
 
 from meshrl.core.errors import CapabilityError, ConfigError, EngineFailure, RequestError, StaleWeightsError, SyncError
-from meshrl.rollout.accept import Bounds
-from meshrl.rollout.sglang.facts import facts_of
-from meshrl.rollout.sglang.requests import Answer
+from meshrl.rollout.admission import Bounds
+from meshrl.rollout.server.answer import Answer
+from meshrl.rollout.sglang.dialect import facts_of, part_of
 from meshrl.rollout.sglang.workers import LOADER
 from meshrl.rollout.stop_strings import StopStrings
 from meshrl.sync.digest import digest
@@ -66,8 +66,8 @@ async def until_tokens(engine, count):
     ("fault", "error", "says"),
     [
         ("wrong_echo", RequestError, "sent 20 ids and echoed 21 ids"),
-        ("no_logprobs", EngineFailure, "logprobs of 0"),
-        ("other_logprobs", EngineFailure, "or of others"),
+        ("no_logprobs", EngineFailure, "and 0 logprobs"),
+        ("other_logprobs", EngineFailure, "logprobs of other tokens"),
     ],
 )
 def test_an_answer_that_is_not_whole_is_refused(sglang_server, lm, fault, error, says):
@@ -170,7 +170,7 @@ def test_an_abort_takes_no_other_request_along(sglang_server, lm):
     go(sglang_server, main)
 
 
-def test_memory_is_lent_and_taken_back_by_parts(sglang_server, lm):
+def test_memory_is_released_and_restored_by_parts(sglang_server, lm):
     async def main(engine):
         await ready(engine, lm)
         assert await engine.release({"kv_cache"}) == 1 << 29  # as the server measured it
@@ -192,8 +192,8 @@ def test_memory_is_lent_and_taken_back_by_parts(sglang_server, lm):
     go(sglang_server, main)
 
 
-def test_weights_that_came_back_are_computed_with_after_their_sync(sglang_server, lm, other):
-    """Who was running when they were lent waits for it, whatever is restored or resumed before."""
+def test_restored_weights_are_computed_with_only_after_their_sync(sglang_server, lm, other):
+    """A request that was running when they were released waits for it, whatever is restored or resumed before."""
 
     async def main(engine):
         await ready(engine, lm)
@@ -212,7 +212,7 @@ def test_weights_that_came_back_are_computed_with_after_their_sync(sglang_server
     go(sglang_server, main)
 
 
-def test_a_pause_that_waits_outlasts_lent_memory(sglang_server, lm):
+def test_a_pause_that_waits_outlasts_released_memory(sglang_server, lm):
     async def main(engine):
         await ready(engine, lm)
         running = asyncio.create_task(engine.generate(ask("a", CONTEXT, max_new_tokens=200, ignore_eos=True)))
@@ -236,7 +236,7 @@ def test_a_pause_that_waits_outlasts_lent_memory(sglang_server, lm):
 def test_a_release_without_update_sessions_is_spoken_to_as_well(sglang_server, lm):
     async def main(engine):
         ack = await ready(engine, lm)
-        assert ack.resident is True and not engine._facts.has_sessions
+        assert ack.resident is True and not engine._dialect._facts.has_sessions
         assert set((await engine.generate(ask("a", CONTEXT))).versions) == {0}
 
     with broken(sglang_server, "", release="0.5.19"):
@@ -295,7 +295,7 @@ def test_a_server_that_will_not_do_is_refused():
     info = {"version": "0.5.23", "tp_size": 2, "custom_weight_loader": [LOADER], "enable_deterministic_inference": True}
     model = {"weight_version": "default"}
     facts = facts_of(info, model, "sglang-0", True)
-    assert facts.has_sessions and facts.tp_size == 2 and not facts.lends_memory
+    assert facts.has_sessions and facts.tp_size == 2 and not facts.can_release
     assert not facts_of({**info, "version": "0.5.19.post1"}, model, "sglang-0", True).has_sessions
     for change, says in (
         ({"version": "0.5.8.post1"}, "0.5.19 or later"),
@@ -317,6 +317,22 @@ def _event(total, ids, reason=None):
     }
 
 
+def _parts(events):
+    """As the dialect reads them."""
+    num_sampled = 0
+    for event in events:
+        part = part_of(event, num_sampled, "a")
+        num_sampled += len(part.tokens)
+        yield part
+
+
+def _answer(stop=()):
+    request = ask("a", CONTEXT, stop=stop)
+    bounds = Bounds(stop_ids=frozenset(), limit=16, limit_reason="length")
+    search = StopStrings(lambda: numbered_tokenizer(64)).search(request)
+    return Answer(request, bounds, "SGLang", {"run:3": 3}, search)
+
+
 @pytest.mark.parametrize(
     "events",
     [
@@ -324,32 +340,35 @@ def _event(total, ids, reason=None):
             _event(1, [5]),
             _event(3, [6, 7]),
             _event(3, [7], {"type": "abort"}),
-        ],  # new ones; an abort says the last again
+        ],  # new ones; an abort repeats the last one
         [_event(1, [5]), _event(3, [5, 6, 7]), _event(3, [5, 6, 7], {"type": "abort"})],  # all so far, each time
     ],
 )
 def test_every_token_counts_once(events):
-    answer = Answer(ask("a", CONTEXT), Bounds(stop_ids=frozenset(), limit=16, limit_reason="length"), {"run:3": 3})
-    assert [answer.take(event) for event in events] == [1, 2, 0]
+    answer = _answer()
+    assert [answer.add(part) for part in _parts(events)] == [1, 2, 0]
     turn = answer.turn("sglang-0")
     assert turn.output_ids.tolist() == [5, 6, 7] and turn.versions.tolist() == [3, 3, 3] and len(turn.logprobs) == 3
 
 
 def test_what_the_server_samples_after_a_stop_string_is_no_part_of_the_turn():
     """The server gets no stop strings and goes on until the abort arrives; its last event counts all its tokens."""
-    search = StopStrings(lambda: numbered_tokenizer(64)).search(ask("a", CONTEXT, stop=("<6>",)))
-    bounds = Bounds(stop_ids=frozenset(), limit=16, limit_reason="length")
-    answer = Answer(ask("a", CONTEXT), bounds, {"run:3": 3}, search)
+    answer = _answer(stop=("<6>",))
     events = [_event(1, [5]), _event(3, [6, 7]), _event(4, [6]), _event(4, [6], {"type": "abort"})]
-    taken = [(answer.take(event), answer.is_over) for event in events]
-    assert taken == [(1, False), (1, True), (0, True), (0, False)]
+    added = [(answer.add(part), answer.is_over) for part in _parts(events)]
+    assert added == [(1, False), (1, True), (0, True), (0, False)]
     turn = answer.turn("sglang-0")
     assert turn.output_ids.tolist() == [5, 6] and turn.stop_reason == "stop"
     assert turn.versions.tolist() == [3, 3] and len(turn.logprobs) == 2
 
 
 def test_lost_tokens_are_noticed():
-    answer = Answer(ask("a", CONTEXT), Bounds(stop_ids=frozenset(), limit=16, limit_reason="length"), {})
-    answer.take(_event(1, [5]))
     with pytest.raises(EngineFailure, match="some are lost"):
-        answer.take(_event(4, [8]))
+        list(_parts([_event(1, [5]), _event(4, [8])]))
+
+
+def test_a_reason_that_the_engine_does_not_know_is_an_engine_failure():
+    """Also an abort that SGLang explains by an error status: no turn is made of it."""
+    reason = {"type": "abort", "status_code": 503, "message": "out of memory"}
+    with pytest.raises(EngineFailure, match="out of memory"):
+        [_answer().add(part) for part in _parts([_event(1, [5], reason)])]

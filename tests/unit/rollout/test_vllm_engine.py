@@ -17,9 +17,10 @@ from tiny_engines import ask, layout_of, plain, sync
 from vllm_servers import MISSING, client_of, config_of, serving, tiny_vllm_lm
 
 from meshrl.core.errors import CapabilityError, EngineEnded, EngineFailure, StaleWeightsError, SyncError
+from meshrl.rollout.server.engine import ServerEngine
 from meshrl.rollout.server.process import ServerProcess
-from meshrl.rollout.vllm.engine import VllmEngine
-from meshrl.rollout.vllm.launch import socket_of
+from meshrl.rollout.vllm.dialect import VllmDialect
+from meshrl.rollout.vllm.launch import http_of
 
 pytestmark = [pytest.mark.skipif(bool(MISSING), reason=MISSING), pytest.mark.timeout(400)]
 
@@ -44,14 +45,14 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
             yield server
 
 
-async def synced(server: ServerProcess, lm: torch.nn.Module, engine: VllmEngine | None = None) -> VllmEngine:
+async def synced(server: ServerProcess, lm: torch.nn.Module, engine: ServerEngine | None = None) -> ServerEngine:
     engine = engine or client_of(server)
     await engine.reconcile(layout_of(lm))
     await sync(lm, engine, 0)
     return engine
 
 
-async def distance(engine: VllmEngine, lm: torch.nn.Module, name: str) -> float:
+async def distance(engine: ServerEngine, lm: torch.nn.Module, name: str) -> float:
     """Largest difference of what is sampled from the model's own forward, in nats; it is what the trainer re-scores."""
     turn = await engine.generate(ask(name, LONG, seed=1, ignore_eos=True))
     ids = torch.as_tensor([*LONG, *turn.output_ids])
@@ -61,11 +62,11 @@ async def distance(engine: VllmEngine, lm: torch.nn.Module, name: str) -> float:
     return float(np.abs(turn.logprobs - expected).max())
 
 
-class Forgetful(VllmEngine):
+class Forgetful(VllmDialect):
     """Drops no prefix cache when new weights come."""
 
-    async def _post(self, path: str, body: Any = None, params: dict[str, Any] | None = None) -> Any:
-        return {"success": True} if path == "/reset_prefix_cache" else await super()._post(path, body, params)
+    async def begin_update(self, label: str, has_cache: bool) -> None:
+        pass
 
 
 def test_a_prefix_cache_that_outlives_its_weights_shows_in_the_re_score(server):
@@ -79,10 +80,11 @@ def test_a_prefix_cache_that_outlives_its_weights_shows_in_the_re_score(server):
         await sync(other, careful, 1)
         assert await distance(careful, other, "c") < 1e-4
 
-        facts = {"stop_token_ids": (2,), "max_context_tokens": 512, "max_running": 4, "vocab_size": 64}
-        forgetful = Forgetful(server, socket_of(server), capabilities=careful.capabilities, owns_server=False, **facts)
+        forgetful = client_of(server, Forgetful, max_context_tokens=512)
         await synced(server, tiny_vllm_lm(), forgetful)
-        await careful._post("/reset_prefix_cache")
+        http = http_of(server)
+        await http.post("/reset_prefix_cache")
+        await http.close()
         await distance(forgetful, tiny_vllm_lm(), "d")
         await sync(other, forgetful, 1)
         assert await distance(forgetful, other, "e") > 0.05
@@ -137,7 +139,7 @@ def test_a_pause_outlasts_a_sync(server):
     go(main)
 
 
-def test_lent_memory_comes_back_by_a_sync_and_who_runs_finishes_before(server):
+def test_released_weights_need_a_sync_and_running_requests_finish_before(server):
     """P17, P19: weights first, their sync, and the cache last; nothing is computed before."""
 
     async def main():
@@ -164,7 +166,7 @@ def test_lent_memory_comes_back_by_a_sync_and_who_runs_finishes_before(server):
         assert (await later).versions.tolist() == [1] * len((await later).output_ids)
         assert await distance(engine, new, "d") < 1e-4
         await engine.release({"weights"})
-        with pytest.raises(SyncError, match="memory is lent; restore it"):
+        with pytest.raises(SyncError, match="memory of the weights is released; restore it"):
             await sync(old, engine, 2)
         await engine.restore({"weights"})
         await sync(old, engine, 3)
@@ -173,7 +175,7 @@ def test_lent_memory_comes_back_by_a_sync_and_who_runs_finishes_before(server):
     go(main)
 
 
-def test_a_cache_that_is_lent_alone_holds_requests_until_it_is_back(server):
+def test_a_released_cache_holds_requests_until_it_is_restored(server):
     async def main():
         engine = await synced(server, tiny_vllm_lm())
         before = await engine.generate(ask("a", LONG, seed=1, ignore_eos=True))
@@ -209,7 +211,7 @@ def test_a_head_that_keeps_its_packed_weights_is_named_by_the_resident_proof(fau
         with pytest.raises(StaleWeightsError):
             await engine.generate(ask("a", LONG))
 
-    async def synced_but_stale(server: ServerProcess) -> VllmEngine:
+    async def synced_but_stale(server: ServerProcess) -> ServerEngine:
         engine = await synced(server, tiny_vllm_lm())  # the weights it was loaded with: nothing can be stale
         with pytest.raises(SyncError, match=r"embed_tokens\.weight is not what lm_head computes with"):
             await sync(tiny_vllm_lm(seed=1), engine, 1)

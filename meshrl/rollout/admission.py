@@ -1,29 +1,29 @@
-"""What every engine owes a request before it takes it: ids, room, stop ids and sampling parameters are checked on
-arrival, so that no step can fail on them."""
+"""The checks that every engine makes when a request arrives (ids, room, stop ids, sampling parameters, extras), so that
+no step can fail on them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Container
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 
 import numpy as np
 
-from meshrl.core.errors import RequestError, StaleWeightsError
+from meshrl.core.errors import CapabilityError, RequestError, StaleWeightsError
 from meshrl.core.types import Request, SamplingParams, StopReason
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
-    """Where a request ends: at one of stop_ids, or after limit new tokens, for limit_reason."""
+    """Where a request ends: at one of stop_ids, or after limit new tokens, with limit_reason."""
 
     stop_ids: frozenset[int]
     limit: int
     limit_reason: StopReason
 
 
-def check_free(request: Request, engine_id: str, version: int, closed: bool, under_way: Container[str]) -> None:
-    """version: that the engine will sample with. under_way: ids of requests.
+def check_admission(request: Request, engine_id: str, version: int, closed: bool, unfinished: Container[str]) -> None:
+    """version: the one that the engine will sample with. unfinished: ids of requests.
 
     Raises: StaleWeightsError, RequestError.
     """
@@ -33,14 +33,36 @@ def check_free(request: Request, engine_id: str, version: int, closed: bool, und
             "none is committed); sync weights first, or call trust_loaded_weights() to sample with the weights of the "
             "folder"
         )
-    if closed or request.id in under_way:
-        why = "this engine is closed" if closed else "a request of that id is under way; ids must be unique"
+    if closed or request.id in unfinished:
+        why = "this engine is closed" if closed else "a request with that id is not finished; ids must be unique"
         raise RequestError(f"request {request.id}: {why}")
+
+
+def check_supported(
+    request: Request, engine: str, has_extra: Callable[[str], bool] = lambda name: False, extras: str = "none"
+) -> None:
+    """What no engine does yet, and extras that this one does not return. engine, extras: as the error names them.
+
+    Raises: CapabilityError.
+    """
+    if request.media or request.media_spans:
+        raise CapabilityError(f"request {request.id} has media; {engine} takes text only")
+    if request.adapter is not None:
+        raise CapabilityError(f"request {request.id} names adapter {request.adapter!r}; {engine} has none")
+    for name in request.want:
+        if not has_extra(name):
+            raise CapabilityError(f"request {request.id} wants {name!r}; the extras that {engine} returns: {extras}")
+
+
+def topk_of(name: str) -> int:
+    """N of the extra "topk:N"; 0 for any other name."""
+    kind, _, number = name.partition(":")
+    return int(number) if kind == "topk" and number.isdecimal() else 0
 
 
 def bounds_of(request: Request, stop_token_ids: tuple[int, ...], max_context_tokens: int, vocab_size: int) -> Bounds:
     """A request ends at the engine's stop ids (unless ignore_eos) and at its own, at max_new_tokens ("length"), or
-    where max_context_tokens leaves no room ("context"). Stop strings are searched beside it (stop_strings.py).
+    where max_context_tokens leaves no room ("context"). Stop strings are searched for beside it (stop_strings.py).
 
     Raises: RequestError.
     """
@@ -50,7 +72,7 @@ def bounds_of(request: Request, stop_token_ids: tuple[int, ...], max_context_tok
     _check_ids(request, "context_ids", context, vocab_size)
     _check_ids(request, "prefix_output", prefix, vocab_size)
     if not len(context):
-        raise RequestError(f"request {request.id}: context_ids is empty; the model needs one token to go on from")
+        raise RequestError(f"request {request.id}: context_ids is empty; the model needs one token to start from")
     if request.max_new_tokens <= len(prefix):
         raise RequestError(
             f"request {request.id}: max_new_tokens is {request.max_new_tokens} and prefix_output already has "

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshrl.rollout.vllm.lent import LentMemory
+from meshrl.rollout.vllm.memory import WorkerMemory
 
 SIZES = {"weights": 100, "kv_cache": 30}
 
@@ -57,11 +57,11 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> SleepingWorker:
         ([("restore", {"weights"}, 0)], set()),
     ],
 )
-def test_parts_are_lent_one_by_one(worker: SleepingWorker, steps: list[Any], asleep: set[str]):
-    memory = LentMemory(worker)
+def test_parts_are_released_one_by_one(worker: SleepingWorker, steps: list[Any], asleep: set[str]):
+    memory = WorkerMemory(worker)
     for method, parts, num_bytes in steps:
         assert getattr(memory, method)(parts) == num_bytes
-    assert worker.asleep == memory.lent == asleep
+    assert worker.asleep == memory.asleep == asleep
 
 
 class Layer(torch.nn.Module):
@@ -93,7 +93,7 @@ def test_on_a_cpu_tensors_are_emptied_in_place_and_filled_again():
     )
     whole = {"weight": 128, "norm": 16, "positions": 16, "kv_cache": 48}
     assert layer.storages() == whole
-    memory = LentMemory(worker)
+    memory = WorkerMemory(worker)
     assert memory.release({"weights", "kv_cache"}) == 128 + 16 + 48
     assert layer.storages() == {**dict.fromkeys(whole, 0), "positions": 16}
     assert memory.release({"weights"}) == 0

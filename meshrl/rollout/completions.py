@@ -1,0 +1,163 @@
+"""Any server with an OpenAI-like /v1/completions that takes ids and returns ids and logprobs (`rollout.engine:
+endpoint`), started by someone else.
+
+Little can be proven of such a server: that it continued the ids that it was sent, that each token has a logprob, and,
+in training, that the trainer's own scores of what was sampled agree. New weights reach it as folders, if it can load
+one. It can't be held in the middle of a request, so a sync waits for the running ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshrl.config.model import ModelConfig
+from meshrl.config.rollout import RolloutConfig
+from meshrl.core.errors import CapabilityError, EngineFailure
+from meshrl.core.types import Request
+from meshrl.process.leases import LeasedFolder
+from meshrl.rollout.admission import Bounds, check_supported
+from meshrl.rollout.base import Capabilities
+from meshrl.rollout.folder_weights import FolderWeights
+from meshrl.rollout.server.answer import Part, full_ids
+from meshrl.rollout.server.dialect import Dialect, check_stop_rule, sampling_body
+from meshrl.rollout.server.http import HttpClient, authorization, fetch
+
+RELOAD_PATH = "/update_weights_from_disk"
+_RELOAD_S = 1800.0  # for a server to read a large model from a slow disk
+
+
+def connect_endpoint(
+    model_cfg: ModelConfig, rollout_cfg: RolloutConfig, device: torch.device, engine_id: str, max_context_tokens: int
+) -> CompletionsDialect:
+    """Ask the running server for its model. Blocks. Raises: EngineFailure, ConfigError."""
+    cfg = rollout_cfg.endpoint
+    assert cfg.url is not None, "the config check demands an address"
+    headers = authorization(cfg.api_key_env)
+    return CompletionsDialect(
+        HttpClient(engine_id, cfg.url, headers=headers),
+        model=cfg.model or only_model(fetch("/v1/models", cfg.url, headers), cfg.url),
+        model_folder=Path(model_cfg.path),
+        takes_folders=cfg.weights == "files",
+        reload_url=cfg.reload_url or RELOAD_PATH,
+        versions=None if cfg.folder is None else Path(cfg.folder),
+        max_running=rollout_cfg.max_running_requests,
+    )
+
+
+def only_model(answer: dict[str, Any], url: str) -> str:
+    """From /v1/models. Raises: EngineFailure when there are several."""
+    names = [str(entry["id"]) for entry in answer["data"]]
+    if len(names) != 1:
+        raise EngineFailure(f"{url} serves {', '.join(names) or 'no model'}; name one in rollout.endpoint.model")
+    return names[0]
+
+
+class CompletionsDialect(Dialect):
+    """A completions server. At most max_running requests are sent at a time; closing its connection aborts one."""
+
+    name = "the endpoint"
+    capabilities = Capabilities()
+
+    def __init__(
+        self,
+        http: HttpClient,
+        *,
+        model: str,
+        model_folder: Path,
+        takes_folders: bool,
+        reload_url: str,
+        versions: Path | None,
+        max_running: int,
+    ):
+        """versions: the folder in which a folder for each version is written; None = a temporary one, removed by
+        `close`."""
+        super().__init__(http)
+        self._model, self._takes_folders, self._reload_url = model, takes_folders, reload_url
+        self._temporary = LeasedFolder() if versions is None else None
+        home = versions or (self._temporary.path if self._temporary else Path())
+        self._folders = FolderWeights(model_folder, home, self._reload, http.name)
+        self._connections = asyncio.Semaphore(max_running)
+        self._aborts: dict[str, asyncio.Future[None]] = {}  # of requests that were sent; done when aborted
+
+    def check(self, request: Request, bounds: Bounds) -> None:
+        check_supported(request, self.name)
+        check_stop_rule(request, bounds, self.name)
+
+    async def stream(self, request: Request, bounds: Bounds) -> AsyncGenerator[Part]:
+        aborted = self._aborts[request.id] = asyncio.get_running_loop().create_future()
+        try:
+            async with self._connections, aclosing(self._events(request, bounds, aborted)) as events:
+                async for event in events:
+                    if event["choices"]:
+                        yield part_of(event, request.id)
+            if aborted.done():
+                yield Part(context=full_ids(request), reason="abort")
+        finally:
+            del self._aborts[request.id]
+
+    async def _events(self, request: Request, bounds: Bounds, aborted: asyncio.Future[None]) -> AsyncGenerator[Any]:
+        """The events until the last one, or until the request is aborted."""
+        body = sampling_body(request, bounds) | {
+            "model": self._model,
+            "prompt": full_ids(request),  # as they are, so the server tokenizes and renders nothing (P21)
+            "max_tokens": bounds.limit,
+            "seed": request.seed,
+            "logprobs": 0,  # of the sampled token only
+            "return_token_ids": True,
+            "stream": True,
+        }
+        async with aclosing(self.http.stream("/v1/completions", body)) as events:
+            while not aborted.done():
+                event = asyncio.ensure_future(anext(events, None))
+                try:
+                    await asyncio.wait([event, aborted], return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    if not event.done():
+                        event.cancel()
+                        await asyncio.wait([event])
+                if event.cancelled() or event.result() is None:
+                    return
+                yield event.result()
+
+    async def abort(self, ids: Sequence[str]) -> None:
+        for name in ids:
+            if name in self._aborts and not self._aborts[name].done():
+                self._aborts[name].set_result(None)
+
+    async def call_workers(self, method: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+        if not self._takes_folders:
+            raise CapabilityError(
+                f"{self.http.name} takes no weights: rollout.endpoint.weights is none, which is for evaluation only"
+            )
+        return await self._folders.call(method, arguments)
+
+    async def _reload(self, folder: Path) -> None:
+        answer = await self.http.post(self._reload_url, {"model_path": str(folder)}, timeout_s=_RELOAD_S)
+        if not isinstance(answer, dict) or answer.get("success") is not True:
+            raise EngineFailure(
+                f'{self.http.name}: {self._reload_url} answered {answer!r:.200} to {folder}, not {{"success": true}}'
+            )
+
+    async def close(self) -> None:
+        await super().close()
+        if self._temporary is not None:
+            self._temporary.close()
+
+
+def part_of(event: dict[str, Any], request_id: str) -> Part:
+    (choice,) = event["choices"]
+    tokens = choice.get("token_ids") or []
+    if choice.get("text") and not tokens:
+        raise EngineFailure(f"request {request_id}: the endpoint gave text and no token ids (return_token_ids)")
+    return Part(
+        tokens=tokens,
+        logprobs=(choice.get("logprobs") or {}).get("token_logprobs") or [],
+        context=choice.get("prompt_token_ids", event.get("prompt_token_ids")),
+        reason=choice.get("finish_reason"),
+    )

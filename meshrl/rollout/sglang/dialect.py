@@ -1,0 +1,252 @@
+"""How an SGLang server is spoken to: its own endpoint (`/generate`) and its commands, from release 0.5.19 on.
+
+Ids go in as they are, so the server tokenizes and renders nothing (P21). Logprobs are those of the distribution that
+was sampled from, temperature applied (P2), which is what SGLang returns unless SGLANG_RETURN_ORIGINAL_LOGPROB is set.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from meshrl.core.errors import ConfigError, EngineFailure, RequestError, SyncError
+from meshrl.core.types import Request
+from meshrl.rollout.admission import Bounds, check_supported
+from meshrl.rollout.base import Capabilities
+from meshrl.rollout.server.answer import MIXED, Part, full_ids
+from meshrl.rollout.server.dialect import Dialect, check_stop_rule, sampling_body, stream_interval
+from meshrl.rollout.server.http import HttpClient
+from meshrl.rollout.server.process import ServerProcess
+from meshrl.rollout.sglang.workers import LOADER, Workers
+
+OLDEST = (0, 5, 19)  # the first release that names the weights of each token (weight_versions)
+_WITH_SESSIONS = (0, 5, 21)  # takes weights between a begin and an end
+_GIB = 1 << 30
+_BAD_REQUEST = 400
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerFacts:
+    """Read once, when the engine is made. gib: memory of each part, as measured by the server, of all its ranks."""
+
+    has_sessions: bool
+    tp_size: int
+    can_release: bool
+    weight_label: str  # of what was loaded from the folder
+    gib: dict[str, float]
+
+
+class SglangDialect(Dialect):
+    """An SGLang server that this process has started, or that was running before."""
+
+    name = "SGLang"
+    no_release = "the server runs without --enable-memory-saver"
+
+    def __init__(self, http: HttpClient, facts: ServerFacts, server: ServerProcess | None = None):
+        """server: ended by `close`; None = it is not this engine's own."""
+        super().__init__(http)
+        self.capabilities = Capabilities(release=facts.can_release, in_flight=True, score=True)
+        self.loaded_label = facts.weight_label
+        self._facts, self._server = facts, server
+        self._run, self._num_rids = secrets.token_hex(4), 0
+        self._rids: dict[str, str] = {}  # of requests that were sent
+        self._workers = Workers(self.http.post, facts.tp_size)
+        self._in_session = False
+        self._is_first_client = server is not None
+
+    # ---- requests
+
+    def check(self, request: Request, bounds: Bounds) -> None:
+        check_supported(request, self.name)
+        check_stop_rule(request, bounds, self.name)
+
+    async def stream(self, request: Request, bounds: Bounds) -> AsyncGenerator[Part]:
+        rid, num_sampled = self._new_rid(), 0
+        self._rids[request.id] = rid
+        try:
+            async with aclosing(self.http.stream("/generate", _body(request, bounds, rid))) as events:
+                async for event in events:
+                    part = part_of(event, num_sampled, request.id)
+                    num_sampled += len(part.tokens)
+                    yield part
+        finally:
+            del self._rids[request.id]
+
+    def _new_rid(self) -> str:
+        """Of a fixed length: SGLang aborts by prefix, so "a-1" would take "a-10" along."""
+        self._num_rids += 1
+        return f"{self._run}-{self._num_rids:012d}"
+
+    async def abort(self, ids: Sequence[str]) -> None:
+        rids = [self._rids[name] for name in ids if name in self._rids]
+        if len(rids) == len(self._rids):
+            await self.http.post("/abort_request", {"abort_all": True})
+        else:
+            await asyncio.gather(*(self.http.post("/abort_request", {"rid": rid}) for rid in rids))
+
+    async def score(self, ids: list[int]) -> np.ndarray:
+        """No new token, and logprobs of the prompt from its start, which SGLang computes without its prefix cache."""
+        body = {
+            "rid": self._new_rid(),
+            "input_ids": ids,
+            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        answer = await self.http.post("/generate", body)
+        pairs = answer["meta_info"].get("input_token_logprobs") or []
+        if [pair[1] for pair in pairs] != ids:
+            raise EngineFailure(f"SGLang scored {len(pairs)} ids, which are not the {len(ids)} that it was sent")
+        return np.minimum(np.array([0.0, *(pair[0] for pair in pairs[1:])], np.float32), 0)
+
+    # ---- commands
+
+    async def hold(self) -> None:
+        """Running requests wait in the server's queue with their tokens. The other mode, in_place, would let them
+        continue over keys and values of old weights."""
+        await self.http.post("/pause_generation", {"mode": "retract"})
+
+    async def go_on(self) -> None:
+        await self.http.post("/continue_generation", {})
+
+    async def call_workers(self, method: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+        """The loader keeps nothing open between calls, so a cancelled sync is a matter of the server alone."""
+        if method == "meshrl_cancel":
+            await self._mark_mixed()
+            return []
+        if method in ("meshrl_reconcile", "meshrl_begin"):
+            await self._open_session()
+        answers = await self._workers.call(method, arguments)
+        if method in ("meshrl_reconcile", "meshrl_commit"):
+            await self._close_session()
+        return answers
+
+    async def begin_update(self, label: str, has_cache: bool) -> None:
+        """The label is set and the cache is dropped by the last request of the sync, after which the weights are
+        complete; a refusal of either ends the sync."""
+        self._workers.finishing = {"weight_version": label, "flush_cache": has_cache}
+
+    async def end_update(self, label: str) -> None:
+        held = (await self.http.get("/model_info"))["weight_version"]
+        if held != label:
+            raise SyncError(f"{self.http.name}: the weights were labelled {label!r}, and SGLang has {held!r}")
+
+    async def _mark_mixed(self) -> None:
+        """Tell the server's label apart before anything is computed; a request that came during the pause can't be
+        aborted in it."""
+        await self._close_session()
+        await self.http.post("/update_weight_version", {"new_version": MIXED, "abort_all_requests": False})
+        await self.go_on()
+
+    async def _open_session(self) -> None:
+        if self._facts.has_sessions:
+            await self._close_session()
+            if not self._is_first_client:
+                self._is_first_client = True
+                with suppress(RequestError):  # none is open, unless a client that died has left one
+                    await self.http.post("/end_weight_update", {})
+            await self.http.post("/begin_weight_update", {})
+            self._in_session = True
+
+    async def _close_session(self) -> None:
+        if self._in_session:
+            self._in_session = False
+            await self.http.post("/end_weight_update", {})
+
+    async def release(self, parts: set[str]) -> int:
+        """The bytes are those that SGLang measured when it took them."""
+        await self.http.post("/release_memory_occupation", {"tags": sorted(parts)})
+        return self._num_bytes(parts)
+
+    async def restore(self, parts: set[str]) -> int:
+        await self.http.post("/resume_memory_occupation", {"tags": sorted(parts)})
+        return self._num_bytes(parts)
+
+    def _num_bytes(self, parts: set[str]) -> int:
+        return int(sum(self._facts.gib[part] for part in parts) * _GIB)
+
+    async def close(self) -> None:
+        await super().close()
+        self._workers.close()
+        if self._server is not None:
+            self._server.close()
+
+
+def facts_of(info: dict[str, Any], model_info: dict[str, Any], engine_id: str, deterministic: bool) -> ServerFacts:
+    """From /server_info and /model_info. Raises: ConfigError for a server that this engine can't work with."""
+    release = tuple(int(number) for number in re.findall(r"\d+", str(info["version"]))[:3])
+    if release < OLDEST:
+        raise ConfigError(
+            f"{engine_id} runs SGLang {info['version']}; this engine needs {'.'.join(map(str, OLDEST))} or later, "
+            "which name the weights that made each token"
+        )
+    if LOADER not in (info.get("custom_weight_loader") or []):
+        raise ConfigError(
+            f"{engine_id} was started without --custom-weight-loader {LOADER}, through which weights reach it; it has "
+            f"{info.get('custom_weight_loader')}. meshrl must be installed beside SGLang"
+        )
+    if bool(info.get("enable_deterministic_inference")) != deterministic:
+        raise ConfigError(
+            f"rollout.sglang.deterministic is {deterministic}, but {engine_id} was started "
+            f"{'without' if deterministic else 'with'} --enable-deterministic-inference. Make them agree"
+        )
+    memory = (info.get("internal_states") or [{}])[0].get("memory_usage") or {}
+    tp_size = int(info["tp_size"])
+    return ServerFacts(
+        has_sessions=release >= _WITH_SESSIONS,
+        tp_size=tp_size,
+        can_release=bool(info.get("enable_memory_saver")),
+        weight_label=str(model_info["weight_version"]),
+        gib={part: float(memory.get(key, 0)) * tp_size for part, key in _MEMORY_KEYS.items()},
+    )
+
+
+_MEMORY_KEYS = {"weights": "weight", "kv_cache": "kvcache"}  # in SGLang's memory_usage
+
+
+def _body(request: Request, bounds: Bounds, rid: str) -> dict[str, Any]:
+    sampling = sampling_body(request, bounds) | {
+        "max_new_tokens": bounds.limit,
+        "sampling_seed": request.seed,  # drawn by place in the row, so a continuation goes on with the same (P14)
+        "stream_interval": stream_interval(request),
+    }
+    return {
+        "rid": rid,
+        "input_ids": full_ids(request),
+        "sampling_params": sampling,
+        "return_logprob": True,
+        "return_prompt_token_ids": True,
+        "stream": True,
+    }
+
+
+def part_of(event: dict[str, Any], num_sampled: int, request_id: str) -> Part:
+    """An event holds the tokens since the last one, or all since the first; one of an abort in the queue may repeat the
+    last token. So what is new follows from the count of all. num_sampled: tokens of earlier events."""
+    meta = event["meta_info"]
+    new, ids = meta["completion_tokens"] - num_sampled, event.get("output_ids") or []
+    if not 0 <= new <= len(ids):
+        raise EngineFailure(
+            f"request {request_id}: SGLang has {meta['completion_tokens']} tokens and sent {len(ids)} after "
+            f"{num_sampled}; some are lost"
+        )
+    pairs = meta.get("output_token_logprobs") or []
+    pairs = pairs[max(0, len(pairs) - new) :]
+    reason = meta["finish_reason"] or {}
+    is_failure = reason.get("type") == "abort" and (reason.get("status_code") or 0) >= _BAD_REQUEST
+    return Part(
+        tokens=ids[len(ids) - new :],
+        logprobs=[pair[0] for pair in pairs],
+        logprob_ids=[pair[1] for pair in pairs],
+        context=event.get("prompt_token_ids"),
+        label_spans=meta.get("weight_versions") or [],
+        cached_tokens=meta.get("cached_tokens") or 0,
+        reason=str(reason) if is_failure else reason.get("type"),
+    )
