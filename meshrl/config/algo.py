@@ -1,11 +1,28 @@
-from collections.abc import Callable
+"""The keys of algo.* and their checks. A user-defined loss or advantage is imported here, before any model is loaded,
+so that its keys can be compared with its signature. No other check runs code of the user."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Iterator, Mapping
+from inspect import Parameter
 from typing import Any, Literal
 
-from pydantic import ConfigDict, SerializeAsAny, field_validator
+from pydantic import ConfigDict, SerializeAsAny, TypeAdapter, ValidationError, field_validator
 
 from meshrl.config.base import Slice, field
+from meshrl.config.schema import words
+from meshrl.config.source import Problem
+from meshrl.core.errors import ConfigError
+from meshrl.core.lookup import DOTTED_PATH, can_be_imported, import_object, similar_names
 
 ADVANTAGE_NAMES = ("grpo", "dr_grpo", "rloo")
+LOSS_KIND = "algo.loss.kind"
+_BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+_BY_NAME = (Parameter.KEYWORD_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+
+_ANNOTATIONS = "Annotate it as bool, int, float, str, Literal, list or dict, or not at all."
 
 
 class KlConfig(Slice):
@@ -21,13 +38,13 @@ class LossConfig(Slice):
 
     kind: Literal["ppo_clip"] = field(
         "ppo_clip",
-        "PPO's clipped surrogate; or a function of your own as package.module:name, whose arguments are then the keys "
-        "beside kind (docs/add_an_algorithm.md)",
+        "PPO's clipped surrogate; or a user-defined function as package.module:name, whose arguments are then the "
+        "other keys of this section (docs/add_an_algorithm.md)",
     )
     clip_low: float = field(0.2, "the ratio is clipped below at 1 - clip_low", gt=0, le=1)
     clip_high: float = field(0.2, "the ratio is clipped above at 1 + clip_high; 0.28 is DAPO's clip-higher", gt=0)
     dual_clip: float | None = field(
-        None, "largest ratio that a negative advantage may be multiplied with (3.0 is usual); null = off", gt=1
+        None, "largest ratio by which a negative advantage may be multiplied (3.0 is usual); null = off", gt=1
     )
 
     @property
@@ -52,12 +69,12 @@ class OwnLossConfig(Slice):
 class AlgoConfig(Slice):
     advantage: str = field(
         "grpo",
-        "baseline from the group: grpo (r - mean) / std, dr_grpo r - mean, rloo r - mean of the others; or a function "
-        "of your own as package.module:name (docs/add_an_algorithm.md)",
+        "baseline from the group: grpo (r - mean) / std, dr_grpo r - mean, rloo r - mean of the others; or a "
+        "user-defined function as package.module:name (docs/add_an_algorithm.md)",
     )
     advantage_eps: float = field(1e-6, "added to the group's std; groups with a smaller std get advantage 0", gt=0)
     loss: SerializeAsAny[LossConfig] = field(
-        LossConfig(), "the policy loss; `ppo_clip` is short for {kind: ppo_clip}, and so for a function of your own"
+        LossConfig(), "the policy loss; `ppo_clip` is short for {kind: ppo_clip}, also for a user-defined function"
     )
     aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant_length"] = field(
         "token_mean", "what the sum over all tokens of an optimizer step is divided by"
@@ -84,3 +101,92 @@ class AlgoConfig(Slice):
         if isinstance(kind, str) and ":" in kind:
             return OwnLossConfig.model_validate(value)
         return value if isinstance(value, OwnLossConfig) else validate(value)
+
+
+def algorithm_problems(algo: AlgoConfig, training: bool) -> Iterator[Problem]:
+    """What is wrong with the algorithm; user-defined functions are checked only for training."""
+    kl = algo.kl
+    if kl.coef > 0 and kl.estimator == "k1" and kl.place == "loss":
+        yield Problem(
+            ("algo.kl.estimator", "algo.kl.place"),
+            "k1 as a term of the loss has zero mean gradient on-policy: it would add noise and hold nothing back. "
+            "Use k3 or k2 in the loss, or k1 with place: reward.",
+        )
+    if training:
+        yield from _own("algo.advantage", algo.advantage, "groups", {})
+        yield from _own(LOSS_KIND, algo.loss.kind, "inputs", algo.loss.args)
+
+
+def unused_algo_keys(algo: AlgoConfig) -> dict[str, str]:
+    """Keys of algo.* that its other choices leave without effect -> why."""
+    found: dict[str, str] = {}
+    if algo.kl.coef == 0:
+        found["algo.kl.estimator"] = found["algo.kl.place"] = "algo.kl.coef is 0"
+    if algo.aggregation != "constant_length":
+        found["algo.constant_length"] = f"algo.aggregation is {algo.aggregation}"
+    if algo.advantage != "grpo":
+        found["algo.advantage_eps"] = f"algo.advantage is {algo.advantage}, which does not divide by the group's std"
+    return found
+
+
+def _own(key: str, path: str, first: str, args: Mapping[str, Any]) -> Iterator[Problem]:
+    """Problems of a user-defined function: of its import, its first argument, and its other keys. None for a built-in
+    function. That a path is malformed or a module missing is reported as for any other dotted path."""
+    if not DOTTED_PATH.fullmatch(path) or not can_be_imported(path):
+        return
+    try:
+        function = import_object(path)
+        signature = inspect.signature(function)
+    except ConfigError as error:
+        yield Problem((key,), f"{error}.")
+        return
+    except (TypeError, ValueError):
+        yield Problem((key,), f"must be a function of ({first}, ...), but is of type {type(function).__name__}.")
+        return
+    parameters = list(signature.parameters.values())
+    if not parameters or parameters[0].kind not in (*_BY_POSITION, Parameter.VAR_POSITIONAL):
+        yield Problem((key,), f"must take the {first} as its first argument, but its signature is {signature}.")
+        return
+    section = key.rpartition(".")[0]
+    own = {p.name: p for p in parameters[1:] if p.kind in _BY_NAME}
+    takes_any = any(p.kind is Parameter.VAR_KEYWORD for p in parameters)
+    for name, value in args.items():
+        if name in own:
+            yield from _wrong_type(f"{section}.{name}", path, function, own[name], value)
+        elif not takes_any:
+            yield Problem((f"{section}.{name}",), f"no argument of {path}. {_nearest(section, name, own)}")
+    for name, parameter in own.items():
+        if parameter.default is Parameter.empty and name not in args:
+            where = f"{section}.{name}" if key == LOSS_KIND else key
+            yield Problem((where,), f"required by {path}{signature}, but not given.")
+
+
+def _nearest(section: str, name: str, own: Mapping[str, Parameter]) -> str:
+    close = similar_names(name, own)
+    if close:
+        return f"Nearest: {', '.join(f'{section}.{known}' for known in close)}."
+    return f"It takes {', '.join(own) or 'none'}."
+
+
+def _wrong_type(key: str, path: str, function: Any, parameter: Parameter, value: Any) -> Iterator[Problem]:
+    """Compares the value with the annotation, as strictly as for any key: 1 is a float, but true is no number."""
+    annotation = parameter.annotation
+    if annotation is Parameter.empty:
+        return
+    try:
+        if isinstance(annotation, str):  # as `from __future__ import annotations` leaves it
+            annotation = eval(annotation, getattr(inspect.unwrap(function), "__globals__", {}))
+        adapter = TypeAdapter[Any](annotation)
+    except Exception:  # evaluating the user's annotation may raise anything
+        text = f"{path} annotates it as {parameter.annotation}, which no value of a config can be checked against."
+        yield Problem((key,), f"{text} {_ANNOTATIONS}")
+        return
+    try:
+        if adapter.validate_json(json.dumps(value), strict=True) != value:
+            yield Problem((key,), f"{path} annotates it as {inspect.formatannotation(annotation)}. {_ANNOTATIONS}")
+    except ValidationError:
+        try:
+            allowed = words(annotation)
+        except KeyError:  # a type that only a function of the user takes
+            allowed = inspect.formatannotation(annotation)
+        yield Problem((key,), f"allowed: {allowed} (argument of {path}).")

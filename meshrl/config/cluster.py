@@ -1,22 +1,41 @@
-from typing import Literal
+"""The keys of cluster.*, the phases of a run, and their checks."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
 
 from meshrl.config.base import Slice, field
+from meshrl.config.source import Problem
+
+if TYPE_CHECKING:
+    from meshrl.config.check import Case
+    from meshrl.config.run import RunConfig
 
 
 class Deadlines(Slice):
-    start: float | None = field(None, "the ranks' processes come up and import torch", gt=0)
-    load: float | None = field(None, "the ranks meet and load models, or a checkpoint", gt=0)
-    rollout: float | None = field(None, "one answer of a sampler, the time it waits for its turn included", gt=0)
+    """The phases of a run, by name."""
+
+    start: float | None = field(None, "the ranks' processes start and import torch", gt=0)
+    load: float | None = field(None, "the ranks connect and load models, or a checkpoint", gt=0)
+    rollout: float | None = field(None, "one answer of a sampler, with the time that its request waits", gt=0)
     reward: float | None = field(None, "the gradings of one step; each has reward.timeout_s, too", gt=0)
     annotate: float | None = field(None, "one pass of the reference, or of the policy for old logprobs", gt=0)
     train: float | None = field(None, "forward and backward of one optimizer step", gt=0)
     optim: float | None = field(None, "the optimizer's own step", gt=0)
     sync: float | None = field(None, "each stage of sending weights: begin, a bucket, commit", gt=0)
-    checkpoint: float | None = field(None, "copying a training state to host memory, or writing it out", gt=0)
+    checkpoint: float | None = field(None, "copying a training state to host memory, or writing it", gt=0)
     export: float | None = field(None, "writing the model", gt=0)
     eval: float | None = field(None, "one answer to a held-out prompt", gt=0)
     report: float | None = field(None, "asking the ranks for a step's memory use", gt=0)
-    end: float | None = field(None, "the ranks free what they hold and end", gt=0)
+    end: float | None = field(None, "the ranks free their resources and end", gt=0)
+
+
+ONLY_OF_PROCESSES = ("start", "load", "annotate", "optim", "report", "end")
+"""Phases with a deadline only where ranks have processes of their own. The other deadlines also end a call that blocks
+the controller."""
+NOT_IN_SFT = ("rollout", "reward", "annotate", "sync", "eval", "report")
 
 
 class ClusterConfig(Slice):
@@ -28,7 +47,7 @@ class ClusterConfig(Slice):
     num_train_ranks: int = field(1, "FSDP2 ranks, one for each device (or share of the CPU)", ge=1)
     num_rollout_ranks: int = field(0, "ranks that only sample; 0 = the train ranks sample too", ge=0)
     nodes: int = field(
-        1, "machines that executor ray takes, with equally many ranks each; torchrun says by itself how many", ge=1
+        1, "machines that executor ray takes, with equally many ranks each; torchrun sets the number itself", ge=1
     )
     address: str | None = field(
         None,
@@ -41,8 +60,8 @@ class ClusterConfig(Slice):
     deadlines: Deadlines = field(Deadlines(), "seconds for single phases; null = cluster.timeout_s")
     max_restarts: int = field(
         3,
-        "how often a run mends dead or silent ranks: one that only samples is replaced, and with lost train ranks it "
-        "starts again from its last checkpoint, each so many times; the next failure ends it",
+        "how many times a run replaces failed ranks that only sample, and how many times it restarts from its last "
+        "checkpoint after train ranks failed; the next failure ends it",
         ge=0,
     )
 
@@ -50,3 +69,47 @@ class ClusterConfig(Slice):
         """Seconds that a phase may take; it is the name of a field of deadlines."""
         given: float | None = self.deadlines.model_dump()[phase]
         return self.timeout_s if given is None else given
+
+
+def unused_cluster_keys(cluster: ClusterConfig, sft: bool) -> dict[str, str]:
+    """Keys of cluster.* that its other choices leave without effect -> why."""
+    found: dict[str, str] = {}
+    if cluster.executor != "ray":
+        found["cluster.address"] = f"cluster.executor is {cluster.executor}"
+    if cluster.executor == "inline":
+        keys = ["cluster.max_restarts", *(f"cluster.deadlines.{phase}" for phase in ONLY_OF_PROCESSES)]
+        found |= dict.fromkeys(keys, "cluster.executor is inline: the one rank is this very process")
+    if sft:
+        found["cluster.num_rollout_ranks"] = "SFT samples nothing"
+        found |= dict.fromkeys((f"cluster.deadlines.{phase}" for phase in NOT_IN_SFT), "SFT has no such phase")
+    return found
+
+
+def machine_problems(case: Case) -> Iterator[Problem]:
+    cluster = case.config.cluster
+    ranks = cluster.num_train_ranks + cluster.num_rollout_ranks
+    if cluster.executor != "ray":
+        if cluster.nodes > 1:
+            text = "several machines need executor: ray; or start the run by torchrun, and leave nodes out."
+            yield Problem(("cluster.nodes", "cluster.executor"), text)
+        return
+    if importlib.util.find_spec("ray") is None:
+        yield Problem(("cluster.executor",), "ray is not installed: pip install 'meshrl[ray]', on every machine.")
+    if cluster.address == "local" and cluster.nodes > 1:
+        yield Problem(
+            ("cluster.address", "cluster.nodes"), "a local Ray has one machine. Give the cluster's host:port."
+        )
+    if ranks % cluster.nodes:
+        keys = ("cluster.nodes", "cluster.num_train_ranks", "cluster.num_rollout_ranks")
+        yield Problem(keys, f"every machine has equally many ranks, but {cluster.nodes} do not divide {ranks}.")
+
+
+def rank_problems(config: RunConfig) -> Iterator[Problem]:
+    cluster = config.cluster
+    if cluster.executor == "inline":
+        for name, needed in (("num_train_ranks", 1), ("num_rollout_ranks", 0)):
+            if getattr(cluster, name) != needed:
+                text = (
+                    f"inline runs everything in this one process: {name} must be {needed}. Or use executor: processes."
+                )
+                yield Problem((f"cluster.{name}", "cluster.executor"), text)

@@ -1,6 +1,17 @@
-from typing import Any, Literal
+"""The keys of data.*, and the checks that need no file; meshrl.data.check has those of the files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal
 
 from meshrl.config.base import Slice, field
+from meshrl.config.source import Problem
+from meshrl.core.lookup import DOTTED_PATH, can_be_imported
+
+if TYPE_CHECKING:
+    from meshrl.config.check import Case
+    from meshrl.config.run import RunConfig
 
 Format = Literal["auto", "jsonl", "parquet", "datasets"]
 
@@ -52,3 +63,73 @@ class DataConfig(Slice):
         False, "read and render each row when it is drawn, for sets larger than memory; a bad row is then found late"
     )
     eval_limit: int | None = field(None, "rows of eval_path to use, from its start; null = all", ge=1)
+
+
+def data_problems(case: Case, config: RunConfig) -> Iterator[Problem]:
+    """What is wrong with data.*: of the training rows only where they are read, so that an evaluation needs none."""
+    if case.purpose == "train":
+        yield from _one_of_path_and_sources(config.data)
+    yield from _maps(config.data)
+    yield from _answers(case, config)
+
+
+def unused_data_keys(data: DataConfig) -> dict[str, str]:
+    """Keys of data.* that the others leave without effect -> why."""
+    found: dict[str, str] = {}
+    if data.sources:
+        found["data.split"] = "each of data.sources names its own"
+        if data.eval_path is None:
+            found["data.subset"] = found["data.format"] = "each of data.sources names its own"
+    if data.map is not None:
+        found["data.prompt"] = found["data.answer"] = "data.map makes the prompt of each row"
+    if data.eval_path is None:
+        found["data.eval_split"] = found["data.eval_limit"] = "data.eval_path is null"
+    return found
+
+
+def _one_of_path_and_sources(data: DataConfig) -> Iterator[Problem]:
+    if data.path is not None and data.sources:
+        yield Problem(("data.path", "data.sources"), "give one of the two: a single set, or a mixture of sources.")
+    if data.path is None and not data.sources:
+        yield Problem(("data.path",), "training needs rows: give a path, or a mixture as data.sources.")
+    for name in data.sources:
+        if not name.isidentifier():
+            yield Problem(("data.sources",), f"the name {name!r} must be one word of letters, digits and underscores.")
+
+
+def _answers(case: Case, config: RunConfig) -> Iterator[Problem]:
+    """Rewards that need an answer, over sets of which no column with one is named. What a map returns is seen later."""
+    data, kinds = config.data, case.known.get("needs_answer", set())
+    terms = {f"reward.terms.{name}.kind": term.kind for name, term in config.reward.terms.items() if term.kind in kinds}
+    if not terms or data.answer is not None:
+        return
+    training = case.purpose == "train"
+    unnamed = [
+        f"data.sources.{name}.answer"
+        for name, source in data.sources.items()
+        if training and source.answer is None and not (source.map or data.map)
+    ]
+    if unnamed or (data.map is None and ((training and data.path is not None) or data.eval_path is not None)):
+        yield Problem(
+            ("data.answer", *unnamed, *terms),
+            f"{' and '.join(sorted({*terms.values()}))} compares each completion with the answer of its row, and null "
+            "names no column for it. Name the column with the ground truth, or use a reward that needs none.",
+        )
+
+
+def _maps(data: DataConfig) -> Iterator[Problem]:
+    named = {"data.map": data.map}
+    for name, source in data.sources.items():
+        key = f"data.sources.{name}"
+        named[f"{key}.map"] = source.map
+        for column in ("prompt", "answer"):
+            if (source.map or data.map) and getattr(source, column) is not None:
+                by = f"{key}.map" if source.map else "data.map"
+                yield Problem((f"{key}.{column}", by), "would have no effect: the map makes the prompt of each row.")
+    for key, function in named.items():
+        if function is None:
+            continue
+        if not DOTTED_PATH.fullmatch(function):
+            yield Problem((key,), "must be a function as package.module:name; it gets a row and returns a prompt.")
+        elif not can_be_imported(function):
+            yield Problem((key,), "no such module, neither installed nor in the working folder.")

@@ -14,9 +14,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from meshrl.config import check as checks
-from meshrl.config.arithmetic import data_ranks
+from meshrl.config.algo import LOSS_KIND
 from meshrl.config.base import Slice
-from meshrl.config.check_algo import LOSS_KIND
 from meshrl.config.places import find
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.config.schema import NAME, Key, all_keys, locate, nearest
@@ -337,7 +336,7 @@ def _resolve(config: C, given: dict[str, Value], folder: Path) -> tuple[C, dict[
             if found is not None:
                 changes[key] = str(found)
     how: dict[str, str] = {}
-    replicate, shard = data_ranks(config.train, config.cluster.num_train_ranks)
+    replicate, shard = config.train.data_ranks(config.cluster.num_train_ranks)
     for key, size in (("train.mesh.dp_replicate", replicate), ("train.mesh.dp_shard", shard)):
         written = checks.value_of(config, key)
         if written != size:

@@ -1,6 +1,16 @@
-from typing import Any, Literal
+"""The keys of loop.* and sft.*, and their checks."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+from meshrl.config.algo import ADVANTAGE_NAMES
 from meshrl.config.base import Slice, field
+from meshrl.config.source import Problem
+
+if TYPE_CHECKING:
+    from meshrl.config.run import RunConfig
 
 
 class LoopConfig(Slice):
@@ -12,10 +22,10 @@ class LoopConfig(Slice):
     eval_every_steps: int = field(0, "steps between evaluations; 0 = only before and after training", ge=0)
     eval_samples: int = field(1, "answers to each held-out prompt, k of mean@k and pass@k; 1 = one greedy answer", ge=1)
     save_best: bool = field(
-        True, "save the model whenever an evaluation beats all before it by eval/mean_at_k; the one before goes"
+        True, "save the model whenever an evaluation has the best eval/mean_at_k so far; the former best is deleted"
     )
     save_every_steps: int = field(
-        0, "steps between checkpoints, each with the model beside it; 0 = only at the end and when interrupted", ge=0
+        0, "steps between checkpoints, each with the model; 0 = only at the end and when interrupted", ge=0
     )
 
 
@@ -29,3 +39,22 @@ class SftConfig(Slice):
     save_every_steps: int = field(0, "steps between checkpoints; 0 = only at the end and when interrupted", ge=0)
     max_row_tokens: int = field(1024, "longer rows are left out, and counted", ge=1)
     shuffle: bool = field(True, "a new order in each pass, by run.seed")
+
+
+def loop_problems(config: RunConfig, evaluates: bool) -> Iterator[Problem]:
+    """evaluates: whether this is an evaluation, which needs held-out rows."""
+    loop = config.loop
+    if loop.samples_per_prompt == 1 and config.algo.advantage in ADVANTAGE_NAMES:
+        yield Problem(
+            ("loop.samples_per_prompt", "algo.advantage"),
+            f"{config.algo.advantage} compares the answers of a group; a group of one has nothing to compare with. "
+            "Use 2 or more (8 is usual).",
+        )
+    if loop.prompts_per_step % config.train.updates_per_step:
+        yield Problem(
+            ("train.updates_per_step", "loop.prompts_per_step"),
+            "must divide prompts_per_step, so that each optimizer step gets the same number of whole groups.",
+        )
+    if config.data.eval_path is None and (loop.eval_every_steps or evaluates):
+        keys = ("data.eval_path", "loop.eval_every_steps") if loop.eval_every_steps else ("data.eval_path",)
+        yield Problem(keys, "an evaluation needs held-out rows: give data.eval_path a JSONL file.")

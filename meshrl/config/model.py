@@ -1,6 +1,18 @@
-from typing import Literal
+"""The keys of model.* and their checks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from meshrl.config.base import Slice, field
+from meshrl.config.places import HUB_ID, find
+from meshrl.config.source import Problem
+from meshrl.core.files import Unreadable, is_there, read_json
+
+if TYPE_CHECKING:
+    from meshrl.config.check import Case
 
 
 class LoraConfig(Slice):
@@ -30,3 +42,58 @@ class ModelConfig(Slice):
     vision: Literal["shard", "replicate", "freeze"] = field(
         "shard", "what becomes of a vision tower: sharded, a copy in each rank, or not trained"
     )
+
+
+def model_problems(case: Case) -> Iterator[Problem]:
+    key, text = "model.path", case.config.model.path
+    path, places = find(case.given[key], case.folder)
+    if path is None:
+        starts_in_a_folder = any(is_there(place.parent) for place in places if "/" in text)
+        if not HUB_ID.fullmatch(text) or starts_in_a_folder:
+            looked = " and ".join(str(place) for place in places)
+            yield Problem((key,), f"no such folder; looked for {looked}. A hub id is written organisation/name.")
+        return
+    if not (path / "config.json").is_file():
+        model = _newest_model(path)
+        if model is not None:
+            what = f"{path} has no config.json, but has models of a run below it. Set the newest of them"
+            yield Problem((key,), f"{what}: {key}={Path(text) / model}")
+        else:
+            yield Problem((key,), f"{path} has no config.json: give a folder made by save_pretrained.")
+        return
+    if not any(path.glob("*.safetensors")):
+        pickled = any(any(path.glob(pattern)) for pattern in ("*.bin", "*.pt", "*.pth"))
+        what = " but a pickle, which can run code when it is read" if pickled else ""
+        yield Problem((key,), f"{path} has no weights (*.safetensors){what}. Write them by save_pretrained.")
+    if not any(any(path.glob(pattern)) for pattern in ("tokenizer*", "vocab*")):
+        yield Problem((key,), f"{path} has no tokenizer (tokenizer.json).")
+    yield from _model_config(case, path / "config.json")
+
+
+def _newest_model(folder: Path) -> Path | None:
+    """The newest model that a run saved, below the run's folder, its checkpoints or one checkpoint."""
+    for pattern in ("checkpoints/step_*/model", "step_*/model", "model"):
+        models = [path for path in folder.glob(pattern) if (path / "config.json").is_file()]
+        if models:
+            return max(models, key=lambda path: (len(path.parent.name), path)).relative_to(folder)
+    return None
+
+
+def _model_config(case: Case, path: Path) -> Iterator[Problem]:
+    try:
+        facts = read_json(path)
+    except Unreadable as e:
+        yield Problem(("model.path",), f"{path}: {e}. Give a folder made by save_pretrained.")
+        return
+    if "vision_config" in facts:
+        yield Problem(("model.path",), "a model with a vision tower; this version trains text models only.")
+        return
+    facts = facts.get("text_config", facts)
+    if not isinstance(facts, dict):
+        yield Problem(("model.path",), f"{path}: text_config should be an object, not {facts!r:.80}.")
+        return
+    room, need = facts.get("max_position_embeddings"), case.config.longest_row_tokens
+    if not isinstance(room, int) or need is None or need <= room:
+        return
+    keys = (*case.config.ROW_LENGTH_KEYS, "model.path")
+    yield Problem(keys, f"the longest row has {need} tokens, but the model has positions for {room}. Lower them.")

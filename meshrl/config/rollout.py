@@ -1,6 +1,21 @@
-from typing import Literal
+"""The keys of rollout.* and their checks."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Literal
+from urllib.parse import urlsplit
 
 from meshrl.config.base import Slice, field
+from meshrl.config.source import Problem, Value
+from meshrl.config.values import show
+
+if TYPE_CHECKING:
+    from meshrl.config.run import RunConfig
+
+CAN_RELEASE_MEMORY = ("embedded", "vllm", "sglang")
 
 
 class RolloutMeshConfig(Slice):
@@ -29,12 +44,12 @@ class SamplingConfig(Slice):
         1.0, "divides the logits of tokens already in the row; 1 = off, which training needs", gt=0
     )
     stop_token_ids: list[int] = field(
-        [], "ids that end a turn, beside those of the tokenizer, its chat template and generation_config.json"
+        [], "ids that end a turn, besides those of the tokenizer, its chat template and generation_config.json"
     )
     stop: list[str] = field(
         [],
-        "texts that end a turn, as </tool_call>; the token that completes one stays whole, is trained, and is part of "
-        "what rewards and agents read",
+        "texts that end a turn, such as </tool_call>; the token that completes one is kept and trained, and is part "
+        "of what rewards and agents read",
     )
 
 
@@ -49,34 +64,21 @@ class VllmConfig(Slice):
         None, "bytes of its KV cache on each device; null = gpu_memory_utilization decides, and 1 GiB on a CPU", ge=1
     )
     gpu_memory_utilization: float = field(
-        0.5, "share of a GPU's memory for its weights and cache; half leaves room for a trainer beside it", gt=0, le=1
+        0.5,
+        "share of a GPU's memory for its weights and cache; half leaves room for a trainer there",
+        gt=0,
+        le=1,
     )
     start_deadline_s: float = field(
         600.0, "seconds until the server must answer; a large model's weights take minutes to load", gt=0
     )
 
 
-VLLM_OWN_ARGS = (  # set by meshrl: another value would break what it proves
-    "--model",
-    "--uds",
-    "--host",
-    "--port",
-    "--dtype",
-    "--max-model-len",
-    "--max-num-seqs",
-    "--tensor-parallel-size",
-    "--data-parallel-size",
-    "--pipeline-parallel-size",
-    "--worker-extension-cls",
-    "--logprobs-mode",
-    "--generation-config",
-    "--seed",
-    "--kv-cache-memory-bytes",
-    "--gpu-memory-utilization",
-    "--skip-tokenizer-init",
-    "--enable-scale-out",
-    "--enable-sleep-mode",
-)
+VLLM_OWN_ARGS = """
+    --model --uds --host --port --dtype --max-model-len --max-num-seqs --tensor-parallel-size --data-parallel-size
+    --pipeline-parallel-size --worker-extension-cls --logprobs-mode --generation-config --seed
+    --kv-cache-memory-bytes --gpu-memory-utilization --skip-tokenizer-init --enable-scale-out --enable-sleep-mode
+"""  # set by meshrl: another value would break what it proves
 
 
 class SglangConfig(Slice):
@@ -84,11 +86,11 @@ class SglangConfig(Slice):
 
     url: str | None = field(
         None,
-        "a server on this machine that runs already, as http://127.0.0.1:30000, for a single replica; null = each "
+        "a server that already runs on this machine, as http://127.0.0.1:30000, for a single replica; null = each "
         "replica starts its own",
     )
     api_key_env: str | None = field(
-        None, "environment variable that holds the key of the server at url; null = it asks for none"
+        None, "environment variable that holds the key of the server at url; null = it needs none"
     )
     python: str | None = field(
         None, "the Python that SGLang and meshrl are installed in, as a path; null = the one that runs meshrl"
@@ -96,62 +98,50 @@ class SglangConfig(Slice):
     args: list[str] = field([], "more arguments for sglang.launch_server, written as on its command line")
     deterministic: bool = field(
         True,
-        "answers follow from seed and prompt alone, whatever else is sampled; off is faster, and seeds then count for "
-        "nothing",
+        "answers depend on seed and prompt alone, not on other requests; off is faster, but seeds then have no effect",
     )
     mem_fraction_static: float = field(
-        0.5, "share of a GPU's memory for its weights and cache; half leaves room for a trainer beside it", gt=0, le=1
+        0.5,
+        "share of a GPU's memory for its weights and cache; half leaves room for a trainer there",
+        gt=0,
+        le=1,
     )
     start_deadline_s: float = field(
         600.0, "seconds until the server must answer; a large model's weights take minutes to load", gt=0
     )
 
 
-SGLANG_OWN_ARGS = (  # set by meshrl: another value would break what it proves
-    "--model-path",
-    "--host",
-    "--port",
-    "--api-key",
-    "--dtype",
-    "--tp-size",
-    "--tensor-parallel-size",
-    "--dp-size",
-    "--data-parallel-size",
-    "--context-length",
-    "--max-running-requests",
-    "--mem-fraction-static",
-    "--custom-weight-loader",
-    "--skip-tokenizer-init",
-    "--incremental-streaming-output",
-    "--enable-deterministic-inference",
-    "--enable-memory-saver",
-)
+SGLANG_OWN_ARGS = """
+    --model-path --host --port --api-key --dtype --tp-size --tensor-parallel-size --dp-size --data-parallel-size
+    --context-length --max-running-requests --mem-fraction-static --custom-weight-loader --skip-tokenizer-init
+    --incremental-streaming-output --enable-deterministic-inference --enable-memory-saver
+"""  # set by meshrl: another value would break what it proves
 
 
 class EndpointConfig(Slice):
     """Any server with an OpenAI-like /v1/completions that returns token ids and logprobs."""
 
     url: str | None = field(None, "the server's address without /v1, as http://127.0.0.1:8000")
-    model: str | None = field(None, "what the server calls the model; null = the only one that it serves")
-    api_key_env: str | None = field(None, "environment variable that holds the server's key; null = it asks for none")
+    model: str | None = field(None, "the name of the model on the server; null = the only one that it serves")
+    api_key_env: str | None = field(None, "environment variable that holds the server's key; null = it needs none")
     weights: Literal["none", "files"] = field(
         "none",
-        "how new weights reach it: files = each version is written to a folder, and reload_url called; none = not at "
-        "all, for evaluation",
+        "how it gets new weights: files = each version is written to a folder, and reload_url is called; none = it "
+        "does not, for evaluation",
     )
     reload_url: str | None = field(
         None,
-        'called by POST with {"model_path": folder} and must answer {"success": true} when the weights are in place; '
+        'called by POST with {"model_path": folder} and must answer {"success": true} when the weights are loaded; '
         "null = /update_weights_from_disk of the server",
     )
     folder: str | None = field(
-        None, "where versions are written, in sight of the server; null = a temporary folder of this machine"
+        None, "where versions are written, a folder that the server can read; null = a temporary folder of this machine"
     )
 
 
 class RolloutConfig(Slice):
     engine: Literal["embedded", "vllm", "sglang", "endpoint"] = field(
-        "embedded", "who samples; embedded runs the model's own Transformers module and needs nothing installed"
+        "embedded", "the engine that samples; embedded runs the model's Transformers module, without further packages"
     )
     vllm: VllmConfig = field(VllmConfig(), "the server of engine vllm")
     sglang: SglangConfig = field(SglangConfig(), "the server of engine sglang")
@@ -170,32 +160,208 @@ class RolloutConfig(Slice):
     )
     sync_bucket_bytes: int = field(
         64 << 20,
-        "bytes of one bucket of a weight sync; a sync takes the memory of two on top",
+        "bytes of one bucket of a weight sync; a sync needs memory for two buckets",
         ge=1024,
         le=1 << 31,
     )
     sync_mode: Literal["full", "delta"] = field(
         "full",
-        "full sends all weights; delta only those that changed since the last sync, where the sampler holds that: "
-        "fewer bytes, for one more copy of the weights in the sampler's dtype, spread over the train ranks, and one in "
-        "the memory of the machine beside each replica of another engine than embedded. With LoRA the adapters "
-        "alone travel",
+        "full sends all weights; delta only those that changed since the last sync, if the sampler has that version: "
+        "fewer bytes, for one more copy of the weights in the sampler's dtype, sharded over the train ranks, and, for "
+        "each replica of an engine other than embedded, one in host memory. With LoRA only the adapters are sent",
     )
 
     release_memory: bool = field(
         False,
-        "while the train ranks train, samplers on their devices give up the memory of their weights and caches; each "
+        "while the train ranks train, samplers on their devices free the memory of their weights and caches; each "
         "sync then sends all weights",
     )
     sync_transport: Literal["auto", "files", "broadcast"] = field(
         "auto",
-        "how weights reach samplers in ranks of their own: auto = shared memory, and TCP between machines; broadcast = "
-        "one process group of each sender and all samplers (NCCL on GPUs, else gloo), which many samplers want; files "
-        "= by sync_folder, where machines share a disk and no route",
+        "how weights reach samplers in separate ranks: auto = shared memory, and TCP between machines; broadcast = one "
+        "process group of each sender and all samplers (NCCL on GPUs, else gloo), for many samplers; files = by "
+        "sync_folder, for machines that share a disk but can't connect",
     )
-    sync_folder: str | None = field(None, "a folder that all ranks see, for sync_transport files")
+    sync_folder: str | None = field(None, "a folder that all ranks can read, for sync_transport files")
 
     @property
     def tp_size(self) -> int:
         """Tensor-parallel ranks of one replica, under whichever name they were given."""
         return self.tensor_model_parallel_size or self.mesh.infer_tp
+
+
+def engine_problems(given: Mapping[str, Value], config: RunConfig, purpose: str) -> Iterator[Problem]:
+    """What is wrong with the choice of the engine or its keys. purpose: train | eval."""
+    rollout = config.rollout
+    tp_key = "rollout.mesh.infer_tp" if "rollout.mesh.infer_tp" in given else "rollout.tensor_model_parallel_size"
+    yield from _sampling(config, purpose)
+    yield from _mesh(config)
+    if rollout.engine == "embedded" and rollout.tp_size > 1:
+        yield Problem((tp_key,), "not possible: the embedded engine has the full model in each replica. Use 1.")
+    if rollout.sync_transport == "files" and rollout.sync_folder is None:
+        text = "sync_transport files needs a folder that all ranks can read. Name one."
+        yield Problem(("rollout.sync_folder",), text)
+    if rollout.release_memory:
+        yield from _release(rollout)
+    if rollout.engine == "vllm":
+        yield from _vllm(rollout.vllm)
+        yield from _replicas(config, tp_key)
+    if rollout.engine == "sglang":
+        yield from _sglang(config)
+        yield from _replicas(config, tp_key)
+    if rollout.engine == "endpoint":
+        yield from _endpoint(config, purpose, tp_key)
+
+
+def _sampling(config: RunConfig, purpose: str) -> Iterator[Problem]:
+    sampling, rollout = config.rollout.sampling, config.rollout
+    if purpose == "train":
+        for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0), ("repetition_penalty", 1.0)):
+            if getattr(sampling, name) != off:
+                yield Problem(
+                    (f"rollout.sampling.{name}",),
+                    "a filter samples from another distribution than the trainer scores, which biases every ratio. "
+                    f"In training leave it at {show(off)} (off).",
+                )
+    if sampling.temperature == 0 and (purpose == "train" or config.loop.eval_samples > 1):
+        text = "temperature 0 gives every sample of a prompt the same answer. Use a temperature above 0 (1.0 is usual)."
+        yield Problem(("rollout.sampling.temperature",), text)
+    if any(token < 0 for token in sampling.stop_token_ids):
+        yield Problem(("rollout.sampling.stop_token_ids",), "token ids are 0 or more.")
+    if any(not text for text in sampling.stop):
+        yield Problem(("rollout.sampling.stop",), "an empty text would end every turn at its first token. Remove it.")
+    need, room = config.data.max_prompt_tokens + sampling.max_new_tokens, rollout.max_context_tokens
+    if room is not None and need > room:
+        yield Problem(
+            ("rollout.max_context_tokens", "data.max_prompt_tokens", "rollout.sampling.max_new_tokens"),
+            f"the longest prompt and answer need {need} tokens, but the context has {room}: answers would be cut. "
+            "Lower max_prompt_tokens or max_new_tokens, or raise max_context_tokens.",
+        )
+
+
+def _mesh(config: RunConfig) -> Iterator[Problem]:
+    name, ranks = config.sampling_ranks
+    replicas = max(1, ranks // config.rollout.tp_size)
+    if config.rollout.mesh.dp not in (-1, replicas):
+        number = f"{replicas} replica{'s' if replicas > 1 else ''}"
+        text = f"the ranks make {number} of the sampler: use {replicas}, or -1 for as many as there are."
+        yield Problem(("rollout.mesh.dp", name), text)
+
+
+def _release(cfg: RolloutConfig) -> Iterator[Problem]:
+    if cfg.engine not in CAN_RELEASE_MEMORY:
+        engines = ", ".join(CAN_RELEASE_MEMORY)
+        text = f"engine {cfg.engine} can't release its memory. Leave it out, or use one of {engines}."
+        yield Problem(("rollout.release_memory", "rollout.engine"), text)
+    if cfg.sync_mode == "delta":
+        text = "a sampler that released its weights has nothing to which changes could be added. Use one of the two."
+        yield Problem(("rollout.release_memory", "rollout.sync_mode"), text)
+
+
+def _vllm(cfg: VllmConfig) -> Iterator[Problem]:
+    if cfg.python is None:
+        if importlib.util.find_spec("vllm") is None:
+            text = (
+                "vLLM is not installed here. Install it as docs/install.md describes (scripts/install.sh with --vllm); "
+                "on a machine without a GPU run scripts/install.sh --cpu --vllm, and set "
+                "rollout.vllm.python=.venv-vllm/bin/python. Another Python that has vLLM and meshrl is named by the "
+                "same key."
+            )
+            yield Problem(("rollout.engine", "rollout.vllm.python"), text)
+    elif shutil.which(cfg.python) is None:
+        yield Problem(("rollout.vllm.python",), "no such program. Give the path of a Python, as venv/bin/python.")
+    for arg in cfg.args:
+        name = arg.partition("=")[0].replace("_", "-")
+        if name in VLLM_OWN_ARGS.split():
+            yield Problem(("rollout.vllm.args",), f"{name} is set by meshrl itself, from its own keys. Leave it out.")
+
+
+def _sglang(config: RunConfig) -> Iterator[Problem]:
+    cfg = config.rollout.sglang
+    if cfg.url is not None:
+        yield from _address("rollout.sglang.url", cfg.url)
+        name, ranks = config.sampling_ranks
+        if ranks != config.rollout.tp_size:
+            text = (
+                f"one server is one replica, of tp ranks, but {ranks} ranks sample. Without a url each replica starts "
+                "its own."
+            )
+            yield Problem(("rollout.sglang.url", name), text)
+    elif cfg.api_key_env is not None:
+        text = "a server that meshrl starts gets a key of its own. Leave it out."
+        yield Problem(("rollout.sglang.api_key_env",), text)
+    elif cfg.python is None:
+        if importlib.util.find_spec("sglang") is None:
+            text = (
+                "SGLang is not installed here. Install it (pip install sglang, on a machine with a GPU), name the "
+                "Python that has it, and meshrl, in rollout.sglang.python, or a server that runs in rollout.sglang.url."
+            )
+            yield Problem(("rollout.engine", "rollout.sglang.python", "rollout.sglang.url"), text)
+    elif shutil.which(cfg.python) is None:
+        yield Problem(("rollout.sglang.python",), "no such program. Give the path of a Python, as venv/bin/python.")
+    for arg in cfg.args:
+        name = arg.partition("=")[0]
+        if name in SGLANG_OWN_ARGS.split():
+            yield Problem(("rollout.sglang.args",), f"{name} is set by meshrl itself, from its own keys. Leave it out.")
+
+
+def _endpoint(config: RunConfig, purpose: str, tp_key: str) -> Iterator[Problem]:
+    cfg = config.rollout.endpoint
+    if cfg.url is None:
+        yield Problem(("rollout.endpoint.url", "rollout.engine"), "the engine endpoint needs the address of a server.")
+    else:
+        yield from _address("rollout.endpoint.url", cfg.url)
+    if purpose == "train" and cfg.weights == "none":
+        text = (
+            "a sampler whose weights never change can be evaluated, but trained for one step only. Use "
+            "weights: files if the server can load a folder, or engine vllm or sglang."
+        )
+        yield Problem(("rollout.endpoint.weights",), text)
+    if cfg.reload_url is not None:
+        yield from _address("rollout.endpoint.reload_url", cfg.reload_url)
+    if config.rollout.tp_size > 1:
+        yield Problem((tp_key,), "an endpoint's server decides itself how it splits the model. Leave it out.")
+    name, ranks = config.sampling_ranks
+    if ranks != 1:
+        text = f"one endpoint is one sampler, but {ranks} ranks sample. Use cluster.num_rollout_ranks: 1."
+        yield Problem(("rollout.engine", name), text)
+
+
+def _address(key: str, url: str) -> Iterator[Problem]:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        yield Problem((key,), "must be an address with its scheme, as http://127.0.0.1:30000.")
+
+
+def _replicas(config: RunConfig, tp_key: str) -> Iterator[Problem]:
+    """One server takes the devices of tp consecutive ranks on one machine."""
+    tp = config.rollout.tp_size
+    name, ranks = config.sampling_ranks
+    if ranks % tp:
+        yield Problem((tp_key, name), f"{ranks} ranks can't be split into replicas of {tp} ranks each.")
+        return
+    cluster = config.cluster
+    first = cluster.num_train_ranks if cluster.num_rollout_ranks else 0
+    on_one = max(1, (cluster.num_train_ranks + cluster.num_rollout_ranks) // cluster.nodes)
+    if any(lead // on_one != (lead + tp - 1) // on_one for lead in range(first, first + ranks, tp)):
+        text = f"a replica of {tp} ranks would be on two machines, of {on_one} ranks each."
+        yield Problem((tp_key, "cluster.nodes"), text)
+
+
+def unused_engine_keys(rollout: RolloutConfig) -> dict[str, str]:
+    """Keys of another engine -> why they have no effect."""
+    found: dict[str, str] = {}
+    for engine, slice_ in (("vllm", VllmConfig), ("sglang", SglangConfig), ("endpoint", EndpointConfig)):
+        if rollout.engine != engine:
+            found |= {f"rollout.{engine}.{name}": f"rollout.engine is {rollout.engine}" for name in slice_.model_fields}
+    if rollout.sglang.url is not None:
+        names = ("python", "args", "mem_fraction_static", "start_deadline_s")
+        why = "the server at rollout.sglang.url already runs"
+        found |= dict.fromkeys((f"rollout.sglang.{name}" for name in names), why)
+    if rollout.sync_transport != "files":
+        found["rollout.sync_folder"] = f"rollout.sync_transport is {rollout.sync_transport}"
+    if rollout.engine == "endpoint" and rollout.endpoint.weights == "none":
+        found |= dict.fromkeys(
+            ("rollout.endpoint.reload_url", "rollout.endpoint.folder"), "rollout.endpoint.weights is none"
+        )
+    return found

@@ -1,6 +1,15 @@
-from typing import Literal
+"""The keys of train.* and their checks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
 
 from meshrl.config.base import Slice, field
+from meshrl.config.source import Problem
+
+if TYPE_CHECKING:
+    from meshrl.config.check import Case
 
 
 class TrainMeshConfig(Slice):
@@ -23,7 +32,7 @@ class OptimizerConfig(Slice):
     )
     eps: float = field(1e-8, "added to the root of the second moment", gt=0)
     weight_decay: float = field(
-        0.0, "share of a matrix taken off per optimizer step, times lr; 0: RL stays near its start anyway", ge=0
+        0.0, "share by which a matrix shrinks per optimizer step, times lr; 0: RL stays near its start anyway", ge=0
     )
     clip: float = field(1.0, "largest global gradient norm; a larger gradient is scaled down to it; 0 = off", ge=0)
 
@@ -72,3 +81,50 @@ class TrainConfig(Slice):
     logprob_chunk_tokens: int = field(
         2048, "tokens whose logits exist at one time; smaller saves memory, results stay the same", ge=1
     )
+
+    def data_ranks(self, num_train_ranks: int) -> tuple[int, int]:
+        """(dp_replicate, dp_shard) with -1 written out; NO_SHARD makes every rank a replica. Their product may be
+        wrong."""
+        mesh = self.mesh
+        if self.sharding_strategy == "NO_SHARD":
+            replicas = num_train_ranks if mesh.dp_replicate == 1 else mesh.dp_replicate
+            return replicas, 1 if mesh.dp_shard == -1 else mesh.dp_shard
+        if mesh.dp_shard == -1:
+            return mesh.dp_replicate, max(1, num_train_ranks // mesh.dp_replicate)
+        return mesh.dp_replicate, mesh.dp_shard
+
+
+def train_problems(case: Case) -> Iterator[Problem]:
+    config = case.config
+    yield from _mesh(config.train, config.cluster.num_train_ranks)
+    if not all(0 <= beta < 1 for beta in config.train.optimizer.betas):
+        yield Problem(("train.optimizer.betas",), "both must be at least 0 and below 1.")
+    if config.train.scheduler.warmup_steps >= config.num_updates:
+        yield Problem(
+            ("train.scheduler.warmup_steps", config.NUM_STEPS_KEY),
+            f"the run has {config.num_updates} optimizer steps, so the learning rate would never reach its peak. Warm "
+            "up for fewer.",
+        )
+
+
+def _mesh(train: TrainConfig, ranks: int) -> Iterator[Problem]:
+    strategy = train.sharding_strategy
+    keys = ("train.sharding_strategy", "train.mesh.dp_replicate", "train.mesh.dp_shard", "cluster.num_train_ranks")
+    if train.mesh.dp_shard != -1 and train.mesh.dp_shard < 1:
+        yield Problem(keys[2:3], "must be a number of ranks >= 1, or -1 for all that remain.")
+        return
+    replicate, shard = train.data_ranks(ranks)
+    if strategy == "HYBRID_SHARD" and replicate == 1:
+        yield Problem(
+            keys[:2], "HYBRID_SHARD copies a sharded model; with one copy use FULL_SHARD, else dp_replicate >= 2."
+        )
+    elif strategy in ("FULL_SHARD", "SHARD_GRAD_OP") and replicate > 1:
+        yield Problem(keys[:2], f"{strategy} shards over all ranks; for {replicate} sharded copies use HYBRID_SHARD.")
+    elif strategy == "NO_SHARD" and shard != 1:
+        yield Problem((keys[0], keys[2]), "NO_SHARD keeps the full model in each rank: dp_shard must be 1 or -1.")
+    elif replicate * shard != ranks:
+        yield Problem(
+            keys[1:],
+            f"dp_replicate {replicate} x dp_shard {shard} = {replicate * shard} ranks, but num_train_ranks is {ranks}. "
+            "Leave dp_shard at -1, or make the product equal.",
+        )

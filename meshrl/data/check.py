@@ -4,7 +4,7 @@ the columns and splits that the config names, and that a chat template is one. A
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,9 @@ from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.config.source import Problem
 from meshrl.core.errors import DataError
 from meshrl.core.files import is_there
+from meshrl.data.chat import is_template_text, require_read, template_text, variables_read_by
 from meshrl.data.files import Kind, files_of, kind_of
 from meshrl.data.tables import Row, RowTable, open_table
-from meshrl.data.template import is_template_text, require_read, template_text, variables_read_by
 
 WRITTEN_BY_MESHRL = ("messages", "tools", "add_generation_prompt")  # variables of a chat template
 MAX_COUNTED_BYTES = 1 << 30  # of JSONL, whose rows are counted by reading them
@@ -74,12 +74,12 @@ def count_rows(config: RunConfig | SftRunConfig) -> int | None:
 
 def _tables(data: DataConfig, training: bool) -> Iterator[_Named]:
     columns: dict[str, str | None] = {} if data.map else {"data.prompt": data.prompt, "data.answer": data.answer}
-    same = {"columns": columns, "format": data.format, "subset_key": "data.subset", "subset": data.subset}
+    shared = _Named(path="", columns=columns, format=data.format, subset_key="data.subset", subset=data.subset)
     if training and data.path is not None:
-        yield _Named(path="data.path", split_key="data.split", split=data.split, **same)
+        yield replace(shared, path="data.path", split_key="data.split", split=data.split)
     for name, source in data.sources.items() if training else ():
         key = f"data.sources.{name}"
-        own = {
+        own: dict[str, str | None] = {
             f"{key}.{column}" if getattr(source, column) else f"data.{column}": getattr(source, column) or value
             for column, value in (("prompt", data.prompt), ("answer", data.answer))
         }
@@ -93,12 +93,13 @@ def _tables(data: DataConfig, training: bool) -> Iterator[_Named]:
             subset=source.subset,
         )
     if data.eval_path is not None:
-        yield _Named(path="data.eval_path", split_key="data.eval_split", split=data.eval_split, **same)
+        yield replace(shared, path="data.eval_path", split_key="data.eval_split", split=data.eval_split)
 
 
 def _table_problems(case: Case, table: _Named, kinds: dict[str, Kind]) -> Iterator[Problem]:
     """Notes the table's kind in `kinds`, where it has one."""
     source: RowTable | Path | None
+    kind: Kind
     if table.path in case.rows:
         source, kind = RowTable("rows", case.rows[table.path]), "rows"
     else:

@@ -131,7 +131,7 @@ FAULTS = [
     ),
     Fault(
         "an unknown key of a user-defined loss is ignored",
-        "meshrl/config/check_algo.py",
+        "meshrl/config/algo.py",
         "elif not takes_any:",
         "elif takes_any:",
         ("tests/unit/config/test_own_algorithm.py::test_an_algorithm_that_can_not_work_is_refused_in_words_that_help",),
@@ -296,7 +296,7 @@ FAULTS = [
     ),
     Fault(
         "the newest model of a run is chosen by the alphabet",
-        "meshrl/config/check.py",
+        "meshrl/config/model.py",
         "return max(models, key=lambda path: (len(path.parent.name), path))",
         "return max(models, key=str)",
         (

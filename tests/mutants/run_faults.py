@@ -89,7 +89,7 @@ RUN_FAULTS = [
     ),
     Fault(
         "completions are compared with an answer that no column has",
-        "meshrl/config/check_data.py",
+        "meshrl/config/data.py",
         "if not terms or data.answer is not None:",
         "if terms or data.answer is not None:",
         (

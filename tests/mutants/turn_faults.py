@@ -18,7 +18,7 @@ TURN_FAULTS = [
     ),
     Fault(
         "a misspelt variable of a chat template is passed on in silence",
-        "meshrl/data/template.py",
+        "meshrl/data/chat.py",
         "        if name not in reads:",
         "        if not name:",
         (_TEMPLATE + "test_a_misspelt_variable_names_what_the_template_reads",),
