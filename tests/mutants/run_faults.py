@@ -175,7 +175,10 @@ RUN_FAULTS = [
         "meshrl/cluster/remote.py",
         "str(spec.rank % spec.num_local_ranks)",
         "str(spec.rank)",
-        ("tests/unit/cluster/test_remote_executor.py::test_a_rank_has_its_place_and_the_environment_it_needs",),
+        (
+            "tests/unit/cluster/test_remote_executor.py::"
+            "test_a_rank_has_its_place_and_environment_and_a_sampler_that_died_is_replaced_by_its_host",
+        ),
     ),
     Fault(
         "every process that connects is taken for a rank",
