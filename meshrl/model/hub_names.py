@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshrl.model.load import persistent_buffers, tied_names
 from meshrl.model.lora import is_adapter, named_weights, weight_name, wire_name
+from meshrl.parallel.boxes import index_of, overlap
 
 
 class _View(NamedTuple):
@@ -57,18 +58,12 @@ class HubNames:
         self, name: str, offsets: tuple[int, ...], local: torch.Tensor
     ) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor]]:
         """Cut a box of the module's tensor into boxes of hub tensors: (hub name, offsets there, view of local)."""
-        ends = [at + size for at, size in zip(offsets, local.shape, strict=True)]
         for view in self._views[name]:
-            starts = [max(at, first) for at, first in zip(offsets, view.offsets, strict=True)]
-            sizes = [
-                min(end, first + size) - start
-                for end, first, size, start in zip(ends, view.offsets, view.extent, starts, strict=True)
-            ]
-            if any(size <= 0 for size in sizes):
+            shared = overlap((offsets, tuple(local.shape)), (view.offsets, view.extent))
+            if shared is None:
                 continue
-            part = local
-            for dim, (start, size) in enumerate(zip(starts, sizes, strict=True)):
-                part = part.narrow(dim, start - offsets[dim], size)
+            starts, sizes = shared
+            part = local[index_of(shared, offsets)]
             shape = [1 if dim is None else sizes[dim] for dim in view.dims]
             strides = [1 if dim is None else part.stride(dim) for dim in view.dims]
             places = tuple(0 if dim is None else starts[dim] - view.offsets[dim] for dim in view.dims)

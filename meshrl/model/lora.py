@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from meshrl.config.model import LoraConfig
 from meshrl.core.errors import ConfigError
-from meshrl.parallel.fsdp import local_shard, shard_start, whole
+from meshrl.parallel.boxes import LocalBox, boxes, index_of
+from meshrl.parallel.fsdp import local_shard, whole
 
 ADAPTER_FOLDER = "adapter"  # below an exported model, whose own weights have it added
 _ADAPTER = "default"  # peft's name of the only one
@@ -54,8 +55,8 @@ def init_adapters(lm: torch.nn.Module) -> None:
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             bound = 1 / math.sqrt(p.shape[1])
             drawn = torch.empty(p.shape).uniform_(-bound, bound, generator=generator)
-            rows = local_shard(p)
-            rows.copy_(drawn[shard_start(p) :][: rows.shape[0]])
+            for local in boxes(p):
+                local.tensor.copy_(drawn[index_of(local.box)])
         elif name.endswith(_WIRE_B):
             local_shard(p).zero_()
 
@@ -148,6 +149,18 @@ class MergedRows:
         first, end = low // columns, -(-high // columns)
         rows = torch.addmm(self._weight[first:end].float(), self._b[first:end].float(), self._a, alpha=self._scale)
         return rows.view(-1)[low - first * columns : high - first * columns]
+
+
+def merged(adapter: Adapter) -> Callable[[LocalBox], torch.Tensor]:
+    """A function from a box of the adapter's weight to the values of W + s B A there, in fp32 (a collective where the
+    model is sharded: each rank needs the full A and B, which are small)."""
+    a, b = whole(adapter.a.detach()).float(), whole(adapter.b.detach()).float()
+
+    def values(local: LocalBox) -> torch.Tensor:
+        rows, columns = index_of(local.box)
+        return torch.addmm(local.tensor.float(), b[rows], a[:, columns], alpha=adapter.scale)
+
+    return values
 
 
 def merged_weights(lm: torch.nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.nn.Parameter, torch.Tensor]]:

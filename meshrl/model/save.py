@@ -6,12 +6,20 @@ import copy
 import json
 import re
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
+from math import prod
+from operator import attrgetter
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from meshrl.model.hub_names import HubNames
+from meshrl.model.load import persistent_buffers
+from meshrl.model.lora import adapters_of, is_adapter, merged, named_weights
+from meshrl.parallel.boxes import LocalBox, boxes, index_of, owners
 
 MIN_FILE_BYTES = 256 << 20  # a model below this is one file: more of them would gain nothing
 _LAYER = re.compile(r"(.*?\.\d+)\.")  # up to the first number: the tensors that Transformers may fuse or cut lie below
@@ -29,41 +37,73 @@ TOKENIZER_FILES = (
 )
 
 
+@torch.no_grad()
 def save_pretrained(
     lm: torch.nn.Module,
-    sizes: Sequence[tuple[str, int]],
-    weights: Iterable[tuple[str, torch.Tensor]],
-    buffers: dict[str, torch.Tensor],
+    dtype: torch.dtype,
     path: Path,
     tokenizer_from: str | Path | None = None,
     min_file_bytes: int = MIN_FILE_BYTES,
 ) -> None:
-    """Write the folder (a collective, where there is a process group). lm: for its config and class; sizes: (name,
-    bytes) of each tensor, in the order in which weights gives them, whole, on every rank."""
+    """Write the folder, parameters in `dtype`, LoRA adapters added to their weights (a collective, where there is a
+    process group). Each rank receives the tensors of its own file, and no others."""
     rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     path.mkdir(parents=True, exist_ok=True)
-    file_of = spread(sizes, num_ranks, min_file_bytes)
-    # What is not of this rank's file is dropped at once, so each holds its own share in host memory.
-    mine = {name: tensor.cpu().contiguous() for name, tensor in weights if file_of[name] == rank}
-    dtype = next(iter(mine.values())).dtype if mine else torch.float32
-    shell = _shell(lm, dtype)
+    ignored = lm._keys_to_ignore_on_save or ()
+    weights = {name: p for name, p in named_weights(lm) if not is_adapter(name) and name not in ignored}
+    file_of = spread([(name, p.numel() * dtype.itemsize) for name, p in weights.items()], num_ranks, min_file_bytes)
+    adapters = adapters_of(lm)
+    mine = {}
+    for name, p in weights.items():
+        values = merged(adapters[name]) if name in adapters else attrgetter("tensor")
+        full = gathered(p, file_of[name], dtype, values)
+        if full is not None:
+            mine[name] = full.cpu()
     if rank == 0:
-        mine |= {name: buffer.cpu() for name, buffer in buffers.items()}
-        shell.save_pretrained(path, state_dict={})  # config.json and generation_config.json
+        mine |= {name: buffer.cpu() for name, buffer in persistent_buffers(lm).items() if name not in ignored}
+        _shell(lm, dtype).save_pretrained(path, state_dict={})  # config.json and generation_config.json
         _copy_tokenizer(tokenizer_from, path)
     if dist.is_initialized():
         dist.barrier()  # save_pretrained removes files of weights that it does not know
     num_files = 1 + max(file_of.values(), default=0)
-    written = _write(shell, mine, path / _file_name(rank, num_files)) if rank < num_files else {}
+    written = _write(lm, mine, path / _file_name(rank, num_files)) if rank < num_files else {}
     if dist.is_initialized():
         everywhere: list[dict[str, int]] = [{} for _ in range(num_ranks)]
-        dist.all_gather_object(everywhere, written)  # the folder is whole when this returns
+        dist.all_gather_object(everywhere, written)  # the folder is complete when this returns
     else:
         everywhere = [written]
     if rank == 0 and num_files > 1:
         _write_index(path, everywhere, num_files)
     if dist.is_initialized():
         dist.barrier()
+
+
+def gathered(
+    tensor: torch.Tensor, root: int, dtype: torch.dtype, values: Callable[[LocalBox], torch.Tensor]
+) -> torch.Tensor | None:
+    """The full tensor on rank `root`, None elsewhere (a collective, where the tensor is sharded): each rank that holds
+    boxes sends their `values`, cast to `dtype` before they travel, to the root alone."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if not isinstance(tensor, DTensor):
+        return values(LocalBox((0,) * tensor.dim(), tensor.detach())).to(dtype) if rank == root else None
+    holders = owners(tensor, root)
+    own = [values(local).to(dtype) for local in boxes(tensor)] if rank in holders else []
+    if rank != root:
+        if own:
+            dist.send(torch.cat([part.reshape(-1) for part in own]).view(torch.uint8), root)
+        return None
+    full = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
+    for holder, held in holders.items():
+        if not held:
+            continue
+        sizes, parts = [prod(shape) for _, shape in held], own
+        if holder != root:
+            flat = torch.empty(sum(sizes), dtype=dtype, device=tensor.device)
+            dist.recv(flat.view(torch.uint8), holder)
+            parts = list(flat.split(sizes))
+        for box, part in zip(held, parts, strict=True):
+            full[index_of(box)] = part.view(box[1])
+    return full
 
 
 def spread(sizes: Sequence[tuple[str, int]], num_ranks: int, min_file_bytes: int) -> dict[str, int]:
@@ -97,13 +137,18 @@ def _shell(lm: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
     return shell
 
 
-def _write(shell: torch.nn.Module, tensors: dict[str, torch.Tensor], path: Path) -> dict[str, int]:
+def _write(lm: torch.nn.Module, tensors: dict[str, torch.Tensor], path: Path) -> dict[str, int]:
     """One file, under the names that Transformers' files have; name -> bytes."""
     from safetensors.torch import save_file
     from transformers.core_model_loading import revert_weight_conversion
 
-    kept = {name: t for name, t in tensors.items() if name not in (shell._keys_to_ignore_on_save or ())}
-    named = {name: t.contiguous() for name, t in revert_weight_conversion(shell, kept).items()}
+    names = HubNames(lm)
+    computed = {name: t for name, t in tensors.items() if name in names.computed}
+    named = revert_weight_conversion(lm, computed) if computed else {}
+    for name, tensor in tensors.items():
+        if name not in computed:
+            named |= {hub_name: view for hub_name, _, view in names.split(name, (0,) * tensor.dim(), tensor)}
+    named = {name: t.contiguous() for name, t in named.items()}
     save_file(named, path, metadata={"format": "pt"})
     return {name: t.numel() * t.element_size() for name, t in named.items()}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import ExitStack
 from math import prod
 from pathlib import Path
@@ -13,7 +14,7 @@ from meshrl.core.errors import ConfigError
 from meshrl.core.files import Unreadable, open_plain
 from meshrl.model.lora import named_weights
 from meshrl.model.weight_files import KINDS, Stored
-from meshrl.parallel.fsdp import local_shard, shard_start
+from meshrl.parallel.boxes import boxes
 
 BUCKET_BYTES = 64 << 20  # of host memory beside the shard itself; files are read at full speed far below
 DTYPES = {kind: dtype for dtype, kind in KINDS.items() if kind[:2] != "F8"}  # the rest want a scale
@@ -40,7 +41,20 @@ class Weights:
             reader = _Reader(stack, bucket)
             for name, parts in sorted(self.parts.items(), key=lambda e: (str(e[1][0].file), e[1][0].offset)):
                 tensor = tensors[name] if name in tensors else lm.get_buffer(name)
-                reader.read(parts, shard_start(tensor) * prod(tensor.shape[1:]), local_shard(tensor).view(-1))
+                for offsets, values in boxes(tensor):
+                    for first, run in _runs(offsets, values, tuple(tensor.shape)):
+                        reader.read(parts, first, run)
+
+
+def _runs(offsets: tuple[int, ...], values: torch.Tensor, shape: tuple[int, ...]) -> Iterator[tuple[int, torch.Tensor]]:
+    """A box of a tensor of this shape as what lies end to end in it: (flat index of the first value, the values)."""
+    step = prod(shape[1:])
+    if tuple(values.shape[1:]) == shape[1:]:
+        yield offsets[0] * step if shape else 0, values.view(-1)
+        return
+    for row, part in enumerate(values, offsets[0]):
+        for first, run in _runs(offsets[1:], part, shape[1:]):
+            yield row * step + first, run
 
 
 def same_values(one: Stored, other: Stored) -> bool:

@@ -98,6 +98,16 @@ def read_header(file: Path) -> list[Stored]:
     return [stored for _, _, stored in entries]
 
 
+def opened(file: Path) -> Any:
+    """The file in safetensors' own reader, which checks its header; a context manager. Raises: Unreadable."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(file, "pt")
+    except (SafetensorError, OSError) as cause:
+        raise Unreadable(f"no safetensors file: {cause}") from cause
+
+
 def _header(file: Path) -> tuple[int, int, dict[str, Any]]:
     """(bytes of the file, where its data starts, the header). Raises: Unreadable."""
     size = size_of(file)

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, shape
 Ranges = list[tuple[int, int]]  # (first index, the one after the last), in the order in which they lie in the shard
 
 
@@ -24,6 +25,10 @@ class LocalBox(NamedTuple):
 
     offsets: tuple[int, ...]
     tensor: torch.Tensor
+
+    @property
+    def box(self) -> Box:
+        return self.offsets, tuple(self.tensor.shape)
 
 
 def boxes(tensor: torch.Tensor) -> list[LocalBox]:
@@ -51,12 +56,52 @@ def boxes(tensor: torch.Tensor) -> list[LocalBox]:
     return sorted(found, key=lambda box: box.offsets)
 
 
-def is_first_replica(tensor: torch.Tensor) -> bool:
-    """Whether this rank counts when the boxes of all ranks are put together: replicas would count twice."""
-    if not isinstance(tensor, DTensor):
-        return True
-    places = zip(_coordinate(tensor.device_mesh), tensor.placements, strict=True)
-    return all(rank == 0 for rank, placement in places if placement.is_replicate())
+def index_of(box: Box, origin: Sequence[int] | None = None) -> tuple[slice, ...]:
+    """How a box is taken from its tensor, or from the box of it that begins at `origin`."""
+    places = zip(*box, origin or (0,) * len(box[0]), strict=True)
+    return tuple(slice(at - first, at - first + size) for at, size, first in places)
+
+
+def overlap(one: Box, other: Box) -> Box | None:
+    """What two boxes of a tensor share."""
+    offsets = tuple(map(max, one[0], other[0]))
+    ends = [min(a + m, b + n) for a, m, b, n in zip(*one, *other, strict=True)]
+    shape = tuple(end - at for at, end in zip(offsets, ends, strict=True))
+    return (offsets, shape) if all(size > 0 for size in shape) else None
+
+
+def replica(tensor: torch.Tensor) -> tuple[int, int]:
+    """Of the ranks that hold the same boxes of a sharded tensor: the index of this one, and their number. Put together,
+    the boxes of the ranks of one index are the tensor, once.
+
+    FSDP2 shards what TP leaves alone over a mesh without TP's axis, so that several meshes hold the same. Those without
+    rank 0 are left out: their ranks have an index beyond the others'.
+    """
+    index, count = 0, 1
+    if isinstance(tensor, DTensor):
+        mesh = tensor.device_mesh
+        for size, at, placement in zip(mesh.shape, _coordinate(mesh), tensor.placements, strict=True):
+            if placement.is_replicate():
+                index, count = index * size + at, count * size
+        if not bool((mesh.mesh == 0).any()):
+            index = count
+    return index, count
+
+
+def owners(tensor: DTensor, near: int) -> dict[int, list[Box]]:
+    """Global rank -> what it holds, for the ranks that together hold the tensor once: rank `near` and those that share
+    its replica. Empty where `near` is not part of the tensor's mesh."""
+    mesh, shape, found = tensor.device_mesh, tuple(tensor.shape), {}
+    home = (mesh.mesh == near).nonzero().tolist()
+    for coordinate in product(*[range(size) for size in mesh.shape]) if home else ():
+        axes = zip(coordinate, home[0], tensor.placements, strict=True)
+        if all(at == same for at, same, placement in axes if placement.is_replicate()):
+            held = held_ranges(shape, tensor.placements, tuple(mesh.shape), coordinate)
+            found[int(mesh.mesh[coordinate])] = sorted(
+                (tuple(start for start, _ in ranges), tuple(stop - start for start, stop in ranges))
+                for ranges in product(*held)
+            )
+    return found
 
 
 def held_ranges(

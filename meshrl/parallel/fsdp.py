@@ -42,22 +42,6 @@ def local_shard(p: torch.Tensor) -> torch.Tensor:
     return p.to_local() if isinstance(p, DTensor) else p
 
 
-def shard_start(p: torch.Tensor) -> int:
-    """Global row (index in dim 0, the only one FSDP2 shards) at which this rank's shard starts."""
-    if not isinstance(p, DTensor):
-        return 0
-    start = 0
-    for axis, placement in enumerate(p.placements):
-        if placement.is_replicate():
-            continue
-        if not placement.is_shard(0):
-            raise ValueError(f"a parameter sharded as {p.placements} has no contiguous shard; only dim 0 is expected")
-        ranks, rank = p.device_mesh.size(axis), p.device_mesh.get_local_rank(axis)
-        chunk = -(-p.shape[0] // ranks)
-        start = min(chunk * rank, p.shape[0])
-    return start
-
-
 def whole(p: torch.Tensor) -> torch.Tensor:
     """The full tensor on every rank (a collective, when it is sharded)."""
     return p.full_tensor() if isinstance(p, DTensor) else p

@@ -9,8 +9,8 @@ from meshrl.core.errors import CheckpointError
 from meshrl.core.files import replacing
 from meshrl.loops.export import write_template
 from meshrl.loops.resume import state_in
-from meshrl.model.load import DTYPES, load_causal_lm, persistent_buffers
-from meshrl.model.lora import add_adapters, merged_weights
+from meshrl.model.load import DTYPES, cast_parameters, load_causal_lm
+from meshrl.model.lora import add_adapters
 from meshrl.model.save import save_pretrained
 from meshrl.train.checkpoint_files import CONTROLLER, read_controller
 from meshrl.train.state import load_model
@@ -20,7 +20,8 @@ def convert(checkpoint: Path, out: Path) -> None:
     """Write the policy of `checkpoint` to `out`, in the dtype that its run computed in, with the tokenizer and the chat
     template that its run was given.
 
-    Needs the model folder that the run began with, and host memory for the whole model in its master dtype.
+    Needs the model folder that the run began with, and host memory for the full model in its master dtype, or, with
+    LoRA, twice in the dtype that the run computed in.
     Raises: CheckpointError when the checkpoint is not whole, or when `out` is there already.
     """
     if out.exists():
@@ -31,13 +32,10 @@ def convert(checkpoint: Path, out: Path) -> None:
     if model.lora.enabled:
         add_adapters(lm, model.lora, DTYPES[masters], model.path)
     load_model(folder, lm)
-    weights = []
-    for name, p, weight in merged_weights(lm, DTYPES[model.dtype]):
-        p.data = weight  # one by one, so that no second model is there
-        weights.append((name, weight))
-    sizes = [(name, weight.numel() * weight.element_size()) for name, weight in weights]
+    if not model.lora.enabled:
+        cast_parameters(lm, DTYPES[model.dtype])  # one by one, so that no second model is there
     with replacing(out) as aside:
-        save_pretrained(lm, sizes, weights, persistent_buffers(lm), aside, model.path)
+        save_pretrained(lm, DTYPES[model.dtype], aside, model.path)
         write_template(aside, template)
 
 

@@ -1,12 +1,11 @@
-"""Tensors of all ranks to a folder and back, for any number of ranks, through torch's distributed checkpointing (DCP).
+"""Tensors of all ranks to a folder and back, for any number of ranks and any layout.
 
-DCP knows which slice of which tensor a rank holds, saves replicas once, and reads the slices that another layout needs.
-Its own storage is not used: that one keeps its index in a pickle, which runs code when it is read. Ours are
-safetensors files, one a rank, with the place of each slice in their headers, as DCP's Hugging Face reader expects
-them; so no pickle exists, and nothing but a table of names would stand in an index of ours.
+Each rank writes one safetensors file with the boxes that it holds: NAME@OFFSETS is the box of NAME that begins there,
+and the file's metadata has the shape of the full tensor. Of replicas, which hold the same boxes, each writes a part. A
+rank that reads takes what it needs of each box, whoever wrote it; so no index exists beside the files, and no pickle.
 
-Saving has two halves. `stage` (a collective) lets DCP plan and copies the slices to host memory; training may go on
-from there. `write` needs no other rank, so a thread can do it.
+Saving has two halves. `stage` (a collective) copies the boxes to host memory; training may go on from there. `write`
+needs no other rank, so a thread can do it.
 """
 
 from __future__ import annotations
@@ -14,77 +13,59 @@ from __future__ import annotations
 import json
 import struct
 import threading
-import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import HuggingFaceStorageReader, StorageWriter
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.futures import Future
+from torch.distributed.tensor import DTensor
 
 from meshrl.core.errors import CheckpointError
-from meshrl.model.weight_files import KINDS
+from meshrl.core.files import Unreadable
+from meshrl.model.weight_files import KINDS, opened
+from meshrl.parallel.boxes import Box, boxes, index_of, overlap, replica
 from meshrl.train.checkpoint_files import FileFact, faults, read_manifest, write_file
 
 Tensors = Mapping[str, torch.Tensor]
-_SHARDING_INFO = "DCP_SHARDING_INFO"  # where DCP's reader looks for the slices' places
+_SHAPES = "shapes"  # in a file's metadata: name -> shape of the full tensor
+_DTYPES = {kind: dtype for dtype, kind in KINDS.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A part of a tensor, in host memory. offsets: where it starts in the whole tensor."""
+    """A box of a tensor, in host memory. shape: of the full tensor."""
 
     name: str
-    offsets: list[int]
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
     data: torch.Tensor
 
 
 def stage(tensors: Tensors) -> list[Slice]:
     """This rank's share of the tensors, copied to the host (a collective: names must be the same on all ranks, but
     for plain tensors that only one rank has)."""
-    writer = _StagingWriter()
-    _checked(dcp.save, dict(tensors), storage_writer=writer)
-    return writer.slices
+    turns = _plain_turns(tensors)
+    found = []
+    for number, (name, tensor) in enumerate(tensors.items()):
+        index, count = replica(tensor)
+        if turns[name] if name in turns else number % count == index:
+            for offsets, values in boxes(tensor):
+                data = values.contiguous().to("cpu", copy=True)
+                found.append(Slice(name, offsets, tuple(tensor.shape), data))
+    return found
 
 
-class _StagingWriter(StorageWriter):
-    """DCP's storage, up to the point where nothing more is collective: the slices in host memory."""
-
-    def __init__(self) -> None:
-        self.slices: list[Slice] = []
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[Any]]:
-        for item in plan.items:
-            assert item.tensor_data is not None, f"{item.index.fqn} is no tensor"
-            data = planner.resolve_data(item).detach().contiguous()  # type: ignore[union-attr]
-            self.slices.append(Slice(item.index.fqn, list(item.tensor_data.chunk.offsets), data.to("cpu", copy=True)))
-        done: Future[list[Any]] = Future()
-        done.set_result([])
-        return done
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        self.slices = []
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return plans
-
-    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None: ...
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return True
+def _plain_turns(tensors: Tensors) -> dict[str, bool]:
+    """Plain tensor -> whether this rank saves it: the first rank that has it does."""
+    plain = [name for name, tensor in tensors.items() if not isinstance(tensor, DTensor)]
+    everywhere: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everywhere, plain)
+    before = {name for names in everywhere[: dist.get_rank()] for name in names}
+    return {name: name not in before for name in plain}
 
 
 class BackgroundWrite:
@@ -114,13 +95,12 @@ class BackgroundWrite:
 
 def write(path: Path, slices: list[Slice]) -> FileFact:
     """One safetensors file. Raises: CheckpointError naming it."""
-    header: dict[str, Any] = {
-        "__metadata__": {_SHARDING_INFO: json.dumps({s.name: {"saved_offsets": s.offsets} for s in slices})}
-    }
+    shapes = {s.name: s.shape for s in slices}
+    header: dict[str, Any] = {"__metadata__": {_SHAPES: json.dumps(shapes)}}
     at = 0
     for s in slices:
         size = s.data.numel() * s.data.element_size()
-        header[s.name] = {
+        header[f"{s.name}@{','.join(map(str, s.offsets))}"] = {
             "dtype": KINDS[s.data.dtype],
             "shape": list(s.data.shape),
             "data_offsets": [at, at + size],
@@ -132,10 +112,18 @@ def write(path: Path, slices: list[Slice]) -> FileFact:
     def parts() -> Iterator[memoryview]:
         yield memoryview(struct.pack("<Q", len(text)) + text)
         for s in slices:
-            if s.data.numel():  # a memoryview can't cast an empty array
-                yield memoryview(s.data.reshape(-1).view(torch.uint8).numpy())
+            yield memoryview(s.data.reshape(-1).view(torch.uint8).numpy())
 
     return write_file(path, parts())
+
+
+@dataclass(slots=True)
+class SavedTensor:
+    """One tensor of a checkpoint. pieces: (file, key there, box) of each box that was saved."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: list[tuple[Path, str, Box]] = field(default_factory=list)
 
 
 class SavedTensors:
@@ -155,60 +143,70 @@ class SavedTensors:
             found = [text for texts in everywhere for text in texts]
         if found:
             raise CheckpointError("\n".join(dict.fromkeys(found)))
-        self._reader = _Reader(folder)
-        try:
-            self.entries: dict[str, Any] = self._reader.read_metadata().state_dict_metadata  # TensorStorageMetadata
-        except Exception as cause:  # files that are as they were written, but were never written by us
-            raise CheckpointError(f"{folder} holds files that are no tensors of a checkpoint: {cause}") from cause
+        self.entries: dict[str, SavedTensor] = {}
+        for file in sorted(folder / name for name in manifest.files if name.endswith(".safetensors")):
+            try:
+                self._read_header(file)
+            except (KeyError, TypeError, ValueError) as cause:
+                # The file is as it was written, but was never written by `write`.
+                raise CheckpointError(f"{file} holds no tensors of a checkpoint: {cause}") from cause
+
+    def _read_header(self, file: Path) -> None:
+        with opened(file) as reader:
+            shapes, keys = json.loads(reader.metadata()[_SHAPES]), reader.keys()
+            for key in keys:
+                name, _, places = key.rpartition("@")
+                piece = reader.get_slice(key)
+                offsets = tuple(int(at) for at in places.split(",") if at)
+                shape, dtype = tuple(map(int, shapes[name])), _DTYPES[piece.get_dtype()]
+                entry = self.entries.setdefault(name, SavedTensor(shape, dtype))
+                box = (offsets, tuple(piece.get_shape()))
+                inside = len(offsets) == len(shape) and overlap(box, ((0,) * len(shape), shape)) == box
+                if (entry.shape, entry.dtype) != (shape, dtype) or not inside:
+                    raise ValueError(f"{key} of {dtype} {box[1]} is no box of {entry.dtype} {entry.shape}")
+                entry.pieces.append((file, key, box))
 
     def require(self, tensors: Tensors) -> None:
-        """Raises: CheckpointError when these are not, in name, shape and dtype, among what was saved; or when the
-        slices of one do not make it whole."""
-        missing = [name for name in tensors if name not in self.entries]
+        """Raises: CheckpointError when these are not, in name, shape and dtype, among what was saved; or when boxes of
+        one are missing."""
+        missing = [name for name, tensor in tensors.items() if name not in self.entries and tensor.numel()]
         if missing:
             raise CheckpointError(f"{self.folder} lacks {len(missing)} tensors of this model: {_some(missing)}")
         wrong = []
         for name, tensor in tensors.items():
-            saved = self.entries[name]
-            if saved.size != tensor.shape or saved.properties.dtype != tensor.dtype:
-                was, now = (saved.properties.dtype, list(saved.size)), (tensor.dtype, list(tensor.shape))
+            saved = self.entries.get(name, SavedTensor(tuple(tensor.shape), tensor.dtype))  # an empty one has no boxes
+            if saved.shape != tuple(tensor.shape) or saved.dtype != tensor.dtype:
+                was, now = (saved.dtype, list(saved.shape)), (tensor.dtype, list(tensor.shape))
                 wrong.append(f"{name} was {was[0]} {was[1]}, is {now[0]} {now[1]}")
-            elif sum(chunk.sizes.numel() for chunk in saved.chunks) != tensor.numel():
-                wrong.append(f"{name} is not whole")
+            elif sum(prod(shape) for _, _, (_, shape) in saved.pieces) != tensor.numel():
+                wrong.append(f"{name} is not complete")
         if wrong:
             raise CheckpointError(
                 f"{self.folder} is of another model, or of another train.master_dtype: {_some(wrong)}"
             )
 
+    @torch.no_grad()
     def load(self, tensors: Tensors) -> None:
-        """Fill them in place, each rank its own slices (a collective). Raises: CheckpointError, before any is touched,
-        as `require`."""
+        """Fill them in place, each rank its own boxes. Raises: CheckpointError, before any is touched, as `require`;
+        or when a file can't be read on."""
         self.require(tensors)
-        alone = not dist.is_initialized()
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a single process reads without it
-            _checked(dcp.load, dict(tensors), storage_reader=self._reader, no_dist=alone)
-
-
-class _Reader(HuggingFaceStorageReader):
-    """DCP's own, which parses all headers anew each time it is asked."""
-
-    def __init__(self, folder: Path):
-        super().__init__(path=str(folder))
-        self._metadata: Metadata | None = None
-
-    def read_metadata(self) -> Metadata:
-        if self._metadata is None:
-            self._metadata = super().read_metadata()
-        return self._metadata
-
-
-def _checked(call: Any, *args: Any, **kwargs: Any) -> Any:
-    """DCP wraps errors of any rank in a BaseException, which would end a rank in silence."""
-    try:
-        return call(*args, **kwargs)
-    except CheckpointException as cause:
-        raise CheckpointError(str(cause)) from cause
+        with ExitStack() as stack:
+            files: dict[Path, Any] = {}
+            for name, tensor in tensors.items():
+                for local in boxes(tensor):
+                    for file, key, saved in self.entries[name].pieces:
+                        shared = overlap(local.box, saved)
+                        if shared is None:
+                            continue
+                        try:
+                            if file not in files:
+                                files[file] = stack.enter_context(opened(file))
+                            # A slice of no dims is not known to safetensors.
+                            place = index_of(shared, saved[0])
+                            part = files[file].get_slice(key)[place] if place else files[file].get_tensor(key)
+                        except Unreadable as cause:
+                            raise CheckpointError(f"{file}: {cause}") from cause
+                        local.tensor[index_of(shared, local.offsets)] = part.to(local.tensor.device)
 
 
 def _some(texts: list[str]) -> str:

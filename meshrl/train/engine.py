@@ -327,13 +327,8 @@ class TrainEngine:
         """Write a folder that `from_pretrained` loads, in the compute dtype (a collective). Each rank writes a file of
         its own, with about as many bytes as the others', and holds no more of the model than these. LoRA adapters are
         in these weights, and by themselves, for peft, in a folder below."""
-        sizes = [
-            (name, p.numel() * self.compute_dtype.itemsize)
-            for name, p in self._wire_parameters()
-            if not is_adapter(name)
-        ]
-        buffers = persistent_buffers(self.model.lm)
-        save_pretrained(self.model.lm, sizes, self.wire_weights(), buffers, Path(path), tokenizer_from)
+        reshard(self.model)
+        save_pretrained(self.model.lm, self.compute_dtype, Path(path), tokenizer_from)
         if self.lora is not None:
             tensors = {name: whole(p.detach()) for name, p in trained_weights(self.model.lm).items()}
             if dist.get_rank() == 0:

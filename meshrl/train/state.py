@@ -15,18 +15,18 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from meshrl.core.errors import CheckpointError
 from meshrl.model.load import persistent_buffers
 from meshrl.model.lora import adapters_of, is_adapter, named_weights, trained_weights
-from meshrl.parallel.boxes import is_first_replica
-from meshrl.parallel.fsdp import local_shard, shard_start
-from meshrl.sync.digest import partial_digest
-from meshrl.train.checkpoint import SavedTensors
+from meshrl.parallel.boxes import LocalBox, boxes, replica
+from meshrl.parallel.fsdp import local_shard
+from meshrl.train.checkpoint import SavedTensor, SavedTensors
 
 Counters = tuple[int, int]
 _BASE = "lora.base"
+_DIGEST_ELEMENTS = 1 << 18  # at a time: their bits as int64 stay in a core's cache
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers by their bytes
 _SLOTS_OF_ADAMW = 2  # tensors as large as the parameter; `step` is one number
 
 
@@ -90,7 +90,7 @@ def state_bytes(lm: torch.nn.Module, optimizer: torch.optim.Optimizer | None) ->
     """Bytes that this rank's share of a checkpoint takes, once the optimizer has made a step; headers not counted."""
     copies = 1 + (_SLOTS_OF_ADAMW if optimizer else 0)
     return sum(
-        copies * local_shard(p).numel() * p.element_size() for p in trained_weights(lm).values() if is_first_replica(p)
+        copies * local_shard(p).numel() * p.element_size() for p in trained_weights(lm).values() if replica(p)[0] == 0
     )
 
 
@@ -107,14 +107,38 @@ def _base(lm: torch.nn.Module) -> dict[str, torch.Tensor]:
         return {}
     total = torch.zeros((), dtype=torch.int64)
     for name, p in named_weights(lm):
-        if not is_adapter(name) and is_first_replica(p):
-            offsets = (shard_start(p), *[0] * (p.dim() - 1))[: p.dim()]
-            digest = partial_digest(local_shard(p.detach()), tuple(p.shape), offsets).cpu()
-            total = total + digest * (2 * zlib.crc32(name.encode()) + 1)  # odd, so that swapped tensors show
+        if not is_adapter(name) and replica(p)[0] == 0:
+            factor = 2 * zlib.crc32(name.encode()) + 1  # odd, so that swapped tensors show
+            for local in boxes(p):
+                total = total + box_digest(local) * factor
     if dist.is_initialized():
         dist.all_reduce(total)
     scale = torch.tensor(next(iter(adapters.values())).scale, dtype=torch.float64).view(torch.int64)
     return {_BASE: torch.stack([total, scale])}
+
+
+def box_digest(local: LocalBox) -> torch.Tensor:
+    """int64[]: a sum over elements, of their bits times a key of their place in the tensor; so the digests of any boxes
+    that make up a tensor add up to its digest, whatever its layout. It finds accidents, not adversaries."""
+    values = local.tensor
+    rows = values.reshape(-1, values.shape[-1]) if values.dim() else values.view(1, 1)
+    row_keys = torch.zeros((), dtype=torch.int64, device=values.device)
+    for dim, (at, size) in enumerate(zip(local.offsets[:-1], values.shape[:-1], strict=True)):
+        row_keys = row_keys[..., None] + _keys(at, size, dim + 1, values.device)
+    row_keys = (row_keys.reshape(-1) | 1).expand(len(rows))
+    keys = _keys(local.offsets[-1] if values.dim() else 0, rows.shape[1], 0, values.device)
+    step = max(1, _DIGEST_ELEMENTS // rows.shape[1])
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    for part, part_keys in zip(rows.split(step), row_keys.split(step), strict=True):
+        total += ((part.contiguous().view(_BITS[part.element_size()]).long() * keys).sum(1) * part_keys).sum()
+    return total.cpu()
+
+
+def _keys(start: int, count: int, dim: int, device: torch.device) -> torch.Tensor:
+    """int64[count]: odd numbers that look random, a function of the index and the dim."""
+    index = torch.arange(start, start + count, device=device) + (dim << 40)
+    mixed = index * 0x1E3779B97F4A7C15
+    return (mixed ^ (mixed >> 29)) * 0x3F58476D1CE4E5B9 | 1
 
 
 def _require_same_base(saved: SavedTensors, folder: Path, lm: torch.nn.Module) -> None:
@@ -129,10 +153,10 @@ def _require_same_base(saved: SavedTensors, folder: Path, lm: torch.nn.Module) -
         raise CheckpointError(f"{folder} holds adapters, and {what} is not what they were trained with; give it again")
 
 
-def _empty_slot(saved: TensorStorageMetadata, p: torch.nn.Parameter) -> torch.Tensor:
+def _empty_slot(saved: SavedTensor, p: torch.nn.Parameter) -> torch.Tensor:
     """As AdamW makes it: like the parameter, or one number."""
-    if len(saved.size) == 0:
-        return torch.zeros((), dtype=saved.properties.dtype, device=local_shard(p).device)
+    if not saved.shape:
+        return torch.zeros((), dtype=saved.dtype, device=local_shard(p).device)
     return torch.zeros_like(p.detach())
 
 

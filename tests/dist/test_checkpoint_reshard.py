@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import engine_over
+from safetensors import safe_open
 from tiny_models import tiny_qwen2
 from tiny_samples import random_samples, weigh
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshrl.algo.losses import sft_loss
 from meshrl.core.errors import CheckpointError
+from meshrl.model.save import gathered
+from meshrl.parallel.boxes import boxes, index_of
 from meshrl.parallel.fsdp import whole
+from meshrl.train.checkpoint import BackgroundWrite, SavedTensors, stage
 from meshrl.train.checkpoint_files import (
     CONTROLLER,
     MANIFEST,
@@ -267,3 +276,67 @@ def test_only_complete_checkpoints_have_the_name(pool, saved, tmp_path):
     _copy(saved[0], state_folder(tmp_path, 20).with_name("state.aside"))
     (tmp_path / "step_000030" / "model").mkdir(parents=True)
     assert [step for step, _ in states(tmp_path)] == [3, 12]
+
+
+SHAPES = {"rows": (13, 3), "columns": (3, 8), "fused": (24, 5), "plain": (7, 2), "expert": (3, 4, 6)}
+PLACED = {  # over tp; FSDP2 then cuts the rows of what is left
+    "rows": Shard(0),
+    "columns": Shard(1),
+    "fused": _StridedShard(0, split_factor=3),
+    "plain": None,
+    "expert": Shard(1),
+}
+
+
+def _over_two_axes(dp: int, tp: int, value: float | None) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Tensors sharded by TP and then by FSDP2, and the full ones: flat indices, or `value` everywhere."""
+    mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+    numbers = {name: torch.arange(torch.Size(shape).numel()).view(shape).float() for name, shape in SHAPES.items()}
+    module = torch.nn.Module()
+    for name, placement in PLACED.items():
+        tensor = numbers[name] if value is None else torch.full_like(numbers[name], value)
+        if placement is not None and tp > 1:
+            tensor = distribute_tensor(tensor, mesh["tp"], [placement], src_data_rank=None)
+        module.register_parameter(name, torch.nn.Parameter(tensor))
+    fully_shard(module, mesh=mesh["dp"])
+    return module, numbers
+
+
+def _through_files(rank: int, world: int, final: Path) -> dict[str, bool]:
+    """Saved from 2 x 2, read by 2 x 2, 4 x 1 and 1 x 4; and gathered on each rank."""
+    module, numbers = _over_two_axes(2, 2, None)
+    aside = begin_aside(final) if rank == 0 else final.with_name("state.aside")
+    dist.barrier()
+    files: list[Any] = [None] * world
+    dist.all_gather_object(files, BackgroundWrite(aside, stage(dict(module.named_parameters()))).finish())
+    if rank == 0:
+        own = {CONTROLLER: write_json(aside / CONTROLLER, {})}
+        commit(final, Manifest(step=1, num_ranks=world, files={**own, **dict(files)}))
+    dist.barrier()
+    found = {}
+    for dp, tp in ((2, 2), (4, 1), (1, 4)):
+        other, _ = _over_two_axes(dp, tp, -1.0)
+        SavedTensors(final).load(dict(other.named_parameters()))
+        found[f"{dp} x {tp}"] = all(
+            torch.equal(local.tensor, numbers[name][index_of(local.box)])
+            for name, p in other.named_parameters()
+            for local in boxes(p)
+        )
+    for root in range(world):
+        for name, p in module.named_parameters():
+            full = gathered(p, root, torch.float64, attrgetter("tensor"))
+            found[f"{name} on {root}"] = full is None if rank != root else torch.equal(full, numbers[name].double())
+    return found
+
+
+def test_tensors_cut_by_two_axes_are_saved_read_and_gathered_to_the_bit(pool, tmp_path):
+    """P38: rows that tp does not divide, a second dim, and a fused tensor of which each rank holds two boxes."""
+    for found in pool.run(_through_files, 4, state_folder(tmp_path, 0)):
+        assert [what for what, equal in found.items() if not equal] == []
+    written = [file for file in state_folder(tmp_path, 0).glob("*.safetensors")]
+    held = []
+    for file in written:
+        with safe_open(file, "pt") as opened:
+            keys = opened.keys()
+        held += [key for key in keys if key.startswith("fused@")]
+    assert len(held) == len(set(held)) > len(written), "a rank holds more than one box, and each is saved once"

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from meshrl.parallel.boxes import boxes, held_ranges, is_first_replica
+from meshrl.parallel.boxes import boxes, held_ranges, index_of, owners, replica
 from meshrl.parallel.mesh import forget_meshes
 
 
@@ -48,7 +48,7 @@ def _check(tensor: torch.Tensor, full: torch.Tensor, count: torch.Tensor) -> Non
         place = tuple(slice(at, at + size) for at, size in zip(offsets, values.shape, strict=True))
         assert torch.equal(values, full[place]), (tensor.placements, offsets)
         assert values.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
-        if is_first_replica(tensor):
+        if replica(tensor)[0] == 0:
             count[place] += 1
 
 
@@ -156,3 +156,18 @@ def test_an_order_of_cuts_that_is_not_known_is_refused():
     with _mesh(0, 2, 2) as mesh, pytest.raises(ValueError, match="cut in an order that is not known"):
         placements = [_StridedShard(0, split_factor=3), Shard(0)]
         boxes(DTensor.from_local(torch.ones(2, 2), mesh, placements, run_check=False, shape=(8, 2), stride=(2, 1)))
+
+
+@pytest.mark.parametrize(("sizes", "placements"), [((2, 2), [Replicate(), Shard(0)]), ((3, 2), [Shard(1), Shard(0)])])
+def test_the_owners_of_a_tensor_hold_it_once_and_are_the_replica_of_the_rank_that_asks(sizes, placements):
+    with _mesh(1, *sizes) as mesh:
+        tensor = distribute_tensor(_numbered(5, 4), mesh, placements, src_data_rank=None)
+        mine = [local.box for local in boxes(tensor)]
+        for near in range(mesh.size()):
+            found, count = owners(tensor, near), torch.zeros(5, 4)
+            assert near in found and found.get(1, mine) == mine
+            for held in found.values():
+                for box in held:
+                    count[index_of(box)] += 1
+            assert bool((count == 1).all())
+        assert owners(tensor, mesh.size()) == {} and replica(tensor) == ((0, 2) if sizes == (2, 2) else (0, 1))
