@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from meshrl.agent.loop import Agent
     from meshrl.config.load import Source
     from meshrl.core.types import Trajectory
-    from meshrl.loops.inputs import AgentFunction, OnStep
     from meshrl.monitor.sinks import MetricsLine
+    from meshrl.run.inputs import AgentFunction, OnStep
 
 
 def train(
@@ -47,16 +47,17 @@ def train(
     Raises: ConfigError and the other errors of meshrl.core.errors; KeyboardInterrupt after Ctrl-C, with a checkpoint
     saved; what on_step raises. SystemExit after SIGTERM, and under torchrun at the end in all processes but rank 0's.
     """
-    from meshrl.loops.inputs import load_run, objects_of, show_notices
+    from meshrl.run.inputs import load_run, objects_of, show_notices
 
     rows = {"data.path": data, "data.eval_path": eval_data}
     objects = objects_of(rewards, agent, rows, on_step, quiet)
     loaded = load_run(config, overrides, "train", objects)
     if not quiet:
         show_notices(loaded)
-    from meshrl.loops import run
+    from meshrl.run import start
+    from meshrl.tools.report.page import write_report
 
-    return Run(run.train(loaded, objects))
+    return Run(start.train(loaded, write_report, objects))
 
 
 def sft(
@@ -68,15 +69,16 @@ def sft(
     quiet: bool = False,
 ) -> Run:
     """Supervised fine-tuning, as `meshrl sft` does it. data: rows in place of sft.path. The rest is as in `train`."""
-    from meshrl.loops.inputs import load_sft, objects_of, show_notices
+    from meshrl.run.inputs import load_sft, objects_of, show_notices
 
     objects = objects_of(rows={"sft.path": data}, on_step=on_step, quiet=quiet)
     loaded = load_sft(config, overrides, objects)
     if not quiet:
         show_notices(loaded)
-    from meshrl.loops import run
+    from meshrl.run import start
+    from meshrl.tools.report.page import write_report
 
-    return Run(run.sft(loaded, objects))
+    return Run(start.sft(loaded, write_report, objects))
 
 
 def evaluate(
@@ -91,16 +93,16 @@ def evaluate(
 ) -> Evaluation:
     """Answer and score the held-out rows, as `meshrl eval` does it. model: in place of model.path. The rest is as in
     `train`."""
-    from meshrl.loops.inputs import load_run, objects_of, show_notices
+    from meshrl.run.inputs import load_run, objects_of, show_notices
 
     objects = objects_of(rewards, agent, {"data.eval_path": eval_data}, quiet=quiet)
     replaced = [f"model.path={json.dumps(str(model))}"] if model is not None else []
     loaded = load_run(config, [*overrides, *replaced], "eval", objects)
     if not quiet:
         show_notices(loaded)
-    from meshrl.loops import run
+    from meshrl.run import start
 
-    return Evaluation(*run.evaluate(loaded, objects))
+    return Evaluation(*start.evaluate(loaded, objects))
 
 
 @dataclass(frozen=True)

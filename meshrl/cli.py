@@ -1,7 +1,7 @@
 """The command line. Only the standard library is imported here, so that `--help` and a config error answer at once.
 
 Exit codes: 0 done, 1 the run failed, 2 the config or the command line is wrong, 130 interrupted.
-MESHRL_TRACEBACK=1 shows the traceback of errors that are otherwise told in words.
+MESHRL_TRACEBACK=1 shows the traceback of errors of which otherwise only the message is printed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("meshrl: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of our output (head, less) left before its end
+    except BrokenPipeError:  # the reader of our output (head, less) ended first
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
@@ -57,7 +57,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     sft = add("sft", _sft, "supervised fine-tuning on chat rows")
     evaluate = add("eval", _evaluate, "evaluate a model on data.eval_path (loop.eval_samples answers a prompt)")
     launch = add("launch", _launch, "write the batch file of a job on several nodes; `meshrl launch slurm CONFIG`")
-    launch.add_argument("scheduler", choices=["slurm"], help="for whom")
+    launch.add_argument("scheduler", choices=["slurm"], help="the scheduler that the file is for")
     for sub in (train, sft, evaluate, launch):
         sub.add_argument("config", metavar="CONFIG", help="YAML file; docs/config.md lists its keys")
         sub.add_argument(
@@ -65,24 +65,26 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         )
     for sub in (train, sft):
         sub.add_argument(
-            "--explain", action="store_true", help="print the resolved config, its origins and the batch arithmetic"
+            "--explain",
+            action="store_true",
+            help="print what a step does, and the resolved config with its origins",
         )
     _add_launch_options(launch)
     evaluate.add_argument("--model", metavar="FOLDER", help="evaluate this model in place of model.path")
-    report = add("report", _report, "write RUN/report.html anew, also while the run goes on")
+    report = add("report", _report, "write RUN/report.html again; works while the run goes on, too")
     report.add_argument("folder", metavar="RUN", help="a run's folder, such as runs/NAME")
-    status = add("status", _status, "tell where a run stands: step, phase, reward, processes")
-    stop = add("stop", _stop, "have a run end with a checkpoint, as Ctrl-C does, from another terminal")
+    status = add("status", _status, "print the state of a run: step, phase, reward, processes")
+    stop = add("stop", _stop, "end a run with a checkpoint, as Ctrl-C does, from another terminal")
     for sub in (status, stop):
         sub.add_argument("folder", metavar="RUN", help="a run's folder, such as runs/NAME")
-    convert = add("convert", _convert, "make a folder that from_pretrained loads out of a checkpoint")
+    convert = add("convert", _convert, "write a checkpoint as a folder that from_pretrained loads")
     convert.add_argument("checkpoint", metavar="CHECKPOINT", help="such as runs/NAME/checkpoints/step_000100")
-    convert.add_argument("out", metavar="FOLDER", help="the folder to write; must not be there yet")
-    config = add("config", _config, "list the config's keys with type, default and meaning")
-    config.add_argument("word", metavar="WORD", nargs="?", help="only keys with this word in them")
+    convert.add_argument("out", metavar="FOLDER", help="the folder to write; must not exist yet")
+    config = add("config", _config, "list the keys of the config with type, default and meaning")
+    config.add_argument("word", metavar="WORD", nargs="?", help="only keys that contain this word")
 
     args, rest = parser.parse_known_args(argv)
-    # argparse gives up on positionals that follow an option, as in `train CONFIG --explain key=value`.
+    # argparse does not accept positionals that follow an option, as in `train CONFIG --explain key=value`.
     wrong = [text for text in rest if text.startswith("-") or "=" not in text or args.overrides is None]
     if wrong:
         dashes = any("=" in text for text in wrong) and " (overrides are written without dashes: key=value)"
@@ -98,44 +100,46 @@ def _add_launch_options(launch: argparse.ArgumentParser) -> None:
     launch.add_argument(
         "--gpus-per-node", type=int, metavar="G", help="sets the number of ranks to N x G; else the config's is kept"
     )
-    for name, text in (("time", "limit, as 12:00:00"), ("partition", "queue"), ("account", "who pays")):
+    for name, text in (("time", "limit, as 12:00:00"), ("partition", "queue"), ("account", "account to charge")):
         launch.add_argument(f"--{name}", metavar=name.upper(), help=f"{text}; the cluster's default when not given")
     launch.add_argument("--out", metavar="FILE", help="where to write it; the terminal when not given")
 
 
 def _train(args: argparse.Namespace) -> int:
-    from meshrl.loops.inputs import load_run, show_notices
+    from meshrl.run.inputs import load_run, show_notices
 
     loaded = load_run(args.config, args.overrides)
     if args.explain:
         return _explain(loaded)
     show_notices(loaded)
-    from meshrl.loops.run import train
+    from meshrl.run.start import train
+    from meshrl.tools.report.page import write_report
 
-    train(loaded)
+    train(loaded, write_report)
     return 0
 
 
 def _sft(args: argparse.Namespace) -> int:
-    from meshrl.loops.inputs import load_sft, show_notices
+    from meshrl.run.inputs import load_sft, show_notices
 
     loaded = load_sft(args.config, args.overrides)
     if args.explain:
         return _explain(loaded)
     show_notices(loaded)
-    from meshrl.loops.run import sft
+    from meshrl.run.start import sft
+    from meshrl.tools.report.page import write_report
 
-    sft(loaded)
+    sft(loaded, write_report)
     return 0
 
 
 def _evaluate(args: argparse.Namespace) -> int:
-    from meshrl.loops.inputs import load_run, show_notices
+    from meshrl.run.inputs import load_run, show_notices
 
     model = [f"model.path={json.dumps(args.model)}"] if args.model is not None else []
     loaded = load_run(args.config, [*args.overrides, *model], "eval")
     show_notices(loaded)
-    from meshrl.loops.run import evaluate
+    from meshrl.run.start import evaluate
 
     evaluate(loaded)
     return 0
@@ -146,7 +150,7 @@ def _launch(args: argparse.Namespace) -> int:
     from pathlib import Path
 
     from meshrl.cluster.slurm import SlurmJob, batch_file
-    from meshrl.loops.inputs import load_run, load_sft
+    from meshrl.run.inputs import load_run, load_sft
 
     is_sft = args.run == "sft"
     load = partial(load_sft, args.config) if is_sft else partial(load_run, args.config, purpose=args.run)
@@ -170,7 +174,7 @@ def _launch(args: argparse.Namespace) -> int:
 def _report(args: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from meshrl.monitor.report.page import write_report
+    from meshrl.tools.report.page import write_report
 
     print(f"wrote {write_report(Path(args.folder))}")
     return 0
@@ -179,7 +183,7 @@ def _report(args: argparse.Namespace) -> int:
 def _status(args: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from meshrl.loops.status import describe
+    from meshrl.tools.status import describe
 
     print(describe(Path(args.folder)))
     return 0
@@ -188,7 +192,7 @@ def _status(args: argparse.Namespace) -> int:
 def _stop(args: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from meshrl.loops.status import stop
+    from meshrl.tools.status import stop
 
     print(stop(Path(args.folder)))
     return 0

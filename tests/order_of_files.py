@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 LONGEST_FIRST: tuple[tuple[str, ...], ...] = (
-    ("tests/dist/", "tests/unit/loops/test_own_loop.py"),  # the `pool` of ranks
+    ("tests/dist/", "tests/unit/run/test_own_loop.py"),  # the `pool` of ranks
     ("tests/e2e/test_lora_run.py",),
     ("tests/contract/test_executors.py",),
     tuple(f"tests/unit/rollout/test_{name}.py" for name in ("sglang_engine", "endpoint_engine", "pauses")),
@@ -28,7 +28,7 @@ LONGEST_FIRST: tuple[tuple[str, ...], ...] = (
     ("tests/e2e/test_resume.py",),
     ("tests/e2e/test_sglang_run.py",),
     ("tests/faults/test_trainers_restarted.py",),
-    ("tests/unit/loops/test_run_record.py",),
+    ("tests/unit/run/test_run_record.py",),
     ("tests/fuzz/test_fuzz_config.py",),
     ("tests/contract/test_sync_transports.py",),
 )

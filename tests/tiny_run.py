@@ -43,10 +43,11 @@ def write_run(folder: Path) -> Path:
 def train(config: Path, name: str, *overrides: str) -> Path:
     """`meshrl train` in this process; the run's folder."""
     from meshrl.config.load import load_run_config
-    from meshrl.loops import run
+    from meshrl.run import start
+    from meshrl.tools.report.page import write_report
 
     loaded = load_run_config(config, [*overrides, f"run.name={name}"])
-    return run.train(loaded)
+    return start.train(loaded, write_report)
 
 
 def steps_of(folder: Path, without_units: Sequence[str] = ("s", "tokens/s", "GB/s", "bytes")) -> list[dict[str, float]]:

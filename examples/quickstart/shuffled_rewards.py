@@ -15,10 +15,10 @@ from collections.abc import Sequence
 
 from meshrl.cli import main
 from meshrl.core.types import Metric, Trajectory
-from meshrl.loops import run
 from meshrl.loops.colocated import colocated
 from meshrl.loops.job import Job
 from meshrl.reward.score import Scorer
+from meshrl.run import start
 
 
 class ShufflingScorer(Scorer):
@@ -44,5 +44,5 @@ async def shuffled(job: Job) -> None:
 
 
 if __name__ == "__main__":
-    run.LOOPS["colocated"] = shuffled
+    start.LOOPS["colocated"] = shuffled
     sys.exit(main(["train", *sys.argv[1:]]))

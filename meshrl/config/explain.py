@@ -15,14 +15,14 @@ ORIGIN_COLUMN = 48
 
 
 def explain(loaded: Loaded[RunConfig] | Loaded[SftRunConfig], num_data_rows: int | None = None) -> str:
-    """What `--explain` prints. All of it is YAML: the arithmetic is in comments. num_data_rows: of the training table,
-    where it is known."""
+    """What `--explain` prints: what a step does, then every key. All of it is YAML: the step is in comments.
+    num_data_rows: of the training table, if it is known."""
     config = loaded.config
     rows = batch_lines(config, num_data_rows) + _mixture(config)
     width = max(len(what) for what, _ in rows)
     lines = [f"# {what:<{width}}  {how_much}" for what, how_much in rows]
     lines += [f"# note: {notice}" for notice in loaded.notices]
-    return to_yaml(loaded) + "\n" + "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n\n" + to_yaml(loaded)
 
 
 def to_yaml(loaded: Loaded[RunConfig] | Loaded[SftRunConfig]) -> str:

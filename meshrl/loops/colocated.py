@@ -6,7 +6,6 @@ from meshrl.agent.flatten import flatten
 from meshrl.algo.advantages import assign_advantages
 from meshrl.loops.evaluate import evaluate_if_due
 from meshrl.loops.job import Job
-from meshrl.loops.resume import save_if_due
 from meshrl.loops.step import (
     annotate,
     collect,
@@ -23,22 +22,22 @@ from meshrl.loops.step import (
 
 
 async def colocated(job: Job) -> None:
-    """Run until the job is over, from the step that it stands at. Evaluates before the first step and after the last,
-    if there are held-out prompts."""
-    cfg, task, spans = job.cfg, job.task, job.spans
+    """Run until the job is over, from its current step. Evaluates before the first step and after the last, if there
+    are held-out prompts."""
+    cfg, task, run = job.cfg, job.task, job.run
+    spans = run.spans
     sampling = sampling_params(cfg.rollout.sampling, task.stop_token_ids)
-    assert task.train_prompts is not None, "training needs data.path"
     start = await first_sync(job)
     while True:
         await evaluate_if_due(job)
-        await save_if_due(job)
+        await run.save_if_due(job, cfg.loop.save_every_steps, with_model=True)
         if job.is_over:
             return
-        prompts = task.train_prompts.next(cfg.loop.prompts_per_step)
+        prompts = job.feed.next(cfg.loop.prompts_per_step)
         with spans("rollout"):
             trajectories = await collect(
                 cfg,
-                job.task,
+                task,
                 job.rollouts,
                 prompts,
                 cfg.loop.samples_per_prompt,
@@ -50,7 +49,7 @@ async def colocated(job: Job) -> None:
             metrics, start = start + await grade(cfg, job.scorer, trajectories), []
         samples, flat_metrics = flatten(trajectories)
         metrics += flat_metrics
-        with job.stop.updating(job.trainer):  # a checkpoint must find weights, data and metrics at the same step
+        with run.updating(job.trainer):
             if samples:
                 with spans("train"):
                     metrics += await lend(job)
@@ -62,6 +61,6 @@ async def colocated(job: Job) -> None:
                     metrics += await sync(job)
             else:
                 count = len(trajectories)
-                job.note(f"step {job.step + 1}: none of {count} trajectories has a reward; nothing to train on")
+                run.note(f"step {job.step + 1}: none of {count} trajectories has a reward; nothing to train on")
             metrics += rollout_metrics(job, trajectories, samples)
             await finish_step(job, trajectories, metrics)

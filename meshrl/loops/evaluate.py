@@ -9,7 +9,6 @@ import numpy as np
 from meshrl.cluster.groups import RolloutGroup
 from meshrl.config.run import RunConfig
 from meshrl.core.types import Metric, Trajectory
-from meshrl.loops.export import keep_best
 from meshrl.loops.job import Job, Task
 from meshrl.loops.step import collect, grade, sampling_params
 from meshrl.reward.score import Scorer
@@ -51,23 +50,23 @@ async def evaluate_prompts(
 
 async def evaluate_if_due(job: Job) -> None:
     """Evaluate before the first step, after the last and every loop.eval_every_steps, each once, if there are held-out
-    prompts. Numbers go to the sinks under the last finished step, answers to a file. With loop.save_best the model is
-    kept if it is the best so far."""
+    prompts. The numbers go to the sinks under the last finished step, the answers to a file. With loop.save_best the
+    model is kept if it is the best so far."""
     every, done = job.cfg.loop.eval_every_steps, bool(job.evals) and job.evals[-1][0] == job.step
     due = job.step == 0 or job.is_over or (every and job.step % every == 0)
     if done or not due or not job.task.eval_prompts:
         return
-    with job.spans("eval"):
+    run = job.run
+    with run.spans("eval"):
         trajectories, metrics = await evaluate_prompts(job.cfg, job.task, job.rollouts, job.scorer, job.trainer.version)
     job.rollout_log.write(job.step, trajectories, name="eval")
-    values = job.report(job.step - 1, metrics + job.spans.take())
+    values = run.report(job.step - 1, metrics + run.spans.take())
     job.evals.append((job.step, values["eval/mean_at_k"]))
     k = job.cfg.loop.eval_samples
     how = "greedy" if k == 1 else f"{k} samples each"
-    job.note(
+    run.note(
         f"eval after {job.step} steps: mean@{k} {values['eval/mean_at_k']:.3f}, pass@{k} "
         f"{values['eval/pass_at_k']:.3f} on {len(job.task.eval_prompts)} held-out prompts ({how})"
     )
     if job.cfg.loop.save_best:
-        with job.spans("export"):
-            await keep_best(job, values["eval/mean_at_k"])
+        await run.keep_best(job.step, values["eval/mean_at_k"])

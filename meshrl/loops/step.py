@@ -138,7 +138,7 @@ async def update(job: Job, updates: Sequence[Update]) -> list[Metric]:
     total = cfg.loop.num_steps * cfg.train.updates_per_step
     for part in updates:
         if not assign_loss_weights(part.samples, cfg.algo, cfg.rollout.sampling.max_new_tokens):
-            job.note(f"step {job.step + 1}: {_nothing_to_train(part.samples)}; this optimizer step is left out")
+            job.run.note(f"step {job.step + 1}: {_nothing_to_train(part.samples)}; this optimizer step is left out")
             continue
         report = await job.trainer.forward_backward(part.samples, part.plan, loss)
         metrics += report.metrics
@@ -149,7 +149,7 @@ async def update(job: Job, updates: Sequence[Update]) -> list[Metric]:
         step = await job.trainer.optim_step(lr)
         job.num_updates += 1
         metrics += [
-            Metric(name="train/grad_norm", sum=step.grad_norm, unit="norm"),
+            Metric(name="train/grad_norm", sum=step.grad_norm, unit=""),
             Metric(name="train/lr", sum=lr, unit="1/step"),
             Metric(name="train/skipped_steps", sum=float(step.skipped), reduce="sum", unit="steps"),
         ]
@@ -220,7 +220,7 @@ def rollout_metrics(job: Job, trajectories: Sequence[Trajectory], samples: Seque
     turns = [turn for t in trajectories for turn in t.turns]
     sampled = sum(len(turn.output_ids) for turn in turns)
     trained = sum(len(s) for s in samples)
-    rollout_s, train_s = job.spans.seconds("rollout"), job.spans.seconds("train")
+    rollout_s, train_s = job.run.spans.seconds("rollout"), job.run.spans.seconds("train")
     lengths = np.array([sum(len(turn.output_ids) for turn in t.turns) for t in trajectories])
     metrics = [
         histogram("rollout/length_tokens", lengths, "tokens"),
@@ -244,12 +244,12 @@ def _has_no_signal(job: Job, values: Mapping[str, float]) -> bool:
 
 def note_run_without_signal(job: Job) -> None:
     """A note at the end of a run of several steps none of which had a signal, those before a resume included."""
-    lines, _ = read_metrics(job.folder / "metrics.jsonl")
+    lines, _ = read_metrics(job.run.folder / "metrics.jsonl")
     steps = [line.metrics for line in lines if "reward/groups_without_signal" in line.metrics]  # no evaluations
     if len(steps) > 1 and all(_has_no_signal(job, values) for values in steps):
-        job.note(
-            f"all {len(steps)} steps: {_NO_SIGNAL}. Check the rewards in {job.folder / 'rollouts'}; change the reward "
-            "function where it can't tell answers apart, or the prompts where they are all too hard or too easy"
+        job.run.note(
+            f"all {len(steps)} steps: {_NO_SIGNAL}. Check the rewards in {job.run.folder / 'rollouts'}; change the "
+            "reward function if it can't distinguish answers, or the prompts if they are all too hard or too easy"
         )
 
 
@@ -258,17 +258,16 @@ async def finish_step(job: Job, trajectories: Sequence[Trajectory], metrics: lis
     for device_metrics, _ in await job.trainer.memory():
         metrics += device_metrics
     metrics += memory_metrics()
-    metrics.append(Metric(name="sync/latency_s", sum=job.spans.seconds("sync"), reduce="sum", unit="s"))
-    metrics.append(Metric(name="train/restarts", sum=float(job.restarts), reduce="max", unit="restarts"))
-    metrics += job.spans.take()
+    metrics.append(Metric(name="sync/latency_s", sum=job.run.spans.seconds("sync"), reduce="sum", unit="s"))
+    metrics.append(Metric(name="train/restarts", sum=float(job.run.restarts), reduce="max", unit="restarts"))
+    metrics += job.run.spans.take()
     if job.proof.threshold is not None:
         metrics.append(Metric(name="proof/limit", sum=job.proof.threshold, reduce="max", unit="nats"))
     rollouts = job.rollout_log.write(job.step, trajectories)
-    values = job.report(job.step, metrics)
+    values = job.run.report(job.step, metrics)
     if _has_no_signal(job, values) and not job.noted_no_signal:
         job.noted_no_signal = True
-        job.note(f"step {job.step + 1}: {_NO_SIGNAL}. The answers and their rewards are in {rollouts}")
+        job.run.note(f"step {job.step + 1}: {_NO_SIGNAL}. The answers and their rewards are in {rollouts}")
     job.rewards.append(values.get("reward/mean", math.nan))  # no trajectory of the step may have a reward
     job.step += 1
-    assert job.task.train_prompts is not None, "training needs data.path"
-    job.cursor = job.task.train_prompts.state()
+    job.cursor = job.feed.state()

@@ -24,7 +24,7 @@ def open_trackers(
     folder: the run's; its name is the run's name there. resolved: the whole config as plain values, shown by W&B.
     note: takes a line about where to look.
 
-    Raises: ConfigError when W&B can't be reached or doesn't know who asks.
+    Raises: ConfigError when W&B can't be reached or the user is not logged in.
     """
     opened: list[Sink] = []
     for name in dict.fromkeys(cfg.sinks):
@@ -39,7 +39,7 @@ def open_trackers(
 
 
 class TensorBoardSink:
-    """Event files in `folder`; each curve comes with the glossary's text about it. Flushed after every step."""
+    """Event files in `folder`; each curve has the glossary's text as its description. Flushed after every step."""
 
     def __init__(self, folder: Path):
         from tensorboard.summary import Writer
@@ -59,7 +59,8 @@ def _describe(name: str, unit: str) -> str:
     found = meaning_of(name)
     texts = [f"Unit: {unit}."] * bool(unit)
     if found is not None:
-        texts += [f"Healthy: {found[0].healthy}."] + [f"Otherwise: {found[0].otherwise}."] * bool(found[0].otherwise)
+        healthy, otherwise = found.entry.healthy, found.entry.otherwise
+        texts += [f"Healthy: {healthy}."] + [f"Otherwise: {otherwise}."] * bool(otherwise)
     return "\n\n".join(texts)
 
 
@@ -83,7 +84,7 @@ class WandbSink:
             )
         except wandb.errors.Error as e:
             raise ConfigError(
-                f"monitor.sinks has wandb, which answers: {e}\nRun `wandb login` (or set WANDB_API_KEY), set "
+                f"monitor.sinks has wandb, which reports: {e}\nRun `wandb login` (or set WANDB_API_KEY), set "
                 "WANDB_MODE=offline to keep the run on this machine, or leave wandb out of monitor.sinks"
             ) from e
         self._run.define_metric("step", hidden=True)

@@ -7,25 +7,25 @@ from pathlib import Path
 from meshrl.config.model import LoraConfig, ModelConfig
 from meshrl.core.errors import CheckpointError
 from meshrl.core.files import replacing
-from meshrl.loops.export import write_template
-from meshrl.loops.resume import state_in
 from meshrl.model.load import DTYPES, cast_parameters, load_causal_lm
 from meshrl.model.lora import add_adapters
 from meshrl.model.save import save_pretrained
+from meshrl.run.folder import state_in
+from meshrl.run.models import write_template
 from meshrl.train.checkpoint_files import CONTROLLER, read_controller
 from meshrl.train.state import load_model
 
 
 def convert(checkpoint: Path, out: Path) -> None:
-    """Write the policy of `checkpoint` to `out`, in the dtype that its run computed in, with the tokenizer and the chat
-    template that its run was given.
+    """Write the policy of `checkpoint` to `out`, in the dtype that its run computed in, with the run's tokenizer and
+    chat template.
 
     Needs the model folder that the run began with, and host memory for the full model in its master dtype, or, with
     LoRA, twice in the dtype that the run computed in.
-    Raises: CheckpointError when the checkpoint is not whole, or when `out` is there already.
+    Raises: CheckpointError when the checkpoint is incomplete, or when `out` exists already.
     """
     if out.exists():
-        raise CheckpointError(f"{out} is there already; give a folder that is not")
+        raise CheckpointError(f"{out} exists already; give the name of a new folder")
     folder = state_in(checkpoint)
     model, masters, template = _model_of(folder)
     lm = load_causal_lm(model.path, dtype=DTYPES[model.dtype if model.lora.enabled else masters])
@@ -33,7 +33,7 @@ def convert(checkpoint: Path, out: Path) -> None:
         add_adapters(lm, model.lora, DTYPES[masters], model.path)
     load_model(folder, lm)
     if not model.lora.enabled:
-        cast_parameters(lm, DTYPES[model.dtype])  # one by one, so that no second model is there
+        cast_parameters(lm, DTYPES[model.dtype])  # one by one, so that there is never a second model in memory
     with replacing(out) as aside:
         save_pretrained(lm, DTYPES[model.dtype], aside, model.path)
         write_template(aside, template)
@@ -43,8 +43,8 @@ def _model_of(folder: Path) -> tuple[ModelConfig, str, str | None]:
     """The run's model.*, the dtype of its masters, and the chat template that it was given, if any."""
     saved = read_controller(folder)
     try:
-        told, masters = saved["config"]["model"], str(saved["config"]["train"]["master_dtype"])
-        model = ModelConfig(path=told["path"], dtype=told["dtype"], lora=LoraConfig(**told.get("lora", {})))
+        given, masters = saved["config"]["model"], str(saved["config"]["train"]["master_dtype"])
+        model = ModelConfig(path=given["path"], dtype=given["dtype"], lora=LoraConfig(**given.get("lora", {})))
         if masters not in DTYPES:
             raise ValueError(f"dtype {masters!r}")
         template = saved.get("chat_template")
@@ -52,7 +52,7 @@ def _model_of(folder: Path) -> tuple[ModelConfig, str, str | None]:
             raise ValueError(f"chat_template {template!r:.80}")
     except (KeyError, TypeError, ValueError) as cause:
         raise CheckpointError(
-            f"{folder / CONTROLLER} does not say which model the run began with: {type(cause).__name__}: {cause}. It "
-            "is of another version, or was changed"
+            f"{folder / CONTROLLER} does not name the model that the run began with: {type(cause).__name__}: {cause}. "
+            "The file is of another version, or was changed"
         ) from cause
     return model, masters, template

@@ -2,7 +2,7 @@
 
     RUN/checkpoints/step_000012/state/
         rank_00000.safetensors ...   tensors, each rank its shards (train/checkpoint.py)
-        controller.json              what the loop knows (loops/resume.py)
+        controller.json              the state of run and loop (run/live.py)
         manifest.json                size and hash of every other file, and a hash of itself
 
 A folder of this name is whole: it is filled under another name, each file is flushed to disk and read back, the

@@ -25,8 +25,9 @@ from meshrl.cli import main
 from meshrl.config.load import load_sft_config
 from meshrl.config.run import RunSection
 from meshrl.core.errors import CheckpointError, DataError, MeshrlError
-from meshrl.loops import run
-from meshrl.loops.resume import choose_start
+from meshrl.run import start
+from meshrl.run.folder import choose_start
+from meshrl.tools.report.page import write_report
 from meshrl.train import checkpoint
 from meshrl.train.checkpoint_files import require_space, states
 
@@ -118,7 +119,7 @@ def test_a_finished_run_changes_nothing_and_can_be_made_longer(config, undisturb
     before = (folder / "metrics.jsonl").read_text(), weights(folder, PER_EPOCH)
     train_inline(config, "longer", f"loop.num_steps={PER_EPOCH}", "run.resume=auto")
     assert (folder / "metrics.jsonl").read_text() == before[0]
-    with pytest.raises(CheckpointError, match="after step 5, but this run is to end at step 4"):
+    with pytest.raises(CheckpointError, match="after step 5, but this run ends at step 4"):
         train_inline(config, "longer", "loop.num_steps=4", "run.resume=auto")
     train_inline(config, "longer", "run.resume=auto")
     assert_same_run(folder, undisturbed, evals=False)
@@ -226,7 +227,7 @@ def test_supervised_training_goes_on_to_the_bit(tmp_path):
     def run_sft(name: str, *overrides: str) -> Path:
         loaded = load_sft_config(path, [*overrides, f"run.name={name}"])
         with one_core():
-            return run.sft(loaded)
+            return start.sft(loaded, write_report)
 
     whole = run_sft("whole", "sft.save_every_steps=2")
     assert [step for step, _ in states(whole / "checkpoints")] == [4, 6]
@@ -256,7 +257,7 @@ def test_a_checkpoint_becomes_the_model_that_lies_beside_it(undisturbed, tmp_pat
             assert torch.equal(p, q), name
         assert AutoTokenizer.from_pretrained(out).chat_template
     assert main(["convert", str(undisturbed / "checkpoints" / "step_000003"), str(tmp_path / "3")]) == 1
-    assert "is there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
 
 
 # ---- kills
@@ -275,7 +276,7 @@ def run_and_kill(config: str, overrides: list[str], kills: int, seed: int, longe
     for number in range(kills + 1):
         child = os.fork()
         if child == 0:
-            run.train(loaded)
+            start.train(loaded, write_report)
             os._exit(0)
         if number < kills:
             before = len(list((folder / "rollouts").glob("step_*.jsonl")))
@@ -296,7 +297,7 @@ def killed(config: Path, name: str, kills: int, seed: int, longest_s: float, *ov
     """The checkpoints after each kill of a run that then went on to its end."""
     asked = [*overrides, f"run.name={name}", "run.resume=auto", "loop.save_every_steps=1", "run.keep_checkpoints=2"]
     code = (
-        f"import sys; sys.path[:0] = {sys.path!r}\nimport meshrl.loops.run, transformers\n"
+        f"import sys; sys.path[:0] = {sys.path!r}\nimport meshrl.run.start, transformers\n"
         "from test_resume import run_and_kill\n"
         f"run_and_kill({str(config)!r}, {asked!r}, {kills}, {seed}, {longest_s})"
     )

@@ -72,7 +72,7 @@ def test_a_fault_in_a_rank_ends_the_run_and_is_named(case, config, planted, capf
         other = 0
         assert f"rank {other}, in phase" in said
         assert 'File "' in (folder / "stacks.txt").read_text()
-        assert ours[-1] == f"where every rank stood: {folder / 'stacks.txt'}"
+        assert ours[-1] == f"the stacks of all ranks at the failure: {folder / 'stacks.txt'}"
     if case.fault.how in ("raise", "memory") and case.place.phase != "start":
         assert "sitecustomize.py" in said, "the traceback is told"
 

@@ -13,10 +13,10 @@ from outcome import check, limits
 
 from meshrl.cli import main
 from meshrl.core.errors import MeshrlError
-from meshrl.monitor.report.page import write_report
 from meshrl.monitor.rollout_log import read_rollouts
 from meshrl.monitor.sinks import JsonlSink
 from meshrl.tools.convert import convert
+from meshrl.tools.report.page import write_report
 from meshrl.train.checkpoint_files import CONTROLLER, MANIFEST
 
 
@@ -77,7 +77,7 @@ def _one_line(line: bytes, rest: bytes):
 
 
 def test_the_status_of_a_damaged_run(told: Path):
-    from meshrl.loops.status import describe
+    from meshrl.tools.status import describe
 
     for name in ("status.json", "result.json"):
         data = (told / name).read_bytes()
@@ -87,7 +87,7 @@ def test_the_status_of_a_damaged_run(told: Path):
 @pytest.mark.parametrize("pid", [-1, 0, 1, True, 2**31, 10**40, "1", None, 1.5])
 def test_nobody_is_stopped_by_a_damaged_status(told: Path, tmp_path: Path, pid: object, capsys):
     """Signals to -1 and 0 go to everybody."""
-    from meshrl.loops.status import stop
+    from meshrl.tools.status import stop
 
     folder = Path(shutil.copytree(told, tmp_path / "run"))
     status = json.loads((folder / "status.json").read_text())

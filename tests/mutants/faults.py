@@ -363,8 +363,8 @@ FAULTS = [
     ),
     Fault(
         "a resumed run reads its data from the start",
-        "meshrl/loops/resume.py",
-        '    job.task.train_prompts.load_state(saved["data"])\n',
+        "meshrl/loops/job.py",
+        '        self.feed.load_state(saved["data"])\n',
         "",
         ("tests/e2e/test_resume.py::test_a_run_that_goes_on_equals_one_that_was_not_interrupted[mid-epoch]",),
     ),
@@ -420,7 +420,7 @@ FAULTS = [
     ),
     Fault(
         "a status file may have everybody stopped",
-        "meshrl/loops/status.py",
+        "meshrl/tools/status.py",
         "if not 1 < status.pid < 1 << 31:",
         "if status.pid > 1 << 31:",
         ("tests/fuzz/test_fuzz_run_folder.py::test_nobody_is_stopped_by_a_damaged_status",),

@@ -6,7 +6,7 @@ from fault import Fault
 
 _API = "tests/e2e/test_python_api.py::"
 _DICT = "tests/unit/config/test_config_dict.py::"
-_LOOP = "tests/unit/loops/test_own_loop.py::"
+_LOOP = "tests/unit/run/test_own_loop.py::"
 _ROWS = "tests/unit/data/test_rows_in_memory.py::"
 
 PYTHON_FAULTS = [
@@ -26,7 +26,7 @@ PYTHON_FAULTS = [
     ),
     Fault(
         "the notebook's task is not restored after a run",
-        "meshrl/loops/own_loop.py",
+        "meshrl/run/watchdog.py",
         "            asyncio._enter_task(loop, task)",
         "            pass",
         (_LOOP + "test_inside_a_running_loop_it_is_another_one_in_the_same_thread",),
@@ -40,14 +40,14 @@ PYTHON_FAULTS = [
     ),
     Fault(
         "a run that its caller ends writes no model",
-        "meshrl/loops/resume.py",
+        "meshrl/run/live.py",
         "not (job.is_over or",
-        "not (job.step == job.cfg.loop.num_steps or",
+        "not (job.step == self.num_steps or",
         (_API + "test_false_from_on_step_ends_the_run_as_its_last_step_would",),
     ),
     Fault(
         "an evaluation calls on_step as if it were a step",
-        "meshrl/loops/on_step.py",
+        "meshrl/run/inputs.py",
         "            return\n",
         "",
         (_API + "test_false_from_on_step_ends_the_run_as_its_last_step_would",),

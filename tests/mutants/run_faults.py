@@ -8,7 +8,7 @@ from rank_faults import RANK_FAULTS
 
 _LOST = "tests/unit/cluster/test_lost_trainers.py::"
 _SELF_TEST = "tests/unit/reward/test_self_test.py::"
-_TRIAL = "tests/unit/loops/test_reward_trial.py::"
+_TRIAL = "tests/unit/run/test_reward_trial.py::"
 
 RUN_FAULTS = [
     Fault(
@@ -41,8 +41,8 @@ RUN_FAULTS = [
     ),
     Fault(
         "the rows that rewards were tried on are lost to training",
-        "meshrl/loops/run.py",
-        "    feed.load_state(place)\n",
+        "meshrl/run/task.py",
+        "    feed.load_state(position)\n",
         "",
         (_TRIAL + "test_the_rows_that_a_function_was_tried_on_are_drawn_again",),
     ),
@@ -55,34 +55,31 @@ RUN_FAULTS = [
     ),
     Fault(
         "the config check leaves out a user's reward functions",
-        "meshrl/loops/inputs.py",
+        "meshrl/run/inputs.py",
         "items() if name not in objects.rewards}",
         "items() if term.kind in REWARDS}",
         (
-            "tests/unit/loops/test_reward_check.py::"
+            "tests/unit/run/test_reward_check.py::"
             "test_reward_functions_that_can_not_be_called_are_refused_with_key_and_origin",
         ),
     ),
     Fault(
         "two starts at once take over one folder",
-        "meshrl/loops/resume.py",
+        "meshrl/run/folder.py",
         "            (folder / _RESULT).unlink()  # fails in all but one of several processes",
         "            pass",
-        ("tests/unit/loops/test_run_record.py::test_a_run_that_ended_before_its_first_step_does_not_occupy_its_name",),
+        ("tests/unit/run/test_run_record.py::test_a_run_that_ended_before_its_first_step_does_not_occupy_its_name",),
     ),
     Fault(
         "a folder is taken over while a run with resume=auto begins anew in it",
-        "meshrl/loops/resume.py",
+        "meshrl/run/folder.py",
         "            (folder / _RESULT).unlink(missing_ok=True)",
         "            pass",
-        (
-            "tests/unit/loops/test_run_record.py::"
-            "test_a_run_that_starts_anew_under_resume_auto_is_not_taken_over_either",
-        ),
+        ("tests/unit/run/test_run_record.py::test_a_run_that_starts_anew_under_resume_auto_is_not_taken_over_either",),
     ),
     Fault(
         "the rewards of a user's agent are tried on bare answers",
-        "meshrl/loops/run.py",
+        "meshrl/run/task.py",
         "if cfg.agent.kind in AGENTS:",
         "if cfg.agent.kind:",
         (_TRIAL + "test_the_rewards_of_a_users_agent_are_not_tried_on_bare_answers",),
@@ -99,7 +96,7 @@ RUN_FAULTS = [
     ),
     Fault(
         "the rewards' need of an answer does not reach the rows",
-        "meshrl/loops/run.py",
+        "meshrl/run/task.py",
         "if term.kind in NEEDS_ANSWER]",
         "if term.kind is None]",
         (_TRIAL + "test_a_map_that_returns_no_answer_is_refused_under_a_reward_that_needs_one",),
@@ -141,32 +138,32 @@ RUN_FAULTS = [
     ),
     Fault(
         "half an update is saved as a step",
-        "meshrl/loops/stop.py",
-        "            self.torn = True\n",
+        "meshrl/run/signals.py",
+        "            self.trainer_is_valid = False\n",
         "",
-        ("tests/unit/loops/test_stop.py::test_ctrl_c_waits_for_a_long_update_only_so_long",),
+        ("tests/unit/run/test_signals.py::test_ctrl_c_waits_for_a_long_update_only_so_long",),
     ),
     Fault(
         "a gradient can't be interrupted",
-        "meshrl/loops/stop.py",
+        "meshrl/run/signals.py",
         "return trainer.num_optim_steps > before",
         "return trainer.num_optim_steps >= before",
-        ("tests/unit/loops/test_stop.py::test_an_update_that_has_moved_no_weights_ends_at_once",),
+        ("tests/unit/run/test_signals.py::test_an_update_that_has_moved_no_weights_ends_at_once",),
     ),
     Fault(
         "a resume cuts back before it is sure to go on",
-        "meshrl/loops/record.py",
-        "        if start is None:\n            record.go_on_from(None)",
-        "        record.go_on_from(start)",
+        "meshrl/run/live.py",
+        "        if start is None:\n            run.continue_from(None)",
+        "        run.continue_from(start)",
         ("tests/e2e/test_resume.py::test_a_resume_that_is_refused_changes_nothing",),
     ),
     Fault(
         "a best score outlives the steps that are made again",
-        "meshrl/loops/resume.py",
-        '        cut_back_best(folder, step, start.saved.get("best") if start is not None else None)\n',
+        "meshrl/run/folder.py",
+        '        restore_best(folder, step, start.saved.get("best") if start is not None else None)\n',
         "",
         (
-            "tests/unit/loops/test_run_record.py::"
+            "tests/unit/run/test_run_record.py::"
             "test_a_run_that_goes_on_forgets_a_best_model_that_its_checkpoint_does_not_know",
         ),
     ),

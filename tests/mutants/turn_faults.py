@@ -25,9 +25,9 @@ TURN_FAULTS = [
     ),
     Fault(
         "a model is saved with another chat template than it was trained with",
-        "meshrl/loops/export.py",
-        "    write_template(aside, chat_template)",
-        "    write_template(aside, None)",
+        "meshrl/run/models.py",
+        "        write_template(aside, chat_template)",
+        "        write_template(aside, None)",
         (_RUN + "test_supervised_training_takes_the_same_keys_and_saves_the_template",),
     ),
     Fault(

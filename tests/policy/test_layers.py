@@ -17,10 +17,11 @@ LEVELS = {
     "agent": 6,
     "cluster": 7,
     "loops": 8,
-    "tools": 9,
-    "cli": 10,
-    "api": 10,
-    "__main__": 11,
+    "run": 9,
+    "tools": 10,
+    "cli": 11,
+    "api": 11,
+    "__main__": 12,
 }
 
 EVERYWHERE = {"numpy"}

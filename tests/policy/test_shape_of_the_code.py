@@ -2,6 +2,7 @@
 
 import ast
 import re
+import tomllib
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
@@ -136,3 +137,11 @@ def test_no_folder_of_tests_is_left_out(pytestconfig):
     folders = {path.parent.name for path in (ROOT / "tests").rglob("test_*.py")}
     assert "dist" in folders
     assert [name for name in folders if any(fnmatch(name, pattern) for pattern in skipped)] == []
+
+
+def test_every_data_file_of_the_package_is_in_the_wheel():
+    """setuptools takes no file by itself that is not Python."""
+    shipped = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    listed = {f"{package.replace('.', '/')}/{name}" for package, names in shipped.items() for name in names}
+    files = (path for path in (ROOT / "meshrl").rglob("*.*") if path.is_file() and path.suffix not in (".py", ".pyc"))
+    assert {name_of(path) for path in files} == listed

@@ -26,8 +26,8 @@ from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.errors import RankFailure, StaleWeightsError
-from meshrl.loops.checkpoints import Checkpoints
-from meshrl.loops.restart import noticed
+from meshrl.run.checkpoints import Checkpoints
+from meshrl.run.restart import failures_raised
 from meshrl.sync.manifest import Layout
 from meshrl.train.checkpoint_files import states
 
@@ -115,7 +115,7 @@ def test_a_train_rank_that_dies_while_nobody_asks_it_anything_ends_the_wait_and_
             before, norm = await _pids(groups), await step(trainer)
             asyncio.get_running_loop().call_later(0.1, os.kill, before[1], signal.SIGKILL)
             killed = r"^rank 1 failed in phase .* killed by SIGKILL"
-            with pytest.raises(RankFailure, match=killed) as failure, noticed(groups):
+            with pytest.raises(RankFailure, match=killed) as failure, failures_raised(groups):
                 await asyncio.sleep(600)
             with pytest.raises(RankFailure) as later:
                 await groups.executor.call(0, pid)
@@ -211,7 +211,7 @@ def test_a_sampler_that_dies_while_nobody_asks_it_anything_is_replaced_at_once(t
 
             rollouts.note = note
             before = await _pids(groups)
-            with noticed(groups):
+            with failures_raised(groups):
                 os.kill(before[1], signal.SIGKILL)
                 await back.wait()
             turn = await rollouts.generate(ask("a", [5, 3, 9]))
@@ -219,7 +219,7 @@ def test_a_sampler_that_dies_while_nobody_asks_it_anything_is_replaced_at_once(t
             after = await _pids(groups)
             assert after[0] == before[0] and after[1] != before[1]
             os.kill(after[1], signal.SIGKILL)
-            with pytest.raises(RankFailure, match="rank 1 failed") as failure, noticed(groups):
+            with pytest.raises(RankFailure, match="rank 1 failed") as failure, failures_raised(groups):
                 await asyncio.sleep(600)
             assert "1 lost ranks were replaced before it" in "".join(failure.value.__notes__)
             assert not groups.can_restart_after(failure.value)

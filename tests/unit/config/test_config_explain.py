@@ -22,6 +22,7 @@ def test_explain_shows_values_origins_and_what_has_no_effect(good: Path):
 def test_explain_works_out_the_batch(good: Path):
     loaded = load_run_config(good, ["train.updates_per_step=3", "train.max_tokens_per_microbatch=300"])
     text = explain(loaded, num_data_rows=30)
+    assert text.startswith("# ") and text.index("# rows per step") < text.index("\nmodel:")  # before the details
     assert _line(text, "# rows per step") == "# rows per step 6 prompts x 8 samples = 48"
     assert "20 steps x 3 = 60" in _line(text, "# optimizer steps")
     assert _line(text, "# rows per optimizer step").endswith("48 / 3 = 16")

@@ -12,7 +12,7 @@ from meshrl.monitor.glossary import SECTIONS, meaning_of
 ROOT = Path(__file__).parents[3]
 AREAS = ("reward", "eval", "rollout", "loss", "train", "proof", "sync", "first_sync", "time", "memory", "group")
 NAME = re.compile(rf"({'|'.join(AREAS)})/[a-z0-9_/]*")
-EXPLAINED = [name for section in SECTIONS for entry in section.entries for name in entry.names]
+EXPLAINED = [name for _, _, entries in SECTIONS for entry in entries for name in entry.names]
 
 
 def names_in_code() -> tuple[set[str], set[str]]:
@@ -51,7 +51,7 @@ def test_every_explained_metric_exists():
 
 def test_a_name_finds_its_own_entry_and_unit():
     found = meaning_of("eval/num_failed")
-    assert found is not None and found[1] == "attempts"
+    assert found is not None and found.unit == "attempts" and found.label == "failed attempts"
     assert meaning_of("sync/latency_s") != meaning_of("sync/gather_s")  # the exact name before the pattern
     assert meaning_of("reward/term/format") and not meaning_of("reward/nothing")
 

@@ -114,9 +114,8 @@ def test_what_is_no_json_is_an_error_and_leaves_no_half_file(tmp_path):
 
 def test_readers_and_sinks_import_no_torch_and_no_drawing():
     """A viewer answers in milliseconds."""
-    modules = ", ".join(
-        f"meshrl.monitor.{name}" for name in ("rollout_log", "trackers", "memory", "spans", "report.page")
-    )
+    names = [f"monitor.{name}" for name in ("rollout_log", "trackers", "memory", "spans")]
+    modules = ", ".join(f"meshrl.{name}" for name in [*names, "tools.report.page", "tools.status"])
     code = f"import sys, {modules}; print({{'torch', 'matplotlib', 'rich', 'tensorboard', 'wandb'}} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
 

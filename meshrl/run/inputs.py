@@ -1,4 +1,4 @@
-"""What a run is given: a checked config and, by a Python caller, objects in place of what a config names. No torch."""
+"""The inputs of a run: a checked config and, from a Python caller, objects instead of names in the config. No torch."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
+import numpy as np
+
 from meshrl.agent.loop import AGENTS, Agent, AgentContext, resolve_agent
 from meshrl.config.load import InMemory, Loaded, Source, load_run_config, load_sft_config
 from meshrl.config.run import RunConfig, SftRunConfig
-from meshrl.core.errors import ConfigError
+from meshrl.core.errors import ConfigError, MeshrlError
 from meshrl.core.types import Generate, Prompt, Trajectory
 from meshrl.data.check import check_data
 from meshrl.data.tables import RowTable
@@ -26,8 +28,8 @@ ROWS = {"data.path": "data", "data.eval_path": "eval_data", "sft.path": "data"} 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Objects:
-    """rewards: reward functions by the name of their term. rows: by the key of ROWS that they replace. quiet: the run
-    prints nothing."""
+    """rewards: reward functions by the name of their term. rows: by the key in ROWS that they replace. quiet: print
+    nothing."""
 
     rewards: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     agent: Agent | None = None
@@ -36,11 +38,11 @@ class Objects:
     quiet: bool = False
 
     def table(self, key: str) -> RowTable | None:
-        """The rows in memory that replace this key; None where the config names a path."""
+        """The rows in memory that replace this key; None if the config names a path."""
         return RowTable(ROWS[key], self.rows[key]) if key in self.rows else None
 
     def in_memory(self) -> InMemory:
-        """The objects as the config shows them: functions and agents by name, rows by their number."""
+        """The objects as the resolved config shows them: functions and agents by name, rows by their number."""
         values: dict[str, Any] = {}
         for key, rows in self.rows.items():
             section, _, name = key.partition(".")
@@ -64,6 +66,30 @@ class FunctionAgent:
 
     async def run(self, prompt: Prompt, index: int, generate: Generate, ctx: AgentContext) -> Trajectory:
         return await self.function(prompt, index, generate, ctx)
+
+
+class StepCallback:
+    """A sink that calls `on_step` once for each training step, and `end_early` when that returns False. An evaluation
+    has no call of its own, so that the metrics of a step are always there: its eval/* are among the metrics of all
+    later steps, until the next evaluation. An exception of `on_step` ends the run as any error does."""
+
+    def __init__(self, on_step: OnStep, end_early: Callable[[], None]):
+        self._on_step, self._end_early = on_step, end_early
+        self._evaluation: dict[str, float] = {}
+
+    def write(self, step: int, values: Mapping[str, float], units: Mapping[str, str]) -> None:
+        evaluation = {name: value for name, value in values.items() if name.partition("/")[0] == "eval"}
+        if evaluation:
+            self._evaluation = evaluation
+            return
+        answer = self._on_step(step, {**self._evaluation, **values})
+        if answer is not None and not isinstance(answer, bool | np.bool_):
+            raise MeshrlError(f"on_step returned {answer!r}; allowed: None or True to continue, False to end the run")
+        if answer is not None and not answer:
+            self._end_early()
+
+    def close(self, failed: bool = False) -> None:
+        pass
 
 
 def objects_of(
@@ -92,10 +118,8 @@ def load_run(
     purpose: Literal["train", "eval"] = "train",
     objects: Objects = NO_OBJECTS,
 ) -> Loaded[RunConfig]:
-    """The checked config; rewards and built-in agents are tried with their args, a user's agent when the run starts.
-
-    Raises: ConfigError that lists everything wrong at once.
-    """
+    """The checked config. Rewards and built-in agents are built from their args; a user's agent only when the run
+    starts. Raises: ConfigError that lists all problems at once."""
     known = {
         "reward": {*REWARDS, *(_name_of(function) for function in objects.rewards.values())},
         "agent": {*AGENTS, *(() if objects.agent is None else (_name_of(objects.agent),))},
@@ -109,11 +133,9 @@ def load_run(
 
 
 def _require_graders(loaded: Loaded[RunConfig], objects: Objects) -> None:
-    """Refuse reward functions that can't be imported, or called as they will be. A user's modules that only this check
-    needs are forgotten, so that the next config of this process is checked against what the files hold by then.
-
-    Raises: ConfigError that lists all of them, each with key and origin.
-    """
+    """Raises: ConfigError that lists all reward functions that can't be imported, or called as a run calls them, each
+    with key and origin. Modules that only this check imports are removed from sys.modules, so that the next config of
+    this process is checked against the files as they are then."""
     problems, before = list[str](), set(sys.modules)
     terms = {name: term for name, term in loaded.config.reward.terms.items() if name not in objects.rewards}
     for name, term in terms.items():

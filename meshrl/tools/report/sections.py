@@ -1,4 +1,4 @@
-"""The parts of report.html, each from what a run's folder tells to HTML. What is not there has no part."""
+"""The parts of report.html, each a function of the run's files. A part without data is empty."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from html import escape
 
 from meshrl.monitor.glossary import Entry, meaning_of
-from meshrl.monitor.report.charts import Line, line_chart, number, sparkline, stacked_chart
-from meshrl.monitor.report.read import Asked, RunFolder
 from meshrl.monitor.sinks import duration
+from meshrl.tools.report.charts import Line, line_chart, number, sparkline, stacked_chart
+from meshrl.tools.report.folder import Asked, RunFolder
 
 SAMPLES_OF_A_KIND = 3
 OTHER = 6  # the grey among the colours
@@ -20,8 +20,7 @@ PHASES = ("rollout", "reward", "train", "sync", "eval", "export")  # in a step's
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """names: metrics that share an axis; what a run did not log, logged only as 0 or like one before is left out.
-    noisy: drawn with a moving average."""
+    """names: metrics that share an axis, as far as the run logged them. noisy: drawn with a moving average."""
 
     title: str
     names: tuple[str, ...]
@@ -86,8 +85,7 @@ def _charts(run: RunFolder, title: str, charts: Sequence[Chart]) -> str:
 
 
 def _figure(run: RunFolder, chart: Chart) -> str:
-    names = [n for n in chart.names if n in run.series and any(run.series[n].values)]
-    names = [n for i, n in enumerate(names) if all(run.series[n].values != run.series[m].values for m in names[:i])]
+    names = [name for name in chart.names if name in run.series]
     if max((len(run.series[name].values) for name in names), default=0) < 2:
         return ""
     usual = "noisy" if chart.noisy else "plain"
@@ -115,11 +113,11 @@ def _meanings(names: Sequence[str]) -> str:
     entries: dict[Entry, str] = {}
     for name in names:
         if (found := meaning_of(name)) is not None:
-            entries.setdefault(found[0], name)
+            entries.setdefault(found.entry, name)
     texts = []
     for entry, name in entries.items():
-        who = f"<code>{escape(name)}</code>: " if len(entries) > 1 else ""
-        texts.append(f'<p class="good">{who}{_prose(entry.healthy)}</p>')
+        which = f"<code>{escape(name)}</code>: " if len(entries) > 1 else ""
+        texts.append(f'<p class="good">{which}{_prose(entry.healthy)}</p>')
         if entry.otherwise:
             texts.append(f'<p class="else">{_prose(entry.otherwise)}</p>')
     return "".join(texts)
@@ -150,9 +148,9 @@ def _sync_facts(run: RunFolder) -> Iterable[tuple[bool, str]]:
         series = run.series.get(f"sync/proven_{name}")
         if series and version:
             worst = min(series.values)
-            who = "every sampler" if worst == 1 else f"only {worst:.0%} of the samplers in the worst sync"
+            samplers = "every sampler" if worst == 1 else f"only {worst:.0%} of the samplers in the worst sync"
             syncs = f"{len(series.values)} weight syncs up to version {version.values[-1]:.0f}"
-            yield worst == 1, f"<b>{name}</b> {syncs}: {who} acknowledged that {what}."
+            yield worst == 1, f"<b>{name}</b> {syncs}: {samplers} acknowledged that {what}."
 
 
 def _score_facts(run: RunFolder) -> Iterable[tuple[bool, str]]:
@@ -201,9 +199,9 @@ def _answer(when: str, asked: Asked) -> str:
     score = "not graded" if shown.score is None else f"score {shown.score:.3g}"
     right = sum(answer.is_right for answer in asked.answers)
     several = f", {right} of {len(asked.answers)} right" if len(asked.answers) > 1 else ""
-    cut = ", cut" if shown.status == "truncated" else ""
+    truncated = ", truncated" if shown.status == "truncated" else ""
     css = "yes" if asked.is_right else "no"
-    return f'<div class="{css}"><small>{when}: {score}{several}{cut}</small><pre>{escape(shown.text)}</pre></div>'
+    return f'<div class="{css}"><small>{when}: {score}{several}{truncated}</small><pre>{escape(shown.text)}</pre></div>'
 
 
 def timing(run: RunFolder) -> str:
@@ -260,13 +258,14 @@ def every_number(run: RunFolder) -> str:
             for v in (series.values[0], series.values[-1], min(known), max(known))
         )
         found = meaning_of(name)
-        told = _prose(found[0].healthy) if found else ""
+        healthy = _prose(found.entry.healthy) if found else ""
         unit = escape(series.unit if series.unit not in ("bytes", "s") else "")
         rows.append(
             f"<tr><td><code>{escape(name)}</code></td>{cells}<td>{unit}</td><td>{sparkline(series.values)}</td>"
-            f'<td class="told">{told}</td></tr>'
+            f'<td class="healthy">{healthy}</td></tr>'
         )
-    head = "".join(f"<th>{text}</th>" for text in ("metric", "first", "last", "least", "most", "unit", "", "healthy"))
+    titles = ("metric", "first", "last", "lowest", "highest", "unit", "", "healthy")
+    head = "".join(f"<th>{title}</th>" for title in titles)
     table = f'<div class="wide"><table class="numbers"><tr>{head}</tr>{"".join(rows)}</table></div>'
     return f"<section><h2>Every number</h2><details><summary>{len(rows)} metrics</summary>{table}</details></section>"
 
@@ -283,7 +282,7 @@ LEARNING = (
     Chart("Loss", ("loss/nll",)),
     Chart("Groups without signal", ("reward/groups_without_signal",)),
     Chart("Answer length", ("rollout/length_mean_tokens", "rollout/length_tokens/p95")),
-    Chart("Cut answers", ("rollout/truncated_fraction",)),
+    Chart("Truncated answers", ("rollout/truncated_fraction",)),
     Chart("Entropy", ("loss/entropy",)),
 )
 

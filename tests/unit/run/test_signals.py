@@ -13,13 +13,13 @@ from tiny_specs import worker_spec
 
 from meshrl.cluster.groups import TrainGroup
 from meshrl.cluster.inline import InlineExecutor
-from meshrl.loops import stop as module
-from meshrl.loops.stop import Stop
+from meshrl.run import signals as module
+from meshrl.run.signals import Stop
 
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(module, "GRACE_S", 0.05)
 
 
 def _trainer() -> TrainGroup:
@@ -32,7 +32,7 @@ async def _listening(number: int, has_checkpoint: bool = True) -> AsyncIterator[
     stop = Stop()
     stop.can_fall_back = lambda: has_checkpoint
     with stop.listening():
-        asyncio.get_running_loop().call_soon(stop.ask, number)
+        asyncio.get_running_loop().call_soon(stop.request, number)
         yield stop
 
 
@@ -53,7 +53,7 @@ def _how_far(number: int, num_optim_steps: int, has_checkpoint: bool = True) -> 
 
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(run())
-    return done, stops[0].torn
+    return done, not stops[0].trainer_is_valid
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -80,7 +80,7 @@ def test_a_save_is_never_cut():
         async with _listening(signal.SIGINT) as stop:
             with stop.saving():
                 await asyncio.sleep(0.3)
-                done.append(stop.torn)
+                done.append(not stop.trainer_is_valid)
 
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(run())

@@ -1,13 +1,14 @@
-"""report.html: a run on one page that needs nothing else, written at the run's end and by `meshrl report`."""
+"""report.html: a run on one page that needs no other file, written at the run's end and by `meshrl report`."""
 
 from __future__ import annotations
 
 from html import escape
+from importlib import resources
 from pathlib import Path
 
 from meshrl.core.files import write_text
-from meshrl.monitor.report.read import RunFolder, read_run
-from meshrl.monitor.report.sections import (
+from meshrl.tools.report.folder import RunFolder, read_run
+from meshrl.tools.report.sections import (
     every_number,
     headline,
     learning,
@@ -17,14 +18,10 @@ from meshrl.monitor.report.sections import (
     stability,
     timing,
 )
-from meshrl.monitor.report.style import SCRIPT, STYLE
 
 
 def write_report(folder: Path) -> Path:
-    """Write `folder`/report.html from what is there so far; whole or not at all.
-
-    Raises: MeshrlError when `folder` is no run's.
-    """
+    """Write `folder`/report.html from the run's files so far. Raises: MeshrlError when `folder` is not a run's."""
     run = read_run(folder)
     path = folder / "report.html"
     write_text(path, page(run))
@@ -40,11 +37,16 @@ def page(run: RunFolder) -> str:
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{name}</title><style>{STYLE}</style></head>\n<body>{_header(run, name)}\n"
+        f"<title>{name}</title><style>{_data('style.css')}</style></head>\n<body>{_header(run, name)}\n"
         + "\n".join(part for part in [*parts, every_number(run)] if part)
         + f"\n<footer>Curves show each step, pale, and its moving average. Written from the files in this folder; "
-        f"<code>meshrl report {name}</code> writes it anew.</footer><script>{SCRIPT}</script></body></html>\n"
+        f"<code>meshrl report {name}</code> writes it again.</footer>"
+        f"<script>{_data('script.js')}</script></body></html>\n"
     )
+
+
+def _data(name: str) -> str:
+    return resources.files("meshrl.tools.report").joinpath(name).read_text(encoding="utf-8")
 
 
 def _header(run: RunFolder, name: str) -> str:
@@ -52,9 +54,9 @@ def _header(run: RunFolder, name: str) -> str:
     shown = status or "no result yet"
     error = run.result.get("error")
     known = {name: run.setting(key) for name, key in ABOUT.items()}
-    told = " · ".join(f"{name} {escape(value)}" for name, value in known.items() if value)
+    shown_settings = " · ".join(f"{name} {escape(value)}" for name, value in known.items() if value)
     badge = f'<span class="badge {escape(status or "")}">{escape(shown)}</span>'
-    return f"<header><h1>{name}</h1>{badge}<p>{told}</p></header>" + (
+    return f"<header><h1>{name}</h1>{badge}<p>{shown_settings}</p></header>" + (
         f'<div class="error">{escape(error)}</div>' if error else ""
     )
 

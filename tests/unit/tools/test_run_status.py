@@ -14,14 +14,15 @@ import pytest
 
 from meshrl.cli import main
 from meshrl.core.errors import MeshrlError
-from meshrl.loops import status as module
-from meshrl.loops.status import StatusFile, describe, read_status, stop
 from meshrl.monitor.spans import Spans
+from meshrl.run.status import StatusFile
+from meshrl.tools import status as module
+from meshrl.tools.status import describe, read_status, stop
 
 PATIENT = """
 import json, signal, sys, time
 from pathlib import Path
-from meshrl.loops.status import StatusFile
+from meshrl.run.status import StatusFile
 folder = Path(sys.argv[1])
 file = StatusFile(folder, 5)
 def heard(number, frame):
@@ -89,7 +90,7 @@ def test_status_of_a_run_that_was_killed_of_another_machine_and_of_no_run(tmp_pa
     process = run_of("deaf")
     process.kill()
     process.wait()
-    assert "is gone and left no result" in describe(tmp_path)
+    assert "has ended without a result" in describe(tmp_path)
     with pytest.raises(MeshrlError, match="nothing runs there"):
         stop(tmp_path)
     told = json.loads((tmp_path / "status.json").read_text())
@@ -98,7 +99,7 @@ def test_status_of_a_run_that_was_killed_of_another_machine_and_of_no_run(tmp_pa
     with pytest.raises(MeshrlError, match="started on elsewhere"):
         stop(tmp_path)
     assert main(["status", str(tmp_path / "nothing")]) == 1
-    assert "is no run's folder" in capsys.readouterr().err
+    assert "is not the folder of a run" in capsys.readouterr().err
 
 
 def test_stop_asks_and_waits_for_the_end(tmp_path, run_of):

@@ -13,11 +13,11 @@ import pytest
 
 from meshrl.core.errors import MeshrlError
 from meshrl.core.types import Prompt, Trajectory, Turn
-from meshrl.monitor.report.charts import Line, line_chart, number, stacked_chart
-from meshrl.monitor.report.page import write_report
-from meshrl.monitor.report.read import Answer, Asked, read_run
 from meshrl.monitor.rollout_log import RolloutLog
 from meshrl.monitor.sinks import JsonlSink
+from meshrl.tools.report.charts import Line, line_chart, number, stacked_chart
+from meshrl.tools.report.folder import Answer, Asked, read_run
+from meshrl.tools.report.page import write_report
 
 VOID = {"meta", "br", "link", "img"}
 CONFIG = """\
@@ -32,7 +32,7 @@ loop:
   num_steps: 20                                 # gsm8k.yaml:9
   save_every_steps: 0                           # default
 """
-UNITS = {"reward/mean": "", "eval/mean_at_k": "score", "memory/rss_bytes": "bytes", "train/grad_norm": "norm"}
+UNITS = {"reward/mean": "", "eval/mean_at_k": "score", "memory/rss_bytes": "bytes", "train/grad_norm": ""}
 UNITS |= {"time/rollout_s": "s", "time/train_s": "s", "sync/version": "version", "sync/proven_wire": "fraction"}
 UNITS |= {"proof/logprob_abs_diff_mean": "nats", "proof/limit": "nats"}
 
@@ -137,6 +137,20 @@ def test_the_page_tells_scores_samples_proofs_settings_and_times(folder: Path):
         assert words in text, words
     assert re.search(r"wrong, then right 1 right, then wrong 1 still wrong 1 right all along 0", text)
     assert re.search(r"rollout25 s59\.5%.*train10 s23\.8%.*other7 s16\.7%", text)
+
+
+def test_constant_curves_are_shown_also_those_of_zeros_and_equal_ones(tmp_path: Path):
+    """A reader can't distinguish a curve that is left out from one that was never logged."""
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    names = ("rollout/truncated_fraction", "loss/clip_fraction_low", "loss/clip_fraction_high")
+    for step in range(3):
+        sink.write(step, dict.fromkeys(names, 0.0), dict.fromkeys(names, "fraction"))
+    sink.close()
+    page = write_report(tmp_path).read_text(encoding="utf-8")
+    figures = [figure for figure in page.split("<figure>")[1:] if "<svg" in figure]
+    shown = [name for figure in figures for name in re.findall(r"</i><code>([^<]*)</code> <b>0</b>", figure)]
+    assert shown == list(names)
+    assert all('<path class="l0"' in figure and ">1<" in figure for figure in figures), "0 is not an empty axis"
 
 
 def test_the_folder_is_read_as_it_was_written(folder: Path):

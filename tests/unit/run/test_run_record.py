@@ -6,19 +6,24 @@ import io
 import json
 import shutil
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 from tiny_run import train, write_run
 
-from meshrl.config.load import load_run_config
+from meshrl.config.load import Loaded, load_run_config
+from meshrl.config.run import RunConfig
 from meshrl.core.errors import CheckpointError, MeshrlError, RewardError
-from meshrl.loops import export
-from meshrl.loops.export import read_best
-from meshrl.loops.record import recorded, run_name
-from meshrl.loops.status import read_status
 from meshrl.monitor.glossary import meaning_of
 from meshrl.monitor.sinks import read_metrics
+from meshrl.run import models
+from meshrl.run.folder import run_name
+from meshrl.run.live import LiveRun, live_run
+from meshrl.run.models import read_best
+from meshrl.run.signals import Stop
+from meshrl.tools.report.page import write_report
+from meshrl.tools.status import read_status
 
 GRADER = '''
 from pathlib import Path
@@ -51,6 +56,11 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
+def _recorded(loaded: Loaded[RunConfig]) -> AbstractContextManager[LiveRun]:
+    """A run of four steps that does nothing itself."""
+    return live_run(loaded, "train", 4, Stop(), write_report)
+
+
 def test_the_best_model_stays_and_the_record_names_it(config: Path, tmp_path: Path):
     """Each evaluation up to step 3 beats all before, step 4 only ties: the model of step 1 goes, that of step 2 stays
     because it was to be saved anyway."""
@@ -75,8 +85,7 @@ def test_the_best_model_stays_and_the_record_names_it(config: Path, tmp_path: Pa
     _, units = read_metrics(folder / "metrics.jsonl")
     explained = {name: meaning_of(name) for name in units}
     assert [name for name, found in explained.items() if found is None] == []
-    wrong = {n: (units[n], found[1]) for n, found in explained.items() if found and (units[n] or "none") != found[1]}
-    assert wrong == {}
+    assert {n: units[n] or "none" for n in units} == {n: found.unit for n, found in explained.items() if found}
 
 
 def test_a_run_that_goes_on_forgets_a_best_model_that_its_checkpoint_does_not_know(config: Path, tmp_path: Path):
@@ -104,7 +113,7 @@ def test_a_model_that_the_disk_has_no_room_for_is_not_begun(config: Path, monkey
         asked.append((what, num_bytes))
         raise CheckpointError(f"{what} takes too much")
 
-    monkeypatch.setattr(export, "require_space", no_room)
+    monkeypatch.setattr(models, "require_space", no_room)
     with pytest.raises(CheckpointError, match="a model takes too much"):
         train(config, "no_room", "loop.num_steps=1", "loop.save_best=false")
     folder = Path(json.loads(config.read_text())["run"]["folder"]) / "no_room"
@@ -132,7 +141,7 @@ def test_the_phases_of_a_run_are_in_its_status_file_and_on_the_terminal(config: 
 
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
-    with recorded(load_run_config(config, ["run.name=phases"]), "train", 4) as record:
+    with _recorded(load_run_config(config, ["run.name=phases"])) as record:
         before = len(terminal.getvalue())
         with record.spans("reward"):
             assert read_status(record.folder).phase == "reward"
@@ -155,12 +164,12 @@ def test_a_run_that_ended_before_its_first_step_does_not_occupy_its_name(config:
     def start_once_more() -> None:
         with (
             pytest.raises(MeshrlError, match=r"again .*choose another run\.name"),
-            recorded(loaded, "train", 4),
+            _recorded(loaded),
         ):
             pytest.fail("two runs have one folder")
 
     for _ in range(2):
-        with pytest.raises(RewardError), recorded(loaded, "train", 4) as record:
+        with pytest.raises(RewardError), _recorded(loaded) as record:
             start_once_more()
             raise RewardError("a reward that can't work")
         assert json.loads((record.folder / "result.json").read_text())["status"] == "failed"
@@ -172,11 +181,11 @@ def test_a_run_that_ended_before_its_first_step_does_not_occupy_its_name(config:
 def test_a_run_that_starts_anew_under_resume_auto_is_not_taken_over_either(config: Path):
     """P43: it began in the folder of a run that had ended before its first step."""
     never, auto = (load_run_config(config, ["run.name=both", f"run.resume={resume}"]) for resume in ("never", "auto"))
-    with pytest.raises(RewardError), recorded(never, "train", 4):
+    with pytest.raises(RewardError), _recorded(never):
         raise RewardError("a reward that can't work")
     with (
-        recorded(auto, "train", 4),
+        _recorded(auto),
         pytest.raises(MeshrlError, match="both already holds a run"),
-        recorded(never, "train", 4),
+        _recorded(never),
     ):
         pytest.fail("two runs have one folder")

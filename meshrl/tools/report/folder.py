@@ -1,4 +1,4 @@
-"""What a run's folder tells, also that of a run that failed or still goes on."""
+"""Reads a run's folder for its report; the run may have failed or still go on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshrl.core.files import Unreadable, read_text
 from meshrl.monitor.jsonl import picking, read_lines, read_object
 from meshrl.monitor.sinks import MetricsLine, read_metrics
 
-PAUSE_S = 600.0  # more than that between two lines, over what their phases say, is a run that was resumed later
+PAUSE_S = 600.0  # more time than that between two lines, beyond their phases, means that the run was resumed later
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class RunFolder:
 
 
 def read_run(folder: Path) -> RunFolder:
-    """Raises: MeshrlError when it is no run's folder, or one of its files is damaged; names file and line."""
+    """Raises: MeshrlError when it is not a run's folder, or one of its files is damaged; names file and line."""
     path = folder / "metrics.jsonl"
     if not path.exists():
         raise MeshrlError(f"{folder} has no metrics.jsonl; give the folder of a run, such as runs/NAME")

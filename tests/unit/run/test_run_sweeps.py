@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from meshrl.config.cluster import ClusterConfig
-from meshrl.loops import run
 from meshrl.process.leases import LeasedFolder, new_name
+from meshrl.run import start
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only there is anything swept")
@@ -20,10 +20,10 @@ from meshrl.process.leases import LeasedFolder, new_name
 def test_a_run_removes_what_dead_ones_have_left(follows: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    monkeypatch.setattr(run, "is_follower", lambda: follows)
-    monkeypatch.setattr(run, "follow", lambda: 0)
+    monkeypatch.setattr(start, "is_follower", lambda: follows)
+    monkeypatch.setattr(start, "follow", lambda: 0)
     left, living = tmp_path / new_name(), LeasedFolder()
     left.mkdir()
     with contextlib.suppress(SystemExit) if follows else contextlib.nullcontext():
-        assert run._run(ClusterConfig(), lambda stop: asyncio.sleep(0, "done")) == "done"
+        assert start._run(ClusterConfig(), lambda stop: asyncio.sleep(0, "done")) == "done"
     assert not left.exists() and living.path.exists()

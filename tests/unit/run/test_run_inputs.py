@@ -11,9 +11,7 @@ from tiny_run import ascii_share
 from meshrl.agent.loop import SingleTurn
 from meshrl.config.explain import to_yaml
 from meshrl.core.errors import ConfigError, MeshrlError
-from meshrl.loops.inputs import FunctionAgent, load_run, objects_of
-from meshrl.loops.on_step import StepCallback
-from meshrl.loops.stop import Stop
+from meshrl.run.inputs import FunctionAgent, StepCallback, load_run, objects_of
 
 ROWS = [{"question": "1+1", "answer": "2"}, {"question": "2+2", "answer": "4"}]
 BASE = {"model": {"path": "organisation/name"}, "loop": {"num_steps": 2, "prompts_per_step": 2}}
@@ -91,11 +89,15 @@ def test_a_key_of_the_config_beside_the_object_for_it_is_refused(config, expecte
 
 def test_what_on_step_returns_is_none_or_a_bool():
     """0 or a tensor could mean either, so neither is ignored."""
-    stop = Stop()
+    ends = list[str]()
+
+    def write(answer: object) -> None:
+        StepCallback(lambda step, metrics: answer, lambda: ends.append("end")).write(0, {"reward/mean": 1.0}, {})
+
     for answer in (None, True, np.True_):
-        StepCallback(lambda step, metrics, answer=answer: answer, stop).write(0, {"reward/mean": 1.0}, {})
-    assert not stop.after_step
+        write(answer)
+    assert not ends
     with pytest.raises(MeshrlError, match="on_step returned 0; allowed: None or True"):
-        StepCallback(lambda step, metrics: 0, stop).write(0, {"reward/mean": 1.0}, {})
-    StepCallback(lambda step, metrics: np.False_, stop).write(0, {"reward/mean": 1.0}, {})
-    assert stop.after_step
+        write(0)
+    write(np.False_)
+    assert ends == ["end"]

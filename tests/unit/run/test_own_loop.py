@@ -10,9 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from meshrl.config.cluster import ClusterConfig
-from meshrl.loops.own_loop import run_in_own_loop
-from meshrl.loops.stop import Stop
-from meshrl.loops.watch import watched
+from meshrl.run.signals import Stop
+from meshrl.run.watchdog import run_in_own_loop, watchdog
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
@@ -65,7 +64,7 @@ def test_in_another_thread_no_signal_is_touched():
     before = [signal.getsignal(number) for number in HANDLED]
 
     async def main() -> list[object]:
-        with Stop().listening(), watched(ClusterConfig()):
+        with Stop().listening(), watchdog(ClusterConfig()):
             return [signal.getsignal(number) for number in HANDLED]
 
     with ThreadPoolExecutor(1) as pool:

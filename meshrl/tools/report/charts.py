@@ -114,8 +114,8 @@ def stacked_chart(layers: Mapping[str, Mapping[int, float]], colours: Sequence[i
             if lower > y:
                 x, width = edge(i) + gap / 2, edge(i + 1) - edge(i) - gap
                 box = f'x="{x:.1f}" y="{y}" width="{width:.1f}" height="{lower - y:.1f}"'
-                told = f"{html.escape(name)} {number(column[i], 's')}"
-                parts.append(f'<rect class="f{colour}" {box}><title>{told}</title></rect>')
+                tip = f"{html.escape(name)} {number(column[i], 's')}"
+                parts.append(f'<rect class="f{colour}" {box}><title>{tip}</title></rect>')
     return _svg(parts)
 
 
@@ -150,11 +150,11 @@ def _mean(values: Sequence[float]) -> float:
 
 def _range(values: Sequence[float], unit: str, log: bool) -> tuple[float, float]:
     low, high = min(values), max(values)
-    if unit == "fraction" and low >= 0 and 0.5 < high <= 1:
+    if low == high == 0 or (unit == "fraction" and low >= 0 and 0.5 < high <= 1):
         return 0.0, 1.0
     if log:
         return 10 ** math.floor(math.log10(low) - 0.01), 10 ** math.ceil(math.log10(high) + 0.01)
-    if 0 <= low <= 0.6 * high:  # a curve whose level matters stands on 0
+    if 0 <= low <= 0.6 * high:  # the axis of a curve whose level matters starts at 0
         return 0.0, high * 1.05
     pad = (high - low) * 0.08 or abs(high) * 0.1 or 1.0
     return low - pad, high + pad
@@ -186,7 +186,7 @@ def _path(steps: Sequence[int], values: Sequence[float], across: _Scale, up: _Sc
         if math.isfinite(value):
             moves.append(f"{'L' if pen_down else 'M'}{across(step):g} {up(value):g}")
         pen_down = math.isfinite(value)
-    if len(moves) == 1:  # a single point is a short dash, or nobody would see it
+    if len(moves) == 1:  # a single point is drawn as a short dash to be visible
         moves.append("h3")
     return f'<path class="{css}" d="{"".join(moves)}"/>'
 

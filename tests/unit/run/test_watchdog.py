@@ -13,17 +13,17 @@ import pytest
 
 from meshrl.config.cluster import ClusterConfig, Deadlines
 from meshrl.core.errors import DeadlineError
-from meshrl.loops import watch
-from meshrl.loops.watch import watched
 from meshrl.monitor.spans import Spans
+from meshrl.run import watchdog as module
+from meshrl.run.watchdog import watchdog
 
 CLUSTER = ClusterConfig(timeout_s=60, deadlines=Deadlines(rollout=0.3, checkpoint=0.3))
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(watch, "_BEAT_S", 0.05)
-    monkeypatch.setattr(watch, "_SLACK_S", 0.0)
+    monkeypatch.setattr(module, "_CHECK_EVERY_S", 0.05)
+    monkeypatch.setattr(module, "_SLACK_S", 0.0)
 
 
 async def agent_that_blocks():
@@ -31,7 +31,7 @@ async def agent_that_blocks():
 
 
 async def _main(span, work):
-    with watched(CLUSTER), Spans()(span):
+    with watchdog(CLUSTER), Spans()(span):
         await work()
 
 
@@ -39,7 +39,7 @@ async def _main(span, work):
 def test_a_call_that_blocks_is_interrupted_and_shown(span, phase):
     with pytest.raises(DeadlineError) as error:
         asyncio.run(_main(span, agent_that_blocks))
-    assert str(error.value).startswith(f"phase '{phase}': one call has held up the controller for")
+    assert str(error.value).startswith(f"phase '{phase}': one call has blocked the controller for")
     assert "time.sleep(60)" in str(error.value) and "in agent_that_blocks" in str(error.value)
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 
@@ -60,12 +60,12 @@ def test_a_call_that_can_not_be_interrupted_ends_the_process():
     code = """
         import asyncio, re
         from meshrl.config.cluster import ClusterConfig, Deadlines
-        from meshrl.loops import watch
+        from meshrl.run import watchdog as module
         from meshrl.monitor.spans import Spans
-        watch._BEAT_S, watch._SLACK_S, watch._GRACE_S = 0.05, 0.0, 0.3
+        module._CHECK_EVERY_S, module._SLACK_S, module._GRACE_S = 0.05, 0.0, 0.3
 
         async def main():
-            with watch.watched(ClusterConfig(deadlines=Deadlines(reward=0.3))), Spans()("reward"):
+            with module.watchdog(ClusterConfig(deadlines=Deadlines(reward=0.3))), Spans()("reward"):
                 while True:
                     try:
                         import time; time.sleep(60)
@@ -76,4 +76,4 @@ def test_a_call_that_can_not_be_interrupted_ends_the_process():
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
     assert done.returncode == 1
-    assert done.stderr.startswith("meshrl: DeadlineError: phase 'reward': one call has held up the controller")
+    assert done.stderr.startswith("meshrl: DeadlineError: phase 'reward': one call has blocked the controller")

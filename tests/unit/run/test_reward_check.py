@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from meshrl.core.errors import ConfigError
-from meshrl.loops.inputs import load_run
+from meshrl.run.inputs import load_run
 
 MODULE = """
 def score(completion, answer, scale=1.0): return scale

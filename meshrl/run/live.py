@@ -1,0 +1,237 @@
+"""A run while it goes on: its folder with everything that is written there, its checkpoints, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from meshrl.cluster.groups import TrainGroup
+from meshrl.config.explain import to_yaml
+from meshrl.config.load import Loaded
+from meshrl.core.errors import RankFailure
+from meshrl.core.files import write_text
+from meshrl.core.types import Metric
+from meshrl.loops.job import Resumable
+from meshrl.monitor.jsonl import to_line
+from meshrl.monitor.sinks import JsonlSink, Sink, TerminalSink, report
+from meshrl.monitor.spans import Spans
+from meshrl.monitor.trackers import open_trackers
+from meshrl.run.checkpoints import Checkpoints
+from meshrl.run.folder import Start, changed_keys, choose_start, claim, newest_start, remove_later_steps, run_name
+from meshrl.run.inputs import NO_OBJECTS, Objects, StepCallback
+from meshrl.run.models import Best, best_facts, export_to, is_best, model_folder, replace_best
+from meshrl.run.signals import Stop
+from meshrl.run.status import StatusFile
+
+WriteReport = Callable[[Path], object]
+"""Called with the run's folder when everything else is written there."""
+
+
+@dataclass(kw_only=True, slots=True)
+class LiveRun:
+    """What a loop needs (loops/job.py: RunServices), and what starts and ends it.
+
+    start: the checkpoint that the run continues from, None for a new run; until `continue_from`, a run that continues
+    has changed nothing in its folder, because it may still be refused. summary: what result.json holds besides how the
+    run ended; called once, at the end. chat_template: the text that replaces the tokenizer's own in written models.
+    exported_step: of the newest model; 0 = none yet.
+    """
+
+    loaded: Loaded[Any]
+    kind: str
+    num_steps: int
+    folder: Path
+    began: float
+    start: Start | None
+    stop: Stop
+    status: StatusFile
+    sinks: list[Sink]
+    note: Callable[[str], None]
+    spans: Spans
+    objects: Objects
+    checkpoints: Checkpoints = field(init=False)  # set when the ranks are there
+    is_open: bool = False
+    restarts: int = 0
+    ends_early: bool = False
+    exported_step: int = 0
+    chat_template: str | None = None
+    summary: Callable[[], dict[str, Any]] = dict
+
+    @property
+    def seconds(self) -> float:
+        """Since the run's start."""
+        return time.monotonic() - self.began
+
+    def report(self, step: int, metrics: Sequence[Metric]) -> dict[str, float]:
+        return report(self.sinks, step, metrics)
+
+    def updating(self, trainer: TrainGroup) -> AbstractContextManager[None]:
+        return self.stop.updating(trainer)
+
+    def end_early(self) -> None:
+        self.ends_early = True
+
+    async def save_if_due(self, job: Resumable, every: int, with_model: bool) -> None:
+        self.checkpoints.check()
+        if job.step == 0 or not (job.is_over or (every and job.step % every == 0)):
+            return
+        if with_model:
+            with self.spans("export"):
+                await self.export_model(job.step)
+        await self.save(job)
+
+    async def save(self, job: Resumable) -> None:
+        """Begin a checkpoint of the last finished step, if there is one and it is not saved yet."""
+        if job.step == 0:
+            return
+        saved = {
+            "kind": self.kind,
+            "exported_step": self.exported_step,
+            "best": best_facts(self.folder),
+            "config": self.loaded.config.model_dump(mode="json"),
+            "chat_template": self.chat_template,
+        }
+        with self.stop.saving(), self.spans("save"):
+            await self.checkpoints.save(job.step, saved | job.snapshot())
+
+    async def restore(self, job: Resumable, start: Start) -> None:
+        """Set the job, its trainer and the run's folder to the state of a checkpoint. Raises: as job.restore."""
+        await job.restore(start.step, start.saved, start.folder)
+        is_own = start.folder.is_relative_to(self.folder)
+        self.exported_step = start.saved["exported_step"] if is_own else 0
+        self.note(f"continues from {start.folder}, after step {start.step}")
+        for line in changed_keys(start.saved["config"], self.loaded.config.model_dump(mode="json")):
+            self.note(f"  {line}")
+        self.continue_from(start)
+
+    async def export_model(self, step: int) -> Path:
+        """Write the trainer's model, once for each step, in the compute dtype and with its tokenizer."""
+        path = model_folder(self.folder, step)
+        if self.exported_step != step:
+            await export_to(self.checkpoints.trainer, path, self.loaded.config.model.path, self.chat_template)
+            self.exported_step = step
+            self.note(f"wrote {path}")
+        return path
+
+    async def keep_best(self, step: int, score: float) -> None:
+        """Before the first step the best model is the one that the run began with."""
+        loop = self.loaded.config.loop
+        with self.spans("export"):
+            if not is_best(self.folder, score):
+                return
+            model = str(await self.export_model(step)) if step else self.loaded.config.model.path
+            await self.checkpoints.settle()  # a checkpoint that is being written may name a model that is beaten now
+            every = loop.save_every_steps
+            kept = lambda old: old == loop.num_steps or bool(every and old % every == 0)  # noqa: E731
+            replace_best(self.folder, Best(step, score, model), kept)
+
+    def newest_start(self) -> Start | None:
+        """The run's own newest checkpoint, else the one it began with. Raises: CheckpointError when it is damaged."""
+        return newest_start(self.folder, self.kind, self.num_steps) or self.start
+
+    def continue_from(self, start: Start | None) -> None:
+        """Remove what is there of later steps, and write from there on; None: from the beginning. Called again when the
+        run goes back to a checkpoint. Raises: ConfigError when a sink can't be opened."""
+        if self.is_open:
+            self.sinks.pop(0).close(failed=True)
+        first_step = start.step if start is not None else 0
+        cfg = self.loaded.config
+        if self.is_open or cfg.run.resume != "never":
+            remove_later_steps(self.folder, start)
+        self.sinks.insert(0, JsonlSink(self.folder / "metrics.jsonl", first_step))
+        self.status.go_back_to(first_step)
+        self.spans.take()  # of steps that are repeated
+        if not self.is_open:
+            self.is_open = True
+            write_text(self.folder / "config.yaml", to_yaml(self.loaded))
+            self.sinks += open_trackers(cfg.monitor, self.folder, cfg.model_dump(mode="json"), self.note)
+            if self.objects.on_step is not None:
+                self.sinks.append(StepCallback(self.objects.on_step, self.end_early))
+
+    def keep_stacks(self, failure: RankFailure) -> Path | None:
+        """Write the stacks of all ranks at a failure to a file; None if no rank could report its own."""
+        if not failure.stacks:
+            return None
+        path = self.folder / "stacks.txt"
+        path.write_text(f"{failure}\n\n{failure.stacks}\n", encoding="utf-8")
+        return path
+
+    def write_result(self, status: str, error: str | None) -> None:
+        result = {"status": status, "error": error, "wall_s": round(self.seconds, 2), **self.summary()}
+        strict = json.loads(to_line(result))  # with texts for what JSON has no number for
+        write_text(self.folder / "result.json", json.dumps(strict, indent=2) + "\n")
+
+
+@contextmanager
+def live_run(
+    loaded: Loaded[Any],
+    kind: str,
+    num_steps: int,
+    stop: Stop,
+    write_report: WriteReport,
+    objects: Objects = NO_OBJECTS,
+) -> Iterator[LiveRun]:
+    """A run in the folder that run.resume means, with open sinks; a run that continues calls `restore` itself, when
+    nothing can refuse it any more. At the end, also of a run that fails or is interrupted, result.json is written, with
+    the keys status, error and wall_s and the run's own summary, and then the report. A refused run changes nothing.
+
+    kind: "train" or "sft". Raises: MeshrlError and CheckpointError, as choose_start and claim; ConfigError when a sink
+    can't be opened.
+    """
+    cfg, began = loaded.config, time.monotonic()
+    folder = Path(cfg.run.folder) / run_name(loaded)
+    start = choose_start(cfg.run, folder, kind, num_steps)
+    if start is None:
+        claim(folder, cfg.run.resume)
+    folder.mkdir(parents=True, exist_ok=True)
+    first_step = start.step if start else 0
+    silent = open(os.devnull, "w", encoding="utf-8") if objects.quiet else None  # noqa: SIM115, closed with the sinks
+    terminal = TerminalSink(num_steps, silent, first_step=first_step)
+    status_file = StatusFile(folder, num_steps, first_step)
+
+    def entered(phase: str) -> None:
+        status_file.entered(phase)
+        terminal.entered(phase)
+
+    run = LiveRun(
+        loaded=loaded,
+        kind=kind,
+        num_steps=num_steps,
+        folder=folder,
+        began=began,
+        start=start,
+        stop=stop,
+        status=status_file,
+        sinks=[terminal, status_file],
+        note=terminal.note,
+        spans=Spans(entered=entered),
+        objects=objects,
+    )
+    status, error = "done", None
+    try:
+        if start is None:
+            run.continue_from(None)
+        yield run
+    except BaseException as e:
+        status = "interrupted" if isinstance(e, (KeyboardInterrupt, asyncio.CancelledError)) else "failed"
+        error = f"{type(e).__name__}: {e}" if status == "failed" else None
+        if isinstance(e, RankFailure) and (path := run.keep_stacks(e)) is not None:
+            e.add_note(f"the stacks of all ranks at the failure: {path}")
+        raise
+    finally:
+        for sink in run.sinks:
+            sink.close(failed=status != "done")
+        if silent is not None:
+            silent.close()
+        if run.is_open:
+            run.write_result(status, error)
+            write_report(folder)
+        else:
+            status_file.restore_file()

@@ -1,0 +1,132 @@
+"""The models that a run writes, as folders that `from_pretrained` loads, and which of them is the best."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshrl.cluster.groups import TrainGroup
+from meshrl.core.errors import CheckpointError
+from meshrl.core.files import replacing, write_text
+from meshrl.train.checkpoint_files import read_controller, require_space, states
+
+_ANY_BUCKET_BYTES = 1 << 20  # the total size of a layout does not depend on it
+_OTHER_FILES_BYTES = 64 << 20  # a model's config, tokenizer and headers
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The highest held-out score of a run, the finished steps after which it was reached, and the model: its folder, or
+    for step 0 the value of model.path."""
+
+    step: int
+    score: float
+    model: str
+
+
+def model_folder(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"step_{step:06d}" / "model"
+
+
+async def export_to(trainer: TrainGroup, path: Path, tokenizer_from: str, chat_template: str | None = None) -> None:
+    """Write the trainer's model; a folder of this name is always complete. chat_template: replaces the tokenizer's own.
+
+    Raises: CheckpointError when the disk is full.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    needed = (await trainer.layout(_ANY_BUCKET_BYTES)).total_bytes + _OTHER_FILES_BYTES
+    if trainer.executor.specs[0].model.lora.enabled:
+        needed += await trainer.state_bytes()  # the adapters alone are a third of that
+    require_space(path.parent, needed, "a model")
+    with replacing(path) as aside:
+        await trainer.export(str(aside), tokenizer_from)
+        write_template(aside, chat_template)
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def write_template(model: Path, text: str | None) -> None:
+    """Replace the chat template in a written model's folder; None = keep the tokenizer's own."""
+    if text is not None:  # Transformers prefers this file to a template in tokenizer_config.json
+        (model / "chat_template.jinja").write_text(text, encoding="utf-8", newline="")
+
+
+def is_best(run: Path, score: float) -> bool:
+    """Whether no earlier evaluation of the run has a score as high."""
+    best = best_facts(run)
+    return not math.isnan(score) and (best is None or score > best["score"])
+
+
+def replace_best(run: Path, best: Best, is_kept: Callable[[int], bool]) -> None:
+    """Name the best model in checkpoints/best.json, and remove the models that it beats, unless a checkpoint names them
+    as its best. is_kept: whether the model of a step stays in any case.
+
+    best.json always names a complete model: it is replaced after the new one is written and before an old one is
+    removed. It is a file and not a link, so that it survives copies, archives and file systems without links.
+    """
+    beaten = best_facts(run)
+    steps = [*beaten.get("beaten", ()), beaten["step"]] if beaten is not None else []
+    needed = {step for step in steps if _is_needed(run, step)}
+    model = best.model
+    if best.step:  # relative, so that the run's folder may move
+        model = os.path.relpath(model, _best_file(run).parent)
+    _write_best(run, {"step": best.step, "score": best.score, "model": model, "beaten": sorted(needed)})
+    for step in {*steps} - needed - {0, best.step}:
+        folder = model_folder(run, step)
+        if not is_kept(step):
+            shutil.rmtree(folder, ignore_errors=True)
+        if folder.parent.is_dir() and not any(folder.parent.iterdir()):
+            folder.parent.rmdir()
+
+
+def _is_needed(run: Path, step: int) -> bool:
+    """Whether a run that continues from one of the checkpoints would find that the model of `step` is its best."""
+    for _, folder in states(run / "checkpoints") if step else ():
+        try:
+            best = read_controller(folder).get("best")
+        except CheckpointError:  # damaged: no run continues from there
+            continue
+        if best is not None and best["step"] == step:
+            return True
+    return False
+
+
+def restore_best(run: Path, step: int, best: dict[str, Any] | None) -> None:
+    """If the run found its best model after its first `step` steps, make `best`, which it knew then, the best again.
+    The models that were beaten since then are kept until one is beaten again."""
+    now = best_facts(run)
+    if now is None or now["step"] <= step:
+        return
+    if best is None:
+        _best_file(run).unlink()
+    else:
+        _write_best(run, best)
+
+
+def read_best(run: Path) -> Best | None:
+    """The best model that checkpoints/best.json names; None before the first evaluation."""
+    facts = best_facts(run)
+    if facts is None:
+        return None
+    model = str(_best_file(run).parent / facts["model"]) if facts["step"] else facts["model"]
+    return Best(facts["step"], facts["score"], model)
+
+
+def best_facts(run: Path) -> dict[str, Any] | None:
+    """The contents of best.json: step, score, model, and beaten: steps whose models a checkpoint still needs."""
+    path = _best_file(run)
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def _write_best(run: Path, facts: dict[str, Any]) -> None:
+    _best_file(run).parent.mkdir(exist_ok=True)
+    write_text(_best_file(run), json.dumps(facts) + "\n")
+
+
+def _best_file(run: Path) -> Path:
+    return run / "checkpoints" / "best.json"

@@ -1,0 +1,238 @@
+"""`meshrl train`, `sft` and `eval`, from the command line or from Python: make the run's folder, load the task, start
+the ranks, run the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from meshrl.algo.trial import try_own_functions
+from meshrl.cluster.launch import launched
+from meshrl.cluster.torchrun import follow, is_follower
+from meshrl.config.cluster import ClusterConfig
+from meshrl.config.load import Loaded
+from meshrl.config.run import RunConfig, SftRunConfig
+from meshrl.core.device import device_notice
+from meshrl.core.errors import MeshrlError
+from meshrl.core.types import Trajectory
+from meshrl.loops.colocated import colocated
+from meshrl.loops.evaluate import evaluate_prompts
+from meshrl.loops.job import Job, Task
+from meshrl.loops.sft import SftJob
+from meshrl.loops.sft import sft as sft_loop
+from meshrl.loops.step import note_run_without_signal
+from meshrl.monitor.curve import save_curve
+from meshrl.monitor.glossary import meaning_of
+from meshrl.monitor.memory import memory_metrics
+from meshrl.monitor.metrics import divide, merge, units
+from meshrl.monitor.rollout_log import RolloutLog
+from meshrl.process.leases import sweep
+from meshrl.run.checkpoints import Checkpoints
+from meshrl.run.inputs import NO_OBJECTS, Objects
+from meshrl.run.live import LiveRun, WriteReport, live_run
+from meshrl.run.models import model_folder, read_best
+from meshrl.run.restart import failures_raised, run_to_end
+from meshrl.run.signals import Stop
+from meshrl.run.task import load_sft_source, load_task, reward_workers
+from meshrl.run.watchdog import run_in_own_loop, watchdog
+
+T = TypeVar("T")
+
+
+def train(loaded: Loaded[RunConfig], write_report: WriteReport, objects: Objects = NO_OBJECTS) -> Path:
+    """`meshrl train`: run the configured loop to its end. Returns the run's folder."""
+    return _run(loaded.config.cluster, lambda stop: _train(stop, loaded, write_report, objects))
+
+
+def evaluate(loaded: Loaded[RunConfig], objects: Objects = NO_OBJECTS) -> tuple[dict[str, float], list[Trajectory]]:
+    """`meshrl eval`: answer the held-out prompts with the model of the config, train nothing. Returns the metrics and
+    the scored answers."""
+    return _run(loaded.config.cluster, lambda stop: _evaluate(loaded.config, objects))
+
+
+def sft(loaded: Loaded[SftRunConfig], write_report: WriteReport, objects: Objects = NO_OBJECTS) -> Path:
+    """`meshrl sft`: supervised fine-tuning. Returns the run's folder."""
+    return _run(loaded.config.cluster, lambda stop: _sft(stop, loaded, write_report, objects))
+
+
+def _run(cluster: ClusterConfig, main: Callable[[Stop], Coroutine[Any, Any, T]]) -> T:
+    """Run `main` to its end, after removing what dead runs have left on this machine. Ctrl-C and SIGTERM cancel it, so
+    that no rank outlives the run (P31). Of the processes that torchrun started, rank 0 does all this, and the others
+    hold its ranks.
+
+    Raises: KeyboardInterrupt after Ctrl-C; SystemExit with 143 after SIGTERM, and in a process that held ranks for
+    another, with the exit code of that one.
+    """
+    sweep()
+    if is_follower():
+        raise SystemExit(follow())
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # dotted paths of the config may name a module in the working folder
+    if (notice := device_notice()) is not None:
+        print(f"note: {notice}", file=sys.stderr)
+
+    stop = Stop()
+
+    async def guarded() -> T:
+        with stop.listening(), watchdog(cluster):
+            return await main(stop)
+
+    try:
+        return run_in_own_loop(guarded())
+    except asyncio.CancelledError:
+        if stop.signal == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        print("meshrl: ended by SIGTERM", file=sys.stderr)
+        raise SystemExit(143) from None
+
+
+async def _train(stop: Stop, loaded: Loaded[RunConfig], write_report: WriteReport, objects: Objects) -> Path:
+    cfg = loaded.config
+    try_own_functions(cfg.algo)
+    with live_run(loaded, "train", cfg.loop.num_steps, stop, write_report, objects) as run:
+        _note_start(run)
+        task = await asyncio.to_thread(load_task, cfg, objects, True)  # a bad row is found before any rank starts
+        async with (
+            reward_workers(cfg, objects, task, run.note) as (scorer, trial),  # and so is a reward that can't work
+            launched(
+                cfg.model,
+                cfg.train,
+                cfg.rollout,
+                cfg.cluster,
+                num_train_ranks=cfg.cluster.num_train_ranks,
+                num_rollout_ranks=cfg.cluster.num_rollout_ranks,
+                reference=cfg.algo.kl.coef > 0,
+            ) as groups,
+            Checkpoints(run.folder, groups.trainer, cfg.run.keep_checkpoints, run.note) as run.checkpoints,
+        ):
+            assert groups.trainer is not None and groups.rollouts is not None
+            groups.rollouts.note = run.note
+            with failures_raised(groups):
+                layout = await groups.trainer.layout(cfg.rollout.sync_bucket_bytes)
+                await groups.rollouts.reconcile(layout)
+                await trial
+            if cfg.data.chat_template is not None:
+                run.chat_template = task.tokenizer.chat_template
+            noted = _note_left_out(run.note, task, cfg)
+            run.note(f"ready after {run.seconds:.1f} s")
+            job = Job(
+                cfg=cfg,
+                run=run,
+                task=task,
+                trainer=groups.trainer,
+                rollouts=groups.rollouts,
+                scorer=scorer,
+                layout=layout,
+                rollout_log=RolloutLog(run.folder, task.tokenizer.decode),
+            )
+            run.summary = partial(_summary, run, job)
+            await run_to_end(run, job, groups, layout, partial(LOOPS[cfg.loop.kind], job))
+        save_curve(run.folder / "reward.png", list(range(1, job.step + 1)), job.rewards, job.evals)
+        _note_left_out(run.note, task, cfg, noted)
+        note_run_without_signal(job)
+        _note_end(run, job.step)
+    return run.folder
+
+
+async def _sft(stop: Stop, loaded: Loaded[SftRunConfig], write_report: WriteReport, objects: Objects) -> Path:
+    cfg = loaded.config
+    with live_run(loaded, "sft", cfg.sft.num_steps, stop, write_report, objects) as run:
+        _note_start(run)
+        source, left_out, run.chat_template = await asyncio.to_thread(load_sft_source, cfg, objects)
+        ranks = cfg.cluster.num_train_ranks
+        async with (
+            launched(cfg.model, cfg.train, None, cfg.cluster, num_train_ranks=ranks, num_rollout_ranks=0) as groups,
+            Checkpoints(run.folder, groups.trainer, cfg.run.keep_checkpoints, run.note) as run.checkpoints,
+        ):
+            assert groups.trainer is not None
+            if left_out:
+                run.note(f"left out {left_out} rows over {cfg.sft.max_row_tokens} tokens")
+            run.note(f"ready after {run.seconds:.1f} s")
+            job = SftJob(cfg=cfg, run=run, trainer=groups.trainer, source=source)
+            run.summary = lambda: {"steps": job.step, "loss_curve": job.losses, "model": _newest_model(run)}
+            await run_to_end(run, job, groups, None, partial(sft_loop, job))
+        _note_end(run, job.step)
+    return run.folder
+
+
+async def _evaluate(cfg: RunConfig, objects: Objects) -> tuple[dict[str, float], list[Trajectory]]:
+    def note(text: str) -> None:
+        if not objects.quiet:
+            print(text, file=sys.stderr)
+
+    task = await asyncio.to_thread(load_task, cfg, objects, False)
+    if not task.eval_prompts:
+        raise MeshrlError("meshrl eval needs data.eval_path; set it to a JSONL file of held-out rows")
+    ranks = cfg.cluster.num_rollout_ranks or cfg.cluster.num_train_ranks
+    async with (
+        reward_workers(cfg, objects, task, note) as (scorer, trial),
+        launched(cfg.model, cfg.train, cfg.rollout, cfg.cluster, num_train_ranks=0, num_rollout_ranks=ranks) as groups,
+    ):
+        assert groups.rollouts is not None
+        await groups.rollouts.trust_loaded_weights()
+        await trial
+        trajectories, metrics = await evaluate_prompts(cfg, task, groups.rollouts, scorer, min_version=0)
+    merged = merge(metrics)
+    values, names = divide(merged), units(merged)
+    for name, value in values.items() if not objects.quiet else ():
+        print(f"{_label(name, cfg.loop.eval_samples):<38} {value:.4g} {names[name]}")
+    return values, trajectories
+
+
+def _label(name: str, num_samples: int) -> str:
+    """The glossary's label of a metric of the evaluation, with its short name: prompts with a right answer (pass@4)."""
+    meaning = meaning_of(name)
+    measure, is_at_k, _ = name.partition("/")[2].partition("_at_k")
+    return (meaning.label if meaning else name) + (f" ({measure}@{num_samples})" if is_at_k else "")
+
+
+def _note_start(run: LiveRun) -> None:
+    cluster = run.loaded.config.cluster
+    samplers = ""
+    if run.kind == "train":
+        num = cluster.num_rollout_ranks
+        samplers = f"{num} samplers, " if num else "colocated samplers, "
+    run.note(f"run {run.folder}: starting {cluster.num_train_ranks} train ranks, {samplers}executor {cluster.executor}")
+
+
+def _note_end(run: LiveRun, steps: int) -> None:
+    run.note(f"done: {steps} steps in {run.seconds:.0f} s; see {run.folder / 'report.html'}")
+
+
+def _note_left_out(note: Callable[[str], None], task: Task, cfg: RunConfig, noted: int | None = None) -> int:
+    """Note how many prompts are too long, and return the number of those for training. Called at the start and, with
+    what was noted then, at the end, because streaming finds them one by one."""
+    assert task.train_prompts is not None
+    found, limit = task.train_prompts.num_left_out, cfg.data.max_prompt_tokens
+    if found > (noted or 0):
+        note(f"left out {found} training prompts over {limit} tokens")
+    if noted is None and task.num_eval_left_out:
+        note(f"left out {task.num_eval_left_out} held-out prompts over {limit} tokens")
+    return found
+
+
+def _newest_model(run: LiveRun) -> str | None:
+    return str(model_folder(run.folder, run.exported_step)) if run.exported_step else None
+
+
+def _summary(run: LiveRun, job: Job) -> dict[str, Any]:
+    """The run in a few numbers, for result.json."""
+    rss = next(m.sum for m in memory_metrics() if m.name == "memory/rss_bytes")
+    best = read_best(run.folder)
+    return {
+        "steps": job.step,
+        "evals": [{"step": step, "mean_at_k": value} for step, value in job.evals],
+        "reward_curve": job.rewards,
+        "final_rss_bytes": int(rss),
+        "model": _newest_model(run),
+        "best": {"step": best.step, "mean_at_k": best.score, "model": best.model} if best else None,
+    }
+
+
+LOOPS = {"colocated": colocated}

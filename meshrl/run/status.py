@@ -1,0 +1,80 @@
+"""status.json in a run's folder: where the run is now, for other terminals."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from meshrl.core.files import write_text
+from meshrl.monitor.jsonl import to_line
+from meshrl.monitor.processes import started_at
+
+STATUS_FILE = "status.json"
+_SHOWN = ("reward/mean", "loss/nll")  # the main number of a run, by its kind
+
+
+@dataclass(kw_only=True, slots=True)
+class Status:
+    """Where a run is. step: finished steps. phase: the current one; "" between two. since: start of the phase, seconds
+    since 1970. value: of the metric `shown` at the last finished step. started: start of the process, which
+    distinguishes it from a later one with the same id."""
+
+    host: str
+    pid: int
+    started: float
+    num_steps: int
+    step: int = 0
+    phase: str = "start"
+    since: float = 0.0
+    shown: str = ""
+    value: float | None = None
+
+
+class StatusFile:
+    """A sink that keeps a run's status.json up to date; it is also called at each change of the phase."""
+
+    def __init__(self, folder: Path, num_steps: int, first_step: int = 0):
+        self._path = folder / STATUS_FILE
+        self._before = self._path.read_bytes() if self._path.is_file() else None
+        self.status = Status(
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            started=started_at(os.getpid()) or 0.0,
+            num_steps=num_steps,
+            step=first_step,
+        )
+        self.entered("start")
+
+    def entered(self, phase: str) -> None:
+        """The run is in this phase from now on."""
+        self.status.phase, self.status.since = phase, time.time()
+        self._write()
+
+    def go_back_to(self, step: int) -> None:
+        """The run continues after its first `step` steps."""
+        self.status.step = step
+        self._write()
+
+    def restore_file(self) -> None:
+        """The file is as it was before this object existed, because the run did not begin."""
+        if self._before is None:
+            self._path.unlink()
+        else:
+            self._path.write_bytes(self._before)
+
+    def write(self, step: int, values: Mapping[str, float], units: Mapping[str, str]) -> None:
+        shown = next((name for name in _SHOWN if name in values), None)
+        self.status.step = max(self.status.step, step + 1)
+        if shown is not None:
+            self.status.shown, self.status.value = shown, values[shown]
+        self._write()
+
+    def close(self, failed: bool = False) -> None:
+        self.entered("ended")
+
+    def _write(self) -> None:
+        write_text(self._path, to_line(asdict(self.status)))

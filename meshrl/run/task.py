@@ -1,0 +1,99 @@
+"""What a run loads before its ranks start: tokenizer, prompts and agent; and the reward workers, tried on them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from meshrl.agent.loop import AGENTS, resolve_agent
+from meshrl.config.run import RunConfig, SftRunConfig
+from meshrl.core.types import Prompt
+from meshrl.data.chat import load_tokenizer, stop_token_ids
+from meshrl.data.datasets import PromptMaker, load_sft_rows
+from meshrl.data.feed import load_eval_prompts, open_feed
+from meshrl.data.order import SftSource
+from meshrl.loops.job import Task
+from meshrl.model.limits import vocab_size_of
+from meshrl.reward.kinds import NEEDS_ANSWER
+from meshrl.reward.score import Scorer
+from meshrl.reward.self_test import NUM_ROWS, try_built_in, try_on_answers
+from meshrl.run.inputs import Objects
+
+
+def load_task(cfg: RunConfig, objects: Objects, training: bool) -> Task:
+    """Tokenizer, prompts and agent. training: load the training rows too."""
+    tokenizer = load_tokenizer(cfg.model.path, cfg.data.chat_template, cfg.data.chat_template_kwargs)
+    agent = resolve_agent(cfg.agent) if objects.agent is None else objects.agent
+    answer_for = [name for name, term in cfg.reward.terms.items() if term.kind in NEEDS_ANSWER]
+    make = PromptMaker(cfg.data, tokenizer, agent.tools, vocab_size_of(cfg.model.path), answer_for)
+    feed = open_feed(make, cfg.run.seed, objects.table("data.path")) if training else None
+    held_out, num_eval_left_out = load_eval_prompts(make, objects.table("data.eval_path"))
+    return Task(
+        tokenizer=tokenizer,
+        agent=agent,
+        train_prompts=feed,
+        eval_prompts=held_out,
+        num_eval_left_out=num_eval_left_out,
+        stop_token_ids=stop_token_ids(tokenizer, cfg.model.path),
+        max_context_tokens=_max_context(cfg),
+    )
+
+
+def load_sft_source(cfg: SftRunConfig, objects: Objects) -> tuple[SftSource, int, str | None]:
+    """The rows, how many of them are too long and left out, and the text of sft.chat_template."""
+    path = cfg.model.path
+    tokenizer = load_tokenizer(path, cfg.sft.chat_template, cfg.sft.chat_template_kwargs)
+    table = objects.table("sft.path") or cfg.sft.path
+    rows, left_out = load_sft_rows(table, cfg.sft, tokenizer, stop_token_ids(tokenizer, path), vocab_size_of(path))
+    template = tokenizer.chat_template if cfg.sft.chat_template is not None else None
+    return SftSource(rows, cfg.run.seed, cfg.sft.shuffle), left_out, template
+
+
+def _max_context(cfg: RunConfig) -> int:
+    """rollout.max_context_tokens, else the limit in the model's config, else the sum of the data's limits."""
+    if cfg.rollout.max_context_tokens is not None:
+        return cfg.rollout.max_context_tokens
+    facts = Path(cfg.model.path) / "config.json"
+    known = json.loads(facts.read_text(encoding="utf-8")) if facts.is_file() else {}
+    known = known.get("text_config", known)
+    return known.get("max_position_embeddings") or cfg.data.max_prompt_tokens + cfg.rollout.sampling.max_new_tokens
+
+
+@asynccontextmanager
+async def reward_workers(
+    cfg: RunConfig, objects: Objects, task: Task, note: Callable[[str], None]
+) -> AsyncIterator[tuple[Scorer, asyncio.Task[None]]]:
+    """A started Scorer, whose workers end with the block, after the self-tests of its built-in terms; and the trial of
+    a user's reward functions on the task's rows, which goes on while the ranks start."""
+    scorer = Scorer(cfg.reward, objects.rewards)
+    try:
+        await scorer.start()
+        await try_built_in(scorer, cfg.reward.terms, note)
+        trial = asyncio.create_task(_try_on_rows(cfg, scorer, task, note))
+        try:
+            yield scorer, trial
+        finally:
+            trial.cancel()
+    finally:
+        await scorer.close()
+
+
+async def _try_on_rows(cfg: RunConfig, scorer: Scorer, task: Task, note: Callable[[str], None]) -> None:
+    """A reward function may read what a user's agent wrote into the messages, which answers without an agent lack: then
+    nothing is tried."""
+    if cfg.agent.kind in AGENTS:
+        await try_on_answers(scorer, cfg.reward, _first_prompts(task), note)
+
+
+def _first_prompts(task: Task) -> list[Prompt]:
+    """A few prompts, of the training rows if there are any; the feed keeps its position."""
+    feed = task.train_prompts
+    if feed is None:
+        return task.eval_prompts[:NUM_ROWS]
+    position = feed.state()
+    prompts = feed.next(NUM_ROWS)
+    feed.load_state(position)
+    return prompts

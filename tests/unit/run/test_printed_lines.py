@@ -1,0 +1,48 @@
+"""What `meshrl eval` and `meshrl sft` print."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny_run import write_run
+
+from meshrl.cli import main
+
+INLINE = "cluster.executor=inline"
+
+
+def test_an_evaluation_prints_readable_names_beside_its_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    config = write_run(tmp_path)
+    overrides = ["data.path=null", "data.eval_path=rows.jsonl", "data.eval_limit=3", "loop.eval_samples=2"]
+    assert main(["eval", str(config), INLINE, *overrides]) == 0
+    lines = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
+    printed = {line[0]: line[-1].strip() for line in lines}
+    assert list(printed) == [
+        "mean score (mean@2)",
+        "prompts with a right answer (pass@2)",
+        "mean answer length",
+        "held-out prompts",
+        "failed attempts",
+    ]
+    assert printed["held-out prompts"] == "3 prompts" and printed["failed attempts"] == "0 attempts"
+
+
+def test_supervised_training_prints_its_start_its_steps_and_its_end_as_train_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    config = write_run(tmp_path)
+    sections = json.loads(config.read_text())
+    row = {"messages": [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    sft = {"path": "rows.jsonl", "num_steps": 2, "rows_per_step": 1, "max_row_tokens": 64}
+    config.write_text(json.dumps({name: sections[name] for name in ("model", "train", "run")} | {"sft": sft}))
+    assert main(["sft", str(config), INLINE, "run.name=one"]) == 0
+    folder = tmp_path / "runs" / "one"
+    lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("note: ")]
+    assert lines[0] == f"run {folder}: starting 1 train ranks, executor inline"
+    assert lines[1].startswith("ready after ")
+    assert [line.partition("  ")[0] for line in lines[2:4]] == ["step 1/2", "step 2/2"]
+    assert f"wrote {folder / 'checkpoints' / 'step_000002' / 'model'}" in lines
+    assert lines[-1].startswith("done: 2 steps in ") and lines[-1].endswith(f"see {folder / 'report.html'}")
