@@ -1,4 +1,4 @@
-"""The base of every config slice: pydantic models that refuse unknown keys and carry a line about each field."""
+"""The base of every config slice: pydantic models that refuse unknown keys and have a line about each field."""
 
 from __future__ import annotations
 

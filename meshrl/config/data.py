@@ -30,14 +30,14 @@ class DataSource(Slice):
 class DataConfig(Slice):
     path: str | None = field(
         None,
-        "training rows: a JSONL or parquet file or a folder of such shards (beside the config file or in the working "
-        "folder), a folder made by save_to_disk, or a hub id as organisation/name",
+        "training rows: a JSONL or parquet file or a folder of such shards (relative to the config file or the working "
+        "folder), a folder made by save_to_disk, or a hub id such as organisation/name",
     )
     sources: dict[str, DataSource] = field(
         {}, "in place of path: a mixture of sets by name; in each step every set has its share, to within one prompt"
     )
     eval_path: str | None = field(None, "held-out rows, in any form that path takes; null = nothing is evaluated")
-    format: Format = field("auto", "what path and eval_path hold; auto = by suffix, or by what lies in the folder")
+    format: Format = field("auto", "the format of path and eval_path; auto = by suffix, or by the files in the folder")
     subset: str | None = field(None, "configuration of a hub set that has several, as main of openai/gsm8k")
     split: str | None = field(None, "split of a Hugging Face set in path; needed where there are several")
     eval_split: str | None = field(None, "split of a Hugging Face set in eval_path")

@@ -46,8 +46,8 @@ PATH_KEYS = (
     "run.resume",
 )
 ONE_OF_DATA = "data.path or data.sources (for `meshrl eval` data.eval_path)"  # none of them alone is required
-MAX_SHOWN = 50  # wrong keys looked into at once; each is compared with all known ones
-NO_PATHS = ("auto", "never")  # words that run.resume takes in place of a path; a folder of that name is none
+MAX_SHOWN = 50  # wrong keys that are reported at once; each is compared with all known ones
+NO_PATHS = ("auto", "never")  # words that run.resume takes in place of a path
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +72,7 @@ class InMemory:
 
     values: sections of a config with a text in place of each object, such as {"agent": {"kind": "__main__:Mine"}}.
     rows: the rows behind data.path, data.eval_path or sft.path, by that key. unused: further keys that have no effect
-    beside the objects, such as "agent.args".
+    besides the objects, such as "agent.args".
     """
 
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -132,7 +132,7 @@ def _load(
     given = dict(leaves(tree)) | written
     config, wrong = _validate(model, tree, keys)
     faulty = {problem.keys[0] for problem in wrong}
-    if wrong:  # with the faults set aside, the rest may still tell more in the same message
+    if wrong:  # without the wrong values, the rest may have further problems, for the same message
         config, still_wrong = _validate(model, _without(tree, faulty), keys)
         config = None if still_wrong else config
     problems = [*reader.problems, *wrong]
@@ -167,7 +167,7 @@ def _read(source: Source) -> tuple[Path, Reader, list[Tree]]:
 
 
 def _given_twice(replaced: Sequence[str], given: dict[str, Value]) -> list[Problem]:
-    """Keys of a config in whose place a Python object is given as well."""
+    """Keys of a config that a Python object replaces."""
     text = "would have no effect: a Python object is given in its place. Remove one of them."
     also = [key for key in given if any(key == name or key.startswith(f"{name}.") for name in replaced)]
     return [Problem((key,), text, given[key].origin) for key in also]
@@ -254,12 +254,12 @@ def _unknown(path: str, is_section: bool, keys: dict[str, Key]) -> str:
             return f"not a key of this command's config, but of `{command}`'s. Remove it here."
     near = nearest(keys, path, is_section)
     if not near:
-        return "unknown key, and no known key is like it. `meshrl config` lists them all."
+        return "unknown key, and no known key is similar. `meshrl config` lists them all."
     return f"unknown key. Nearest: {', '.join(near)}."
 
 
 def _about(problem: Problem, faulty: set[str]) -> bool:
-    """Whether a problem may come from a fault that is already told: from the default that stood in for its value."""
+    """Whether a problem may follow from a fault that is already reported: from the default that replaced its value."""
     return any(fault == key or fault.startswith(f"{key}.") for fault in faulty for key in problem.keys)
 
 

@@ -1,4 +1,4 @@
-"""Where a value of the config leads: to a file or folder or to the hub."""
+"""The file or folder that a value of the config names."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 
 
 def find(given: Value, folder: Path) -> tuple[Path | None, list[Path]]:
-    """(the file or folder a path names, the places looked at): beside the config file, then the working folder."""
+    """(the file or folder that a path names, places tried): relative to the config file, then the working folder."""
     try:
         path = Path(given.value).expanduser()
-    except RuntimeError:  # ~name of nobody
+    except RuntimeError:  # ~name, where there is no such user
         path = Path(given.value)
     places = list(dict.fromkeys(start / path for start in (given.folder, folder, Path.cwd())))
     return next((place.resolve() for place in places if is_there(place)), None), places

@@ -14,8 +14,8 @@ from pydantic.fields import FieldInfo
 from meshrl.config.base import Slice
 from meshrl.config.values import show
 
-LONGEST_MISSPELT = 200  # characters; what is longer is no misspelt key, and comparing it would take minutes
-NAME = "NAME"  # stands in a dotted key where the user chooses the name, as in reward.terms.NAME.kind
+LONGEST_MISSPELT = 200  # characters; a longer one is not a misspelt key, and comparing it would take minutes
+NAME = "NAME"  # the part of a dotted key that the user chooses, as in reward.terms.NAME.kind
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +36,7 @@ class Key:
 
 
 def all_keys(model: type[Slice], prefix: str = "") -> dict[str, Key]:
-    """Every key of a slice by its dotted path, sections before what they hold, in the order of the slices."""
+    """Every key of a slice by its dotted path, sections before their keys, in the order of the slices."""
     return {key.path: key for key in _walk(model, prefix)}
 
 
@@ -75,9 +75,9 @@ def locate(keys: dict[str, Key], path: str) -> tuple[Key | None, str]:
 def nearest(
     keys: dict[str, Key], path: str, is_section: bool = False, count: int = 3, least: float = 0.65
 ) -> list[str]:
-    """The keys a user may have meant: what another framework's name stands for, else by likeness of the last word,
-    of equal ones those in a section of like name first. is_section: the unknown key holds keys of its own.
-    least: likeness of the last words, 0 to 1, that a key must have."""
+    """The keys that a user may have meant: the equivalent of another framework's name, else by similarity of the last
+    word, then of the section. is_section: the unknown key is a section. least: similarity of the last words, 0 to 1,
+    that a key must have."""
     if len(path) > LONGEST_MISSPELT:
         return []
     section, _, leaf = path.rpartition(".")

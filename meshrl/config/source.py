@@ -1,4 +1,4 @@
-"""Config files, Python dicts and command-line overrides as trees of values that know where they were written.
+"""Config files, Python dicts and command-line overrides as trees of values with the place where each was written.
 
 A tree is a dict of trees and Values; lists and scalars are Values. Layers (base file, file, each override) are read
 one by one, their shorthands written out, then merged: a later layer wins, sections merge, everything else replaces.
@@ -25,7 +25,7 @@ CONFIG_DICT = "config-dict"  # a config that is a Python dict: its name, and the
 PYTHON_OBJECT = "Python object"
 MAX_BYTES = 256 << 10  # of a config file: YAML is read at about this much a second
 MAX_DEPTH = 30  # sections in sections; an alias that holds itself has no end
-MAX_VALUES = 10_000  # as read, each alias written out: nine lines of aliases can stand for a billion values
+MAX_VALUES = 10_000  # with each alias written out: nine lines of aliases can mean a billion values
 YAML_TAGS = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("str", "seq", "map"))  # text, list and section, unmarked
 
 
@@ -43,12 +43,12 @@ Tree: TypeAlias = dict[str, Union["Tree", Value]]
 
 
 class Whole(dict[str, Any]):
-    """A section that a shorthand wrote out: it replaces the section of earlier layers instead of merging with it."""
+    """A section written out from a shorthand: it replaces the section of earlier layers instead of merging with it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing wrong: the keys it is about (the first is at fault), and what to do. origin: where, if no key tells."""
+    """One thing wrong: its keys (the first is at fault), and what to do. origin: where, if no key has one."""
 
     keys: tuple[str, ...]
     text: str
@@ -61,7 +61,7 @@ def dotted(path: str, name: str) -> str:
 
 
 class Reader:
-    """Reads one run's files and overrides, collecting every problem that does not stop it from reading on."""
+    """Reads one run's files and overrides, collecting every problem after which it can read on."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -73,7 +73,7 @@ class Reader:
         return self._on_base(path, self._file(path), seen)
 
     def mapping(self, config: Mapping[str, Any], origin: str) -> list[Tree]:
-        """The layers of a dict as a config file would hold it, its base's first. Raises: ConfigError, as `files`, and
+        """The layers of a dict of the form of a config file, its base's first. Raises: ConfigError, as `files`, and
         for a key that is no text or a value that no config file can hold."""
         return self._on_base(self.folder / CONFIG_DICT, self._section(config, origin, ""), ())
 
@@ -86,7 +86,7 @@ class Reader:
         below = path.parent / base.value
         if not is_there(below):
             raise ConfigError(
-                f"{path}: base file {base.value!r} not found; it is looked for beside this file, at {below}"
+                f"{path}: base file {base.value!r} not found; it is looked up in the folder of this file, as {below}"
             )
         chain = (*seen, path.resolve())
         if below.resolve() in chain:
@@ -109,7 +109,7 @@ class Reader:
                 tree[name] = Value(json.loads(json.dumps(value)), origin, self.folder)
             except (TypeError, ValueError) as cause:
                 raise ConfigError(
-                    f"{origin}: {inner} is {type(value).__name__} {value!r:.80}, which no config can hold ({cause}); "
+                    f"{origin}: {inner} is {type(value).__name__} {value!r:.80}, which can't be in a config ({cause}); "
                     "give text, numbers, true or false, null, or lists and dicts of these"
                 ) from cause
         return tree
@@ -158,14 +158,14 @@ class Reader:
         return tree
 
     def _plain(self, node: yaml.Node, origin: str, depth: int = 0) -> Any:
-        """What stands in a list or as a single value, without origins of its own."""
+        """A list, or a single value, without origins of their own."""
         self._num_values += 1
         if depth > MAX_DEPTH:
             raise ConfigError(f"{origin}: lists nested more than {MAX_DEPTH} deep")
         if self._num_values > MAX_VALUES:
             raise ConfigError(
-                f"{origin}: more than {MAX_VALUES:,} values, counting those behind an alias (*name) wherever it "
-                "stands; a config has some hundred. Remove the aliases, or give the rows as a data file"
+                f"{origin}: more than {MAX_VALUES:,} values, counting those of an alias (*name) in each place "
+                "where it is used; a config has some hundred. Remove the aliases, or give the rows as a data file"
             )
         _require_no_tag(node, origin)
         if isinstance(node, yaml.SequenceNode):
@@ -184,7 +184,7 @@ class Reader:
                 raise ConfigError(f"{name}:{line}: a key must be a single word, not a list or a mapping")
             if key.value in first:
                 origin = name if name == COMMAND_LINE else f"{name}:{line}"
-                text = f"given twice, first in line {first[key.value]}: YAML would drop one in silence. Remove one."
+                text = f"given twice, first in line {first[key.value]}: YAML would drop one of them. Remove one."
                 self.problems.append(Problem((dotted(path, key.value),), text, origin))
                 continue
             first[key.value] = line
@@ -199,14 +199,14 @@ def _require_no_tag(node: yaml.Node, origin: str) -> None:
 def _compose(text: str, where: str) -> yaml.Node | None:
     loader = None
     try:
-        # The BaseLoader leaves every scalar a text; values.scalar says what it means.
+        # The BaseLoader leaves every scalar a text; values.scalar gives its meaning.
         loader = yaml.BaseLoader(text)
         return loader.get_single_node()
     except yaml.YAMLError as e:
         raise ConfigError(f"{where} is not valid YAML: {e}") from e
-    except (RecursionError, ValueError, OverflowError) as e:  # the last two of escapes that are no character
+    except (RecursionError, ValueError, OverflowError) as e:  # the last two for escapes that are not a character
         at = f" in line {loader.line + 1}" if loader is not None else ""
-        what = "sections or lists stand hundreds deep in each other" if isinstance(e, RecursionError) else str(e)
+        what = "sections or lists are nested hundreds deep" if isinstance(e, RecursionError) else str(e)
         raise ConfigError(f"{where} is not valid YAML{at}: {what}") from e
 
 
@@ -239,7 +239,7 @@ def expand(tree: Tree, keys: dict[str, Key], path: str = "") -> Tree:
     return written
 
 
-_SHORTHANDS: dict[tuple[str, type], Any] = {  # (key, type of the value) -> what is meant; YAML reads `off` as false
+_SHORTHANDS: dict[tuple[str, type], Any] = {  # (key, type of the value) -> the section; YAML reads `off` as false
     ("algo.loss", str): lambda kind: {"kind": kind},
     ("algo.kl", bool): lambda on: on or {"coef": 0.0},
     ("algo.kl", str): lambda word: {"coef": 0.0} if word == "off" else word,  # of a Python dict, or quoted

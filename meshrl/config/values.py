@@ -8,7 +8,7 @@ from typing import Any
 
 _DIGITS = r"(?:0|[1-9](?:_?[0-9])*)"
 _INTEGER = re.compile(rf"[-+]?{_DIGITS}")
-# YAML 1.1 (PyYAML) takes 1e-6 for text because it has no dot; here it is the number that everybody means.
+# YAML 1.1 (PyYAML) reads 1e-6 as text because it has no dot; here it is a number.
 _NUMBER = re.compile(rf"[-+]?(?:{_DIGITS}(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
 _PLAIN = re.compile(r"[A-Za-z0-9_./~+-][A-Za-z0-9_./~+ :-]*")
 _UNSAFE = re.compile("[\x7f-\xa0\u2028\u2029\ufeff]")

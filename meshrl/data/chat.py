@@ -1,4 +1,4 @@
-"""Messages -> token ids, once. Everything that knows a chat template is here.
+"""Messages -> token ids, once. All code that uses a chat template is here.
 
 Ids come from one call of the tokenizer on the rendered template, with no special tokens added around it: the template
 writes its own BOS, so there is never a second one (P21). Transformers is imported when a tokenizer is loaded.
@@ -22,7 +22,7 @@ from meshrl.data.time_limit import TooLongError, time_limit
 Message = dict[str, Any]
 TEMPLATE_LIMIT_S = 10.0  # of one rendering, which takes milliseconds; a template can loop for years
 _VARIABLES = "chat_template_kwargs"  # in init_kwargs, where Transformers keeps what a tokenizer was made with
-_CONTENT = "stand-in answer"  # of an assistant message that shows where the template ends one; in no template itself
+_CONTENT = "stand-in answer"  # of an assistant message that shows where a template ends one; no template has it
 
 
 def load_tokenizer(
@@ -31,10 +31,10 @@ def load_tokenizer(
     """The tokenizer of a model folder (a hub id works where the hub, or its cache, is reachable).
 
     chat_template: replaces the tokenizer's own; the text, or the path of a file. chat_template_kwargs: variables that
-    the template gets in every rendering. Both stay with the tokenizer, so that prompts, the continuations of turns and
-    SFT rows are rendered alike.
+    the template gets in every rendering. Both are stored in the tokenizer, so that prompts, the continuations of turns
+    and SFT rows are rendered alike.
 
-    Raises: DataError when the path holds no tokenizer that Transformers can load without running foreign code, and for
+    Raises: DataError when the path has no tokenizer that Transformers can load without running its code, and for
     a template or variables that can't be used.
     """
     tokenizer = _load(path)
@@ -61,18 +61,18 @@ def _load(path: str | Path) -> Any:
         _require_plain_files(folder)
     try:
         return AutoTokenizer.from_pretrained(str(path), local_files_only=is_folder, trust_remote_code=False)
-    except BaseException as cause:  # of damaged files it may raise anything; Rust's panics are no Exception
+    except BaseException as cause:  # damaged files may raise anything; a panic in Rust is not an Exception
         if not isinstance(cause, Exception) and type(cause).__name__ != "PanicException":
             raise
         seen = sorted(p.name for p in folder.iterdir()) if is_folder else "not a folder on this machine"
         raise DataError(
             f"no tokenizer could be loaded from {str(path)!r} ({seen}): {_damage(folder) or str(cause):.1000}. "
-            "Give a folder that holds tokenizer.json and tokenizer_config.json, whole and without code of its own."
+            "Give a folder with complete tokenizer.json and tokenizer_config.json, which need no code of their own."
         ) from cause
 
 
 def _require_plain_files(folder: Path) -> None:
-    """Raises: DataError naming the file that is no file or no JSON, or that asks for code of its own."""
+    """Raises: DataError naming a file that is not a regular file or not JSON, or that needs code of its own."""
     for name in (*_JSON_FILES, *_OTHER_FILES):
         file = folder / name
         if not is_there(file) and not file.is_symlink():
@@ -81,7 +81,7 @@ def _require_plain_files(folder: Path) -> None:
             size_of(file)
             found = read_json(file) if name in _JSON_FILES else {}
             if name == "chat_template.jinja" and read_text(file) and file.read_bytes().startswith(codecs.BOM_UTF8):
-                raise Unreadable("it begins with a byte order mark, which would stand before every prompt; remove it")
+                raise Unreadable("it begins with a byte order mark, which would precede every prompt; remove it")
         except Unreadable as cause:
             raise DataError(
                 f"{file}: {cause}. Copy the tokenizer's files again, or write them by save_pretrained."
@@ -98,7 +98,7 @@ _OTHER_FILES = ("tokenizer.json", "chat_template.jinja", "vocab.json", "merges.t
 
 
 def _damage(folder: Path) -> str | None:
-    """Where tokenizer.json is no JSON: too large to be looked through when nothing is wrong."""
+    """Where tokenizer.json is not JSON: the file is too large to be parsed when nothing is wrong."""
     try:
         read_json(folder / "tokenizer.json")
     except Unreadable as cause:
@@ -171,7 +171,7 @@ def require_read(variables: Iterable[str], reads: set[str]) -> None:
 def render_text(
     tokenizer: Any, messages: Sequence[Message], add_generation_prompt: bool = True, tools: list[dict] | None = None
 ) -> str:
-    """The template's text for these messages: for people and for comparing, never to be encoded again.
+    """The template's text for these messages: for reading and comparing, never to be encoded again.
 
     Raises: DataError without a chat template, or when the template refuses the messages.
     """
@@ -196,7 +196,7 @@ def _apply_template(
     if not tokenizer.chat_template:
         raise DataError(
             f"the tokenizer {tokenizer.name_or_path!r} has no chat template, so messages can't become tokens. "
-            "Put a chat_template.jinja beside its tokenizer.json (base models often ship without one), or name one in "
+            "Put a chat_template.jinja into its folder (base models often have none), or name one in "
             "data.chat_template (sft.chat_template)."
         )
     if not messages:
@@ -214,7 +214,7 @@ def _apply_template(
     except TooLongError as cause:
         raise DataError(
             f"the chat template of {tokenizer.name_or_path!r} takes more than {TEMPLATE_LIMIT_S:g} s for "
-            f"{len(messages)} messages{_line_of(cause)}: its loops hardly end. Put another chat_template.jinja there"
+            f"{len(messages)} messages{_line_of(cause)}: its loops are too long. Use another chat_template.jinja"
         ) from cause
     except Exception as cause:  # a template is a program: it may raise anything
         roles = [m.get("role") for m in messages]
@@ -223,7 +223,7 @@ def _apply_template(
 
 
 def _line_of(error: BaseException) -> str:
-    """Where in the template it happened; Jinja's frames carry the template's own lines."""
+    """Where in the template it happened; Jinja's frames have the template's own line numbers."""
     line, frame = getattr(error, "lineno", None), error.__traceback__
     while frame is not None:
         line = frame.tb_lineno if frame.tb_frame.f_code.co_filename == "<template>" else line
@@ -237,12 +237,12 @@ def stop_token_ids(
     """Every id that ends a turn, sorted: the tokenizer's EOS, those of generation_config.json, the token with which the
     chat template ends an assistant's turn, and `extra`.
 
-    Models differ in where they name it: Qwen2.5's tokenizer names <|im_end|> and its generation config <|endoftext|>
-    too; a base model's EOS is often not the token that its chat template ends a turn with. generation_config: the file,
-    or the model folder that may hold it. Empty when none of them names one: such a model only ever stops at its length
-    limit.
+    Models differ in where they name it: Qwen2.5's tokenizer names <|im_end|>, and its generation config <|endoftext|>
+    as well; the EOS of a base model is often not the token with which its chat template ends a turn.
+    generation_config: the file, or the model folder that may have it. Empty when none of them names one: such a model
+    stops only at its length limit.
 
-    Raises: DataError when the file is there but is not JSON, or names something that is no token id.
+    Raises: DataError when the file exists but is not JSON, or names a value that is not a token id.
     """
     found = set(extra)
     if tokenizer.eos_token_id is not None:
@@ -256,18 +256,19 @@ def stop_token_ids(
 
 
 def _end_of_turn(tokenizer: Any) -> set[int]:
-    """The token of its own (no piece of text) that the chat template writes after an assistant's words; empty where it
-    writes none, or refuses the stand-in conversation."""
+    """The special token that the chat template writes after an assistant's message; empty if it writes none, or if it
+    refuses the stand-in conversation."""
     if not tokenizer.chat_template:
         return set()
     try:
         ids = render(tokenizer, _stand_in(), add_generation_prompt=False)
         rest = ids[_content_end(tokenizer, ids) :].tolist()
-    except DataError:  # the data's own messages may still be taken
+    except DataError:  # the template may still accept the messages of the data
         return set()
     added = tokenizer.added_tokens_decoder
     ends = (token for token in rest if token in added or tokenizer.decode([token]).strip())
-    return {token for token in [next(ends, None)] if token in added}
+    end = next(ends, None)
+    return {end} if end is not None and end in added else set()
 
 
 def _stand_in() -> list[Message]:
@@ -275,7 +276,7 @@ def _stand_in() -> list[Message]:
 
 
 def _content_end(tokenizer: Any, ids: np.ndarray) -> int:
-    """The place just after the stand-in answer's own words. Raises: DataError when the template does not write them."""
+    """The index just after the text of the stand-in answer. Raises: DataError when the template does not write it."""
     end = bisect_left(range(len(ids) + 1), True, key=lambda count: _CONTENT in tokenizer.decode(ids[:count].tolist()))
     if end > len(ids):
         raise DataError(
@@ -307,13 +308,13 @@ def sft_row(
 
     Each assistant turn is trained from the first token after its generation prompt up to and including its first stop
     token (P3). What a template writes after that token (ChatML's newline) is not: at generation time the sampler has
-    stopped by then and those tokens reach it as context. The row ends with its last trained token.
+    stopped by then and gets those tokens as context. The row ends with its last trained token.
 
-    stop_ids: what ends a turn in this run; default the tokenizer's EOS. They must hold the template's own end of turn,
-    or the trained model would never stop.
+    stop_ids: what ends a turn in this run; default the tokenizer's EOS. The template's own end of turn must be one of
+    them, or the trained model would never stop.
 
-    Raises: DataError when no assistant turn is there, when its end is no stop token, when a stop token stands inside
-    its content, or when the template renders the same history differently later on.
+    Raises: DataError when there is no assistant turn, when its end is not a stop token, when a stop token is inside its
+    content, or when the template renders the same history differently later on.
     """
     stops = frozenset(stop_token_ids(tokenizer) if stop_ids is None else stop_ids)
     turns = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
@@ -332,7 +333,7 @@ def sft_row(
         rest = tokenizer.decode(full[end:].tolist(), skip_special_tokens=True)
         if rest.strip():
             raise DataError(
-                f"message {i} holds the stop token {tokenizer.convert_ids_to_tokens(int(full[end - 1]))!r} before its "
+                f"message {i} has the stop token {tokenizer.convert_ids_to_tokens(int(full[end - 1]))!r} before its "
                 f"end; a sampler stops there and {rest[:60]!r} could never be produced. Remove it from the content."
             )
         _require_prefix(
@@ -352,7 +353,7 @@ def continuation_ids(
     """What follows a sampled answer: the template's tokens from just after the answer's stop token, through these
     messages, to the next generation prompt. int32[C]. Nothing that was sampled is encoded again (P20).
 
-    They are cut from a stand-in conversation, so they hold for every history that the template leaves as it stood.
+    They are taken from a stand-in conversation, so they are right for every history that the template does not rewrite.
 
     ended_by_id: whether the answer ends with one of stop_ids. An answer that a stop string ended does not: the
     template's own end of the turn then comes first, as context that is not trained.
@@ -365,7 +366,7 @@ def continuation_ids(
 
 
 def _turn_end(tokenizer: Any, ids: np.ndarray, start: int, stops: frozenset[int]) -> int:
-    """The place just after the first stop token at or after `start`."""
+    """The index just after the first stop token at or after `start`."""
     hits = np.flatnonzero(np.isin(ids[start:], sorted(stops)))
     if len(hits) == 0:
         text, names = tokenizer.decode(ids[start:].tolist())[-40:], tokenizer.convert_ids_to_tokens(sorted(stops))

@@ -83,7 +83,7 @@ class PromptMaker:
         return prompt
 
     def _columns(self, raw: RawRow) -> dict[str, Any]:
-        """Columns other than prompt and answer travel in `meta`."""
+        """Columns other than prompt and answer become `meta`."""
         cfg, answer = self.cfg, None
         content = _column(raw.data, cfg.prompt, "data.prompt", raw.where)
         if cfg.answer is not None:
@@ -105,20 +105,20 @@ class PromptMaker:
             raise DataError(f"{where}: {name} is null; set data.answer: null if no reward needs a ground truth")
 
     def _mapped(self, raw: RawRow, function: Callable[[Row], Any]) -> dict[str, Any]:
-        told = f"{raw.where}: data.map {self.cfg.map}"
+        prefix = f"{raw.where}: data.map {self.cfg.map}"
         wanted = f"it should be a dict of prompt or messages, and maybe {', '.join(MAPPED[2:])}"
         try:
             made = function(raw.data)
         except Exception as error:  # user code: it may raise anything
-            raise DataError(f"{told} raised {type(error).__name__}: {error}") from error
+            raise DataError(f"{prefix} raised {type(error).__name__}: {error}") from error
         if not isinstance(made, dict):
-            raise DataError(f"{told} returned {_shown(made)}; {wanted}")
+            raise DataError(f"{prefix} returned {_shown(made)}; {wanted}")
         strange = [name for name in made if name not in MAPPED]
         if strange or ("prompt" in made) == ("messages" in made):
-            raise DataError(f"{told} returned {', '.join(map(repr, made)) or 'nothing'}; {wanted}")
+            raise DataError(f"{prefix} returned {', '.join(map(repr, made)) or 'nothing'}; {wanted}")
         env, meta = made.get("env"), made.get("meta", {})
         if not isinstance(meta, dict) or not (env is None or isinstance(env, str)):
-            raise DataError(f"{told} returned env {_shown(env)} and meta {_shown(meta)}; a text and a dict are wanted")
+            raise DataError(f"{prefix} returned env {_shown(env)} and meta {_shown(meta)}; use a text and a dict")
         name = "prompt" if "prompt" in made else "messages"
         return {
             "content": made[name],
@@ -184,8 +184,8 @@ def load_sft_rows(
 
 
 def _require_known(ids: np.ndarray, tokenizer: Any, vocab_size: int | None, where: str) -> None:
-    """Raises: DataError for an id beyond the model's embedding. A tokenizer may have more ids than the model where no
-    row has them: Gemma 3's text models know none for the image token."""
+    """Raises: DataError for an id beyond the model's embedding. A tokenizer may have more ids than the model if no row
+    uses them: Gemma 3's text models have no embedding for the image token."""
     if vocab_size is None or len(ids) == 0 or ids.max() < vocab_size:
         return
     at = int(np.argmax(ids >= vocab_size))
@@ -205,7 +205,7 @@ def require_rows(table: Table, num_rows: int) -> None:
 
 
 def all_too_long(name: str, lengths: list[int], key: str, limit: int) -> DataError:
-    """The error of a table of which nothing is left."""
+    """The error for a table of which no row is left."""
     return DataError(
         f"{name}: all {len(lengths)} rows are longer than {key} = {limit} tokens "
         f"(shortest {min(lengths)}); raise it or shorten the rows"
@@ -213,7 +213,7 @@ def all_too_long(name: str, lengths: list[int], key: str, limit: int) -> DataErr
 
 
 def _column(row: Row, name: str, key: str, where: str) -> Any:
-    """A column by its name; a name with dots that is no column leads into one: reward_model.ground_truth."""
+    """A column by its name. With dots it may name a value inside a column: reward_model.ground_truth."""
     if name in row:
         return row[name]
     value: Any = row
@@ -227,7 +227,7 @@ def _column(row: Row, name: str, key: str, where: str) -> Any:
 
 
 def _messages(value: Any, where: str, name: str, text_role: str | None) -> list[Message]:
-    """A message list as it stands, or (where text_role is given) a text as one message. name: what held it."""
+    """A list of messages unchanged, or (with text_role) a text as one message. name: where the value is from."""
     wanted = "a list of {role, content} messages" + (" or a text" if text_role else "")
     if isinstance(value, str) and text_role:
         if not value.strip():
@@ -254,13 +254,13 @@ def _function(path: str) -> Callable[[Row], Any]:
 
 
 def _plain(value: Any, what: str, where: str) -> Any:
-    """The value, once it is known to be plain JSON: it goes to rewards in other processes and into the run's files."""
+    """The value if it is plain JSON: it is sent to rewards in other processes and written to the run's files."""
     try:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError) as cause:
         raise DataError(
-            f"{where}: {what} holds {_shown(value)}, which is no plain JSON ({cause}); leave it out or convert it, "
-            "with a data.map function or in the file"
+            f"{where}: {what} holds {_shown(value)}, which is not plain JSON ({cause}); leave it out or convert "
+            "it, with a data.map function or in the file"
         ) from cause
     return value
 

@@ -1,4 +1,4 @@
-"""A limit of time on a stretch of Python that somebody else wrote, in any thread: a chat template is a program."""
+"""A time limit for Python code of a user, in any thread: a chat template is a program."""
 
 from __future__ import annotations
 
@@ -13,59 +13,59 @@ _TICK_S = 0.1
 
 
 class TooLongError(Exception):
-    """Raised inside the stretch, between two steps of it: a single call into C is not interrupted."""
+    """Raised inside the block, between two of its instructions: a single call into C is not interrupted."""
 
 
 @dataclass(eq=False, slots=True)
-class _Stretch:
+class _Block:
     thread: int
     deadline: float
-    told: bool = False
+    interrupted: bool = False
 
 
 _lock = threading.Lock()
-_running: set[_Stretch] = set()
-_watch: threading.Thread | None = None  # is there while a stretch runs, and a moment longer
+_running: set[_Block] = set()
+_watchdog: threading.Thread | None = None  # lives while a block runs, and a moment longer
 
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """What runs in it gets TooLongError when it takes longer. Costs some microseconds."""
-    global _watch
-    stretch = _Stretch(threading.get_ident(), time.monotonic() + seconds)
+    """Raises TooLongError in the block when it takes longer. Costs some microseconds."""
+    global _watchdog
+    block = _Block(threading.get_ident(), time.monotonic() + seconds)
     with _lock:
-        _running.add(stretch)
-        if _watch is None or not _watch.is_alive():
-            _watch = threading.Thread(target=_watch_all, name="time-limit", daemon=True)
-            _watch.start()
+        _running.add(block)
+        if _watchdog is None or not _watchdog.is_alive():
+            _watchdog = threading.Thread(target=_interrupt_all, name="time-limit", daemon=True)
+            _watchdog.start()
     try:
         yield
     finally:
         try:
-            _leave(stretch)
-        except TooLongError:  # came in that very moment; the next would come a tick later
-            _leave(stretch)
+            _leave(block)
+        except TooLongError:  # raised just now; the next would be raised a tick later
+            _leave(block)
             raise
 
 
-def _leave(stretch: _Stretch) -> None:
+def _leave(block: _Block) -> None:
     with _lock:
-        _running.discard(stretch)
-        if stretch.told:  # and perhaps not yet raised: it must not come after the stretch
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(stretch.thread), None)
+        _running.discard(block)
+        if block.interrupted:  # perhaps not yet raised: it must not be raised after the block
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(block.thread), None)
 
 
-def _watch_all() -> None:
-    global _watch
+def _interrupt_all() -> None:
+    global _watchdog
     while True:
         time.sleep(_TICK_S)
         with _lock:
             if not _running:
-                _watch = None
+                _watchdog = None
                 return
             now = time.monotonic()
-            for stretch in _running:
-                if now > stretch.deadline:  # told again each tick: what runs may have caught the one before
-                    stretch.told = True
+            for block in _running:
+                if now > block.deadline:  # again each tick: the block may have caught the last one
+                    block.interrupted = True
                     error = ctypes.py_object(TooLongError)
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(stretch.thread), error)
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(block.thread), error)

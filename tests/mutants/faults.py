@@ -414,7 +414,7 @@ FAULTS = [
     Fault(
         "a chat template may loop for ever",
         "meshrl/data/time_limit.py",
-        "if now > stretch.deadline:",
+        "if now > block.deadline:",
         "if now < 0:",
         ("tests/fuzz/test_fuzz_tokenizer.py::test_a_template_that_hardly_ends_is_stopped_and_the_line_named",),
     ),

@@ -62,7 +62,7 @@ def test_what_is_wrong_in_a_dict_is_reported_as_of_a_file(good):
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        ({"loop": {"num_steps": np.int64(3)}}, r"loop.num_steps is int64 .*which no config can hold"),
+        ({"loop": {"num_steps": np.int64(3)}}, r"loop.num_steps is int64 .*which can't be in a config"),
         ({"loop": {3: 4}}, "loop: the key 3 must be a text"),
         ({"reward": {"terms": {"a": {"kind": len}}}}, "reward.terms.a.kind is builtin_function_or_method"),
     ],

@@ -130,7 +130,7 @@ def test_bases_that_form_a_ring_or_do_not_exist_are_refused(write):
     ring = write("base: a.yaml\n", "b.yaml")
     with pytest.raises(ConfigError, match="leads back"):
         load_run_config(ring)
-    with pytest.raises(ConfigError, match=r"'c.yaml' not found.*beside this file"):
+    with pytest.raises(ConfigError, match=r"'c.yaml' not found.*in the folder of this file"):
         load_run_config(write("base: c.yaml\n", "d.yaml"))
     with pytest.raises(ConfigError, match="name of one config file"):
         load_run_config(write("base: [a, b]\n", "e.yaml"))

@@ -34,7 +34,7 @@ BAD: list[tuple[str, list[str]]] = [
     ("loop.batch_size=8", ["loop.prompts_per_step"]),
     ("reward.terms.answer.wieght=2 reward.terms.answer.kind=format", ["Nearest: reward.terms.answer.weight"]),
     ("sft.path=x", ["sft", "`meshrl sft`'s"]),
-    ("xyzzy=1", ["no known key is like it", "meshrl config"]),
+    ("xyzzy=1", ["no known key is similar", "meshrl config"]),
     ("base=run.yaml", ["base", "unknown key"]),
     # wrong types and values
     ("train.optimizer.lr=-1", ["train.optimizer.lr = -1", "number > 0", "peak learning rate", "[command line]"]),

@@ -172,7 +172,7 @@ def test_a_template_whose_end_token_stops_nobody_is_refused():
 
 
 def test_a_stop_token_inside_an_answer_is_refused():
-    with pytest.raises(DataError, match=r"message 1 holds the stop token '<\|im_end\|>'.*could never be produced"):
+    with pytest.raises(DataError, match=r"message 1 has the stop token '<\|im_end\|>'.*could never be produced"):
         sft_row(tiny_tokenizer(), [USER, {"role": "assistant", "content": "1<|im_end|>2"}])
 
 

@@ -269,8 +269,8 @@ def test_a_function_makes_prompts_of_rows_of_any_shape(maps):
         ("both", "returned 'prompt', 'messages'; it should be a dict of prompt or messages"),
         ("misspelt", "returned 'prompt', 'anwser'; it should be"),
         ("empty", "the prompt from data.map is an empty text"),
-        ("deep", "the answer holds set .*no plain JSON"),
-        ("wrong_meta", 'meta str "level 3"; a text and a dict'),
+        ("deep", "the answer holds set .*not plain JSON"),
+        ("wrong_meta", 'meta str "level 3"; use a text and a dict'),
         ("breaks", "data.map row_maps_of_a_user:breaks raised KeyError: 'question'"),
     ],
 )
