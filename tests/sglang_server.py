@@ -366,7 +366,8 @@ class Server:
 
     async def server_info(self, body: None) -> dict[str, Any]:
         memory = {"weight": 1.0, "kvcache": 0.5, "token_capacity": 4096}
-        return {**vars(self.args), "version": self.pretends_to_be, "internal_states": [{"memory_usage": memory}]}
+        info = {**vars(self.args), "version": self.pretends_to_be, "internal_states": [{"memory_usage": memory}]}
+        return info | ({"enable_memory_saver": False} if self.broken("no_memory_saver") else {})
 
     async def model_info(self, body: None) -> dict[str, Any]:
         return {"model_path": self.args.model_path, "is_generation": True, "weight_version": self.label}

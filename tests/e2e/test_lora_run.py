@@ -53,12 +53,12 @@ def adapters_alone_travel(steps: list[dict[str, float]]) -> None:
 
 
 def test_a_server_without_adapters_samples_from_their_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Merged into what is sent, shard by shard, and proven by digests of the sums."""
+    """Merged into what is sent, and proven by digests of the sums."""
     config, folder = write_run(tmp_path), tmp_path / "launcher"
-    more = ("rollout.engine=sglang", "rollout.max_running_requests=16")
+    more = ("cluster.executor=inline", "rollout.engine=sglang", "rollout.max_running_requests=16")
     with launcher_in(folder):
         monkeypatch.syspath_prepend(folder)
-        steps = steps_of(train(config, "sglang", *LORA, *SPLIT, *more), ())
+        steps = steps_of(train(config, "sglang", *LORA, *more), ())
     for step in steps:
         assert step["proof/logprob_abs_diff_mean"] < 1e-5
         assert step["sync/proven_wire"] == step["sync/proven_resident"] == 1

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
-from sglang_servers import KEY, serving
+from sglang_servers import KEY, broken, serving
 from tiny_run import steps_of, train, write_run
 from transformers import AutoModelForCausalLM
 
@@ -83,10 +83,9 @@ def test_a_server_lends_its_memory_in_the_order_that_its_weights_need(tmp_path: 
     config = write_run(tmp_path)
     lm = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="float32")
     server = ["rollout.engine=sglang", "rollout.sglang.api_key_env=KEY_OF_THE_SERVER", "cluster.executor=inline"]
-    with serving(lm, tmp_path / "lends", "--enable-memory-saver") as url:
-        steps = steps_of(
-            train(config, "lent", *server, f"rollout.sglang.url={url}", "rollout.release_memory=true"), ("s",)
-        )
+    with serving(lm, tmp_path / "server", "--enable-memory-saver") as url:
+        released = (*server, f"rollout.sglang.url={url}", "rollout.release_memory=true")
+        steps = steps_of(train(config, "lent", *released), ("s",))
+        with broken(url, "no_memory_saver"), pytest.raises(CapabilityError, match="needs --enable-memory-saver"):
+            train(config, "refused", *released)
     assert len(steps) == 2 and all(step[LENT] > 0 and step["proof/logprob_abs_diff_mean"] < 1e-4 for step in steps)
-    with serving(lm, tmp_path / "keeps") as url, pytest.raises(CapabilityError, match="needs --enable-memory-saver"):
-        train(config, "refused", *server, f"rollout.sglang.url={url}", "rollout.release_memory=true")
