@@ -85,13 +85,6 @@ RUN_FAULTS = [
         (_TRIAL + "test_the_rewards_of_a_users_agent_are_not_tried_on_bare_answers",),
     ),
     Fault(
-        "a bad row is found only after the ranks have loaded the model",
-        "meshrl/loops/run.py",
-        "        await loading  # also because",
-        "        # also because",
-        ("tests/unit/loops/test_bad_rows.py::test_a_bad_row_ends_a_run_before_its_ranks_start",),
-    ),
-    Fault(
         "completions are compared with an answer that no column has",
         "meshrl/config/data.py",
         "if not terms or data.answer is not None:",
