@@ -17,8 +17,7 @@ from meshrl.config.rollout import RolloutConfig
 from meshrl.rollout.completions import RELOAD_PATH, CompletionsDialect, only_model
 from meshrl.rollout.server.engine import ServerEngine
 from meshrl.rollout.server.http import HttpClient, fetch
-from meshrl.rollout.sglang.dialect import SglangDialect, facts_of
-from meshrl.rollout.sglang.launch import start_server
+from meshrl.rollout.sglang.dialect import SglangDialect, start_server
 
 MAX_CONTEXT_TOKENS = 256
 KEY = "the key of this server"
@@ -73,8 +72,9 @@ ENGINE: dict[str, Any] = {
 
 def sglang_client(url: str, **changes: Any) -> ServerEngine:
     """An engine over a shared server, for one event loop; closing it leaves the server."""
-    facts = facts_of(fetch("/server_info", url, HEADERS), fetch("/model_info", url, HEADERS), "sglang-0", True)
-    return ServerEngine(SglangDialect(HttpClient("sglang-0", url, headers=HEADERS), facts), **{**ENGINE, **changes})
+    info, label = fetch("/server_info", url, HEADERS), fetch("/model_info", url, HEADERS)["weight_version"]
+    dialect = SglangDialect(HttpClient("sglang-0", url, headers=HEADERS), info, label)
+    return ServerEngine(dialect, **{**ENGINE, **changes})
 
 
 def endpoint_client(

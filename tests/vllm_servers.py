@@ -15,8 +15,7 @@ from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig, VllmConfig
 from meshrl.rollout.server.engine import ServerEngine
 from meshrl.rollout.server.process import ServerProcess
-from meshrl.rollout.vllm.dialect import VllmDialect
-from meshrl.rollout.vllm.launch import http_of, start_server
+from meshrl.rollout.vllm.dialect import VllmDialect, http_of, start_server
 
 MISSING = "" if importlib.util.find_spec("vllm") else "vLLM is not installed here: make test-vllm"
 MAX_CONTEXT_TOKENS = 1024

@@ -167,6 +167,11 @@ def notices(config: RunConfig | SftRunConfig, purpose: Purpose) -> list[str]:
     found = []
     if isinstance(config, RunConfig) and purpose == "train" and (turns := _ranks_in_turn(config)) is not None:
         found.append(turns)
+    if isinstance(config, RunConfig) and config.rollout.engine == "sglang":
+        found.append(
+            "rollout.engine is sglang, which is experimental: it was tested with a stand-in for the server, and never "
+            "with SGLang itself. Look at the three proofs of the first steps (docs/rollout_engines.md)."
+        )
     attention = config.model.attn_implementation
     if attention != "auto":
         found.append(

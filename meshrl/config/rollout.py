@@ -141,7 +141,9 @@ class EndpointConfig(Slice):
 
 class RolloutConfig(Slice):
     engine: Literal["embedded", "vllm", "sglang", "endpoint"] = field(
-        "embedded", "the engine that samples; embedded runs the model's Transformers module, without further packages"
+        "embedded",
+        "the engine that samples; embedded runs the model's Transformers module, without further packages; sglang is "
+        "experimental: it has never been run with a real SGLang server",
     )
     vllm: VllmConfig = field(VllmConfig(), "the server of engine vllm")
     sglang: SglangConfig = field(SglangConfig(), "the server of engine sglang")

@@ -11,9 +11,9 @@ from meshrl.rollout.base import RolloutEngine
 from meshrl.rollout.completions import connect_endpoint
 from meshrl.rollout.embedded.engine import build_embedded_engine
 from meshrl.rollout.server.engine import ServerEngine
-from meshrl.rollout.sglang.launch import connect_sglang
+from meshrl.rollout.sglang.dialect import connect_sglang
 from meshrl.rollout.stop_strings import stop_strings_of
-from meshrl.rollout.vllm.launch import start_vllm
+from meshrl.rollout.vllm.dialect import start_vllm
 
 SERVERS = {"vllm": start_vllm, "sglang": connect_sglang, "endpoint": connect_endpoint}
 

@@ -20,10 +20,11 @@ import torch
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
 from meshrl.core.device import empty_cache
-from meshrl.core.errors import CapabilityError, ConfigError, MeshrlError, StaleWeightsError
+from meshrl.core.errors import CapabilityError, MeshrlError, StaleWeightsError
 from meshrl.core.types import Media, Request, StopReason, Turn
 from meshrl.model.causal import CausalModel
 from meshrl.model.lean import LeanDecoder, lean_decoder
+from meshrl.model.limits import limits_of
 from meshrl.model.load import DTYPES, cast_parameters, load_causal_lm
 from meshrl.model.lora import add_adapters, init_adapters, scatter_adapters
 from meshrl.rollout.admission import bounds_of, check_admission, check_supported, topk_of
@@ -50,6 +51,7 @@ def build_embedded_engine(
 
     Raises: ConfigError when rollout.max_context_tokens is more than the model has positions.
     """
+    max_context_tokens, _ = limits_of(model_cfg.path, rollout_cfg.max_context_tokens)
     lm = load_causal_lm(model_cfg.path)
     if model_cfg.lora.enabled:
         add_adapters(lm, model_cfg.lora, torch.float32, model_cfg.path)
@@ -57,14 +59,7 @@ def build_embedded_engine(
     model = CausalModel(lm.eval().requires_grad_(False))
     lean = lean_decoder(model)
     init_adapters(lm)
-    lm = cast_parameters(model.lm, DTYPES[model_cfg.dtype]).to(device)
-    positions = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
-    max_context_tokens = rollout_cfg.max_context_tokens or positions
-    if max_context_tokens is None or (positions is not None and max_context_tokens > positions):
-        raise ConfigError(
-            f"rollout.max_context_tokens is {rollout_cfg.max_context_tokens}; {model_cfg.path} has "
-            f"max_position_embeddings {positions}. Give a number up to that (null takes the model's own)"
-        )
+    cast_parameters(model.lm, DTYPES[model_cfg.dtype]).to(device)
     return EmbeddedEngine(
         model,
         lean=lean,
@@ -174,7 +169,8 @@ class EmbeddedEngine:
         extras: dict[int, dict[str, np.ndarray]],
     ) -> dict[int, StopReason]:
         """Append one token to each row; returns the rows that end with it, and why."""
-        version, done = self._weights.version, {}
+        version = self._weights.version
+        done: dict[int, StopReason] = {}
         for row, (sequence, token, logprob) in enumerate(zip(rows, map(int, tokens), logprobs, strict=True)):
             if logprob != logprob:
                 raise MeshrlError(

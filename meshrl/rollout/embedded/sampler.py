@@ -154,7 +154,7 @@ def _extras(logprobs: torch.Tensor, want: tuple[str, ...]) -> dict[str, np.ndarr
     for name in want:
         if name == "entropy":
             entropy = torch.special.entr(logprobs.exp()).sum()
-            extras["entropy"] = np.float32(entropy.item())
+            extras["entropy"] = np.array(entropy.item(), np.float32)
         else:
             top = logprobs.topk(min(topk_of(name), len(logprobs)))
             extras["topk_ids"] = top.indices.to(torch.int32).cpu().numpy()

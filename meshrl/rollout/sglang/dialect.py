@@ -1,4 +1,4 @@
-"""How an SGLang server is spoken to: its own endpoint (`/generate`) and its commands, from release 0.5.19 on.
+"""An SGLang server, of release 0.5.19 or later: how it is started, its endpoint (`/generate`) and its commands.
 
 Ids go in as they are, so the server tokenizes and renders nothing (P21). Logprobs are those of the distribution that
 was sampled from, temperature applied (P2), which is what SGLang returns unless SGLANG_RETURN_ORIGINAL_LOGPROB is set.
@@ -9,38 +9,33 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
+import socket
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
+from meshrl.config.model import ModelConfig
+from meshrl.config.rollout import RolloutConfig
+from meshrl.core.device import visible_devices
 from meshrl.core.errors import ConfigError, EngineFailure, RequestError, SyncError
 from meshrl.core.types import Request
 from meshrl.rollout.admission import Bounds, check_supported
 from meshrl.rollout.base import Capabilities
 from meshrl.rollout.server.answer import MIXED, Part, full_ids
-from meshrl.rollout.server.dialect import Dialect, check_stop_rule, sampling_body, stream_interval
-from meshrl.rollout.server.http import HttpClient
+from meshrl.rollout.server.dialect import Dialect, check_stop_rule, command_line, sampling_body, stream_interval
+from meshrl.rollout.server.http import HttpClient, authorization, fetch, is_up
 from meshrl.rollout.server.process import ServerProcess
 from meshrl.rollout.sglang.workers import LOADER, Workers
 
 OLDEST = (0, 5, 19)  # the first release that names the weights of each token (weight_versions)
 _WITH_SESSIONS = (0, 5, 21)  # takes weights between a begin and an end
+_MEMORY_KEYS = {"weights": "weight", "kv_cache": "kvcache"}  # GiB on each rank, in SGLang's memory_usage
 _GIB = 1 << 30
 _BAD_REQUEST = 400
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ServerFacts:
-    """Read once, when the engine is made. gib: memory of each part, as measured by the server, of all its ranks."""
-
-    has_sessions: bool
-    tp_size: int
-    can_release: bool
-    weight_label: str  # of what was loaded from the folder
-    gib: dict[str, float]
+_ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false"}
 
 
 class SglangDialect(Dialect):
@@ -49,15 +44,17 @@ class SglangDialect(Dialect):
     name = "SGLang"
     no_release = "the server runs without --enable-memory-saver"
 
-    def __init__(self, http: HttpClient, facts: ServerFacts, server: ServerProcess | None = None):
-        """server: ended by `close`; None = it is not this engine's own."""
+    def __init__(self, http: HttpClient, info: dict[str, Any], loaded_label: str, server: ServerProcess | None = None):
+        """info: the server's answer to /server_info. server: ended by `close`; None = it is not this engine's own."""
         super().__init__(http)
-        self.capabilities = Capabilities(release=facts.can_release, in_flight=True, score=True)
-        self.loaded_label = facts.weight_label
-        self._facts, self._server = facts, server
+        self.capabilities = Capabilities(release=bool(info.get("enable_memory_saver")), in_flight=True, score=True)
+        self.loaded_label = loaded_label
+        self.has_sessions = _release_of(info) >= _WITH_SESSIONS
+        self._tp_size, self._server = int(info["tp_size"]), server
+        self._gib = (info.get("internal_states") or [{}])[0].get("memory_usage") or {}
         self._run, self._num_rids = secrets.token_hex(4), 0
         self._rids: dict[str, str] = {}  # of requests that were sent
-        self._workers = Workers(self.http.post, facts.tp_size)
+        self._workers = Workers(self.http.post, self._tp_size)
         self._in_session = False
         self._is_first_client = server is not None
 
@@ -146,7 +143,7 @@ class SglangDialect(Dialect):
         await self.go_on()
 
     async def _open_session(self) -> None:
-        if self._facts.has_sessions:
+        if self.has_sessions:
             await self._close_session()
             if not self._is_first_client:
                 self._is_first_client = True
@@ -170,45 +167,13 @@ class SglangDialect(Dialect):
         return self._num_bytes(parts)
 
     def _num_bytes(self, parts: set[str]) -> int:
-        return int(sum(self._facts.gib[part] for part in parts) * _GIB)
+        return int(sum(self._gib.get(_MEMORY_KEYS[part], 0) for part in parts) * self._tp_size * _GIB)
 
     async def close(self) -> None:
         await super().close()
         self._workers.close()
         if self._server is not None:
             self._server.close()
-
-
-def facts_of(info: dict[str, Any], model_info: dict[str, Any], engine_id: str, deterministic: bool) -> ServerFacts:
-    """From /server_info and /model_info. Raises: ConfigError for a server that this engine can't work with."""
-    release = tuple(int(number) for number in re.findall(r"\d+", str(info["version"]))[:3])
-    if release < OLDEST:
-        raise ConfigError(
-            f"{engine_id} runs SGLang {info['version']}; this engine needs {'.'.join(map(str, OLDEST))} or later, "
-            "which name the weights that made each token"
-        )
-    if LOADER not in (info.get("custom_weight_loader") or []):
-        raise ConfigError(
-            f"{engine_id} was started without --custom-weight-loader {LOADER}, through which weights reach it; it has "
-            f"{info.get('custom_weight_loader')}. meshrl must be installed beside SGLang"
-        )
-    if bool(info.get("enable_deterministic_inference")) != deterministic:
-        raise ConfigError(
-            f"rollout.sglang.deterministic is {deterministic}, but {engine_id} was started "
-            f"{'without' if deterministic else 'with'} --enable-deterministic-inference. Make them agree"
-        )
-    memory = (info.get("internal_states") or [{}])[0].get("memory_usage") or {}
-    tp_size = int(info["tp_size"])
-    return ServerFacts(
-        has_sessions=release >= _WITH_SESSIONS,
-        tp_size=tp_size,
-        can_release=bool(info.get("enable_memory_saver")),
-        weight_label=str(model_info["weight_version"]),
-        gib={part: float(memory.get(key, 0)) * tp_size for part, key in _MEMORY_KEYS.items()},
-    )
-
-
-_MEMORY_KEYS = {"weights": "weight", "kv_cache": "kvcache"}  # in SGLang's memory_usage
 
 
 def _body(request: Request, bounds: Bounds, rid: str) -> dict[str, Any]:
@@ -250,3 +215,91 @@ def part_of(event: dict[str, Any], num_sampled: int, request_id: str) -> Part:
         cached_tokens=meta.get("cached_tokens") or 0,
         reason=str(reason) if is_failure else reason.get("type"),
     )
+
+
+def connect_sglang(
+    model_cfg: ModelConfig, rollout_cfg: RolloutConfig, device: torch.device, engine_id: str, max_context_tokens: int
+) -> SglangDialect:
+    """Start the server and wait for it, unless the config names one. Blocks.
+
+    Raises: ConfigError for a server that does not fit the config; EngineFailure.
+    """
+    cfg = rollout_cfg.sglang
+    server, url, headers = None, cfg.url, authorization(cfg.api_key_env)
+    if url is None:
+        key = secrets.token_hex(16)  # other users of this machine can reach its ports
+        headers = {"Authorization": f"Bearer {key}"}
+        server, url = start_server(model_cfg, rollout_cfg, device, engine_id, max_context_tokens, key)
+    info = fetch("/server_info", url, headers)
+    require_fit(info, engine_id, cfg.deterministic, max_context_tokens, model_cfg.dtype)
+    label = str(fetch("/model_info", url, headers)["weight_version"])
+    return SglangDialect(HttpClient(engine_id, url, headers=headers, server=server), info, label, server)
+
+
+def require_fit(info: dict[str, Any], engine_id: str, deterministic: bool, max_context_tokens: int, dtype: str) -> None:
+    """Raises: ConfigError for a server that this engine can't work with, or that does not fit the config."""
+    if _release_of(info) < OLDEST:
+        raise ConfigError(
+            f"{engine_id} runs SGLang {info['version']}; this engine needs {'.'.join(map(str, OLDEST))} or later, "
+            "which name the weights that made each token"
+        )
+    if LOADER not in (info.get("custom_weight_loader") or []):
+        raise ConfigError(
+            f"{engine_id} was started without --custom-weight-loader {LOADER}, through which weights reach it; it has "
+            f"{info.get('custom_weight_loader')}. meshrl must be installed beside SGLang"
+        )
+    if bool(info.get("enable_deterministic_inference")) != deterministic:
+        raise ConfigError(
+            f"rollout.sglang.deterministic is {deterministic}, but {engine_id} was started "
+            f"{'without' if deterministic else 'with'} --enable-deterministic-inference. Make them agree"
+        )
+    if int(info.get("context_length") or max_context_tokens) < max_context_tokens:
+        raise ConfigError(
+            f"{engine_id} holds {info['context_length']} tokens a request, and rollout.max_context_tokens is "
+            f"{max_context_tokens}; start it with --context-length {max_context_tokens}, or lower the key"
+        )
+    if info.get("dtype") not in (None, "auto", dtype):
+        raise ConfigError(f"{engine_id} computes in {info['dtype']}, and model.dtype is {dtype}; make them agree")
+
+
+def _release_of(info: dict[str, Any]) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", str(info["version"]))[:3])
+
+
+def start_server(
+    model_cfg: ModelConfig,
+    rollout_cfg: RolloutConfig,
+    device: torch.device,
+    name: str,
+    max_context_tokens: int,
+    key: str,
+) -> tuple[ServerProcess, str]:
+    """A server that answers, and its address. The command line's flags are those that config/check_rollout.py refuses
+    in rollout.sglang.args. Raises: EngineFailure."""
+    cfg = rollout_cfg.sglang
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    values: dict[str, object] = {
+        "--model-path": model_cfg.path,
+        "--host": "127.0.0.1",
+        "--port": port,
+        "--api-key": key,
+        "--dtype": model_cfg.dtype,
+        "--tp-size": rollout_cfg.tp_size,
+        "--context-length": max_context_tokens,
+        "--max-running-requests": rollout_cfg.max_running_requests,
+        "--mem-fraction-static": cfg.mem_fraction_static,
+        "--custom-weight-loader": LOADER,
+        "--log-level": "warning",
+    }
+    flags = ["--skip-tokenizer-init", "--incremental-streaming-output"]
+    if cfg.deterministic:
+        flags.append("--enable-deterministic-inference")
+    if device.type != "cpu":
+        flags.append("--enable-memory-saver")
+    command = command_line(cfg.python, "sglang.launch_server", values, flags, cfg.args)
+    server = ServerProcess(name, lambda _: command, _ENVIRONMENT | visible_devices(device, rollout_cfg.tp_size))
+    url = f"http://127.0.0.1:{port}"
+    server.wait_until(lambda: is_up("/health", url), cfg.start_deadline_s, "rollout.sglang.start_deadline_s")
+    return server, url

@@ -25,7 +25,7 @@ class CpuMemory:
 
     def __init__(self, worker: Any):
         self._worker = worker
-        self._emptied: dict[str, list[tuple[torch.UntypedStorage, int]]] = {}
+        self._emptied: dict[str, list[tuple[Any, int]]] = {}
 
     def empty(self, parts: set[str]) -> int:
         """Free these of {weights, kv_cache}; returns bytes."""

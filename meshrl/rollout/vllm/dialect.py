@@ -1,4 +1,4 @@
-"""How a vLLM server is spoken to: its token endpoint (`/inference/v1/generate`) and its commands.
+"""A vLLM server: how it is started, its token endpoint (`/inference/v1/generate`) and its commands.
 
 Ids go in as they are, so the server tokenizes and renders nothing (P21). vLLM's own end-of-text is switched off: the
 turn ends at the ids that meshrl gives, as with every engine. Logprobs are those of the distribution that was sampled
@@ -9,23 +9,36 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from meshrl.config.model import ModelConfig
+from meshrl.config.rollout import RolloutConfig
+from meshrl.core.device import visible_devices
 from meshrl.core.errors import CapabilityError, EngineFailure, SyncError
 from meshrl.core.types import Request, mix64
 from meshrl.rollout.admission import Bounds, check_supported, topk_of
 from meshrl.rollout.base import Capabilities
 from meshrl.rollout.server.answer import Part, full_ids
-from meshrl.rollout.server.dialect import Dialect, sampling_body, stream_interval
-from meshrl.rollout.server.http import HttpClient
+from meshrl.rollout.server.dialect import Dialect, command_line, sampling_body, stream_interval
+from meshrl.rollout.server.http import HttpClient, is_up
 from meshrl.rollout.server.process import ServerProcess
+from meshrl.rollout.vllm import cpu_build
 
 MAX_TOPK = 19  # vLLM returns 20 with each token, one of which may be the sampled one
 _GENERATE = "/inference/v1/generate"
 _ID_PREFIX = "generate-tokens-"  # vLLM puts it before the ids of requests to that endpoint
 _LEAST_TEMPERATURE = 0.01  # vLLM raises smaller ones to it, so it would sample another distribution than it reports
+
+_ENVIRONMENT = {
+    "VLLM_SERVER_DEV_MODE": "1",  # the commands of pause, abort, cache and weights; only this user can reach the socket
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 
 
 class VllmDialect(Dialect):
@@ -155,3 +168,71 @@ def part_of(event: dict[str, Any]) -> Part:
         part.label_spans = choice.get("weight_versions") or []
         part.reason = choice["finish_reason"]
     return part
+
+
+def start_vllm(
+    model_cfg: ModelConfig, rollout_cfg: RolloutConfig, device: torch.device, engine_id: str, max_context_tokens: int
+) -> VllmDialect:
+    """Start the server and wait for it. Blocks. Raises: EngineFailure."""
+    server = start_server(model_cfg, rollout_cfg, device, engine_id, max_context_tokens)
+    return VllmDialect(http_of(server), server, can_release=device.type == "cpu" or rollout_cfg.release_memory)
+
+
+def start_server(
+    model_cfg: ModelConfig, rollout_cfg: RolloutConfig, device: torch.device, name: str, max_context_tokens: int
+) -> ServerProcess:
+    """A server that answers. Raises: EngineFailure."""
+    threads = cpu_build.threads() if device.type == "cpu" else {}
+    server = ServerProcess(
+        name,
+        lambda folder: _command(model_cfg, rollout_cfg, device, max_context_tokens, folder),
+        {**_ENVIRONMENT, **threads, **visible_devices(device, rollout_cfg.tp_size)},
+    )
+    key, deadline_s = "rollout.vllm.start_deadline_s", rollout_cfg.vllm.start_deadline_s
+    server.wait_until(lambda: is_up("/health", socket=_socket_in(server.folder)), deadline_s, key)
+    return server
+
+
+def http_of(server: ServerProcess) -> HttpClient:
+    return HttpClient(server.name, socket=_socket_in(server.folder), server=server)
+
+
+def _socket_in(folder: Path) -> Path:
+    return folder / "http"
+
+
+def _command(
+    model_cfg: ModelConfig, rollout_cfg: RolloutConfig, device: torch.device, max_context_tokens: int, folder: Path
+) -> list[str]:
+    """The command line. Its flags are those that config/check_rollout.py refuses in rollout.vllm.args."""
+    cfg, on_cpu = rollout_cfg.vllm, device.type == "cpu"
+    values: dict[str, object] = {
+        "--model": model_cfg.path,
+        "--uds": _socket_in(folder),
+        "--dtype": model_cfg.dtype,
+        "--max-model-len": max_context_tokens,
+        "--max-num-seqs": rollout_cfg.max_running_requests,
+        "--tensor-parallel-size": rollout_cfg.tp_size,
+        "--worker-extension-cls": "meshrl.rollout.vllm.worker.WeightsExtension",
+        "--logprobs-mode": "processed_logprobs",  # of the distribution that was sampled from (P2)
+        "--generation-config": "vllm",  # no filters from the model's folder
+        "--seed": 0,
+    }
+    kv_cache_bytes = cfg.kv_cache_bytes or (cpu_build.KV_CACHE_BYTES if on_cpu else None)
+    if kv_cache_bytes is not None:
+        values["--kv-cache-memory-bytes"] = kv_cache_bytes
+    else:
+        values["--gpu-memory-utilization"] = cfg.gpu_memory_utilization
+    flags = [
+        "--skip-tokenizer-init",
+        "--enable-scale-out",  # the endpoint that takes and returns ids
+        "--enable-prefix-caching",
+        "--enable-prompt-tokens-details",
+        "--disable-log-stats",
+        "--disable-uvicorn-access-log",
+    ]
+    if on_cpu:
+        flags += cpu_build.FLAGS
+    elif rollout_cfg.release_memory:
+        flags.append("--enable-sleep-mode")
+    return command_line(cfg.python, "vllm.entrypoints.openai.api_server", values, flags, cfg.args)

@@ -44,6 +44,12 @@ def test_what_fits_is_taken(good, overrides):
     load_run_config(good, overrides.split())
 
 
+def test_sglang_is_announced_as_experimental(good):
+    (notice,) = [n for n in load_run_config(good, SGLANG.split()).notices if "experimental" in n]
+    assert "rollout.engine is sglang" in notice and "never with SGLang itself" in notice
+    assert not any("experimental" in n for n in load_run_config(good).notices)
+
+
 def test_an_endpoint_without_weights_can_be_evaluated(good):
     config = load_run_config(good, ENDPOINT.split(), purpose="eval").config
     assert config.rollout.endpoint.weights == "none"

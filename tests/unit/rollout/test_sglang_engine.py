@@ -13,7 +13,8 @@ from tiny_tokenizers import numbered_tokenizer
 from meshrl.core.errors import CapabilityError, ConfigError, EngineFailure, RequestError, StaleWeightsError, SyncError
 from meshrl.rollout.admission import Bounds
 from meshrl.rollout.server.answer import Answer
-from meshrl.rollout.sglang.dialect import facts_of, part_of
+from meshrl.rollout.server.http import HttpClient
+from meshrl.rollout.sglang.dialect import SglangDialect, part_of, require_fit
 from meshrl.rollout.sglang.workers import LOADER
 from meshrl.rollout.stop_strings import StopStrings
 from meshrl.sync.digest import digest
@@ -236,7 +237,7 @@ def test_a_pause_that_waits_outlasts_released_memory(sglang_server, lm):
 def test_a_release_without_update_sessions_is_spoken_to_as_well(sglang_server, lm):
     async def main(engine):
         ack = await ready(engine, lm)
-        assert ack.resident is True and not engine._dialect._facts.has_sessions
+        assert ack.resident is True and not engine._dialect.has_sessions
         assert set((await engine.generate(ask("a", CONTEXT))).versions) == {0}
 
     with broken(sglang_server, "", release="0.5.19"):
@@ -293,17 +294,21 @@ def test_what_sglang_reads_differently_is_refused(sglang_server, lm):
 
 def test_a_server_that_will_not_do_is_refused():
     info = {"version": "0.5.23", "tp_size": 2, "custom_weight_loader": [LOADER], "enable_deterministic_inference": True}
-    model = {"weight_version": "default"}
-    facts = facts_of(info, model, "sglang-0", True)
-    assert facts.has_sessions and facts.tp_size == 2 and not facts.can_release
-    assert not facts_of({**info, "version": "0.5.19.post1"}, model, "sglang-0", True).has_sessions
+    info |= {"context_length": 256, "dtype": "float32"}
+    require_fit(info, "sglang-0", True, 256, "float32")
     for change, says in (
         ({"version": "0.5.8.post1"}, "0.5.19 or later"),
         ({"custom_weight_loader": []}, "--custom-weight-loader"),
         ({"enable_deterministic_inference": False}, "started without --enable-deterministic-inference"),
+        ({"context_length": 255}, "start it with --context-length 256"),
+        ({"dtype": "bfloat16"}, "model.dtype is float32"),
     ):
         with pytest.raises(ConfigError, match=says):
-            facts_of({**info, **change}, model, "sglang-0", True)
+            require_fit({**info, **change}, "sglang-0", True, 256, "float32")
+    for version, has_sessions in (("0.5.23", True), ("0.5.19.post1", False)):
+        dialect = SglangDialect(HttpClient("sglang-0"), {**info, "version": version}, "default")
+        assert dialect.has_sessions == has_sessions and not dialect.capabilities.release
+        asyncio.run(dialect.close())
 
 
 def _event(total, ids, reason=None):
@@ -372,3 +377,10 @@ def test_a_reason_that_the_engine_does_not_know_is_an_engine_failure():
     reason = {"type": "abort", "status_code": 503, "message": "out of memory"}
     with pytest.raises(EngineFailure, match="out of memory"):
         [_answer().add(part) for part in _parts([_event(1, [5], reason)])]
+
+
+def test_an_abort_that_comes_after_the_end_changes_nothing():
+    answer = _answer()
+    for part in _parts([_event(1, [5], {"type": "stop"}), _event(1, [], {"type": "abort"})]):
+        answer.add(part)
+    assert answer.turn("sglang-0").stop_reason == "stop"

@@ -19,8 +19,7 @@ from vllm_servers import MISSING, client_of, config_of, serving, tiny_vllm_lm
 from meshrl.core.errors import CapabilityError, EngineEnded, EngineFailure, StaleWeightsError, SyncError
 from meshrl.rollout.server.engine import ServerEngine
 from meshrl.rollout.server.process import ServerProcess
-from meshrl.rollout.vllm.dialect import VllmDialect
-from meshrl.rollout.vllm.launch import http_of
+from meshrl.rollout.vllm.dialect import VllmDialect, http_of
 
 pytestmark = [pytest.mark.skipif(bool(MISSING), reason=MISSING), pytest.mark.timeout(400)]
 
