@@ -45,7 +45,8 @@ from tiny_engines import ask, layout_of, tiny_engine
 from tiny_http import HttpServer, Refused
 
 from meshrl.core.types import Request, Turn
-from meshrl.model.load import load_causal_lm, tied_names
+from meshrl.model.hub_names import tied_names
+from meshrl.model.load import load_causal_lm
 from meshrl.sync.digest import digest
 from meshrl.sync.send import iter_buckets, make_header, send_weights
 

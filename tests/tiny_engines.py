@@ -11,8 +11,8 @@ import torch
 
 from meshrl.core.types import Request, SamplingParams, Turn
 from meshrl.model.causal import CausalModel
+from meshrl.model.hub_names import persistent_buffers, tied_names
 from meshrl.model.lean import lean_decoder
-from meshrl.model.load import persistent_buffers, tied_names
 from meshrl.rollout.embedded.engine import EmbeddedEngine
 from meshrl.sync.digest import digest
 from meshrl.sync.manifest import Ack, Layout, make_layout

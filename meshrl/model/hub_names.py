@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
-from meshrl.model.load import persistent_buffers, tied_names
 from meshrl.model.lora import is_adapter, named_weights, weight_name, wire_name
 from meshrl.parallel.boxes import index_of, overlap
 
@@ -33,13 +32,13 @@ class _View(NamedTuple):
 class HubNames:
     """tensors: hub name -> full shape, for each parameter (a tied one under its first name), each persistent buffer
     and each LoRA adapter, in the module's order. computed: module name -> why Transformers' rules leave no views of
-    it; such a tensor keeps its module name.
+    it; such a tensor keeps its module name. module_names: hub name -> name of the module's tensor, on the wire. tied:
+    hub name of an alias -> hub name of the tensor that it is.
 
     lm may be on the meta device, sharded, or have adapters.
     """
 
     def __init__(self, lm: torch.nn.Module):
-        self.tensors: dict[str, tuple[int, ...]] = {}
         self.computed: dict[str, str] = {}
         aliases = {wire_name(alias): wire_name(name) for alias, name in tied_names(lm).items()}
         shapes = {name: tuple(p.shape) for name, p in named_weights(lm)}
@@ -49,6 +48,10 @@ class HubNames:
         for name in filter(is_adapter, shapes):
             self._views[name] = [_same(self._adapter(name), shapes[name])]
         self.tensors = {view.name: view.shape for name in shapes for view in self._views[name]}
+        self.module_names = {view.name: name for name in shapes for view in self._views[name]}
+        self.tied = {
+            alias: first for module in aliases for alias, first in zip(self.of(module), self.of(aliases[module]))
+        }
 
     def of(self, name: str) -> tuple[str, ...]:
         """The hub names of what the module calls `name` on the wire; of a tied alias, its own."""
@@ -132,3 +135,26 @@ def _same(name: str, shape: tuple[int, ...]) -> _View:
 
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+def tied_names(model: torch.nn.Module) -> dict[str, str]:
+    """Alias -> the name that holds the tensor, for every parameter that appears under two names."""
+    first: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if id(p) in first:
+            tied[name] = first[id(p)]
+        else:
+            first[id(p)] = name
+    return tied
+
+
+def persistent_buffers(lm: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers that belong to a model's files, in their own dtype, such as the bias by which a router chooses."""
+    kept = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in lm.named_modules()
+        for name, _ in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    }
+    return {name: b.detach() for name, b in lm.named_buffers() if name in kept}

@@ -22,6 +22,7 @@ from meshrl.core.files import read_json
 from meshrl.model import attention
 from meshrl.model.causal import CausalModel
 from meshrl.model.folder import check_folder, require_all_loaded, require_numbers, require_same_size
+from meshrl.model.hub_names import HubNames, tied_names
 from meshrl.model.names import match_names
 from meshrl.model.stream import Weights
 from meshrl.model.weight_files import INDEX, SINGLE, Stored
@@ -59,16 +60,17 @@ def open_causal_lm(path: str | Path) -> tuple[torch.nn.Module, Weights | None]:
         _require_plain_attention(config.get_text_config(), path)
         lm = _skeleton(config, folder)
         quantised = getattr(config, "quantization_config", None) is not None
-        parts = "it is quantised" if quantised else match_names(lm, stored, tied_names(lm), path)
-        if isinstance(parts, str):
+        names = HubNames(lm)
+        found = "it is quantised" if quantised else match_names(lm, stored, names, path)
+        if isinstance(found, str):
             if not quantised:  # its files hold fewer numbers, of more than one parameter each
                 require_same_size(lm, stored, path)
             if not dist.is_initialized() or dist.get_rank() == 0:
-                logging.getLogger(__name__).warning("model.path %r is loaded whole by every rank: %s", str(path), parts)
+                logging.getLogger(__name__).warning("model.path %r is loaded whole by every rank: %s", str(path), found)
             lm = _whole(stored, folder)
         lm.config.use_cache = False
         _silence_dropout(lm)
-    return lm.eval(), None if isinstance(parts, str) else Weights(parts)
+    return lm.eval(), None if isinstance(found, str) else Weights(found, names)
 
 
 def load_causal_lm(path: str | Path, *, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
@@ -267,26 +269,3 @@ def cast_parameters(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Modu
     for p in model.parameters():  # yields a tied tensor once
         p.data = p.data.to(dtype)
     return model
-
-
-def tied_names(model: torch.nn.Module) -> dict[str, str]:
-    """Alias -> the name that holds the tensor, for every parameter that appears under two names."""
-    first: dict[int, str] = {}
-    tied: dict[str, str] = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        if id(p) in first:
-            tied[name] = first[id(p)]
-        else:
-            first[id(p)] = name
-    return tied
-
-
-def persistent_buffers(lm: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Buffers that belong to a model's files, in their own dtype, such as the bias by which a router chooses."""
-    kept = {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, module in lm.named_modules()
-        for name, _ in module.named_buffers(recurse=False)
-        if name not in module._non_persistent_buffers_set
-    }
-    return {name: b.detach() for name, b in lm.named_buffers() if name in kept}

@@ -1,7 +1,7 @@
-"""From the names in a model's files to those of its modules, by Transformers' own rules.
+"""From the names in a model's files to the hub names of its tensors, by Transformers' own rules.
 
-Where the rules rename, or lay whole tensors end to end (the experts of a layer), a rank can read the rows it holds.
-Where they compute (transpose, interleave, split), only Transformers can load the model.
+Files may be of the bare model, or have names that were given up since. A rank reads the boxes it holds, wherever the
+tensors of the files are views of the module's (`HubNames`). Where Transformers computes, it alone can load the model.
 """
 
 from __future__ import annotations
@@ -15,35 +15,33 @@ import torch
 
 from meshrl.core.errors import ConfigError
 from meshrl.core.lookup import similar_names
-from meshrl.model.stream import DTYPES, Parts, same_values
+from meshrl.model.hub_names import HubNames
+from meshrl.model.stream import DTYPES, same_values
 from meshrl.model.weight_files import Stored
-
-_Found = dict[str, dict[str, list[Stored]]]  # model name -> source pattern of the rule ("" = none) -> tensors in order
 
 
 def match_names(
-    lm: torch.nn.Module, stored: Mapping[str, Stored], tied: Mapping[str, str], path: str | Path
-) -> dict[str, Parts] | str:
-    """Model name -> the tensors its values are made of, for each parameter (a tied one under its first name) and each
-    persistent buffer; or, in words, why only Transformers can load them. tied: alias -> first name.
+    lm: torch.nn.Module, stored: Mapping[str, Stored], names: HubNames, path: str | Path
+) -> dict[str, Stored] | str:
+    """Hub name -> the tensor that the files hold for it, for each of `names`; or, in words, why only Transformers can
+    load them.
 
     Raises: ConfigError when a name is missing or unexpected, or a shape or dtype does not fit, naming the nearest.
     """
-    wanted = lm.state_dict()
-    found, unexpected, converters = _sorted_in(lm, stored, wanted)
-    parts: dict[str, Parts] = {}
-    for name, by_pattern in found.items():
-        joined = _joined(name, by_pattern, converters)
-        if joined is None:
-            return f"{name} is made of {_first(by_pattern).name} by a computation"
-        pieces, shape = joined
-        _require_fit(name, pieces, shape, wanted[name], type(lm).__name__)
-        first = tied.get(name, name)
-        if first in parts and not (len(parts[first]) == len(pieces) == 1 and same_values(parts[first][0], pieces[0])):
-            return f"config.json ties {parts[first][0].name} and {pieces[0].name}, which differ in the files"
-        parts[first] = pieces
-    missing = [name for name in dict.fromkeys(tied.get(name, name) for name in wanted) if name not in parts]
-    refused = [name for name in missing if not _matches(lm._keys_to_ignore_on_load_missing, name)]
+    found, unexpected, computed = _sorted_in(lm, stored, names)
+    if computed:
+        return computed
+    for alias, first in names.tied.items():
+        if first in found and alias in found and not same_values(found[first], found[alias]):
+            return f"config.json ties {found[alias].name} and {found[first].name}, which differ in the files"
+        if alias in found:
+            found.setdefault(first, found[alias])
+            del found[alias]
+    wanted, own = lm.state_dict(), names.module_names
+    for name, entry in found.items():
+        _require_fit(name, entry, names.tensors[name], wanted[own[name]], type(lm).__name__)
+    missing = [name for name in names.tensors if name not in found]
+    refused = [name for name in missing if not _matches(lm._keys_to_ignore_on_load_missing, own[name])]
     if refused:
         raise ConfigError(
             f"model.path {str(path)!r}: no file holds {refused[0]!r} of {type(lm).__name__}"
@@ -54,88 +52,63 @@ def match_names(
         entry = stored[unexpected[0]]
         raise ConfigError(
             f"{entry.file} holds {entry.name!r}, which {type(lm).__name__} does not have{_and_more(unexpected)}"
-            f"{_nearest(entry.name, wanted)}. config.json and the files are of different models; a head of another "
-            "task has to be taken off first"
+            f"{_nearest(entry.name, names.tensors)}. config.json and the files are of different models; a head of "
+            "another task has to be taken off first"
         )
-    return f"{missing[0]} is in no file, and Transformers makes it" if missing else parts
+    return f"{missing[0]} is in no file, and Transformers makes it" if missing else found
 
 
-def _sorted_in(
-    lm: Any, stored: Mapping[str, Stored], wanted: Mapping[str, torch.Tensor]
-) -> tuple[_Found, list[str], dict[str, Any]]:
-    """What belongs to each name, the names that belong to none, and the converters by source pattern."""
+def _sorted_in(lm: Any, stored: Mapping[str, Stored], names: HubNames) -> tuple[dict[str, Stored], list[str], str]:
+    """What the files hold by hub name, the names that belong to none, and why only Transformers can load the rest
+    ("" = there is none).
+
+    Raises: ConfigError when two tensors are meant for one place.
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
     rules = get_model_conversion_mapping(lm)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-    prefix = lm.base_model_prefix
+    prefix, wanted = lm.base_model_prefix, lm.state_dict()
     ignored = [*(lm._keys_to_ignore_on_load_unexpected or ())]
     buffers = [name for name, _ in lm.named_buffers()]  # old files hold what is now made anew, at other places
     ignored += [rf"(^|\.){name}$" for name in ("inv_freq", "position_ids") if any(b.endswith(name) for b in buffers)]
-    found: _Found = {}
+    found: dict[str, Stored] = {}
     unexpected = []
     for name in sorted(stored, key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, prefix, wanted)
+        target, _ = rename_source_key(name, renamings, converters, prefix, wanted)
         if target not in wanted and name in wanted:
-            target, pattern = rename_source_key(name, [], [], prefix, wanted)
-        if target in wanted:
-            found.setdefault(target, {}).setdefault(pattern or "", []).append(stored[name])
-        elif not _matches(ignored, target):
-            unexpected.append(name)
-    return found, unexpected, {pattern: rule for rule in converters for pattern in rule.source_patterns}
+            target, _ = rename_source_key(name, [], [], prefix, wanted)
+        if target not in wanted:
+            if not _matches(ignored, target):
+                unexpected.append(name)
+            continue
+        candidates = names.of(target)
+        spelled = [n for n in (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")) if n in candidates]
+        if not spelled and (len(candidates) > 1 or target in names.computed):
+            return {}, [], f"{target} is made of {name} by a computation"
+        place = (spelled or candidates)[0]
+        if place in found:
+            one = found[place]
+            raise ConfigError(f"{one.file} holds {one.name!r}, but {name!r} is meant for {place!r} too")
+        found[place] = stored[name]
+    return found, unexpected, ""
 
 
-def _joined(
-    name: str, by_pattern: dict[str, list[Stored]], converters: Mapping[str, Any]
-) -> tuple[Parts, tuple[int, ...]] | None:
-    """The tensors in the order in which they lie end to end, and the shape they make; None when that is not enough.
-
-    Raises: ConfigError when two tensors are meant for one place, or some of a list are missing.
-    """
-    from transformers.core_model_loading import Concatenate, MergeModulelist
-
-    one = _first(by_pattern)
-    if "" in by_pattern:
-        everything = [entry for entries in by_pattern.values() for entry in entries]
-        if len(everything) > 1:
-            raise ConfigError(f"{one.file} holds {one.name!r}, but {everything[1].name!r} is meant for {name!r} too")
-        return (one,), one.shape
-    rule = converters[next(iter(by_pattern))]
-    operations = [(type(op), getattr(op, "dim", None)) for op in rule.operations]
-    if operations not in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]):
-        return None
-    lists = [by_pattern.get(pattern, []) for pattern in rule.source_patterns]
-    if len({len(entries) for entries in lists}) > 1 or any(
-        entry.shape != entries[0].shape for entries in lists for entry in entries
-    ):
-        counts = ", ".join(f"{len(e)} of {pattern}" for pattern, e in zip(rule.source_patterns, lists, strict=True))
-        raise ConfigError(f"{one.file}: {name!r} wants equally many tensors of equal shapes, but there are {counts}")
-    rows = sum(entries[0].shape[0] for entries in lists)
-    pieces = tuple(entry for expert in zip(*lists, strict=True) for entry in expert)
-    return pieces, (len(lists[0]), rows, *one.shape[1:])
-
-
-def _require_fit(name: str, pieces: Parts, shape: tuple[int, ...], wanted: torch.Tensor, model: str) -> None:
+def _require_fit(name: str, entry: Stored, shape: tuple[int, ...], wanted: torch.Tensor, model: str) -> None:
     """Raises: ConfigError when a tensor of the files has another shape or kind than the model's."""
-    one = pieces[0]
-    if shape != tuple(wanted.shape):
+    if entry.shape != shape:
         raise ConfigError(
-            f"{one.file}: {one.name!r} makes {name!r} {list(shape)}, but config.json makes it {list(wanted.shape)} in "
-            f"{model}. They are of different models"
+            f"{entry.file}: {entry.name!r} makes {name!r} {list(entry.shape)}, but config.json makes it {list(shape)} "
+            f"in {model}. They are of different models"
         )
-    for piece in pieces:
-        dtype = DTYPES.get(piece.kind)
-        if dtype is None or dtype.is_floating_point != wanted.is_floating_point():
-            raise ConfigError(
-                f"{piece.file}: {piece.name!r} is stored as {piece.kind}, but {model} needs {wanted.dtype} there. "
-                "Quantised weights can't be trained; give the folder in BF16, F16 or F32"
-            )
-
-
-def _first(by_pattern: dict[str, list[Stored]]) -> Stored:
-    return next(iter(by_pattern.values()))[0]
+    dtype = DTYPES.get(entry.kind)
+    if dtype is None or dtype.is_floating_point != wanted.is_floating_point():
+        raise ConfigError(
+            f"{entry.file}: {entry.name!r} is stored as {entry.kind}, but {model} needs {wanted.dtype} there. "
+            "Quantised weights can't be trained; give the folder in BF16, F16 or F32"
+        )
 
 
 def _matches(patterns: Iterable[str] | None, name: str) -> bool:

@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from meshrl.model.hub_names import HubNames
-from meshrl.model.load import persistent_buffers
+from meshrl.model.hub_names import HubNames, persistent_buffers
 from meshrl.model.lora import adapters_of, is_adapter, merged, named_weights
 from meshrl.parallel.boxes import LocalBox, boxes, index_of, owners
 

@@ -12,44 +12,48 @@ import torch
 
 from meshrl.core.errors import ConfigError
 from meshrl.core.files import Unreadable, open_plain
-from meshrl.model.lora import named_weights
+from meshrl.model.hub_names import HubNames, persistent_buffers
+from meshrl.model.lora import is_adapter, named_weights
 from meshrl.model.weight_files import KINDS, Stored
 from meshrl.parallel.boxes import boxes
 
 BUCKET_BYTES = 64 << 20  # of host memory beside the shard itself; files are read at full speed far below
 DTYPES = {kind: dtype for dtype, kind in KINDS.items() if kind[:2] != "F8"}  # the rest want a scale
-Parts = tuple[Stored, ...]  # the values of one tensor, laid end to end
 
 
 class Weights:
-    """Where the values of a model lie: parts by name, for each parameter (a tied one under its first name) and each
-    persistent buffer. Nothing is read before `fill`."""
+    """Where the values of a model lie: hub name -> tensor of the files, for each of `names`. Nothing is read before
+    `fill`."""
 
-    def __init__(self, parts: dict[str, Parts]):
-        self.parts = parts
+    def __init__(self, stored: dict[str, Stored], names: HubNames):
+        self.stored, self._names = stored, names
 
     @torch.no_grad()
     def fill(self, lm: torch.nn.Module, bucket_bytes: int = BUCKET_BYTES) -> None:
-        """Give a model its values, each cast to the dtype that is there: of a sharded tensor this rank's rows alone.
+        """Give a model its values, each cast to the dtype that is there: of a sharded tensor this rank's boxes alone.
         The host holds one bucket beside what is filled, whatever the size of a tensor.
 
         Raises: ConfigError naming the file that can't be read on.
         """
-        tensors = dict(named_weights(lm))
+        tensors = {name: p for name, p in named_weights(lm) if not is_adapter(name)} | persistent_buffers(lm)
+        held = [
+            (self.stored[hub_name], offsets, values)
+            for name, tensor in tensors.items()
+            for local in boxes(tensor)
+            for hub_name, offsets, values in self._names.split(name, local.offsets, local.tensor)
+        ]
         bucket = torch.empty(bucket_bytes, dtype=torch.uint8)
         with ExitStack() as stack:
             reader = _Reader(stack, bucket)
-            for name, parts in sorted(self.parts.items(), key=lambda e: (str(e[1][0].file), e[1][0].offset)):
-                tensor = tensors[name] if name in tensors else lm.get_buffer(name)
-                for offsets, values in boxes(tensor):
-                    for first, run in _runs(offsets, values, tuple(tensor.shape)):
-                        reader.read(parts, first, run)
+            for stored, offsets, values in sorted(held, key=lambda each: (str(each[0].file), each[0].offset)):
+                for first, run in _runs(offsets, values, stored.shape):
+                    reader.read(stored, first, run)
 
 
 def _runs(offsets: tuple[int, ...], values: torch.Tensor, shape: tuple[int, ...]) -> Iterator[tuple[int, torch.Tensor]]:
     """A box of a tensor of this shape as what lies end to end in it: (flat index of the first value, the values)."""
     step = prod(shape[1:])
-    if tuple(values.shape[1:]) == shape[1:]:
+    if values.dim() <= 1 or (tuple(values.shape[1:]) == shape[1:] and values.is_contiguous()):
         yield offsets[0] * step if shape else 0, values.view(-1)
         return
     for row, part in enumerate(values, offsets[0]):
@@ -67,7 +71,7 @@ def same_values(one: Stored, other: Stored) -> bool:
         for begin in range(0, one.numel, step):
             pieces = [torch.empty(min(step, one.numel - begin), dtype=DTYPES[one.kind]) for _ in (one, other)]
             for stored, piece in zip((one, other), pieces, strict=True):
-                reader.read((stored,), begin, piece)
+                reader.read(stored, begin, piece)
             if not torch.equal(*pieces):
                 return False
     return True
@@ -80,20 +84,16 @@ class _Reader:
         self._stack, self._bucket = stack, bucket
         self._files: dict[Path, BinaryIO] = {}
 
-    def read(self, parts: Parts, begin: int, into: torch.Tensor) -> None:
-        """Values begin, begin + 1, ... of the parts laid end to end, as many as `into` takes."""
-        end, start = begin + into.numel(), 0
-        for part in parts:
-            dtype = DTYPES[part.kind]
-            step = len(self._bucket) // dtype.itemsize
-            stop = start + part.numel
-            for at in range(max(begin, start), min(end, stop), step):
-                count = min(step, min(end, stop) - at)
-                piece = self._bucket[: count * dtype.itemsize]
-                self._bytes(part, (at - start) * dtype.itemsize, piece)
-                # Moved before it is cast: across devices, copy_ would cast on the host, in a second bucket.
-                into[at - begin : at - begin + count].copy_(piece.view(dtype).to(into.device))
-            start = stop
+    def read(self, stored: Stored, first: int, into: torch.Tensor) -> None:
+        """Values first, first + 1, ... of a tensor of the files, as many as `into` takes."""
+        dtype = DTYPES[stored.kind]
+        step = len(self._bucket) // dtype.itemsize
+        for at in range(0, into.numel(), step):
+            part = into[at : at + step]
+            piece = self._bucket[: part.numel() * dtype.itemsize]
+            self._bytes(stored, (first + at) * dtype.itemsize, piece)
+            # Moved before it is cast: across devices, copy_ would cast on the host, in a second bucket.
+            part.copy_(piece.view(dtype).to(into.device))
 
     def _bytes(self, part: Stored, first: int, piece: torch.Tensor) -> None:
         try:

@@ -25,16 +25,8 @@ from meshrl.core.errors import MeshrlError
 from meshrl.core.types import Metric
 from meshrl.model.attention import PackedAttention
 from meshrl.model.causal import CausalModel
-from meshrl.model.load import (
-    DTYPES,
-    cast_parameters,
-    materialize,
-    meta_copy,
-    open_causal_lm,
-    persistent_buffers,
-    require_same_scores,
-    tied_names,
-)
+from meshrl.model.hub_names import persistent_buffers, tied_names
+from meshrl.model.load import DTYPES, cast_parameters, materialize, meta_copy, open_causal_lm, require_same_scores
 from meshrl.model.lora import (
     ADAPTER_FOLDER,
     MergedRows,

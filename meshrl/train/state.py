@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from meshrl.core.errors import CheckpointError
-from meshrl.model.load import persistent_buffers
+from meshrl.model.hub_names import persistent_buffers
 from meshrl.model.lora import adapters_of, is_adapter, named_weights, trained_weights
 from meshrl.parallel.boxes import LocalBox, boxes, replica
 from meshrl.parallel.fsdp import local_shard

@@ -18,7 +18,7 @@ from tiny_engines import ask, tiny_engine
 from tiny_models import tiny_lm
 
 from meshrl.core.errors import RankFailure, StaleWeightsError, SyncError
-from meshrl.model.load import tied_names
+from meshrl.model.hub_names import tied_names
 from meshrl.sync.file_ring import FileRing, FileRingView
 from meshrl.sync.group_ring import GroupRing, GroupView, Seat
 from meshrl.sync.manifest import Layout, make_layout

@@ -12,7 +12,7 @@ from tiny_engines import ask, layout_of, plain, sync
 from vllm_servers import tiny_vllm_lm
 
 from meshrl.core.errors import StaleWeightsError, SyncError
-from meshrl.model.load import tied_names
+from meshrl.model.hub_names import tied_names
 from meshrl.sync.digest import digest, digest_range
 from meshrl.sync.manifest import make_layout
 from meshrl.sync.receive import describe

@@ -19,7 +19,8 @@ from tiny_models import tiny_lm
 from tiny_samples import random_samples
 
 from meshrl.core.errors import SyncError
-from meshrl.model.load import load_causal_lm, persistent_buffers
+from meshrl.model.hub_names import persistent_buffers
+from meshrl.model.load import load_causal_lm
 from meshrl.model.lora import add_adapters, init_adapters
 from meshrl.sync.send import send_weights
 from meshrl.train.packing import pack

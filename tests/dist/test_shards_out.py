@@ -12,7 +12,8 @@ import torch.distributed as dist
 from harness import engine_over
 from tiny_models import tiny_qwen2
 
-from meshrl.model.load import cast_parameters, tied_names
+from meshrl.model.hub_names import tied_names
+from meshrl.model.load import cast_parameters
 from meshrl.sync.manifest import Ack
 from meshrl.sync.receive import Bucket, ReceiverState, describe, reconcile
 from meshrl.sync.send import make_header, send_weights, with_reports

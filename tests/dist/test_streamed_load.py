@@ -19,6 +19,7 @@ from meshrl.config.train import TrainConfig
 from meshrl.core.errors import ConfigError
 from meshrl.model import attention
 from meshrl.model.causal import CausalModel
+from meshrl.model.hub_names import tied_names
 from meshrl.model.load import (
     DTYPES,
     cast_parameters,
@@ -27,7 +28,6 @@ from meshrl.model.load import (
     meta_copy,
     open_causal_lm,
     require_same_scores,
-    tied_names,
 )
 from meshrl.model.weight_files import stored_tensors
 from meshrl.parallel.fsdp import local_shard, shard_model

@@ -87,11 +87,21 @@ WEIGHT_FAULTS = [
         ),
     ),
     Fault(
-        "experts are joined matrix by matrix instead of expert by expert",
-        "meshrl/model/names.py",
-        "for expert in zip(*lists, strict=True) for entry in expert",
-        "for expert in lists for entry in expert",
-        (_NAMES + "test_experts_that_lie_apart_in_the_files_are_joined_as_transformers_joins_them",),
+        "each expert of the files is read from the first expert's place",
+        "meshrl/model/hub_names.py",
+        "starts[dim] - view.offsets[dim]",
+        "0 * starts[dim]",
+        (
+            _NAMES + "test_experts_that_lie_apart_in_the_files_are_joined_as_transformers_joins_them",
+            "tests/unit/model/test_hub_names.py::test_boxes_of_hub_tensors_are_the_files_that_transformers_writes[glm4_moe]",
+        ),
+    ),
+    Fault(
+        "FSDP2 is taken to cut a tensor before TP",
+        "meshrl/parallel/boxes.py",
+        "return first + last[::-1]",
+        "return sorted(first + last)",
+        ("tests/unit/parallel/test_boxes.py::test_ranges_of_fsdp_over_tp_are_chunks_of_chunks_for_any_number_of_rows",),
     ),
     Fault(
         "a sharded model is not compared with Transformers' own forward",

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 
 from meshrl.core.errors import StaleWeightsError, SyncError
+from meshrl.model.hub_names import persistent_buffers, tied_names
 from meshrl.model.lean import LeanDecoder
-from meshrl.model.load import persistent_buffers, tied_names
 from meshrl.model.lora import named_weights
 from meshrl.sync.manifest import Ack, Layout, SyncHeader
 from meshrl.sync.receive import Bucket, ReceiverState, describe, reconcile

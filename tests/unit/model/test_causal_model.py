@@ -11,7 +11,8 @@ from meshrl.core.errors import ConfigError
 from meshrl.model import attention
 from meshrl.model.attention import PackedAttention
 from meshrl.model.causal import CausalModel
-from meshrl.model.load import cast_parameters, load_causal_lm, tied_names
+from meshrl.model.hub_names import tied_names
+from meshrl.model.load import cast_parameters, load_causal_lm
 from meshrl.train.packing import pack
 
 CPU = torch.device("cpu")

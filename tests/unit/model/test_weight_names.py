@@ -125,9 +125,7 @@ def test_experts_that_lie_apart_in_the_files_are_joined_as_transformers_joins_th
     want = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).state_dict()
     lm, weights = open_causal_lm(tmp_path)
     assert weights is not None
-    assert [part.name.split(".")[-3:-1] for part in weights.parts["model.layers.0.mlp.experts.gate_up_proj"]] == [
-        [number, matrix] for number in "012" for matrix in ("w1", "w3")
-    ]
+    assert {name.split(".")[-2] for name in weights.stored if "experts.1." in name} == {"w1", "w2", "w3"}
     materialize(lm, CPU)
     weights.fill(lm, 100)
     assert all(torch.equal(tensor, want[name]) for name, tensor in lm.state_dict().items())
@@ -137,7 +135,7 @@ def test_an_expert_without_one_of_its_matrices_is_refused(tmp_path):
     _saved_experts(tmp_path)
     _rewrite(tmp_path, model__layers__0__block_sparse_moe__experts__1__w3__weight=None)
     with pytest.raises(
-        ConfigError, match=r"equally many tensors of equal shapes, but there are 3 of .*w1.*, 2 of .*w3"
+        ConfigError, match=r"no file holds 'model\.layers\.0\.block_sparse_moe\.experts\.1\.w3\.weight' of Mixtral"
     ):
         load_causal_lm(tmp_path)
 

@@ -13,7 +13,8 @@ from tiny_models import tiny_lm
 from vllm_servers import MISSING, MODEL, client_of, serving
 
 from meshrl.core.errors import SyncError
-from meshrl.model.load import cast_parameters, persistent_buffers
+from meshrl.model.hub_names import persistent_buffers
+from meshrl.model.load import cast_parameters
 
 pytestmark = [pytest.mark.skipif(bool(MISSING), reason=MISSING), pytest.mark.timeout(400)]
 CONTEXT = list(range(5, 40))
