@@ -8,6 +8,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+from order_of_files import LONGEST_FIRST
 from source_tree import ROOT, name_of, python_files, syntax
 
 MAX_FILE_LINES = 500
@@ -129,6 +130,10 @@ def test_test_files_have_names_of_their_own():
     names = [path.name for path in python_files("tests") if path.name not in ("__init__.py", "conftest.py")]
     assert {name for name in names if names.count(name) > 1} == set()
     assert [name_of(path) for path in python_files("tests") if path.name == "__init__.py"] == []
+
+
+def test_every_file_that_starts_early_is_there():
+    assert [name for group in LONGEST_FIRST for name in group if not (ROOT / name).exists()] == []
 
 
 def test_no_folder_of_tests_is_left_out(pytestconfig):
