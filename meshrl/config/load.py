@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
@@ -16,7 +16,6 @@ from pydantic_core import ErrorDetails
 from meshrl.config import check as checks
 from meshrl.config.algo import LOSS_KIND
 from meshrl.config.base import Slice
-from meshrl.config.places import find
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.config.schema import NAME, Key, all_keys, locate, nearest
 from meshrl.config.source import (
@@ -28,6 +27,7 @@ from meshrl.config.source import (
     Value,
     dotted,
     expand,
+    find,
     leaves,
     merge,
     plain,
@@ -55,14 +55,13 @@ class Loaded(Generic[C]):
     """A checked config and where it came from. Paths in it are absolute, -1 and aliases of the mesh written out.
 
     origins: dotted key of every value -> "gsm8k.yaml:12", "command line" or "default"; file names are relative to
-    `folder`, that of the config file, or for a dict the working folder. path: of the file, or CONFIG_DICT. notices:
+    the folder of the config file, or for a dict to the working folder. path: of the file, or CONFIG_DICT. notices:
     lines to print at the start of a run.
     """
 
     config: C
     origins: dict[str, str]
     path: Path
-    folder: Path
     notices: tuple[str, ...]
 
 
@@ -143,10 +142,10 @@ def _load(
     if config is None or problems:
         raise ConfigError(_report(path, problems, given, config))
     config, resolved = _resolve(config, given, folder)
-    origins = {key: given[key].origin if key in given else DEFAULT for key, _ in leaves(_as_tree(config))}
+    origins = {key: given[key].origin if key in given else DEFAULT for key in _keys_of(config.model_dump(mode="json"))}
     origins |= {key: f"{origins[key]}, {how}" for key, how in resolved.items()}
     notices = tuple(checks.notices(config, purpose))
-    return Loaded(config=config, origins=origins, path=path, folder=folder, notices=notices)
+    return Loaded(config=config, origins=origins, path=path, notices=notices)
 
 
 def _read(source: Source) -> tuple[Path, Reader, list[Tree]]:
@@ -316,14 +315,11 @@ def _cut(text: str) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _as_tree(config: Slice) -> Tree:
-    def tree(value: Any) -> Any:
-        return {name: tree(v) for name, v in value.items()} if isinstance(value, dict) and value else _NOWHERE
-
-    return tree(config.model_dump(mode="json"))
-
-
-_NOWHERE = Value(None, DEFAULT, Path())
+def _keys_of(section: dict[str, Any], path: str = "") -> Iterator[str]:
+    """The dotted key of every value, and of every empty section."""
+    for name, value in section.items():
+        inner = dotted(path, name)
+        yield from _keys_of(value, inner) if isinstance(value, dict) and value else [inner]
 
 
 def _resolve(config: C, given: dict[str, Value], folder: Path) -> tuple[C, dict[str, str]]:

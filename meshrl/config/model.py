@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from meshrl.config.base import Slice, field
-from meshrl.config.places import HUB_ID, find
-from meshrl.config.source import Problem
+from meshrl.config.source import HUB_ID, Problem, find
 from meshrl.core.files import Unreadable, is_there, read_json
 
 if TYPE_CHECKING:

@@ -14,10 +14,9 @@ from meshrl.config.data import DataConfig
 from meshrl.config.loop import LoopConfig, SftConfig
 from meshrl.config.model import ModelConfig
 from meshrl.config.monitor import MonitorConfig
-from meshrl.config.places import find
 from meshrl.config.reward import RewardConfig
 from meshrl.config.rollout import RolloutConfig
-from meshrl.config.source import Problem
+from meshrl.config.source import Problem, find
 from meshrl.config.train import TrainConfig
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from meshrl.config.values import scalar
 from meshrl.core.errors import ConfigError
 from meshrl.core.files import Unreadable, is_there, read_text
 
+HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 COMMAND_LINE = "command line"
 CONFIG_DICT = "config-dict"  # a config that is a Python dict: its name, and the origin of its values
 PYTHON_OBJECT = "Python object"
@@ -53,6 +55,16 @@ class Problem:
     keys: tuple[str, ...]
     text: str
     origin: str = ""
+
+
+def find(given: Value, folder: Path) -> tuple[Path | None, list[Path]]:
+    """(the file or folder that a path names, places tried): relative to the config file, then the working folder."""
+    try:
+        path = Path(given.value).expanduser()
+    except RuntimeError:  # ~name, where there is no such user
+        path = Path(given.value)
+    places = list(dict.fromkeys(start / path for start in (given.folder, folder, Path.cwd())))
+    return next((place.resolve() for place in places if is_there(place)), None), places
 
 
 def dotted(path: str, name: str) -> str:

@@ -11,9 +11,8 @@ from typing import Any
 from meshrl.config.check import Case
 from meshrl.config.data import DataConfig
 from meshrl.config.loop import SftConfig
-from meshrl.config.places import find
 from meshrl.config.run import RunConfig, SftRunConfig
-from meshrl.config.source import Problem
+from meshrl.config.source import Problem, find
 from meshrl.core.errors import DataError
 from meshrl.core.files import is_there
 from meshrl.data.chat import is_template_text, require_read, template_text, variables_read_by

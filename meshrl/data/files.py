@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from meshrl.config.places import HUB_ID
+from meshrl.config.source import HUB_ID
 from meshrl.core.errors import DataError
 from meshrl.core.files import Unreadable, is_there, read_json, size_of
 

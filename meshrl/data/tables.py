@@ -252,7 +252,9 @@ class ParquetTable(Table):
         datasets = _datasets()
         from pyarrow.dataset import ParquetFragmentScanOptions
 
-        with _foreign(self.name, "its rows can't be read"):
+        cache = datasets.config.HF_DATASETS_CACHE
+        what = f"its rows can't be read, or not be written to {cache} (HF_DATASETS_CACHE sets another folder)"
+        with _foreign(self.name, what):
             verified = ParquetFragmentScanOptions(page_checksum_verification=True)
             # The path is taken for a pattern of paths.
             dataset = datasets.Dataset.from_parquet(glob.escape(self.name), fragment_scan_options=verified)

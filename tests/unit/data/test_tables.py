@@ -13,7 +13,7 @@ from meshrl.config.data import DataConfig
 from meshrl.config.loop import SftConfig
 from meshrl.core.errors import ConfigError, DataError
 from meshrl.data.datasets import PromptMaker, load_prompts, load_sft_rows
-from meshrl.data.tables import ROWS_AT_ONCE, open_table
+from meshrl.data.tables import MARK_BYTES, ROWS_AT_ONCE, open_table
 
 NUM = 2 * ROWS_AT_ONCE + 88
 
@@ -96,6 +96,20 @@ def test_a_row_says_where_it_stands_in_its_own_file(tmp_path, kind, id, where):
         path, _, line = raw.where.rpartition(":")
         with open(path) as file:
             assert json.loads(file.readlines()[int(line) - 1]) == raw.data == questions(NUM)[520]
+
+
+def test_single_rows_of_a_large_jsonl_file_are_found_without_reading_all_before_them(tmp_path):
+    """A wrong place in the index gives another row, with the place and the id of the right one."""
+    rows = [{"question": f"{i}?", "text": "x" * 500} for i in range(8000)]
+    write_jsonl(tmp_path / "large.jsonl", rows)
+    lines = (tmp_path / "large.jsonl").read_text().splitlines()
+    assert (tmp_path / "large.jsonl").stat().st_size > 3 * MARK_BYTES
+    table = open_table(tmp_path / "large.jsonl")
+    for i in [0, 1, 1999, 2000, *range(7, 8000, 331), 7999]:
+        (raw,) = table.rows(i, i + 1)
+        assert raw.data == rows[i]
+        assert json.loads(lines[int(raw.where.rpartition(":")[2]) - 1]) == rows[i]
+    assert [raw.data for raw in table.rows(7990)] == rows[7990:]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "saved", "jsonl shards"])
