@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -18,7 +19,8 @@ from meshrl.core.errors import ConfigError, MeshrlError
 from meshrl.core.types import Generate, Prompt, Trajectory
 from meshrl.data.check import check_data
 from meshrl.data.tables import RowTable
-from meshrl.reward.kinds import NEEDS_ANSWER, REWARDS, make_grader
+from meshrl.reward.check import check_graders
+from meshrl.reward.kinds import NEEDS_ANSWER, REWARDS
 
 OnStep = Callable[[int, dict[str, float]], Any]
 """Called after each step with its number, from 0, and its metrics. False ends the run after this step."""
@@ -125,30 +127,11 @@ def load_run(
         "agent": {*AGENTS, *(() if objects.agent is None else (_name_of(objects.agent),))},
         "needs_answer": set(NEEDS_ANSWER),
     }
-    loaded = load_run_config(source, overrides, known, purpose, objects.in_memory(), [check_data])
-    _require_graders(loaded, objects)
+    checks = [check_data, partial(check_graders, objects.rewards)]
+    loaded = load_run_config(source, overrides, known, purpose, objects.in_memory(), checks)
     if loaded.config.agent.kind in AGENTS:
         resolve_agent(loaded.config.agent)
     return loaded
-
-
-def _require_graders(loaded: Loaded[RunConfig], objects: Objects) -> None:
-    """Raises: ConfigError that lists all reward functions that can't be imported, or called as a run calls them, each
-    with key and origin. Modules that only this check imports are removed from sys.modules, so that the next config of
-    this process is checked against the files as they are then."""
-    problems, before = list[str](), set(sys.modules)
-    terms = {name: term for name, term in loaded.config.reward.terms.items() if name not in objects.rewards}
-    for name, term in terms.items():
-        try:
-            make_grader(name, term.kind, term.args)
-        except ConfigError as error:
-            key = f"reward.terms.{name}.kind"
-            problems.append(f"  {key} = {term.kind}   [{loaded.origins[key]}]\n      {error}")
-    for module in {term.kind.partition(":")[0] for term in terms.values()} - before:
-        sys.modules.pop(module, None)
-    if problems:
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        raise ConfigError("\n\n".join([f"{loaded.path}: {count} in this config", *problems]))
 
 
 def load_sft(source: Source, overrides: Sequence[str] = (), objects: Objects = NO_OBJECTS) -> Loaded[SftRunConfig]:

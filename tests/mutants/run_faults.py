@@ -55,11 +55,11 @@ RUN_FAULTS = [
     ),
     Fault(
         "the config check leaves out a user's reward functions",
-        "meshrl/run/inputs.py",
-        "items() if name not in objects.rewards}",
-        "items() if term.kind in REWARDS}",
+        "meshrl/reward/check.py",
+        "not (term.kind in REWARDS or is_path)",
+        "term.kind not in REWARDS",
         (
-            "tests/unit/run/test_reward_check.py::"
+            "tests/unit/reward/test_reward_check.py::"
             "test_reward_functions_that_can_not_be_called_are_refused_with_key_and_origin",
         ),
     ),

@@ -1,0 +1,35 @@
+"""What can be found wrong with reward functions before a run starts. A config's check calls it (P30)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterator
+
+from meshrl.config.check import Case
+from meshrl.config.run import RunConfig
+from meshrl.config.source import Problem
+from meshrl.core.errors import ConfigError
+from meshrl.core.lookup import DOTTED_PATH, can_be_imported
+from meshrl.reward.kinds import REWARDS, make_grader
+
+
+def check_graders(in_memory: Collection[str], case: Case) -> Iterator[Problem]:
+    """Reward functions that can't be imported, or called as a run calls them. in_memory: terms whose function a Python
+    caller gave. Kinds that lead nowhere are reported by the config's own check.
+
+    Modules that only this check imports are removed from sys.modules, so that the next config of this process is
+    checked against the files as they are then.
+    """
+    assert isinstance(case.config, RunConfig)
+    before = set(sys.modules)
+    for name, term in case.config.reward.terms.items():
+        is_path = DOTTED_PATH.fullmatch(term.kind) and can_be_imported(term.kind)
+        if name in in_memory or not (term.kind in REWARDS or is_path):
+            continue
+        try:
+            make_grader(name, term.kind, term.args)
+        except ConfigError as error:
+            yield Problem((f"reward.terms.{name}.kind",), f"{error}.")
+        module = term.kind.partition(":")[0]
+        if module not in before:
+            sys.modules.pop(module, None)
