@@ -1,5 +1,6 @@
-"""What can be found wrong with the data before a run starts its ranks or imports torch: that the paths name tables with
-the columns and splits that the config names, and that a chat template is one. A config's check calls it (P30)."""
+"""What can be found wrong with the data before a run starts its ranks or imports torch: whether the paths name tables
+with the columns and splits that the config names, and whether a chat template can be used. These checks are made
+together with those of the config (P30)."""
 
 from __future__ import annotations
 
@@ -117,7 +118,6 @@ def _table_problems(case: Case, table: _Named, kinds: dict[str, Kind]) -> Iterat
         these = "these are rows in memory" if kind == "rows" else f"this is {kind}"
         text = f"would have no effect: only Hugging Face sets have splits, and {these}. Remove it."
         yield Problem((table.split_key, table.path), text)
-        return
     if kind == "hub" or source is None:
         return  # known only to the hub
     try:

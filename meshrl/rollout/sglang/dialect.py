@@ -274,7 +274,7 @@ def start_server(
     max_context_tokens: int,
     key: str,
 ) -> tuple[ServerProcess, str]:
-    """A server that answers, and its address. The command line's flags are those that config/check_rollout.py refuses
+    """A server that answers, and its address. The command line's flags are those that config/rollout.py refuses
     in rollout.sglang.args. Raises: EngineFailure."""
     cfg = rollout_cfg.sglang
     with socket.socket() as free:

@@ -204,7 +204,7 @@ def _socket_in(folder: Path) -> Path:
 def _command(
     model_cfg: ModelConfig, rollout_cfg: RolloutConfig, device: torch.device, max_context_tokens: int, folder: Path
 ) -> list[str]:
-    """The command line. Its flags are those that config/check_rollout.py refuses in rollout.vllm.args."""
+    """The command line. Its flags are those that config/rollout.py refuses in rollout.vllm.args."""
     cfg, on_cpu = rollout_cfg.vllm, device.type == "cpu"
     values: dict[str, object] = {
         "--model": model_cfg.path,

@@ -135,6 +135,11 @@ def test_a_wrong_data_section_is_refused_in_words_that_help(home, data, words):
     assert "1 problem " in message
 
 
+def test_a_split_without_effect_does_not_hide_a_missing_column(home):
+    with pytest.raises(ConfigError, match=r"(?s)2 problems.*only Hugging Face sets have splits.*no column 'q'"):
+        load(home, ["path: train.jsonl", "split: train", "prompt: q"])
+
+
 KNOWN = {"reward": set(REWARDS), "needs_answer": set(NEEDS_ANSWER)}
 FORM = "reward.terms={form: {kind: format, args: {regex: x}}}"
 MIXED = "sources: {a: {path: train.jsonl, answer: answer}, b: {path: train.jsonl}}"
