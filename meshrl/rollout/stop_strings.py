@@ -1,6 +1,6 @@
 """Texts that end a turn (`sampling.stop`), found in ids as they are sampled, in every engine by this code.
 
-A turn ends with the token that completes a stop string. That token stays whole, also where the string ends in the
+A turn ends with the token that completes a stop string. That token is not cut, also where the string ends in the
 middle of it; it is part of the output and is trained, as a stop token is. What is compared are UTF-8 bytes, so a
 character that lies in several tokens is no special case, and special tokens count as the text they are written as.
 """
@@ -20,7 +20,7 @@ from meshrl.core.types import Request
 from meshrl.data.chat import load_tokenizer
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")  # SentencePiece's name for a token of a single byte
-_CUT = "\ufffd"  # what a tokenizer decodes bytes to that are no whole character
+_CUT = "\ufffd"  # what a tokenizer decodes bytes of an incomplete character to
 
 
 class StopStrings:

@@ -140,7 +140,7 @@ class EmbeddedEngine:
 
     @torch.inference_mode()
     def step(self) -> list[tuple[str, Turn]]:
-        """Admit who fits, draw one token for every running request, and return those that are done."""
+        """Admit requests that fit, draw one token for every running request, and return those that are done."""
         if not self._may_step:
             return []
         began = time.perf_counter()
@@ -230,7 +230,7 @@ class EmbeddedEngine:
         return [(s.request.id, self._turn(s, "abort")) for s in ended]
 
     def _flush(self) -> None:
-        """Drop all keys and values; who was running waits at the head of the queue with its tokens."""
+        """Drop all keys and values; running requests wait at the head of the queue with their tokens."""
         self._scheduler.requeue_all()
         self._runner.flush()
 
@@ -252,7 +252,7 @@ class EmbeddedEngine:
         return len(ended)
 
     async def pause(self, mode: PauseMode = "wait") -> None:
-        """Stop: wait = who runs finishes first, abort = all return now, keep = all stay in place."""
+        """Stop: wait = running requests finish first, abort = all return now, keep = all stay in place."""
         self._pause = mode
         if mode == "abort":
             await self.abort()
@@ -275,13 +275,13 @@ class EmbeddedEngine:
             self._pump.add_done_callback(self._failed)
 
     async def _run(self) -> None:
-        await asyncio.sleep(0)  # whoever asks in this tick of the loop joins the first step
+        await asyncio.sleep(0)  # requests of this tick of the loop join the first step
         while self._may_step:
             self._deliver(self.step())
             await asyncio.sleep(0)
 
     def _failed(self, pump: asyncio.Task[None]) -> None:
-        """A step that raised takes every request with it: nobody waits for an answer that can't come."""
+        """A step that raised ends every request with its error: no caller waits for an answer that can't come."""
         error = None if pump.cancelled() else pump.exception()
         if error is not None:
             futures, self._futures = self._futures, {}

@@ -42,7 +42,7 @@ class Runner:
 
     def _compute(self, rows: list[Sequence], fills: list[Fill]) -> torch.Tensor:
         """Final hidden states [T, D] of all contexts end to end, then of one token a row."""
-        if not rows and not fills:  # all who run have just joined a prompt that is there
+        if not rows and not fills:  # all running rows have just joined a prompt that is there
             weight = self.model.head().weight
             return weight.new_empty(0, weight.shape[1])
         tokens = [fill.ids for fill in fills] + [np.array([s.tokens[-1] for s in rows], np.int64)]
@@ -54,7 +54,7 @@ class Runner:
         )
 
     def _last_states(self, hidden: torch.Tensor, num_rows: int, admission: Admission) -> torch.Tensor:
-        """The state that each running row draws from: its newest token's, or for who joins its context's last one.
+        """The state that each running row draws from: its newest token's, or that of its context's end when it joins.
         Members of a group get their copy of the prompt here."""
         end, alone = 0, []
         for fill in admission.fills:

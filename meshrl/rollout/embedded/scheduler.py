@@ -1,4 +1,4 @@
-"""Who runs next: a first-in first-out queue, a bounded set of running sequences, and prompts that groups wait for.
+"""Which requests run next: a first-in first-out queue, a bounded set of running sequences, and prompts of groups.
 
 Pure Python over ids and lengths; no tensor and no model. Row i of the running store belongs to `running[i]`, row j of
 the prompt store to `prompts[j]`.
@@ -97,7 +97,7 @@ class Move:
 
 class Scheduler:
     """max_running: rows decoded together. prefill_tokens: contexts computed in one step, so that a wave of long
-    prompts does not hold up those who run; a single longer context still goes in, alone."""
+    prompts does not delay running requests; a single longer context is still admitted, alone."""
 
     def __init__(self, max_running: int, prefill_tokens: int):
         self.max_running, self.prefill_tokens = max_running, prefill_tokens
@@ -141,7 +141,7 @@ class Scheduler:
         return admission
 
     def settle(self, gone: Collection[int]) -> tuple[Move | None, Move | None]:
-        """Let the rows in `gone` leave, drop prompts that nobody waits for, and close the gaps.
+        """Let the rows in `gone` leave, drop prompts that no sequence waits for, and close the gaps.
 
         Returns how running rows and prompt rows move (None = they stay); the stores follow before the next step.
         """
@@ -167,7 +167,7 @@ class Scheduler:
         return left, [row for row, s in enumerate(self.running) if ids is None or s.request.id in ids]
 
     def requeue_all(self) -> None:
-        """Forget every cached token: those who run go back to the head of the queue, with what they have sampled."""
+        """Forget every cached token: running sequences return to the head of the queue, with what they have sampled."""
         for sequence in reversed(self.running):
             sequence.cached = 0
             sequence.times.decode_s += sequence.lap()

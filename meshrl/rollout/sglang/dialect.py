@@ -114,7 +114,7 @@ class SglangDialect(Dialect):
         await self.http.post("/continue_generation", {})
 
     async def call_workers(self, method: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
-        """The loader keeps nothing open between calls, so a cancelled sync is a matter of the server alone."""
+        """The loader has nothing to undo, so a cancelled sync concerns the server alone."""
         if method == "meshrl_cancel":
             await self._mark_mixed()
             return []
@@ -136,8 +136,8 @@ class SglangDialect(Dialect):
             raise SyncError(f"{self.http.name}: the weights were labelled {label!r}, and SGLang has {held!r}")
 
     async def _mark_mixed(self) -> None:
-        """Tell the server's label apart before anything is computed; a request that came during the pause can't be
-        aborted in it."""
+        """Label the weights before anything is computed with them, then compute: a request that came during the pause
+        can't be aborted in it."""
         await self._close_session()
         await self.http.post("/update_weight_version", {"new_version": MIXED, "abort_all_requests": False})
         await self.go_on()

@@ -90,7 +90,7 @@ def test_each_version_is_a_folder_that_loads(sglang_server, lm, other, tmp_path)
     async def main(engine):
         await engine.reconcile(layout_of(lm))
         ack = await sync(lm, engine, 0)
-        assert ack.wire and ack.resident is None  # nobody can read back what such a server computes with
+        assert ack.wire and ack.resident is None  # what such a server computes with can not be read back
         await sync(other, engine, 1)
         assert set((await engine.generate(ask("a", CONTEXT))).versions) == {1}
 
@@ -127,7 +127,7 @@ def test_an_answer_other_than_success_is_no_success(sglang_server, lm):
     go(sglang_server, main)
 
 
-def test_a_sync_waits_for_who_is_under_way(sglang_server, lm, other):
+def test_a_sync_waits_for_running_requests(sglang_server, lm, other):
     """A token's version is known only because no weights change under a request."""
 
     async def main(engine):

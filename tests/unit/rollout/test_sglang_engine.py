@@ -245,7 +245,7 @@ def test_a_release_without_update_sessions_is_spoken_to_as_well(sglang_server, l
 
 
 def test_weights_that_another_program_sent_are_noticed(sglang_server, lm):
-    """P15: a version label of somebody else is no version of ours."""
+    """P15: a label that another client gave is no version of this engine."""
 
     async def main(engine):
         await ready(engine, lm)
