@@ -163,6 +163,6 @@ def test_a_forged_controller_is_refused_by_name(finished: Path, tmp_path: Path):
         fact = write_json(aside / CONTROLLER, saved | {"config": config})
         files = {**manifest.files, CONTROLLER: fact}
         commit(forged, Manifest(step=manifest.step, num_ranks=manifest.num_ranks, files=files))
-        with limits(), pytest.raises(MeshrlError, match=rf"{CONTROLLER} does not say which model"):
+        with limits(), pytest.raises(MeshrlError, match=rf"{CONTROLLER} does not name the model"):
             convert(forged, tmp_path / "out")
         assert not (tmp_path / "out").exists()
