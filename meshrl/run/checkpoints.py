@@ -1,4 +1,4 @@
-"""Checkpoints of one run: written in the background, one at a time, the newest kept."""
+"""Checkpoints of one run: written in the background, one at a time; only the newest are kept."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ _HEADER_BYTES = 16 << 20  # of the files besides the tensors themselves
 
 class Checkpoints:
     """Saves the checkpoints of one run, one at a time, and keeps the newest. An asynchronous context: at its end the
-    last one is on disk.
+    last checkpoint is on disk.
 
-    The ranks copy their state to host memory, and write it while training goes on. What goes wrong there is raised by
-    the next `save`, by `check`, or at the end.
+    The ranks copy their state to host memory, and write it while training continues. An error of that write is raised
+    by the next `save`, by `check`, or at the end.
     """
 
     def __init__(self, folder: Path, trainer: TrainGroup, keep: int, note: Callable[[str], None]):
         self.folder, self.trainer, self.keep, self.note = folder / "checkpoints", trainer, keep, note
-        self.saved_step = self.newest_on_disk()  # or newer, and under way
+        self.saved_step = self.newest_on_disk()  # or newer, while that is being written
         self._writing: asyncio.Task[None] | None = None
 
     def newest_on_disk(self) -> int:
-        """The step of the newest whole checkpoint; 0 = there is none."""
+        """The step of the newest complete checkpoint; 0 = there is none."""
         return max((step for step, _ in states(self.folder)), default=0)
 
     async def save(self, step: int, saved: dict[str, Any]) -> None:
         """Save the state after `step` finished steps, unless it is saved already. Waits for the save before it.
 
-        Raises: CheckpointError for want of room, and what the save before it raises.
+        Raises: CheckpointError when the disk is full, and what the save before it raises.
         """
         if step == self.saved_step:
             return
@@ -67,23 +67,23 @@ class Checkpoints:
         self.note(f"saved {final}")
 
     def check(self) -> None:
-        """Raises what the save under way has raised so far."""
+        """Raises: the error of the current save, if it has failed."""
         if self._writing is not None and self._writing.done():
             self._writing.result()
 
     async def abandon(self, wait_s: float | None = None) -> None:
-        """Forget the save under way, unless it ends well in that time: its ranks are lost, or not to be waited for."""
+        """Give up the current save, unless it succeeds within wait_s: its ranks are lost, or the run can't wait."""
         if self._writing is not None:
             done, _ = await asyncio.wait({self._writing}, timeout=wait_s)
             if not done:
                 self._writing.cancel()
             elif not self._writing.cancelled():
-                self._writing.exception()  # what it says of lost ranks is known; a full disk says so at the next save
+                self._writing.exception()  # lost ranks are known already; a full disk is reported by the next save
             self._writing = None
         self.saved_step = self.newest_on_disk()
 
     async def settle(self) -> None:
-        """Wait until the save under way, if there is one, is on disk. Raises: what it raises."""
+        """Wait until the current save, if there is one, is on disk. Raises: its error."""
         if self._writing is not None:
             await asyncio.shield(self._writing)  # a run that is interrupted still finishes its checkpoint
             self._writing = None
@@ -99,4 +99,4 @@ class Checkpoints:
         except MeshrlError as of_the_save:
             if error is None or isinstance(error, asyncio.CancelledError):
                 raise
-            error.add_note(f"the checkpoint under way was not finished: {of_the_save}")
+            error.add_note(f"the checkpoint that was being written is not complete: {of_the_save}")

@@ -122,15 +122,17 @@ class LiveRun:
 
     async def keep_best(self, step: int, score: float) -> None:
         """Before the first step the best model is the one that the run began with."""
-        loop = self.loaded.config.loop
         with self.spans("export"):
             if not is_best(self.folder, score):
                 return
             model = str(await self.export_model(step)) if step else self.loaded.config.model.path
             await self.checkpoints.settle()  # a checkpoint that is being written may name a model that is beaten now
-            every = loop.save_every_steps
-            kept = lambda old: old == loop.num_steps or bool(every and old % every == 0)  # noqa: E731
-            replace_best(self.folder, Best(step, score, model), kept)
+            replace_best(self.folder, Best(step, score, model), self._is_kept)
+
+    def _is_kept(self, step: int) -> bool:
+        """Whether the model of a step stays, also when a better one is written."""
+        every = self.loaded.config.loop.save_every_steps
+        return step == self.num_steps or bool(every and step % every == 0)
 
     def newest_start(self) -> Start | None:
         """The run's own newest checkpoint, else the one it began with. Raises: CheckpointError when it is damaged."""
