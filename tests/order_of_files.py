@@ -18,7 +18,7 @@ LONGEST_FIRST: tuple[tuple[str, ...], ...] = (
     ("tests/e2e/test_release_memory.py",),
     ("tests/e2e/test_benchmarks.py",),
     ("tests/e2e/test_stop_command.py",),
-    ("tests/unit/cluster/test_fork_server.py",),
+    ("tests/unit/process/test_fork_server.py",),
     ("tests/e2e/test_quickstart.py",),
     ("tests/faults/test_named_faults.py",),
     ("tests/e2e/test_python_api.py",),

@@ -1,10 +1,10 @@
-"""Executor `processes`: one process a rank on this machine, torch.distributed inside. No Ray needed.
+"""Executor `processes`: one process for each rank on this machine, with torch.distributed inside. It needs no Ray.
 
-Controller side: for each rank one thread reads its answers and one writes its commands, so a rank that is busy
-training never blocks the event loop, and neither side can wait for the other to read. What unblocks a call: the
-rank's answer, the rank's death (its socket ends), or the deadline of the call's phase. The last two, and an exception,
-start an inquiry into who is to blame; its verdict ends every rank, all that train, or the one that only samples. A
-death starts it even when no call waits.
+On the controller's side, one thread for each rank reads its answers and one writes its commands, so a rank that is busy
+training never blocks the event loop, and neither side can wait for the other to read. A call ends with the rank's
+answer, the rank's death (its socket ends), or the deadline of the call's phase. The last two, and an exception, start
+an inquiry into which rank has caused the failure. It ends every rank, all ranks that train, or the one that only
+samples. A death starts an inquiry even when no call waits.
 """
 
 from __future__ import annotations
@@ -17,25 +17,50 @@ import itertools
 import os
 import queue
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing.pool import RemoteTraceback
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from meshrl.cluster.actors import RankWorker
-from meshrl.cluster.evidence import shortened, waits_for_others
 from meshrl.cluster.executor import WorkerSpec
 from meshrl.cluster.phases import phase_of
-from meshrl.cluster.rank_process import LocalProcess, RankProcess, python_path
 from meshrl.core.errors import MeshrlError, RankFailure
 from meshrl.monitor.spans import latest_span
 from meshrl.process import frames
+from meshrl.process.diagnosis import Snapshot, innermost_frames, waits_for_others
+from meshrl.process.spawn import Program, SpawnedProcess
 
 _STOP_GRACE_S = 5.0
 _SETTLE_S = 1.5  # an exception may be the echo of another rank's death, which shows within this time
-_DUMP_S = 2.0  # writing stacks takes milliseconds; a process that doesn't within this time can't
+_REAP_S = 2.0  # the end of a process follows the end of its channel
+
+RANK = Program(
+    "meshrl.cluster.worker",
+    preload=(
+        "meshrl.cluster.actors",
+        "transformers.modeling_utils",
+        "transformers.models.auto.modeling_auto",
+    ),
+)
+
+
+class RankProcess(Protocol):
+    """A rank's process on this machine (a SpawnedProcess, whose docstrings hold) or on another."""
+
+    place: str  # for people, as ", on 10.0.0.2 (gpu-7)"; empty on the controller's machine
+
+    def ending(self, timeout_s: float = 0.0) -> str | None: ...
+
+    def snapshot(self) -> Snapshot: ...
+
+    def kill(self) -> None: ...
+
+    def end(self, grace_s: float) -> None: ...
 
 
 @dataclass(slots=True)
@@ -78,7 +103,7 @@ class _Suspicion:
 
     @property
     def is_over(self) -> bool:
-        """Whether the call has been answered since: the rank had waited for another, which was judged before it."""
+        """Whether the call has been answered since: the rank had waited for another, which was handled before it."""
         return self.call is not None and self.call not in self.rank.pending.values()
 
 
@@ -91,7 +116,7 @@ class ProcessExecutor:
         self._ids = itertools.count()
         self._failure: RankFailure | None = None
         self._suspicions: list[_Suspicion] = []
-        self._inquiry: asyncio.Task[None] | None = None  # looks into them, one after the other
+        self._inquiry: asyncio.Task[None] | None = None  # handles them, one after the other
         self._closing = False
         self._generations = itertools.count(1)  # of train ranks, each with a process group of its own
         self.on_lost: Callable[[RankFailure], None] = lambda failure: None
@@ -103,7 +128,7 @@ class ProcessExecutor:
         """Start all ranks and wait until each has built its engines."""
         self._loop = asyncio.get_running_loop()
         for spec in self.specs:
-            self._ranks.append(await self._bring_up(spec))
+            self._ranks.append(await self._spawn(spec))
         await asyncio.gather(*(self.call(spec.rank, came_up) for spec in self.specs))
         await asyncio.gather(*(self.call(spec.rank, RankWorker.start) for spec in self.specs))
 
@@ -114,7 +139,7 @@ class ProcessExecutor:
         await self._replace([rank])
 
     async def restart_trainers(self) -> None:
-        """Replace all train ranks, with a new place to meet. Raises: RankFailure, the run's own once it has failed."""
+        """Replace all train ranks, with a new rendezvous. Raises: RankFailure, the run's own once it has failed."""
         if self._failure is not None:
             raise self._failure
         rendezvous = self._new_rendezvous()
@@ -129,23 +154,23 @@ class ProcessExecutor:
             raise
 
     def _new_rendezvous(self) -> str:
-        """Where a new generation of train ranks meets: what the last one left in its store must not be met again."""
+        """Of a new generation of train ranks: it must not find what the last one has left in its store."""
         return f"{self.specs[0].rendezvous}.{next(self._generations)}"
 
     async def _replace(self, ranks: Sequence[int]) -> None:
-        """New processes in the place of lost ones, as `start` leaves them."""
+        """Replace the processes of lost ranks, and bring the new ones to where `start` leaves them."""
         lost = [self._ranks[rank] for rank in ranks]
         for rank in lost:
-            _hang_up(rank)
+            _disconnect(rank)
         await asyncio.gather(*(asyncio.to_thread(rank.process.end, _STOP_GRACE_S) for rank in lost))
         for index in ranks:
             if self._closing:
                 raise self._ranks[index].lost or RankFailure(index, "start", "the run has ended meanwhile")
-            self._ranks[index] = await self._bring_up(self.specs[index])
+            self._ranks[index] = await self._spawn(self.specs[index])
         await asyncio.gather(*(self.call(rank, came_up) for rank in ranks))
         await asyncio.gather(*(self.call(rank, RankWorker.start) for rank in ranks))
 
-    async def _bring_up(self, spec: WorkerSpec) -> Connected:
+    async def _spawn(self, spec: WorkerSpec) -> Connected:
         """Start the process of a rank and open its channel."""
         ours, theirs = socket.socketpair()
         environment = {
@@ -153,7 +178,7 @@ class ProcessExecutor:
             "TOKENIZERS_PARALLELISM": "false",
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", self.interface),
         }
-        return self._attach(spec, LocalProcess(theirs, f"rank_{spec.rank}", environment), ours)
+        return self._attach(spec, SpawnedProcess(RANK, f"rank_{spec.rank}", environment, theirs), ours)
 
     def _attach(self, spec: WorkerSpec, process: RankProcess, sock: socket.socket) -> Connected:
         """Begin to read and write a channel."""
@@ -170,7 +195,7 @@ class ProcessExecutor:
         assert self._loop is not None, "call comes after start"
         occupies = not inspect.iscoroutinefunction(method)
         call_id, call = next(self._ids), _Call(phase_of(method), self._loop.create_future(), occupies)
-        call.future.add_done_callback(_heard)
+        call.future.add_done_callback(_take_exception)
         state.pending[call_id] = call
         if not state.outbox:
             self._loop.call_soon(self._flush, state)
@@ -192,8 +217,8 @@ class ProcessExecutor:
             try:
                 frames.send(rank.sock, calls)
             except OSError:
-                return  # the reader sees the end of the socket and says who died
-            except Exception as error:  # an argument that can't be pickled: nobody would ever answer
+                return  # the reader sees the end of the socket, too, and reports it
+            except Exception as error:  # an argument that can't be pickled: no answer would ever come
                 assert self._loop is not None
                 cause = f"the command could not be sent: {type(error).__name__}: {error}"
                 suspicion = _Suspicion(index, rank, rank.phases, "raised", cause)
@@ -231,7 +256,7 @@ class ProcessExecutor:
                 error.__cause__ = RemoteTraceback(text)
                 call.future.set_exception(error)
             else:
-                rank.pending[call_id] = call  # it waits for the verdict
+                rank.pending[call_id] = call  # until the inquiry has ended
                 last = next((line for line in reversed(text.splitlines()) if line.strip()), "an exception")
                 self._suspect(_Suspicion(index, rank, call.phase, "raised", f"raised {last}", text))
 
@@ -245,7 +270,8 @@ class ProcessExecutor:
 
     def _ended(self, index: int) -> _Suspicion:
         rank = self._ranks[index]
-        return _Suspicion(index, rank, rank.phases, "ended", rank.process.how_it_ended())
+        ending = rank.process.ending(_REAP_S) or "its channel is closed, but no end of its process has been seen"
+        return _Suspicion(index, rank, rank.phases, "ended", ending)
 
     def _suspect(self, suspicion: _Suspicion) -> None:
         if self._closing or self._failure is not None:
@@ -256,14 +282,14 @@ class ProcessExecutor:
             self._inquiry = self._loop.create_task(self._inquire())
 
     async def _inquire(self) -> None:
-        """Judge what is suspected, in order; what a verdict has ended or replaced meanwhile is settled."""
+        """Handle suspicions in order, but for those of ranks that have been ended or replaced meanwhile."""
         while self._suspicions and self._failure is None:
             suspicion = self._suspicions.pop(0)
             if suspicion.rank.lost is None:
-                await self._judge(suspicion)
+                await self._handle(suspicion)
 
-    async def _judge(self, first: _Suspicion) -> None:
-        """Find the rank that is to blame, take down where the others stand, and end what has to end.
+    async def _handle(self, first: _Suspicion) -> None:
+        """Find the rank that has caused the failure, record where the others are, and end the ranks that have to end.
 
         Waits for: a death within _SETTLE_S where the first sign is an exception, and the ranks' stacks. Unblocks: every
         call, of all ranks, or of the one that can be replaced.
@@ -274,12 +300,12 @@ class ProcessExecutor:
             while (dead := self._dead_partner(first.index)) is None and time.monotonic() < until:
                 await asyncio.sleep(0.05)
             culprit = first if dead is None else self._ended(dead)
-        stacks = await self._take_stacks()
+        snapshots = await self._take_snapshots()
         if culprit.kind == "silent":
             if first.is_over:
                 return
-            culprit = self._silent_one(first, stacks)
-        failure = self._told(culprit, stacks)
+            culprit = self._silent_one(first, snapshots)
+        failure = self._failure_of(culprit, snapshots)
         lost = self._ranks
         if culprit.kind == "raised":
             self._failure = failure
@@ -296,31 +322,21 @@ class ProcessExecutor:
     def _dead_partner(self, index: int) -> int | None:
         """A rank whose process has ended and that is not lost yet."""
         ranks = ((i, self._ranks[i]) for i in self._partners(index))
-        return next((i for i, rank in ranks if rank.lost is None and rank.process.has_ended()), None)
+        return next((i for i, rank in ranks if rank.lost is None and rank.process.ending() is not None), None)
 
-    async def _take_stacks(self) -> dict[int, str]:
-        """The Python stacks of every rank that lives, by rank; a line in their place where there are none. The handler
-        of the signal is C: it needs neither the interpreter's lock nor an answer."""
-        alive = {i: r for i, r in enumerate(self._ranks) if r.lost is None and not r.process.has_ended()}
-        found = {
-            i: "the process is stopped (SIGSTOP, or a debugger)" for i, r in alive.items() if r.process.is_stopped()
-        }
-        asked = {i: r for i, r in alive.items() if i not in found and r.process.ask_stacks()}
-        sizes: dict[int, int] = {}
-        until = time.monotonic() + _DUMP_S
-        while asked and time.monotonic() < until:
-            await asyncio.sleep(0.1)
-            before, sizes = sizes, {i: rank.process.num_stack_bytes() for i, rank in asked.items()}
-            if all(sizes.values()) and sizes == before:
-                break
-        found |= {i: rank.process.stacks() for i, rank in asked.items()}
-        return {i: found.get(i) or "it has written no stack" for i in sorted(alive)}
+    async def _take_snapshots(self) -> dict[int, Snapshot]:
+        """Of every rank that lives, all at the same time."""
+        alive = {i: r for i, r in enumerate(self._ranks) if r.lost is None and r.process.ending() is None}
+        loop, threads = asyncio.get_running_loop(), ThreadPoolExecutor(max(1, len(alive)))
+        taken = await asyncio.gather(*(loop.run_in_executor(threads, r.process.snapshot) for r in alive.values()))
+        threads.shutdown(wait=False)
+        return dict(zip(alive, taken, strict=True))
 
-    def _silent_one(self, first: _Suspicion, stacks: dict[int, str]) -> _Suspicion:
+    def _silent_one(self, first: _Suspicion, snapshots: dict[int, Snapshot]) -> _Suspicion:
         """Of ranks that give no answer: one that is stopped, else one that the others wait for in a collective."""
-        busy = [i for i in self._partners(first.index) if i in stacks and self._ranks[i].pending]
-        stopped = [i for i in busy if self._ranks[i].process.is_stopped()]
-        at_work = [i for i in busy if not waits_for_others(stacks[i])]
+        busy = [i for i in self._partners(first.index) if i in snapshots and self._ranks[i].pending]
+        stopped = [i for i in busy if snapshots[i].is_stopped]
+        at_work = [i for i in busy if not waits_for_others(snapshots[i].stacks)]
         if stopped:
             index, note = stopped[0], "; its process is stopped (SIGSTOP, or a debugger)"
         elif first.index in at_work or not at_work:
@@ -330,11 +346,15 @@ class ProcessExecutor:
         rank = self._ranks[index]
         return _Suspicion(index, rank, rank.phases, "silent", first.cause + note)
 
-    def _told(self, culprit: _Suspicion, stacks: dict[int, str]) -> RankFailure:
-        """The verdict for people: its traceback or where it stands, then the others' innermost frames."""
-        heads = {i: f"rank {i}, in phase {self._ranks[i].phases!r}:" for i in stacks}
+    def _failure_of(self, culprit: _Suspicion, snapshots: dict[int, Snapshot]) -> RankFailure:
+        """For people: the culprit's traceback or stacks, then the others' innermost frames."""
+        heads = {i: f"rank {i}, in phase {self._ranks[i].phases!r}:" for i in snapshots}
+        stacks = {
+            i: "the process is stopped (SIGSTOP, or a debugger)" if s.is_stopped else s.stacks or "it wrote no stack"
+            for i, s in snapshots.items()
+        }
         shown = [i for i in stacks if i != culprit.index or culprit.kind == "silent"]
-        details = [culprit.details.rstrip(), *(f"{heads[i]}\n{shortened(stacks[i])}" for i in shown)]
+        details = [culprit.details.rstrip(), *(f"{heads[i]}\n{innermost_frames(stacks[i])}" for i in shown)]
         full = "\n\n".join(f"{heads[i]}\n{text}" for i, text in stacks.items())
         cause = culprit.cause + culprit.rank.process.place
         text = "\n".join(details).lstrip("\n")
@@ -343,8 +363,8 @@ class ProcessExecutor:
     # ---- the end
 
     async def close(self) -> None:
-        """End all ranks: politely at first, by SIGKILL after a few seconds, or at once where one is in the middle of a
-        command that nobody waits for any more. No child is left behind."""
+        """End all ranks: by request at first, by SIGKILL after a few seconds, or at once where one is in a
+        command whose answer no caller waits for any more. No child process is left."""
         living = [i for i, rank in enumerate(self._ranks) if rank.lost is None]
         if any(call.occupies for i in living for call in self._ranks[i].pending.values()):
             self._closing = True
@@ -361,7 +381,7 @@ class ProcessExecutor:
         if self._inquiry is not None:
             self._inquiry.cancel()
         for rank in self._ranks:
-            _hang_up(rank)
+            _disconnect(rank)
         await asyncio.gather(*(asyncio.to_thread(rank.process.end, _STOP_GRACE_S) for rank in self._ranks))
 
 
@@ -379,21 +399,25 @@ def _lose(rank: Connected, failure: RankFailure) -> None:
             call.future.set_exception(failure)
 
 
-def _heard(future: asyncio.Future[Any]) -> None:
-    """A caller who has left (cancelled, or told by another failure) will not ask for the exception."""
+def _take_exception(future: asyncio.Future[Any]) -> None:
+    """Mark the exception as retrieved: the caller may have been cancelled, or have got another failure."""
     if not future.cancelled():
         future.exception()
 
 
-def _hang_up(rank: Connected) -> None:
-    """Let go of the rank's channel; its threads end, and so does the rank."""
+def _disconnect(rank: Connected) -> None:
+    """Close the rank's channel; its threads end, and so does the rank."""
     rank.commands.put(None)
     with contextlib.suppress(OSError):  # a dead rank's socket is not connected any more
         rank.sock.shutdown(socket.SHUT_RDWR)  # close alone does not end a recv that the reader stands in
     rank.sock.close()
-    rank.process.close()
 
 
 def _loopback() -> str:
     """Name of the loopback interface: ranks of one machine need no other, and a laptop may have none."""
     return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+
+
+def python_path() -> str:
+    """PYTHONPATH for a rank, which has to find all modules that its controller finds."""
+    return os.pathsep.join(path for path in sys.path if path)

@@ -1,6 +1,6 @@
-"""Executor `ray`: Ray finds the machines and starts a host for each rank there; the rest is cluster/remote.py.
+"""Executor `ray`: Ray finds the machines and starts a node agent for each rank there; the rest is cluster/remote.py.
 
-One placement group holds all that a run needs, all or nothing: a bundle for each machine, on machines of their own
+One placement group reserves all that a run needs, all or nothing: a bundle for each machine, on different machines
 (STRICT_SPREAD), with an accelerator or else a CPU core for each of its ranks. Nothing goes through Ray's object store:
 samples go from the controller to the rank over its channel, gradients and weights from rank to rank.
 
@@ -26,12 +26,12 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from meshrl.cluster.executor import WorkerSpec
-from meshrl.cluster.remote import Host, RemoteExecutor
+from meshrl.cluster.remote import Agent, RemoteExecutor
 from meshrl.core.device import cluster_resources
 from meshrl.core.errors import ConfigError, RankFailure
 
 _JOINING_S = 15.0  # a machine that has just been started may take so long to appear
-_LOOK_AGAIN_S = 5.0  # while the machines are not ours yet
+_POLL_S = 5.0  # while Ray has not granted the machines
 _STORE_BYTES = 80 << 20  # near Ray's least: the object store stays empty
 
 
@@ -52,7 +52,7 @@ class RayExecutor(RemoteExecutor):
         self._need: dict[str, float] = {}  # of one rank
 
     async def find_machines(self) -> str:
-        """Join the cluster and wait until the placement group is ours."""
+        """Join the cluster and wait until Ray has granted the placement group."""
         await asyncio.to_thread(self._join)  # in a thread, Ray leaves this process's signal handlers alone
         spec = self.specs[0]
         self._need = _need_of_a_rank()
@@ -62,11 +62,13 @@ class RayExecutor(RemoteExecutor):
         self._group = placement_group([bundle] * spec.nodes, strategy=strategy)
         limit = spec.deadline_s("start")
         granted, until = asyncio.wrap_future(self._group.ready().future()), time.monotonic() + limit
-        granted.add_done_callback(lambda end: end.cancelled() or end.exception())  # of a group given back, nobody asks
-        while not (await asyncio.wait([granted], timeout=_LOOK_AGAIN_S))[0]:
+        granted.add_done_callback(
+            lambda end: end.cancelled() or end.exception()
+        )  # also that of a group which has been removed
+        while not (await asyncio.wait([granted], timeout=_POLL_S))[0]:
             await self._wait_for_machines(bundle)  # Ray counts one that has just died until its silence is noticed
             if time.monotonic() > until:
-                cause = f"Ray has not granted {spec.nodes} machines with {_told(bundle)} within {limit:g} s"
+                cause = f"Ray has not granted {spec.nodes} machines with {_listed(bundle)} within {limit:g} s"
                 raise RankFailure(0, "start", f"{cause}; others hold them")
         await granted
         here = ray.util.get_node_ip_address()
@@ -106,48 +108,48 @@ class RayExecutor(RemoteExecutor):
             if len(fit) >= nodes:
                 return
             if time.monotonic() > until or self._address == "local":
-                has = "; ".join(f"{n['NodeManagerAddress']} has {_told(n['Resources'])}" for n in alive)
+                has = "; ".join(f"{n['NodeManagerAddress']} has {_listed(n['Resources'])}" for n in alive)
                 raise ConfigError(
-                    f"the run needs {nodes} machines with {_told(bundle)} each (cluster.nodes, "
+                    f"the run needs {nodes} machines with {_listed(bundle)} each (cluster.nodes, "
                     f"cluster.num_train_ranks, cluster.num_rollout_ranks), and Ray has {len(fit)} such: {has}"
                 )
             await asyncio.sleep(0.5)
 
-    async def start_hosts(self, address: tuple[str, int]) -> set[int]:
+    async def start_agents(self, address: tuple[str, int]) -> set[int]:
         """An actor for each rank, in the bundle of its machine."""
         self._controller = address
         for spec in self.specs:
-            self._start_host(spec)
+            self._start_agent(spec)
         return {spec.rank for spec in self.specs}
 
-    def _start_host(self, spec: WorkerSpec) -> None:
+    def _start_agent(self, spec: WorkerSpec) -> None:
         options = {"num_cpus": self._need["CPU"], "num_gpus": self._need.get("GPU", 0), "max_restarts": 0}
         options["resources"] = {name: count for name, count in self._need.items() if name not in ("CPU", "GPU")}
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
             self._group, placement_group_bundle_index=self._bundles[spec.rank // spec.num_local_ranks]
         )
-        actor = self._actors[spec.rank] = ray.remote(_host_class()).options(**options).remote()
+        actor = self._actors[spec.rank] = ray.remote(_agent_class()).options(**options).remote()
         served = asyncio.wrap_future(actor.serve.remote(self._controller, self.token, spec.rank).future())
         self._watches[spec.rank] = asyncio.create_task(self._watch(spec.rank, served))
 
-    async def replace_host(self, rank: int, lost: Host) -> None:
+    async def replace_agent(self, rank: int, lost: Agent) -> None:
         """Another actor in the bundle of the lost one; Ray moves the bundle when its machine is gone."""
-        self._watches[rank].cancel()  # the end of the old actor is no news of the new one
+        self._watches[rank].cancel()  # the end of the old actor does not concern the new one
         ray.kill(self._actors[rank])
-        lost.goodbye(1)
+        lost.end(1)
         self._expect("control", rank)
-        self._start_host(self.specs[rank])
-        await self.meet_hosts([rank])
+        self._start_agent(self.specs[rank])
+        await self.await_agents([rank])
 
     async def _watch(self, rank: int, served: asyncio.Future[int]) -> None:
-        """Tell whoever waits for a host that it can't come. Later, its connection tells."""
+        """Report an actor that has failed before its node agent connected. Later, the connection's end shows it."""
         try:
             await served
         except ray.exceptions.RayError as error:
             self._refuse_start(rank, f"its actor has failed: {error}")
 
     async def close(self) -> None:
-        """End all ranks and give the machines back."""
+        """End all ranks and release the machines."""
         await super().close()
         for watch in self._watches.values():
             watch.cancel()
@@ -164,16 +166,16 @@ class RayExecutor(RemoteExecutor):
             ray.shutdown()
 
 
-def _host_class() -> type:
-    """The actor. Made here, so that Ray sends it by value: on its machine it imports only the host, without torch."""
+def _agent_class() -> type:
+    """The actor. Made here, so that Ray sends it by value: on its machine it imports only the agent, without torch."""
 
-    class RankHost:
+    class NodeAgent:
         def serve(self, address: tuple[str, int], token: bytes, rank: int) -> int:
-            from meshrl.cluster.host import serve
+            from meshrl.cluster.node_agent import serve
 
             return serve(address, token, rank)
 
-    return RankHost
+    return NodeAgent
 
 
 def _need_of_a_rank() -> dict[str, float]:
@@ -191,7 +193,7 @@ def _in_order(group: PlacementGroup, here: str) -> list[int]:
     return sorted(machines, key=lambda bundle: (addresses[machines[bundle]] != here, addresses[machines[bundle]]))
 
 
-def _told(resources: dict[str, float]) -> str:
-    """Without memory, and the names that Ray gives to nodes."""
+def _listed(resources: dict[str, float]) -> str:
+    """For people; without memory, and the names that Ray gives to nodes."""
     counts = {name: n for name, n in resources.items() if ":" not in name and "memory" not in name}
     return " and ".join(f"{n:g} {name}" for name, n in sorted(counts.items()))

@@ -1,4 +1,4 @@
-"""Where the train ranks meet to form their process group: a file on one machine, a TCP store across machines."""
+"""The store in which the train ranks form their process group: a file on one machine, TCP across machines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.distributed as dist
 _SCHEME = "tcp://"
 
 
-def host_store(host: str) -> tuple[dist.TCPStore, str]:
+def create_store(host: str) -> tuple[dist.TCPStore, str]:
     """A store in this process, at any free port, that lives as long as the object; and its rendezvous text.
 
     host: the address under which the ranks reach this machine.

@@ -1,8 +1,8 @@
 """A run that torchrun, or srun by the same variables, started on every machine at once.
 
-Rank 0's process is the controller, and starts rank 0 below itself. The others are hosts of their ranks: they learn the
-controller's address and the run's token from torchrun's own store, connect, and serve until it says goodbye. Their
-config is read, and checked, but it is the controller's that counts.
+Rank 0's process is the controller, and starts rank 0 as its child. The others are the node agents of their ranks: they
+read the controller's address and the run's token from torchrun's own store, connect, and serve until the controller
+ends them. Their config is read and checked, but the ranks get the controller's.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from meshrl.cluster.executor import WorkerSpec
-from meshrl.cluster.host import interface_of, serve
+from meshrl.cluster.node_agent import serve
 from meshrl.cluster.remote import RemoteExecutor
 from meshrl.core.errors import ConfigError
+from meshrl.process.connect import interface_of
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -29,20 +30,21 @@ def is_launched() -> bool:
 
 
 def is_follower() -> bool:
-    """Whether it hosts a rank, and the controller is another."""
+    """Whether it is the node agent of a rank, and another process is the controller."""
     return is_launched() and int(os.environ["RANK"]) > 0
 
 
 def follow() -> int:
-    """Host this process's rank to the end of the run. Returns the exit code.
+    """Be the node agent of this process's rank to the end of the run. Returns the exit code.
 
-    Waits for: the controller, which tells its address when it has loaded its config. Ctrl-C and SIGTERM reach all
-    processes of a run: what they mean is the controller's to decide, so here they are ignored once it is found.
+    Waits for: the controller, which publishes its address when it has loaded its config. Ctrl-C and SIGTERM reach all
+    processes of a run, and the controller decides what they mean, so they are ignored here once it is known.
     """
-    told = json.loads(_launch_store().get(_key()))
+    controller = json.loads(_launch_store().get(_key()))
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    return serve((told["host"], told["port"]), bytes.fromhex(told["token"]), int(os.environ["RANK"]))
+    address = controller["host"], controller["port"]
+    return serve(address, bytes.fromhex(controller["token"]), int(os.environ["RANK"]))
 
 
 class TorchrunExecutor(RemoteExecutor):
@@ -62,20 +64,20 @@ class TorchrunExecutor(RemoteExecutor):
         self.can_restart_trainers = False  # torchrun's own --max-restarts is for that
 
     async def find_machines(self) -> str:
-        """torchrun has found them; it puts rank 0 on the machine that it calls master."""
+        """torchrun has found them; rank 0 is on the machine that it calls master."""
         return os.environ["MASTER_ADDR"]
 
-    async def start_hosts(self, address: tuple[str, int]) -> set[int]:
-        """They run already, and wait to be told where."""
-        self._launch_store = _launch_store()  # kept: where no agent hosts it, this process does
-        told = {"host": address[0], "port": address[1], "token": self.token.hex()}
-        self._launch_store.set(_key(), json.dumps(told))
+    async def start_agents(self, address: tuple[str, int]) -> set[int]:
+        """They run already, and wait for this address."""
+        self._launch_store = _launch_store()  # kept: where torchrun's agent does not run it, this process does
+        controller = {"host": address[0], "port": address[1], "token": self.token.hex()}
+        self._launch_store.set(_key(), json.dumps(controller))
         return {spec.rank for spec in self.specs if spec.rank > 0}
 
-    async def meet_hosts(self, ranks: Sequence[int]) -> None:
-        """Rank 0 talks to the others over the interface by which the last of them came."""
-        await super().meet_hosts(ranks)
-        own = self._hosts[max(ranks)].reached_at
+    async def await_agents(self, ranks: Sequence[int]) -> None:
+        """Rank 0 uses the interface on which the last of them has connected."""
+        await super().await_agents(ranks)
+        own = self._agents[max(ranks)].reached_at
         self.interface = interface_of(own) or self.interface
         self.specs = [dataclasses.replace(self.specs[0], address=own), *self.specs[1:]]
 
@@ -87,5 +89,5 @@ def _launch_store() -> dist.Store:
 
 
 def _key() -> str:
-    """A restarted group of torchrun's meets anew."""
+    """A group that torchrun has restarted has a key of its own."""
     return f"meshrl/controller/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"

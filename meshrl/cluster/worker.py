@@ -7,12 +7,9 @@ One asyncio loop, one thread. Plain methods run to their end where they stand (t
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import faulthandler
 import inspect
 import os
 import pickle
-import signal
 import socket
 import sys
 import traceback
@@ -20,6 +17,7 @@ from typing import Any, NoReturn
 
 from meshrl.core.errors import EngineEnded
 from meshrl.process import frames
+from meshrl.process.spawn import inherited_channel
 
 
 class _Server:
@@ -52,7 +50,7 @@ class _Server:
         try:
             self.answer(call_id, True, await method(self.worker, *args))
         except EngineEnded as error:
-            if not self.worker.spec.trains:  # what this rank is for is gone; whoever started it can start another
+            if not self.worker.spec.trains:  # the controller can start another rank
                 print(f"rank {self.worker.spec.rank}: {error}", file=sys.stderr, flush=True)
                 os._exit(1)
             self.answer(call_id, False, _portable(error))
@@ -89,43 +87,18 @@ async def _serve(sock: socket.socket, spec: Any) -> None:
 
 
 def _end_if_broken(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """A command that can't be read or an answer that can't be sent leaves its caller waiting; the rank's end tells it
-    at once. What was wrong stands on stderr."""
+    """A command that can't be read or an answer that can't be sent would leave its caller waiting, so this rank ends.
+    The error is printed on stderr."""
     loop.default_exception_handler(context)
     if "handle" in context:  # a callback of the server's own; a task's error has been answered, or is its owner's
         os._exit(1)
 
 
-def end_with(parent: int | None) -> None:
-    """Have the kernel kill this process when its parent ends, or, with None, no longer do so. Elsewhere than on Linux
-    the end of the socket ends it."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL if parent is not None else 0)  # PR_SET_PDEATHSIG
-        if parent is not None and os.getppid() != parent:
-            os._exit(1)
-
-
-def command(channel: int, stacks: int, parent: int, name: str) -> list[str]:
-    """What starts a rank: the descriptors of its channel and of the file for its stacks, the id of the process that it
-    must not outlive, and its name, for `ps`."""
-    return [sys.executable, "-m", "meshrl.cluster.worker", str(channel), str(stacks), str(parent), name]
-
-
-def run_rank(sock: socket.socket, stacks: int) -> NoReturn:
+def main() -> NoReturn:
     """Serve commands until the channel closes, then end the process."""
-    spec = frames.receive(sock)
-    for number in (signal.SIGINT, signal.SIGTERM):  # which go to a whole group; the controller decides
-        signal.signal(number, lambda *_: None)  # and not SIG_IGN, which a server that this rank starts would keep
-    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    asyncio.run(_serve(sock, spec))
+    sock = inherited_channel()
+    asyncio.run(_serve(sock, frames.receive(sock)))
     os._exit(0)  # libraries' exit handlers may wait for peers that are gone
-
-
-def main() -> None:
-    """Arguments: see `command`."""
-    descriptor, stacks, parent = (int(word) for word in sys.argv[1:4])
-    end_with(parent)
-    run_rank(socket.socket(fileno=descriptor), stacks)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,8 @@
-"""Processes of this machine: which of a run's they are, how large, whether they still run; and their end."""
+"""Processes of this machine: which of a run's they are, how large, and whether they still run."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
-import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -14,7 +11,7 @@ import psutil
 _NAMES = {
     "meshrl.cluster.worker": "rank",
     "meshrl.reward.worker": "reward",
-    "meshrl.cluster.fork_server": "fork_server",
+    "meshrl.process.fork_server": "fork_server",
 }
 
 
@@ -60,27 +57,3 @@ def started_at(pid: int) -> float | None:
         return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
     except psutil.NoSuchProcess:
         return None
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether a signal (SIGSTOP, or a debugger) holds the process."""
-    try:
-        return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-    except psutil.NoSuchProcess:
-        return False
-
-
-def kill_descendants(pid: int) -> None:
-    """SIGKILL to all that descends from a process, in whatever group or session, until nothing new shows up."""
-    killed: set[int] = set()
-    while True:
-        try:
-            found = {child.pid for child in psutil.Process(pid).children(recursive=True)} - killed
-        except psutil.NoSuchProcess:
-            return
-        if not found:
-            return
-        for child in found:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(child, signal.SIGKILL)
-        killed |= found

@@ -16,6 +16,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import psutil
+
 from meshrl.process import frames
 
 LOST_AFTER_S = 14
@@ -85,6 +87,12 @@ def connect(address: tuple[str, int], token: bytes, hello: Callable[[str], Any])
     frames.send(sock, hello(sock.getsockname()[0]))
     _detect_loss(sock)
     return sock
+
+
+def interface_of(ip: str) -> str | None:
+    """Name of the network interface that has an address: gloo would choose one by the machine's name."""
+    found = (name for name, all_of in psutil.net_if_addrs().items() for one in all_of if one.address == ip)
+    return next(found, None)
 
 
 def _accept(listening: socket.socket, serve: Callable[[socket.socket], None]) -> None:

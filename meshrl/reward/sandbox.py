@@ -11,7 +11,6 @@ accidents, not malice: a grader has the user's rights and files.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import json
 import math
@@ -20,7 +19,6 @@ import pickle
 import queue
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -30,13 +28,15 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from meshrl.core.errors import ConfigError, Failure, RewardError
-from meshrl.monitor.processes import kill_descendants
+from meshrl.process.diagnosis import exit_text, output_tail
 from meshrl.process.frames import receive_bytes, send_bytes
+from meshrl.process.guard import GuardedProcess
 
 Item = tuple[str, dict[str, Any]]
 """(term, payload): payload holds completion, answer and the keywords OFFERED in kinds.py."""
 
 _START_TIMEOUT_S = 60.0  # imports of a user's module on a busy machine
+_END_TIMEOUT_S = 2.0  # the end of a process follows the end of its socket
 _ASYNC_GRACE_S = 1.0  # async graders are timed in the worker; past this much more, the loop itself hangs
 _MAX_BATCH = 64  # items of one message, and async graders that wait together in one worker
 _MAX_REPLY_BYTES = 1 << 16
@@ -148,11 +148,11 @@ class Sandbox:
         return await asyncio.gather(*(loop.run_in_executor(self._threads, call) for call in calls))
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(slots=True)
 class _Running:
     """A started process and this side's end of the socket to it."""
 
-    process: subprocess.Popen[bytes]
+    process: GuardedProcess
     link: socket.socket
 
 
@@ -179,39 +179,36 @@ class _Worker:
                 send_bytes(running.link, pickle.dumps(self._setup))
                 reply = json.loads(receive_bytes(running.link, _MAX_REPLY_BYTES))
             except (OSError, EOFError) as error:
-                reply = {"died": f"{type(error).__name__}: {error}"}
+                code = running.process.exit_code(0.0 if isinstance(error, TimeoutError) else _END_TIMEOUT_S)
+                reply = {"ended": f"{type(error).__name__}: {error}" if code is None else exit_text(code)}
             if "ready" in reply:
                 self.async_terms = frozenset(reply["ready"])
                 self._cpu_limited_terms = frozenset(reply["cpu_limited"])
                 return running
-            self._kill()
             self.release()
             if "config_error" in reply:
                 raise ConfigError(reply["config_error"])
-            output.seek(0)
-            said = output.read()[-2000:].decode(errors="replace").strip() or "nothing"
+            printed = output_tail(output, 2000) or "nothing"
         raise RewardError(
-            f"a reward worker did not start: {reply['died']}. It printed: {said}\nIf memory ran out while it imported "
-            f"the reward functions, raise reward.max_memory_bytes ({self._setup['max_memory_bytes']})"
+            f"a reward worker did not start: {reply['ended']}. It printed: {printed}\nIf memory ran out while it "
+            f"imported the reward functions, raise reward.max_memory_bytes ({self._setup['max_memory_bytes']})"
         )
 
     def _spawn(self, output: IO[bytes]) -> _Running:
-        ours, theirs = socket.socketpair()
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        with self._lock, theirs:
+        with self._lock:
             if self._ended:
-                ours.close()
                 raise RewardError(_CLOSED)
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "meshrl.reward.worker", str(theirs.fileno())],
-                stdin=subprocess.PIPE,  # when it closes, the worker's guard knows that this process is gone
-                stdout=output,
-                stderr=output,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-                env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": path},
-            )
-            self._running = _Running(process=process, link=ours)
+            ours, theirs = socket.socketpair()
+            with theirs:
+                process = GuardedProcess(
+                    "meshrl.reward.worker",
+                    [str(theirs.fileno())],
+                    output=output,
+                    environment={**_ENVIRONMENT, "PYTHONPATH": path},
+                    pass_fds=[theirs.fileno()],
+                )
+            self._running = _Running(process, ours)
             return self._running
 
     def grade(self, items: list[Item]) -> list[float | Failure]:
@@ -247,26 +244,29 @@ class _Worker:
         try:
             running.link.settimeout(timeout_s + (_ASYNC_GRACE_S if items[0][0] in self.async_terms else 0.0))
             send_bytes(running.link, pickle.dumps(items))
-            while len(answered) < len(items) and not (broken or retire):
+            while len(answered) < len(items) and not retire:
                 reply = json.loads(receive_bytes(running.link, _MAX_REPLY_BYTES))
-                if reply.get("died") == "SIGPROF" and items[len(answered)][0] in self._cpu_limited_terms:
-                    answered[len(answered)] = 0.0  # items are graded in order
-                    self.num_cpu_limited += 1
-                    retire = True
-                elif "died" in reply:
-                    broken = Failure(kind="crash", message=f"the worker died with {reply['died']}")
-                elif "failure" in reply:
+                if "failure" in reply:
                     kind, message = reply["failure"]
                     answered[reply["item"]] = Failure(kind=kind, message=message)
                 else:
                     answered[reply["item"]] = float(reply["value"])
-                retire = retire or "retire" in reply
+                retire = "retire" in reply
         except TimeoutError:
             broken = Failure(kind="timeout", message=f"no answer within {timeout_s:g} s; its worker was killed")
-        except (OSError, EOFError, ValueError, KeyError) as error:
-            broken = Failure(kind="crash", message=f"the worker's answer broke off: {type(error).__name__}: {error}")
+        except (ValueError, KeyError) as error:
+            broken = _broke_off(error)
+        except (OSError, EOFError) as error:
+            code = running.process.exit_code(_END_TIMEOUT_S)
+            if code == -signal.SIGPROF and items[len(answered)][0] in self._cpu_limited_terms:
+                answered[len(answered)] = 0.0  # items are graded in order
+                self.num_cpu_limited += 1
+                retire = True
+            elif code is not None:
+                broken = Failure(kind="crash", message=f"the worker died with {exit_text(code)}")
+            else:
+                broken = _broke_off(error)
         if broken or retire:
-            self._kill()
             self.release()
             self.num_killed += 1
         return answered, broken
@@ -275,24 +275,19 @@ class _Worker:
         """Kill the process for good. A thread that waits for its answer gets an end of file, and no restart."""
         with self._lock:
             self._ended = True
-        self._kill()
+            if self._running is not None:
+                self._running.process.kill()
 
     def release(self) -> None:
-        """Forget the killed process and close the socket; only by the thread that uses it: its number gets reused."""
+        """Kill the process, close the socket and forget both; only by the thread that uses it."""
         if self._running is not None:
+            self._running.process.kill()
             self._running.link.close()
             self._running = None
 
-    def _kill(self) -> None:
-        """SIGKILL to the whole process group and all that left it, then reap; nothing to do for what is dead."""
-        with self._lock:
-            if self._running is None or self._running.process.returncode is not None:
-                return
-            process = self._running.process
-            kill_descendants(process.pid)
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # gone; macOS says it the second way
-                os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()  # closes its standard input and waits
+
+def _broke_off(error: Exception) -> Failure:
+    return Failure(kind="crash", message=f"the worker's answer broke off: {type(error).__name__}: {error}")
 
 
 def _pickled(term: str, function: Callable[..., Any]) -> bytes:

@@ -1,13 +1,10 @@
-"""A process that grades, started by `sandbox.py` as `python -m meshrl.reward.worker FD`. It imports no torch.
-
-Two processes in a session of their own. The guard waits: when the other end of its standard input closes, because
-the parent is gone however it ended, it kills all that descends from it; when the grader dies it does so too, and tells
-the parent how. On Linux it inherits whatever the grader leaves behind, so that nothing escapes by a session of its own.
-The grader, forked from it, reads batches from the socket FD and answers each item as soon as it is graded.
+"""A process that grades, started by `sandbox.py` as `python -m meshrl.reward.worker FD`, below a guard
+(process/guard.py). It imports no torch. It reads batches from the socket FD and answers each item as soon as it is
+graded.
 
 math_answer evaluates what a model wrote, so its work is unbounded. A grading of it has a limit of CPU time, which the
-load of the machine doesn't change, and the kernel enforces it with SIGPROF, which also ends a hang in C. The grader
-dies instead of raising an exception: one inside of SymPy leaves caches behind that change later results.
+load of the machine doesn't change, and the kernel enforces it with SIGPROF, which also ends a hang in C. The
+process dies instead of raising an exception: one inside of SymPy leaves caches behind that change later results.
 
 Frames are bytes (process/frames.py): pickle towards the worker, which trusts its parent, and JSON back, so that no
 answer can run code in the parent.
@@ -16,7 +13,7 @@ answer can run code in the parent.
                        max_memory_bytes), then lists of (term, payload)
     worker -> parent   {"ready": [async terms], "cpu_limited": [terms]} | {"config_error": text}, then for each item of
                        a list {"item": i, "value": float} | {"item": i, "failure": [kind, message]}, with
-                       "retire": true where the process should not be used again; {"died": how} at any time
+                       "retire": true where the process should not be used again
 """
 
 from __future__ import annotations
@@ -31,69 +28,25 @@ import signal
 import socket
 import sys
 import traceback
-from typing import Any
+from typing import Any, NoReturn
 
 from meshrl.core.errors import ConfigError
 from meshrl.process.frames import receive_bytes, send_bytes
+from meshrl.process.guard import fork_below_guard
 from meshrl.reward.kinds import Grader, make_grader
 from meshrl.reward.math_answer import math_answer
 
 MATH_CPU_S = 1.0
 """CPU seconds of one grading by math_answer; nearly all take less than a tenth."""
 
-_SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h
 _MAX_MESSAGE_CHARS = 400
 
 
-def main(fd: int) -> None:
-    """Fork the grader and guard it: see the top of this file. Returns in neither process."""
-    link = socket.socket(fileno=fd)
-    _linux_prctl(_SET_CHILD_SUBREAPER, 1)
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])  # until the handler knows the grader
-    grader = os.fork()
-    if grader == 0:
-        _linux_prctl(_SET_PDEATHSIG, signal.SIGKILL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        serve(link)
-        os._exit(0)
-    signal.signal(signal.SIGCHLD, lambda *_: _report_death(link, grader))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
-    os.read(0, 1)  # the parent never writes: this returns when its end closes
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    _kill_descendants()
-    os.killpg(0, signal.SIGKILL)
-
-
-def _report_death(link: socket.socket, grader: int) -> None:
-    """The guard's SIGCHLD handler: reap; when it was the grader, end what it left, say how it ended, and end too."""
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if pid == 0:  # stopped or continued, not dead
-            return
-        if pid == grader:
-            break
-    killed = os.WIFSIGNALED(status)
-    how = signal.Signals(os.WTERMSIG(status)).name if killed else f"exit status {os.WEXITSTATUS(status)}"
-    _kill_descendants()
-    send_bytes(link, json.dumps({"died": how}).encode())
+def main(fd: int) -> NoReturn:
+    """Serve below a guard, which ends as this process does."""
+    fork_below_guard()
+    serve(socket.socket(fileno=fd))
     os._exit(0)
-
-
-def _kill_descendants() -> None:
-    from meshrl.monitor.processes import kill_descendants  # only the end of a worker needs it
-
-    kill_descendants(os.getpid())
-
-
-def _linux_prctl(option: int, value: int) -> None:
-    if sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None).prctl(option, value)
 
 
 def serve(link: socket.socket) -> None:

@@ -15,8 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from meshrl.cluster import forked_process
-from meshrl.process import leases
+from meshrl.process import leases, spawn
 
 
 @pytest.fixture
@@ -39,7 +38,7 @@ def planted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
 
     yield plant
     assert [fault for fault in faults if not Path(fault["marker"]).exists()] == [], "never met"
-    forked_process.retire()  # it would serve later runs of this process
+    spawn.retire()  # it would serve later runs of this process
     end = time.monotonic() + 20
     while (left := _processes_of(mark)) and time.monotonic() < end:
         time.sleep(0.05)

@@ -29,9 +29,9 @@ FOREIGN_FAULTS = [
     ),
     Fault(
         "a server's workers outlive a parent that is killed",
-        "meshrl/rollout/guard.py",
-        "    kill_descendants(os.getpid())\n    shutil",
-        "    shutil",
+        "meshrl/process/guard.py",
+        "    kill_descendants(os.getpid())\n    if folder",
+        "    if folder",
         (_FOREIGN + "test_rollout_server.py::test_nothing_outlives_a_parent_that_is_killed[SIGKILL]",),
     ),
     Fault(

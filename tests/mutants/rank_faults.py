@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from fault import Fault
 
-_FORKS = "tests/unit/cluster/test_fork_server.py::"
-_SERVER, _STARTER = "meshrl/cluster/fork_server.py", "meshrl/cluster/forked_process.py"
+_FORKS = "tests/unit/process/test_fork_server.py::"
+_SERVER, _STARTER = "meshrl/process/fork_server.py", "meshrl/process/spawn.py"
 
 RANK_FAULTS = [
     Fault(
         "a forked rank outlives its fork server",
         _SERVER,
-        "            end_with(self.pid)\n",
+        "            end_with_parent(self.pid)\n",
         "",
         (_FORKS + "test_a_fork_server_that_is_killed_takes_its_ranks_along_and_a_restart_starts_another",),
     ),
@@ -74,14 +74,14 @@ RANK_FAULTS = [
     Fault(
         "the fork server ends with the thread that has started it",
         _SERVER,
-        "    end_with(None)",
+        "    end_with_parent(None)",
         "    pass",
         (_FORKS + "test_the_fork_server_has_one_thread_and_no_device_and_outlives_the_thread_that_started_it",),
     ),
     Fault(
         "a fork server imports on after the end of the process that has started it",
         _SERVER,
-        "    end_with(starter)\n",
+        "    end_with_parent(starter)\n",
         "",
         (_FORKS + "test_a_fork_server_that_still_imports_ends_with_the_process_that_started_it[SIGKILL]",),
     ),

@@ -174,7 +174,7 @@ RUN_FAULTS = [
         "str(spec.rank)",
         (
             "tests/unit/cluster/test_remote_executor.py::"
-            "test_a_rank_has_its_place_and_environment_and_a_sampler_that_died_is_replaced_by_its_host",
+            "test_a_rank_has_its_place_and_environment_and_a_sampler_that_died_is_replaced_by_its_node_agent",
         ),
     ),
     Fault(

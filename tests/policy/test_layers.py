@@ -57,7 +57,7 @@ HOMES: dict[str, set[str]] = {  # library -> packages or files of meshrl that ma
     "rich": {"tools", "monitor"},
     "textual": {"tools"},
     "matplotlib": {"tools", "monitor"},
-    "psutil": {"monitor", "process", "cluster/host.py"},
+    "psutil": {"monitor", "process"},
     "ray": {"cluster/ray.py"},
     "httpx2": {"rollout/server/http.py"},
     "vllm": {"rollout/vllm/cpu_build.py", "rollout/vllm/twins.py", "rollout/vllm/worker.py"},

@@ -18,7 +18,7 @@ import sys
 import time
 
 MODULE = "meshrl.cluster.actors"
-SERVER = "meshrl.cluster.fork_server"  # whose ranks take over what it has loaded
+SERVER = "meshrl.process.fork_server"  # whose ranks take over what it has loaded
 HOG_BYTES = 8 << 30  # where the limit of the cgroup does not hold, the machine's other work must not suffer
 
 

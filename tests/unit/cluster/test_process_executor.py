@@ -38,6 +38,7 @@ from meshrl.cluster.processes import ProcessExecutor
 from meshrl.config.model import ModelConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.errors import ConfigError, RankFailure, SyncError
+from meshrl.process.diagnosis import Snapshot
 
 pytestmark = pytest.mark.timeout(300)  # ranks start slowly on a machine that does much else
 
@@ -268,13 +269,13 @@ def test_a_rank_that_has_answered_since_is_not_blamed_for_its_silence(tmp_path):
 
     async def body(executor: ProcessExecutor) -> None:
         pids = [(await executor.call(rank, echo, None))[1] for rank in range(3)]
-        patient, take_stacks = executor.specs, executor._take_stacks
+        patient, take_snapshots = executor.specs, executor._take_snapshots
         executor.specs = [dataclasses.replace(spec, timeout_s=2.0) for spec in patient]
         methods = ((hold, pipe), (until, first), (until_the_end_of, pipe))
         silent = [asyncio.ensure_future(executor.call(rank, *asked)) for rank, asked in enumerate(methods)]
         anew, answering = list[asyncio.Future[int]](), itertools.count(1)
 
-        async def take_long() -> dict[int, str]:
+        async def take_long() -> dict[int, Snapshot]:
             """Until the next of them has answered."""
             if (rank := next(answering)) == 1:
                 while len(executor._suspicions) < 2:
@@ -283,9 +284,9 @@ def test_a_rank_that_has_answered_since_is_not_blamed_for_its_silence(tmp_path):
                 anew.append(asyncio.ensure_future(executor.call(1, until, second)))
                 Path(first).touch()
             await asyncio.wait([silent[min(rank, 2)]], timeout=20)
-            return await take_stacks()
+            return await take_snapshots()
 
-        executor._take_stacks = take_long
+        executor._take_snapshots = take_long
         told, *answers = await asyncio.gather(*silent, return_exceptions=True)
         assert isinstance(told, RankFailure) and (told.rank, told.kind) == (0, "silent")
         assert answers == [1, 2]

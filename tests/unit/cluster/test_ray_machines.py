@@ -56,7 +56,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
 
     cluster = Cluster()
     monkeypatch.setattr(executor, "_JOINING_S", 0.3)
-    monkeypatch.setattr(executor, "_LOOK_AGAIN_S", 0.05)
+    monkeypatch.setattr(executor, "_POLL_S", 0.05)
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0})
     monkeypatch.setattr(ray, "nodes", cluster.nodes)

@@ -1,6 +1,6 @@
-"""Ranks behind hosts: the same answers and named failures as on one machine, and nobody left behind (P26, P31).
+"""Ranks with node agents: the same answers and failures as on one machine, and no process is left (P26, P31).
 
-The hosts are started here by hand, where Ray or torchrun would start them. The deeds run inside the ranks.
+The agents are started here by hand, where Ray or torchrun would start them. The deeds run inside the ranks.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from meshrl.core.errors import RankFailure
 
 pytestmark = pytest.mark.timeout(300)  # ranks start slowly on a machine that does much else
 
-HOST = """
+AGENT = """
 import sys
-from meshrl.cluster.host import serve
+from meshrl.cluster.node_agent import serve
 host, port, token, rank = sys.argv[1:]
 sys.exit(serve((host, int(port)), bytes.fromhex(token), int(rank)))
 """
 
 
 class ByHand(RemoteExecutor):
-    """One machine a rank. Starts the hosts of `present` ranks on this machine, as its own children."""
+    """One machine a rank. Starts the node agents of `present` ranks on this machine, as its own children."""
 
     def __init__(
         self,
@@ -68,26 +68,26 @@ class ByHand(RemoteExecutor):
     async def find_machines(self) -> str:
         return "127.0.0.1"
 
-    async def start_hosts(self, address: tuple[str, int]) -> set[int]:
+    async def start_agents(self, address: tuple[str, int]) -> set[int]:
         for rank in self.present:
             arguments = [address[0], str(address[1]), self.token.hex(), str(rank)]
-            command = [sys.executable, "-c", HOST, *arguments]
+            command = [sys.executable, "-c", AGENT, *arguments]
             self.started[rank] = subprocess.Popen(command, env={**os.environ, "HF_OWN": "of the machine"})
         return {spec.rank for spec in self.specs}
 
 
 def _below() -> list[psutil.Process]:
-    """Hosts and ranks."""
-    return living_below(r"meshrl\.cluster\.(host|worker)")
+    """Node agents and ranks."""
+    return living_below(r"meshrl\.cluster\.(node_agent|worker)")
 
 
-def _host() -> psutil.Process:
+def _agent() -> psutil.Process:
     """Of this rank."""
-    return next(p for p in psutil.Process().parents() if "meshrl.cluster.fork_server" not in p.cmdline())
+    return next(p for p in psutil.Process().parents() if "meshrl.process.fork_server" not in p.cmdline())
 
 
 def _with(executor: ByHand, body: Callable[[ByHand], Awaitable[None]]) -> list[int]:
-    """Start, run the body, close; nobody may be left. Returns the hosts' exit codes."""
+    """Start, run the body, close; nobody may be left. Returns the agents' exit codes."""
 
     async def main() -> None:
         try:
@@ -112,13 +112,13 @@ def variables(worker: RankWorker) -> dict[str, str]:
 
 
 def facts(worker: RankWorker) -> tuple[int, int, str]:
-    return os.getpid(), _host().pid, worker.spec.address
+    return os.getpid(), _agent().pid, worker.spec.address
 
 
 def misbehave(worker: RankWorker, how: str) -> None:
     if how == "raise":
         raise KeyError("no such row")
-    culprit = _host().pid if how == "host" else os.getpid()
+    culprit = _agent().pid if how == "agent" else os.getpid()
     os.kill(culprit, signal.SIGSTOP if how == "SIGSTOP" else signal.SIGKILL)
     time.sleep(600)
 
@@ -141,7 +141,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 FAULTS = {
     "raise": r"raised KeyError: 'no such row'",
     "SIGKILL": r"its process was killed by SIGKILL.*",
-    "host": r"its host process there has ended",
+    "agent": r"its node agent has ended",
     "SIGSTOP": r"no answer within cluster\.timeout_s = 3 s; its process is stopped \(SIGSTOP, or a debugger\)",
 }
 
@@ -152,7 +152,7 @@ def _assert_named(failure: BaseException | None, how: str) -> None:
     assert re.fullmatch(FAULTS[how] + r", on 127\.0\.0\.1 \(.+\)", failure.cause), failure.cause
 
 
-def test_a_rank_has_its_place_and_environment_and_a_sampler_that_died_is_replaced_by_its_host(model, monkeypatch):
+def test_a_rank_has_its_place_and_environment_and_a_sampler_that_died_is_replaced_by_its_node_agent(model, monkeypatch):
     """The machine's own variables win over the controller's, the rank's own over both; for a replaced rank, too."""
     monkeypatch.setenv("HF_OWN", "of the controller")
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
@@ -183,7 +183,9 @@ def test_a_rank_has_its_place_and_environment_and_a_sampler_that_died_is_replace
     assert _with(ByHand(model, 1, 1), body) == [0, 0]
 
 
-@pytest.mark.parametrize("how", [how if how == "host" else pytest.param(how, marks=pytest.mark.slow) for how in FAULTS])
+@pytest.mark.parametrize(
+    "how", [how if how == "agent" else pytest.param(how, marks=pytest.mark.slow) for how in FAULTS]
+)
 def test_a_failure_is_named_with_its_machine_and_ends_all_ranks(model, tmp_path, how):
     """P26: however it fails, and although the other rank is busy for ten minutes."""
     executor = ByHand(model, 2)
@@ -203,19 +205,19 @@ def test_a_failure_is_named_with_its_machine_and_ends_all_ranks(model, tmp_path,
         assert "in wait" in failures[0].stacks, "where the other rank stands"
 
     codes = _with(executor, body)
-    assert codes == [1, -signal.SIGKILL if how == "host" else 1]
+    assert codes == [1, -signal.SIGKILL if how == "agent" else 1]
 
 
-def test_a_machine_that_never_calls_is_named(model):
+def test_a_machine_that_never_connects_is_named(model):
     async def body(executor: ByHand) -> None:
         raise AssertionError("it can't have started")
 
-    with pytest.raises(RankFailure, match="rank 1 failed in phase 'start': its machine has not called within 8 s"):
+    with pytest.raises(RankFailure, match="rank 1 failed in phase 'start': its machine has not connected within 8 s"):
         _with(ByHand(model, 2, present=(0,), timeout_s=8.0), body)
 
 
-def test_hosts_and_ranks_end_when_the_controller_is_killed(model: str):
-    """P31: SIGKILL leaves it no time to say goodbye."""
+def test_node_agents_and_ranks_end_when_the_controller_is_killed(model: str):
+    """P31: SIGKILL leaves it no time to end them."""
     script = """
         import asyncio, sys
         sys.path[:0] = {path!r}
@@ -236,7 +238,7 @@ def test_hosts_and_ranks_end_when_the_controller_is_killed(model: str):
     )
     assert controller.stdout is not None
     pids = [int(pid) for pid in controller.stdout.readline().split()]
-    assert len(pids) == 2, "a host and its rank"
+    assert len(pids) == 2, "a node agent and its rank"
     processes = [psutil.Process(pid) for pid in pids]
     controller.kill()
     controller.wait()

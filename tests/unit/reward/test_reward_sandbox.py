@@ -101,7 +101,7 @@ def test_exceptions_and_exits_are_crashes_that_say_why(patient):
     assert kinds(results) == ["crash", 1.0, "crash", "crash", 1.0, "crash", 1.0]
     assert "ValueError: invalid literal" in results[0].message and "sandbox_graders.py" in results[0].message
     assert "SystemExit" in results[2].message
-    assert "exit status 3" in results[3].message
+    assert "exit code 3" in results[3].message
     assert "SIGSEGV" in results[5].message
     assert killed == 4  # two deaths each for os_exit and segfault, which get a second try; exceptions kill nobody
 
@@ -226,7 +226,7 @@ def test_a_worker_that_does_not_come_up_says_what_it_printed(tmp_path, monkeypat
     (tmp_path / "large_module.py").write_text("table = bytearray(1 << 30)\n")
     monkeypatch.syspath_prepend(tmp_path)
     sandbox = Sandbox({"large": ("large_module:grade", {})}, **LIMITS)
-    with pytest.raises(RewardError, match=r"(?s)did not start: exit status 1.*MemoryError.*max_memory_bytes"):
+    with pytest.raises(RewardError, match=r"(?s)did not start: exit code 1.*MemoryError.*max_memory_bytes"):
         asyncio.run(sandbox.start())
     asyncio.run(sandbox.close())
 

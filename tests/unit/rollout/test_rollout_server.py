@@ -1,4 +1,4 @@
-"""A server as a child: it is waited for, its last words are kept, and nothing of it outlives its parent (P31)."""
+"""A server as a child: it is waited for, its end is diagnosed, and nothing of it outlives its parent (P31)."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def gone(pid: int, within_s: float = 20.0) -> bool:
     return False
 
 
-def test_a_server_that_ends_before_it_is_ready_is_told_with_its_last_words():
+def test_a_server_that_ends_before_it_is_ready_is_reported_with_what_it_wrote():
     server = ServerProcess("s", lambda folder: python("import sys; print('no such model'); sys.exit(3)"), {})
-    with pytest.raises(EngineFailure, match=r"ended before it was ready \(exit status 3\).*\nno such model"):
+    with pytest.raises(EngineFailure, match=r"ended before it was ready \(exit code 3\).*\nno such model"):
         server.wait_until(lambda: False, 60)
     assert server.has_ended()
     server.close()

@@ -1,9 +1,10 @@
-"""The fork server: a process that has imported torch and meshrl and forks ranks, which then start in milliseconds.
+"""The fork server: a process that has imported a program's modules (torch among them) and forks processes that run it,
+which then start in milliseconds.
 
-The process that starts ranks asks for each of them by a socket (forked_process.py). A rank is a child of the fork
-server: for each of them a socket of its own takes its process id and its exit code to the process that has asked, and
-brings signals, which can't reach a later process of the same id. Ranks end with the fork server, and it ends with the
-process that has started it, and after its last rank when no more requests can come. Needs Linux.
+`spawn.py` starts it, and requests each process over a socket. The process is a child of the fork server; a socket of
+its own reports its process id and its exit code to the process that has requested it, and takes signals, which so
+can't reach a later process of the same id. Forked processes end with the fork server, and it ends with the process that
+has started it, and after its last child when no more requests can come. Needs Linux.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import importlib
 import json
 import os
 import selectors
-import signal
 import socket
 import stat
 import sys
@@ -25,16 +25,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from meshrl.cluster.worker import command, end_with, run_rank
+from meshrl.process.kill_tree import end_with_parent
+from meshrl.process.spawn import command, ignore_interrupts
 
-_PRELOADED = ("meshrl.cluster.actors", "transformers.modeling_utils", "transformers.models.auto.modeling_auto")
 _REQUEST_BYTES = 1 << 16
 _HARMLESS_DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom", "/dev/tty", "/dev/pts/", "/dev/console")
 
 
 @dataclass(slots=True)
 class _Forked:
-    """A rank that has not ended. descriptor: of its process (pidfd)."""
+    """A child that has not ended. descriptor: of its process (pidfd)."""
 
     pid: int
     descriptor: int
@@ -42,19 +42,19 @@ class _Forked:
 
 
 class _Requests:
-    """Serves requests to the end: of the process that sends them, or of all ranks once no more requests can come."""
+    """Serves requests until the process that sends them ends, or all children once no more requests can come."""
 
     def __init__(self, requests: socket.socket, may_fork: bool):
-        """may_fork: False executes a new interpreter in each rank's process."""
+        """may_fork: False executes a new interpreter in each forked process."""
         self.requests, self.may_fork, self.pid = requests, may_fork, os.getpid()
         self.starter = os.pidfd_open(os.getppid())
-        self.ranks: list[_Forked] = []
-        self.selector = selectors.PollSelector()  # epoll would share its list with the ranks
+        self.children: list[_Forked] = []
+        self.selector = selectors.PollSelector()  # epoll would share its list with the children
         self.selector.register(requests, selectors.EVENT_READ)
         self.selector.register(self.starter, selectors.EVENT_READ)
 
     def serve(self) -> None:
-        while self.ranks or self.requests.fileno() >= 0:
+        while self.children or self.requests.fileno() >= 0:
             ready = self.selector.select()[0][0]  # one at a time: what it changes may concern the next
             if ready.fileobj is self.requests:
                 self.take_request()
@@ -71,55 +71,55 @@ class _Requests:
             self.selector.unregister(self.requests)
             self.requests.close()
             return
-        name, environment = json.loads(message)
+        module, name, environment = json.loads(message)
         pid = os.fork()
         if pid == 0:
-            self.become_rank(name, environment, descriptors)
+            self.run_child(module, name, environment, descriptors)
         channel, stacks, status, out, err = descriptors
         for descriptor in (channel, stacks, out, err):
             os.close(descriptor)
-        rank = _Forked(pid, os.pidfd_open(pid), socket.socket(fileno=status))
-        self.report(rank, pid)
-        self.ranks.append(rank)
-        self.selector.register(rank.descriptor, selectors.EVENT_READ, rank)
-        self.selector.register(rank.status, selectors.EVENT_READ, rank)
+        child = _Forked(pid, os.pidfd_open(pid), socket.socket(fileno=status))
+        self.report(child, pid)
+        self.children.append(child)
+        self.selector.register(child.descriptor, selectors.EVENT_READ, child)
+        self.selector.register(child.status, selectors.EVENT_READ, child)
 
-    def send_signal(self, rank: _Forked) -> None:
+    def send_signal(self, child: _Forked) -> None:
         """It is not reaped yet, so its id is still its own."""
         try:
-            number = rank.status.recv(1)
+            number = child.status.recv(1)
         except ConnectionResetError:
             number = b""
         if number:
-            os.kill(rank.pid, number[0])
-        else:  # the other end is closed: no signal and no question can come
-            self.selector.unregister(rank.status)
+            os.kill(child.pid, number[0])
+        else:  # the other end is closed: no signal can come any more
+            self.selector.unregister(child.status)
 
-    def report(self, rank: _Forked, number: int) -> None:
-        with contextlib.suppress(OSError):  # nothing waits for it any more
-            rank.status.send(str(number).encode())
+    def report(self, child: _Forked, number: int) -> None:
+        with contextlib.suppress(OSError):  # no process waits for it any more
+            child.status.send(str(number).encode())
 
-    def reap(self, rank: _Forked) -> None:
-        _, status = os.waitpid(rank.pid, 0)
-        self.report(rank, os.waitstatus_to_exitcode(status))
-        self.forget(rank)
-        self.ranks.remove(rank)
+    def reap(self, child: _Forked) -> None:
+        _, status = os.waitpid(child.pid, 0)
+        self.report(child, os.waitstatus_to_exitcode(status))
+        self.forget(child)
+        self.children.remove(child)
 
-    def forget(self, rank: _Forked) -> None:
-        for source in (rank.descriptor, rank.status):
+    def forget(self, child: _Forked) -> None:
+        for source in (child.descriptor, child.status):
             with contextlib.suppress(KeyError):
                 self.selector.unregister(source)
-        os.close(rank.descriptor)
-        rank.status.close()
+        os.close(child.descriptor)
+        child.status.close()
 
-    def become_rank(self, name: str, environment: dict[str, str], descriptors: Sequence[int]) -> NoReturn:
-        """In the child: drop what is the server's and become what `python -m meshrl.cluster.worker` would be."""
+    def run_child(self, module: str, name: str, environment: dict[str, str], descriptors: Sequence[int]) -> NoReturn:
+        """In the child: drop what is the server's, and run the module as `python -m` would."""
         import numpy as np
 
         try:
-            end_with(self.pid)
-            for rank in self.ranks:
-                self.forget(rank)
+            end_with_parent(self.pid)
+            for child in self.children:
+                self.forget(child)
             self.selector.close()
             self.requests.close()
             os.close(self.starter)
@@ -129,12 +129,13 @@ class _Requests:
             for descriptor in (status, out, err):
                 os.close(descriptor)
             os.environ.update(environment)
-            words = command(channel, stacks, self.pid, name)
+            words = command(module, channel, stacks, self.pid, name)
             if not self.may_fork:
                 os.execv(words[0], words)
             _set_title(f"{' '.join(words[:3])} {name}")
             np.random.seed()  # Python's own generator does this by itself
-            run_rank(socket.socket(fileno=channel), stacks)
+            sys.argv = words[2:]
+            importlib.import_module(module).main()
         except BaseException:
             traceback.print_exc()
         finally:
@@ -171,17 +172,17 @@ def _open_devices() -> list[str]:
 
 
 def main() -> None:
-    """Arguments: the descriptor of the socket by which the requests come, and the id of the process that sends them."""
+    """Arguments: the descriptor of the socket on which the requests come, the id of the process that sends them, room
+    for the command lines of children, and the modules to import."""
     descriptor, starter = int(sys.argv[1]), int(sys.argv[2])
-    end_with(starter)
-    for number in (signal.SIGINT, signal.SIGTERM):  # as in ranks
-        signal.signal(number, lambda *_: None)
-    for module in _PRELOADED:
+    end_with_parent(starter)
+    ignore_interrupts()
+    for module in sys.argv[4:]:
         importlib.import_module(module)
     gc.collect()
-    gc.freeze()  # a collection in a rank would write to, and so copy, the pages that ranks share
+    gc.freeze()  # a collection in a child would write to, and so copy, the pages that children share
     server = _Requests(socket.socket(fileno=descriptor), _can_fork())
-    end_with(None)  # the kernel would end this process with the thread that has started it
+    end_with_parent(None)  # the kernel would end this process with the thread that has started it
     server.serve()
     os._exit(0)
 

@@ -1,24 +1,26 @@
-"""What is found out about a rank that failed: where it stands, how it ended, which phase it was in (P26)."""
+"""What is found out about a process that failed: how it ended, what it wrote, where its threads are (P26)."""
 
 from __future__ import annotations
 
-import inspect
 import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 
 import pytest
 
-from meshrl.cluster import evidence
-from meshrl.cluster.actors import RankWorker
-from meshrl.cluster.evidence import StackFile, handles, how_it_ended, oom_kills, shortened, waits_for_others
-from meshrl.cluster.phases import PHASE_OF, phase_of
-from meshrl.config.cluster import ClusterConfig, Deadlines
-from meshrl.monitor.processes import is_stopped
-from meshrl.monitor.spans import Spans
+from meshrl.process import diagnosis
+from meshrl.process.diagnosis import (
+    handles,
+    how_it_ended,
+    innermost_frames,
+    is_stopped,
+    oom_kills,
+    output_tail,
+    snapshot,
+    waits_for_others,
+)
 
 IN_A_COLLECTIVE = """Thread 0x00007f01 (most recent call first):
   File "/lib/python3.11/threading.py", line 982 in run
@@ -47,31 +49,15 @@ def test_a_wait_in_a_collective_is_told_from_work():
     assert not waits_for_others("")
     wrapped = IN_A_COLLECTIVE.replace("distributed/_functional", "distributed/algorithms/_checkpoint/wrapper")
     assert not waits_for_others(wrapped), "activation checkpointing lives there, too, and waits for nobody"
-    assert shortened(AT_WORK).splitlines()[0].endswith("in slow") and "threading" not in shortened(IN_A_COLLECTIVE)
+    assert innermost_frames(AT_WORK).splitlines()[0].endswith("in slow") and "threading" not in innermost_frames(
+        IN_A_COLLECTIVE
+    )
 
 
 def test_long_stacks_are_cut_and_say_so():
     frames = "".join(f'  File "a.py", line {i} in f\n' for i in range(20))
-    lines = shortened(f"Current thread 0x01 (most recent call first):\n{frames}").splitlines()
+    lines = innermost_frames(f"Current thread 0x01 (most recent call first):\n{frames}").splitlines()
     assert len(lines) == 9 and lines[-1] == "  ... 12 more"
-
-
-def test_every_command_of_a_rank_has_a_phase_and_every_phase_a_deadline():
-    commands = {name for name, _ in inspect.getmembers(RankWorker, inspect.isfunction) if not name.startswith("_")}
-    assert commands == PHASE_OF.keys() - {"came_up"}
-    assert set(PHASE_OF.values()) | {"eval", "reward"} == Deadlines.model_fields.keys()
-
-
-def test_what_is_sampled_for_an_evaluation_is_in_its_phase():
-    spans = Spans()
-    assert phase_of(RankWorker.generate) == "rollout"
-    with spans("eval"):
-        assert phase_of(RankWorker.generate) == "eval" and phase_of(RankWorker.forward) == "annotate"
-
-
-def test_a_phase_has_its_own_deadline_or_the_common_one():
-    cluster = ClusterConfig(timeout_s=50, deadlines=Deadlines(rollout=7.5))
-    assert (cluster.deadline_s("rollout"), cluster.deadline_s("train")) == (7.5, 50)
 
 
 @pytest.mark.parametrize(
@@ -85,10 +71,10 @@ def test_a_phase_has_its_own_deadline_or_the_common_one():
 def test_a_kill_for_lack_of_memory_is_told_by_the_cgroups_count(kills, words, monkeypatch):
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     process.kill()
-    monkeypatch.setattr(evidence, "oom_kills", lambda: kills[1])
-    with pytest.raises(AssertionError, match=words):
-        raise AssertionError(how_it_ended(process, kills[0]))
     process.communicate()
+    monkeypatch.setattr(diagnosis, "oom_kills", lambda: kills[1])
+    with pytest.raises(AssertionError, match=words):
+        raise AssertionError(how_it_ended(process.returncode, kills[0]))
 
 
 def test_the_kernels_count_is_read_in_both_versions_of_cgroups(tmp_path):
@@ -115,30 +101,36 @@ here()
 """
 
 
-def test_a_process_is_asked_for_its_stacks_only_when_it_can_answer():
+def test_a_process_writes_its_stacks_only_when_it_has_a_handler_and_runs(tmp_path):
     """SIGUSR1 ends a process that has no handler for it."""
-    file = StackFile(tempfile.TemporaryFile())  # noqa: SIM115, closed at the end
-    started = []
-    for how in ("handles", "does not"):
-        process = subprocess.Popen(
-            [sys.executable, "-c", SLEEPER, str(file.fd), how], stdout=subprocess.PIPE, pass_fds=[file.fd]
-        )
-        assert process.stdout is not None and process.stdout.readline() == b"up\n"
-        started.append(process)
-    able, unable = started
-    assert handles(able, signal.SIGUSR1) and not handles(unable, signal.SIGUSR1)
-    for _ in range(2):  # the second time, what was written before is no news
-        file.forget()
-        able.send_signal(signal.SIGUSR1)
-        while not file.read().endswith("in <module>"):
+    with open(tmp_path / "stacks", "w+b") as file:
+        started = []
+        for how in ("handles", "does not"):
+            process = subprocess.Popen(
+                [sys.executable, "-c", SLEEPER, str(file.fileno()), how],
+                stdout=subprocess.PIPE,
+                pass_fds=[file.fileno()],
+            )
+            assert process.stdout is not None and process.stdout.readline() == b"up\n"
+            started.append(process)
+        able, unable = started
+        assert handles(able.pid, signal.SIGUSR1) and not handles(unable.pid, signal.SIGUSR1)
+        for _ in range(2):  # the second snapshot does not hold what was written for the first
+            assert snapshot(able, file).stacks.count("in here") == 1
+        assert snapshot(unable, file) == diagnosis.Snapshot() and unable.poll() is None
+        os.kill(able.pid, signal.SIGSTOP)
+        while not is_stopped(able.pid):
             time.sleep(0.01)
-        assert file.read().count("in here") == 1 and file.size() > 0
-    assert not is_stopped(able.pid)
-    os.kill(able.pid, signal.SIGSTOP)
-    while not is_stopped(able.pid):
-        time.sleep(0.01)
-    for process in started:
-        process.kill()
-        process.communicate()
-    file.close()
-    assert "SIGKILL" in how_it_ended(able, None) and not handles(able, signal.SIGUSR1)
+        assert snapshot(able, file) == diagnosis.Snapshot(is_stopped=True)
+        for process in started:
+            process.kill()
+            process.communicate()
+        assert "SIGKILL" in how_it_ended(able.returncode, None) and not handles(able.pid, signal.SIGUSR1)
+
+
+def test_the_end_of_a_long_output_is_shown(tmp_path):
+    with open(tmp_path / "log", "w+b") as file:
+        file.write(b"first line\n" + b"x" * 100 + b"\nlast line\n")
+        file.flush()
+        assert output_tail(file, 10) == "last line"
+        assert output_tail(file, 1000).startswith("first line")

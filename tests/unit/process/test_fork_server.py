@@ -27,7 +27,6 @@ from tiny_samples import random_samples, weigh
 from tiny_specs import worker_spec
 
 from meshrl.algo.losses import sft_loss
-from meshrl.cluster import forked_process
 from meshrl.cluster.actors import RankWorker
 from meshrl.cluster.executor import WorkerSpec
 from meshrl.cluster.groups import TrainGroup
@@ -36,10 +35,11 @@ from meshrl.config.model import ModelConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.errors import RankFailure
 from meshrl.monitor.processes import family
+from meshrl.process import spawn
 
 pytestmark = [
     pytest.mark.timeout(300),
-    pytest.mark.skipif(not forked_process.is_supported(), reason="this system can't have a fork server"),
+    pytest.mark.skipif(not spawn.can_fork(), reason="this system can't have a fork server"),
 ]
 
 
@@ -148,7 +148,7 @@ def test_a_forked_rank_has_and_computes_what_a_new_interpreter_would(tmp_path, m
         os.sched_setaffinity(0, cores)
         resource.setrlimit(resource.RLIMIT_NOFILE, files)
         os.umask(umask)
-    assert "meshrl.cluster.fork_server" in forked and "meshrl.cluster.worker" in executed
+    assert "meshrl.process.fork_server" in forked and "meshrl.cluster.worker" in executed
     assert its_facts == facts_of_new
     assert its_facts["environment"]["MESHRL_TEST_OF_FORKS"] == "changed"
     assert (its_facts["folder"], its_facts["cores"]) == (str(tmp_path), {max(cores)})
@@ -182,7 +182,7 @@ def test_the_fork_server_has_one_thread_and_no_device_and_outlives_the_thread_th
         found.append(_with(_samplers(1), lambda executor: executor.call(0, ids)))
 
     found: list[tuple[int, int]] = []
-    forked_process.retire()
+    spawn.retire()
     thread = threading.Thread(target=started)
     thread.start()
     thread.join()
@@ -245,10 +245,10 @@ def test_a_fork_server_with_other_threads_executes_a_new_interpreter_for_each_ra
 
 WITHOUT_TORCH = """
 import os, socket, sys, time
-from meshrl.cluster import forked_process
+from meshrl.process.spawn import Program, _servers, fork
 ours, theirs = socket.socketpair()
 environment = os.environ | {"PYTHONPATH": os.pathsep.join([sys.argv[1], *sys.path])}
-rank = forked_process.fork("rank_0", environment, theirs.fileno(), theirs.fileno())
+rank = fork(Program("meshrl.cluster.worker", ("numpy",)), "rank_0", environment, theirs.fileno(), theirs.fileno())
 """
 
 
@@ -259,7 +259,7 @@ def test_a_fork_server_that_still_imports_ends_with_the_process_that_started_it(
     script = WITHOUT_TORCH + textwrap.dedent("""
         while not os.path.exists(sys.argv[1] + "/begun"):
             time.sleep(0.01)
-        print(forked_process._servers[0].process.pid, flush=True)
+        print(_servers[0].process.pid, flush=True)
         sys.stdin.read()
     """)
     with subprocess.Popen(
@@ -291,7 +291,7 @@ def test_a_rank_of_a_fork_server_whose_imports_fail_has_its_exit_code(tmp_path):
 def test_a_process_with_other_threads_or_an_open_device_must_not_fork(opened, can_fork):
     code = textwrap.dedent(f"""
         import os, threading
-        from meshrl.cluster.fork_server import _can_fork
+        from meshrl.process.fork_server import _can_fork
         wait = threading.Event().wait
         held = {opened or None}
         print(_can_fork(), flush=True)

@@ -1,0 +1,111 @@
+"""The node agent of a rank: a small process on the rank's machine that starts the rank's process and reports on it.
+
+An executor for several machines can't signal, observe or wait for a process on another machine. The agent does so, by
+commands over a control connection to the controller. The rank's own commands don't pass through the agent: the rank's
+process inherits a second connection. When the controller has ended, or is silent for connect.LOST_AFTER_S, the agent
+kills the rank. It is imported without torch.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from meshrl.process import frames, spawn
+from meshrl.process.connect import connect, interface_of
+from meshrl.process.diagnosis import Snapshot
+from meshrl.process.leases import sweep
+from meshrl.process.spawn import Program, SpawnedProcess
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hello:
+    """The first message of a connection. control: commands to the node agent; channel: the rank's own."""
+
+    rank: int
+    kind: Literal["control", "channel"]
+    ip: str  # of its machine, on the way to the controller
+    machine: str = field(default_factory=socket.gethostname)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spawn:
+    """The command to start the rank's process. fixed: its environment; passed: only what the machine has not set."""
+
+    number: int
+    program: Program
+    fixed: dict[str, str]
+    passed: dict[str, str]
+
+
+def serve(address: tuple[str, int], token: bytes, rank: int) -> int:
+    """Be a rank's node agent until the controller ends it. Returns the exit code: 0 when the run ended well. It begins
+    by removing what killed runs have left on this machine.
+
+    Raises: ConnectionError when the controller can't be reached.
+    """
+    sweep()
+    return _NodeAgent(address, token, rank).serve()
+
+
+class _NodeAgent:
+    def __init__(self, address: tuple[str, int], token: bytes, rank: int):
+        self.address, self.token, self.rank = address, token, rank
+        self.interface: str | None = None
+        self.child: SpawnedProcess | None = None
+        self.sending = threading.Lock()  # the thread that waits for the child sends, too
+        self.control = self.connect("control")
+
+    def connect(self, kind: Literal["control", "channel"]) -> socket.socket:
+        def hello(ip: str) -> Hello:
+            self.interface = interface_of(ip)
+            return Hello(rank=self.rank, kind=kind, ip=ip)
+
+        return connect(self.address, self.token, hello)
+
+    def serve(self) -> int:
+        try:
+            while True:
+                command, argument = frames.receive(self.control)
+                if command == "end":
+                    return argument
+                if command == "spawn":
+                    self.spawn(argument)
+                elif command == "kill" and self.child is not None:
+                    self.child.kill()
+                elif command == "snapshot":
+                    self.report("snapshot", Snapshot() if self.child is None else self.child.snapshot())
+        except (EOFError, OSError):  # the controller has ended
+            return 1
+        finally:
+            self.end_child()
+            spawn.retire()  # this process may live on, as Ray's workers do
+            self.control.close()
+
+    def spawn(self, request: Spawn) -> None:
+        """Start the rank's process, with a connection of its own to the controller."""
+        self.end_child()
+        sock = self.connect("channel")
+        nearest = {"GLOO_SOCKET_IFNAME": self.interface} if self.interface else {}
+        unset = {name: value for name, value in (nearest | request.passed).items() if name not in os.environ}
+        self.child = SpawnedProcess(request.program, f"rank_{self.rank}", unset | request.fixed, sock)
+        threading.Thread(target=self.watch, args=(self.child, request.number), daemon=True).start()
+
+    def watch(self, child: SpawnedProcess, number: int) -> None:
+        """Report how the rank's process ended, as soon as it has."""
+        self.report("ended", (number, child.ending(None)))
+
+    def end_child(self) -> None:
+        if self.child is not None:
+            self.child.kill()
+            self.child.end(0.0)
+
+    def report(self, what: str, value: Any) -> None:
+        try:
+            with self.sending:
+                frames.send(self.control, (what, value))
+        except OSError:  # the controller has ended; the main thread sees it, too
+            return

@@ -1,0 +1,139 @@
+"""Diagnosis of a child process that failed or gives no answer: how it ended, what it wrote, where its threads are."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Protocol
+
+import psutil
+
+_DUMP_S = 2.0  # writing stacks takes milliseconds; a process that needs longer can't write them
+_FRAMES_SHOWN = 8
+_COLLECTIVE = re.compile(r'File "[^"]*/torch/distributed/(?!algorithms/)')
+_INNERMOST = 4  # frames that show a wait in a collective: the call, its wrapper, and torch's dispatch
+
+
+class Signalled(Protocol):
+    """What `snapshot` needs of a child process."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def send_signal(self, number: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Where a process is. is_stopped: by a signal (SIGSTOP) or a debugger. stacks: of all threads; "" where the process
+    could not write them."""
+
+    is_stopped: bool = False
+    stacks: str = ""
+
+
+def snapshot(process: Signalled, file: IO[bytes]) -> Snapshot:
+    """Have a process write its stacks, for which it has registered faulthandler with SIGUSR1 and this file. Blocks for
+    at most _DUMP_S. The handler is C: it needs neither the interpreter's lock nor a thread that answers."""
+    if is_stopped(process.pid):
+        return Snapshot(is_stopped=True)
+    if not handles(process.pid, signal.SIGUSR1):
+        return Snapshot()
+    start, size = os.fstat(file.fileno()).st_size, 0
+    process.send_signal(signal.SIGUSR1)
+    until = time.monotonic() + _DUMP_S
+    while time.monotonic() < until:
+        time.sleep(0.1)
+        before, size = size, os.fstat(file.fileno()).st_size - start
+        if size and size == before:
+            break
+    return Snapshot(stacks=os.pread(file.fileno(), 1 << 20, start).decode(errors="replace").strip())
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal (SIGSTOP) or a debugger has stopped the process."""
+    try:
+        return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def handles(pid: int, number: int) -> bool:
+    """Whether the process has a handler for the signal yet, which would end it otherwise. True where that can't be
+    found out."""
+    status = Path(f"/proc/{pid}/status")
+    if not status.parent.parent.joinpath("self").exists():
+        return True
+    try:
+        caught = re.search(r"^SigCgt:\s*(\w+)", status.read_text(), re.MULTILINE)
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
+
+
+def exit_text(code: int) -> str:
+    """`exit code 3`, or the name of the signal that has killed the process: `SIGKILL`."""
+    return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+
+
+def how_it_ended(code: int, oom_kills_before: int | None) -> str:
+    """One line about a process that has ended. oom_kills_before: `oom_kills()` when it was started."""
+    if code >= 0:
+        return f"its process ended with {exit_text(code)}"
+    cause = f"its process was killed by {exit_text(code)}"
+    if -code != signal.SIGKILL:
+        return cause
+    now = oom_kills()
+    if now is None or oom_kills_before is None:
+        return f"{cause} (often the kernel, for lack of memory; see dmesg)"
+    if now > oom_kills_before:
+        num_kills = f"{now - oom_kills_before} such kill" + ("s" if now - oom_kills_before > 1 else "")
+        return f"{cause}, by the kernel for lack of memory (its cgroup counts {num_kills})"
+    return f"{cause} (not by its cgroup's memory limit, which has killed no process)"
+
+
+def oom_kills(system: Path = Path("/")) -> int | None:
+    """How many processes of this one's cgroup the kernel has killed for lack of memory; None where it is not counted.
+    system: the folder of /proc and /sys."""
+    groups = system / "proc/self/cgroup"
+    for line in groups.read_text().splitlines() if groups.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, name = system / "sys/fs/cgroup", "memory.events"
+        elif controllers == "memory":
+            root, name = system / "sys/fs/cgroup/memory", "memory.oom_control"
+        else:
+            continue
+        for file in (root / path.lstrip("/") / name, root / name):  # inside a container the path may be the host's
+            found = re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE) if file.is_file() else None
+            if found:
+                return int(found[1])
+    return None
+
+
+def output_tail(output: IO[bytes], max_bytes: int) -> str:
+    """The end of what a process has written to a file."""
+    size = os.fstat(output.fileno()).st_size
+    return os.pread(output.fileno(), max_bytes, max(0, size - max_bytes)).decode(errors="replace").strip()
+
+
+def waits_for_others(stacks: str) -> bool:
+    """Whether the main thread is in a collective of torch.distributed."""
+    return any(_COLLECTIVE.search(line) for line in _main_thread(stacks)[:_INNERMOST])
+
+
+def innermost_frames(stacks: str) -> str:
+    """Of the main thread."""
+    frames = _main_thread(stacks)
+    more = [f"  ... {len(frames) - _FRAMES_SHOWN} more"] if len(frames) > _FRAMES_SHOWN else []
+    return "\n".join(frames[:_FRAMES_SHOWN] + more)
+
+
+def _main_thread(stacks: str) -> list[str]:
+    """Its frames, innermost first: faulthandler lists it last."""
+    last = re.split(r"^(?:Current thread|Thread) 0x\w+.*\n", stacks, flags=re.MULTILINE)[-1]
+    return [line for line in last.splitlines() if line.startswith("  ")]

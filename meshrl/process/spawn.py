@@ -1,0 +1,263 @@
+"""Child processes that run a Python module of ours: forked from a fork server, or new interpreters where none can be.
+
+A process that spawns has one fork server (fork_server.py), which it starts with its first child and keeps for later
+ones. What a child would inherit from this process (environment variables, working directory, CPU affinity, umask,
+resource limits), the fork server has inherited at its own start; when that has changed since, a new fork server
+replaces it.
+
+The module's `main` begins with `inherited_channel()`. Imported without torch.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshrl.process.diagnosis import Snapshot, how_it_ended, oom_kills, snapshot
+from meshrl.process.kill_tree import end_with_parent
+
+_OWN_VARIABLES = {
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("GLOO_SOCKET_IFNAME", "PYTEST_CURRENT_TEST"),
+}  # variables that no library reads when it is imported: each child gets its own values after the fork
+_LIMITS = sorted({number for name, number in vars(resource).items() if name.startswith("RLIMIT_")})
+_TITLE_ROOM = " " * 64  # an argument of the fork server, so that the command line of a child fits into its own
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What a child runs: the `main` of a module. preload: modules that the fork server imports before."""
+
+    module: str
+    preload: tuple[str, ...] = ()
+
+
+class SpawnedProcess:
+    """A child process with a channel to this one. No method waits for the process itself, but `ending` and `end` do."""
+
+    place = ""  # for people: it runs on this machine
+
+    def __init__(self, program: Program, name: str, environment: Mapping[str, str], channel: socket.socket):
+        """name: for `ps`. environment: added to this process's own. channel: the child's end, which is handed over."""
+        self._oom_kills = oom_kills()
+        self._stacks = tempfile.TemporaryFile()  # noqa: SIM115, closed by `end`
+        with channel:
+            self._process = _spawn(
+                program, name, {**os.environ, **environment}, channel.fileno(), self._stacks.fileno()
+            )
+
+    def ending(self, timeout_s: float | None = 0.0) -> str | None:
+        """How it ended, in one line, waiting so long for it (None = without limit); None while it runs."""
+        try:
+            return how_it_ended(self._process.wait(timeout_s), self._oom_kills)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def snapshot(self) -> Snapshot:
+        """Where it is; blocks for a few seconds at most."""
+        return snapshot(self._process, self._stacks)
+
+    def kill(self) -> None:
+        """SIGKILL, whatever it does; safe to call again."""
+        self._process.kill()
+
+    def end(self, grace_s: float) -> None:
+        """Wait for its end, at most grace_s; then kill it."""
+        if self.ending(grace_s) is None:
+            self._process.kill()
+            self._process.wait()
+        self._stacks.close()
+
+
+def inherited_channel() -> socket.socket:
+    """In a spawned process: its channel. The process ends with its parent, leaves interrupts to its parent, and writes
+    its stacks at SIGUSR1."""
+    channel, stacks, parent = (int(word) for word in sys.argv[1:4])
+    end_with_parent(parent)
+    ignore_interrupts()
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    return socket.socket(fileno=channel)
+
+
+def ignore_interrupts() -> None:
+    """Ctrl-C and SIGTERM go to a whole process group; the process that leads the run decides what they mean."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)  # not SIG_IGN, which a program that this one starts would inherit
+
+
+def command(module: str, channel: int, stacks: int, parent: int, name: str) -> list[str]:
+    """What starts a new interpreter: the descriptors of the channel and of the file for stacks, the id of the process
+    that it must not outlive, and the name for `ps`."""
+    return [sys.executable, "-m", module, str(channel), str(stacks), str(parent), name]
+
+
+def can_fork() -> bool:
+    """Whether this system can have a fork server: Linux from 5.3 on, where its seccomp profile allows pidfd_open."""
+    if sys.platform != "linux":
+        return False
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError:
+        return False
+    return True
+
+
+def _spawn(
+    program: Program, name: str, environment: Mapping[str, str], channel: int, stacks: int
+) -> subprocess.Popen[bytes] | ForkedProcess:
+    if can_fork():
+        return fork(program, name, environment, channel, stacks)
+    return subprocess.Popen(
+        command(program.module, channel, stacks, os.getpid(), name),
+        pass_fds=[channel, stacks],
+        stdin=subprocess.DEVNULL,
+        env=environment,
+    )
+
+
+class ForkedProcess:
+    """A child of the fork server, with the methods of subprocess.Popen. Thread-safe."""
+
+    def __init__(self, status: socket.socket, server: subprocess.Popen[bytes]):
+        """status: the server sends the process id on it, then the exit code as Popen has it, and takes signals."""
+        self.returncode: int | None = None
+        self._pid, self._server = 0, server
+        self._status, self._reading = status, threading.Lock()
+        weakref.finalize(self, status.close)
+
+    @property
+    def pid(self) -> int:
+        """0 until it has been forked."""
+        self.poll()
+        return self._pid
+
+    def poll(self) -> int | None:
+        with self._reading:
+            while self.returncode is None:
+                try:
+                    message = self._status.recv(32, socket.MSG_DONTWAIT)
+                except BlockingIOError:
+                    break
+                except ConnectionResetError:  # the server has not read our last signal; what it sent can still be read
+                    continue
+                if not message:  # the fork server has ended, by an error of its imports or with its children
+                    self.returncode = -signal.SIGKILL if self._pid else self._server.wait()
+                elif not self._pid:
+                    self._pid = int(message)
+                else:
+                    self.returncode = int(message)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Raises: subprocess.TimeoutExpired."""
+        ended = select.poll()
+        ended.register(self._status, select.POLLRDHUP)
+        ended.poll(None if timeout is None else 1000 * timeout)
+        code = self.poll()
+        if code is None:
+            raise subprocess.TimeoutExpired("a forked process", timeout or 0.0)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        with contextlib.suppress(OSError):  # it has ended
+            self._status.send(bytes([number]))
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+@dataclass(frozen=True, slots=True)
+class _Inherited:
+    """What a fork server has from the process that started it, and from the program."""
+
+    preload: tuple[str, ...]
+    environment: Mapping[str, str]
+    folder: str
+    cores: frozenset[int]
+    umask: str
+    limits: tuple[tuple[int, int], ...]
+
+
+class _ForkServer:
+    """The fork server, for the process that has started it."""
+
+    def __init__(self, inherited: _Inherited):
+        self.inherited = inherited
+        self.requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        module = [sys.executable, "-m", "meshrl.process.fork_server"]
+        with theirs:
+            self.process = subprocess.Popen(
+                [*module, str(theirs.fileno()), str(os.getpid()), _TITLE_ROOM, *inherited.preload],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=inherited.environment,
+            )
+
+
+_servers: list[_ForkServer] = []  # the last one takes requests; the others end when the last of their children has
+_starting = threading.Lock()
+
+
+def fork(program: Program, name: str, environment: Mapping[str, str], channel: int, stacks: int) -> ForkedProcess:
+    """Request a process from the fork server; returns at once. environment: the child's own, complete. channel, stacks:
+    descriptors that it inherits beside this process's stdout and stderr."""
+    inherited = _Inherited(
+        program.preload,
+        {key: value for key, value in environment.items() if key not in _OWN_VARIABLES},
+        os.getcwd(),
+        frozenset(os.sched_getaffinity(0)),
+        Path("/proc/self/status").read_text().partition("Umask:")[2].split()[0],  # os.umask would change it
+        tuple(resource.getrlimit(number) for number in _LIMITS),
+    )
+    own = {key: value for key, value in environment.items() if key in _OWN_VARIABLES}
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with _starting, theirs:
+        request = json.dumps([program.module, name, own]).encode()
+        descriptors = [channel, stacks, theirs.fileno(), 1, 2]
+        server = _server_with(inherited)
+        try:
+            socket.send_fds(server.requests, [request], descriptors)
+        except (BrokenPipeError, ConnectionResetError):  # it has died since it was last seen
+            server.process.wait()
+            server = _server_with(inherited)
+            socket.send_fds(server.requests, [request], descriptors)
+    return ForkedProcess(ours, server.process)
+
+
+def _server_with(inherited: _Inherited) -> _ForkServer:
+    """The fork server that takes requests, or a new one that replaces it."""
+    _servers[:] = [server for server in _servers if server.process.poll() is None]
+    if not _servers or _servers[-1].inherited != inherited or _servers[-1].requests.fileno() < 0:
+        retire()
+        _servers.append(_ForkServer(inherited))
+    return _servers[-1]
+
+
+def retire() -> None:
+    """Send the fork server no more requests: it ends when the last of its children has."""
+    for server in _servers:
+        if server.requests.fileno() >= 0:
+            server.requests.close()
+            threading.Thread(target=server.process.wait, daemon=True).start()  # else a zombie is left
+
+
+@atexit.register
+def _end_all() -> None:
+    for server in _servers:
+        server.process.kill()
+        server.process.wait()
