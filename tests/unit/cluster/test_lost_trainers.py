@@ -111,8 +111,15 @@ def test_a_train_rank_that_dies_while_nobody_asks_it_anything_ends_the_wait_and_
     async def body() -> None:
         async with running(tmp_path, num_train_ranks=2) as groups:
             trainer, rollouts, layout = await synced(groups)
-            endless = asyncio.ensure_future(rollouts.generate(ask("a", [5, 3], max_new_tokens=20_000)))
             before, norm = await _pids(groups), await step(trainer)
+            restart, running_at_restart = groups.executor.restart_trainers, list[int]()
+
+            async def restart_trainers() -> None:
+                running_at_restart.append((await groups.executor.call(2, RankWorker.stats)).running)
+                await restart()
+
+            groups.executor.restart_trainers = restart_trainers
+            endless = asyncio.ensure_future(rollouts.generate(ask("a", [5, 3], max_new_tokens=30_000)))
             asyncio.get_running_loop().call_later(0.1, os.kill, before[1], signal.SIGKILL)
             killed = r"^rank 1 failed in phase .* killed by SIGKILL"
             with pytest.raises(RankFailure, match=killed) as failure, failures_raised(groups):
@@ -122,13 +129,15 @@ def test_a_train_rank_that_dies_while_nobody_asks_it_anything_ends_the_wait_and_
             assert later.value is failure.value, "all that train are lost with it"
             assert groups.can_restart_after(failure.value)
             endless.cancel()  # as the loop does with all that it had asked
+            assert (await groups.executor.call(2, RankWorker.stats)).running == 1
             await groups.restart_trainers(layout)
+            assert running_at_restart == [0], "the samplers have dropped what the run asked before"
             after = await _pids(groups)
             assert after[2] == before[2] and not {*after[:2]} & {*before[:2]}
             assert await step(trainer) == norm, "they hold the folder's model again, and meet"
             await sync_weights(trainer, rollouts, layout)
             turn = await rollouts.generate(ask("a", [5, 3]))
-            assert len(turn.output_ids) == 16, "the samplers have forgotten what the run asked before"
+            assert len(turn.output_ids) == 16
 
     _run(body)
 
