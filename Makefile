@@ -1,10 +1,10 @@
-# make setup | fix | check | test | test-all | mutants | quickstart [SEED=0]; WORKERS=N: test files at the same time
+# make setup | fix | check | test | test-all | mutants | quickstart [SEED=0]; WORKERS=N: processes that run tests
 # Everything lives in .venv and is installed once; nothing is compiled. vLLM has an environment of its own, .venv-vllm:
 # make setup-vllm | test-vllm
 
 PYTHON ?= python3
 SEED ?= 0
-WORKERS ?= 2
+WORKERS ?= 3
 PY := .venv/bin/python
 STAMP := .venv/setup-done
 VLLM_PY := .venv-vllm/bin/python

@@ -38,7 +38,8 @@ def launcher_in(folder: Path, *extra: str) -> Iterator[None]:
     (package / "__init__.py").touch()
     text = _LAUNCHER.format(tests=str(tests), extra=list(extra), server=str(tests / "sglang_server.py"))
     (package / "launch_server.py").write_text(text)
-    with mock.patch.dict(os.environ, {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}):
+    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    with mock.patch.dict(os.environ, {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}):
         yield
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-TESTS = Path(__file__).parent
+PYTHONPATH = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
 MARK = "MESHRL_TEST_RUN"
 
 
@@ -26,7 +26,7 @@ def start_torchrun(config: Path, name: str, *overrides: str, nodes: int, ranks: 
     return [
         subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", *where, f"--nproc-per-node={ranks // nodes}", *run],
-            env={**os.environ, "PYTHONPATH": str(TESTS), MARK: name},
+            env={**os.environ, "PYTHONPATH": PYTHONPATH, MARK: name},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

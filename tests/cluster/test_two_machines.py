@@ -26,7 +26,7 @@ from tiny_run import steps_of, train, write_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-TESTS = Path(__file__).parents[1]
+PYTHONPATH = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
 ENDS_WITHIN_S = 30.0
 
@@ -43,7 +43,7 @@ class Machine:
         """Run a command on this machine."""
         return subprocess.Popen(
             ["ip", "netns", "exec", self.name, *command],
-            env={**os.environ, "PYTHONPATH": str(TESTS), "PYTHONUNBUFFERED": "1", **environment},
+            env={**os.environ, "PYTHONPATH": PYTHONPATH, "PYTHONUNBUFFERED": "1", **environment},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

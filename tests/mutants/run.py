@@ -28,7 +28,8 @@ from faults import FAULTS, Fault
 
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("meshrl", "tests", "pyproject.toml")
-LIMIT_S = 300.0  # of one call of pytest; a single test has TEST_LIMIT_S
+LIMIT_S = 300.0  # of one call of pytest for a fault; a single test has TEST_LIMIT_S
+CLEAN_LIMIT_S = 3600.0  # of the call that runs the tests of all faults
 TEST_LIMIT_S = 60
 
 
@@ -115,7 +116,7 @@ def _try_all(faults: Sequence[Fault], copies: Sequence[Path]) -> int:
 
 def _clean(copy: Path, tests: Sequence[str]) -> Verdict:
     """All named tests on the package as it is: green, or what they say of a fault means nothing."""
-    code, output, seconds = _pytest(copy, tests)
+    code, output, seconds = _pytest(copy, tests, CLEAN_LIMIT_S)
     failed = re.findall(r"^(?:FAILED|ERROR) .*", output, re.MULTILINE)
     return Verdict("without any fault", code == 0, "; ".join(failed) or _last_line(output), seconds)
 
@@ -128,16 +129,17 @@ def _try(copy: Path, fault: Fault) -> Verdict:
         return Verdict(fault.name, False, shown, 0.0)
     try:
         path.write_text(text.replace(fault.old, fault.new), encoding="utf-8")
-        code, output, seconds = _pytest(copy, fault.tests)
+        code, output, seconds = _pytest(copy, fault.tests, LIMIT_S)
     finally:
         path.write_text(text, encoding="utf-8")
     failed = re.findall(r"^FAILED (\S+)", output, re.MULTILINE)
     if code == 1 and failed:
         return Verdict(fault.name, True, failed[0], seconds)
-    return Verdict(fault.name, False, f"pytest ended with {code}: {_last_line(output)}", seconds)
+    errors = re.findall(r"^ERROR .*", output, re.MULTILINE)
+    return Verdict(fault.name, False, f"pytest ended with {code}: {(errors or [_last_line(output)])[0]}", seconds)
 
 
-def _pytest(copy: Path, tests: Sequence[str]) -> tuple[int, str, float]:
+def _pytest(copy: Path, tests: Sequence[str], limit_s: float) -> tuple[int, str, float]:
     """Exit code (-1: over the limit), output, seconds."""
     began = time.monotonic()
     options = ["-x", "-q", "--tb=no", "-rfE", "-p", "no:cacheprovider", "-o", f"timeout={TEST_LIMIT_S}"]
@@ -152,7 +154,7 @@ def _pytest(copy: Path, tests: Sequence[str]) -> tuple[int, str, float]:
         start_new_session=True,
     )
     try:
-        output, _ = process.communicate(timeout=LIMIT_S)
+        output, _ = process.communicate(timeout=limit_s)
         code = process.returncode
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tiny_run import steps_of, write_run
 
-TESTS = Path(__file__).parents[2]
+PYTHONPATH = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def _launch(config: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         cwd=config.parent,
-        env={**os.environ, "PYTHONPATH": str(TESTS)},
+        env={**os.environ, "PYTHONPATH": PYTHONPATH},
     )
 
 
@@ -106,7 +106,7 @@ def test_the_file_runs(config: Path, tmp_path: Path):
         env={
             **os.environ,
             "PATH": f"{tmp_path}:{os.environ['PATH']}",
-            "PYTHONPATH": str(TESTS),
+            "PYTHONPATH": PYTHONPATH,
             "SLURM_JOB_ID": str(os.getpid()),
             "SLURM_JOB_NODELIST": "one",
             "SLURM_NNODES": "2",

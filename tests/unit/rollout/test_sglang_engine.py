@@ -159,12 +159,12 @@ def test_an_abort_takes_no_other_request_along(sglang_server, lm):
 
     async def main(engine):
         await ready(engine, lm)
-        longest = [200, *[40] * 10]  # enough requests for ids of two digits
+        longest = [200, *[40] * 10]  # four run at a time: when the first has 80 tokens, the tenth has begun
         tasks = [
             asyncio.create_task(engine.generate(ask(f"r-{i}", CONTEXT, max_new_tokens=count, ignore_eos=True)))
             for i, count in enumerate(longest, 1)
         ]
-        await until_tokens(engine, 3)
+        await until_tokens(engine, 4 * 80 + 10)
         assert await engine.abort(["r-1"]) == 1
         assert [(await task).stop_reason for task in tasks] == ["abort", *["length"] * 10]
 
