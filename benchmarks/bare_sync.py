@@ -1,161 +1,134 @@
-"""What weight_sync.py runs inside the ranks: the bare transfer of the same bytes, training steps, memory, proofs off.
+"""What weight_sync.py runs inside the ranks: syncs without proofs, training steps, memory.
 
-A bare transfer is what has to happen without any proof, by the shortest way that we know in the same topology: each
-train rank casts the shard that it holds into the sampler's dtype, and the bytes are copied to where a sampler computes
-with them. No digest, no header, no comparison of names, nothing read back.
+A bare transfer is what has to happen without any proof: each train rank casts the boxes that it holds into the
+sampler's dtype, and the bytes are copied to where a sampler computes with them. No digest, nothing read back. There are
+three, and the fastest one of each round counts:
 
-- one rank that trains and samples: one pass, a cast from the master into the sampler's own tensor;
-- two ranks that train and sample: each casts its shard into shared memory, and both copy both parts into place, with a
-  barrier a bucket and two buckets, so that a rank casts one while the other still reads the last;
-- samplers in processes of their own: each train rank casts its shard into its shared memory, a bucket at a time, and
-  each sampler copies it into place, while the trainer casts the next. Buckets are announced by the same messages
-  between the same processes as ours.
+- copy_1 and copy_2: one `copy_` for each box and each part, by torch with one and with two threads;
+- cut: our own way to cut and cast, with its threads, without digests.
 
-Every function here takes the RankWorker as its first argument; a ProcessExecutor calls it by its name.
+One rank that trains and samples copies from the masters into the sampler's own tensors. Where several processes take
+part, the transfers are ours, announced by the same messages between the same processes.
+
+Every function here takes the RankWorker as its first argument, as an executor calls it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
+from meshrl.cluster import rank_sync
+from meshrl.model.lora import named_weights
+from meshrl.parallel.fsdp import whole
+from meshrl.sync.digest import RunningDigest
 from meshrl.sync.expected import Expected
-from meshrl.sync.manifest import DTYPE_BYTES, Layout, Piece
-from meshrl.sync.transport import SharedRing, SharedRingView
+from meshrl.sync.layout import Part
+from meshrl.sync.receiver import Progress, Receiver
+from meshrl.sync.sender import WeightSender
+from meshrl.sync.sockets import Sockets
 
-_held: dict[str, Any] = {}  # of this process: rings, views, open fills
-_compare = Expected.compare
-
-
-def _targets(worker: Any) -> dict[str, torch.Tensor]:
-    return {name: p.detach() for name, p in worker.sampler._weights.lm.named_parameters()}
-
-
-def _shards(worker: Any) -> dict[str, torch.Tensor]:
-    return {name: t.view(-1) for name, t in worker.policy.shards().items()}
+BARE = {"copy_1": 1, "copy_2": 2, "cut": 0}  # -> threads of torch, 0 = those that it has
+_OURS = (RunningDigest.update, Expected.compare, WeightSender._all_of, Receiver._write)
+_threads: list[int] = []  # of torch in this process, before the first change
 
 
-def _fills(worker: Any, layout: Layout) -> Iterator[int]:
-    """Cast this rank's stream into its ring, bucket by bucket."""
-    shard, slots = worker.policy.mesh["dp_shard"].get_local_rank(), _held["ring"].slots
-    stream, shards = layout.streams[shard], _shards(worker)
-    for index in range(stream.num_buckets):
-        for piece in stream.pieces(index):
-            size = DTYPE_BYTES[piece.entry.dtype]
-            first, count = (piece.start - piece.entry.first) // size, (piece.stop - piece.start) // size
-            out = slots[index % 2][piece.at : piece.at + count * size].view(getattr(torch, piece.entry.dtype))
-            out.copy_(shards[piece.entry.name][first : first + count])
-        yield index
+def _copied(self: WeightSender, part: Part, payload: torch.Tensor) -> RunningDigest:
+    """In the place of `WeightSender._all_of`."""
+    out, source = payload.view(part.tensor.torch_dtype), self._held[part.tensor.name, part.held]
+    out.copy_(source[part.first : part.first + out.numel()])
+    return RunningDigest(self.layout.digest)
 
 
-def _place(piece: Piece, payload: torch.Tensor, targets: dict[str, torch.Tensor]) -> None:
-    raw = targets[piece.entry.name].view(-1).view(torch.uint8)[piece.start : piece.stop]
-    raw.copy_(payload[piece.at : piece.at + raw.numel()])
+def _placed(
+    self: Receiver, section: torch.Tensor, views: list[torch.Tensor], part: Part, progress: Progress, check: bool
+) -> int:
+    """In the place of `Receiver._write`."""
+    for view in views:
+        view.copy_(section.view(view.dtype).view(part.shape))
+    return RunningDigest(self.layout.digest).value
 
 
-def open_ring(worker: Any, layout: Layout) -> str:
-    _held["ring"] = SharedRing(2, layout.staging_bytes)
-    return _held["ring"].name
+def _nothing(*args: Any) -> None:
+    """In the place of a digest or a comparison."""
 
 
-def open_views(worker: Any, names: list[str], layout: Layout) -> None:
-    _held["views"] = [SharedRingView(name, 2, layout.staging_bytes) for name in names]
+def choose(worker: Any, contender: str) -> None:
+    """How the next syncs are done: as a row of BARE, with the proof `wire` alone, or with all proofs."""
+    _threads.append(torch.get_num_threads())
+    torch.set_num_threads(BARE.get(contender, 0) or _threads[0])
+    update, compare, all_of, write = _OURS
+    RunningDigest.update = _nothing if contender in BARE else update  # type: ignore[method-assign]
+    Expected.compare = _nothing if contender in BARE or contender == "wire" else compare  # type: ignore[method-assign]
+    plain = contender in ("copy_1", "copy_2")
+    WeightSender._all_of = _copied if plain else all_of  # type: ignore[method-assign]
+    Receiver._write = _placed if plain else write  # type: ignore[method-assign]
 
 
-def close_all(worker: Any) -> None:
-    for view in _held.pop("views", []):
-        view.close()
-    if "ring" in _held:
-        _held.pop("ring").close()
-
-
-def beside_alone(worker: Any) -> float:
+def copy_in_place(worker: Any, contender: str) -> float:
     """One rank that trains and samples; returns seconds."""
-    shards, targets = worker.policy.shards(), _targets(worker)
+    choose(worker, contender)
+    held, targets = worker.engines["policy"].weights().held, worker.sampler.targets()
     began = time.perf_counter()
-    for name, target in targets.items():
-        target.copy_(shards[name])
+    for name, boxes in held.items():
+        for box in boxes:
+            targets[name].view(-1).copy_(box.elements[0 : box.elements.numel()])
     return time.perf_counter() - began
 
 
-def beside_each_other(worker: Any, layout: Layout) -> float:
-    """Ranks that train and sample; returns seconds."""
-    targets, began = _targets(worker), time.perf_counter()
-    fills = _fills(worker, layout)
-    for index in range(max(stream.num_buckets for stream in layout.streams)):
-        next(fills, None)
-        dist.barrier()
-        for stream, view in zip(layout.streams, _held["views"], strict=True):
-            for piece in stream.pieces(index) if index < stream.num_buckets else ():
-                _place(piece, view.slot(index % 2), targets)
-    return time.perf_counter() - began
+def apart(worker: Any) -> None:
+    """From the next layout on, this rank counts as a machine of its own."""
+
+    def sockets(layout: Any, sender: int | None, host: str, machine: int, timeout_s: float) -> Sockets:
+        return Sockets(layout, sender, host, worker.spec.rank, timeout_s)
+
+    rank_sync.Sockets = sockets  # type: ignore[assignment, misc]
 
 
 def gathered(worker: Any) -> float:
     """The common way, for comparison: cast, all-gather each tensor, copy it into place; returns seconds."""
-    targets, began = _targets(worker), time.perf_counter()
-    for name, whole in worker.policy.wire_weights():
-        targets[name].copy_(whole)
+    trainer, targets = worker.engines["policy"], worker.sampler.targets()
+    began = time.perf_counter()
+    for name, p in named_weights(trainer.model.lm):
+        targets[name].copy_(whole(p.detach().to(trainer.compute_dtype)))
     return time.perf_counter() - began
 
 
-def fill(worker: Any, layout: Layout) -> int | None:
-    """The next bucket of this rank's shard; None after the last."""
-    if "fills" not in _held:
-        _held["fills"] = _fills(worker, layout)
-    index = next(_held["fills"], None)
-    if index is None:
-        del _held["fills"]
-    return index
-
-
-def place(worker: Any, layout: Layout, stream: int, index: int) -> None:
-    """Copy a bucket into the sampler's tensors."""
-    targets = _targets(worker)
-    for piece in layout.streams[stream].pieces(index):
-        _place(piece, _held["views"][stream].slot(index % 2), targets)
-
-
-def prove(worker: Any, resident: bool) -> None:
-    """Read back what was loaded at each commit, or don't."""
-    Expected.compare = _compare if resident else (lambda *args: None)  # type: ignore[method-assign]
-
-
 def remember(worker: Any, wanted: bool) -> None:
-    """Whether the next syncs send changes."""
-    worker._out()._keep_base = wanted
-
-
-def forget(worker: Any) -> None:
-    """Free the buffers of the syncs so far."""
-    worker._out().close()
+    """Whether the next syncs store what they send, and send changes alone where a base was stored."""
+    sender = worker._sync()._sender
+    sender._keep_base = wanted
+    if not wanted:
+        sender.base_version = None
+        sender._base.clear()
 
 
 @torch.no_grad()
 def change(worker: Any, share: float, seed: int) -> None:
     """Change that share of this rank's weights, at random places, by more than the sampler's dtype rounds."""
     numbers = torch.Generator().manual_seed(seed + worker.spec.rank)
-    for flat in _shards(worker).values():
-        places = torch.randint(max(1, flat.numel()), (round(flat.numel() * share),), generator=numbers)
-        flat[places] = flat[places] * 1.03 + 1e-4
+    for boxes in worker.engines["policy"].weights().held.values():
+        for box in boxes:
+            flat = box.elements[0 : box.elements.numel()]
+            places = torch.randint(flat.numel(), (round(flat.numel() * share),), generator=numbers)
+            flat[places] = flat[places] * 1.03 + 1e-4
 
 
 @torch.no_grad()
 def scan(worker: Any) -> float:
     """Find what has changed since the last sync, and nothing else: cast, compare, search; returns seconds."""
-    base, shards, chunk = worker._out()._sender._base, _shards(worker), 1 << 18
+    base, held, chunk = worker._sync()._sender._base, worker.engines["policy"].weights().held, 1 << 18
     cast = torch.empty(chunk, dtype=next(iter(base.values())).dtype)
     began = time.perf_counter()
-    for name, flat in shards.items():
-        for low in range(0, flat.numel(), chunk):
-            old = base[name][low : low + chunk]
-            now = cast[: old.numel()].copy_(flat[low : low + chunk])
+    for (name, offsets), before in base.items():
+        (elements,) = (box.elements for box in held[name] if box.offsets == offsets)
+        for low in range(0, before.numel(), chunk):
+            old = before[low : low + chunk]
+            now = cast[: old.numel()].copy_(elements[low : low + old.numel()])
             np.flatnonzero(now.view(torch.int16).numpy() != old.view(torch.int16).numpy())
     return time.perf_counter() - began
 

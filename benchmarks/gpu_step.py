@@ -39,7 +39,7 @@ from meshrl.core.types import Prompt, Request, SamplingParams, Trajectory, Turn,
 from meshrl.loops.proof import SamplerProof
 from meshrl.monitor.metrics import divide, merge
 from meshrl.monitor.spans import Spans
-from meshrl.sync.manifest import Layout
+from meshrl.sync.layout import Layout
 
 SYNCS = 5
 PHASES = ("rollout", "train", "sync")
@@ -140,8 +140,8 @@ async def measure(report: Report, args: Any, device: torch.device) -> None:
             syncs.append(run.spans.seconds("sync"))
             run.spans.take()
         held = (await trainer.memory())[0][1]
-    report.raw |= {"steps": steps, "syncs_s": syncs, "sync_bytes": layout.total_bytes, "trainer_bytes": held}
-    tell(report, steps[1:], peaks, layout.total_bytes, syncs)
+    report.raw |= {"steps": steps, "syncs_s": syncs, "sync_bytes": layout.num_bytes, "trainer_bytes": held}
+    tell(report, steps[1:], peaks, layout.num_bytes, syncs)
 
 
 def tell(

@@ -170,6 +170,13 @@ class Report:
         self.bars.append({"name": name, "value": value, "need": need, "holds": holds})
         self.say(f"bar {name}: {value:.4g}, need {need}: {'holds' if holds else 'MISSED'}")
 
+    def not_measured(self, name: str, why: str, *, at_least: float | None = None, at_most: float | None = None) -> None:
+        """In the place of a figure and its bar."""
+        need = f">= {at_least:.4g}" if at_least is not None else f"<= {at_most:.4g}"
+        self.figures[name] = "not measured"
+        self.bars.append({"name": name, "value": "not measured", "need": need, "holds": None})
+        self.say(f"bar {name}, need {need}: not measured ({why})")
+
     def keep_timings(self, name: str, timings: Mapping[str, Sequence[Timing]]) -> None:
         self.raw[name] = {who: [asdict(t) for t in found] for who, found in timings.items()}
 

@@ -111,7 +111,7 @@ class Packed:
         return {i: row[samples[i].mask] for i, row in result.logprobs.items()}
 
     def drop_gradients(self) -> None:
-        self.engine.drop_gradients()
+        self.engine.model.zero_grad(set_to_none=True)
 
 
 def measure_dtype(report: Report, args: Any, folder: Any, mesh: Any, dtype: str) -> None:

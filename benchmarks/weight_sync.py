@@ -2,21 +2,26 @@
 
     python benchmarks/weight_sync.py
 
-Weights of Qwen2-0.5B's shape, random, made on the spot (988 MB in bf16). 1 and 2 train ranks to 1 and 2 samplers, each
-a process with its share of the cores, through the run's own groups and executor:
+Weights of Qwen2-0.5B's shape, random, made on the spot (988 MB in bf16), through the run's own groups and executor.
+Each rank is a process with its share of the cores:
 
-    beside_1, beside_2      1 and 2 ranks that train and sample (colocated)
-    split_1_1 .. split_2_2  T train ranks, S samplers in processes of their own
+    colocated_1                one rank that trains and samples, which writes its sampler's tensors in place
+    colocated_2                two such ranks, over shared memory
+    sockets_2_1                two train ranks and a sampler of its own on the same machine: shared memory and sockets
+    broadcast_2_1              the same by rollout.sync_transport broadcast
+    other_machine_2_1          the same over TCP, as if each rank were on a machine of its own
 
-In each: the bare transfer (`bare_sync.py` says what that is), our sync with the `wire` proof alone, with all proofs
+In each: three bare transfers (`bare_sync.py` describes them), our sync with the `wire` proof alone, with all proofs
 that a sync has (wire and resident), and with all proofs where a share of the weights has changed and changes alone are
-sent (delta). They take turns in one run. share_* is bare seconds over ours, so 1 is the speed of the bare transfer.
+sent (delta). They take turns in one run. share_* is the seconds of the fastest bare transfer of a round over ours, so 1
+is its speed. Other work on the machine makes shares meaningless: each topology waits for a load average of at most 0.5,
+and after --quiet-s seconds its shares are "not measured".
 
 The change scan, which a delta's time is compared with, is what any exact delta has to do: cast each shard, compare it
 with what was sent before, and search for the places that differ. Extra memory: the buffers that a sync fills, and how
 far the resident size of all processes rises above what it was before a sync, at its peak.
 
-One rank that trains and samples writes the sampler's tensors itself, and so sends no changes: beside_1 has no delta.
+One rank that trains and samples writes everything, so colocated_1 has no delta.
 """
 
 from __future__ import annotations
@@ -25,13 +30,14 @@ import asyncio
 import os
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import bare_sync
 import torch
-from measure import Report, Timing, median, paired_ratio, parser
+from measure import Ratio, Report, Timing, median, paired_ratio, parser
 
 from meshrl.cluster.groups import sync_weights
 from meshrl.cluster.launch import Groups, launched
@@ -39,8 +45,7 @@ from meshrl.config.cluster import ClusterConfig
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
 from meshrl.config.train import TrainConfig
-from meshrl.sync.manifest import Ack, Layout
-from meshrl.sync.send import merged
+from meshrl.sync.layout import Ack, Layout
 
 SHAPES = {
     "smoke": dict(vocab_size=512, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128),
@@ -48,16 +53,16 @@ SHAPES = {
         vocab_size=151936, hidden_size=896, num_hidden_layers=24, num_attention_heads=14, intermediate_size=4864
     ),
 }
-TOPOLOGIES = {  # name -> (train ranks, samplers in processes of their own)
-    "beside_1": (1, 0),
-    "beside_2": (2, 0),
-    "split_1_1": (1, 1),
-    "split_1_2": (1, 2),
-    "split_2_1": (2, 1),
-    "split_2_2": (2, 2),
+TOPOLOGIES: dict[str, tuple[int, int, str]] = {  # name -> (train ranks, samplers of their own, transport)
+    "colocated_1": (1, 0, "auto"),
+    "colocated_2": (2, 0, "auto"),
+    "sockets_2_1": (2, 1, "auto"),
+    "broadcast_2_1": (2, 1, "broadcast"),
+    "other_machine_2_1": (2, 1, "auto"),
 }
 CHANGED = 0.02
-CONTENDERS = ("bare", "wire", "proven", "delta")
+MAX_LOAD = 0.5
+CONTENDERS = (*bare_sync.BARE, "wire", "proven", "delta")
 
 
 class Bench:
@@ -68,7 +73,7 @@ class Bench:
         self.trainer, self.rollouts, self.layout = groups.trainer, groups.rollouts, layout
         self.call = groups.executor.call
         self.train_ranks, self.samplers = range(self.trainer.num_ranks), self.rollouts.ranks
-        self.split = self.samplers[0] not in self.train_ranks
+        self.in_place = self.samplers[0] in self.train_ranks and self.trainer.num_ranks == 1
         self.acks: list[Ack] = []
 
     async def everywhere(self, ranks: Any, method: Callable[..., Any], *args: Any) -> list[Any]:
@@ -78,64 +83,47 @@ class Bench:
     def all_ranks(self) -> list[int]:
         return sorted({*self.train_ranks, *self.samplers})
 
-    async def sync(self) -> float:
-        """Ours; returns seconds."""
-        return await _seconds(self._sync())
-
-    async def _sync(self) -> None:
+    async def sync(self, contender: str = "proven") -> float:
+        """As this contender does it; returns seconds."""
+        if self.in_place and contender.startswith("copy"):
+            return max(await self.everywhere(self.train_ranks, bare_sync.copy_in_place, contender))
+        await self.everywhere(self.all_ranks, bare_sync.choose, contender)
+        began = time.perf_counter()
         self.acks = await sync_weights(self.trainer, self.rollouts, self.layout)
+        return time.perf_counter() - began
 
-    async def bare(self) -> float:
-        """The bare transfer; returns seconds."""
-        if not self.split and self.trainer.num_ranks == 1:
-            return max(await self.everywhere(self.train_ranks, bare_sync.beside_alone))
-        names = await self.everywhere(self.train_ranks, bare_sync.open_ring, self.layout)
-        await self.everywhere(self.samplers, bare_sync.open_views, names, self.layout)
-        if self.split:
-            took = await _seconds(self._bare_split())
-        else:
-            took = max(await self.everywhere(self.train_ranks, bare_sync.beside_each_other, self.layout))
-        await self.everywhere(self.all_ranks, bare_sync.close_all)
-        return took
-
-    async def _bare_split(self) -> None:
-        async for stream, index in merged([self._fills(rank) for rank in self.train_ranks]):
-            await self.everywhere(self.samplers, bare_sync.place, self.layout, stream, index)
-
-    async def _fills(self, rank: int) -> AsyncIterator[tuple[int, int]]:
-        while (index := await self.call(rank, bare_sync.fill, self.layout)) is not None:
-            yield rank, index
+    async def remember(self, wanted: bool) -> None:
+        await self.everywhere(self.train_ranks, bare_sync.remember, wanted)
 
 
-async def _seconds(work: Awaitable[Any]) -> float:
-    loop = asyncio.get_running_loop()
-    began = loop.time()
-    await work
-    return loop.time() - began
+async def quiet(limit_s: float) -> bool:
+    """Whether the machine does nothing else; waits for so long until it does not."""
+    end = time.monotonic() + limit_s
+    while os.getloadavg()[0] > MAX_LOAD:
+        if time.monotonic() >= end:
+            return False
+        await asyncio.sleep(5)
+    return True
 
 
-async def measure(report: Report, name: str, bench: Bench, rounds: int) -> None:
-    """All contenders in turn; then memory, and the delta's scan."""
-    in_place = not bench.split and bench.trainer.num_ranks == 1
-    contenders = CONTENDERS[:-1] if in_place else CONTENDERS
-    took: dict[str, list[float]] = {who: [] for who in (*contenders, *(() if in_place else ("scan",)))}
+async def measure(report: Report, name: str, bench: Bench, args: Any) -> None:
+    """All contenders in turn."""
+    contenders = CONTENDERS[:-1] if bench.in_place else CONTENDERS
+    took: dict[str, list[float]] = {who: [] for who in (*contenders, *(() if bench.in_place else ("scan",)))}
     sent: dict[str, int] = {}
-    stages: dict[str, dict[str, float]] = {}
-    for i in range(-1, rounds):
+    is_quiet = await quiet(0.0 if args.smoke else args.quiet_s)
+    report.raw[f"load_average_{name}"] = os.getloadavg()[0]
+    for i in range(-1, args.rounds):
         for who in contenders if i % 2 == 0 else contenders[::-1]:
-            await bench.everywhere(bench.samplers, bare_sync.prove, who != "wire")
-            await bench.everywhere(bench.train_ranks, bare_sync.remember, who == "delta")
+            await bench.remember(who == "delta")
             if who == "delta":
-                await bench.everywhere(bench.train_ranks, bare_sync.forget)
                 await bench.sync()
                 await bench.everywhere(bench.train_ranks, bare_sync.change, CHANGED, i)
                 scan = max(await bench.everywhere(bench.train_ranks, bare_sync.scan))
-            seconds = await (bench.bare() if who == "bare" else bench.sync())
-            if who == "delta":
-                await bench.everywhere(bench.train_ranks, bare_sync.forget)  # the base, and the buffers
-            if who != "bare":
-                sent[who], stages[who] = bench.acks[0].num_bytes, bench.acks[0].seconds
-                report.raw.setdefault(f"stages_{name}_{who}", []).append(stages[who])
+            seconds = await bench.sync("proven" if who == "delta" else who)
+            if who not in bare_sync.BARE:
+                sent[who] = bench.acks[0].num_bytes
+                report.raw.setdefault(f"stages_{name}_{who}", []).append(bench.acks[0].seconds)
             if i >= 0:
                 took[who].append(seconds)
                 if who == "delta":
@@ -143,30 +131,32 @@ async def measure(report: Report, name: str, bench: Bench, rounds: int) -> None:
     report.keep_timings(name, {who: [Timing(s, 0.0) for s in seconds] for who, seconds in took.items()})
     for who, seconds in took.items():
         report.figure(f"s_{who}_{name}", median(seconds))
-    total = bench.layout.total_bytes
-    report.figure(f"gb_per_s_proven_{name}", total / median(took["proven"]) / 1e9)
-    shares = {
-        who: report.figure(f"share_{who}_{name}", paired_ratio(took["bare"], took[who])) for who in ("proven", "wire")
-    }
-    report.bar(f"share_proven_{name}", shares["proven"], at_least=0.60)
-    report.bar(f"share_wire_{name}", shares["wire"], at_least=0.80)
-    if not in_place:
-        _delta(report, name, took, sent)
-    if not bench.split and bench.trainer.num_ranks > 1:
+    report.figure(f"gb_per_s_proven_{name}", bench.layout.num_bytes / median(took["proven"]) / 1e9)
+    fastest = list(map(min, *(took[who] for who in bare_sync.BARE)))
+    for who, least in (("proven", 0.60), ("wire", 0.80)):
+        share(report, f"share_{who}_{name}", paired_ratio(fastest, took[who]), is_quiet, at_least=least)
+    if not bench.in_place:
+        report.figure(f"delta_fewer_bytes_{name}", fewer := sent["proven"] / sent["delta"])
+        report.bar(f"delta_fewer_bytes_{name}", fewer, at_least=10)
+        share(report, f"delta_over_scan_{name}", paired_ratio(took["delta"], took["scan"]), is_quiet, at_most=1.5)
+    if bench.trainer.num_ranks > 1 and bench.samplers[0] in bench.train_ranks:
         report.figure(f"s_gathered_{name}", max(await bench.everywhere(bench.train_ranks, bare_sync.gathered)))
-    report.say(f"{name}: stages of the last: " + ", ".join(f"{k} {v:.3f} s" for k, v in stages["proven"].items()))
+    stages = report.raw[f"stages_{name}_proven"][-1]
+    report.say(f"{name}: stages of the last: " + ", ".join(f"{stage} {s:.3f} s" for stage, s in stages.items()))
 
 
-def _delta(report: Report, name: str, took: dict[str, list[float]], sent: dict[str, int]) -> None:
-    """Changes alone: against everything in bytes, against the search for them in time."""
-    fewer = report.figure(f"delta_fewer_bytes_{name}", sent["proven"] / sent["delta"])
-    report.bar(f"delta_fewer_bytes_{name}", fewer, at_least=10)
-    over = report.figure(f"delta_over_scan_{name}", paired_ratio(took["delta"], took["scan"]))
-    report.bar(f"delta_over_scan_{name}", over, at_most=1.5)
+def share(report: Report, name: str, found: Ratio, is_quiet: bool, **bar: float) -> None:
+    """A figure and its bar, if nothing else used the machine."""
+    if is_quiet:
+        report.bar(name, report.figure(name, found), **bar)
+    else:
+        report.not_measured(name, f"a load average above {MAX_LOAD}", **bar)
 
 
 async def memory(report: Report, name: str, bench: Bench, bucket_bytes: int) -> None:
     """Buffers, and how far all processes together rise above what they held, in a sync after the first."""
+    await bench.sync()
+    await bench.remember(False)
     await bench.sync()
     before = await bench.everywhere(bench.all_ranks, bare_sync.watch_memory)
     await bench.sync()
@@ -202,9 +192,8 @@ async def run(report: Report, args: Any) -> None:
     folder = args.model or model_folder("smoke" if args.smoke else "0.5B")
     bucket_bytes = 16 << 10 if args.smoke else args.bucket_mib << 20
     for name in args.only or TOPOLOGIES:
-        num_train, num_rollout = TOPOLOGIES[name]
-        # delta, so that ranks can be told to remember what they send; they do only where that is measured
-        rollout = RolloutConfig(sync_bucket_bytes=bucket_bytes, sync_mode="delta")
+        num_train, num_rollout, transport = TOPOLOGIES[name]
+        rollout = RolloutConfig(sync_bucket_bytes=bucket_bytes, sync_mode="delta", sync_transport=transport)
         cluster = ClusterConfig(num_train_ranks=num_train, num_rollout_ranks=num_rollout, timeout_s=900.0)
         model, train = ModelConfig(path=str(folder), dtype="bfloat16"), TrainConfig(activation_checkpointing=False)
         async with launched(
@@ -212,21 +201,23 @@ async def run(report: Report, args: Any) -> None:
         ) as groups:
             assert groups.trainer is not None and groups.rollouts is not None
             layout = await groups.trainer.layout(bucket_bytes)
-            await groups.rollouts.reconcile(layout)
             bench = Bench(groups, layout)
+            if name.startswith("other_machine"):
+                await bench.everywhere(bench.all_ranks, bare_sync.apart)
+            await groups.rollouts.reconcile(layout)
             report.raw[f"threads_{name}"] = await bench.everywhere(bench.all_ranks, bare_sync.num_threads)
-            await bench.everywhere(bench.train_ranks, bare_sync.remember, False)
             await memory(report, name, bench, bucket_bytes)
-            await measure(report, name, bench, args.rounds)
+            await measure(report, name, bench, args)
 
 
 def main() -> None:
     p = parser(__doc__, rounds=7)
     p.add_argument("--only", nargs="+", choices=list(TOPOLOGIES), help="these topologies alone")
     p.add_argument("--bucket-mib", type=int, default=64, help="rollout.sync_bucket_bytes, in MiB (default 64)")
+    p.add_argument("--quiet-s", type=float, default=600.0, help="wait so long for the load to fall (default 600)")
     args = p.parse_args()
     if args.smoke:
-        args.rounds, args.only = 2, args.only or ["beside_1", "split_2_1"]
+        args.rounds, args.only = 2, args.only or ["colocated_1", "sockets_2_1"]
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
     sys.path.insert(0, str(Path(__file__).parent))  # ranks import bare_sync by its name
     report = Report("weight_sync", args)

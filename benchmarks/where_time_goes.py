@@ -97,7 +97,7 @@ def training(report: Report, folder: Any, dtype: str, scale: float, mesh: Any) -
     batches, loss = [pack(samples, list(range(len(samples))), share_prefix=True)], make_policy_loss(AlgoConfig())
     for _ in range(3):
         engine.forward_backward(batches, loss)
-        engine.drop_gradients()
+        engine.model.zero_grad(set_to_none=True)
     report.figure(f"trained_rows_{dtype}", len(samples))
     shares(report, f"training_{dtype}", lambda: engine.forward_backward(batches, loss))
 

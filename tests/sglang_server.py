@@ -41,14 +41,12 @@ from sglang_bodies import (
     UpdateVersion,
 )
 from sglang_shards import ShardModel, whole
-from tiny_engines import ask, layout_of, tiny_engine
+from tiny_engines import ask, layout_of, sync, tiny_engine
 from tiny_http import HttpServer, Refused
 
 from meshrl.core.types import Request, Turn
 from meshrl.model.hub_names import tied_names
 from meshrl.model.load import load_causal_lm
-from meshrl.sync.digest import digest
-from meshrl.sync.send import iter_buckets, make_header, send_weights
 
 GARBAGE = float("nan")
 
@@ -343,8 +341,7 @@ class Server:
         if not self.reconciled:
             await self.engine.reconcile(layout)
             self.reconciled = True
-        header = make_header(layout, self.number, {name: digest(p) for name, p in self.names.items()})
-        await send_weights(header, iter_buckets(layout, self.names.items()), [self.engine])
+        await sync(self.lm, self.engine, self.number, 1 << 20)
 
     # ---- memory and facts
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -11,13 +11,13 @@ import torch
 
 from meshrl.core.types import Request, SamplingParams, Turn
 from meshrl.model.causal import CausalModel
-from meshrl.model.hub_names import persistent_buffers, tied_names
+from meshrl.model.hub_names import HubNames
 from meshrl.model.lean import lean_decoder
 from meshrl.rollout.embedded.engine import EmbeddedEngine
-from meshrl.sync.digest import digest
-from meshrl.sync.manifest import Ack, Layout, make_layout
-from meshrl.sync.receive import describe
-from meshrl.sync.send import iter_buckets, make_header, send_weights
+from meshrl.sync.delivery import Delivery
+from meshrl.sync.layout import Ack, Layout, SyncHeader, make_layout
+from meshrl.sync.sender import WeightSender
+from meshrl.train.weights import HeldWeights, held_weights
 
 
 def tiny_engine(lm: torch.nn.Module, trusted: bool = True, **changes: Any) -> EmbeddedEngine:
@@ -60,18 +60,33 @@ def plain(lm: torch.nn.Module) -> torch.nn.Module:
     return twin
 
 
-def layout_of(lm: torch.nn.Module, bucket_bytes: int = 4096) -> Layout:
-    specs = describe(_weights(lm))
-    return make_layout([(name, *spec) for name, spec in specs.items()], tied_names(lm), bucket_bytes)
+def layout_of(lm: torch.nn.Module, transfer_bytes: int = 4096) -> Layout:
+    """What one sender would send of this model, in the model's dtype."""
+    held = _held(lm)
+    return make_layout(held.tensors, [held.boxes()], held.tied, transfer_bytes)
 
 
-async def sync(lm: torch.nn.Module, engine: Any, version: int) -> Ack:
+def deliveries(lm: torch.nn.Module, layout: Layout) -> Iterator[Delivery]:
+    """All transfers of `layout_of`, each in memory of its own."""
+    sender = WeightSender(layout, 0, keep_base=False)
+    sender.begin(_held(lm).held)
+    for transfer in layout.transfers:
+        yield sender.fill(transfer, torch.empty(layout.slot_bytes, dtype=torch.uint8))
+
+
+async def sync(lm: torch.nn.Module, engine: Any, version: int, transfer_bytes: int = 4096) -> Ack:
     """Send a model's weights, as a trainer would. The engine has been reconciled."""
-    layout, weights = layout_of(lm), _weights(lm)
-    header = make_header(layout, version, {name: digest(p) for name, p in weights.items()})
-    (ack,) = await send_weights(header, iter_buckets(layout, weights.items()), [engine])
+    layout = layout_of(lm, transfer_bytes)
+    try:
+        await engine.begin(SyncHeader(version=version, layout_hash=layout.hash))
+        for delivery in deliveries(lm, layout):
+            await engine.receive(delivery)
+        ack: Ack = await engine.commit()
+    except BaseException:
+        await engine.cancel()
+        raise
     return ack
 
 
-def _weights(lm: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.detach() for name, p in lm.named_parameters()} | persistent_buffers(lm)
+def _held(lm: torch.nn.Module) -> HeldWeights:
+    return held_weights(lm, HubNames(lm), next(lm.parameters()).dtype)

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,34 +16,30 @@ import torch.distributed as dist
 
 from meshrl.algo.mismatch import sampler_mismatch
 from meshrl.cluster.executor import WorkerSpec
+from meshrl.cluster.phases import phase
+from meshrl.cluster.rank_sync import RankSync
 from meshrl.cluster.rendezvous import open_store
-from meshrl.config.rollout import RolloutConfig
-from meshrl.core.batch import LossFn
+from meshrl.cluster.resident import ResidentRows, RowsMessage
+from meshrl.core.batch import Batch, LossFn
 from meshrl.core.device import (
     dist_backend,
-    empty_cache,
     keep_freed_memory,
     local_device,
     memory_stats,
     set_threads,
-    wire_device,
 )
 from meshrl.core.errors import CapabilityError
 from meshrl.core.types import Metric, Request, Sample, Turn
 from meshrl.monitor.memory import memory_metrics
-from meshrl.parallel.mesh import build_mesh, resolve_shape
+from meshrl.parallel.mesh import build_mesh, data_index, resolve_shape
 from meshrl.rollout.base import EngineStats, RolloutEngine
 from meshrl.rollout.build import build_rollout_engine, takes_adapters
-from meshrl.rollout.embedded.engine import EmbeddedEngine
-from meshrl.sync.group_ring import Seat
-from meshrl.sync.manifest import Ack, Layout, SyncHeader
-from meshrl.sync.routes import View, name_here, open_view
-from meshrl.sync.send import send_weights
-from meshrl.sync.shards import SendReport
-from meshrl.sync.transport import BucketRef
+from meshrl.sync.digest import DigestKind, kind_for
+from meshrl.sync.layout import Ack, Box, Layout
+from meshrl.sync.sender import SendReport
+from meshrl.sync.transaction import SyncOrder, SyncState
 from meshrl.train.checkpoint_files import FileFact
-from meshrl.train.engine import ForwardBackward, RowArrays, StepReport, TrainEngine
-from meshrl.train.outgoing import RING_SLOTS, Outgoing, Source, Transport
+from meshrl.train.engine import ForwardBackward, Role, RowArrays, StepReport, TrainEngine
 from meshrl.train.packing import pack
 from meshrl.train.plan import Plan
 
@@ -61,18 +54,31 @@ class UpdateReport:
     mismatch: list[Metric]
 
 
+@dataclass(kw_only=True, slots=True)
+class HeldBoxes:
+    """What one rank holds of the weights. sender: its number among the ranks of its replica. tensors: {name: (shape,
+    dtype as sent)}. tied: alias -> the name that is sent for it. digest: the faster one on its device."""
+
+    sender: int
+    replica: int
+    tensors: dict[str, tuple[tuple[int, ...], str]]
+    boxes: list[Box]
+    tied: dict[str, str]
+    digest: DigestKind
+
+
 class RankWorker:
     """Build with a spec, then `start()`."""
 
     def __init__(self, spec: WorkerSpec):
         self.spec = spec
         self.device = torch.device("cpu")
-        self.policy: TrainEngine | None = None
-        self.reference: TrainEngine | None = None
+        self.engines: dict[str, TrainEngine] = {}  # by role; LoRA's reference is the policy without its adapters
+        self._rows = ResidentRows()
         self.sampler: RolloutEngine | None = None
-        self._ring_views: list[View] = []  # of the senders, in the order of their streams
-        self._outgoing: Outgoing | None = None
+        self._weight_sync: RankSync | None = None
 
+    @phase("load")
     def start(self) -> str:
         """Join the process group and build this rank's engines (collective over train ranks). Returns the device."""
         spec = self.spec
@@ -88,9 +94,10 @@ class RankWorker:
             )
             shape = resolve_shape(spec.train.mesh, spec.num_train_ranks, spec.train.sharding_strategy)
             mesh = build_mesh(shape, self.device.type)
-            self.policy = TrainEngine.build(spec.model, spec.train, mesh, "policy")
-            if spec.reference and not spec.model.lora.enabled:  # else it is the policy without its adapters
-                self.reference = TrainEngine.build(spec.model, spec.train, mesh, "reference")
+            roles: list[Role] = ["policy"]
+            if spec.reference and not spec.model.lora.enabled:
+                roles.append("reference")
+            self.engines = {role: TrainEngine.build(spec.model, spec.train, mesh, role) for role in roles}
             keep_freed_memory(self.device)
         if spec.samples and spec.rollout is not None:
             self.sampler = build_rollout_engine(spec.model, spec.rollout, self.device, spec.rank, spec.stop_token_ids)
@@ -103,152 +110,131 @@ class RankWorker:
 
     # ---- train lane (collective)
 
-    def layout(self, bucket_bytes: int) -> Layout:
-        """What the syncs of this run carry: each rank its own shard."""
-        cfg = self.spec.rollout
-        merged = cfg is not None and not takes_adapters(cfg)
-        return self._trainer().layout(bucket_bytes, merged=merged)
+    @phase("annotate")
+    def forward(self, message: RowsMessage, role: Role) -> RowArrays:
+        """Logprobs of this rank's rows under the engine of this role (collective)."""
+        batches = self._batches(message.plan, self._rows.take(message))
+        if role == "reference" and self.spec.model.lora.enabled:
+            return self._engine("policy").forward(batches, adapter=False)[0]
+        return self._engine(role).forward(batches)[0]
 
-    def forward(self, plan: Plan, rows: Rows, role: str) -> RowArrays:
-        """Logprobs of this rank's rows under the policy or the reference (collective)."""
-        batches = self._batches(plan, rows)
-        if role == "policy" or self.spec.model.lora.enabled:
-            return self._trainer().forward(batches, adapter=role == "policy")[0]
-        if self.reference is None:
-            raise ValueError(f"rank {self.spec.rank} has no {role} engine")
-        return self.reference.forward(batches)[0]
-
-    def forward_backward(self, plan: Plan, rows: Rows, loss: LossFn) -> UpdateReport:
+    @phase("train")
+    def forward_backward(self, message: RowsMessage, loss: LossFn) -> UpdateReport:
         """Gradient of this rank's micro-batches of the plan (collective)."""
-        result = self._trainer().forward_backward(self._batches(plan, rows), loss)
+        rows = self._rows.take(message)
+        result = self._engine("policy").forward_backward(self._batches(message.plan, rows), loss)
         return UpdateReport(metrics=result.metrics, mismatch=_mismatch(result, rows))
 
+    @phase("optim")
     def optim_step(self, lr: float) -> StepReport:
-        return self._trainer().optim_step(lr)
+        return self._engine("policy").optim_step(lr)
 
+    @phase("export")
     def export(self, path: str, tokenizer_from: str | None) -> None:
-        self._trainer().export(path, tokenizer_from)
+        self._engine("policy").export(path, tokenizer_from)
 
     # ---- checkpoints
 
+    @phase("checkpoint")
     def save(self, folder: str) -> None:
         """Copy the training state to host memory and start to write it (collective)."""
-        self._trainer().save(folder)
+        self._engine("policy").save(folder)
 
+    @phase("checkpoint")
     async def finish_save(self) -> tuple[str, FileFact]:
         """Wait for the file that `save` began, while other commands go on; its name, size and hash."""
-        return await asyncio.to_thread(self._trainer().finish_save)
+        return await asyncio.to_thread(self._engine("policy").finish_save)
 
+    @phase("load")
     def load(self, folder: str) -> None:
         """Take over the training state of a checkpoint (collective)."""
-        self._trainer().load(folder)
+        self._engine("policy").load(folder)
 
+    @phase("checkpoint")
     def state_bytes(self) -> int:
-        return self._trainer().state_bytes()
+        return self._engine("policy").state_bytes()
 
-    def _batches(self, plan: Plan, rows: Rows) -> list[Any]:
-        hashes: list[Any] = [None] * self.spec.num_train_ranks
+    def _batches(self, plan: Plan, rows: Rows) -> list[Batch]:
+        hashes: list[str | None] = [None] * self.spec.num_train_ranks
         dist.all_gather_object(hashes, plan.hash)
         if len(set(hashes)) > 1:
             raise ValueError(f"ranks hold different packing plans: {hashes}")
         return [
             pack([rows[i] for i in micro], micro, self.device, plan.hash, self.spec.train.share_prompts)
-            for micro in plan.micro_batches[self.spec.rank]
+            for micro in plan.micro_batches[data_index(self.spec.train.mesh, self.spec.rank)]
         ]
 
     # ---- weights
 
-    async def sync_colocated(self, layout: Layout, version: int) -> tuple[Ack | None, SendReport]:
-        """Load each bucket of all ranks into this rank's own sampler (collective). A rank whose device serves another's
-        sampler only gives its shard."""
-        trainer, sampler, ack = self._trainer(), self.sampler, None
-        held = None if sampler is None else sampler.stats().version
-        if self._lends:
-            self._give_back()
-            if sampler is not None:
-                await sampler.restore({"weights"})
-        targets = sampler.targets() if isinstance(sampler, EmbeddedEngine) else None
-        header, buckets = self._out().beside(layout, version, held, targets)
-        if sampler is None:
-            for _ in buckets:
-                pass
-        else:
-            (ack,) = await send_weights(header, buckets, [sampler])
-        if self._lends:
-            self._give_back()
-            if sampler is not None:
-                await sampler.restore({"kv_cache"})
-        trainer.version = version
-        return ack, self._out().report()
+    @phase("load")
+    def weights(self) -> HeldBoxes:
+        """What this rank holds of each tensor that samplers need (a collective, with LoRA)."""
+        trainer, cfg = self._engine("policy"), self.spec.rollout
+        held = trainer.weights(merged=cfg is not None and not takes_adapters(cfg))
+        return HeldBoxes(
+            sender=trainer.mesh["dp_shard"].get_local_rank(),
+            replica=trainer.mesh["dp_replicate"].get_local_rank(),
+            tensors=held.tensors,
+            boxes=held.boxes(),
+            tied=held.tied,
+            digest=kind_for(self.device),
+        )
 
-    def _give_back(self) -> None:
-        """Memory that torch only keeps goes back to the device, on all ranks, for samplers may be other processes and
-        lie on the devices of several (collective)."""
-        empty_cache(self.device)
-        dist.barrier()
+    @phase("export")
+    def model_bytes(self) -> int:
+        return self._engine("policy").model_bytes()
 
-    def shard_source(self, layout: Layout, occasion: str, num_receivers: int) -> Source:
-        """Where samplers in other processes find this rank's shard, and what it could send the changes since."""
-        return self._out().begin(layout, occasion, num_receivers)
+    @phase("load")
+    async def set_layout(self, layout: Layout) -> None:
+        """What syncs carry; compared with the parameters of this rank's sampler. Raises: UnloadedParamsError."""
+        await self._sync().set_layout(layout)
 
-    def shard_next(self, version: int, changes: bool) -> BucketRef | SendReport:
-        """Put the shard's next bucket on its way and say where it is; after the last, what was sent."""
-        sent = self._out().next(version, changes)
-        if isinstance(sent, SendReport):
-            self._trainer().version = version
-        return sent
+    @phase("sync")
+    def sync_state(self, occasion: str) -> SyncState:
+        """What this rank brings to the next sync (the first time a collective over train ranks, with LoRA)."""
+        return self._sync().state(occasion)
 
-    async def reconcile(self, layout: Layout) -> None:
-        await self._sampler().reconcile(layout)
+    @phase("sync")
+    async def sync(self, order: SyncOrder) -> tuple[Ack | None, SendReport | None]:
+        """This rank's part in one sync: all ranks walk the same transfers."""
+        return await self._sync().sync(order)
 
-    async def begin(self, header: SyncHeader, rings: Sequence[tuple[int, str]], slot_bytes: int, seat: Seat) -> None:
-        """Open the senders' transports, and begin. rings: (rank, name) of each sender."""
-        here = self.spec.rank // self.spec.num_local_ranks
-        names = [name_here(name, rank // self.spec.num_local_ranks == here) for rank, name in rings]
-        if names != [view.name for view in self._ring_views]:
-            self._close_views()  # of senders that were replaced
-            device, timeout_s = wire_device(self.device), self.spec.deadline_s("sync") / 2
-            for name in names:
-                self._ring_views.append(open_view(name, RING_SLOTS, slot_bytes, seat, device, timeout_s))
-        await self._sampler().begin(header)
+    @phase("sync")
+    async def cancel_sync(self) -> None:
+        """Give up the open sync, or invalidate the sampler's weights."""
+        await self._sync().cancel()
 
-    async def receive(self, ref: BucketRef) -> None:
-        """Load a bucket that lies in its sender's memory."""
-        assert self._ring_views, "receive comes after begin"
-        await self._sampler().receive(self._ring_views[ref.stream].bucket(ref))
-
-    async def commit(self) -> Ack:
-        return await self._sampler().commit()
-
-    async def cancel(self) -> None:
-        """Give up, and leave the senders' transports, so that none of them waits for this rank."""
-        self._close_views()
-        await self._sampler().cancel()
-
+    @phase("load")
     def trust_loaded_weights(self) -> None:
         """Sample with the weights of the folder, as they were loaded (evaluation without a trainer)."""
         self._sampler().trust_loaded_weights()
 
     # ---- sampler
 
+    @phase("rollout")
     async def generate(self, request: Request) -> Turn:
         return await self._sampler().generate(request)
 
+    @phase("rollout")
     async def score(self, ids: np.ndarray) -> np.ndarray:
         return await self._sampler().score(ids)
 
+    @phase("rollout")
     async def abort(self) -> int:
         return await self._sampler().abort()
 
+    @phase("sync")
     async def lend(self) -> int:
         """Free the sampler's weights and caches for the trainer beside it, until the next sync; returns bytes."""
         return await self._sampler().release({"weights", "kv_cache"})
 
+    @phase("rollout")
     def stats(self) -> EngineStats:
         return self._sampler().stats()
 
     # ---- rest
 
+    @phase("report")
     def memory(self) -> tuple[list[Metric], dict[str, int]]:
         """This process's memory metrics, and the train engine's bytes by kind."""
         metrics = memory_metrics(own_name=f"rank_{self.spec.rank}")
@@ -256,55 +242,32 @@ class RankWorker:
             Metric(name=f"memory/device_{name}", sum=value, reduce="max", unit="bytes")
             for name, value in memory_stats(self.device).items()
         ]
-        return metrics, self.policy.memory() if self.policy else {}
+        return metrics, self.engines["policy"].memory() if self.engines else {}
 
+    @phase("end")
     async def stop(self) -> None:
         """Free what the rank holds."""
         if self.sampler is not None:
             await self.sampler.close()
-        if self._outgoing is not None:
-            self._outgoing.close()
-        self._close_views()
+        if self._weight_sync is not None:
+            self._weight_sync.close()
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def _close_views(self) -> None:
-        for view in self._ring_views:
-            view.close()
-        self._ring_views = []
+    def _sync(self) -> RankSync:
+        if self._weight_sync is None:
+            self._weight_sync = RankSync(self.spec, self.device, self.engines.get("policy"), self.sampler)
+        return self._weight_sync
 
-    def _out(self) -> Outgoing:
-        if self._outgoing is None:
-            spec = self.spec
-            assert spec.rollout is not None, "weights are for who samples"
-            self._outgoing = Outgoing(
-                self._trainer(),
-                _transport(spec.rollout),
-                keep_base=spec.rollout.sync_mode == "delta",
-                one_machine=spec.nodes == 1,
-                address=spec.address,
-                timeout_s=spec.deadline_s("sync") / 2,  # so that who waits in vain says so before it is called silent
-            )
-        return self._outgoing
-
-    def _trainer(self) -> TrainEngine:
-        if self.policy is None:
-            raise ValueError(f"rank {self.spec.rank} does not train")
-        return self.policy
-
-    @property
-    def _lends(self) -> bool:
-        return self.spec.rollout is not None and self.spec.rollout.release_memory
+    def _engine(self, role: Role) -> TrainEngine:
+        if role not in self.engines:
+            raise ValueError(f"rank {self.spec.rank} has no {role} engine, but {', '.join(self.engines) or 'none'}")
+        return self.engines[role]
 
     def _sampler(self) -> RolloutEngine:
         if self.sampler is None:
             raise ValueError(f"rank {self.spec.rank} does not sample")
         return self.sampler
-
-
-def _transport(cfg: RolloutConfig) -> Transport:
-    folder = Path(cfg.sync_folder) if cfg.sync_transport == "files" and cfg.sync_folder is not None else None
-    return Transport(folder=folder, broadcast=cfg.sync_transport == "broadcast")
 
 
 def _mismatch(result: ForwardBackward, rows: Rows) -> list[Metric]:

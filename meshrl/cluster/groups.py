@@ -8,32 +8,36 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hashlib
 import itertools
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import numpy as np
 
-from meshrl.cluster.actors import RankWorker, UpdateReport
+from meshrl.cluster.actors import HeldBoxes, RankWorker, UpdateReport
 from meshrl.cluster.executor import Executor
+from meshrl.cluster.resident import RowsMessage, SentRows
 from meshrl.core.batch import LossFn
-from meshrl.core.errors import RankFailure
+from meshrl.core.errors import RankFailure, SyncError, SyncInterrupted
 from meshrl.core.types import Metric, Request, Sample, Turn
+from meshrl.parallel.mesh import data_index, num_peers
 from meshrl.rollout.base import EngineStats
+from meshrl.rollout.build import takes_adapters
 from meshrl.rollout.continuation import join_turns
-from meshrl.sync.group_ring import Seat
-from meshrl.sync.manifest import Ack, Layout, SyncHeader
-from meshrl.sync.send import make_header, merged, send_weights, with_reports
-from meshrl.sync.shards import SendReport
-from meshrl.sync.transport import BucketRef
+from meshrl.sync.layout import Ack, Layout, SyncHeader, SyncMode, make_layout
+from meshrl.sync.transaction import SyncOrder, SyncState, make_header, with_reports
 from meshrl.train.checkpoint_files import FileFact
-from meshrl.train.engine import RowArrays, StepReport
+from meshrl.train.engine import Role, RowArrays, StepReport
 from meshrl.train.plan import Plan, make_plan
 
+P = ParamSpec("P")
+T = TypeVar("T")
+_TRANSFER_REST = 64  # one part of a transfer of so many is left for its digests: a sync takes less than two transfers
 _MAX_SESSIONS = 100_000  # remembered routes; older sessions are routed anew
 
 
@@ -50,21 +54,30 @@ class TrainGroup:
         self.lane = asyncio.Lock()
         self.num_ranks = executor.specs[0].num_train_ranks
         self.cfg = executor.specs[0].train
+        self.num_data_ranks = self.num_ranks // num_peers(self.cfg.mesh)
+        self._sent = SentRows()
         self.version = -1
         self.is_synced = False
         self.num_optim_steps = 0
+
+    @property
+    def changes_mode(self) -> SyncMode:
+        """Of a sync that does not send everything."""
+        spec = self.executor.specs[0]
+        adapters = spec.model.lora.enabled and spec.rollout is not None and takes_adapters(spec.rollout)
+        return "adapter" if adapters else "delta"
 
     def plan(self, samples: Sequence[Sample]) -> Plan:
         """The packing plan of these samples, made here once for all ranks."""
         lengths = [len(s) for s in samples]
         if not self.cfg.share_prompts:
-            return make_plan(lengths, self.num_ranks, self.cfg.max_tokens_per_microbatch)
+            return make_plan(lengths, self.num_data_ranks, self.cfg.max_tokens_per_microbatch)
         numbers: dict[str, int] = {}
         groups = [numbers.setdefault(s.group_id, len(numbers)) for s in samples]
         prefixes = [s.prefix_len if len(s) > s.prefix_len and s.routed_experts is None else 0 for s in samples]
-        return make_plan(lengths, self.num_ranks, self.cfg.max_tokens_per_microbatch, groups, prefixes)
+        return make_plan(lengths, self.num_data_ranks, self.cfg.max_tokens_per_microbatch, groups, prefixes)
 
-    async def forward(self, samples: Sequence[Sample], plan: Plan, role: str) -> list[np.ndarray]:
+    async def forward(self, samples: Sequence[Sample], plan: Plan, role: Role) -> list[np.ndarray]:
         """Logprobs of all samples under `policy` or `reference`, in their order; float32[T] each."""
         parts: list[RowArrays] = await self._rows(RankWorker.forward, samples, plan, role)
         rows = {i: array for part in parts for i, array in part.items()}
@@ -82,8 +95,17 @@ class TrainGroup:
         self.num_optim_steps += 1
         return (await self._all(RankWorker.optim_step, lr))[0]
 
-    async def layout(self, bucket_bytes: int) -> Layout:
-        return (await self._all(RankWorker.layout, bucket_bytes))[0]
+    async def layout(self, transfer_bytes: int) -> Layout:
+        """What syncs carry, from what the ranks of one replica hold."""
+        found: list[HeldBoxes] = await self._all(RankWorker.weights)
+        senders = sorted((held for held in found if held.replica == 0), key=lambda held: held.sender)
+        first = senders[0]
+        limit = transfer_bytes - transfer_bytes // _TRANSFER_REST
+        return make_layout(first.tensors, [held.boxes for held in senders], first.tied, limit, first.digest)
+
+    async def model_bytes(self) -> int:
+        """Bytes of the model as it is exported."""
+        return (await self._all(RankWorker.model_bytes))[0]
 
     async def export(self, path: str, tokenizer_from: str | None) -> None:
         """Write a folder that `from_pretrained` loads."""
@@ -102,6 +124,7 @@ class TrainGroup:
 
         Raises: CheckpointError, before anything is touched.
         """
+        self._sent.forget()
         await self._all(RankWorker.load, folder)
         self.version, self.is_synced = version - 1, False
 
@@ -117,15 +140,28 @@ class TrainGroup:
         """Each rank's memory metrics, and its engine's bytes by kind."""
         return await self._all(RankWorker.memory)
 
-    async def _rows(self, method: Any, samples: Sequence[Sample], plan: Plan, *args: Any) -> list[Any]:
-        """Call with each rank's own rows of the plan, and no others."""
+    async def _rows(
+        self,
+        method: Callable[Concatenate[RankWorker, RowsMessage, P], T],
+        samples: Sequence[Sample],
+        plan: Plan,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> list[T]:
+        """Call every rank with the rows of its data index; the answer of each index's first rank."""
         async with self.lane:
-            return await asyncio.gather(
-                *(
-                    self.executor.call(rank, method, plan, {i: samples[i] for i in plan.rows(rank)}, *args)
-                    for rank in range(self.num_ranks)
+            messages = self._sent.messages(samples, plan)
+            try:
+                answers = await asyncio.gather(
+                    *(
+                        self.executor.call(rank, method, messages[data_index(self.cfg.mesh, rank)], *args, **kwargs)
+                        for rank in range(self.num_ranks)
+                    )
                 )
-            )
+            except BaseException:
+                self._sent.forget()
+                raise
+            return answers[:: num_peers(self.cfg.mesh)]
 
     async def _all(self, method: Any, *args: Any) -> list[Any]:
         async with self.lane:
@@ -201,7 +237,7 @@ class RolloutGroup:
                 await asyncio.shield(mend)
 
     @asynccontextmanager
-    async def moved_out(self) -> AsyncIterator[None]:
+    async def drained(self) -> AsyncIterator[None]:
         """Around a sync: turns under way are out of their engines, unless they are to be kept."""
         if self.in_flight == "keep":
             yield
@@ -243,7 +279,9 @@ class RolloutGroup:
     async def reconcile(self, layout: Layout) -> None:
         """Compare the trainer's layout with every sampler's own parameters. Raises: UnloadedParamsError."""
         self._layout = layout
-        await self._where_not_lost(RankWorker.reconcile, layout)
+        only_train = [spec.rank for spec in self.executor.specs if spec.trains and spec.rank not in self.ranks]
+        await asyncio.gather(*(self.executor.call(rank, RankWorker.set_layout, layout) for rank in only_train))
+        await self._where_not_lost(RankWorker.set_layout, layout)
 
     async def trust_loaded_weights(self) -> None:
         async def trust(rank: int) -> bool:
@@ -290,7 +328,7 @@ class RolloutGroup:
             for mend in self._mends.values():
                 mend.cancel()
             self._mends.clear()
-        await self._where_not_lost(RankWorker.cancel, only_sampling=True)
+        await self._where_not_lost(RankWorker.cancel_sync, only_sampling=True)
 
     async def _where_not_lost(self, method: Any, *args: Any, only_sampling: bool = False) -> None:
         """Call the samplers, and pass over those that only sample and are lost: their successors begin anew."""
@@ -322,7 +360,7 @@ class RolloutGroup:
             try:
                 await self.executor.restart(rank)
                 if self._layout is not None and rank in self.ranks:
-                    await self.executor.call(rank, RankWorker.reconcile, self._layout)
+                    await self.executor.call(rank, RankWorker.set_layout, self._layout)
             except RankFailure as again:
                 if again is lost:
                     raise
@@ -361,21 +399,8 @@ async def sync_weights(trainer: TrainGroup, rollouts: RolloutGroup, layout: Layo
 
     Raises: SyncError naming tensor or stage; the samplers then refuse to generate.
     """
-    async with rollouts.moved_out():
-        return await _sync(trainer, rollouts, layout)
-
-
-async def _sync(trainer: TrainGroup, rollouts: RolloutGroup, layout: Layout) -> list[Ack]:
-    version = trainer.version + 1
-    executor = trainer.executor
-    if executor.specs[0].num_rollout_ranks == 0:
-        ranks = range(trainer.num_ranks)
-        async with trainer.lane:
-            outcomes = await asyncio.gather(
-                *(executor.call(rank, RankWorker.sync_colocated, layout, version) for rank in ranks)
-            )
-        acks = with_reports(*([one for one in each if one is not None] for each in zip(*outcomes, strict=True)))
-    else:
+    async with rollouts.drained():
+        version = trainer.version + 1
         async with rollouts.mending:
             acks = await _send_to(rollouts.ranks, trainer, rollouts, layout, version)
 
@@ -383,9 +408,9 @@ async def _sync(trainer: TrainGroup, rollouts: RolloutGroup, layout: Layout) -> 
             return bool(await _send_to([rank], trainer, rollouts, layout, version, lambda: trainer.is_synced))
 
         rollouts.bring_weights = bring
-    trainer.version, trainer.is_synced = version, True
-    rollouts.synced.set()
-    return acks
+        trainer.version, trainer.is_synced = version, True
+        rollouts.synced.set()
+        return acks
 
 
 async def _send_to(
@@ -398,14 +423,14 @@ async def _send_to(
 ) -> list[Ack]:
     """Once more from the start, to all of them, when a sampler is lost on the way and can be replaced. `mending` is
     held. may: whether the weights are still those of this version, asked when no command can move them; if not, nothing
-    is sent, and nobody acknowledges."""
+    is sent, and none acknowledges."""
     while True:
-        occasion = f"{[*ranks]}, {rollouts.num_restarts} replaced, {rollouts.num_failed_syncs} syncs broken off"
+        occasion = f"{[*ranks]}, {rollouts.num_restarts} replaced, {rollouts.num_failed_syncs} syncs cancelled"
         try:
             async with trainer.lane:
                 if not may():
                     return []
-                return await send_shards(trainer, ranks, layout, version, occasion)
+                return await _sync(trainer, ranks, layout, version, hashlib.sha256(occasion.encode()).hexdigest()[:16])
         except BaseException as error:
             rollouts.num_failed_syncs += 1
             lost = error if isinstance(error, RankFailure) else error.__cause__
@@ -414,60 +439,60 @@ async def _send_to(
             await rollouts.restart(lost)
 
 
-async def send_shards(
-    trainer: TrainGroup, ranks: Sequence[int], layout: Layout, version: int, occasion: str
-) -> list[Ack]:
-    """Give these samplers the trainer's weights as this version, each shard from the rank that holds it: no rank waits
-    for another. Sends changes alone when all train ranks remember one version, and all of these samplers hold it.
-
-    occasion: another text where the samplers are others than at the last sync, or that one broke off.
-    """
+async def _sync(trainer: TrainGroup, samplers: Sequence[int], layout: Layout, version: int, occasion: str) -> list[Ack]:
+    """One call for each rank that sends, receives or both. The first that fails has all others cancelled."""
     executor = trainer.executor
-    held = await asyncio.gather(*(executor.call(r, RankWorker.stats) for r in ranks))
-    everyone = range(trainer.num_ranks)
-    asked = (executor.call(r, RankWorker.shard_source, layout, occasion, len(ranks)) for r in everyone)
-    sources = list(enumerate(await asyncio.gather(*asked)))
-    senders = [(rank, source.ring) for rank, source in sources if source.ring is not None]
-    versions = {source.base_version for _, source in sources if source.ring is not None} | {s.version for s in held}
-    base = versions.pop() if len(versions) == 1 else None
-    changes = base is not None and base >= 0
-    header = make_header(layout, version, None, base if changes else None, sources[0][1].mode if changes else "full")
-    reports: list[SendReport] = []
-    buckets = merged([_shard_refs(executor, rank, version, changes, reports) for rank, _ in senders])
-    seats = [Seat(number, len(ranks)) for number in range(len(ranks))]
-    receivers = [_RemoteReceiver(executor, r, senders, layout, seat) for r, seat in zip(ranks, seats, strict=True)]
-    acks = await send_weights(header, buckets, receivers)
-    return with_reports(acks, reports)
+    ranks = sorted({*range(trainer.num_ranks), *samplers})
+    found = await asyncio.gather(*(executor.call(rank, RankWorker.sync_state, occasion) for rank in ranks))
+    states: dict[int, SyncState] = dict(zip(ranks, found, strict=True))
+    header = make_header(layout, version, list(states.values()), trainer.changes_mode)
+    orders = {
+        rank: _order(header, occasion, rank, states, samplers)
+        for rank, state in states.items()
+        if state.sender is not None or rank in samplers
+    }
+    calls = {rank: asyncio.ensure_future(executor.call(rank, RankWorker.sync, order)) for rank, order in orders.items()}
+    try:
+        await asyncio.wait(calls.values(), return_when=asyncio.FIRST_EXCEPTION)
+        outcomes = [call.result() for call in calls.values()]
+        acks, reports = ([part for part in parts if part is not None] for parts in zip(*outcomes, strict=True))
+        return with_reports(acks, reports, header)
+    except BaseException as error:
+        cancelling = (executor.call(rank, RankWorker.cancel_sync) for rank in calls)
+        ended = await asyncio.gather(*cancelling, return_exceptions=True)
+        failures = await asyncio.gather(*calls.values(), return_exceptions=True)
+        cause = _cause([failure for failure in failures if isinstance(failure, Exception)]) or error
+        for rank, outcome in zip(calls, ended, strict=True):
+            if isinstance(outcome, BaseException):
+                cause.add_note(f"rank {rank} could not be cancelled either: {outcome!r}")
+        if isinstance(cause, SyncError) or not isinstance(error, Exception):
+            raise cause
+        raise SyncError(f"the sync of version {version} failed: {type(cause).__name__}: {cause}") from cause
 
 
-async def _shard_refs(
-    executor: Executor, rank: int, version: int, changes: bool, reports: list[SendReport]
-) -> AsyncIterator[BucketRef]:
-    """Buckets of one rank's shard as it puts them on their way, one at a time; its report at the end."""
-    while not isinstance(sent := await executor.call(rank, RankWorker.shard_next, version, changes), SendReport):
-        yield sent
-    reports.append(sent)
+def _cause(failures: Sequence[Exception]) -> Exception | None:
+    """Of the failures of several ranks that which made the others fail: a lost rank, then what is no interruption."""
+    lost = [failure for failure in failures if isinstance(failure, RankFailure)]
+    own = [failure for failure in failures if not isinstance(failure, SyncInterrupted)]
+    return next(iter([*lost, *own, *failures]), None)
 
 
-class _RemoteReceiver:
-    """A sampler in another process, driven as send_weights drives a WeightReceiver; but what it receives are
-    descriptions of buckets, whose payloads come by a transport. rings: of the senders, (rank, name) each."""
-
-    def __init__(self, executor: Executor, rank: int, rings: Sequence[tuple[int, str]], layout: Layout, seat: Seat):
-        self.executor, self.rank, self.rings, self.seat = executor, rank, rings, seat
-        self.slot_bytes = layout.staging_bytes
-
-    async def reconcile(self, layout: Layout) -> None:
-        await self.executor.call(self.rank, RankWorker.reconcile, layout)
-
-    async def begin(self, header: SyncHeader) -> None:
-        await self.executor.call(self.rank, RankWorker.begin, header, self.rings, self.slot_bytes, self.seat)
-
-    async def receive(self, bucket: BucketRef) -> None:
-        await self.executor.call(self.rank, RankWorker.receive, bucket)
-
-    async def commit(self) -> Ack:
-        return await self.executor.call(self.rank, RankWorker.commit)
-
-    async def cancel(self) -> None:
-        await self.executor.call(self.rank, RankWorker.cancel)
+def _order(
+    header: SyncHeader, occasion: str, rank: int, states: Mapping[int, SyncState], samplers: Sequence[int]
+) -> SyncOrder:
+    """What this rank has to know. Train ranks that sample receive from the senders of their own replica."""
+    own = states[rank]
+    peers = {
+        other: state
+        for other, state in states.items()
+        if state.sender is not None and other != rank and (own.sender is None or state.replica == own.replica)
+    }
+    receivers = [other for other in samplers if other != rank and (states[other].sender is None or other in peers)]
+    receives = rank in samplers
+    return SyncOrder(
+        header=header,
+        occasion=occasion,
+        senders={s.sender: s.address for s in peers.values() if s.address and s.sender is not None} if receives else {},
+        number=samplers.index(rank) if receives else 0,
+        num_receivers=len(receivers) if own.sender is not None else len(samplers),
+    )

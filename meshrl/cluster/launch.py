@@ -20,7 +20,7 @@ from meshrl.config.rollout import RolloutConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.errors import ConfigError, RankFailure
 from meshrl.process.leases import LeasedFolder
-from meshrl.sync.manifest import Layout
+from meshrl.sync.layout import Layout
 
 
 @dataclass(slots=True)

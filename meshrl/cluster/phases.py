@@ -3,44 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from meshrl.monitor.spans import current_span
 
+F = TypeVar("F", bound=Callable[..., Any])
+_ATTRIBUTE = "meshrl_phase"
+
+
+def phase(name: str) -> Callable[[F], F]:
+    """Mark a method that ranks are asked to run."""
+
+    def mark(method: F) -> F:
+        setattr(method, _ATTRIBUTE, name)
+        return method
+
+    return mark
+
 
 def phase_of(method: Callable[..., Any]) -> str:
-    """The phase of a RankWorker method, called from where the controller now is; any other function's own name."""
-    phase = PHASE_OF.get(method.__name__, method.__name__)
-    return "eval" if phase == "rollout" and current_span() == "eval" else phase
-
-
-PHASE_OF = {
-    "came_up": "start",
-    "start": "load",
-    "load": "load",
-    "layout": "load",
-    "reconcile": "load",
-    "trust_loaded_weights": "load",
-    "generate": "rollout",
-    "score": "rollout",
-    "abort": "rollout",
-    "stats": "rollout",
-    "forward": "annotate",
-    "forward_backward": "train",
-    "optim_step": "optim",
-    "lend": "sync",
-    "sync_colocated": "sync",
-    "shard_source": "sync",
-    "shard_next": "sync",
-    "begin": "sync",
-    "receive": "sync",
-    "commit": "sync",
-    "cancel": "sync",
-    "save": "checkpoint",
-    "finish_save": "checkpoint",
-    "state_bytes": "checkpoint",
-    "export": "export",
-    "memory": "report",
-    "stop": "end",
-}
-"""By name, because a rank may know the method under another class (an actor's)."""
+    """The phase of a method, called from where the controller now is; its own name where it is not marked."""
+    found: str = getattr(method, _ATTRIBUTE, method.__name__)
+    return "eval" if found == "rollout" and current_span() == "eval" else found

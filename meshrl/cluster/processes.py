@@ -28,7 +28,7 @@ from typing import Any, Literal, Protocol
 
 from meshrl.cluster.actors import RankWorker
 from meshrl.cluster.executor import WorkerSpec
-from meshrl.cluster.phases import phase_of
+from meshrl.cluster.phases import phase, phase_of
 from meshrl.core.errors import MeshrlError, RankFailure
 from meshrl.monitor.spans import latest_span
 from meshrl.process import frames
@@ -385,6 +385,7 @@ class ProcessExecutor:
         await asyncio.gather(*(asyncio.to_thread(rank.process.end, _STOP_GRACE_S) for rank in self._ranks))
 
 
+@phase("start")
 def came_up(worker: RankWorker) -> int:
     """The process id of a rank that takes commands."""
     return os.getpid()

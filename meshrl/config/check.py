@@ -95,7 +95,7 @@ def unused(config: RunConfig | SftRunConfig) -> dict[str, str]:
     if config.cluster.num_rollout_ranks:
         found["rollout.release_memory"] = "cluster.num_rollout_ranks is above 0: samplers have devices of their own"
     else:
-        found["rollout.sync_transport"] = found["rollout.sync_folder"] = "cluster.num_rollout_ranks is 0"
+        found["rollout.sync_transport"] = "cluster.num_rollout_ranks is 0"
     return unused_algo_keys(config.algo) | unused_data_keys(config.data) | unused_engine_keys(config.rollout) | found
 
 

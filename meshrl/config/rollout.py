@@ -162,7 +162,8 @@ class RolloutConfig(Slice):
     )
     sync_bucket_bytes: int = field(
         64 << 20,
-        "bytes of one bucket of a weight sync; a sync needs memory for two buckets",
+        "limit, in bytes, of the weights that all senders together have under way at once; a sync needs the memory of "
+        "two such amounts",
         ge=1024,
         le=1 << 31,
     )
@@ -178,13 +179,11 @@ class RolloutConfig(Slice):
         "while the train ranks train, samplers on their devices free the memory of their weights and caches; each "
         "sync then sends all weights",
     )
-    sync_transport: Literal["auto", "files", "broadcast"] = field(
+    sync_transport: Literal["auto", "broadcast"] = field(
         "auto",
         "how weights reach samplers in separate ranks: auto = shared memory, and TCP between machines; broadcast = one "
-        "process group of each sender and all samplers (NCCL on GPUs, else gloo), for many samplers; files = by "
-        "sync_folder, for machines that share a disk but can't connect",
+        "process group of each sender and all samplers (NCCL on GPUs, else gloo), for many samplers",
     )
-    sync_folder: str | None = field(None, "a folder that all ranks can read, for sync_transport files")
 
     @property
     def tp_size(self) -> int:
@@ -200,9 +199,6 @@ def engine_problems(given: Mapping[str, Value], config: RunConfig, purpose: str)
     yield from _mesh(config)
     if rollout.engine == "embedded" and rollout.tp_size > 1:
         yield Problem((tp_key,), "not possible: the embedded engine has the full model in each replica. Use 1.")
-    if rollout.sync_transport == "files" and rollout.sync_folder is None:
-        text = "sync_transport files needs a folder that all ranks can read. Name one."
-        yield Problem(("rollout.sync_folder",), text)
     if rollout.release_memory:
         yield from _release(rollout)
     if rollout.engine == "vllm":
@@ -360,8 +356,6 @@ def unused_engine_keys(rollout: RolloutConfig) -> dict[str, str]:
         names = ("python", "args", "mem_fraction_static", "start_deadline_s")
         why = "the server at rollout.sglang.url already runs"
         found |= dict.fromkeys((f"rollout.sglang.{name}" for name in names), why)
-    if rollout.sync_transport != "files":
-        found["rollout.sync_folder"] = f"rollout.sync_transport is {rollout.sync_transport}"
     if rollout.engine == "endpoint" and rollout.endpoint.weights == "none":
         found |= dict.fromkeys(
             ("rollout.endpoint.reload_url", "rollout.endpoint.folder"), "rollout.endpoint.weights is none"

@@ -25,6 +25,10 @@ class SyncError(MeshrlError):
     """A weight transfer that did not arrive as it was sent; names the tensor or the stage."""
 
 
+class SyncInterrupted(SyncError):
+    """A rank's part in a sync ended because another rank failed, disconnected or was lost; that one has the cause."""
+
+
 class StaleWeightsError(MeshrlError):
     """A sampler was asked to generate with a weight version it does not have."""
 

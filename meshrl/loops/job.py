@@ -17,7 +17,7 @@ from meshrl.loops.proof import SamplerProof
 from meshrl.monitor.rollout_log import RolloutLog
 from meshrl.monitor.spans import Spans
 from meshrl.reward.score import Scorer
-from meshrl.sync.manifest import Layout
+from meshrl.sync.layout import Layout
 
 
 class Resumable(Protocol):

@@ -26,7 +26,7 @@ from meshrl.monitor.memory import memory_metrics
 from meshrl.monitor.metrics import histogram
 from meshrl.monitor.sinks import read_metrics
 from meshrl.reward.score import Scorer
-from meshrl.sync.manifest import Ack
+from meshrl.sync.layout import Ack
 from meshrl.train.optim import learning_rate
 from meshrl.train.plan import Plan
 
@@ -203,13 +203,13 @@ async def sync(job: Job) -> list[Metric]:
 
 def _changes(job: Job, ack: Ack) -> list[Metric]:
     """How much of the weights is new: counted by the senders where they send changes, else by tensor from digests."""
-    entries = job.layout.entries
+    tensors = job.layout.tensors
     metrics = []
     if ack.num_changed is not None:
-        share = ack.num_changed / max(1, len(entries))
+        share = ack.num_changed / max(1, len(tensors))
         metrics.append(Metric(name="sync/changed_tensors", sum=share, unit="fraction"))
     if ack.num_changed_elements is not None:
-        num_elements = sum(math.prod(entry.shape) for entry in entries)
+        num_elements = sum(math.prod(tensor.shape) for tensor in tensors)
         share = ack.num_changed_elements / max(1, num_elements)
         metrics.append(Metric(name="sync/changed_elements", sum=share, unit="fraction"))
     return metrics

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from meshrl.config.model import LoraConfig
 from meshrl.core.errors import ConfigError
+from meshrl.model.weight_files import write_tensors
 from meshrl.parallel.boxes import LocalBox, boxes, index_of
 from meshrl.parallel.fsdp import local_shard, whole
 
@@ -127,21 +127,16 @@ def unadapted(layer: Any) -> Any:
     return layer.base_layer if _is_adapted(layer) else layer
 
 
-class MergedRows:
-    """This rank's rows of W + s B A, laid end to end like a flat tensor, and computed where they are read: in fp32,
-    and never all at once."""
+class MergedElements:
+    """The elements of a block of W + s B A in order, computed where they are read: in fp32, and never all at once."""
 
-    def __init__(self, weight: torch.Tensor, adapter: Adapter):
-        """A collective where the model is sharded: every rank needs the whole of A."""
-        self._weight, self._b = local_shard(weight.detach()), local_shard(adapter.b.detach())
-        self._a, self._scale = whole(adapter.a.detach()).float(), adapter.scale
-        self.device = self._weight.device
+    def __init__(self, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float):
+        """weight: [out, in], a block of W; a: [R, in], its columns of A; b: [out, R], its rows of B."""
+        self._weight, self._a, self._b, self._scale = weight, a.float(), b, scale
+        self.device = weight.device
 
     def numel(self) -> int:
         return self._weight.numel()
-
-    def is_contiguous(self) -> bool:
-        return self._weight.is_contiguous()
 
     def __getitem__(self, part: slice) -> torch.Tensor:
         low, high, _ = part.indices(self.numel())
@@ -163,25 +158,6 @@ def merged(adapter: Adapter) -> Callable[[LocalBox], torch.Tensor]:
     return values
 
 
-def merged_weights(lm: torch.nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.nn.Parameter, torch.Tensor]]:
-    """(wire name, parameter, its values in dtype, with what an adapter adds to them), sharded as the parameter is; for
-    each but the adapters themselves, one at a time."""
-    adapters = adapters_of(lm)
-    for name, p in list(named_weights(lm)):
-        if not is_adapter(name):
-            yield name, p, (_merged(p.detach(), adapters[name]) if name in adapters else p.detach()).to(dtype)
-
-
-def _merged(weight: torch.Tensor, adapter: Adapter) -> torch.Tensor:
-    """W + s B A, sharded as W is (a collective then), in fp32."""
-    rows = MergedRows(weight, adapter)[:].view_as(local_shard(weight))
-    if not isinstance(weight, DTensor):
-        return rows
-    return DTensor.from_local(
-        rows, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
-    )
-
-
 @contextmanager
 def without_adapters(lm: torch.nn.Module) -> Iterator[None]:
     """The model as it was before it was adapted, which is LoRA's reference model."""
@@ -197,14 +173,12 @@ def without_adapters(lm: torch.nn.Module) -> Iterator[None]:
 
 def save_adapter(tensors: dict[str, torch.Tensor], cfg: LoraConfig, path: str, folder: Path) -> None:
     """A folder that peft's `PeftModel.from_pretrained` adds to the model of `path`. tensors: whole, by wire name."""
-    from safetensors.torch import save_file
-
     folder.mkdir(parents=True, exist_ok=True)
     config = _peft_config(cfg, [name.removesuffix(_WIRE_A) for name in tensors if name.endswith(_WIRE_A)], path)
     config.inference_mode = True
     config.save_pretrained(str(folder))
-    named = {f"base_model.model.{name}": t.cpu().contiguous() for name, t in tensors.items()}
-    save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    named = {f"base_model.model.{name}": t.cpu() for name, t in tensors.items()}
+    write_tensors(named, folder / "adapter_model.safetensors")
 
 
 def _target_names(lm: Any, cfg: LoraConfig, path: str | Path) -> list[str]:

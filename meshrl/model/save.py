@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from meshrl.model.hub_names import HubNames, persistent_buffers
 from meshrl.model.lora import adapters_of, is_adapter, merged, named_weights
+from meshrl.model.weight_files import write_tensors
 from meshrl.parallel.boxes import LocalBox, boxes, index_of, owners
 
 MIN_FILE_BYTES = 256 << 20  # a model below this is one file: more of them would gain nothing
@@ -138,7 +139,6 @@ def _shell(lm: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
 
 def _write(lm: torch.nn.Module, tensors: dict[str, torch.Tensor], path: Path) -> dict[str, int]:
     """One file, under the names that Transformers' files have; name -> bytes."""
-    from safetensors.torch import save_file
     from transformers.core_model_loading import revert_weight_conversion
 
     names = HubNames(lm)
@@ -147,8 +147,7 @@ def _write(lm: torch.nn.Module, tensors: dict[str, torch.Tensor], path: Path) ->
     for name, tensor in tensors.items():
         if name not in computed:
             named |= {hub_name: view for hub_name, _, view in names.split(name, (0,) * tensor.dim(), tensor)}
-    named = {name: t.contiguous() for name, t in named.items()}
-    save_file(named, path, metadata={"format": "pt"})
+    write_tensors(named, path)
     return {name: t.numel() * t.element_size() for name, t in named.items()}
 
 

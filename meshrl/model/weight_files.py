@@ -167,3 +167,10 @@ def _by_index(folder: Path) -> dict[str, Path]:
 
 
 _WHAT_TO_DO = "Copy or download the model folder again, or write it anew by save_pretrained"
+
+
+def write_tensors(tensors: dict[str, torch.Tensor], file: Path) -> None:
+    """A safetensors file of these tensors, as Transformers reads it."""
+    from safetensors.torch import save_file
+
+    save_file({name: t.contiguous() for name, t in tensors.items()}, file, metadata={"format": "pt"})

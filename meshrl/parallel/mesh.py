@@ -31,6 +31,16 @@ def resolve_shape(cfg: TrainMeshConfig, num_ranks: int, sharding_strategy: str) 
     return shape
 
 
+def num_peers(cfg: TrainMeshConfig) -> int:
+    """Ranks that work on the same samples: those of one data index, which differ in their ulysses and tp index."""
+    return cfg.ulysses * cfg.tp
+
+
+def data_index(cfg: TrainMeshConfig, rank: int) -> int:
+    """Which samples a global rank works on: its place among dp_replicate x dp_shard."""
+    return rank // num_peers(cfg)
+
+
 def build_mesh(shape: tuple[int, int, int, int], device_type: str) -> DeviceMesh:
     """The named mesh over the default process group."""
     return init_device_mesh(device_type, shape, mesh_dim_names=AXES)

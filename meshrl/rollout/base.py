@@ -13,7 +13,7 @@ import numpy as np
 
 from meshrl.core.errors import CapabilityError
 from meshrl.core.types import Media, Request, Turn
-from meshrl.sync.receive import WeightReceiver
+from meshrl.sync.receiver import WeightReceiver
 
 PauseMode = Literal["wait", "abort", "keep"]
 PARTS = ("weights", "kv_cache", "graphs")  # of an engine's memory

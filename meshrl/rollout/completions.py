@@ -130,12 +130,12 @@ class CompletionsDialect(Dialect):
             if name in self._aborts and not self._aborts[name].done():
                 self._aborts[name].set_result(None)
 
-    async def call_workers(self, method: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+    async def call_workers(self, step: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
         if not self._takes_folders:
             raise CapabilityError(
                 f"{self.http.name} takes no weights: rollout.endpoint.weights is none, which is for evaluation only"
             )
-        return await self._folders.call(method, arguments)
+        return await self._folders.call(step, arguments)
 
     async def _reload(self, folder: Path) -> None:
         answer = await self.http.post(self._reload_url, {"model_path": str(folder)}, timeout_s=_RELOAD_S)

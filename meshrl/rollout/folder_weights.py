@@ -1,7 +1,7 @@
 """Weights for a server that takes them as a folder: each version is written as a model folder, beside the last one,
-from the buckets of its sync; then somebody is asked to load it.
+from the transfers of its sync; then the server is asked to load it.
 
-It answers to the method names of `RemoteWeights`, as a server's worker does.
+It answers to the steps of `ServerWeights`, as a server's worker does.
 """
 
 from __future__ import annotations
@@ -11,65 +11,64 @@ import shutil
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
 from meshrl.core.errors import SyncError
-from meshrl.model.weight_files import INDEX, KINDS, SINGLE, stored_tensors
-from meshrl.rollout.foreign.arrival import Arrival, header_from, layout_from, ref_from
-from meshrl.sync.digest import as_bytes
-from meshrl.sync.manifest import Entry, Layout, SyncHeader
-from meshrl.sync.transport import BucketRef, SharedRingView
+from meshrl.model.weight_files import INDEX, stored_tensors, write_tensors
+from meshrl.rollout.foreign.assembly import Assembly
+from meshrl.sync.layout import Layout, SyncHeader, TensorSpec, layout_from
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
+_FILE_BYTES = 1 << 30  # a file is written when its tensors are that long
 
 Reload = Callable[[Path], Awaitable[None]]
 """`await reload(folder)` returns when the server computes with its weights. Raises: RequestError, EngineFailure."""
 
 
 class FolderWeights:
-    """Writes in the layout's order while the buckets come; holds one tensor at a time, and keeps one whole version on
-    disk beside the one that arrives."""
+    """Writes files while the transfers come; holds the tensors of one file, and keeps one full version on disk beside
+    the one that arrives."""
 
     def __init__(self, model_folder: Path, versions: Path, reload: Reload, name: str):
         """model_folder: what the server was started with; its config and tokenizer go along with every version."""
         self._model_folder, self._versions, self._reload, self._name = model_folder, versions, reload, name
-        self._layout = Layout(entries=())
-        self._arrival: Arrival | None = None
-        self._offsets: dict[str, int] = {}
-        self._file: BinaryIO | None = None
+        self._layout = Layout(tensors=(), senders=())
+        self._assembly: Assembly | None = None
+        self._waiting: dict[str, torch.Tensor] = {}
+        self._file_of: dict[str, str] = {}
         self._current: Path | None = None
         self._write_s = 0.0
 
-    async def call(self, method: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
-        """As a server with one worker."""
-        match method:
-            case "meshrl_reconcile":
+    async def call(self, step: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+        """As a server with one worker. Raises: SyncError."""
+        match step:
+            case "reconcile":
                 return [self.reconcile(layout_from(arguments["layout"]))]
-            case "meshrl_begin":
-                return [self.begin(header_from(arguments["header"]))]
-            case "meshrl_receive":
-                return [self.receive(arguments["ring"], ref_from(arguments["ref"]))]
-            case "meshrl_commit":
+            case "begin":
+                return [self.begin(SyncHeader(**arguments["header"]))]
+            case "receive":
+                return [self.receive(arguments)]
+            case "commit":
                 return [await self.commit()]
-            case "meshrl_cancel":
+            case "cancel":
                 self._drop()
                 return [{}]
-        raise SyncError(f"{self._name}: unknown method {method!r}")
+        raise SyncError(f"{self._name}: unknown step {step!r}")
 
     def reconcile(self, layout: Layout) -> dict[str, Any]:
         """Compare with the names in the files of the model's folder, which is all that the server is known to load."""
         self._layout = layout
-        dtypes = {entry.name: entry.dtype for entry in layout.entries}
+        dtypes = {tensor.name: tensor.dtype for tensor in layout.tensors}
         common = next(iter(dtypes.values()), "float32")
         held = {name: stored.shape for name, stored in stored_tensors(self._model_folder).items()}
-        fitting = [entry.name for entry in layout.entries if held.get(entry.name) == entry.shape]
+        fitting = [tensor.name for tensor in layout.tensors if held.get(tensor.name) == tensor.shape]
         others = {name: shape for name, shape in held.items() if name not in fitting and name not in layout.tied}
         return {
             "refused": {},
             "dropped": [],
-            "hidden": fitting,  # nobody reads back what the server computes with
+            "hidden": fitting,  # what the server computes with can't be read back
             "unfilled": {name: [list(shape), dtypes.get(name, common)] for name, shape in others.items()},
             "dtypes": {},
         }
@@ -77,78 +76,62 @@ class FolderWeights:
     def begin(self, header: SyncHeader) -> dict[str, Any]:
         """Start the folder of this version: everything but the weights is the model folder's own."""
         self._drop()
-        self._arrival = Arrival(self._layout, header, self._name)
+        self._assembly = Assembly(self._layout, header, self._name)
         part = self._part
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
         for file in self._model_folder.iterdir():
             if file.is_file() and file.suffix not in _WEIGHTS and file.name != INDEX:
                 shutil.copyfile(file, part / file.name)
-        self._file = (part / SINGLE).open("w+b")
-        self._file.write(self._header())
         self._write_s = 0.0
         return {}
 
-    def receive(self, ring: dict[str, Any], ref: BucketRef) -> dict[str, Any]:
-        """Write the tensors that a bucket completes."""
-        assert self._arrival is not None, "receive comes after begin"
-        view = SharedRingView(**ring)
-        for entry, tensor in self._arrival.take(view.bucket(ref)):
-            self._write(entry, tensor)
-        view.close()
+    def receive(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Take the tensors that a transfer completes."""
+        self._add(self._open().take(message))
         return {}
 
     async def commit(self) -> dict[str, Any]:
         """Put the folder in its place and have the server load it."""
-        assert self._arrival is not None and self._file is not None, "commit comes after begin"
-        for entry, tensor in self._arrival.finish():
-            self._write(entry, tensor)
-        arrival = self._arrival
-        self._file.close()
-        self._arrival = self._file = None
+        assembly = self._open()
+        self._add(assembly.finish(), last=True)
+        self._assembly = None
         began = time.perf_counter()
-        folder = self._versions / f"version_{arrival.header.version}"
+        total = sum(tensor.num_bytes for tensor in self._layout.tensors)
+        index = {"metadata": {"total_size": total}, "weight_map": self._file_of}
+        (self._part / INDEX).write_text(json.dumps(index), encoding="utf-8")
+        folder = self._versions / f"version_{assembly.header.version}"
         shutil.rmtree(folder, ignore_errors=True)  # of a run before this one
         self._part.rename(folder)
         last, self._current = self._current, folder
         await self._reload(folder)
         if last is not None and last != folder:
             shutil.rmtree(last)
-        load_s = arrival.copy_s + self._write_s + time.perf_counter() - began
-        seconds = {"load": load_s, "verify": arrival.verify_s}
-        return {"differing": [], "seconds": seconds}
+        load_s = assembly.copy_s + self._write_s + time.perf_counter() - began
+        return {"differing": [], "seconds": {"load": load_s, "verify": assembly.progress.verify_s}}
 
     @property
     def _part(self) -> Path:
         return self._versions / "arriving"
 
-    def _header(self) -> bytes:
-        """Of a safetensors file with all tensors end to end, the widest elements first, so that each is aligned."""
-        facts: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        end = 0
-        for entry in sorted(self._layout.entries, key=lambda e: -getattr(torch, e.dtype).itemsize):
-            begin, end = end, end + entry.num_bytes
-            facts[entry.name] = {
-                "dtype": KINDS[getattr(torch, entry.dtype)],
-                "shape": list(entry.shape),
-                "data_offsets": [begin, end],
-            }
-        text = json.dumps(facts).encode()
-        text += b" " * (-len(text) % 8)
-        start = 8 + len(text)
-        self._offsets = {name: start + fact["data_offsets"][0] for name, fact in facts.items() if name[:2] != "__"}
-        return len(text).to_bytes(8, "little") + text
+    def _open(self) -> Assembly:
+        if self._assembly is None:
+            raise SyncError(f"{self._name}: no sync is open")
+        return self._assembly
 
-    def _write(self, entry: Entry, tensor: torch.Tensor) -> None:
-        assert self._file is not None
+    def _add(self, tensors: list[tuple[TensorSpec, torch.Tensor]], last: bool = False) -> None:
         began = time.perf_counter()
-        self._file.seek(self._offsets[entry.name])
-        self._file.write(as_bytes(tensor).numpy().data)
+        self._waiting |= {spec.name: tensor for spec, tensor in tensors}
+        if last or sum(tensor.nbytes for tensor in self._waiting.values()) >= _FILE_BYTES:
+            name = f"model-{len(set(self._file_of.values())) + 1:05d}.safetensors"
+            write_tensors(self._waiting, self._part / name)
+            self._file_of |= dict.fromkeys(self._waiting, name)
+            self._waiting = {}
         self._write_s += time.perf_counter() - began
 
     def _drop(self) -> None:
-        self._arrival = None
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._waiting, self._file_of = {}, {}
+        if self._assembly is not None:
+            self._assembly.close()
+            self._assembly = None
             shutil.rmtree(self._part, ignore_errors=True)

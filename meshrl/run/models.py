@@ -16,7 +16,6 @@ from meshrl.core.errors import CheckpointError
 from meshrl.core.files import replacing, write_text
 from meshrl.train.checkpoint_files import read_controller, require_space, states
 
-_ANY_BUCKET_BYTES = 1 << 20  # the total size of a layout does not depend on it
 _OTHER_FILES_BYTES = 64 << 20  # a model's config, tokenizer and headers
 
 
@@ -40,7 +39,7 @@ async def export_to(trainer: TrainGroup, path: Path, tokenizer_from: str, chat_t
     Raises: CheckpointError when the disk is full.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    needed = (await trainer.layout(_ANY_BUCKET_BYTES)).total_bytes + _OTHER_FILES_BYTES
+    needed = await trainer.model_bytes() + _OTHER_FILES_BYTES
     if trainer.executor.specs[0].model.lora.enabled:
         needed += await trainer.state_bytes()  # the adapters alone are a third of that
     require_space(path.parent, needed, "a model")

@@ -15,7 +15,7 @@ from meshrl.loops.job import Resumable
 from meshrl.run.folder import Start
 from meshrl.run.live import LiveRun
 from meshrl.run.signals import save_at_the_end
-from meshrl.sync.manifest import Layout
+from meshrl.sync.layout import Layout
 
 _CAUSE_WAIT_S = 5.0
 

@@ -6,9 +6,10 @@ All methods are collective: every rank of the mesh calls them in the same order,
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,16 +26,12 @@ from meshrl.core.errors import MeshrlError
 from meshrl.core.types import Metric
 from meshrl.model.attention import PackedAttention
 from meshrl.model.causal import CausalModel
-from meshrl.model.hub_names import persistent_buffers, tied_names
+from meshrl.model.hub_names import HubNames
 from meshrl.model.load import DTYPES, cast_parameters, materialize, meta_copy, open_causal_lm, require_same_scores
 from meshrl.model.lora import (
     ADAPTER_FOLDER,
-    MergedRows,
-    adapters_of,
     add_adapters,
     init_adapters,
-    is_adapter,
-    merged_weights,
     named_weights,
     save_adapter,
     trained_weights,
@@ -44,22 +41,17 @@ from meshrl.model.save import save_pretrained
 from meshrl.model.stream import Weights
 from meshrl.parallel.fsdp import local_shard, reshard, shard_model, whole
 from meshrl.parallel.mesh import data_parallel_mesh
-from meshrl.sync.digest import kind_for
-from meshrl.sync.manifest import Layout, make_layout, shard_rows
-from meshrl.sync.receive import describe
-from meshrl.sync.shards import Rows
 from meshrl.train.checkpoint import BackgroundWrite, stage
 from meshrl.train.checkpoint_files import FileFact
 from meshrl.train.optim import build_optimizer, clip_gradients
 from meshrl.train.packing import pack
 from meshrl.train.probe import require_independent_rows
 from meshrl.train.state import load_state, state_bytes, state_tensors
+from meshrl.train.weights import HeldWeights, held_weights
 
 Role = Literal["policy", "reference"]
 MAX_SKIPPED_IN_A_ROW = 5
 RowArrays = dict[int, np.ndarray]  # step-wide row index -> float32[T]
-_BUCKET_REST = 64  # one part of a bucket of so many is left for its bookkeeping: a sync takes less than two buckets
-_DTYPE_NAMES = {v: k for k, v in DTYPES.items()}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -161,6 +153,11 @@ class TrainEngine:
             weights.fill(lm)
         return cls(model, mesh, cfg, compute_dtype, role, lora)
 
+    @cached_property
+    def names(self) -> HubNames:
+        """The names that the model's files have."""
+        return HubNames(self.model.lm)
+
     def require_independent_rows(self) -> None:
         """As `probe.require_independent_rows`, of this model (a collective). Raises: ConfigError."""
         require_independent_rows(
@@ -227,10 +224,6 @@ class TrainEngine:
         self.optimizer.zero_grad(set_to_none=True)
         return StepReport(grad_norm=norm, skipped=skipped, lr=lr, num_optimizer_steps=self.num_optimizer_steps)
 
-    def drop_gradients(self) -> None:
-        """Forget gradients of an update that will not be applied."""
-        self.model.zero_grad(set_to_none=True)
-
     def _outputs(self, batch: Batch, entropy: bool) -> Outputs:
         """Model outputs scattered to [T]; 0 outside the mask."""
         scored = batch.mask.nonzero()[:, 0]
@@ -263,57 +256,19 @@ class TrainEngine:
 
     # ---- weights out
 
-    def layout(self, bucket_bytes: int, merged: bool = False) -> Layout:
-        """Names, shapes and bytes of what each sync sends, as the streams of the shards that ranks hold: parameters in
-        the sampler's dtype, tied ones once, and the buffers that belong to the model's files in their own dtype.
+    def weights(self, merged: bool = False) -> HeldWeights:
+        """What this rank holds of each tensor that samplers need (with merged, a collective; see `held_weights`)."""
+        reshard(self.model)
+        return held_weights(self.model.lm, self.names, self.compute_dtype, merged)
 
-        merged: LoRA adapters are added to their weights, for a sampler that has none.
-        """
-        tensors = [
-            (name, tuple(p.shape), _DTYPE_NAMES[self.compute_dtype])
-            for name, p in self._wire_parameters()
-            if not (merged and is_adapter(name))
-        ]
-        buffers = [(name, *fact) for name, fact in describe(persistent_buffers(self.model.lm)).items()]
-        return make_layout(
-            tensors + buffers,
-            tied=tied_names(self.model.lm),
-            bucket_bytes=bucket_bytes - bucket_bytes // _BUCKET_REST,
-            num_shards=self.mesh["dp_shard"].size(),
-            digest=kind_for(self.device),
-        )
-
-    @torch.no_grad()
-    def shards(self, merged: bool = False) -> dict[str, Rows]:
-        """This rank's rows of each parameter, as the optimizer left them, in the masters' dtype: views; or, merged
-        (collective over a copy of the model), with its adapter added where they are read. Of each buffer, which all
-        ranks hold, the rows that this rank would have of a parameter."""
-        adapters = adapters_of(self.model.lm) if merged else {}
-        rows: dict[str, Rows] = {
-            name: MergedRows(p, adapters[name]) if name in adapters else local_shard(p).detach()
-            for name, p in self._wire_parameters()
-        }
-        mesh = self.mesh["dp_shard"]
-        for name, buffer in persistent_buffers(self.model.lm).items():
-            full = torch.atleast_1d(buffer)
-            rows[name] = full[slice(*shard_rows(len(full), mesh.get_local_rank(), mesh.size()))]
-        return rows
-
-    @property
     def frozen(self) -> frozenset[str]:
-        """Wire names of what no optimizer step moves."""
-        return frozenset(name for name, p in self._wire_parameters() if not p.requires_grad)
+        """Names, as samplers know them, of what no optimizer step moves."""
+        still = [name for name, p in named_weights(self.model.lm) if not p.requires_grad]
+        return frozenset(hub_name for name in still for hub_name in self.names.of(name))
 
-    def wire_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """(wire name, whole tensor in the sampler's dtype), one at a time; a collective for each. The shard is cast
-        before it is gathered, so bf16 weights travel as bf16. Adapters are added to their weights."""
-        reshard(self.model)
-        weights = merged_weights(self.model.lm, dtype or self.compute_dtype)
-        yield from map(lambda each: (each[0], whole(each[2])), weights)  # a loop's variable would hold the last one
-
-    def _wire_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        reshard(self.model)
-        yield from named_weights(self.model.lm)
+    def model_bytes(self) -> int:
+        """Bytes of an exported model's weights."""
+        return sum(p.numel() for p in self.model.parameters()) * self.compute_dtype.itemsize
 
     def export(self, path: str | Path, tokenizer_from: str | Path | None = None) -> None:
         """Write a folder that `from_pretrained` loads, in the compute dtype (a collective). Each rank writes a file of

@@ -10,6 +10,7 @@ rng.RANK.DEVICE          states of the rank's random generators; a rank that is 
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from pathlib import Path
 
@@ -27,6 +28,8 @@ Counters = tuple[int, int]
 _BASE = "lora.base"
 _DIGEST_ELEMENTS = 1 << 18  # at a time: their bits as int64 stay in a core's cache
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers by their bytes
+# What is not trained never changes, so its digest is computed once.
+_base_digests: weakref.WeakKeyDictionary[torch.nn.Module, torch.Tensor] = weakref.WeakKeyDictionary()
 _SLOTS_OF_ADAMW = 2  # tensors as large as the parameter; `step` is one number
 
 
@@ -105,6 +108,14 @@ def _base(lm: torch.nn.Module) -> dict[str, torch.Tensor]:
     adapters = adapters_of(lm)
     if not adapters:
         return {}
+    if lm not in _base_digests:
+        _base_digests[lm] = _digest_of_base(lm)
+    scale = torch.tensor(next(iter(adapters.values())).scale, dtype=torch.float64).view(torch.int64)
+    return {_BASE: torch.stack([_base_digests[lm], scale])}
+
+
+def _digest_of_base(lm: torch.nn.Module) -> torch.Tensor:
+    """Of everything that is not trained, the same however it is sharded (a collective, as `_base`)."""
     total = torch.zeros((), dtype=torch.int64)
     for name, p in named_weights(lm):
         if not is_adapter(name) and replica(p)[0] == 0:
@@ -113,8 +124,7 @@ def _base(lm: torch.nn.Module) -> dict[str, torch.Tensor]:
                 total = total + box_digest(local) * factor
     if dist.is_initialized():
         dist.all_reduce(total)
-    scale = torch.tensor(next(iter(adapters.values())).scale, dtype=torch.float64).view(torch.int64)
-    return {_BASE: torch.stack([total, scale])}
+    return total
 
 
 def box_digest(local: LocalBox) -> torch.Tensor:

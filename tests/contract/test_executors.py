@@ -21,8 +21,10 @@ from torchrun_runs import living, train_by_torchrun
 
 from meshrl.cluster.actors import RankWorker
 from meshrl.cluster.inline import InlineExecutor
+from meshrl.cluster.phases import phase
 from meshrl.core.errors import CheckpointError, SamplerMismatchError
 from meshrl.monitor.rollout_log import read_rollouts
+from meshrl.sync.transaction import SyncOrder
 
 pytestmark = pytest.mark.timeout(300)  # a test may make two runs of up to three processes
 
@@ -36,7 +38,6 @@ LAYOUTS = {
     "two ranks again": ("cluster.num_train_ranks=2",),
     "split": SPLIT,
     "split, by broadcast": (*SPLIT, "rollout.sync_transport=broadcast"),
-    "split, by files": (*SPLIT, "rollout.sync_transport=files", "rollout.sync_folder=FOLDER"),
     "ray": ("cluster.num_train_ranks=2", *RAY),
     "ray split": (*SPLIT, *RAY),
     "torchrun": ("cluster.num_train_ranks=2",),
@@ -181,23 +182,24 @@ def test_a_step_asks_for_no_forward_that_the_algorithm_does_not_need(config, mon
 
 def test_a_sampler_that_kept_its_old_weights_is_caught_within_the_step(config, monkeypatch):
     """P15: acknowledged, but not what it computes with. Nothing is trained on what it said."""
-    sync, workers = RankWorker.sync_colocated, []
+    sync, workers = RankWorker.sync, []
 
-    async def stale(self: RankWorker, layout: Any, version: int) -> Any:
+    @phase("sync")
+    async def stale(self: RankWorker, order: SyncOrder) -> Any:
         parameters = dict(self._sampler()._weights.lm.named_parameters())
         old = {name: p.clone() for name, p in parameters.items()}
-        ack = await sync(self, layout, version)
-        if version == 1:
+        ack = await sync(self, order)
+        if order.header.version == 1:
             for name, p in parameters.items():
                 p.copy_(old[name])
         workers.append(self)
         return ack
 
-    monkeypatch.setattr(RankWorker, "sync_colocated", stale)
+    monkeypatch.setattr(RankWorker, "sync", stale)
     with pytest.raises(SamplerMismatchError, match="at weight version 1 the sampler's logprobs are"):
         train(config, "stale", "cluster.executor=inline", "loop.num_steps=4")
     assert len(steps_of(config.parent / "runs" / "stale")) == 1
-    assert workers[0].policy.num_optimizer_steps == 1
+    assert workers[0].engines["policy"].num_optimizer_steps == 1
 
 
 def test_after_inline_runs_the_process_can_fork_in_another_thread(config: Path):

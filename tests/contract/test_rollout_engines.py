@@ -14,8 +14,8 @@ from vllm_servers import client_of, tiny_vllm_lm
 from meshrl.core.errors import CapabilityError, RequestError, StaleWeightsError, SyncError, UnloadedParamsError
 from meshrl.rollout.base import RolloutEngine
 from meshrl.rollout.stop_strings import StopStrings
-from meshrl.sync.manifest import make_layout
-from meshrl.sync.receive import describe
+from meshrl.sync.layout import make_layout
+from meshrl.sync.reconcile import describe
 
 ROOM = 1024  # tokens of context and answer
 LONG = 800  # of a turn that is to be cut: long enough to be heard of in time on a busy machine
@@ -347,8 +347,8 @@ def test_names_that_do_not_fit_are_refused(make, lm):
 
     async def main():
         engine = await make()
-        specs = [(name, *spec) for name, spec in describe(dict(lm.named_parameters())).items()]
-        for wrong in (specs[:-1], [*specs, ("model.extra.weight", (2,), "float32")]):
+        specs = describe(dict(lm.named_parameters()))
+        for wrong in (dict(list(specs.items())[:-1]), specs | {"model.extra.weight": ((2,), "float32")}):
             with pytest.raises(UnloadedParamsError):
                 await engine.reconcile(make_layout(wrong))
 

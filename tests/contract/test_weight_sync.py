@@ -1,23 +1,23 @@
 """What a weight sync owes, whatever the engine: each injected fault is caught within the sync and named, nothing is
-sampled with what it left, and the next sync heals it (P15, P17)."""
+sampled with what it left, and the next sync repairs it (P15, P17)."""
 
 import asyncio
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from test_rollout_engines import ENGINES, go
-from tiny_engines import ask, layout_of, plain, sync
+from tiny_engines import ask, deliveries, layout_of, plain, sync
+from tiny_sync import Trainer, header_of
 from vllm_servers import tiny_vllm_lm
 
 from meshrl.core.errors import StaleWeightsError, SyncError
-from meshrl.model.hub_names import tied_names
-from meshrl.sync.digest import digest, digest_range
-from meshrl.sync.manifest import make_layout
-from meshrl.sync.receive import describe
-from meshrl.sync.send import iter_buckets, make_header, send_weights
-from meshrl.sync.shards import ShardSender
+from meshrl.model.hub_names import HubNames
+from meshrl.sync.digest import digest_bytes
+from meshrl.sync.layout import Box, make_layout
+from meshrl.train.weights import held_weights
 
 pytestmark = pytest.mark.timeout(300)  # the first test waits for a server to start
 
@@ -79,72 +79,53 @@ def test_the_new_weights_are_the_trainers_and_so_are_the_old_ones_again(make, mo
     go(main)
 
 
-def dropped(buckets):
-    return buckets[:-1]
+async def send(engine, layout, sent, version=1):
+    """A sync of these deliveries; after an error the engine is cancelled."""
+    try:
+        await engine.begin(header_of(layout, version))
+        for delivery in sent:
+            await engine.receive(delivery)
+        return await engine.commit()
+    except SyncError:
+        await engine.cancel()
+        raise
 
 
-def out_of_order(buckets):
-    return [buckets[1], buckets[0], *buckets[2:]]
+def with_a_bit_flipped(delivery):
+    delivery.payload[100] ^= 1
+    return delivery
 
 
-def twice(buckets):
-    return [buckets[0], *buckets]
-
-
-def cut_short(buckets):
-    buckets[2].payload = buckets[2].payload[:-16]
-    return buckets
-
-
-def one_bit(buckets):
-    buckets[2].payload = buckets[2].payload.clone()
-    buckets[2].payload[100] ^= 1
-    return buckets
-
-
-def one_bit_vouched_for(buckets):
-    """Wrong before it was cut: the bucket's digest is right, the tensor's is not."""
-    one_bit(buckets)
-    buckets[2].digest = digest(buckets[2].payload, 2 * 4096)
-    return buckets
-
-
-FAULTS = {  # -> what the error says
-    dropped: "incomplete",
-    out_of_order: "came out of order",
-    twice: "came twice",
-    cut_short: "expected",
-    one_bit: "arrived with",
-    one_bit_vouched_for: "model.",
+FAULTS = {  # -> what happens to the deliveries, what the error says
+    "dropped": (lambda sent: sent[:-1], "incomplete"),
+    "out of order": (lambda sent: [sent[1], sent[0], *sent[2:]], "transfer 1 .* was received; expected transfer 0"),
+    "twice": (lambda sent: [sent[0], *sent], "transfer 0 .* was received; expected transfer 1"),
+    "cut short": (lambda sent: [*sent[:2], replace(sent[2], payload=sent[2].payload[:-16]), *sent[3:]], "expected"),
+    "a bit flipped": (lambda sent: [*sent[:2], with_a_bit_flipped(sent[2]), *sent[3:]], "brought model.*with digest"),
+    "digests of another": (
+        lambda sent: [*sent[:2], replace(sent[2], digests=sent[3].digests[:1] * len(sent[2].digests)), *sent[3:]],
+        "brought model.*with digest",
+    ),
+    "changes in a sync of everything": (
+        lambda sent: [replace(each, counts=(0,) * len(each.digests)) for each in sent],
+        "carries changes",
+    ),
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_a_fault_in_the_stream_is_caught_and_the_next_sync_heals_it(make, models, fault):
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_on_the_way_is_caught_and_the_next_sync_repairs_it(make, models, fault):
+    mangle, complaint = FAULTS[fault]
+
     async def main():
         engine = await make()
-        layout, weights = layout_of(models[1]), {name: p.detach() for name, p in models[1].named_parameters()}
-        header = make_header(layout, 1, {name: digest(p) for name, p in weights.items()})
-        buckets = fault(list(iter_buckets(layout, weights.items())))
-        with pytest.raises(SyncError, match=FAULTS[fault]):
-            await send_weights(header, buckets, [engine])
+        layout = layout_of(models[1])
+        with pytest.raises(SyncError, match=complaint):
+            await send(engine, layout, mangle(list(deliveries(models[1], layout))))
         with pytest.raises(StaleWeightsError):
             await engine.generate(ask("a", LONG))
         await sync(models[1], engine, 1)
         await check_samples_from(engine, models[1], "b")
-
-    go(main)
-
-
-def test_two_tensors_that_swapped_places_are_named(make, models):
-    async def main():
-        engine = await make()
-        layout, weights = layout_of(models[1]), {name: p.detach() for name, p in models[1].named_parameters()}
-        header = make_header(layout, 1, {name: digest(p) for name, p in weights.items()})
-        one, two = (f"model.layers.0.self_attn.{name}_proj.weight" for name in ("k", "v"))
-        weights[one], weights[two] = weights[two], weights[one]
-        with pytest.raises(SyncError, match=f"{one}.*{two}"):
-            await send_weights(header, list(iter_buckets(layout, weights.items())), [engine])
 
     go(main)
 
@@ -155,23 +136,19 @@ def test_a_version_that_does_not_rise_or_another_layout_is_refused(make, models)
         with pytest.raises(SyncError, match="rise"):
             await sync(models[1], engine, 0)
         await sync(models[1], engine, 0)  # a retry, after the refusal has left no usable weights
-        other = layout_of(models[1], bucket_bytes=8192)
-        header = make_header(other, 1, {name: digest(p.detach()) for name, p in models[1].named_parameters()})
         with pytest.raises(SyncError, match="layout"):
-            await send_weights(header, [], [engine])
+            await send(engine, layout_of(models[1], transfer_bytes=8192), [])
 
     go(main)
 
 
 def test_requests_that_come_during_a_sync_wait_for_its_version(make, models):
     async def main():
-        engine = await make()
-        layout, weights = layout_of(models[1]), {name: p.detach() for name, p in models[1].named_parameters()}
-        header = make_header(layout, 1, {name: digest(p) for name, p in weights.items()})
-        await engine.begin(header)
+        engine, layout = await make(), layout_of(models[1])
+        await engine.begin(header_of(layout, 1))
         task = asyncio.create_task(engine.generate(ask("a", LONG, ignore_eos=True, min_version=1)))
-        for bucket in iter_buckets(layout, weights.items()):
-            await engine.receive(bucket)
+        for delivery in deliveries(models[1], layout):
+            await engine.receive(delivery)
         await asyncio.sleep(0.05)
         assert not task.done() and engine.stats().waiting + engine.stats().running == 1
         await engine.commit()
@@ -180,12 +157,10 @@ def test_requests_that_come_during_a_sync_wait_for_its_version(make, models):
     go(main)
 
 
-def test_a_sync_that_is_given_up_ends_who_waits_for_it(make, models):
+def test_a_sync_that_is_given_up_ends_the_requests_that_wait_for_it(make, models):
     async def main():
         engine = await make()
-        layout = layout_of(models[1])
-        digests = {name: digest(p.detach()) for name, p in models[1].named_parameters()}
-        await engine.begin(make_header(layout, 1, digests))
+        await engine.begin(header_of(layout_of(models[1]), 1))
         task = asyncio.create_task(engine.generate(ask("a", LONG)))
         await asyncio.sleep(0.05)
         await engine.cancel()
@@ -197,28 +172,25 @@ def test_a_sync_that_is_given_up_ends_who_waits_for_it(make, models):
     go(main)
 
 
-class Shards:
-    """Two train ranks' shards, which remember what they sent."""
+class TwoRanks(Trainer):
+    """Each holds half of the rows of every tensor, and remembers what it sent."""
 
     def __init__(self, lm):
-        specs = describe(dict(lm.named_parameters()))
-        tensors = [(name, *spec) for name, spec in specs.items()]
-        self.layout = make_layout(tensors, tied_names(lm), 4096, num_shards=2, digest="xxh3")
-        size = self.layout.staging_bytes
-        staging = [[torch.empty(size, dtype=torch.uint8) for _ in range(2)] for _ in range(2)]
-        self.senders = [ShardSender(self.layout, s, staging[s], keep_base=True) for s in range(2)]
+        full = held_weights(lm, HubNames(lm), torch.float32)
+        ranks = [[], []]
+        for name, (shape, _) in full.tensors.items():
+            half = -(-shape[0] // 2)
+            zeros = (0,) * (len(shape) - 1)
+            ranks[0].append(Box(name, (0, *zeros), (half, *shape[1:])))
+            ranks[1].append(Box(name, (half, *zeros), (shape[0] - half, *shape[1:])))
+        super().__init__(make_layout(full.tensors, ranks, full.tied, 8192))
 
-    async def sync(self, lm, engine, version, base=None, mangle=lambda bucket: bucket):
-        header = make_header(self.layout, version, None, base, "full" if base is None else "delta")
-        buckets = (mangle(b) for s, _ in enumerate(self.senders) for b in self.of(lm, s, version, base is not None))
-        (ack,) = await send_weights(header, buckets, [engine])
-        return ack
-
-    def of(self, lm, shard, version, delta):
-        rows = {name: p.detach() for name, p in lm.named_parameters()}
-        halves = {name: -(-len(p) // 2) for name, p in rows.items()}
-        own = {name: p[halves[name] * shard : halves[name] * (shard + 1)] for name, p in rows.items()}
-        return self.senders[shard].buckets(own, version, delta)
+    async def sync(self, lm, engine, version, base=None, mangle=lambda delivery: delivery):
+        weights = {name: p.detach() for name, p in lm.named_parameters()}
+        await engine.begin(header_of(self.layout, version, base))
+        for delivery in self.deliveries(weights, version, base is not None):
+            await engine.receive(mangle(delivery))
+        return await engine.commit()
 
 
 def trained(lm, seed):
@@ -230,17 +202,17 @@ def trained(lm, seed):
     return lm
 
 
-def test_shards_arrive_and_then_changes_alone(make, models):
+def test_boxes_of_two_ranks_arrive_and_then_changes_alone(make, models):
     """To the bit, by the engine's own proofs; P17 for a sync that touches few of the elements."""
 
     async def main():
-        engine, shards, lm = await make(), Shards(models[0]), models[1]
-        await engine.reconcile(shards.layout)
-        full = await shards.sync(lm, engine, 0)
+        engine, trainer, lm = await make(), TwoRanks(models[0]), models[1]
+        await engine.reconcile(trainer.layout)
+        full = await trainer.sync(lm, engine, 0)
         await check_samples_from(engine, lm, "0")
         for version in (1, 2):
             lm = trained(lm, version)
-            ack = await shards.sync(lm, engine, version, base=version - 1)
+            ack = await trainer.sync(lm, engine, version, base=version - 1)
             assert ack.wire and ack.resident == full.resident and ack.num_bytes < full.num_bytes / 5
             turn = await check_samples_from(engine, lm, str(version))
             assert set(turn.versions) == {version} == {engine.stats().version}
@@ -249,45 +221,42 @@ def test_shards_arrive_and_then_changes_alone(make, models):
     go(main)
 
 
-def wrong_payload(bucket):
-    bucket.payload = bucket.payload.clone()
-    bucket.payload[0] ^= 1
-    return bucket
+def wrong_payload(delivery):
+    delivery.payload[0] ^= 1
+    return delivery
 
 
-def wrong_change(bucket):
-    """Wrong before the bucket was closed: its digest is right, that of the piece is not."""
-    wrong_payload(bucket)
-    bucket.digest = digest_range("xxh3", bucket.payload)
-    return bucket
+def wrong_change(delivery):
+    """Wrong before the transfer was closed: the payload's digest is right, that of the part is not."""
+    wrong_payload(delivery)
+    return replace(delivery, payload_digest=digest_bytes("xxh3", delivery.payload))
 
 
-def whole_in_a_delta(bucket):
-    bucket.changes = None
-    return bucket
+def full_in_a_delta(delivery):
+    return replace(delivery, counts=None)
 
 
-@pytest.mark.parametrize("fault", [wrong_payload, wrong_change, whole_in_a_delta])
-def test_a_fault_in_the_changes_is_caught_and_everything_heals_it(make, models, fault):
+@pytest.mark.parametrize("fault", [wrong_payload, wrong_change, full_in_a_delta])
+def test_a_fault_in_the_changes_is_caught_and_a_full_sync_repairs_it(make, models, fault):
     async def main():
-        engine, shards, lm = await make(), Shards(models[0]), models[1]
-        await engine.reconcile(shards.layout)
-        await shards.sync(lm, engine, 0)
-        lm, seen = trained(lm, 1), []
+        engine, trainer, lm = await make(), TwoRanks(models[0]), models[1]
+        await engine.reconcile(trainer.layout)
+        await trainer.sync(lm, engine, 0)
+        lm = trained(lm, 1)
 
-        def mangle(bucket):
-            seen.append(bucket)
-            return fault(bucket) if len(seen) == 3 else bucket
+        def mangle(delivery):
+            return fault(delivery) if delivery.transfer.number == 2 else delivery
 
         with pytest.raises(SyncError, match=r"model\.|expected"):
-            await shards.sync(lm, engine, 1, base=0, mangle=mangle)
+            await trainer.sync(lm, engine, 1, base=0, mangle=mangle)
+        await engine.cancel()
         with pytest.raises(StaleWeightsError):
             await engine.generate(ask("a", LONG))
-        for sender in shards.senders:
+        for sender in trainer.senders:
             sender.base_version = 0
         with pytest.raises(SyncError, match="base version"):
-            await shards.sync(lm, engine, 1, base=0)
-        await shards.sync(lm, engine, 1)
+            await trainer.sync(lm, engine, 1, base=0)
+        await trainer.sync(lm, engine, 1)
         await check_samples_from(engine, lm, "b")
         await engine.close()
 

@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from harness import LORA, engine_over
+from synced_ranks import SyncedRank
 from test_checkpoint_reshard import save
-from test_shards_out import outgoing
 from tiny_engines import tiny_engine
 from tiny_models import tiny_lm
 from tiny_samples import random_samples
@@ -22,7 +21,6 @@ from meshrl.core.errors import SyncError
 from meshrl.model.hub_names import persistent_buffers
 from meshrl.model.load import load_causal_lm
 from meshrl.model.lora import add_adapters, init_adapters
-from meshrl.sync.send import send_weights
 from meshrl.train.packing import pack
 
 FAMILIES = ["glm4_moe", "deepseek_v3"]
@@ -31,23 +29,17 @@ BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
 
 def _synced(rank: int, world: int, family: str, lora: bool) -> dict[str, Any]:
-    """A sampler with weights of another folder, after a sync; and what a second sync says, of changes alone, when the
-    sampler's bias has been altered in between."""
+    """A sampler with weights of another folder, after a sync; and the error of a second sync, of changes alone, when
+    the sampler's bias has been altered in between."""
     lm, other = tiny_lm(family, **EXPERTS), tiny_lm(family, seed=1, **EXPERTS)
     if lora:
         for model in (lm, other):
             add_adapters(model, LORA.model_copy(update={"targets": ["q_proj", "o_proj"]}), torch.float32, "")
             init_adapters(model)
     trainer, sampler = engine_over(lm, world), tiny_engine(other, trusted=False)
-    layout, out = trainer.layout(1 << 16), outgoing(trainer, keep_base=True)
-
-    def sync(version: int) -> Any:
-        held = version - 1 if version else None
-        header, buckets = out.beside(layout, version, held, sampler.targets())
-        return asyncio.run(send_weights(header, buckets, [sampler]))[0]
-
-    asyncio.run(sampler.reconcile(layout))
-    ack = sync(0)
+    synced = SyncedRank(trainer, sampler, transfer_bytes=1 << 16)
+    asyncio.run(synced.reconcile())
+    ack = asyncio.run(synced.sync(0))
     own, theirs = persistent_buffers(trainer.model.lm), persistent_buffers(sampler._weights.lm)
     (row,) = random_samples(0, [20])
     row.mask[1:], row.temperature = True, 1.0
@@ -55,18 +47,17 @@ def _synced(rank: int, world: int, family: str, lora: bool) -> dict[str, Any]:
     found = {
         "resident": ack.resident,
         "num_tensors": ack.num_tensors,
-        "names": {entry.name: entry.dtype for entry in layout.entries if entry.name in own},
+        "names": {t.name: t.dtype for t in synced.layout.tensors if t.name in own},
         "equal": own.keys() == theirs.keys() and all(torch.equal(own[name], theirs[name]) for name in own),
         "nats": float(np.abs(asyncio.run(sampler.score(row.tokens)) - scored).max()),
     }
     theirs[BIAS][3] += 0.5
     try:
-        sync(1)
+        asyncio.run(synced.sync(1))
         found["altered"] = "taken"
     except SyncError as error:
         found["altered"] = str(error)
-    dist.barrier()
-    out.close()
+    synced.close()
     return found
 
 

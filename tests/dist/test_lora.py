@@ -19,7 +19,8 @@ from meshrl.config.algo import AlgoConfig
 from meshrl.config.model import LoraConfig, ModelConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.errors import ConfigError
-from meshrl.model.lora import add_adapters, is_adapter, named_weights, scatter_adapters
+from meshrl.model.lora import adapters_of, add_adapters, is_adapter, merged, named_weights, scatter_adapters
+from meshrl.parallel.boxes import LocalBox
 from meshrl.parallel.fsdp import whole
 from meshrl.parallel.mesh import build_mesh, resolve_shape
 from meshrl.train.checkpoint_files import state_folder
@@ -94,7 +95,7 @@ def _trained(rank: int, world: int, path: Path, out: Path, dtype: str) -> dict[s
         return engine.forward(batches, adapter=adapted)[0]
 
     def weights() -> dict[str, torch.Tensor]:
-        return {name: whole(p.detach()).clone() for name, p in engine._wire_parameters()}
+        return {name: whole(p.detach()).clone() for name, p in named_weights(engine.model.lm)}
 
     told = {"first": scored(True), "first_reference": scored(False), "start": weights()}
     for _ in range(2):
@@ -175,18 +176,21 @@ def test_an_exported_folder_is_the_merged_model_and_its_adapter_is_one_that_peft
 def _rows(
     rank: int, world: int, dtype: torch.dtype, train: dict[str, Any]
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """This rank's merged rows, read in odd pieces, and the same of the whole tensors that an export gathers."""
+    """This rank's merged rows, read in odd numbers of elements, and the full tensors that an export gathers."""
     engine = engine_over(adapted(**UNEVEN), world, train, dtype)
     rows = {}
-    for name, source in engine.shards(merged=True).items():
-        if is_adapter(name):
-            continue
-        if isinstance(source, torch.Tensor):
-            rows[name] = source.reshape(-1)
-        else:
-            cuts = [*range(0, source.numel(), 37), source.numel()]
-            rows[name] = torch.cat([source[a:b] for a, b in itertools.pairwise(cuts)] or [torch.empty(0)])
-    return {n: t.clone() for n, t in rows.items()}, {n: t.clone() for n, t in engine.wire_weights(torch.float32)}
+    for name, boxes in engine.weights(merged=True).held.items():
+        elements = [box.elements for box in boxes]
+        cuts = [(own, [*range(0, own.numel(), 37), own.numel()]) for own in elements]
+        read = [own[a:b].reshape(-1) for own, at in cuts for a, b in itertools.pairwise(at)]
+        rows[name] = torch.cat(read) if read else torch.empty(0)
+    lm, full = engine.model.lm, {}
+    adapters = adapters_of(lm)
+    for name, p in named_weights(lm):
+        if not is_adapter(name):
+            box = LocalBox((0,) * p.dim(), whole(p.detach()).float())
+            full[name] = merged(adapters[name])(box) if name in adapters else box.tensor
+    return rows, full
 
 
 def _merged_by_peft() -> dict[str, torch.Tensor]:
@@ -207,6 +211,8 @@ def test_merged_rows_are_those_of_pefts_own_merge_wherever_they_are_cut(pool, wo
         assert gathered.keys() == want.keys()
         for name, p in want.items():
             torch.testing.assert_close(gathered[name], p, atol=1e-6, rtol=1e-5, msg=name)
+    for rows, _ in answers:
+        assert rows.keys() == want.keys()
     for name, p in want.items():
         joined = torch.cat([rows[name] for rows, _ in answers])
         torch.testing.assert_close(joined, p.reshape(-1), atol=1e-6, rtol=1e-5, msg=name)
@@ -222,7 +228,7 @@ def _resumed(rank: int, world: int, path: Path, folder: Path, begin: bool) -> di
         save(engine, folder)
     else:
         engine.load(folder)
-    return {name: whole(p.detach()).clone() for name, p in engine._wire_parameters()}
+    return {name: whole(p.detach()).clone() for name, p in named_weights(engine.model.lm)}
 
 
 def test_a_checkpoint_has_the_adapters_alone_and_brings_them_back_on_other_ranks(pool, tmp_path):

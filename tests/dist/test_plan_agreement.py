@@ -10,6 +10,7 @@ from tiny_samples import random_samples
 from tiny_specs import worker_spec
 
 from meshrl.cluster.actors import RankWorker
+from meshrl.cluster.resident import RowsMessage
 from meshrl.train.plan import make_plan
 
 LENGTHS = [12, 3, 40, 7]
@@ -17,11 +18,12 @@ LENGTHS = [12, 3, 40, 7]
 
 def _forward(rank: int, world: int, budgets: list[int]) -> str:
     worker = RankWorker(worker_spec(rank=rank, num_train_ranks=world))
-    worker.policy = engine_over(tiny_qwen2(), world)
+    worker.engines = {"policy": engine_over(tiny_qwen2(), world)}
     samples = random_samples(0, LENGTHS)
     plan = make_plan(LENGTHS, world, budgets[rank])
     try:
-        rows = worker.forward(plan, {i: samples[i] for i in plan.rows(rank)}, "policy")
+        message = RowsMessage(plan=plan, samples={i: samples[i] for i in plan.rows(rank)})
+        rows = worker.forward(message, "policy")
     except ValueError as error:
         return str(error)
     assert all(np.isfinite(row).all() for row in rows.values())

@@ -58,7 +58,7 @@ def _dtypes(engine: TrainEngine) -> dict[str, set[torch.dtype]]:
         "parameters": {p.dtype for p in engine.model.parameters()},
         "moments": {t.dtype for t in state},
         "buffers": {b.dtype for b in engine.model.buffers()},
-        "wire": {t.dtype for _, t in engine.wire_weights()},
+        "wire": {getattr(torch, dtype) for _, dtype in engine.weights().tensors.values()},
     }
 
 
@@ -144,10 +144,10 @@ def _ties_in_rank(rank: int, world: int, tie: bool, strategy: str) -> list[bool]
     look()
     engine.optim_step(0.01)
     look()
-    names = [name for name, _ in engine.wire_weights()]
+    held = engine.weights()
     look()
-    assert ("lm_head.weight" in names) != tie, "a tied head travels once, under its embedding's name"
-    assert engine.layout(1 << 20).tied == ({"lm_head.weight": "model.embed_tokens.weight"} if tie else {})
+    assert ("lm_head.weight" in held.tensors) != tie, "a tied head is sent once, under its embedding's name"
+    assert held.tied == ({"lm_head.weight": "model.embed_tokens.weight"} if tie else {})
     head, embedding = whole(lm.lm_head.weight), whole(lm.model.embed_tokens.weight)
     assert torch.equal(head, embedding) == tie
     return seen

@@ -1,26 +1,35 @@
-"""Each rank's shards into samplers, beside it and in other processes, without a gather (P15, P16)."""
+"""Each rank's boxes into samplers, in the same process and in others, without a gather (P15, P16)."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness import engine_over
-from tiny_models import tiny_qwen2
+from synced_ranks import SyncedRank
+from tiny_engines import tiny_engine
+from tiny_models import tiny_lm, tiny_qwen2
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from meshrl.model.hub_names import tied_names
+from meshrl.core.errors import SyncError
+from meshrl.model.hub_names import HubNames
 from meshrl.model.load import cast_parameters
-from meshrl.sync.manifest import Ack
-from meshrl.sync.receive import Bucket, ReceiverState, describe, reconcile
-from meshrl.sync.send import make_header, send_weights, with_reports
-from meshrl.sync.shards import SendReport
-from meshrl.sync.transport import SharedRingView
+from meshrl.model.lora import named_weights
+from meshrl.parallel.fsdp import local_shard, whole
+from meshrl.sync.delivery import Delivery
+from meshrl.sync.layout import Ack, Layout, SyncHeader, Transfer, make_layout
+from meshrl.sync.receiver import Receiver
+from meshrl.sync.sender import WeightSender
+from meshrl.sync.sockets import Sockets
+from meshrl.sync.transaction import SyncOrder, sync_rank
+from meshrl.sync.transport import NUM_SLOTS
 from meshrl.train.engine import TrainEngine
-from meshrl.train.outgoing import RING_SLOTS, Outgoing, Transport
+from meshrl.train.weights import held_weights
 
 UNEVEN: dict[str, Any] = dict(  # no dim divides by 4; a dim of 5 leaves the last of four ranks empty
     vocab_size=61, hidden_size=30, intermediate_size=5, num_attention_heads=3, num_key_value_heads=1
@@ -32,99 +41,55 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "HYBRID_SHARD": {"mesh": {"dp_replicate": 2, "dp_shard": 2}},
 }
 NUM_SYNCS = 4
+APART = ("sockets", "other machine", "broadcast")
 
 
-class Sampler:
-    """A model of other values than the trainer's, read back under all its names."""
+def _synced_rank(engine: TrainEngine, way: str, tie: bool = True, **changes: Any) -> SyncedRank:
+    """With a sampler in bf16 whose weights are others than the trainer's."""
+    other = tiny_qwen2(tie=tie, seed=9, **UNEVEN)
+    sampler = tiny_engine(cast_parameters(other, torch.bfloat16), trusted=False)
+    return SyncedRank(engine, sampler, way, **changes)
 
-    def __init__(self, layout: Any, tie: bool = True):
-        self.lm = cast_parameters(tiny_qwen2(tie=tie, seed=9, **UNEVEN), torch.bfloat16).requires_grad_(False)
-        held = dict(self.lm.named_parameters())
-        reconcile(layout, describe(held), tied_names(self.lm))
-        self.state = ReceiverState(layout, held)
 
-    async def begin(self, header: Any) -> None:
-        self.state.begin(header)
-
-    async def receive(self, bucket: Bucket) -> None:
-        self.state.receive(bucket)
-
-    async def commit(self) -> Ack:
-        return self.state.commit(lambda: self.lm.named_parameters(remove_duplicate=False))
-
-    async def cancel(self) -> None:
-        self.state.cancel()
+def _weights(engine: TrainEngine) -> dict[str, torch.Tensor]:
+    """Gathered, in the sampler's dtype (a collective)."""
+    return {name: whole(p.detach()).to(engine.compute_dtype) for name, p in named_weights(engine.model.lm)}
 
 
 def _train(engine: TrainEngine, step: int) -> None:
     """Move a few masters by more than bf16 rounds, the same on every replica."""
-    for number, shard in enumerate(engine.shards().values()):
-        flat = shard.view(-1)
+    for number, p in enumerate(engine.model.parameters()):
+        flat = local_shard(p.detach()).view(-1)
         flat[(step + number) % 17 :: 23] += 0.25
 
 
-def _from_others(layout: Any, out: Outgoing, version: int, held: int) -> tuple[Any, Iterator[Bucket]]:
-    """What samplers in other processes get: every rank's ring, read here."""
-    sources: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(sources, out.begin(layout, "first", 1))
-    rings = {rank: source.ring for rank, source in enumerate(sources) if source.ring is not None}
-    bases = {source.base_version for source in sources if source.ring is not None}
-    delta = bases == {held} and held >= 0
-
-    def buckets() -> Iterator[Bucket]:
-        views = {rank: SharedRingView(ring, RING_SLOTS, layout.staging_bytes) for rank, ring in rings.items()}
-        while True:
-            refs: list[Any] = [None] * dist.get_world_size()
-            sent = out.next(version, delta) if dist.get_rank() in rings else SendReport()
-            dist.all_gather_object(refs, sent)
-            if all(isinstance(ref, SendReport) for ref in refs):
-                return
-            for rank, ref in enumerate(refs):
-                if not isinstance(ref, SendReport):
-                    yield views[rank].bucket(ref)
-            dist.barrier()
-
-    return make_header(layout, version, None, held if delta else None, "delta" if delta else "full"), buckets()
-
-
-def outgoing(engine: TrainEngine, keep_base: bool, one_machine: bool = True) -> Outgoing:
-    facts = {"one_machine": one_machine, "address": "127.0.0.1", "timeout_s": 60.0}
-    return Outgoing(engine, Transport(), keep_base=keep_base, **facts)
-
-
 def _synced(
-    rank: int, world: int, train: dict[str, Any], way: str, keep_base: bool, bucket_bytes: int, tie: bool = True
-) -> list[tuple[bool, Ack]]:
+    rank: int, world: int, train: dict[str, Any], way: str, mode: str = "delta", tie: bool = True
+) -> tuple[list[tuple[bool, Ack]], Layout]:
     """Several syncs with training in between: whether the sampler then holds the gathered weights, and its ack."""
     engine = engine_over(tiny_qwen2(tie=tie, **UNEVEN), world, train, torch.bfloat16)
-    engine.require_independent_rows()  # a forward without a backward must leave nothing whole behind
-    layout = engine.layout(bucket_bytes)
-    out = outgoing(engine, keep_base, one_machine=way != "collective")
-    sampler, found = Sampler(layout, tie), []
-    for version in range(NUM_SYNCS):
-        _train(engine, version)
-        if version == NUM_SYNCS - 1 and rank == 0:
-            sampler.state.cancel()  # one of them has lost its weights: all get everything again
-        held = sampler.state.version
-        if way == "rings":
-            least = torch.tensor(held)
-            dist.all_reduce(least, dist.ReduceOp.MIN)  # what the controller does with the samplers' answers
-            header, buckets = _from_others(layout, out, version, int(least))
-        else:
-            header, buckets = out.beside(layout, version, held, sampler.state.targets())
-        (ack,) = asyncio.run(send_weights(header, buckets, [sampler]))
-        if way != "rings":
-            (ack,) = with_reports([ack], [out.report()])
-        same = [torch.equal(sampler.lm.get_parameter(name), whole) for name, whole in engine.wire_weights()]
-        tied = sampler.lm.lm_head.weight is sampler.lm.model.embed_tokens.weight
-        found.append((all(same) and tied == tie, ack))
-    dist.barrier()
-    out.close()
-    return found
+    engine.require_independent_rows()  # a forward without a backward must not leave gathered parameters behind
+    synced, found = _synced_rank(engine, way, tie, mode=mode), []
+
+    async def run() -> None:
+        await synced.reconcile()
+        for version in range(NUM_SYNCS):
+            _train(engine, version)
+            if version == NUM_SYNCS - 1 and rank == 0:
+                await synced.sampler.cancel()  # one of them has lost its weights: all get everything again
+            ack = await synced.sync(version)
+            lm: Any = synced.sampler._weights.lm
+            same = [torch.equal(lm.get_parameter(name), full) for name, full in _weights(engine).items()]
+            tied = lm.lm_head.weight is lm.model.embed_tokens.weight
+            found.append((all(same) and tied == tie, ack))
+
+    asyncio.run(run())
+    synced.close()
+    return found, synced.layout
 
 
-def _check(answers: list[list[tuple[bool, Ack]]], changes_alone: bool) -> None:
-    for found in answers:
+def _check(answers: list[tuple[list[tuple[bool, Ack]], Layout]], changes_alone: bool) -> None:
+    for found, _ in answers:
         assert [holds for holds, _ in found] == [True] * NUM_SYNCS
         acks = [ack for _, ack in found]
         assert [(a.version, a.wire, a.resident) for a in acks] == [(v, True, True) for v in range(NUM_SYNCS)]
@@ -133,35 +98,38 @@ def _check(answers: list[list[tuple[bool, Ack]]], changes_alone: bool) -> None:
         assert fewer == [False, changes_alone, changes_alone, False]
 
 
-@pytest.mark.parametrize("way", ["shared memory", "collective", "rings"])
+@pytest.mark.parametrize("way", ["shared memory", "collective", *APART])
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_the_samplers_hold_the_trainers_weights_to_the_bit_after_every_sync(pool, world, way):
     """P16: full, then changes alone, then full again by itself when one sampler has lost its version."""
-    alone = world == 1 and way != "rings"  # written in place: there is nothing to save
-    _check(pool.run(_synced, world, {}, way, True, 4096), changes_alone=not alone)
+    in_place = world == 1 and way not in APART  # written in place: there is nothing to save
+    _check(pool.run(_synced, world, {}, way), changes_alone=not in_place)
 
 
-@pytest.mark.parametrize(("world", "way"), [(1, "shared memory"), (2, "shared memory"), (2, "rings")])
+@pytest.mark.parametrize(("world", "way"), [(1, "shared memory"), (2, "shared memory"), (2, "sockets")])
 def test_a_head_that_is_not_tied_gets_weights_of_its_own(pool, world, way):
-    """P11, P16: sent under its own name, and read back beside the embedding."""
-    _check(pool.run(_synced, world, {}, way, True, 4096, False), changes_alone=world > 1)
+    """P11, P16: sent under its own name, and read back apart from the embedding."""
+    _check(pool.run(_synced, world, {}, way, "delta", False), changes_alone=world > 1)
 
 
-@pytest.mark.parametrize("way", ["shared memory", "rings"])
+@pytest.mark.parametrize("way", ["shared memory", "collective", "sockets"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_sharding_strategy_sends_each_shard_once(pool, strategy, way):
     """P16: replicas of a shard are not sent twice, and every rank's sampler still gets everything."""
     train = {"sharding_strategy": strategy, **STRATEGIES[strategy]}
-    alone = strategy == "NO_SHARD" and way != "rings"
-    _check(pool.run(_synced, 4, train, way, True, 4096), changes_alone=not alone)
+    in_place = strategy == "NO_SHARD" and way not in APART
+    answers = pool.run(_synced, 4, train, way)
+    _check(answers, changes_alone=not in_place)
+    for found, layout in answers:
+        assert layout.num_bytes <= found[0][1].num_bytes < 1.1 * layout.num_bytes  # gaps between parts
 
 
 def test_nothing_is_remembered_unless_asked_for(pool):
     """P19: no copy of the weights, and so no changes."""
-    answers = pool.run(_synced, 2, {}, "shared memory", False, 1 << 20)
+    answers = pool.run(_synced, 2, {}, "shared memory", "full")
     _check(answers, changes_alone=False)
-    for found in answers:
-        assert max(ack.extra_bytes for _, ack in found) <= 2 * (1 << 20) // 2
+    for found, layout in answers:
+        assert {ack.extra_bytes for _, ack in found} == {2 * NUM_SLOTS * layout.slot_bytes}
 
 
 def _ten_syncs(rank: int, world: int, folder: str, way: str) -> list[str]:
@@ -169,28 +137,28 @@ def _ten_syncs(rank: int, world: int, folder: str, way: str) -> list[str]:
     from meshrl.model.load import load_causal_lm
 
     engine = engine_over(tiny_qwen2(**UNEVEN), world, {"optimizer": {"lr": 1e-3}}, torch.bfloat16)
-    layout = engine.layout(4096)
-    out, sampler = outgoing(engine, keep_base=True), Sampler(layout)
-    for version in range(10):
-        if version:
-            torch.manual_seed(version)
-            for p in engine.model.parameters():
-                p.grad = torch.randn_like(p)
-            engine.optim_step(1e-3)
-        if way == "rings":
-            header, buckets = _from_others(layout, out, version, sampler.state.version)
-        else:
-            header, buckets = out.beside(layout, version, sampler.state.version, sampler.state.targets())
-        asyncio.run(send_weights(header, buckets, [sampler]))
+    synced = _synced_rank(engine, way)
+
+    async def run() -> None:
+        await synced.reconcile()
+        for version in range(10):
+            if version:
+                torch.manual_seed(version)
+                for p in engine.model.parameters():
+                    p.grad = torch.randn_like(p)
+                engine.optim_step(1e-3)
+            await synced.sync(version)
+
+    asyncio.run(run())
     engine.export(folder)
-    dist.barrier()
-    out.close()
+    synced.close()
     fresh = cast_parameters(load_causal_lm(folder), torch.bfloat16)
-    return [n for n, p in fresh.named_parameters() if not torch.equal(p, sampler.lm.get_parameter(n))]
+    held = synced.sampler._weights.lm
+    return [n for n, p in fresh.named_parameters() if not torch.equal(p, held.get_parameter(n))]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["beside", "rings"])
+@pytest.mark.parametrize("way", ["shared memory", "sockets"])
 @pytest.mark.parametrize("world", [1, 2])
 def test_after_ten_syncs_with_training_in_between_a_sampler_is_a_fresh_load_of_the_export(pool, tmp_path, world, way):
     """P15, P16: changes of changes add up to exactly the weights."""
@@ -198,37 +166,131 @@ def test_after_ten_syncs_with_training_in_between_a_sampler_is_a_fresh_load_of_t
 
 
 def _wrong(rank: int, world: int) -> str:
-    """A bit of the other rank's shard turns on its way here."""
-    from meshrl.core.errors import SyncError
-    from meshrl.sync.exchange import Exchange
+    """A bit of the other rank's shard changes on its way to rank 0."""
+    synced = _synced_rank(engine_over(tiny_qwen2(**UNEVEN), world, {}, torch.bfloat16), "shared memory")
+    get = Sockets.get
 
-    engine = engine_over(tiny_qwen2(**UNEVEN), world, {}, torch.bfloat16)
-    layout = engine.layout(4096)
-    out, sampler = outgoing(engine, keep_base=False), Sampler(layout)
-    payloads = Exchange._payloads
+    async def spoiled(self: Sockets, transfer: Transfer) -> Delivery:
+        found = await get(self, transfer)
+        if rank != 0 or transfer.index != 1:
+            return found
+        assert found.payload is not None
+        payload = found.payload.clone()
+        payload[3] ^= 1
+        return replace(found, payload=payload)
 
-    def spoiled(self: Exchange, index: int, mine: Any) -> list[torch.Tensor]:
-        found = payloads(self, index, mine)
-        if index == 1 and rank == 0:
-            found = [found[0], found[1].clone()]
-            found[1][3] ^= 1
-        return found
+    async def run() -> str:
+        await synced.reconcile()
+        try:
+            await synced.sync(0)
+        except SyncError as error:
+            assert synced.sampler.stats().version == -1
+            return str(error)
+        return "no error"
 
-    Exchange._payloads = spoiled  # type: ignore[method-assign]
-    try:
-        header, buckets = out.beside(layout, 0, -1, sampler.state.targets())
-        asyncio.run(send_weights(header, buckets, [sampler]))
-        return "fine"
-    except SyncError as error:
-        list(buckets)  # the other rank stands in the collectives
-        return str(error)
-    finally:
-        Exchange._payloads = payloads  # type: ignore[method-assign]
-        dist.barrier()
-        out.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Sockets, "get", spoiled)
+        answer = asyncio.run(run())
+        synced.close()
+    return answer
 
 
-def test_a_bit_that_turns_between_two_ranks_names_its_tensor(pool):
-    """P15: digests are taken where the shard is, before it travels."""
+def test_a_bit_that_changes_between_two_ranks_names_its_tensor(pool):
+    """P15: digests are taken where the shard is, before it is sent. The other rank's sync ends, too."""
     first, second = pool.run(_wrong, 2)
-    assert second == "fine" and "bucket 1 brought model." in first and "sent was" in first
+    assert "of sender 1" in first and "brought model." in first and "sent was" in first
+    assert "from its sender" in second or "to a receiver" in second
+
+
+class Model:
+    """A receiver of full tensors that starts with zeros; of tied ones it has one."""
+
+    def __init__(self, layout: Layout):
+        self.tensors = {t.name: torch.zeros(t.shape, dtype=t.torch_dtype) for t in layout.tensors}
+        self.named = self.tensors | {alias: self.tensors[source] for alias, source in layout.tied.items()}
+        self.receiver = Receiver(layout, self.tensors)
+
+    async def reconcile(self, layout: Layout) -> None:
+        """The tensors are the layout's own."""
+
+    async def begin(self, header: SyncHeader) -> None:
+        self.receiver.begin(header)
+
+    async def receive(self, delivery: Delivery) -> None:
+        self.receiver.receive(delivery)
+
+    async def commit(self) -> Ack:
+        return self.receiver.commit(self.named.items)
+
+    async def cancel(self) -> None:
+        self.receiver.cancel()
+
+
+COLUMNS, BLOCKS = [Replicate(), Shard(1)], [Shard(0), Shard(1)]
+MIXTURE: dict[str, Any] = dict(vocab_size=61, num_experts=3, moe_intermediate_size=5, tie_word_embeddings=True)
+
+
+def _placements(name: str, shape: tuple[int, ...]) -> list[Any]:
+    """Each way of cutting a tensor on a mesh of 2 x 2."""
+    if len(shape) == 1:
+        return [Replicate(), Shard(0)]
+    if "experts.gate_up_proj" in name:  # several experts, and of each some rows of gate and of up
+        return BLOCKS
+    if "experts.down_proj" in name:
+        return [Shard(2), Shard(0)]
+    if "embed_tokens" in name or "o_proj" in name:
+        return COLUMNS
+    return [Shard(1), Shard(1)] if "k_proj" in name else [Shard(1), Shard(0)] if "v_proj" in name else BLOCKS
+
+
+def _shard(lm: torch.nn.Module) -> dict[str, list[Any]]:
+    """Replace each parameter by a DTensor on a mesh of 2 x 2; the placements."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    chosen, sharded = {}, dict[int, torch.nn.Parameter]()  # a tied parameter stays one
+    for name, p in list(lm.named_parameters(remove_duplicate=False)):
+        if id(p) not in sharded:
+            chosen[name] = _placements(name, tuple(p.shape))
+            sharded[id(p)] = torch.nn.Parameter(distribute_tensor(p.detach(), mesh, chosen[name]))
+        module, _, own = name.rpartition(".")
+        lm.get_submodule(module).register_parameter(own, sharded[id(p)])
+    assert all(isinstance(p, DTensor) for p in lm.parameters())
+    return chosen
+
+
+def _cut_in_two_dims(rank: int, world: int) -> list[str]:
+    """Names of tensors that differ from those that were cut, after one sync."""
+    lm = tiny_lm("qwen3_moe", **MIXTURE)
+    names = HubNames(lm)
+    full = {name: held[0].elements for name, held in held_weights(lm, names, torch.bfloat16).held.items()}
+    wanted: Mapping[str, torch.Tensor] = {
+        name: elements[0 : elements.numel()].bfloat16().view(names.tensors[name]) for name, elements in full.items()
+    }
+    assert len({str(each) for each in _shard(lm).values()}) == 6
+    held = held_weights(lm, HubNames(lm), torch.bfloat16)
+    boxes: list[Any] = [None] * world
+    dist.all_gather_object(boxes, held.boxes())
+    layout = make_layout(held.tensors, boxes, held.tied, 2048)
+    transport = Sockets(layout, rank, "127.0.0.1", machine=rank // 2)
+    addresses: list[Any] = [None] * world
+    dist.all_gather_object(addresses, transport.prepare("first"))
+    sender, model = WeightSender(layout, rank, keep_base=False), Model(layout)
+    sender.begin(held.held)
+    order = SyncOrder(
+        header=SyncHeader(version=0, layout_hash=layout.hash),
+        occasion="first",
+        senders={other: address for other, address in enumerate(addresses) if other != rank},
+        number=rank,
+        num_receivers=world - 1,
+    )
+    ack = asyncio.run(sync_rank(order, layout, transport, sender, model))
+    assert ack is not None and (ack.wire, ack.resident) == (True, True)
+    dist.barrier()
+    transport.close()
+    assert model.tensors.keys() == wanted.keys()
+    return [name for name, tensor in wanted.items() if not torch.equal(model.tensors[name], tensor)]
+
+
+def test_tensors_that_are_cut_by_columns_or_by_two_axes_arrive_in_full(pool):
+    """P16: sharded on dim 1, on two axes of a mesh, both of them on one dim, and a joint tensor of experts; over shared
+    memory and, between the two halves of the ranks, over TCP."""
+    assert pool.run(_cut_in_two_dims, 4) == [[]] * 4

@@ -35,7 +35,7 @@ def _gradient(engine: TrainEngine, samples: list[Any]) -> tuple[dict[int, np.nda
     """Logprobs by row and whole gradients of one micro-batch."""
     result = engine.forward_backward([pack(samples, range(len(samples)))], make_policy_loss(AlgoConfig()))
     grads = {name: whole(p.grad).clone() for name, p in engine.model.named_parameters() if p.grad is not None}
-    engine.drop_gradients()
+    engine.model.zero_grad(set_to_none=True)
     return result.logprobs, grads
 
 

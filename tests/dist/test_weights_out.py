@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,8 @@ from harness import engine_over
 from tiny_models import tiny_lm, tiny_qwen2
 
 from meshrl.model.load import cast_parameters
-from meshrl.parallel.fsdp import local_shard, whole
-from meshrl.sync.manifest import Layout
-from meshrl.train import engine as engine_module
+from meshrl.parallel.fsdp import local_shard
+from meshrl.train.weights import HeldWeights
 
 UNEVEN: dict[str, Any] = dict(  # no dim divides by 4; a dim of 5 leaves the last of four ranks empty
     vocab_size=61, hidden_size=30, intermediate_size=5, num_attention_heads=3, num_key_value_heads=1
@@ -27,21 +25,29 @@ STRATEGIES = {
 }
 
 
-def _sent(
+def _held(
     rank: int, world: int, model: dict[str, Any], train: dict[str, Any], dtype: torch.dtype
-) -> tuple[Layout, dict[str, torch.Tensor], int]:
+) -> tuple[HeldWeights, int]:
+    """What this rank holds, and the size of its smallest shard."""
     engine = engine_over(tiny_qwen2(**model), world, train, dtype)
-    engine.require_independent_rows()  # a forward without a backward must leave nothing whole behind
-    smallest = min(local_shard(p).numel() for p in engine.model.parameters())
-    return engine.layout(4096), {name: t.clone() for name, t in engine.wire_weights()}, smallest
+    engine.require_independent_rows()  # a forward without a backward must not leave gathered parameters behind
+    return engine.weights(), min(local_shard(p).numel() for p in engine.model.parameters())
 
 
-def _check(sent: Any, model: dict[str, Any], dtype: torch.dtype) -> None:
-    layout, weights, _ = sent
+def _check(answers: list[tuple[HeldWeights, int]], model: dict[str, Any], dtype: torch.dtype) -> None:
+    """Each box is a block of a fresh model's tensor, and the boxes of all ranks together are all of it."""
     fresh = dict(cast_parameters(tiny_qwen2(**model), dtype).named_parameters())
-    assert list(weights) == list(fresh) == [entry.name for entry in layout.entries]
-    for name, want in fresh.items():
-        assert weights[name].dtype == dtype and torch.equal(weights[name], want), name
+    covered = {name: torch.zeros(want.shape, dtype=torch.bool) for name, want in fresh.items()}
+    for held, _ in answers:
+        sent = str(dtype).removeprefix("torch.")
+        assert list(held.tensors.items()) == [(name, (tuple(want.shape), sent)) for name, want in fresh.items()]
+        for name, boxes in held.held.items():
+            for offsets, shape, elements in boxes:
+                block = tuple(slice(at, at + size) for at, size in zip(offsets, shape, strict=True))
+                values = elements[0 : elements.numel()].to(dtype).view(shape)
+                assert torch.equal(values, fresh[name][block]), name
+                covered[name][block] = True
+    assert all(each.all() for each in covered.values())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -49,42 +55,16 @@ def _check(sent: Any, model: dict[str, Any], dtype: torch.dtype) -> None:
 def test_names_and_values_equal_a_fresh_model_to_the_bit(pool, world, dtype):
     """P16: with dims that do not divide, and ranks that hold nothing of a tensor."""
     model = {"tie": False, **UNEVEN}
-    answers = pool.run(_sent, world, model, {}, dtype)
-    for sent in answers:
-        _check(sent, model, dtype)
+    answers = pool.run(_held, world, model, {}, dtype)
+    _check(answers, model, dtype)
     assert (min(smallest for *_, smallest in answers) == 0) == (world == 4)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_sharding_strategy_gathers_the_same_weights(pool, strategy):
-    """P16: from shards, and from copies of shards."""
+def test_every_sharding_strategy_holds_all_of_the_weights(pool, strategy):
+    """P16: in shards, and in copies of shards."""
     train = {"sharding_strategy": strategy, **STRATEGIES[strategy]}
-    for sent in pool.run(_sent, 4, UNEVEN, train, torch.bfloat16):
-        _check(sent, UNEVEN, torch.bfloat16)
-
-
-def _alive(rank: int, world: int) -> list[int]:
-    engine = engine_over(tiny_qwen2(), world, {}, torch.float32)
-    sent: list[weakref.ref[torch.Tensor]] = []
-    alive = []
-    weights = engine.wire_weights(torch.bfloat16)
-    with pytest.MonkeyPatch.context() as patch:
-
-        def gathered(shard: torch.Tensor) -> torch.Tensor:
-            alive.append(sum(ref() is not None for ref in sent))
-            sent.extend([weakref.ref(shard), weakref.ref(full := whole(shard))])
-            return full
-
-        patch.setattr(engine_module, "whole", gathered)
-        while next(weights, None) is not None:
-            pass
-    return alive
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_no_tensor_outlives_the_next_one(pool, world):
-    for alive in pool.run(_alive, world):
-        assert len(alive) > 10 and set(alive) == {0}
+    _check(pool.run(_held, 4, UNEVEN, train, torch.bfloat16), UNEVEN, torch.bfloat16)
 
 
 TOKENIZER = {"tokenizer.json": "{}", "tokenizer_config.json": '{"a": 1}', "chat_template.jinja": "{{ x }}"}

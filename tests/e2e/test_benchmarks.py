@@ -26,9 +26,13 @@ def smoke(name: str, results: Path, *arguments: str) -> dict[str, Any]:
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     line = json.loads(done.stdout.splitlines()[-1])
     assert line["benchmark"] == name
-    assert line["figures"] and all(isinstance(value, float) for value in line["figures"].values())
+    figures = line["figures"].values()
+    assert figures and all(isinstance(value, float) or value == "not measured" for value in figures)
     for bar in line["bars"]:
         assert bar.keys() == {"name", "value", "need", "holds"}
+        if bar["value"] == "not measured":  # other work on the machine
+            assert bar["holds"] is None
+            continue
         relation, _, limit = bar["need"].partition(" ")
         reached = {">=": bar["value"] >= float(limit), "<=": bar["value"] <= float(limit)}[relation]
         assert bar["holds"] is reached
@@ -134,10 +138,10 @@ def test_grpo_vs_trl(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 def test_weight_sync(tmp_path: Path) -> None:
     line = smoke("weight_sync", tmp_path)
-    shares = {f"share_{who}_{name}" for who in ("proven", "wire") for name in ("beside_1", "split_2_1")}
-    delta = {"delta_fewer_bytes_split_2_1", "delta_over_scan_split_2_1"}
-    assert bars(line) == shares | delta | {"extra_buckets_beside_1", "extra_buckets_split_2_1"}
-    assert line["figures"]["delta_fewer_bytes_split_2_1"] > 5  # even of tensors that are small
+    shares = {f"share_{who}_{name}" for who in ("proven", "wire") for name in ("colocated_1", "sockets_2_1")}
+    delta = {"delta_fewer_bytes_sockets_2_1", "delta_over_scan_sockets_2_1"}
+    assert bars(line) == shares | delta | {"extra_buckets_colocated_1", "extra_buckets_sockets_2_1"}
+    assert line["figures"]["delta_fewer_bytes_sockets_2_1"] > 5  # even of tensors that are small
 
 
 def test_without_trl_it_says_where_to_get_it(tmp_path: Path) -> None:

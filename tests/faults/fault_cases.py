@@ -86,7 +86,7 @@ PLACES = (
     Place(phase="annotate", method="forward", overrides=("algo.kl.coef=0.1",)),
     Place(phase="train", method="forward_backward"),
     Place(phase="optim", method="optim_step"),
-    Place(phase="sync", method="sync_colocated", call=2),
+    Place(phase="sync", method="sync", call=2),
     Place(phase="report", method="memory"),
     Place(phase="export", method="export"),
     Place(phase="checkpoint", method="finish_save"),

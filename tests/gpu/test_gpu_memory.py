@@ -18,9 +18,11 @@ from meshrl.model.causal import CausalModel
 from meshrl.model.load import cast_parameters
 from meshrl.model.logprob import Head, token_logprobs
 from meshrl.rollout.embedded.engine import EmbeddedEngine
-from meshrl.sync.send import send_weights
+from meshrl.sync.digest import kind_for
+from meshrl.sync.layout import SyncHeader, make_layout
+from meshrl.sync.sender import WeightSender
+from meshrl.sync.transaction import SyncOrder, sync_rank
 from meshrl.train.engine import TrainEngine
-from meshrl.train.outgoing import Outgoing, Transport
 
 pytestmark = pytest.mark.gpu
 
@@ -82,19 +84,21 @@ def test_a_sync_in_place_takes_what_its_digests_take(meshes, accelerator):
     """P19: never the weights a second time."""
     engine = TrainEngine.wrap(_wide(), TrainConfig(), meshes[accelerator.type], "policy", torch.bfloat16)
     sampler = _sampler(accelerator)
-    layout = engine.layout(4 * MIB)
-    out = Outgoing(engine, Transport(), keep_base=False, one_machine=True, address="127.0.0.1", timeout_s=60.0)
+    held = engine.weights()
+    layout = make_layout(held.tensors, [held.boxes()], held.tied, 4 * MIB, kind_for(accelerator))
+    sender = WeightSender(layout, 0, keep_base=False)
 
     async def sync(version: int) -> None:
         if version == 0:
             await sampler.reconcile(layout)
-        header, buckets = out.beside(layout, version, sampler.stats().version, sampler.targets())
-        await send_weights(header, buckets, [sampler])
+        sender.begin(engine.weights().held)
+        order = SyncOrder(header=SyncHeader(version=version, layout_hash=layout.hash), occasion="")
+        await sync_rank(order, layout, None, sender, sampler, sampler.targets())
 
     asyncio.run(sync(0))  # the digest's tables of keys are made once, and stay
-    # No bucket and nothing gathered: what is digested, a bucket's worth at most, has its words as int64, twice as long.
-    # One after the other that is 8 MiB; reading back takes as many at once as torch has threads: up to 72 with 16.
-    assert _peak(accelerator, lambda: asyncio.run(sync(1))) < 80 * MIB < layout.total_bytes / 2
+    # No slots and nothing gathered: what is digested, a transfer at most, has its words as int64, twice as long. One
+    # after the other that is 8 MiB; reading back takes as many at once as torch has threads: up to 72 with 16.
+    assert _peak(accelerator, lambda: asyncio.run(sync(1))) < 80 * MIB < layout.num_bytes / 2
     assert sampler.stats().version == 1
 
 

@@ -7,16 +7,10 @@ from fault import Fault
 _FOREIGN = "tests/unit/rollout/"
 _SGLANG = _FOREIGN + "test_sglang_engine.py::"
 _ENDPOINT = _FOREIGN + "test_endpoint_engine.py::"
+_TRANSPORTS = "tests/contract/test_sync_transports.py::"
 _ECHO = "sent 20 ids and echoed 21 ids"
 
 FOREIGN_FAULTS = [
-    Fault(
-        "a worker that puts tensors together compares no bucket's digest",
-        "meshrl/rollout/foreign/arrival.py",
-        "            if arrived != said:",
-        "            if arrived is None:",
-        (_FOREIGN + "test_rollout_arrival.py::test_a_stream_with_a_fault_is_refused[bit-digest-sharded]",),
-    ),
     Fault(
         "what a foreign engine's worker holds is not compared with what arrived",
         "meshrl/rollout/foreign/resident.py",
@@ -66,27 +60,31 @@ FOREIGN_FAULTS = [
         (_ENDPOINT + "test_an_answer_other_than_success_is_no_success",),
     ),
     Fault(
-        "changes go to the wrong places of what is kept for a server",
-        "meshrl/rollout/foreign/kept.py",
-        "            raw = payload[piece.at : piece.at + piece.stop - piece.start]",
-        "            raw = payload[: piece.stop - piece.start]",
-        ("tests/contract/test_weight_sync.py::test_shards_arrive_and_then_changes_alone[sglang]",),
-    ),
-    Fault(
-        "who is left of a broken broadcast keeps its group",
-        "meshrl/sync/group_ring.py",
-        "        if self._meeting is not None and occasion == self._meeting.occasion:",
-        "        if self._meeting is not None:",
-        (
-            "tests/contract/test_sync_transports.py::"
-            "test_a_fault_on_the_way_is_caught_and_the_next_full_sync_heals_it[broadcast-dropped-full]",
-        ),
-    ),
-    Fault(
         "a turn that was to begin anew goes on from tokens of old weights",
         "meshrl/cluster/groups.py",
         '            if self.in_flight == "restart":',
         '            if self.in_flight == "anew":',
         ("tests/unit/cluster/test_in_flight.py::test_turns_under_way_are_kept_moved_or_begun_anew[restart]",),
+    ),
+    Fault(
+        "a worker that puts tensors together compares no digest",
+        "meshrl/rollout/foreign/assembly.py",
+        "self.progress.require(delivery, part, arrived, delivery.digests[number])",
+        "self.progress.require(delivery, part, arrived, arrived)",
+        ("tests/unit/sync/test_sync_slices.py::test_workers_refuse_damaged_transfers",),
+    ),
+    Fault(
+        "ranks that were left by others keep their groups",
+        "meshrl/sync/broadcast.py",
+        "or occasion == self._occasion:",
+        "or self._occasion:",
+        (_TRANSPORTS + "test_a_sampler_that_never_comes_is_left_out_of_the_next_sync[own groups]",),
+    ),
+    Fault(
+        "ranks that were left by others keep their connections",
+        "meshrl/sync/sockets.py",
+        "        if occasion == self._occasion:",
+        "        if self._occasion:",
+        (_TRANSPORTS + "test_a_sampler_that_never_comes_is_left_out_of_the_next_sync[one machine, apart]",),
     ),
 ]

@@ -60,7 +60,7 @@ HOMES: dict[str, set[str]] = {  # library -> packages or files of meshrl that ma
     "psutil": {"monitor", "process"},
     "ray": {"cluster/ray.py"},
     "httpx2": {"rollout/server/http.py"},
-    "vllm": {"rollout/vllm/cpu_build.py", "rollout/vllm/twins.py", "rollout/vllm/worker.py"},
+    "vllm": {"rollout/vllm/cpu_build.py", "rollout/vllm/packed.py", "rollout/vllm/twins.py", "rollout/vllm/worker.py"},
 }
 
 EXCEPTIONS: dict[tuple[str, str], str] = {  # (file, what it imports) -> why it may

@@ -34,8 +34,8 @@ from meshrl.rollout.embedded.sampler import RowSampling, draw
 from meshrl.rollout.embedded.scheduler import Admission, Scheduler, Sequence
 from meshrl.rollout.embedded.weights import EngineWeights
 from meshrl.rollout.stop_strings import StopStrings, stop_strings_of
-from meshrl.sync.manifest import Ack, Layout, SyncHeader
-from meshrl.sync.receive import Bucket
+from meshrl.sync.delivery import Delivery
+from meshrl.sync.layout import Ack, Layout, SyncHeader
 
 PREFILL_TOKENS = 4096  # of new contexts in one step
 
@@ -324,8 +324,8 @@ class EmbeddedEngine:
         self._flush()
         self._weights.begin(header)
 
-    async def receive(self, bucket: Bucket) -> None:
-        self._weights.receive(bucket)
+    async def receive(self, delivery: Delivery) -> None:
+        self._weights.receive(delivery)
 
     async def commit(self) -> Ack:
         """Read every parameter back, make the version visible, go on."""

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from meshrl.core.errors import StaleWeightsError, SyncError
-from meshrl.model.hub_names import persistent_buffers, tied_names
+from meshrl.model.hub_names import HubNames, persistent_buffers, tied_names
 from meshrl.model.lean import LeanDecoder
 from meshrl.model.lora import named_weights
-from meshrl.sync.manifest import Ack, Layout, SyncHeader
-from meshrl.sync.receive import Bucket, ReceiverState, describe, reconcile
+from meshrl.sync.delivery import Delivery
+from meshrl.sync.layout import Ack, Layout, SyncHeader
+from meshrl.sync.receiver import Receiver
+from meshrl.sync.reconcile import describe, reconcile
 
 
 class EngineWeights:
-    """Wire names are those of `named_weights` and `persistent_buffers`; a tied weight is held once and read back under
-    both names."""
+    """Names are those of the model's files (HubNames); a tied weight is held once and read back under both names."""
 
     def __init__(self, lm: torch.nn.Module, name: str, lean: LeanDecoder | None = None):
         """lean: the forward that computes in the place of the model's own."""
         self.lm, self.name, self._lean = lm, name, lean
-        self._receiver: ReceiverState | None = None
+        self._names = HubNames(lm)
+        self._receiver: Receiver | None = None
         self._trusted: int | None = None
         self._as_loaded = True  # no sync and no release has touched what the folder held
         self._syncing: int | None = None  # the version that is arriving
@@ -51,9 +53,8 @@ class EngineWeights:
         self._trusted = version
 
     def reconcile(self, layout: Layout) -> None:
-        held = dict(named_weights(self.lm)) | persistent_buffers(self.lm)
-        reconcile(layout, describe(held), tied_names(self.lm))
-        self._receiver = ReceiverState(layout, held, name=self.name)
+        reconcile(layout, describe(self._held()), self._tied())
+        self._receiver = Receiver(layout, self._held, name=self.name)
 
     def targets(self) -> dict[str, torch.Tensor]:
         return self._state().targets()
@@ -64,8 +65,8 @@ class EngineWeights:
         self._state().begin(header)
         self._syncing = header.version
 
-    def receive(self, bucket: Bucket) -> None:
-        self._state().receive(bucket)
+    def receive(self, delivery: Delivery) -> None:
+        self._state().receive(delivery)
 
     def commit(self) -> Ack:
         self._syncing = None
@@ -102,22 +103,41 @@ class EngineWeights:
             self._lean.fuse()
         return after - before
 
+    def _held(self) -> dict[str, torch.Tensor]:
+        return dict(self._views(dict(named_weights(self.lm)) | persistent_buffers(self.lm)))
+
+    def _views(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Views of the model's tensors by the names of its files: a joint tensor of experts is several there."""
+        for name, tensor in tensors.items():
+            for hub_name, _, view in self._names.split(name, (0,) * tensor.dim(), tensor.detach()):
+                yield hub_name, view
+
+    def _tied(self) -> dict[str, str]:
+        """Alias -> the name that holds the tensor, both as in the model's files."""
+        found: dict[str, str] = {}
+        for alias, source in tied_names(self.lm).items():
+            found |= dict(zip(self._names.of(alias), self._names.of(source), strict=True))
+        return found
+
     def _read_back(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every name of every parameter, and every persistent buffer, each of which is what is computed with.
 
         Raises: SyncError naming one that lies apart from the joint tensor that is multiplied in its place.
         """
         joint = {} if self._lean is None else self._lean.joint()
+        read: dict[int, list[torch.Tensor]] = {}  # of a parameter: a tied one is the same object under each name
         for name, p in named_weights(self.lm, remove_duplicate=False):
             if joint.get(id(p), p).data_ptr() != p.data_ptr():
                 raise SyncError(
                     f"{self.name}: {name} lies apart from the joint tensor that is multiplied in its place, so one of "
                     "them has missed this sync; this receiver stays unusable: build a new engine"
                 )
-            yield name, p
-        yield from persistent_buffers(self.lm).items()
+            if id(p) not in read:
+                read[id(p)] = [view for _, view in self._views({name: p})]
+            yield from zip(self._names.of(name), read[id(p)], strict=True)
+        yield from self._views(persistent_buffers(self.lm))
 
-    def _state(self) -> ReceiverState:
+    def _state(self) -> Receiver:
         if self._receiver is None:
             raise SyncError(f"{self.name}: a sync came before reconcile; send the layout once, before the first sync")
         return self._receiver

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshrl.sync.manifest import Entry, Layout
+from meshrl.sync.layout import Layout, TensorSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,14 +91,14 @@ class _Watch(TorchDispatchMode):
 
 def learn(model: Any, layout: Layout, without_data: WithoutData) -> NameMap:
     """Watch `model.load_weights` take each name of the layout, and each of its aliases. The model is left as it was."""
-    entries = {entry.name: entry for entry in layout.entries}
+    entries = layout.by_name
     found = NameMap()
     with without_data(model) as twins, torch.no_grad():
         by_storage = {_storage(twin): (name, twin) for name, twin in twins.items()}
         parameters = {name: twin for name, twin in twins.items() if isinstance(twin, torch.nn.Parameter)}
         filled = dict.fromkeys(twins, 0)
         for name, entry in (entries | {alias: entries[source] for alias, source in layout.tied.items()}).items():
-            wire = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
+            wire = torch.empty(entry.shape, dtype=entry.torch_dtype, device="meta")
             watch = _Watch()
             try:
                 with watch:
@@ -131,7 +131,7 @@ def learn(model: Any, layout: Layout, without_data: WithoutData) -> NameMap:
     return found
 
 
-def _patch(name: str, entry: Entry, source: torch.Tensor, param: str, target: torch.Tensor) -> Patch | None:
+def _patch(name: str, entry: TensorSpec, source: torch.Tensor, param: str, target: torch.Tensor) -> Patch | None:
     """None when the source is no block of the wire tensor in its own order of dims (transposed, flattened, ...)."""
     strides = torch.empty(entry.shape, device="meta").stride()
     extent = _taken(source, entry.shape, strides)

@@ -8,7 +8,7 @@ from collections.abc import Container, Mapping
 import torch
 
 from meshrl.rollout.foreign.name_map import Patch
-from meshrl.sync.digest import as_bytes, digest_range, kind_for
+from meshrl.sync.digest import as_bytes, digest_bytes, kind_for
 
 Key = tuple[str, int]  # wire name, number of the patch among those of the name
 
@@ -34,7 +34,7 @@ class Resident:
         """What is wrong with each block that is not as it arrived. before: of the last sync that was committed.
 
         params: parameters and buffers, by the engine's names. packed: of those of which a packed copy is all that may
-        be left; who names them compares the copy.
+        be left; the caller compares the copy.
         """
         faults = []
         for name, own in self._patches.items():
@@ -66,4 +66,4 @@ class Resident:
 
 
 def _digest(block: torch.Tensor) -> int:
-    return digest_range(kind_for(block.device), as_bytes(block.contiguous()))
+    return digest_bytes(kind_for(block.device), as_bytes(block.contiguous()))

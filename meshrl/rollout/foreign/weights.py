@@ -1,45 +1,54 @@
 """The weights of a server as its engine sees them: which version they are, and a sync as a transaction over its
-workers, one for each tensor-parallel rank."""
+workers, one for each tensor-parallel rank.
+
+A server's loader takes full tensors of a full model. What changes alone (rollout.sync_mode delta), or adapters alone,
+are received into a copy of the weights in this machine's shared memory, and the server gets the sums of that.
+Two links then, each proven: what came from the trainer, by its digests, as in any receiver; and what the server got, by
+digests of its own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import asdict, replace
 from typing import Any, Literal
 
-from meshrl.core.errors import StaleWeightsError, SyncError, UnloadedParamsError
-from meshrl.rollout.foreign.arrival import header_to, ref_to
-from meshrl.rollout.foreign.kept import Kept
-from meshrl.sync.manifest import Ack, Layout, SyncHeader
-from meshrl.sync.receive import Bucket, Place, check_header, reconcile
-from meshrl.sync.transport import SharedRing
+import torch
 
-_RING_SLOTS = 1  # a bucket is taken before the next one comes
+from meshrl.core.errors import StaleWeightsError, SyncError, UnloadedParamsError
+from meshrl.model.lora import MergedElements, adapter_names, is_adapter
+from meshrl.sync.delivery import Delivery, delivery_to
+from meshrl.sync.layout import Ack, Layout, SyncHeader, layout_to, make_layout
+from meshrl.sync.receiver import Receiver, check_header, require_phase
+from meshrl.sync.reconcile import reconcile
+from meshrl.sync.sender import BlockElements, Elements, Held, WeightSender
+from meshrl.sync.shared_memory import SharedRing
+
 _SHOWN = 20  # tensors listed in an error
 
 Call = Callable[[str, dict[str, Any]], Awaitable[list[dict[str, Any]]]]
-"""`await call(method, arguments)` runs a WeightsExtension method in every worker; one answer from each."""
+"""`await call(step, arguments)` runs a step of `WorkerWeights` in every worker; one answer from each."""
 
 
-class RemoteWeights:
+class ServerWeights:
     """idle -> begin -> open -> receive* -> commit -> idle, or cancelled until the next begin. Whatever fails leaves
-    the state cancelled.
+    the state cancelled."""
 
-    keep: hold what is in place in shared memory too, so that a sync may bring changes alone.
-    """
-
-    def __init__(self, call: Call, name: str, keep: bool = False):
-        self.name, self._keep = name, keep
-        self._call_workers = call
-        self._layout: Layout | None = None
+    def __init__(self, call: Call, name: str, keep: bool = False, adapter_scale: float | None = None):
+        """keep: have a copy on this machine, so that a sync may bring changes alone. adapter_scale: of the adapters'
+        B A, alpha / rank, when the trainer sends them apart; None = it sends none."""
+        self.name = name
+        self._call_workers, self._keep, self._scale = call, keep, adapter_scale
+        self._layout: Layout | None = None  # of the trainer
         self._phase: Literal["idle", "open", "cancelled"] = "idle"
         self._committed: SyncHeader | None = None
         self._header: SyncHeader | None = None  # of the sync that is under way
         self._trusted: int | None = None
         self._as_loaded = True  # no sync has touched what the folder held
         self._hidden: set[str] = set()  # loaded through arithmetic, so not to be read back
-        self._ring: SharedRing | None = None
-        self._kept: Kept | None = None
+        self._ring: SharedRing | None = None  # for what does not lie in shared memory already
+        self._copy: _Copy | None = None
         self._num_bytes = 0  # that came
 
     @property
@@ -66,54 +75,57 @@ class RemoteWeights:
     async def reconcile(self, layout: Layout) -> None:
         """Compare the layout with what the server's loader does with it, both ways; forget all earlier syncs.
 
-        Raises: UnloadedParamsError; SyncError when there is no room to keep it.
+        Raises: UnloadedParamsError; SyncError when there is no room for a copy.
         """
-        self._layout, self._committed, self._header, self._phase = layout, None, None, "idle"
         self.close()
-        answers = await self._call("meshrl_reconcile", layout=asdict(layout))
+        self._layout, self._committed, self._header, self._phase = layout, None, None, "idle"
+        self._copy = _Copy(layout, self.name, self._scale or 0.0) if self._keep else None
+        served = layout if self._copy is None else self._copy.served
+        answers = await self._call("reconcile", {"layout": layout_to(served)})
         self._hidden = {name for answer in answers for name in answer["hidden"]}
-        shapes = {entry.name: (entry.shape, entry.dtype) for entry in layout.entries}
-        shapes |= {alias: shapes[source] for alias, source in layout.tied.items()}
+        shapes = {tensor.name: (tensor.shape, tensor.dtype) for tensor in served.tensors}
+        shapes |= {alias: shapes[source] for alias, source in served.tied.items()}
         held = {name: shapes[name] for name in self._hidden}
         for answer in answers:
             held |= {name: (shapes[name][0], dtype) for name, dtype in answer["dtypes"].items()}
             held |= {name: (tuple(shape), dtype) for name, (shape, dtype) in answer["unfilled"].items()}
         try:
-            reconcile(layout, held, {alias: source for alias, source in layout.tied.items() if alias not in held})
+            reconcile(served, held, {alias: source for alias, source in served.tied.items() if alias not in held})
         except UnloadedParamsError as error:
             refused = {name: why for answer in answers for name, why in answer["refused"].items()}
             if refused:
                 said = "\n".join(f"    {name}: {why}" for name, why in list(refused.items())[:_SHOWN])
-                raise UnloadedParamsError(f"{error}\nthe server's loader said:\n{said}") from error
+                raise UnloadedParamsError(f"{error}\nthe server's loader reported:\n{said}") from error
             raise
 
     async def begin(self, header: SyncHeader) -> None:
-        """Open a sync. The workers always get everything: what is kept, with the changes. Raises: SyncError."""
+        """Open a sync. The workers always get everything. Raises: SyncError."""
         layout, last = self._needed_layout(), -1 if self._committed is None else self._committed.version
         had = last if self._phase == "idle" else -1
         self._leave("begin", "idle", "cancelled")
         self._trusted, self._as_loaded = None, False
         check_header(self.name, header, layout, had, last)
-        if header.mode != "full" and self._kept is None:
+        if self._copy is not None:
+            self._copy.receiver.begin(header)
+        elif header.mode != "full":
             raise SyncError(
-                f"{self.name}: changes alone came, but nothing is kept here (rollout.sync_mode); send everything"
+                f"{self.name}: a sync of changes was begun, but this machine has no copy of the weights "
+                "(rollout.sync_mode); send everything"
             )
-        if self._keep and self._kept is None:
-            self._kept = Kept(layout, self.name)
         self._header, self._num_bytes = header, 0
-        await self._call("meshrl_begin", header=header_to(replace(header, mode="full", base_version=None)))
+        served = layout if self._copy is None else self._copy.served
+        await self._call("begin", {"header": asdict(SyncHeader(version=header.version, layout_hash=served.hash))})
         self._enter("open", header)
 
-    async def receive(self, bucket: Bucket) -> None:
-        """Tell the workers where the bucket lies; one that lies in no shared memory is copied into some first."""
-        self._leave(f"bucket {bucket.index}", "open")
-        self._num_bytes += bucket.payload.numel()
-        if self._kept is not None:
-            bucket = self._kept.whole(bucket)
-        place = bucket.place or self._copied(bucket)
-        ring = {"name": place.ring, "num_slots": place.num_slots, "slot_bytes": place.slot_bytes}
+    async def receive(self, delivery: Delivery) -> None:
+        """Take one transfer: into the copy, or have the workers read it where it lies. Raises: SyncError."""
+        self._leave(str(delivery.transfer), "open")
+        self._num_bytes += delivery.num_bytes
         header = self._header
-        await self._call("meshrl_receive", ring=ring, ref=ref_to(bucket, place.slot))
+        if self._copy is not None:
+            self._copy.receiver.receive(delivery)
+        else:
+            await self._forward(delivery)
         self._enter("open", header)
 
     async def commit(self) -> Ack:
@@ -121,66 +133,83 @@ class RemoteWeights:
         self._leave("commit", "open")
         header, layout = self._header, self._needed_layout()
         assert header is not None
-        answers = await self._call("meshrl_commit")
+        came: Ack | None = None
+        adding_s = 0.0
+        if self._copy is not None:
+            came = self._copy.receiver.commit()
+            began = time.perf_counter()
+            for delivery in self._copy.deliveries(header.version):
+                adding_s += time.perf_counter() - began
+                await self._forward(delivery)
+                began = time.perf_counter()
+        answers = await self._call("commit", {})
         faults = list(dict.fromkeys(fault for answer in answers for fault in answer["differing"]))
         if faults:
             lines = "\n".join(f"    {fault}" for fault in faults[:_SHOWN])
             raise SyncError(
-                f"{self.name}: version {header.version} is not in place; {len(faults)} of {len(layout.entries)} "
+                f"{self.name}: version {header.version} is not in place; {len(faults)} of {len(layout.tensors)} "
                 f"tensors differ from the trainer's:\n{lines}\nThis receiver stays unusable until the next full sync"
             )
         self._enter("idle", header)
         self._committed, self._header = header, None
+        seconds = {part: max(answer["seconds"][part] for answer in answers) for part in ("load", "verify")}
+        resident = None if self._hidden else True
+        if came is not None:
+            seconds = {part: seconds[part] + came.seconds[part] for part in seconds}
+            seconds["load"] += adding_s
+            return replace(came, resident=resident, seconds=seconds)
         return Ack(
             version=header.version,
             receiver=self.name,
             wire=True,
-            resident=None if self._hidden else True,
+            resident=resident,
             num_bytes=self._num_bytes,
-            num_tensors=len(layout.entries),
-            seconds={part: max(answer["seconds"][part] for answer in answers) for part in ("load", "verify")},
+            num_tensors=len(layout.tensors),
+            seconds=seconds,
         )
 
     async def cancel(self) -> None:
         """The weights are a mixture; nothing is sampled before the next full sync."""
-        self._phase, self._trusted, self._header = "cancelled", None, None
+        self.drop()
         if self._layout is not None:
-            await self._call("meshrl_cancel")
+            await self._call("cancel", {})
 
     def drop(self) -> None:
-        """What the server holds is gone, or a mixture that it has been told of; as after `cancel`."""
+        """What the server holds is gone, or a mixture that it knows of; as after `cancel`."""
         self._phase, self._trusted, self._header, self._as_loaded = "cancelled", None, None, False
+        if self._copy is not None:
+            self._copy.receiver.cancel()
 
     def close(self) -> None:
-        for held in (self._ring, self._kept):
+        for held in (self._ring, self._copy):
             if held is not None:
                 held.close()
-        self._ring = self._kept = None
+        self._ring = self._copy = None
 
-    def _copied(self, bucket: Bucket) -> Place:
-        size = self._needed_layout().staging_bytes
-        if self._ring is None:
-            self._ring = SharedRing(_RING_SLOTS, size)
-        self._ring.slots[0][: bucket.payload.numel()].copy_(bucket.payload)
-        return Place(ring=self._ring.name, num_slots=_RING_SLOTS, slot_bytes=size, slot=0)
+    async def _forward(self, delivery: Delivery) -> None:
+        """Have the workers read a transfer, which is copied into shared memory first if it does not lie there."""
+        place = delivery.place
+        if place is None:
+            assert delivery.payload is not None
+            if self._ring is None:
+                self._ring = SharedRing(1, self._needed_layout().slot_bytes)  # it is taken before the next one comes
+            self._ring.slots[0][: delivery.num_bytes].copy_(delivery.payload)
+            place = self._ring.place(0)
+        await self._call("receive", delivery_to(delivery, place))
 
     def _leave(self, step: str, *allowed: str) -> None:
         """Check that `step` may come now, and mark the state cancelled until the step's end."""
         phase, self._phase = self._phase, "cancelled"
-        if phase not in allowed:
-            raise SyncError(
-                f"{self.name}: {step} came while the receiver was {phase}; the order is begin, receive for each "
-                "bucket, then commit or cancel. A new begin starts over"
-            )
+        require_phase(self.name, step, phase, *allowed)
 
     def _enter(self, phase: Literal["idle", "open"], header: SyncHeader | None) -> None:
         """The step is done. Raises: SyncError when its sync was given up meanwhile."""
         if self._header is not header:
-            raise SyncError(f"{self.name}: the sync was given up while its server was still at work")
+            raise SyncError(f"{self.name}: the sync was cancelled while its server was still at work")
         self._phase = phase
 
-    async def _call(self, method: str, **arguments: Any) -> list[dict[str, Any]]:
-        answers = await self._call_workers(method, arguments)
+    async def _call(self, step: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+        answers = await self._call_workers(step, arguments)
         errors = [answer["error"] for answer in answers if "error" in answer]
         if errors:
             raise SyncError(errors[0])
@@ -190,3 +219,36 @@ class RemoteWeights:
         if self._layout is None:
             raise SyncError(f"{self.name}: a sync came before reconcile; send the layout once, before the first sync")
         return self._layout
+
+
+class _Copy:
+    """The weights that came last, in this process, and what the server gets of them: each weight with its adapter
+    added. Memory: one copy of the weights in the sampler's dtype, of the host, for each replica, and one transfer."""
+
+    def __init__(self, layout: Layout, name: str, scale: float):
+        """scale: of B A. Raises: SyncError when the machine's shared memory is too small."""
+        self._held = {t.name: torch.empty(t.shape, dtype=t.torch_dtype) for t in layout.tensors}
+        self._scale = scale
+        self.receiver = Receiver(layout, self._held, name=name)
+        served = {t.name: (t.shape, t.dtype) for t in layout.tensors if not is_adapter(t.name)}
+        self.served = make_layout(served, None, layout.tied, layout.transfer_bytes, layout.digest)
+        self._sender = WeightSender(self.served, 0, keep_base=False)
+        self._ring = SharedRing(1, self.served.slot_bytes)
+
+    def deliveries(self, version: int) -> Iterator[Delivery]:
+        """All that the server gets; each is valid until the next one is asked for."""
+        held: dict[str, list[Held]] = {}
+        for name in self.served.by_name:
+            weight = self._held[name]
+            a, b = adapter_names(name)
+            elements: Elements = BlockElements(weight)
+            if a in self._held:
+                elements = MergedElements(weight, self._held[a], self._held[b], self._scale)
+            held[name] = [Held((0,) * weight.dim(), tuple(weight.shape), elements)]
+        self._sender.begin(held)
+        for transfer in self.served.transfers:
+            yield replace(self._sender.fill(transfer, self._ring.slots[0]), place=self._ring.place(0))
+        self._sender.finish(version)
+
+    def close(self) -> None:
+        self._ring.close()

@@ -54,8 +54,8 @@ class Dialect:
     async def go_on(self) -> None:
         """Compute again."""
 
-    async def call_workers(self, method: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
-        """Run a method of the weight receiver in each of the server's workers, and return their answers."""
+    async def call_workers(self, step: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+        """Run a step of a weight sync (`WorkerWeights`) in each of the server's workers, and return their answers."""
         raise NotImplementedError
 
     async def begin_update(self, label: str, has_cache: bool) -> None:

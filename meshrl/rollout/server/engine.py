@@ -19,13 +19,13 @@ from meshrl.core.errors import CapabilityError, EngineEnded, StaleWeightsError
 from meshrl.core.types import Media, Request, Turn
 from meshrl.rollout.admission import Bounds, bounds_of, check_admission
 from meshrl.rollout.base import EngineStats, PauseMode, check_parts
-from meshrl.rollout.foreign.adapted import remote_weights
+from meshrl.rollout.foreign.weights import ServerWeights
 from meshrl.rollout.server.answer import Answer, Labels
 from meshrl.rollout.server.dialect import Dialect
 from meshrl.rollout.server.gate import Gate
 from meshrl.rollout.stop_strings import StopSearch, StopStrings
-from meshrl.sync.manifest import Ack, Layout, SyncHeader
-from meshrl.sync.receive import Bucket
+from meshrl.sync.delivery import Delivery
+from meshrl.sync.layout import Ack, Layout, SyncHeader
 
 RELEASABLE = {"weights", "kv_cache"}  # parts whose memory a server can release; it keeps its graphs
 
@@ -58,7 +58,7 @@ class ServerEngine:
         self._stop_token_ids, self._vocab_size, self._max_running = stop_token_ids, vocab_size, max_running
         self._stop_strings = stop_strings or StopStrings()
         self._gate = Gate(dialect.abort)
-        self._weights = remote_weights(dialect.call_workers, self.engine_id, keep_weights, adapter_scale)
+        self._weights = ServerWeights(dialect.call_workers, self.engine_id, keep_weights, adapter_scale)
         self._run = secrets.token_hex(4)  # in the labels, so that another client's weights have other ones
         self._labels: dict[str, int] = {}
         self._released: set[str] = set()
@@ -156,13 +156,13 @@ class ServerEngine:
             await self._go_on()
 
     async def begin(self, header: SyncHeader) -> None:
-        """Hold all requests, and take this version's buckets."""
+        """Hold all requests, and take this version's transfers."""
         await self._hold()
         await self._dialect.begin_update(self._label(header.version), "kv_cache" not in self._released)
         await self._weights.begin(header)
 
-    async def receive(self, bucket: Bucket) -> None:
-        await self._weights.receive(bucket)
+    async def receive(self, delivery: Delivery) -> None:
+        await self._weights.receive(delivery)
 
     async def commit(self) -> Ack:
         """Read every parameter back, make the version visible, go on. By then every cache was dropped (P17)."""

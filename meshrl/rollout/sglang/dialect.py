@@ -113,15 +113,15 @@ class SglangDialect(Dialect):
     async def go_on(self) -> None:
         await self.http.post("/continue_generation", {})
 
-    async def call_workers(self, method: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+    async def call_workers(self, step: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
         """The loader has nothing to undo, so a cancelled sync concerns the server alone."""
-        if method == "meshrl_cancel":
+        if step == "cancel":
             await self._mark_mixed()
             return []
-        if method in ("meshrl_reconcile", "meshrl_begin"):
+        if step in ("reconcile", "begin"):
             await self._open_session()
-        answers = await self._workers.call(method, arguments)
-        if method in ("meshrl_reconcile", "meshrl_commit"):
+        answers = await self._workers.call(step, arguments)
+        if step in ("reconcile", "commit"):
             await self._close_session()
         return answers
 

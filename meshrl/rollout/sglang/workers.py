@@ -32,22 +32,22 @@ class Workers:
         self._num_calls = 0
         self.finishing: dict[str, Any] = {}
 
-    async def call(self, method: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
-        """Run a method of the loader in every worker; one answer from each. Raises: RequestError, EngineFailure."""
+    async def call(self, step: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+        """Run a step of a sync in every worker; one answer from each. Raises: RequestError, EngineFailure."""
         self._num_calls += 1
         places = [self._home.path / f"{self._num_calls}.{rank}" for rank in range(self._tp_size)]
         body: dict[str, Any] = {
-            "serialized_named_tensors": [_payload(method, arguments, place) for place in places],
+            "serialized_named_tensors": [_payload(step, arguments, place) for place in places],
             "load_format": LOADER,
             "flush_cache": False,
         }
-        if method == "meshrl_commit":
+        if step == "commit":
             body |= self.finishing
         await self._post("/update_weights_from_tensor", body)
         missing = [rank for rank, place in enumerate(places) if not place.is_file()]
         if missing:
             raise EngineFailure(
-                f"SGLang's workers {missing} of {self._tp_size} did not answer {method}: they must run on this "
+                f"SGLang's workers {missing} of {self._tp_size} did not answer {step}: they must run on this "
                 "machine, with its temporary folder and its shared memory in sight"
             )
         answers = [json.loads(place.read_text()) for place in places]
@@ -59,8 +59,8 @@ class Workers:
         self._home.close()
 
 
-def _payload(method: str, arguments: dict[str, Any], answer: Path) -> str:
+def _payload(step: str, arguments: dict[str, Any], answer: Path) -> str:
     """SGLang takes pickled [(name, tensor)] in base64, and unpickles tensors alone: the message is one, of bytes."""
-    text = json.dumps({"method": method, "arguments": arguments, "answer": str(answer)}).encode()
+    text = json.dumps({"step": step, "arguments": arguments, "answer": str(answer)}).encode()
     message = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     return base64.b64encode(pickle.dumps([("meshrl", message)])).decode()

@@ -92,7 +92,10 @@ class VllmDialect(Dialect):
     async def go_on(self) -> None:
         await self.http.post("/resume")
 
-    async def call_workers(self, method: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+    async def call_workers(self, step: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+        return await self._rpc("meshrl_weights", {"step": step, "arguments": arguments})
+
+    async def _rpc(self, method: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
         answer = await self.http.post("/collective_rpc", {"method": method, "kwargs": arguments})
         return list(answer["results"])
 
@@ -110,7 +113,7 @@ class VllmDialect(Dialect):
         return await self._memory("meshrl_restore", parts)
 
     async def _memory(self, method: str, parts: set[str]) -> int:
-        answers = await self.call_workers(method, {"parts": sorted(parts)})
+        answers = await self._rpc(method, {"parts": sorted(parts)})
         for answer in answers:
             if "error" in answer:
                 raise EngineFailure(f"{self.http.name}: {answer['error']}")

@@ -5,15 +5,22 @@ could be compared. But a unit vector times the layer is a column of what the lay
 other products are 0. A few columns of each layer, other ones at each sync, show every copy that was left behind: a
 copy is packed whole or not at all.
 
+The joint weights of experts are packed in place, into another order of their elements. vLLM 0.32 does so when it loads
+a folder and not when it reloads, so that its kernel would then compute with elements in the wrong places. The order is
+learned by packing numbers, and reverted to read the weights back.
+
 Runs in vLLM's worker.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import torch
 
+from meshrl.core.errors import SyncError
 from meshrl.rollout.foreign.name_map import Patch
 
 NUM_COLUMNS = 16  # of each layer at each sync
@@ -83,3 +90,56 @@ class PackedLayers:
         """Which columns of a weight are probed: evenly spread, moved on by one with each version."""
         step = max(1, width // NUM_COLUMNS)
         return (torch.arange(min(width, NUM_COLUMNS)) * step + self._version % step).sort().values
+
+
+class PackedExperts:
+    """The layers of experts whose joint weights the CPU's kernel reads in an order of its own."""
+
+    def __init__(self, model: Any):
+        self._layers: dict[str, tuple[Any, str]] = {}  # prefix -> (layer, instruction set of the kernel)
+        for prefix, module in model.named_modules():
+            kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+            experts = getattr(kernel, "fused_experts", None)
+            if hasattr(experts, "isa") and not getattr(experts, "_use_zentorch", False):
+                self._layers[prefix] = module, experts.isa
+
+    def pack(self) -> None:
+        """After a reload, which leaves the weights in the order in which they were sent."""
+        for _, weight, isa in self._weights():
+            weight.copy_(_pack(weight, isa))
+
+    def unpacked(self) -> dict[str, torch.Tensor]:
+        """Copies in the order in which they were sent, by the engine's names."""
+        found = {}
+        for name, weight, isa in self._weights():
+            plain = torch.empty_like(weight)
+            plain.flatten(1)[:, _order(tuple(weight.shape[1:]), weight.dtype, isa)] = weight.flatten(1)
+            found[name] = plain
+        return found
+
+    def _weights(self) -> Iterator[tuple[str, torch.Tensor, str]]:
+        for prefix, (layer, isa) in self._layers.items():
+            for name in ("w13_weight", "w2_weight"):
+                yield f"{prefix}.{name}", getattr(layer, name).data, isa
+
+
+def _pack(weight: torch.Tensor, isa: str) -> torch.Tensor:
+    from vllm._custom_ops import cpu_prepack_moe_weight
+
+    packed: torch.Tensor = cpu_prepack_moe_weight(weight, isa)
+    return packed
+
+
+@lru_cache(maxsize=8)
+def _order(shape: tuple[int, ...], dtype: torch.dtype, isa: str) -> torch.Tensor:
+    """For each element of one expert's packed weight, its place in the plain one. Raises: SyncError when packing does
+    more than to reorder."""
+    bits = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    numbers = torch.arange(shape[0] * shape[1])
+    order = torch.zeros_like(numbers)
+    for shift in range(0, 32, 8 * dtype.itemsize):
+        digits = (numbers >> shift).to(bits).view(dtype).view(1, *shape)
+        order += (_pack(digits, isa).view(bits).flatten().long() % (1 << 8 * dtype.itemsize)) << shift
+    if not torch.equal(order.sort().values, numbers):
+        raise SyncError(f"vLLM's kernel for experts ({isa}) changes weights of shape {shape} where it packs them")
+    return order

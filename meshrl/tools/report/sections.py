@@ -299,7 +299,7 @@ STABILITY = (
 SPEED = (
     Chart("Speed", ("rollout/tokens_per_s", "train/tokens_per_s")),
     Chart("Memory", ("memory/rss_bytes", "memory/rss_bytes/controller", "memory/device_peak_bytes"), noisy=False),
-    Chart("Weight sync", ("sync/latency_s", "sync/gather_s", "sync/verify_s")),
+    Chart("Weight sync", ("sync/latency_s", "sync/wait_s", "sync/verify_s")),
 )
 
 PROOF = ("proof/logprob_abs_diff_mean", "proof/logprob_abs_diff_max", "proof/limit")

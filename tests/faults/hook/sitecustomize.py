@@ -1,8 +1,8 @@
 """Python loads this by itself in every process whose path begins with this folder: it plants faults in ranks.
 
-MESHRL_TEST_FAULTS holds a JSON list of them: rank, method (a RankWorker method; "" = before the rank exists), call (the
-number of the process's call that goes wrong, from 1), how (a key of DEEDS) and marker, a file that says it has
-happened. The package itself knows nothing of this.
+MESHRL_TEST_FAULTS holds a JSON list of them: rank, method (a RankWorker method, or `receive` of its embedded engine;
+"" = before the rank exists), call (the number of the process's call that goes wrong, from 1), how (a key of DEEDS) and
+marker, a file that exists when it has happened. The package itself knows nothing of this.
 """
 
 import functools
@@ -84,7 +84,9 @@ class Planter(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self.found.loader.exec_module(module)
         for fault in self.faults:
             if fault["method"]:
-                setattr(module.RankWorker, fault["method"], changed(module.RankWorker, fault))
+                engine = sys.modules["meshrl.rollout.embedded.engine"].EmbeddedEngine
+                owner = engine if fault["method"] == "receive" else module.RankWorker
+                setattr(owner, fault["method"], changed(owner, fault))
             else:
                 module.RankWorker.__init__ = never_made(module.RankWorker.__init__, fault)
         sys.modules["meshrl.process.leases"].secrets = Marked(os.environ["MESHRL_TEST_RUN"])
@@ -111,12 +113,13 @@ def never_made(init, fault):
     return disturbed
 
 
-def changed(worker_class, fault):
+def changed(owner, fault):
     """The method with the fault in it."""
-    method, calls = getattr(worker_class, fault["method"]), []
+    method, calls = getattr(owner, fault["method"]), []
 
     def pass_through(worker):
-        if worker.spec.rank == fault["rank"]:
+        rank = worker.spec.rank if hasattr(worker, "spec") else int(worker.engine_id.rpartition("-")[2])
+        if rank == fault["rank"]:
             calls.append(None)
             if len(calls) == fault["call"]:
                 act(fault)

@@ -26,9 +26,11 @@ from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.errors import RankFailure, StaleWeightsError
+from meshrl.rollout.embedded.engine import EmbeddedEngine
 from meshrl.run.checkpoints import Checkpoints
 from meshrl.run.restart import failures_raised
-from meshrl.sync.manifest import Layout
+from meshrl.sync.delivery import Delivery
+from meshrl.sync.layout import Layout
 from meshrl.train.checkpoint_files import states
 
 pytestmark = pytest.mark.timeout(300)  # ranks start slowly on a machine that does much else
@@ -85,6 +87,18 @@ async def step(trainer: TrainGroup) -> float:
     samples = weigh(random_samples(0, [9, 12, 5, 7]))
     await trainer.forward_backward(samples, trainer.plan(samples), sft_loss())
     return (await trainer.optim_step(1e-2)).grad_norm
+
+
+def kill_at_the_first_transfer(worker: RankWorker, process: int) -> None:
+    """End another rank's process when the next sync has brought this rank something."""
+    receive = EmbeddedEngine.receive
+
+    async def received(self: EmbeddedEngine, delivery: Delivery) -> None:
+        EmbeddedEngine.receive = receive  # type: ignore[method-assign]
+        os.kill(process, signal.SIGKILL)
+        await receive(self, delivery)
+
+    EmbeddedEngine.receive = received  # type: ignore[method-assign]
 
 
 def _when(groups: Groups, awaited: Any, deed: Callable[[], Any]) -> None:
@@ -160,7 +174,7 @@ def test_a_sync_that_a_death_cut_in_the_middle_leaves_samplers_that_the_next_ful
             await asyncio.sleep(0.3)
             endless.cancel()
             before = await _pids(groups)
-            _when(groups, RankWorker.receive, lambda: os.kill(before[0], signal.SIGKILL))
+            await groups.executor.call(1, kill_at_the_first_transfer, before[0])
             with pytest.raises(RankFailure, match="rank 0 failed in phase 'sync'"):
                 await sync_weights(trainer, rollouts, layout)
             with pytest.raises(StaleWeightsError):
@@ -266,7 +280,7 @@ def test_a_sampler_that_is_lost_again_gets_no_weights_that_have_moved_meanwhile(
                 groups.executor._ranks[1].process.kill()
                 moving.append(asyncio.ensure_future(step(trainer)))
 
-            _when(groups, RankWorker.receive, lose_it_again)
+            _when(groups, RankWorker.sync_state, lose_it_again)
             os.kill((await _pids(groups))[1], signal.SIGKILL)
             asked = asyncio.ensure_future(rollouts.generate(ask("a", [5, 3, 9])))
             while rollouts.num_restarts < 2 or rollouts.mending.locked():
@@ -281,17 +295,17 @@ def test_a_sampler_that_is_lost_again_gets_no_weights_that_have_moved_meanwhile(
 
 
 def die_when_a_sync_begins(worker: RankWorker) -> None:
-    """Before it has met the others, who come to the same place and wait there."""
+    """Before it has joined the others, which come to the same address and wait there."""
 
-    async def begin(self: RankWorker, *args: Any) -> None:
+    async def sync(self: RankWorker, *args: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    RankWorker.begin = begin  # type: ignore[method-assign]
+    RankWorker.sync = sync  # type: ignore[method-assign, assignment]
 
 
 def test_a_sampler_that_dies_where_a_broadcast_gathers_is_replaced_and_all_gather_anew(tmp_path):
-    """P26: who waits for it there fails too, and first; it is not to blame, and stays. Nobody comes to the old place
-    again."""
+    """P26: what waits for it there fails too, and first; that is not to blame, and stays. No rank comes to the old
+    address again."""
 
     async def body() -> None:
         more = {"sync_transport": "broadcast", "sync_deadline_s": 16.0}
@@ -300,11 +314,11 @@ def test_a_sampler_that_dies_where_a_broadcast_gathers_is_replaced_and_all_gathe
             assert trainer is not None and rollouts is not None
             layout = await trainer.layout(20_000)
             await rollouts.reconcile(layout)
-            before, places = await _pids(groups), list[tuple[int, Any]]()
+            before, occasions = await _pids(groups), list[tuple[int, str]]()
 
             async def watching(rank: int, method: Any, *args: Any) -> Any:
-                if method is RankWorker.begin:
-                    places.append((rank, args[1]))
+                if method is RankWorker.sync:
+                    occasions.append((rank, args[0].occasion))
                 return await call(rank, method, *args)
 
             await call(2, die_when_a_sync_begins)
@@ -314,13 +328,14 @@ def test_a_sampler_that_dies_where_a_broadcast_gathers_is_replaced_and_all_gathe
             assert (rollouts.num_restarts, rollouts.num_failed_syncs) == (1, 1)
             after = await _pids(groups)
             assert after[:2] == before[:2] and after[2] != before[2]
-            assert [rank for rank, _ in places] == [1, 2, 1, 2]
-            assert places[0][1] == places[1][1] != places[2][1] == places[3][1]
+            assert [rank for rank, _ in occasions] == [0, 1, 2] * 2
+            first, second = ({occasion for _, occasion in part} for part in (occasions[:3], occasions[3:]))
+            assert len(first) == len(second) == 1 and first != second
             turns = [await call(rank, RankWorker.generate, ask("a", [5, 3, 9, 4], seed=7)) for rank in (1, 2)]
             assert turns[0].output_ids.tolist() == turns[1].output_ids.tolist()
             assert np.array_equal(turns[0].logprobs, turns[1].logprobs) and set(turns[1].versions) == {0}
             await step(trainer)
             await sync_weights(trainer, rollouts, layout)
-            assert len(places) == 6 and places[4][1] == places[3][1], "the group that has formed is kept"
+            assert {occasion for _, occasion in occasions[6:]} == second, "the group that has formed is kept"
 
     _run(body)

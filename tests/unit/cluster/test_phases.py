@@ -5,15 +5,16 @@ from __future__ import annotations
 import inspect
 
 from meshrl.cluster.actors import RankWorker
-from meshrl.cluster.phases import PHASE_OF, phase_of
+from meshrl.cluster.phases import phase_of
+from meshrl.cluster.processes import came_up
 from meshrl.config.cluster import ClusterConfig, Deadlines
 from meshrl.monitor.spans import Spans
 
 
 def test_every_command_of_a_rank_has_a_phase_and_every_phase_a_deadline():
-    commands = {name for name, _ in inspect.getmembers(RankWorker, inspect.isfunction) if not name.startswith("_")}
-    assert commands == PHASE_OF.keys() - {"came_up"}
-    assert set(PHASE_OF.values()) | {"eval", "reward"} == Deadlines.model_fields.keys()
+    methods = inspect.getmembers(RankWorker, inspect.isfunction)
+    phases = {name: phase_of(method) for name, method in methods if not name.startswith("_")}
+    assert {*phases.values(), phase_of(came_up), "eval", "reward"} == Deadlines.model_fields.keys(), phases
 
 
 def test_what_is_sampled_for_an_evaluation_is_in_its_phase():

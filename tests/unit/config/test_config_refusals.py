@@ -114,8 +114,6 @@ BAD: list[tuple[str, list[str]]] = [
     ("rollout.release_memory=true rollout.sync_mode=delta", ["rollout.sync_mode", "Use one of the two"]),
     (f"{VLLM} rollout.vllm.args=[--enable-sleep-mode]", ["--enable-sleep-mode is set by meshrl itself"]),
     ("rollout.sync_transport=broadcast", ["no effect", "cluster.num_rollout_ranks is 0"]),
-    ("cluster.num_rollout_ranks=1 rollout.sync_transport=files", ["rollout.sync_folder", "Name one"]),
-    ("cluster.num_rollout_ranks=1 rollout.sync_folder=/w", ["no effect", "sync_transport is auto"]),
     ("rollout.sglang.api_key_env=KEY", ["no effect", "rollout.engine is embedded"]),
     ("rollout.sglang.python=python3", ["no effect", "rollout.engine is embedded"]),
     ("rollout.sglang.args=[--disable-radix-cache]", ["no effect", "rollout.engine is embedded"]),

@@ -52,7 +52,7 @@ def test_every_explained_metric_exists():
 def test_a_name_finds_its_own_entry_and_unit():
     found = meaning_of("eval/num_failed")
     assert found is not None and found.unit == "attempts" and found.label == "failed attempts"
-    assert meaning_of("sync/latency_s") != meaning_of("sync/gather_s")  # the exact name before the pattern
+    assert meaning_of("sync/latency_s") != meaning_of("sync/wait_s")  # the exact name before the pattern
     assert meaning_of("reward/term/format") and not meaning_of("reward/nothing")
 
 

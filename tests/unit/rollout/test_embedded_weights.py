@@ -6,18 +6,23 @@ import copy
 import numpy as np
 import pytest
 import torch
-from tiny_engines import ask, layout_of, run, sync, tiny_engine
+from tiny_engines import ask, deliveries, layout_of, run, sync, tiny_engine
 from tiny_models import tiny_lm
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
-from meshrl.core.errors import CapabilityError, MeshrlError, RequestError, StaleWeightsError, SyncError
+from meshrl.core.errors import (
+    CapabilityError,
+    MeshrlError,
+    RequestError,
+    StaleWeightsError,
+    SyncError,
+    UnloadedParamsError,
+)
 from meshrl.rollout.embedded.engine import build_embedded_engine
-from meshrl.sync.digest import digest
-from meshrl.sync.manifest import make_layout
-from meshrl.sync.receive import describe
-from meshrl.sync.send import iter_buckets, make_header
+from meshrl.sync.layout import SyncHeader, make_layout
+from meshrl.sync.reconcile import describe
 
 CONTEXT = list(range(3, 33))
 
@@ -247,14 +252,14 @@ def test_no_generation_without_a_version(old):
 def test_a_request_during_a_sync_waits_for_the_version_that_arrives(old, new):
     async def main():
         engine = tiny_engine(old)
-        layout, weights = layout_of(new), {n: p.detach() for n, p in new.named_parameters()}
+        layout = layout_of(new)
         await engine.reconcile(layout)
-        await engine.begin(make_header(layout, 1, {n: digest(p) for n, p in weights.items()}))
+        await engine.begin(SyncHeader(version=1, layout_hash=layout.hash))
         with pytest.raises(StaleWeightsError):
             await engine.generate(ask("two", CONTEXT, min_version=2))
         task = asyncio.create_task(engine.generate(ask("one", CONTEXT, min_version=1)))
-        for bucket in iter_buckets(layout, weights.items()):
-            await engine.receive(bucket)
+        for delivery in deliveries(new, layout):
+            await engine.receive(delivery)
             await asyncio.sleep(0)
         assert engine.stats().waiting == 1 and engine.stats().version == -1
         await engine.commit()
@@ -266,17 +271,17 @@ def test_a_request_during_a_sync_waits_for_the_version_that_arrives(old, new):
 
 
 def test_a_cancelled_sync_ends_requests_and_closes_the_engine_until_the_next_one(old, new):
-    """P15: half of the buckets are in place, so nothing may be sampled."""
+    """P15: a part of the transfers is in place, so nothing may be sampled."""
 
     async def main():
         engine = tiny_engine(old)
-        layout, weights = layout_of(new), {n: p.detach() for n, p in new.named_parameters()}
+        layout = layout_of(new)
         await engine.reconcile(layout)
         task = asyncio.create_task(engine.generate(ask("a", CONTEXT)))
         while engine.stats().decode_tokens < 3:
             await asyncio.sleep(0)
-        await engine.begin(make_header(layout, 1, {n: digest(p) for n, p in weights.items()}))
-        await engine.receive(next(iter_buckets(layout, weights.items())))
+        await engine.begin(SyncHeader(version=1, layout_hash=layout.hash))
+        await engine.receive(next(deliveries(new, layout)))
         await engine.cancel()
         turn = await task
         assert turn.stop_reason == "abort" and len(turn.output_ids) >= 3
@@ -295,11 +300,15 @@ def test_a_head_that_is_not_tied_any_more_is_found_at_commit(old, new):
 
     async def main():
         engine = tiny_engine(old)
-        await engine.reconcile(layout_of(new))
+        layout = layout_of(new)
+        await engine.reconcile(layout)
+        await engine.begin(SyncHeader(version=1, layout_hash=layout.hash))
         lm = engine._weights.lm
         lm.lm_head.weight = torch.nn.Parameter(lm.lm_head.weight.clone(), requires_grad=False)
+        for delivery in deliveries(new, layout):
+            await engine.receive(delivery)
         with pytest.raises(SyncError, match=r"lm_head\.weight"):
-            await sync(new, engine, 1)
+            await engine.commit()
         with pytest.raises(StaleWeightsError):
             await engine.generate(ask("a", CONTEXT))
 
@@ -311,11 +320,11 @@ def test_names_are_reconciled_both_ways(old):
 
     async def main():
         engine = tiny_engine(old)
-        specs = [(name, *spec) for name, spec in describe(dict(old.named_parameters())).items()]
-        with pytest.raises(MeshrlError, match=r"model\.norm\.weight"):
-            await engine.reconcile(make_layout([s for s in specs if s[0] != "model.norm.weight"]))
-        with pytest.raises(MeshrlError, match=r"model\.extra"):
-            await engine.reconcile(make_layout([*specs, ("model.extra", (2,), "float32")]))
+        specs = describe(dict(old.named_parameters()))
+        with pytest.raises(UnloadedParamsError, match=r"model\.norm\.weight"):
+            await engine.reconcile(make_layout({n: spec for n, spec in specs.items() if n != "model.norm.weight"}))
+        with pytest.raises(UnloadedParamsError, match=r"model\.extra"):
+            await engine.reconcile(make_layout(specs | {"model.extra": ((2,), "float32")}))
 
     asyncio.run(main())
 

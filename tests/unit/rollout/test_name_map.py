@@ -9,16 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_sync import Trainer, sync
 
 from meshrl.core.errors import SyncError
 from meshrl.rollout.foreign.name_map import learn
 from meshrl.rollout.foreign.resident import Resident
-from meshrl.rollout.foreign.weights import RemoteWeights
-from meshrl.rollout.sglang.loader import WorkerWeights
+from meshrl.rollout.foreign.weights import ServerWeights
+from meshrl.rollout.foreign.worker_weights import WorkerWeights
 from meshrl.rollout.sglang.loader import _without_data as bare
-from meshrl.sync.digest import digest
-from meshrl.sync.manifest import Ack, Layout, make_layout
-from meshrl.sync.send import iter_buckets, make_header
+from meshrl.sync.layout import Ack, Layout, make_layout
 
 NAMES = [
     ("q.weight", (4, 6)),
@@ -66,7 +65,7 @@ class Fused(torch.nn.Module):
 
 
 def layout_of(names: Sequence[tuple[str, tuple[int, ...]]]) -> Layout:
-    return make_layout([(name, shape, "float32") for name, shape in names])
+    return make_layout({name: (shape, "float32") for name, shape in names})
 
 
 @pytest.fixture
@@ -91,7 +90,7 @@ def test_each_block_is_found_where_the_loader_puts_it(wires):
     assert (blocks["experts"][1].offsets, blocks["experts"][1].extent) == ((1, 0, 3), (1, 3, 3))
 
 
-def test_names_that_the_loader_refuses_drops_or_lacks_are_told():
+def test_names_that_the_loader_refuses_drops_or_lacks_are_reported():
     names = [*NAMES[1:], ("extra", (2,)), ("rope.inv_freq", (3,)), ("o.weight", (6, 9))]
     found = learn(Fused(), layout_of([n for n in names if n != ("o.weight", (6, 8))]), bare)
     assert set(found.refused) == {"extra", "o.weight"}
@@ -99,7 +98,7 @@ def test_names_that_the_loader_refuses_drops_or_lacks_are_told():
     assert set(found.unfilled) == {"qk", "o"}  # q never comes, so its part of qk is not filled
 
 
-def test_a_tensor_that_is_turned_on_the_way_can_not_be_read_back_and_that_is_told():
+def test_a_tensor_that_the_loader_transposes_is_reported_as_one_that_cannot_be_read_back():
     found = learn(Fused(), layout_of([*NAMES[:2], ("turned", (8, 6)), *NAMES[3:]]), bare)
     assert found.hidden == ["turned"] and not found.unfilled
 
@@ -131,7 +130,7 @@ def test_what_is_read_back_is_compared_block_by_block(wires, fault):
     assert len(said) == len(expected) and all(words in "\n".join(said) for words in expected)
 
 
-def test_a_parameter_that_is_gone_is_told_unless_its_copy_is_compared_elsewhere(wires):
+def test_a_parameter_without_memory_is_reported_unless_its_copy_is_compared_elsewhere(wires):
     model = Fused()
     found = learn(model, layout_of(NAMES), bare)
     resident = Resident(found.patches, 0)
@@ -162,24 +161,21 @@ class Routed(torch.nn.Module):
 
 def _into(model: torch.nn.Module, bias: list[float], altered: bool = False) -> Ack:
     """A sync into one worker of a server. altered: the bias is lost once everything has been loaded."""
-    worker = WorkerWeights(model)
+    worker = WorkerWeights(model, "worker", bare)
     wires = {"weight": torch.arange(24.0).view(4, 6), "bias": torch.tensor(bias)}
     layout = layout_of([(name, tuple(wire.shape)) for name, wire in wires.items()])
 
-    async def call(method: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
-        if altered and method == "meshrl_commit":
+    async def call(step: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+        if altered and step == "commit":
             model.bias.zero_()
-        return [worker.take(method, arguments)]
+        return [worker.call(step, arguments)]
 
-    async def run() -> Ack:
-        weights = RemoteWeights(call, "server")
-        await weights.reconcile(layout)
-        await weights.begin(make_header(layout, 0, {name: digest(wire) for name, wire in wires.items()}))
-        for bucket in iter_buckets(layout, wires.items()):
-            await weights.receive(bucket)
-        return await weights.commit()
-
-    return asyncio.run(run())
+    weights = ServerWeights(call, "server")
+    asyncio.run(weights.reconcile(layout))
+    try:
+        return sync(Trainer(layout, keep_base=False), weights, wires)
+    finally:
+        weights.close()
 
 
 def test_a_buffer_is_loaded_and_read_back_in_the_dtype_that_was_sent():

@@ -6,7 +6,7 @@ import httpx2
 import numpy as np
 import pytest
 from sglang_servers import HEADERS, broken, sglang_client
-from tiny_engines import ask, layout_of, sync
+from tiny_engines import ask, deliveries, layout_of, sync
 from tiny_models import tiny_lm
 from tiny_tokenizers import numbered_tokenizer
 
@@ -17,8 +17,7 @@ from meshrl.rollout.server.http import HttpClient
 from meshrl.rollout.sglang.dialect import SglangDialect, part_of, require_fit
 from meshrl.rollout.sglang.workers import LOADER
 from meshrl.rollout.stop_strings import StopStrings
-from meshrl.sync.digest import digest
-from meshrl.sync.send import iter_buckets, make_header
+from meshrl.sync.layout import SyncHeader
 
 CONTEXT = list(range(10, 30))
 
@@ -120,7 +119,7 @@ def test_a_cache_that_is_not_dropped_ends_the_sync(sglang_server, lm, other):
 
     async def main(engine):
         await ready(engine, lm)
-        with broken(sglang_server, "no_flush"), pytest.raises(SyncError, match="cache was not flushed"):
+        with broken(sglang_server, "no_flush"), pytest.raises(RequestError, match="cache was not flushed"):
             await sync(other, engine, 1)
         with pytest.raises(StaleWeightsError):
             await engine.generate(ask("a", CONTEXT))
@@ -135,10 +134,10 @@ def test_what_a_mixture_sampled_is_left_out(sglang_server, lm, other):
         await ready(engine, lm)
         task = asyncio.create_task(engine.generate(ask("a", CONTEXT, max_new_tokens=220, ignore_eos=True)))
         await until_tokens(engine, 20)
-        layout, weights = layout_of(other), {name: p.detach() for name, p in other.named_parameters()}
-        await engine.begin(make_header(layout, 1, {name: digest(p) for name, p in weights.items()}))
-        for bucket in list(iter_buckets(layout, weights.items()))[:-3]:
-            await engine.receive(bucket)
+        layout = layout_of(other)
+        await engine.begin(SyncHeader(version=1, layout_hash=layout.hash))
+        for delivery in list(deliveries(other, layout))[:-3]:
+            await engine.receive(delivery)
         await engine.cancel()
         turn = await task
         assert turn.stop_reason == "abort" and 20 <= len(turn.output_ids) < 220

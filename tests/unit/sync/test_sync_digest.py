@@ -1,156 +1,104 @@
-"""The digest against a plain-Python reference, its additivity over any cut, and what it must notice (P15)."""
+"""The digests against a plain-Python reference, over any pieces, and what they must notice (P15)."""
 
-import math
-import random
-from itertools import pairwise
+from __future__ import annotations
+
+from itertools import pairwise, product
 
 import pytest
 import torch
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
 from meshrl.core.types import mix64
-from meshrl.sync.digest import MASK64, digest, digest_slice, partial_digest
+from meshrl.sync.digest import RunningDigest, as_bytes, digest_bytes, values
 
+MASK64 = (1 << 64) - 1
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.int8, torch.float8_e4m3fn, torch.int64]
+KINDS = ["sum64", "xxh3"]
 
 
-def _random(shape, dtype, seed=0):
-    numbers = torch.Generator().manual_seed(seed)
-    size = math.prod(shape) * dtype.itemsize
-    return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=numbers).view(dtype).view(shape)
+def random_bytes(count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
-def _reference(tensor):
-    """The definition, byte by byte."""
+def sum64(tensor: torch.Tensor) -> int:
+    return digest_bytes("sum64", as_bytes(tensor.contiguous()))
+
+
+def reference(raw: torch.Tensor) -> int:
+    """The definition of sum64, byte by byte."""
     total = 0
-    for at, byte in enumerate(tensor.reshape(-1).view(torch.uint8).tolist()):
+    for at, byte in enumerate(raw.tolist()):
         word, lane = divmod(at, 4)
-        key = (_odd(word % 16384) * _odd(word // 16384 + (1 << 40))) & MASK64
+        key = ((mix64(word % 16384) | 1) * (mix64(word // 16384 + (1 << 40)) | 1)) & MASK64
         signed = byte - 256 if lane == 3 and byte > 127 else byte
         total += ((signed + 1) << (8 * lane)) * key
     return total & MASK64
 
 
-def _odd(counter):
-    return mix64(counter) | 1
+@pytest.mark.parametrize("count", [0, 1, 3, 4, 7, 28, 1001, 70_003])
+def test_a_digest_is_what_its_definition_says(count):
+    raw = random_bytes(count)
+    assert digest_bytes("sum64", raw) == reference(raw)
+    assert digest_bytes("xxh3", raw) == xxhash.xxh3_64_intdigest(raw.numpy().tobytes())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("count", [0, 1, 3, 7, 1001])
-def test_digest_is_what_its_definition_says(dtype, count):
-    tensor = _random((count,), dtype)
-    assert digest(tensor) == _reference(tensor)
+def test_a_digest_over_several_rows_of_keys_is_what_its_definition_says():
+    raw = random_bytes(140_006)
+    assert digest_bytes("sum64", raw) == reference(raw)
+    assert digest_bytes("sum64", torch.cat([raw, raw])[1:140_007]) == reference(torch.cat([raw, raw])[1:140_007])
 
 
-def test_digest_over_several_rows_of_keys_is_what_its_definition_says():
-    tensor = _random((70_003,), torch.int16)
-    assert digest(tensor) == _reference(tensor)
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(words=st.lists(st.integers(0, 75_000), max_size=6), rest=st.integers(0, 3), kind=st.sampled_from(KINDS))
+def test_pieces_have_the_digest_of_the_whole(words, rest, kind):
+    """Also where a cut falls inside a row of keys or a chunk, and with empty pieces."""
+    raw = random_bytes(4 * 75_000 + rest)
+    running = RunningDigest(kind)
+    readable = running.readable(raw)
+    for low, high in pairwise([0, *sorted(4 * w for w in words), raw.numel()]):
+        running.update(readable[low:high])
+    assert running.value == digest_bytes(kind, raw)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_digests_of_any_cut_add_up(dtype):
-    """Also where a cut falls inside a 32-bit word, a row of keys or a chunk, and with empty shards."""
-    rng = random.Random(str(dtype))
-    tensor = _random((300_001,), dtype)
-    whole = digest(tensor)
-    for _ in range(8):
-        cuts = sorted(rng.choices(range(tensor.numel() + 1), k=rng.randint(0, 6)))
-        bounds = [0, *cuts, *cuts[-1:], tensor.numel()]
-        parts = [digest(tensor[low:high], start=low) for low, high in pairwise(bounds)]
-        assert sum(parts) & MASK64 == whole
-        copies = [digest(tensor[low:high].clone(), start=low) for low, high in pairwise(bounds)]
-        assert copies == parts
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
-@pytest.mark.parametrize("shape", [(13, 7, 5), (8, 16), (1, 9), (5, 1, 3), (6,), (3, 4, 8, 2)])
-def test_digests_of_slices_along_every_dim_add_up(shape, dtype):
-    rng = random.Random(f"{shape}{dtype}")
-    tensor = _random(shape, dtype)
-    for _ in range(6):
-        boxes = [((0,) * len(shape), tensor)]
-        for dim in range(len(shape)):
-            cut = rng.randint(0, shape[dim])
-            boxes = [
-                ((*at[:dim], at[dim] + low, *at[dim + 1 :]), box.narrow(dim, low, high - low))
-                for at, box in boxes
-                for low, high in ((0, cut), (cut, shape[dim]))
-            ]
-        assert sum(digest_slice(box, shape, at) for at, box in boxes) & MASK64 == digest(tensor)
-
-
-def test_long_runs_of_a_slice_add_up_too():
-    tensor = _random((3, 200_001), torch.bfloat16)
-    halves = [
-        digest_slice(tensor[:, a:b].contiguous(), tensor.shape, (0, a)) for a, b in ((0, 99_999), (99_999, 200_001))
-    ]
-    assert sum(halves) & MASK64 == digest(tensor)
-
-
-def test_partials_of_ranks_sum_with_wrap_around():
-    """Uneven FSDP shards: what an int64 all-reduce does to the stacked partial digests."""
-    names = {"a": _random((10, 33), torch.float32, 1), "b": _random((3,), torch.bfloat16, 2)}
-    ranks = [
-        torch.stack([partial_digest(shard, t.shape, (first, *[0] * (t.dim() - 1))) for t, shard, first in rank])
-        for rank in zip(*[_dim0_shards(t, 4) for t in names.values()])
-    ]
-    assert [value & MASK64 for value in torch.stack(ranks).sum(0).tolist()] == [digest(t) for t in names.values()]
-
-
-def _dim0_shards(tensor, world):
-    size = -(-tensor.shape[0] // world)
-    return [
-        (tensor, tensor[rank * size : (rank + 1) * size], min(rank * size, tensor.shape[0])) for rank in range(world)
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_digests_are_read_at_once(kind):
+    runs = [RunningDigest(kind) for _ in range(4)]
+    for seed, running in enumerate(runs[:3]):
+        running.update(running.readable(random_bytes(33, seed)))
+    assert values(runs) == [
+        *(digest_bytes(kind, random_bytes(33, seed)) for seed in range(3)),
+        RunningDigest(kind).value,
     ]
 
 
-def test_views_that_are_not_contiguous_have_the_digest_of_their_copy():
-    tensor = _random((257, 130), torch.float32)
-    assert digest(tensor.t()) == digest(tensor.t().contiguous())
-    assert digest(tensor[:, 1:8]) == digest(tensor[:, 1:8].contiguous())
-
-
-def test_any_stride_of_a_size_that_does_not_move_is_contiguous():
-    one, none = torch.ones(5, 7)[3:4, 2], torch.zeros(0).as_strided((0,), (0,))
-    assert one.stride() == (7,) and digest(one) == digest(torch.ones(1))
-    assert digest(none) == 0
-
-
-def test_scalars_have_a_digest():
-    assert digest(torch.tensor(2.5)) == digest(torch.tensor([2.5])) != digest(torch.tensor(2.0))
-
-
-def test_a_slice_outside_its_tensor_is_refused():
-    with pytest.raises(ValueError, match="does not lie inside"):
-        digest_slice(torch.zeros(4, 4), (8, 4), (5, 0))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_single_bit_flip_is_noticed(dtype):
-    raw = _random((33,), dtype).view(torch.uint8)
-    seen = {digest(raw.view(dtype))}
-    for byte in range(raw.numel()):
-        for bit in range(8):
-            raw[byte] ^= 1 << bit
-            seen.add(digest(raw.view(dtype)))
-            raw[byte] ^= 1 << bit
-    assert len(seen) == 1 + 8 * raw.numel()
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_single_bit_flip_is_noticed(kind):
+    raw = random_bytes(67)
+    seen = {digest_bytes(kind, raw)}
+    for byte, bit in product(range(67), range(8)):
+        raw[byte] ^= 1 << bit
+        seen.add(digest_bytes(kind, raw))
+        raw[byte] ^= 1 << bit
+    assert len(seen) == 1 + 8 * 67
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_swap_of_two_elements_is_noticed(dtype):
-    values = torch.arange(1, 25).to(dtype)
-    seen = {digest(values)}
+    elements = torch.arange(1, 25).to(dtype)
+    seen = {sum64(elements)}
     for i in range(24):
         for j in range(i):
-            swapped = values.clone()
-            swapped[i], swapped[j] = values[j], values[i]
-            seen.add(digest(swapped))
+            swapped = elements.clone()
+            swapped[i], swapped[j] = elements[j], elements[i]
+            seen.add(sum64(swapped))
     assert len(seen) == 1 + 24 * 23 // 2
 
 
 def test_swapped_rows_blocks_and_transposes_are_noticed():
-    tensor = _random((512, 512), torch.float32)
+    tensor = random_bytes(512 * 512 * 4).view(torch.int32).view(512, 512)
     flat = tensor.view(-1)
     others = [
         tensor[torch.randperm(512, generator=torch.Generator().manual_seed(0))],
@@ -159,36 +107,46 @@ def test_swapped_rows_blocks_and_transposes_are_noticed():
         torch.cat([flat[16384:32768], flat[:16384], flat[32768:]]),
         flat.roll(1),
     ]
-    assert len({digest(tensor), *map(digest, others)}) == 6
+    assert len({sum64(tensor), *map(sum64, others)}) == 6
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_zeros_count_and_depend_on_their_place(dtype):
-    digests = {digest(torch.zeros(n, dtype=dtype), start=start) for n in (1, 2, 5) for start in (0, 1, 3, 100_000)}
-    assert len(digests) == 12 and 0 not in digests
+def test_zeros_count_and_depend_on_their_number_and_place(dtype):
+    zeros = {sum64(torch.zeros(count, dtype=dtype)) for count in (1, 2, 5, 100_000)}
+    assert len(zeros) == 4 and 0 not in zeros
+    one = torch.ones(1, dtype=torch.float32).to(dtype)
+    around = [torch.cat([torch.zeros(n, dtype=dtype), one, torch.zeros(9 - n, dtype=dtype)]) for n in range(10)]
+    assert len(set(map(sum64, around))) == 10
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_signs_alone_are_noticed(dtype):
     """Only the top bit of each element changes: the weakest case of a sum of products."""
-    zeros, values = torch.zeros(100_000, dtype=dtype), torch.randn(100_000).to(dtype)
-    assert digest(-zeros) != digest(zeros)
-    assert digest(-values) != digest(values)
-    pairs = [values.clone() for _ in range(200)]
-    for n, pair in enumerate(pairs):
-        pair[n], pair[n + 16384] = -pair[n], -pair[n + 16384]
-    assert len({digest(values), *map(digest, pairs)}) == 201
+    zeros, numbers = torch.zeros(100_000, dtype=dtype), torch.randn(100_000).to(dtype)
+    assert sum64(-zeros) != sum64(zeros) and sum64(-numbers) != sum64(numbers)
+    seen = {sum64(numbers)}
+    for n in range(200):
+        numbers[[n, n + 16384]] *= -1
+        seen.add(sum64(numbers))
+        numbers[[n, n + 16384]] *= -1
+    assert len(seen) == 201
 
 
 def test_one_step_of_training_changes_the_digest():
-    values = torch.randn(4096).bfloat16()
-    assert digest(torch.nextafter(values, torch.zeros_like(values))) != digest(values)
+    numbers = torch.randn(4096).bfloat16()
+    assert sum64(torch.nextafter(numbers, torch.zeros_like(numbers))) != sum64(numbers)
+
+
+def test_any_stride_of_a_size_that_does_not_move_is_contiguous():
+    one, none = torch.ones(5, 7)[3:4, 2], torch.zeros(0).as_strided((0,), (0,))
+    assert one.stride() == (7,) and sum64(one) == sum64(torch.ones(1)) == sum64(torch.tensor(1.0))
+    assert as_bytes(none).numel() == 0
 
 
 class _LargestAllocation(TorchFunctionMode):
     """The largest storage that any operator returns, other than the one given."""
 
-    def __init__(self, given):
+    def __init__(self, given: torch.Tensor):
         super().__init__()
         self.given, self.num_bytes = given.untyped_storage().data_ptr(), 0
 
@@ -199,11 +157,9 @@ class _LargestAllocation(TorchFunctionMode):
         return out
 
 
-@pytest.mark.parametrize(
-    "view", [lambda t: t, lambda t: t[1:], lambda t: t.view(4096, -1).t(), lambda t: t.view(64, -1)[:, 3:-1]]
-)
-def test_extra_memory_does_not_grow_with_the_tensor(view):
-    tensor = _random((1 << 22,), torch.bfloat16)
-    with _LargestAllocation(tensor) as largest:
-        digest(view(tensor))
-    assert largest.num_bytes <= 1 << 20 < tensor.nbytes
+@pytest.mark.parametrize("kind", KINDS)
+def test_extra_memory_does_not_grow_with_the_tensor(kind):
+    raw = random_bytes(1 << 23)
+    with _LargestAllocation(raw) as largest:
+        digest_bytes(kind, raw)
+    assert largest.num_bytes <= 1 << 20 < raw.nbytes

@@ -1,4 +1,5 @@
-"""A server without adapters, whose rank keeps the base and the adapters and hands on their sum (P14, P15)."""
+"""A server without adapters: a copy of the base and of the adapters on its machine receives the syncs, and the server
+gets their sum (P14, P15)."""
 
 from __future__ import annotations
 
@@ -10,19 +11,20 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_sync import held_of
 
 from meshrl.core.errors import SyncError
 from meshrl.rollout.folder_weights import FolderWeights
-from meshrl.rollout.foreign.adapted import AdaptedWeights
-from meshrl.sync.manifest import Ack, make_layout
-from meshrl.sync.receive import Bucket, describe
-from meshrl.sync.send import make_header, send_weights
-from meshrl.sync.shards import ShardSender
+from meshrl.rollout.foreign.weights import ServerWeights
+from meshrl.sync.delivery import Delivery
+from meshrl.sync.layout import Ack, SyncHeader, make_layout
+from meshrl.sync.reconcile import describe
+from meshrl.sync.sender import WeightSender
 
 BASE = {"embed.weight": (40, 8), "layer.q_proj.weight": (24, 8), "layer.q_proj.bias": (24,), "norm.weight": (8,)}
 ADAPTERS = {"layer.q_proj.lora_A.weight": (2, 8), "layer.q_proj.lora_B.weight": (24, 2)}
 SCALE = 0.5
-BUCKET_BYTES = 256
+TRANSFER_BYTES = 256
 
 
 class Pair:
@@ -31,10 +33,9 @@ class Pair:
     def __init__(self, tmp_path: Path):
         torch.manual_seed(0)
         self.tensors = {name: torch.randn(shape).bfloat16() for name, shape in {**BASE, **ADAPTERS}.items()}
-        specs = [(name, *spec) for name, spec in describe(self.tensors).items()]
-        self.layout = make_layout(specs, {"head.weight": "embed.weight"}, BUCKET_BYTES, 1, "xxh3")
-        staging = [torch.empty(BUCKET_BYTES, dtype=torch.uint8)]
-        self.sender = ShardSender(self.layout, 0, staging, keep_base=False, frozen=frozenset(BASE))
+        tied = {"head.weight": "embed.weight"}
+        self.layout = make_layout(describe(self.tensors), None, tied, TRANSFER_BYTES)
+        self.sender = WeightSender(self.layout, 0, keep_base=False, frozen=frozenset(BASE))
         model = tmp_path / "model"
         model.mkdir()
         save_file({name: torch.zeros(shape).bfloat16() for name, shape in BASE.items()}, model / "model.safetensors")
@@ -45,13 +46,26 @@ class Pair:
             self.folders.append(folder)
 
         self.server = FolderWeights(model, tmp_path / "versions", reload, "server")
-        self.weights = AdaptedWeights(self.server.call, "server", SCALE)
+        self.weights = ServerWeights(self.server.call, "server", keep=True, adapter_scale=SCALE)
 
     async def sync(self, version: int, alone: bool = False, fault: str | None = None) -> Ack:
-        header = make_header(self.layout, version, None, *((version - 1, "adapter") if alone else (None, "full")))
-        buckets = damaged(self.sender.buckets(self.tensors, version, alone), fault)
-        (ack,) = await send_weights(header, buckets, [self.weights])
-        return ack
+        """alone: of adapters alone."""
+        mode = {"base_version": version - 1, "mode": "adapter"} if alone else {}
+        try:
+            await self.weights.begin(SyncHeader(version=version, layout_hash=self.layout.hash, **mode))
+            self.sender.begin(held_of(self.tensors, self.layout.senders[0]), changes=alone)
+            for delivery in damaged(self.deliveries(), fault):
+                await self.weights.receive(delivery)
+            self.sender.finish(version)
+            return await self.weights.commit()
+        except SyncError:
+            await self.weights.cancel()
+            raise
+
+    def deliveries(self) -> Iterator[Delivery]:
+        buffer = torch.empty(self.layout.slot_bytes, dtype=torch.uint8)
+        for transfer in self.layout.transfers:
+            yield self.sender.fill(transfer, buffer)
 
     def check(self) -> None:
         """The server's last folder is the base with B A added to it, each element rounded once."""
@@ -59,16 +73,16 @@ class Pair:
         wanted = {name: self.tensors[name] for name in BASE}
         base = wanted["layer.q_proj.weight"].float()
         wanted["layer.q_proj.weight"] = torch.addmm(base, b, a, alpha=SCALE).bfloat16()
-        held = load_file(self.folders[-1] / "model.safetensors")
+        held = load_file(self.folders[-1] / "model-00001.safetensors")
         assert held.keys() == BASE.keys() and all(torch.equal(held[name], wanted[name]) for name in wanted)
 
 
-def damaged(buckets: Iterator[Bucket], fault: str | None) -> Iterator[Bucket]:
-    for number, bucket in enumerate(buckets):
-        if fault == "flipped" and bucket.payload.numel():
-            bucket.payload[0] ^= 1
+def damaged(deliveries: Iterator[Delivery], fault: str | None) -> Iterator[Delivery]:
+    for number, delivery in enumerate(deliveries):
+        if fault == "flipped" and delivery.payload is not None and delivery.payload.numel():
+            delivery.payload[0] ^= 1
         if not (fault == "dropped" and number == 1):
-            yield bucket
+            yield delivery
 
 
 @pytest.fixture
@@ -78,7 +92,7 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
     pair.weights.close()
 
 
-def test_adapters_alone_come_and_the_sum_goes_on(pair):
+def test_adapters_come_alone_and_the_server_gets_the_sum(pair):
     async def main():
         await pair.weights.reconcile(pair.layout)
         first = await pair.sync(0)
@@ -95,7 +109,7 @@ def test_adapters_alone_come_and_the_sum_goes_on(pair):
 
 @pytest.mark.parametrize("alone", [False, True], ids=["full", "adapter"])
 @pytest.mark.parametrize("fault", ["flipped", "dropped"])
-def test_what_went_wrong_on_the_way_to_the_rank_ends_the_sync(pair, fault, alone):
+def test_what_went_wrong_before_the_copy_ends_the_sync(pair, fault, alone):
     async def main():
         await pair.weights.reconcile(pair.layout)
         await pair.sync(0)
@@ -114,7 +128,7 @@ def test_a_base_that_is_not_what_was_sent_once_is_named(pair):
     async def main():
         await pair.weights.reconcile(pair.layout)
         await pair.sync(0)
-        pair.weights._held.targets()["norm.weight"][3] += 1
+        pair.weights._copy.receiver.targets()["norm.weight"][3] += 1
         with pytest.raises(SyncError, match=r"version 1 is not in place(?s:.)*norm.weight"):
             await pair.sync(1, alone=True)
 

@@ -1,0 +1,171 @@
+"""One rank's part in weight syncs: what it sends of its train engine, and what its sampler receives."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshrl.cluster.executor import WorkerSpec
+from meshrl.core.device import empty_cache, wire_device
+from meshrl.core.errors import SyncInterrupted
+from meshrl.rollout.base import RolloutEngine
+from meshrl.rollout.build import takes_adapters
+from meshrl.rollout.embedded.engine import EmbeddedEngine
+from meshrl.sync.broadcast import Broadcast
+from meshrl.sync.layout import Ack, Layout
+from meshrl.sync.sender import SendReport, WeightSender
+from meshrl.sync.sockets import Sockets
+from meshrl.sync.transaction import SyncOrder, SyncState, sync_rank
+from meshrl.sync.transport import Transport
+from meshrl.train.engine import TrainEngine
+
+
+class RankSync:
+    """Build once for each rank; `set_layout` comes before the first sync, and again after other ranks were replaced."""
+
+    def __init__(
+        self, spec: WorkerSpec, device: torch.device, trainer: TrainEngine | None, sampler: RolloutEngine | None
+    ):
+        assert spec.rollout is not None, "weights are sent to samplers"
+        self._spec, self._cfg, self._device = spec, spec.rollout, device
+        self._trainer, self._sampler = trainer, sampler
+        self._layout: Layout | None = None
+        self._sender: WeightSender | None = None
+        self._transport: Transport | None = None
+        self._running: asyncio.Task[Ack | None] | None = None
+        self._cancelled = False
+
+    async def set_layout(self, layout: Layout) -> None:
+        """Compare the layout with the sampler's own parameters. Raises: UnloadedParamsError."""
+        if self._layout is None or self._layout.hash != layout.hash:
+            self.close()
+            self._layout = layout
+        if self._sampler is not None:
+            await self._sampler.reconcile(layout)
+
+    def state(self, occasion: str) -> SyncState:
+        """What this rank brings to the next sync. occasion: as in SyncOrder."""
+        version = None if self._sampler is None else self._sampler.stats().version
+        if self._trainer is None:
+            return SyncState(version=version)
+        mesh = self._trainer.mesh
+        replica = mesh["dp_replicate"].get_local_rank()
+        if replica and not self._colocated:
+            return SyncState(version=version)  # the first replica sends
+        layout = self._needed_layout()
+        shard = mesh["dp_shard"].get_local_rank()
+        if self._sender is None:
+            frozen = self._trainer.frozen() if takes_adapters(self._cfg) else frozenset()
+            self._sender = WeightSender(layout, shard, self._cfg.sync_mode == "delta", frozen)
+        if self._transport is None and not self._in_place:
+            self._transport = self._new_transport(layout, shard)
+        return SyncState(
+            sender=shard,
+            replica=replica,
+            address=None if self._transport is None else self._transport.prepare(occasion),
+            base_version=self._sender.base_version,
+            version=version,
+        )
+
+    async def sync(self, order: SyncOrder) -> tuple[Ack | None, SendReport | None]:
+        """Send, receive and prove (with a train engine, a collective).
+
+        Waits for: the other ranks. Unblocked by: `cancel`, a lost rank. Raises: SyncError; the sampler holds no version
+        then.
+        """
+        self._cancelled = False
+        self._running = asyncio.ensure_future(self._sync(order))
+        try:
+            return await self._running, None if self._sender is None else self._sender.report
+        except BaseException as error:
+            if self._transport is not None:
+                self._transport.disconnect()
+            if self._sampler is not None:
+                await self._sampler.cancel()
+            if isinstance(error, asyncio.CancelledError) and self._cancelled:
+                raise SyncInterrupted(f"rank {self._spec.rank}: the sync was cancelled") from None
+            raise
+        finally:
+            self._running = None
+
+    async def _sync(self, order: SyncOrder) -> Ack | None:
+        layout, sampler, trainer = self._needed_layout(), self._sampler, self._trainer
+        shares_device = self._colocated and self._cfg.release_memory
+        if shares_device:
+            self._give_back()
+            if sampler is not None:
+                await sampler.restore({"weights"})
+        if self._transport is None and not self._in_place:
+            self._transport = self._new_transport(layout, None)
+        if self._sender is not None and trainer is not None:
+            held = trainer.weights(merged=not takes_adapters(self._cfg)).held
+            self._sender.begin(held, changes=order.header.mode != "full")
+        targets = sampler.targets() if self._in_place and isinstance(sampler, EmbeddedEngine) else None
+        ack = await sync_rank(order, layout, self._transport, self._sender, sampler, targets)
+        if shares_device:
+            self._give_back()
+            if sampler is not None:
+                await sampler.restore({"kv_cache"})
+        if trainer is not None:
+            trainer.version = order.header.version
+        return ack
+
+    async def cancel(self) -> None:
+        """Give up the sync that is open, if there is one, so that no other rank waits for this one. The sampler holds
+        no version then."""
+        if self._running is not None:
+            self._cancelled = True
+            self._running.cancel()
+            await asyncio.wait([self._running])
+        if self._transport is not None:
+            self._transport.disconnect()
+        if self._sampler is not None:
+            await self._sampler.cancel()
+
+    def close(self) -> None:
+        """Free the buffers; nothing is under way."""
+        if self._transport is not None:
+            self._transport.close()
+        self._transport = self._sender = None
+
+    # ----
+
+    @property
+    def _colocated(self) -> bool:
+        return self._spec.num_rollout_ranks == 0
+
+    @property
+    def _in_place(self) -> bool:
+        """Whether this rank's train engine holds everything and its sampler's tensors are in this process."""
+        trainer = self._trainer
+        alone = trainer is not None and trainer.mesh["dp_shard"].size() == 1
+        return self._colocated and alone and isinstance(self._sampler, EmbeddedEngine)
+
+    def _new_transport(self, layout: Layout, sender: int | None) -> Transport:
+        """Shared memory and sockets; but broadcasts, if they are asked for, or where train ranks that sample too are on
+        several machines or hold their weights on accelerators."""
+        spec, timeout_s = self._spec, self._spec.deadline_s("sync") / 2  # an error before the rank counts as silent
+        host = "127.0.0.1" if spec.nodes == 1 else spec.address
+        shared: Any = None
+        if self._colocated:
+            assert self._trainer is not None
+            if spec.nodes > 1 or self._device.type != "cpu":
+                shared = self._trainer.mesh["dp_shard"].get_group()
+                return Broadcast(layout, sender, host, self._device, timeout_s, shared)
+        elif self._cfg.sync_transport == "broadcast":
+            return Broadcast(layout, sender, host, wire_device(self._device), timeout_s)
+        return Sockets(layout, sender, host, machine=spec.rank // spec.num_local_ranks, timeout_s=timeout_s)
+
+    def _give_back(self) -> None:
+        """Return memory that torch only caches to the device, on all ranks, for samplers may be other processes and lie
+        on the devices of several (a collective)."""
+        empty_cache(self._device)
+        dist.barrier()
+
+    def _needed_layout(self) -> Layout:
+        if self._layout is None:
+            raise ValueError(f"rank {self._spec.rank}: a sync came before set_layout")
+        return self._layout

@@ -1,0 +1,364 @@
+"""What is sent (Layout, once a run), and what each sync states about it (SyncHeader, Ack). Names, boxes and bytes only.
+
+A box is a block of one tensor: (name, offsets, shape). Every train rank lists the boxes that it holds, under the names
+that the model's files have, so sharding on any dimension or axis, replicas and tied tensors need no case of their own
+here. A transfer is what one sender sends at once: boxes of its own, packed up to a number of bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import groupby, product
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from meshrl.sync.digest import DigestKind
+
+SyncMode = Literal["full", "delta", "adapter"]
+DTYPES = {
+    name: getattr(torch, name)
+    for name in (
+        *("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"),
+        *("int64", "int32", "int16", "int8", "uint8"),
+    )
+}
+ALIGNMENT_BYTES = 16  # of each part's first byte in a transfer; the gaps are zero and have no meaning
+
+
+class TensorSpec(NamedTuple):
+    """A tensor of the layout, by its name in the model's files, in the sampler's dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.torch_dtype.itemsize
+
+
+class Box(NamedTuple):
+    """The block [offsets, offsets + shape) of a tensor."""
+
+    name: str
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+class Part(NamedTuple):
+    """A box in one transfer, from byte `at` of it on, its elements in order. first: its first element, counted in the
+    sender's box (which starts at `held`) of which it is a part."""
+
+    tensor: TensorSpec
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    at: int
+    held: tuple[int, ...]
+    first: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * self.tensor.torch_dtype.itemsize
+
+    @property
+    def end(self) -> int:
+        return self.at + self.num_bytes
+
+    def of(self, full: torch.Tensor) -> torch.Tensor:
+        """The view of the full tensor that this part fills."""
+        for dim, (start, size) in enumerate(zip(self.offsets, self.shape, strict=True)):
+            full = full.narrow(dim, start, size)
+        return full
+
+    def __str__(self) -> str:
+        if self.shape == self.tensor.shape:
+            return self.tensor.name
+        return f"{self.tensor.name}[{', '.join(f'{a}:{a + n}' for a, n in zip(self.offsets, self.shape, strict=True))}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """What one sender sends at once: at least one part. number: in the order of the layout's transfers. index: of
+    this sender's transfers."""
+
+    number: int
+    sender: int
+    index: int
+    parts: tuple[Part, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.parts[-1].end
+
+    def __str__(self) -> str:
+        names = [str(part) for part in self.parts]
+        carried = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+        return f"transfer {self.number} of sender {self.sender} ({carried})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """What a run's syncs carry, agreed on once. Made by `make_layout`.
+
+    senders: the boxes that each sender sends, in the order of the tensors; each element is sent once. tied: alias ->
+    the name that is sent for it. transfer_bytes: limit of the transfers of all senders that are under way together.
+    digest: how bytes are verified.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+    senders: tuple[tuple[Box, ...], ...]
+    tied: dict[str, str] = field(default_factory=dict)
+    transfer_bytes: int = 64 << 20
+    digest: DigestKind = "xxh3"
+
+    @cached_property
+    def by_name(self) -> dict[str, TensorSpec]:
+        return {tensor.name: tensor for tensor in self.tensors}
+
+    @cached_property
+    def windows(self) -> tuple[tuple[Transfer, ...], ...]:
+        """All transfers: in one window at most one of each sender, and the windows in the order of the tensors, so that
+        a receiver of full tensors holds at most one incomplete tensor beyond the transfers."""
+        return tuple(_windows(self))
+
+    @cached_property
+    def transfers(self) -> tuple[Transfer, ...]:
+        return tuple(transfer for window in self.windows for transfer in window)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Length of the longest transfer."""
+        return max((transfer.num_bytes for transfer in self.transfers), default=0)
+
+    @cached_property
+    def hash(self) -> str:
+        """The same in every process; both sides compare it."""
+        return hashlib.sha256(json.dumps(layout_to(self), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def make_layout(
+    tensors: Mapping[str, tuple[tuple[int, ...], str]],
+    held: Sequence[Sequence[Box]] | None = None,
+    tied: Mapping[str, str] | None = None,
+    transfer_bytes: int = 64 << 20,
+    digest: DigestKind = "xxh3",
+) -> Layout:
+    """tensors: {name: (shape, dtype)}, in the order in which they are sent. held: the boxes that each rank holds; of
+    equal ones the first rank sends. None = one sender holds everything.
+
+    Raises: ValueError for an unknown dtype, a limit below the alignment, an alias of nothing, and boxes that overlap,
+    leave a part of a tensor out, or do not lie inside it.
+    """
+    if transfer_bytes < ALIGNMENT_BYTES:
+        raise ValueError(f"transfer_bytes is {transfer_bytes}; allowed: {ALIGNMENT_BYTES} or more, best 1 MiB and up")
+    specs = {name: TensorSpec(name, tuple(shape), dtype) for name, (shape, dtype) in tensors.items()}
+    for spec in specs.values():
+        if spec.dtype not in DTYPES:
+            raise ValueError(f"{spec.name} has dtype {spec.dtype!r}, which can't be sent; known: {', '.join(DTYPES)}")
+    for alias, source in (tied or {}).items():
+        if source not in specs or alias in specs:
+            fault = "is sent itself" if alias in specs else f"is tied to {source}, which is not sent"
+            raise ValueError(f"{alias} {fault}; `tied` maps a name that is not sent to one that is")
+    if held is None:
+        held = [[Box(spec.name, (0,) * len(spec.shape), spec.shape) for spec in specs.values()]]
+    sender_of: dict[Box, int] = {}
+    for sender, boxes in enumerate(held):
+        for box in boxes:
+            if box.name not in specs:
+                raise ValueError(
+                    f"a box of {box.name} is held, which is none of the {len(specs)} tensors of the layout"
+                )
+            if math.prod(box.shape):
+                sender_of.setdefault(box, sender)
+    _require_cover(specs, set(sender_of))
+    names = _interleaved(list(specs), sender_of)
+    order = {name: number for number, name in enumerate(names)}
+    senders: list[list[Box]] = [[] for _ in held]
+    for box in sorted(sender_of, key=lambda box: (order[box.name], box.offsets)):
+        senders[sender_of[box]].append(box)
+    return Layout(
+        tensors=tuple(specs[name] for name in names),
+        senders=tuple(map(tuple, senders)),
+        tied=dict(tied or {}),
+        transfer_bytes=transfer_bytes,
+        digest=digest,
+    )
+
+
+def _interleaved(names: Sequence[str], sender_of: Mapping[Box, int]) -> list[str]:
+    """The names, but where successive tensors have one sender each, as the experts of a layer have, the senders take
+    turns: all of them then send at the same time."""
+    senders: dict[str, set[int]] = {}
+    for box, sender in sender_of.items():
+        senders.setdefault(box.name, set()).add(sender)
+    ordered: list[str] = []
+    for alone, run in groupby(names, key=lambda name: len(senders.get(name, ())) == 1):
+        turns: dict[int, int] = {}
+
+        def turn(name: str, alone: bool = alone, turns: dict[int, int] = turns) -> int:
+            sender = min(senders[name]) if alone else 0
+            turns[sender] = turns.get(sender, -1) + 1
+            return turns[sender] if alone else 0
+
+        ordered += sorted(run, key=turn)
+    return ordered
+
+
+def _require_cover(specs: Mapping[str, TensorSpec], boxes: set[Box]) -> None:
+    """Every element of every tensor lies in exactly one box. Raises: ValueError."""
+    of: dict[str, list[Box]] = {name: [] for name in specs}
+    for box in boxes:
+        of[box.name].append(box)
+    for name, own in of.items():
+        shape = specs[name].shape
+        for box in own:
+            ends = [a + n for a, n in zip(box.offsets, box.shape)]
+            if len(box.shape) != len(shape) or any(a < 0 for a in box.offsets) or any(map(int.__gt__, ends, shape)):
+                raise ValueError(f"the box {list(box.shape)} at {list(box.offsets)} is not inside {name} {list(shape)}")
+        if own and shape:
+            own.sort(key=lambda box: box.offsets)
+            for number, box in enumerate(own):
+                for other in own[number + 1 :]:
+                    if other.offsets[0] >= box.offsets[0] + box.shape[0]:
+                        break
+                    if all(a < b + m and b < a + n for a, n, b, m in zip(box[1], box[2], other[1], other[2])):
+                        raise ValueError(f"{name}: the boxes at {list(box.offsets)} and {list(other.offsets)} overlap")
+        held = sum(math.prod(box.shape) for box in own)
+        if held != math.prod(shape):
+            raise ValueError(f"{name}: the ranks hold {held} of {math.prod(shape)} elements; nothing sends the rest")
+
+
+def _windows(layout: Layout) -> Iterator[tuple[Transfer, ...]]:
+    """Boxes of each sender, cut so that none exceeds a transfer, and packed while none exceeds it."""
+    num_senders = len(layout.senders)
+    limit = max(layout.transfer_bytes // max(num_senders, 1) // ALIGNMENT_BYTES, 1) * ALIGNMENT_BYTES
+    waiting = [_cut_boxes(layout, boxes, limit) for boxes in layout.senders]
+    heads = [next(parts, None) for parts in waiting]
+    order = {tensor.name: number for number, tensor in enumerate(layout.tensors)}
+    open_parts: list[list[Part]] = [[] for _ in layout.senders]
+    counts, number = [0] * num_senders, 0
+
+    def close() -> tuple[Transfer, ...]:
+        nonlocal number
+        window = []
+        for sender, parts in enumerate(open_parts):
+            if parts:
+                window.append(Transfer(number, sender, counts[sender], tuple(parts)))
+                counts[sender] += 1
+                number += 1
+                open_parts[sender] = []
+        return tuple(window)
+
+    while True:
+        upcoming = [order[head.tensor.name] for head in heads if head is not None]
+        if not upcoming:
+            break
+        tensor = min(upcoming)
+        for sender, head in enumerate(heads):
+            if head is None or order[head.tensor.name] != tensor:
+                continue
+            at = aligned(open_parts[sender][-1].end) if open_parts[sender] else 0
+            if open_parts[sender] and at + head.num_bytes > limit:
+                yield close()
+                at = 0
+            open_parts[sender].append(head._replace(at=at))
+            heads[sender] = next(waiting[sender], None)
+    if any(open_parts):
+        yield close()
+
+
+def _cut_boxes(layout: Layout, boxes: Sequence[Box], limit: int) -> Iterator[Part]:
+    """Parts of at most `limit` bytes each, in order; `at` is still to be set."""
+    for box in boxes:
+        tensor = layout.by_name[box.name]
+        most = max(limit // tensor.torch_dtype.itemsize, 1)
+        dim, inner = len(box.shape), 1  # everything from dim on fits together
+        while dim and inner * box.shape[dim - 1] <= most:
+            dim, inner = dim - 1, inner * box.shape[dim - 1]
+        if dim == 0:
+            yield Part(tensor, box.offsets, box.shape, 0, box.offsets, 0)
+            continue
+        rows, step, first = box.shape[dim - 1], max(most // inner, 1), 0
+        for outer in product(*map(range, box.shape[: dim - 1])):
+            for low in range(0, rows, step):
+                shape = (1,) * len(outer) + (min(step, rows - low), *box.shape[dim:])
+                start = tuple(a + b for a, b in zip(box.offsets, (*outer, low)))
+                yield Part(tensor, (*start, *box.offsets[dim:]), shape, 0, box.offsets, first)
+                first += math.prod(shape)
+
+
+def aligned(num_bytes: int) -> int:
+    """Rounded up to where the next part may begin."""
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def layout_to(layout: Layout) -> dict[str, Any]:
+    """The layout as JSON."""
+    return {
+        "tensors": [list(tensor) for tensor in layout.tensors],
+        "senders": [[list(box) for box in boxes] for boxes in layout.senders],
+        "tied": layout.tied,
+        "transfer_bytes": layout.transfer_bytes,
+        "digest": layout.digest,
+    }
+
+
+def layout_from(message: dict[str, Any]) -> Layout:
+    tensors = tuple(TensorSpec(name, tuple(shape), dtype) for name, shape, dtype in message["tensors"])
+    senders = tuple(
+        tuple(Box(name, tuple(offsets), tuple(shape)) for name, offsets, shape in boxes) for boxes in message["senders"]
+    )
+    return Layout(**{**message, "tensors": tensors, "senders": senders})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SyncHeader:
+    """Each sync: version (rises with every sync), base_version (None = mode full) and the layout it belongs to."""
+
+    version: int
+    base_version: int | None = None
+    mode: SyncMode = "full"
+    layout_hash: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ack:
+    """The receiver's answer: which proofs held. A proof that failed is a SyncError, never an Ack.
+
+    wire: every box arrived with the digest that it was sent with. resident: the parameters that the engine computes
+    with, read back, have the trainer's digests; None = the engine can't read back. num_bytes: received. num_changed:
+    tensors whose digest is another than at the last commit; None where there was none to compare with.
+    num_changed_elements: elements that differ from the version before, where the senders compared them (delta).
+    extra_bytes: memory of this sync, and what is stored for the next one, all senders together.
+    seconds: of the slowest rank in each stage: "cast" (into the sampler's dtype and the transfer, and the search for
+    changes), "load" (bytes into place), "verify" (digests), "wait" (for other ranks and their bytes).
+    """
+
+    version: int
+    receiver: str
+    wire: bool
+    resident: bool | None
+    num_bytes: int
+    num_tensors: int
+    num_changed: int | None = None
+    num_changed_elements: int | None = None
+    extra_bytes: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)

@@ -1,0 +1,117 @@
+"""Slots of shared memory, which processes of one machine map: no weight is pickled, and all read the same bytes.
+
+A segment is mapped by hand rather than with multiprocessing.shared_memory.SharedMemory, for three reasons: up to
+Python 3.12 attaching registers the segment with the attaching process's resource tracker, which unlinks it before its
+owner when that process ends; SharedMemory.close() fails while a tensor still looks at the memory; and a segment larger
+than /dev/shm is only noticed as a bus error in the middle of a write.
+"""
+
+from __future__ import annotations
+
+import _posixshmem
+import mmap
+import os
+from multiprocessing import resource_tracker
+from typing import Self
+
+import numpy as np
+import torch
+
+from meshrl.core.errors import SyncError
+from meshrl.process.leases import new_name, take_lease
+from meshrl.sync.delivery import Place
+
+
+class SharedRing:
+    """The sender's end: owns a segment of num_slots buffers and unlinks it. A context manager.
+
+    slots: uint8[slot_bytes] each. Extra memory of a sync: num_slots * slot_bytes, once for all receivers.
+    After a SIGKILL of this process its resource tracker unlinks the segment; after one of both, the next run's sweep.
+    Raises: SyncError when the machine's shared memory is too small.
+    """
+
+    def __init__(self, num_slots: int, slot_bytes: int):
+        self.num_slots, self.slot_bytes = num_slots, slot_bytes
+        self.slots: list[torch.Tensor] = []
+        self.name, fd = _new_segment()
+        self._linked = True
+        resource_tracker.register(_path(self.name), "shared_memory")
+        try:
+            self.slots = _map(fd, num_slots, slot_bytes, reserve=True)
+        except OSError as error:
+            self.close()
+            raise SyncError(
+                f"{num_slots} slots of {slot_bytes} bytes of shared memory could not be had ({error}); make "
+                "rollout.sync_bucket_bytes smaller, or /dev/shm larger (a container: --shm-size)"
+            ) from error
+        finally:
+            os.close(fd)  # the mapping has a copy, which holds the segment for as long as there are slots
+
+    def place(self, slot: int) -> Place:
+        """How another process of this machine finds the slot."""
+        return Place(ring=self.name, num_slots=self.num_slots, slot_bytes=self.slot_bytes, slot=slot)
+
+    def close(self) -> None:
+        """Unlink the segment; safe to call twice. The memory goes when the last tensor that looks at it does."""
+        self.slots = []
+        if self._linked:
+            self._linked = False
+            _posixshmem.shm_unlink(_path(self.name))
+            resource_tracker.unregister(_path(self.name), "shared_memory")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class SharedRingView:
+    """A receiver's end: looks at the sender's segment, never unlinks it."""
+
+    def __init__(self, name: str, num_slots: int, slot_bytes: int):
+        """Raises: FileNotFoundError when the sender has closed the ring."""
+        self.name, self.num_slots, self.slot_bytes = name, num_slots, slot_bytes
+        fd = _posixshmem.shm_open(_path(name), os.O_RDWR, mode=0o600)
+        try:
+            self._slots = _map(fd, num_slots, slot_bytes, reserve=False)
+        finally:
+            os.close(fd)
+
+    def slot(self, index: int) -> torch.Tensor:
+        """uint8[slot_bytes]: the memory of a slot."""
+        return self._slots[index]
+
+    def place(self, slot: int) -> Place:
+        """How another process of this machine finds the slot."""
+        return Place(ring=self.name, num_slots=self.num_slots, slot_bytes=self.slot_bytes, slot=slot)
+
+    def close(self) -> None:
+        """Let go of the segment; the memory is unmapped when no payload looks at it any more."""
+        self._slots = []
+
+
+def _path(name: str) -> str:
+    return f"/{name}"
+
+
+def _new_segment() -> tuple[str, int]:
+    """(name, descriptor) of an empty one, held by this process."""
+    while True:
+        name = new_name()
+        fd = _posixshmem.shm_open(_path(name), os.O_RDWR | os.O_CREAT | os.O_EXCL, mode=0o600)
+        if take_lease(fd):
+            return name, fd
+        os.close(fd)
+
+
+def _map(fd: int, num_slots: int, slot_bytes: int, reserve: bool) -> list[torch.Tensor]:
+    """The slots as tensors. Each keeps the mapping alive through its array, so none can outlive its memory."""
+    stride = -(-slot_bytes // 64) * 64  # a slot starts on a cache line, and on a word for the digest
+    size = max(1, num_slots * stride)
+    if reserve and hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(fd, 0, size)  # takes the pages now: a full /dev/shm is an error here, a bus error later
+    elif reserve:
+        os.ftruncate(fd, size)
+    whole = torch.from_numpy(np.frombuffer(mmap.mmap(fd, size), dtype=np.uint8))
+    return [whole[slot * stride : slot * stride + slot_bytes] for slot in range(num_slots)]

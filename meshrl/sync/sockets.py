@@ -1,0 +1,252 @@
+"""Transfers over sockets: each receiver has one connection to each sender. On one machine the bytes stay in the
+sender's shared memory, and the connection carries digests and turns; to another machine it carries the bytes, too.
+
+A sender fills a slot again when every receiver has answered that it has taken what was there. A blocked put or get ends
+when its task is cancelled, when either side closes the connection, or after a time limit, so that a rank that waits for
+one that hangs fails before it counts as silent itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import secrets
+import socket
+import struct
+from collections.abc import Coroutine, Mapping
+from typing import Any
+
+import torch
+
+from meshrl.core.errors import SyncError, SyncInterrupted
+from meshrl.sync.delivery import Delivery, Place, delivery_from
+from meshrl.sync.layout import Layout, Transfer
+from meshrl.sync.shared_memory import SharedRing, SharedRingView
+from meshrl.sync.transport import NUM_SLOTS, Address
+
+_HELLO = struct.Struct("<64s64s?")  # token, occasion, whether the receiver reads the shared memory itself
+_HEAD = struct.Struct("<QQ")  # bytes of the facts, bytes of the payload that follow on the connection
+_HELLO_S = 20.0
+
+
+class Sockets:
+    """One rank's end, of what it sends, of what it receives, or of both."""
+
+    def __init__(self, layout: Layout, sender: int | None, host: str, machine: int, timeout_s: float = 600.0):
+        """sender: this rank's number among the senders; None = it only receives. host: the address under which other
+        ranks reach this machine. machine: ranks of one number share memory. timeout_s: of each wait for another rank.
+        Raises: SyncError without shared memory."""
+        self._layout, self._machine, self._timeout_s = layout, machine, timeout_s
+        self._occasion = ""
+        self._ring: SharedRing | None = None
+        self._listening: socket.socket | None = None
+        self._address: Address | None = None
+        self._receivers: list[tuple[socket.socket, bool]] = []  # and whether each reads the shared memory itself
+        self._not_taken = [False] * NUM_SLOTS
+        self._senders: dict[int, tuple[socket.socket, SharedRingView | None]] = {}
+        self._buffer: torch.Tensor | None = None  # for what other machines send
+        if sender is not None:
+            self._ring = SharedRing(NUM_SLOTS, layout.slot_bytes)
+            self._listening = _listen()
+            self._token = secrets.token_hex(32)
+            port = self._listening.getsockname()[1]
+            self._address = Address(host=host, port=port, token=self._token, ring=self._ring.name, machine=machine)
+
+    @property
+    def collective(self) -> bool:
+        """False: each sender reaches its receivers alone."""
+        return False
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the slots."""
+        return 0 if self._ring is None else NUM_SLOTS * self._ring.slot_bytes
+
+    def prepare(self, occasion: str) -> Address | None:
+        """Where receivers find this rank in the next sync."""
+        return self._address
+
+    async def connect(self, occasion: str, senders: Mapping[int, Address], number: int, num_receivers: int) -> None:
+        """Have a connection to each of the senders, and one from each of the receivers. The same occasion keeps those
+        that there are. Waits for: the other ranks. Raises: SyncError when a sender can't be reached."""
+        if occasion == self._occasion:
+            return
+        self.disconnect()
+        sends = self._listening is not None
+        accepting = asyncio.ensure_future(self._accept(occasion, num_receivers if sends else 0))
+        try:
+            for sender, address in senders.items():
+                self._senders[sender] = await self._join(occasion, address)
+            await asyncio.wait_for(accepting, self._timeout_s)
+        except TimeoutError as error:
+            raise SyncInterrupted(
+                f"{len(self._receivers)} of {num_receivers} receivers of weights connected within {self._timeout_s:g} s"
+            ) from error
+        finally:
+            accepting.cancel()
+        self._occasion = occasion
+
+    async def buffer(self, transfer: Transfer) -> torch.Tensor:
+        """The slot for a transfer of this rank, once every receiver has taken what was in it. Raises: SyncError."""
+        assert self._ring is not None
+        slot = transfer.index % NUM_SLOTS
+        if self._not_taken[slot]:
+            await self._all(transfer, [_read(sock, bytearray(1)) for sock, _ in self._receivers])
+            self._not_taken[slot] = False
+        return self._ring.slots[slot]
+
+    async def put(self, delivery: Delivery) -> None:
+        """Announce a transfer that is in its slot, and send it to receivers on other machines. Raises: SyncError."""
+        facts, payload = delivery.facts(), delivery.payload
+        assert payload is not None
+        raw = payload.numpy().data
+        loop = asyncio.get_running_loop()
+
+        async def send(sock: socket.socket, shares: bool) -> None:
+            await loop.sock_sendall(sock, _HEAD.pack(len(facts), 0 if shares else len(raw)) + facts)
+            if not shares:
+                await loop.sock_sendall(sock, raw)
+
+        await self._all(delivery.transfer, [send(sock, shares) for sock, shares in self._receivers])
+        self._not_taken[delivery.transfer.index % NUM_SLOTS] = bool(self._receivers)
+
+    async def get(self, transfer: Transfer) -> Delivery:
+        """Wait for a transfer of another rank; valid until `taken`. Raises: SyncError."""
+        sock, view = self._senders[transfer.sender]
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                facts_bytes, payload_bytes = _HEAD.unpack(await _read(sock, bytearray(_HEAD.size)))
+                if facts_bytes > 1 << 26 or payload_bytes > self._layout.slot_bytes:
+                    raise SyncError(f"{transfer}: its sender announces {facts_bytes} and {payload_bytes} bytes")
+                facts = bytes(await _read(sock, bytearray(facts_bytes)))
+                if view is not None:
+                    slot = transfer.index % NUM_SLOTS
+                    return delivery_from(transfer, facts, view.slot(slot), view.place(slot))
+                if self._buffer is None:
+                    self._buffer = torch.empty(self._layout.slot_bytes, dtype=torch.uint8)
+                await _read(sock, self._buffer.numpy().data[:payload_bytes])
+                return delivery_from(transfer, facts, self._buffer)
+        except OSError as error:
+            raise SyncInterrupted(f"{transfer} did not arrive from its sender: {self._why(error)}") from error
+
+    async def taken(self, delivery: Delivery) -> None:
+        """Give the slot of a transfer of another rank back. A sender that has disconnected meanwhile needs no answer;
+        what is still to come from it fails in `get`."""
+        sock, _ = self._senders[delivery.transfer.sender]
+        with contextlib.suppress(OSError):
+            await asyncio.get_running_loop().sock_sendall(sock, b"t")
+
+    def place(self, transfer: Transfer) -> Place | None:
+        """Where a transfer of this rank lies."""
+        return None if self._ring is None else self._ring.place(transfer.index % NUM_SLOTS)
+
+    def disconnect(self) -> None:
+        """End all connections, which ends whatever waits at their other ends."""
+        self._occasion, self._not_taken = "", [False] * NUM_SLOTS
+        for sock, _ in [*self._receivers, *self._senders.values()]:
+            sock.close()
+        for _, view in self._senders.values():
+            if view is not None:
+                view.close()
+        self._receivers, self._senders = [], {}
+
+    def close(self) -> None:
+        self.disconnect()
+        if self._listening is not None:
+            self._listening.close()
+        if self._ring is not None:
+            self._ring.close()
+
+    # ---- connections
+
+    async def _accept(self, occasion: str, num_receivers: int) -> None:
+        """Wait until so many receivers that know the token have connected for this occasion."""
+        loop, greetings = asyncio.get_running_loop(), set[asyncio.Task[None]]()
+        accepting: asyncio.Task[tuple[socket.socket, Any]] | None = None
+        try:
+            while len(self._receivers) < num_receivers:
+                assert self._listening is not None
+                accepting = accepting or loop.create_task(loop.sock_accept(self._listening))
+                done, _ = await asyncio.wait({accepting, *greetings}, return_when=asyncio.FIRST_COMPLETED)
+                if accepting in done:
+                    greetings.add(loop.create_task(self._greet(accepting.result()[0], occasion)))
+                    accepting = None
+                greetings -= done
+        finally:
+            for task in [*greetings, *([accepting] if accepting else [])]:
+                task.cancel()
+
+    async def _greet(self, sock: socket.socket, occasion: str) -> None:
+        """Add a receiver that knows the token; others are disconnected without an answer."""
+        try:
+            async with asyncio.timeout(_HELLO_S):
+                token, theirs, shares = _HELLO.unpack(await _read(sock, bytearray(_HELLO.size)))
+        except (OSError, TimeoutError):
+            sock.close()
+            return
+        if hmac.compare_digest(token, self._token.encode()) and theirs == _padded(occasion):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._receivers.append((sock, shares))
+        else:
+            sock.close()
+
+    async def _join(self, occasion: str, address: Address) -> tuple[socket.socket, SharedRingView | None]:
+        shares = address.machine == self._machine
+        try:
+            found = await asyncio.get_running_loop().getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+            family, kind, protocol, _, where = found[0]
+            sock = socket.socket(family, kind, protocol)
+            sock.setblocking(False)
+            async with asyncio.timeout(_HELLO_S):
+                await asyncio.get_running_loop().sock_connect(sock, where)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            hello = _HELLO.pack(address.token.encode(), _padded(occasion), shares)
+            await asyncio.get_running_loop().sock_sendall(sock, hello)
+            view = SharedRingView(address.ring, NUM_SLOTS, self._layout.slot_bytes) if shares else None
+        except (OSError, TimeoutError) as error:
+            where_ = f"{address.host}:{address.port}"
+            raise SyncInterrupted(
+                f"the sender of weights at {where_} can't be reached: {str(error) or 'timeout'}"
+            ) from error
+        return sock, view
+
+    async def _all(self, transfer: Transfer, calls: list[Coroutine[Any, Any, Any]]) -> None:
+        """Wait for all calls; the first that fails cancels the others, so that nothing uses a socket that is closed."""
+        try:
+            async with asyncio.timeout(self._timeout_s), asyncio.TaskGroup() as group:
+                for call in calls:
+                    group.create_task(call)
+        except (BaseExceptionGroup, TimeoutError) as errors:
+            error = errors.exceptions[0] if isinstance(errors, BaseExceptionGroup) else errors
+            if not isinstance(error, OSError):
+                raise error from None
+            raise SyncInterrupted(f"{transfer} could not be sent to a receiver: {self._why(error)}") from error
+
+    def _why(self, error: OSError) -> str:
+        """The error's text; that of a time limit has none."""
+        return f"not within {self._timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
+
+
+def _listen() -> socket.socket:
+    """Any free port of all interfaces, IPv4 and IPv6: a machine may know itself by another address than others do."""
+    if socket.has_dualstack_ipv6():
+        listening = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+    else:
+        listening = socket.create_server(("", 0), backlog=1024)
+    listening.setblocking(False)
+    return listening
+
+
+def _padded(occasion: str) -> bytes:
+    return occasion.encode()[:64].ljust(64, b"\0")
+
+
+async def _read(sock: socket.socket, into: bytearray | memoryview) -> bytearray | memoryview:
+    view, got, loop = memoryview(into), 0, asyncio.get_running_loop()
+    while got < len(view):
+        count = await loop.sock_recv_into(sock, view[got:])
+        if count == 0:
+            raise ConnectionError("the other side has closed the connection")
+        got += count
+    return into

@@ -1,0 +1,259 @@
+"""Weight syncs of small tensors: boxes of any partition, train ranks that send them, samplers that receive them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import product
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from meshrl.parallel.boxes import held_ranges
+from meshrl.sync.delivery import Delivery
+from meshrl.sync.digest import DigestKind
+from meshrl.sync.layout import Ack, Box, Layout, SyncHeader, SyncMode, make_layout
+from meshrl.sync.receiver import Receiver
+from meshrl.sync.sender import BlockElements, Held, SendReport, WeightSender
+from meshrl.sync.transaction import SyncOrder, SyncState, make_header, sync_rank, with_reports
+from meshrl.sync.transport import Transport
+
+Tensors = Mapping[str, torch.Tensor]
+SHAPES: dict[str, tuple[int, ...]] = {  # odd sizes, no elements in the middle and at the end, equal shapes, a scalar
+    "embed.weight": (37, 6),
+    "q_proj.weight": (12, 4),
+    "k_proj.weight": (12, 4),
+    "empty": (0, 4),
+    "experts": (3, 8, 6),
+    "scale": (),
+    "big.weight": (150, 33),
+    "norm.weight": (7,),
+    "last.empty": (3, 0),
+}
+TIED = {"lm_head.weight": "embed.weight"}
+MESHES: dict[str, tuple[tuple[int, ...], list[Placement]]] = {  # sizes of the mesh, a placement for each axis
+    "one rank": ((1,), [Shard(0)]),
+    "rows": ((3,), [Shard(0)]),
+    "columns": ((2,), [Shard(1)]),
+    "2 x 2": ((2, 2), [Shard(0), Shard(1)]),
+    "3 x 2": ((3, 2), [Shard(0), Shard(1)]),
+    "4 x 2": ((4, 2), [Shard(1), Shard(0)]),
+    "fused": ((2,), [_StridedShard(0, split_factor=2)]),
+    "fused, by columns too": ((3, 2), [Shard(1), _StridedShard(0, split_factor=2)]),
+    "replicas": ((2, 2), [Replicate(), Shard(0)]),
+}
+
+
+def weights_of(seed: int = 0) -> dict[str, torch.Tensor]:
+    """fp32 masters."""
+    torch.manual_seed(seed)
+    return {name: torch.randn(shape) for name, shape in SHAPES.items()}
+
+
+def trained(weights: Tensors, seed: int, share: float = 0.05) -> dict[str, torch.Tensor]:
+    """A few elements have moved by more than bf16 rounds."""
+    numbers = torch.Generator().manual_seed(seed)
+    moved = {name: torch.rand(t.shape, generator=numbers) < share for name, t in weights.items()}
+    return {name: torch.where(moved[name], t + 0.5, t) for name, t in weights.items()}
+
+
+def boxes_on(mesh: str, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> list[list[Box]]:
+    """What each rank of a row of MESHES holds; a tensor without the dim that an axis cuts is replicated along it."""
+    sizes, placements = MESHES[mesh]
+    ranks = []
+    for coordinate in product(*map(range, sizes)):
+        own = []
+        for name, shape in shapes.items():
+            fitting = [p if p.is_replicate() or p.dim < len(shape) else Replicate() for p in placements]  # type: ignore[attr-defined]
+            for ranges in product(*held_ranges(shape, fitting, sizes, coordinate)):
+                own.append(Box(name, tuple(a for a, _ in ranges), tuple(b - a for a, b in ranges)))
+        ranks.append(own)
+    return ranks
+
+
+def layout_on(
+    mesh: str = "one rank", transfer_bytes: int = 4096, digest: DigestKind = "xxh3", dtype: str = "bfloat16"
+) -> Layout:
+    specs = {name: (shape, dtype) for name, shape in SHAPES.items()}
+    return make_layout(specs, boxes_on(mesh), TIED, transfer_bytes, digest)
+
+
+def held_of(weights: Tensors, boxes: Iterable[Box]) -> dict[str, list[Held]]:
+    """Views of the full tensors."""
+    held: dict[str, list[Held]] = {name: [] for name in weights}
+    for box in boxes:
+        view = weights[box.name]
+        for dim, (start, size) in enumerate(zip(box.offsets, box.shape, strict=True)):
+            view = view.narrow(dim, start, size)
+        held[box.name].append(Held(box.offsets, box.shape, BlockElements(view)))
+    return held
+
+
+class Trainer:
+    """The senders of a layout."""
+
+    def __init__(self, layout: Layout, keep_base: bool = True, frozen: frozenset[str] = frozenset()):
+        self.layout = layout
+        self.senders = [WeightSender(layout, s, keep_base, frozen) for s in range(len(layout.senders))]
+
+    def deliveries(self, weights: Tensors, version: int = 0, changes: bool = False) -> Iterator[Delivery]:
+        """All transfers in order, each in memory of its own that held something else before."""
+        for sender, boxes in zip(self.senders, self.layout.senders, strict=True):
+            sender.begin(held_of(weights, boxes), changes)
+        for transfer in self.layout.transfers:
+            buffer = torch.full((self.layout.slot_bytes,), 99, dtype=torch.uint8)
+            yield self.senders[transfer.sender].fill(transfer, buffer)
+        for sender in self.senders:
+            sender.finish(version)
+
+    @property
+    def reports(self) -> list[SendReport]:
+        return [sender.report for sender in self.senders]
+
+
+class Sampler:
+    """A receiver with parameters of its own, read back by name; the tied head reads the embedding's memory."""
+
+    def __init__(self, layout: Layout, name: str = "sampler", reads_back: bool = True):
+        self.params = {t.name: torch.full(t.shape, 3, dtype=t.torch_dtype) for t in layout.tensors}
+        self.head = self.params["embed.weight"]
+        self.receiver = Receiver(layout, lambda: self.params, name)
+        self.reads_back = reads_back
+
+    def read_back(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self.params.items()
+        yield "lm_head.weight", self.head
+
+    async def reconcile(self, layout: Layout) -> None:
+        raise NotImplementedError
+
+    async def begin(self, header: SyncHeader) -> None:
+        self.receiver.begin(header)
+
+    async def receive(self, delivery: Delivery) -> None:
+        self.receiver.receive(delivery)
+
+    async def commit(self) -> Ack:
+        return self.receiver.commit(self.read_back if self.reads_back else None)
+
+    async def cancel(self) -> None:
+        self.receiver.cancel()
+
+    def stats(self) -> SyncState:
+        """With the version in place, as a rollout engine states it."""
+        return SyncState(version=self.receiver.version)
+
+    def holds(self, weights: Tensors) -> bool:
+        return all(torch.equal(self.params[name], t.to(self.params[name].dtype)) for name, t in weights.items())
+
+
+def header_of(layout: Layout, version: int, base: int | None = None, mode: SyncMode = "delta") -> SyncHeader:
+    """mode: where there is a base version."""
+    return SyncHeader(
+        version=version, base_version=base, mode="full" if base is None else mode, layout_hash=layout.hash
+    )
+
+
+Mangle = Callable[[Iterator[Delivery]], Iterable[Delivery]]
+
+
+def sync(
+    trainer: Trainer,
+    sampler: Any,
+    weights: Tensors,
+    version: int = 0,
+    base: int | None = None,
+    mangle: Mangle = lambda deliveries: deliveries,
+) -> Ack:
+    """A sync of everything or, with a base version, of what has changed; what is sent passes through `mangle`."""
+
+    async def run() -> Ack:
+        await sampler.begin(header_of(trainer.layout, version, base))
+        for delivery in mangle(trainer.deliveries(weights, version, base is not None)):
+            await sampler.receive(delivery)
+        ack: Ack = await sampler.commit()
+        return ack
+
+    return asyncio.run(run())
+
+
+def linked(
+    mesh: str = "rows", transfer_bytes: int = 4096, digest: DigestKind = "xxh3", **changes: Any
+) -> tuple[Trainer, Sampler]:
+    """A trainer and a sampler of the same layout."""
+    layout = layout_on(mesh, transfer_bytes, digest)
+    return Trainer(layout, **changes), Sampler(layout)
+
+
+# ---- several ranks
+
+
+class Rank:
+    """One rank of a sync: it sends, receives, or both. engine: a Sampler or a rollout engine."""
+
+    def __init__(self, layout: Layout, transport: Transport, sender: WeightSender | None = None, engine: Any = None):
+        self.layout, self.transport, self.sender, self.engine = layout, transport, sender, engine
+
+    def state(self, occasion: str) -> SyncState:
+        version = None if self.engine is None else self.engine.stats().version
+        if self.sender is None:
+            return SyncState(version=version)
+        address = self.transport.prepare(occasion)
+        base = self.sender.base_version
+        return SyncState(sender=self.sender.sender, address=address, base_version=base, version=version)
+
+    async def sync(self, order: SyncOrder, weights: Tensors) -> Ack | None:
+        """As `RankSync.sync`: what fails leaves nothing that waits, and no version."""
+        try:
+            if self.sender is not None:
+                held = held_of(weights, self.layout.senders[self.sender.sender])
+                self.sender.begin(held, changes=order.header.mode != "full")
+            return await sync_rank(order, self.layout, self.transport, self.sender, self.engine)
+        except BaseException:
+            self.transport.disconnect()
+            if self.engine is not None:
+                await self.engine.cancel()
+            raise
+
+
+async def sync_ranks(ranks: Sequence[Rank], weights: Tensors, version: int, occasion: str = "first") -> list[Ack]:
+    """A sync of all ranks, of changes alone if all hold the same version. The first that fails has all others
+    cancelled, as `cluster.groups` does."""
+    states = [rank.state(occasion) for rank in ranks]
+    header = make_header(ranks[0].layout, version, states, "delta")
+    samplers = [rank for rank in ranks if rank.engine is not None]
+    tasks, failures = [], list[Exception]()
+
+    async def run(rank: Rank, order: SyncOrder) -> Ack | None:
+        try:
+            return await rank.sync(order, weights)
+        except Exception as error:
+            failures.append(error)
+            raise
+
+    for rank in ranks:
+        peers = {s.sender: s.address for other, s in zip(ranks, states) if other is not rank and s.sender is not None}
+        order = SyncOrder(
+            header=header,
+            occasion=occasion,
+            senders={sender: address for sender, address in peers.items() if address} if rank in samplers else {},
+            number=samplers.index(rank) if rank in samplers else 0,
+            num_receivers=len(samplers) - (rank.sender is not None and rank in samplers),
+        )
+        tasks.append(asyncio.ensure_future(run(rank, order)))
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    if failures:
+        for rank in ranks:
+            rank.transport.disconnect()
+            if rank.engine is not None:
+                await rank.engine.cancel()
+        raise failures[0]
+    acks = [ack for task in tasks if (ack := task.result()) is not None]
+    return with_reports(acks, [rank.sender.report for rank in ranks if rank.sender is not None], header)

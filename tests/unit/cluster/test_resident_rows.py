@@ -1,0 +1,68 @@
+"""Samples are sent to a rank once; later commands bring only what has changed, and the rank sees the same samples."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+from tiny_samples import random_samples
+
+from meshrl.cluster.resident import ResidentRows, RowsMessage, SentRows
+from meshrl.config.train import TrainMeshConfig
+from meshrl.parallel.mesh import data_index, num_peers
+from meshrl.train.plan import make_plan
+
+LENGTHS = [12, 3, 40, 7, 9]
+
+
+def test_a_rank_sees_every_field_that_was_filled_in_after_the_first_command():
+    samples = random_samples(0, LENGTHS)
+    plan = make_plan(LENGTHS, 2, 64)
+    sent, ranks = SentRows(), [ResidentRows(), ResidentRows()]
+
+    def exchange() -> list[int]:
+        messages = [pickle.dumps(message) for message in sent.messages(samples, plan)]
+        for index, (rank, message) in enumerate(zip(ranks, messages, strict=True)):
+            rows = rank.take(pickle.loads(message))
+            assert sorted(rows) == sorted(plan.rows(index))
+            for i, row in rows.items():
+                for name in ("tokens", "mask", "ref_logprobs", "advantages", "loss_weight"):
+                    np.testing.assert_array_equal(getattr(row, name), getattr(samples[i], name))
+        return [len(message) for message in messages]
+
+    first = exchange()
+    for sample in samples:
+        sample.ref_logprobs = np.full(len(sample), -1.5, np.float32)
+    samples[2].advantages = np.ones(40, np.float32)
+    second = exchange()
+    assert all(later < before for later, before in zip(second, first, strict=True))
+    (unchanged,) = {len(message.changed) for message in sent.messages(samples, plan)}
+    assert unchanged == 0
+
+
+def test_another_plan_or_a_failure_sends_the_samples_in_full():
+    samples = random_samples(0, LENGTHS)
+    plan, sent = make_plan(LENGTHS, 2, 64), SentRows()
+    sent.messages(samples, plan)
+    assert all(message.samples is None for message in sent.messages(samples, plan))
+    assert all(message.samples for message in sent.messages(samples, copy.copy(plan)))
+    sent.forget()
+    assert all(message.samples for message in sent.messages(samples, plan))
+
+
+def test_a_rank_without_the_samples_says_so():
+    plan = make_plan(LENGTHS, 1, 64)
+    with pytest.raises(ValueError, match=f"no samples of plan {plan.hash}"):
+        ResidentRows().take(RowsMessage(plan=plan))
+
+
+@pytest.mark.parametrize(("ulysses", "tp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_peers_have_one_data_index(ulysses: int, tp: int):
+    """The mesh is dp_replicate x dp_shard x ulysses x tp, so neighbours in the last two work on the same samples."""
+    cfg = TrainMeshConfig(ulysses=ulysses, tp=tp)
+    indices = np.arange(2 * ulysses * tp).reshape(2, ulysses, tp)
+    for place in np.ndindex(indices.shape):
+        assert data_index(cfg, int(indices[place])) == place[0]
+    assert num_peers(cfg) == ulysses * tp

@@ -1,0 +1,116 @@
+"""Full tensors put together from transfers in a process that holds no model: of one sender, and of two that hold rows
+and columns of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_sync import Trainer
+
+from meshrl.core.errors import SyncError
+from meshrl.rollout.foreign.assembly import Assembly
+from meshrl.sync.delivery import Delivery, delivery_read, delivery_to
+from meshrl.sync.layout import Box, Layout, SyncHeader, layout_from, layout_to, make_layout
+from meshrl.sync.shared_memory import SharedRing
+
+SHAPES = {"a": (7, 5), "b": (3,), "empty": (0, 4), "c": (40, 3), "d": (2, 2)}
+BY_TWO = [
+    [Box("a", (0, 0), (7, 2)), Box("b", (0,), (3,)), Box("c", (0, 0), (23, 3)), Box("d", (0, 0), (1, 2))],
+    [Box("a", (0, 2), (7, 3)), Box("c", (23, 0), (17, 3)), Box("d", (1, 0), (1, 2))],
+]
+LAYOUTS = {
+    "one sender": make_layout({name: (shape, "float32") for name, shape in SHAPES.items()}, None, {}, 128),
+    "two senders": make_layout({name: (shape, "float32") for name, shape in SHAPES.items()}, BY_TWO, {}, 256),
+}
+WEIGHTS = {name: torch.randn(shape, generator=torch.Generator().manual_seed(1)) for name, shape in SHAPES.items()}
+
+layouts = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+
+
+@pytest.fixture
+def ring() -> Iterator[SharedRing]:
+    ring = SharedRing(1, 256)
+    yield ring
+    ring.close()
+
+
+def transfers_of(layout: Layout, weights: dict[str, torch.Tensor]) -> Iterator[Delivery]:
+    return Trainer(layout, keep_base=False).deliveries(weights)
+
+
+def assembly_of(layout: Layout) -> Assembly:
+    return Assembly(layout, SyncHeader(version=1, layout_hash=layout.hash), "w")
+
+
+def taken(assembly: Assembly, ring: SharedRing, delivery: Delivery) -> dict[str, torch.Tensor]:
+    """The tensors that a transfer completes, which lies in shared memory and is announced as JSON."""
+    assert delivery.payload is not None
+    ring.slots[0][: delivery.num_bytes].copy_(delivery.payload)
+    message = json.loads(json.dumps(delivery_to(delivery, ring.place(0))))
+    found = {spec.name: tensor for spec, tensor in assembly.take(message)}
+    ring.slots[0].fill_(255)  # the sender fills it again
+    return found
+
+
+@layouts
+def test_tensors_come_out_as_they_went_in_and_outlive_their_transfers(layout, ring):
+    assembly, found = assembly_of(layout), {}
+    for delivery in transfers_of(layout, WEIGHTS):
+        found |= taken(assembly, ring, delivery)
+    found |= {spec.name: tensor for spec, tensor in assembly.finish()}
+    assert found.keys() == WEIGHTS.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in WEIGHTS.items())
+
+
+@layouts
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("dropped", "incomplete"),
+        ("twice", "was received; expected"),
+        ("late", "was received; expected"),
+        ("bit", "digest"),
+    ],
+)
+def test_a_list_of_transfers_with_a_fault_is_refused(layout, ring, fault, words):
+    """P15"""
+    assembly, deliveries = assembly_of(layout), list(transfers_of(layout, WEIGHTS))
+    if fault == "dropped":
+        deliveries.pop()
+    elif fault == "twice":
+        deliveries.insert(1, deliveries[0])
+    elif fault == "late":
+        deliveries = deliveries[2:]
+    else:
+        deliveries[1].payload[3] ^= 1
+    with pytest.raises(SyncError, match=words):
+        for delivery in deliveries:
+            taken(assembly, ring, delivery)
+        assembly.finish()
+    assembly.close()
+
+
+@layouts
+def test_a_part_that_is_another_tensors_is_named(layout, ring):
+    assembly = assembly_of(layout)
+    wrong = WEIGHTS | {"c": WEIGHTS["c"].roll(1, 0)}
+    with pytest.raises(SyncError, match=r"brought c\[.*with digest .*, sent was"):
+        for sent, given in zip(transfers_of(layout, WEIGHTS), transfers_of(layout, wrong), strict=True):
+            taken(assembly, ring, replace(given, digests=sent.digests))
+    assembly.close()
+
+
+@layouts
+def test_layout_and_transfers_cross_as_json_unchanged(layout, ring):
+    """Digests have 64 bits, of which a reader of JSON may keep 53."""
+    again = layout_from(json.loads(json.dumps(layout_to(layout))))
+    assert again == layout and again.hash == layout.hash
+    for delivery in transfers_of(layout, WEIGHTS):
+        message = json.loads(json.dumps(delivery_to(delivery, ring.place(0))))
+        read = delivery_read(again, message, ring.slots[0])
+        assert (read.transfer, read.digests) == (delivery.transfer, delivery.digests)
+        assert read.num_bytes == delivery.num_bytes

@@ -1,0 +1,73 @@
+"""Mixtures of experts in the real vLLM, which takes the names of the model's files, joins the experts in its own way
+and, on a CPU, packs them for its kernel (P15, P16)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_engines import ask, layout_of, plain, sync
+from tiny_models import tiny_lm
+from vllm_servers import MISSING, MODEL, client_of, serving
+
+from meshrl.core.errors import SyncError
+from meshrl.rollout.server.engine import ServerEngine
+
+pytestmark = [pytest.mark.skipif(bool(MISSING), reason=MISSING), pytest.mark.timeout(400)]
+CONTEXT = list(range(5, 40))
+MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 4, "head_dim": 32, "moe_intermediate_size": 32},
+    "glm4_moe": {"head_dim": 32, "moe_intermediate_size": 32},
+}
+TESTS = Path(__file__).parents[2]
+
+
+async def distance(engine: ServerEngine, lm: torch.nn.Module) -> float:
+    """Largest difference of what is sampled from the model's own forward, in nats; it is what the trainer re-scores."""
+    turn = await engine.generate(ask("a", CONTEXT, seed=1, ignore_eos=True, max_new_tokens=40))
+    ids = torch.as_tensor([*CONTEXT, *turn.output_ids])
+    with torch.no_grad():
+        logprobs = torch.log_softmax(plain(lm)(input_ids=ids[None]).logits[0], -1)
+    expected = logprobs[:-1].gather(1, ids[1:, None])[len(CONTEXT) - 1 :, 0].numpy()
+    return float(np.abs(turn.logprobs - expected).max())
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_a_mixture_arrives_and_samples_what_the_trainer_computes(tmp_path: Path, family: str):
+    """After two syncs: the second one packs what the first has packed already."""
+    models = [tiny_lm(family, seed=seed, **{**MODEL, **MIXTURES[family]}) for seed in range(3)]
+    layout = layout_of(models[0])
+    assert "model.layers.1.mlp.experts.3.gate_proj.weight" in layout.by_name
+
+    async def main() -> None:
+        engine = client_of(server)
+        await engine.reconcile(layout)
+        for version, lm in enumerate(models[1:]):
+            ack = await sync(lm, engine, version)
+            assert (ack.wire, ack.resident, ack.num_tensors) == (True, True, len(layout.tensors))
+            assert await distance(engine, lm) < 1e-4
+            assert await distance(engine, models[0]) > 0.1
+
+    with serving(models[0], tmp_path / "model") as server:
+        asyncio.run(asyncio.wait_for(main(), 200))
+
+
+def test_experts_that_are_not_packed_for_the_kernel_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """P15: their elements are all there, and the kernel computes with them in the wrong places."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]))
+    old, new = (tiny_lm("qwen3_moe", seed=seed, **{**MODEL, **MIXTURES["qwen3_moe"]}) for seed in range(2))
+
+    async def main() -> None:
+        engine = client_of(server)
+        await engine.reconcile(layout_of(new))
+        with pytest.raises(SyncError, match=r"24 of \d+ tensors differ(.|\n)*experts\.0\.gate_proj\.weight has digest"):
+            await sync(new, engine, 0)
+
+    extension = ("--worker-extension-cls", "vllm_unpacked_experts.UnpackedExperts")
+    with serving(old, tmp_path / "model", *extension) as server:
+        asyncio.run(asyncio.wait_for(main(), 200))

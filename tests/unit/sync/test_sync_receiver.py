@@ -1,0 +1,344 @@
+"""The receiving half: the order of its steps, and each fault on the way or in the engine refused and named (P15)."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_sync import (
+    SHAPES,
+    Sampler,
+    Trainer,
+    header_of,
+    layout_on,
+    linked,
+    sync,
+    trained,
+    weights_of,
+)
+
+from meshrl.core.errors import SyncError, UnloadedParamsError
+from meshrl.sync.delivery import Delivery, delivery_from, delivery_read
+from meshrl.sync.layout import make_layout
+from meshrl.sync.receiver import Receiver
+from meshrl.sync.reconcile import describe
+
+TRANSFER_BYTES = 1536  # of three senders together
+
+# ---- what goes wrong on the way
+
+
+def change_third(change: Callable[[Delivery], Delivery]) -> Callable[[list[Delivery]], list[Delivery]]:
+    return lambda sent: [change(each) if number == 3 else each for number, each in enumerate(sent)]
+
+
+def flip_a_bit(delivery: Delivery) -> Delivery:
+    delivery.payload[5] ^= 4
+    return delivery
+
+
+def of(delivery: Delivery, **changes: object) -> Delivery:
+    return replace(delivery, transfer=replace(delivery.transfer, **changes))
+
+
+def with_offsets_moved(delivery: Delivery) -> Delivery:
+    first, *others = delivery.transfer.parts
+    return of(delivery, parts=(first._replace(offsets=(first.offsets[0] + 1, *first.offsets[1:])), *others))
+
+
+def with_each_others_bytes(sent: list[Delivery]) -> list[Delivery]:
+    one, two = sent[3].payload, sent[4].payload
+    count = min(len(one), len(two))
+    one[:count], two[:count] = two[:count].clone(), one[:count].clone()
+    return sent
+
+
+def with_count(count: int) -> Callable[[Delivery], Delivery]:
+    return lambda d: replace(d, counts=(count, *([0] * (len(d.transfer.parts) - 1))))
+
+
+OUT_OF_ORDER = r"transfer -?\d+ of sender \d \(.*\) was received; expected "
+DIGEST = r"transfer 3 of sender 0 \(.*(brought .* with digest [0-9a-f]{16}, sent was|was sent with digest .* and arr)"
+DAMAGES = {  # -> what happens to the deliveries, what the error says
+    "dropped": (lambda sent: sent[:3] + sent[4:], OUT_OF_ORDER + "transfer 3 of sender 0"),
+    "last one dropped": (lambda sent: sent[:-1], r"commit after \d+ of \d+ transfers; big.weight is the first tensor"),
+    "all dropped": (lambda sent: [], "commit after 0 of .* embed.weight is the first"),
+    "twice": (lambda sent: sent[:4] + sent[3:], OUT_OF_ORDER + "transfer 4"),
+    "swapped": (lambda sent: [*sent[:3], sent[4], sent[3], *sent[5:]], OUT_OF_ORDER + "transfer 3"),
+    "one more": (lambda sent: [*sent, sent[0]], OUT_OF_ORDER + "no more"),
+    "of another sender": (change_third(lambda d: of(d, sender=1)), OUT_OF_ORDER),
+    "of no sender": (change_third(lambda d: of(d, number=-1)), OUT_OF_ORDER),
+    "offsets moved": (change_third(with_offsets_moved), OUT_OF_ORDER),
+    "a bit flipped": (change_third(flip_a_bit), DIGEST),
+    "bytes of another": (with_each_others_bytes, DIGEST),
+    "cut short": (
+        change_third(lambda d: replace(d, payload=d.payload[:-1])),
+        r"\[\d+\] torch.uint8, expected \[\d+\] torch.uint8",
+    ),
+    "another dtype": (change_third(lambda d: replace(d, payload=d.payload.view(torch.int8))), r"torch.int8, expected"),
+    "a digest is missing": (change_third(lambda d: replace(d, digests=d.digests[1:])), "digests and counts for"),
+    "digest of another part": (
+        change_third(lambda d: replace(d, digests=(d.digests[0] ^ 1, *d.digests[1:]))),
+        r"brought .* with digest|1 of 10 tensors differ",
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", ["everything", "changes"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_transfers_are_refused_and_named(damage, mode):
+    mangle, complaint = DAMAGES[damage]
+    trainer, sampler = linked("rows", TRANSFER_BYTES)
+    weights = weights_of()
+    sync(trainer, sampler, weights)
+    weights = trained(weights, 1, 0.3)
+    with pytest.raises(SyncError, match=complaint):
+        base = 0 if mode == "changes" else None
+        sync(trainer, sampler, weights, 1, base, lambda sent: mangle(list(sent)))
+    assert not sampler.receiver.usable and sampler.receiver.version == -1
+    sync(trainer, sampler, weights, 1)
+    assert sampler.holds(weights) and sampler.receiver.version == 1
+
+
+@pytest.mark.parametrize(
+    ("base", "change", "complaint"),
+    [
+        (None, with_count(0), "carries changes in a sync of everything"),
+        (0, lambda d: replace(d, counts=None), "carries full tensors in a sync of changes"),
+        (0, with_count(9999), "the changes of .* are longer than itself"),
+        (0, with_count(-2), "the changes of .* are longer than itself"),
+        (0, with_count(1), r"expected \[\d+\] torch.uint8"),
+        (0, lambda d: replace(d, counts=d.counts[1:]), "digests and counts for"),
+    ],
+)
+def test_what_a_delivery_states_about_changes_has_to_fit(base, change, complaint):
+    trainer, sampler = linked("rows", TRANSFER_BYTES)
+    sync(trainer, sampler, weights_of())
+    with pytest.raises(SyncError, match=complaint):
+        sync(trainer, sampler, weights_of(), 1, base, lambda sent: change_third(change)(list(sent)))
+
+
+def test_facts_of_another_transfer_are_refused():
+    layout = layout_on("rows", TRANSFER_BYTES)
+    first, second, *_ = Trainer(layout).deliveries(weights_of())
+    again = delivery_from(first.transfer, first.facts(), first.payload)
+    assert (again.digests, again.counts, again.transfer) == (first.digests, None, first.transfer)
+    for facts, payload in ((second.facts(), first.payload), (first.facts(), first.payload[:-1])):
+        with pytest.raises(SyncError, match=r"transfer 0 .* was expected; transfer"):
+            delivery_from(first.transfer, facts, payload)
+    with pytest.raises(SyncError, match="transfer 9999 was received; the layout has"):
+        delivery_read(layout, {"number": 9999}, first.payload)
+
+
+# ---- what is wrong in the engine
+
+
+def test_two_tensors_that_an_engine_swapped_are_both_named():
+    class Swapped(Sampler):
+        def read_back(self):
+            q, k = "q_proj.weight", "k_proj.weight"
+            yield from (self.params | {q: self.params[k], k: self.params[q]}).items()
+            yield "lm_head.weight", self.head
+
+    trainer = Trainer(layout_on("2 x 2"))
+    with pytest.raises(SyncError, match="2 of 10") as caught:
+        sync(trainer, Swapped(trainer.layout), weights_of())
+    q, k = "q_proj.weight", "k_proj.weight"
+    assert f"{q} has the values of {k}" in str(caught.value) and f"{k} has the values of {q}" in str(caught.value)
+
+
+def test_every_tensor_that_differs_is_named_and_no_other():
+    class Clumsy(Sampler):
+        def read_back(self):
+            self.params["norm.weight"].view(torch.int16)[3] ^= 1
+            self.head.view(torch.int16)[36, 5] ^= 1
+            return super().read_back()
+
+    trainer = Trainer(layout_on("rows"))
+    with pytest.raises(SyncError, match="3 of 10 tensors differ") as caught:
+        sync(trainer, Clumsy(trainer.layout), weights_of())
+    message = str(caught.value)
+    assert all(name in message for name in ("norm.weight", "embed.weight", "lm_head.weight (tied to embed.weight)"))
+    assert "proj" not in message and "big" not in message
+
+
+@pytest.mark.parametrize("mode", ["everything", "changes"])
+def test_a_tied_head_left_behind_is_named_with_the_version_it_still_has(mode):
+    """What was sent is right, what the engine computes with is not."""
+    trainer, sampler = linked()
+    sync(trainer, sampler, weights_of(1))
+    sampler.head = sampler.head.clone()
+    complaint = r"1 of 10 .*\n.*lm_head.weight \(tied to embed.weight\) still has the values of v.* 0"
+    with pytest.raises(SyncError, match=complaint):
+        sync(trainer, sampler, trained(weights_of(1), 1, 0.9), 1, base=0 if mode == "changes" else None)
+    assert not sampler.receiver.usable
+
+
+@pytest.mark.parametrize(
+    ("read_back", "complaint"),
+    [
+        (lambda e: [(n, t) for n, t in e.read_back() if n != "lm_head.weight"], "lm_head.weight was not read back"),
+        (lambda e: [(n, t) for n, t in e.read_back() if n != "norm.weight"], "norm.weight was not read back"),
+        (lambda e: [*e.read_back(), ("norm.weight", e.params["norm.weight"])], "norm.weight was read back twice"),
+        (lambda e: [*e.read_back(), ("odd", e.head)], "odd was read back though nothing of that name was sent"),
+        (lambda e: [(n, t.float()) for n, t in e.read_back()], r"norm.weight is \[7\] float32, sent as \[7\] bfloat16"),
+        (lambda e: [(n, t.t() if n == "embed.weight" else t) for n, t in e.read_back()], r"embed.weight is \[6, 37\]"),
+    ],
+)
+def test_an_incomplete_read_back_proves_nothing(read_back, complaint):
+    trainer, sampler = linked("3 x 2")
+    sampler.receiver.begin(header_of(trainer.layout, 0))
+    for delivery in trainer.deliveries(weights_of()):
+        sampler.receiver.receive(delivery)
+    with pytest.raises(SyncError, match=complaint):
+        sampler.receiver.commit(lambda: read_back(sampler))
+    assert not sampler.receiver.usable
+
+
+def test_an_engine_that_cannot_read_back_states_it_and_its_targets_are_compared():
+    layout = layout_on()
+    ack = sync(Trainer(layout), Sampler(layout, reads_back=False), weights_of())
+    assert ack.wire is True and ack.resident is None
+
+    class Clumsy(Sampler):
+        async def commit(self):
+            self.params["scale"] += 1
+            return await super().commit()
+
+    with pytest.raises(SyncError, match="scale has digest"):
+        sync(Trainer(layout), Clumsy(layout, reads_back=False), weights_of())
+
+
+def test_weights_that_the_engine_moved_are_written_where_they_are_now():
+    """An engine that released and restored its weights has other memory under the same parameter."""
+    trainer, sampler = linked()
+    params = {n: torch.nn.Parameter(t, requires_grad=False) for n, t in sampler.params.items()}
+    sampler.params, sampler.head = params, params["embed.weight"]
+    for param in params.values():
+        param.data = torch.ones_like(param)
+    assert sync(trainer, sampler, weights_of()).resident and sampler.holds(weights_of())
+
+
+@pytest.mark.parametrize("end", ["commit", "cancel"])
+def test_weights_may_be_replaced_between_syncs_and_their_memory_is_free(end):
+    trainer, sampler = linked()
+    sync(trainer, sampler, weights_of())
+    sampler.receiver.begin(header_of(trainer.layout, 1))
+    for delivery in trainer.deliveries(weights_of(1)):
+        sampler.receiver.receive(delivery)
+    sampler.receiver.commit(sampler.read_back) if end == "commit" else sampler.receiver.cancel()
+    memory = weakref.ref(sampler.params["big.weight"])
+    sampler.params["big.weight"] = torch.zeros(SHAPES["big.weight"], dtype=torch.bfloat16)
+    assert memory() is None
+    sync(trainer, sampler, weights_of(2), 2)
+    assert sampler.holds(weights_of(2))
+
+
+def test_released_targets_are_refused():
+    trainer, sampler = linked()
+    sampler.params["norm.weight"].untyped_storage().resize_(0)
+    with pytest.raises(SyncError, match=r"norm.weight into has no memory"):
+        sync(trainer, sampler, weights_of())
+    assert not sampler.receiver.usable
+
+
+def test_a_receiver_is_built_only_on_fitting_tensors():
+    layout = layout_on()
+    targets = Sampler(layout).params
+    assert describe(targets)["norm.weight"] == ((7,), "bfloat16")
+    with pytest.raises(UnloadedParamsError, match=r"norm.weight \[7\] bfloat16"):
+        Receiver(layout, lambda: {n: t for n, t in targets.items() if n != "norm.weight"})
+
+
+def test_a_model_without_tensors_syncs():
+    layout = make_layout({})
+    receiver = Receiver(layout, dict)
+    receiver.begin(header_of(layout, 0))
+    assert receiver.commit().version == 0 and layout.transfers == () and layout.slot_bytes == 0
+
+
+# ---- states and versions
+
+
+def test_versions_rise_and_a_failed_one_may_be_sent_again():
+    trainer, sampler = linked()
+    for version in (3, 5):
+        sync(trainer, sampler, weights_of(), version)
+    with pytest.raises(SyncError, match="version 5 does not rise above version 5"):
+        sync(trainer, sampler, weights_of(), 5)
+    assert not sampler.receiver.usable
+    with pytest.raises(SyncError, match="version 4 does not rise above version 5"):
+        sync(trainer, sampler, weights_of(), 4)
+    sync(trainer, sampler, weights_of(), 5)
+    assert sampler.receiver.usable and sampler.receiver.version == 5
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"layout_hash": "0123"}, "belongs to layout 0123"),
+        ({"mode": "adapter"}, "'delta' and 'adapter' need one"),
+        ({"base_version": 1}, "'full' has no base version"),
+        ({"base_version": 1, "mode": "delta"}, "base version 1 came, but version -1 is in place"),
+        ({"version": -1}, "version -1"),
+    ],
+)
+def test_a_header_that_does_not_fit_is_refused(change, complaint):
+    sampler = linked()[1]
+    with pytest.raises(SyncError, match=complaint):
+        sampler.receiver.begin(replace(header_of(sampler.receiver.layout, 0), **change))
+    assert not sampler.receiver.usable
+
+
+def test_steps_out_of_order_make_the_weights_unusable():
+    layout = layout_on()
+    header, (first, *_) = header_of(layout, 1), list(Trainer(layout).deliveries(weights_of()))
+    for steps, complaint in {
+        (lambda r: r.receive(first),): "transfer 0 .* came while the receiver was idle",
+        (lambda r: r.commit(),): "commit came while the receiver was idle",
+        (lambda r: r.begin(header), lambda r: r.begin(header)): "begin came while the receiver was open",
+        (lambda r: r.begin(header), lambda r: r.cancel(), lambda r: r.receive(first)): "was cancelled",
+    }.items():
+        sampler = Sampler(layout)
+        sync(Trainer(layout), sampler, weights_of())
+        with pytest.raises(SyncError, match=complaint):
+            for step in steps:
+                step(sampler.receiver)
+        assert not sampler.receiver.usable and sampler.receiver.version == -1
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_the_new_version_is_visible_only_after_its_proof(right):
+    """Not while it arrives, not while the parameters are read back, and not when the proof fails without a cancel."""
+    trainer, sampler = linked()
+    receiver = sampler.receiver
+    seen = [(receiver.version, receiver.usable)]
+    sync(trainer, sampler, weights_of(), 4)
+    receiver.begin(header_of(trainer.layout, 5))
+    for delivery in trainer.deliveries(weights_of()):
+        receiver.receive(delivery)
+        seen.append((receiver.version, receiver.usable))
+    if not right:
+        sampler.params["norm.weight"].zero_()
+
+    def read_back():
+        seen.append((receiver.version, receiver.usable))
+        yield from sampler.read_back()
+
+    if right:
+        receiver.commit(read_back)
+    else:
+        with pytest.raises(SyncError, match=r"norm\.weight"):
+            receiver.commit(read_back)
+    assert set(seen) == {(-1, False)}
+    assert (receiver.version, receiver.usable) == ((5, True) if right else (-1, False))
+
+
+def test_errors_name_a_transfer_by_its_tensors():
+    layout = layout_on("3 x 2", 768)
+    names = [str(transfer) for transfer in layout.transfers]
+    assert names[0] == "transfer 0 of sender 0 (embed.weight[0:13, 0:3] to k_proj.weight[0:4, 0:2])"
+    assert "transfer 15 of sender 3" in names[15] and len(set(names)) == len(names)
