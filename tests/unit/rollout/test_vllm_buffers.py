@@ -32,7 +32,7 @@ def test_a_buffer_that_scales_each_layer_arrives_and_is_proven(tmp_path: Path):
         engine = client_of(server)
         await engine.reconcile(layout_of(new))
         ack = await sync(new, engine, 0)
-        assert ack.resident is True and ack.num_tensors == len(layout_of(new).entries)
+        assert ack.resident is True and ack.num_tensors == len(layout_of(new).tensors)
         turn = await engine.generate(ask("a", CONTEXT, seed=1, ignore_eos=True))
         ids = torch.as_tensor([*CONTEXT, *turn.output_ids])
         with torch.no_grad():

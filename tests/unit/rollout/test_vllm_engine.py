@@ -165,7 +165,7 @@ def test_released_weights_need_a_sync_and_running_requests_finish_before(server)
         assert (await later).versions.tolist() == [1] * len((await later).output_ids)
         assert await distance(engine, new, "d") < 1e-4
         await engine.release({"weights"})
-        with pytest.raises(SyncError, match="memory of the weights is released; restore it"):
+        with pytest.raises(SyncError, match="memory is released; restore it"):
             await sync(old, engine, 2)
         await engine.restore({"weights"})
         await sync(old, engine, 3)
