@@ -466,7 +466,7 @@ async def _sync(trainer: TrainGroup, samplers: Sequence[int], layout: Layout, ve
             if isinstance(outcome, BaseException):
                 cause.add_note(f"rank {rank} could not be cancelled either: {outcome!r}")
         if isinstance(cause, SyncError) or not isinstance(error, Exception):
-            raise cause
+            raise cause from cause.__cause__
         raise SyncError(f"the sync of version {version} failed: {type(cause).__name__}: {cause}") from cause
 
 

@@ -10,7 +10,7 @@ from sglang_servers import KEY, broken, serving
 from tiny_run import steps_of, train, write_run
 from transformers import AutoModelForCausalLM
 
-from meshrl.cluster import actors
+from meshrl.cluster import rank_sync
 from meshrl.cluster.actors import RankWorker
 from meshrl.core.errors import CapabilityError
 from meshrl.rollout.embedded.engine import EmbeddedEngine
@@ -72,7 +72,7 @@ def test_the_trainer_gives_its_cached_memory_back_before_samplers_take_theirs(
         return await restore(engine, parts)
 
     monkeypatch.setattr(EmbeddedEngine, "restore", watched)
-    monkeypatch.setattr(actors, "empty_cache", lambda device: seen.append("given back"))
+    monkeypatch.setattr(rank_sync, "empty_cache", lambda device: seen.append("given back"))
     train(write_run(tmp_path), "lent", "cluster.executor=inline", "rollout.release_memory=true")
     assert len(seen) >= 8 and seen == ["given back", "weights", "given back", "kv_cache"] * (len(seen) // 4)
 

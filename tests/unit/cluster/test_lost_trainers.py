@@ -201,14 +201,14 @@ def test_ranks_that_are_lost_while_they_start_can_be_started_once_more(tmp_path)
             os.kill(before[0], signal.SIGKILL)
             with pytest.raises(RankFailure):
                 await groups.trainer.memory()
-            bring_up, left = groups.executor._bring_up, itertools.count()
+            spawn, left = groups.executor._spawn, itertools.count()
 
             async def failing(spec: Any) -> Any:
                 if next(left) == 1:
                     raise RankFailure(spec.rank, "start", "its machine is gone")
-                return await bring_up(spec)
+                return await spawn(spec)
 
-            groups.executor._bring_up = failing
+            groups.executor._spawn = failing
             with pytest.raises(RankFailure, match="its machine is gone"):
                 await groups.restart_trainers(None)
             with pytest.raises(RankFailure, match="its machine is gone"):

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only there does
 OWNER = """
 import sys
 from meshrl.process.leases import LeasedFolder
-from meshrl.sync.transport import SharedRing
+from meshrl.sync.shared_memory import SharedRing
 ring, folder = SharedRing(2, 1000), LeasedFolder()
 (folder.path / "deep").mkdir()
 (folder.path / "deep" / "file").write_text("x")
@@ -82,7 +82,7 @@ def test_a_folder_goes_with_its_owner():
 @pytest.mark.parametrize("kind", ["folder", "segment"])
 def test_a_sweep_between_the_making_and_the_locking_only_costs_another_name(kind, monkeypatch):
     """The one moment in which something of a living process is held by nobody."""
-    from meshrl.sync.transport import SharedRing
+    from meshrl.sync.shared_memory import SharedRing
 
     real, taken = leases.fcntl.flock, []
 
