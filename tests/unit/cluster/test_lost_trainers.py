@@ -46,7 +46,7 @@ async def running(
     **rollout: Any,
 ) -> AsyncIterator[Groups]:
     """Train ranks of a tiny model, and ranks that only sample: the last."""
-    tiny_qwen2().save_pretrained(folder / "model")
+    tiny_qwen2(max_position_embeddings=32_768).save_pretrained(folder / "model")
     async with launched(
         ModelConfig(path=str(folder / "model"), dtype="float32"),
         TrainConfig(activation_checkpointing=False, max_tokens_per_microbatch=40),
