@@ -1,4 +1,4 @@
-"""What the groups ask of an executor: call a RankWorker's method in a rank and await its answer."""
+"""What the groups need of an executor: to call a RankWorker's method in a rank and await its answer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshrl.core.errors import RankFailure
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerSpec:
     """All that a rank needs to know to build itself. Ranks 0..num_train_ranks-1 train; with num_rollout_ranks 0 they
-    sample too (colocated), otherwise the ranks after them do. rollout None: nobody samples (supervised training)."""
+    sample too (colocated), otherwise the ranks after them do. rollout None: no rank samples (supervised training)."""
 
     rank: int
     num_train_ranks: int
@@ -37,7 +37,7 @@ class WorkerSpec:
 
     @property
     def collective_timeout_s(self) -> float:
-        """Of torch.distributed's own waits: after every deadline, which names the rank that is to blame."""
+        """Of torch.distributed's own waits: longer than every deadline, whose miss names the rank that failed."""
         return max([self.timeout_s, *self.deadlines.values()]) + 60.0
 
     @property
@@ -66,16 +66,16 @@ class Executor(Protocol):
     """Runs RankWorkers somewhere. `call(rank, RankWorker.method, *args)` awaits the method's result in that rank.
 
     Calls of one rank start in the order they were made; calls made in one tick of the event loop arrive together.
-    A MeshrlError raised in a rank is raised here as itself. Anything else is a RankFailure that names the rank which is
-    to blame, the phase (`phases.phase_of(method)`) and the cause: an exception, a process that ended, a command not
+    A MeshrlError raised in a rank is raised here as itself. Anything else is a RankFailure that names the rank which
+    caused it, the phase (`phases.phase_of(method)`) and the cause: an exception, a process that ended, a command not
     answered within `spec.deadline_s(phase)`.
 
-    Lost is a rank that died or gave no answer, and ended with it. With a rank that trains all that train are lost:
+    A rank is lost when it died, or gave no answer and was ended. With a rank that trains, all that train are lost:
     their process group is broken; their calls, under way or later, raise the same failure until `restart_trainers` has
     replaced them. A rank that only samples is lost alone, until `restart` has replaced it. An exception in any rank
     ends every rank, and every call raises it.
 
-    on_lost is told of each failure as soon as it is known, whatever the controller waits for. can_restart_trainers:
+    on_lost is called with each failure as soon as it is known, whatever the controller waits for. can_restart_trainers:
     whether `restart_trainers` works here.
     """
 

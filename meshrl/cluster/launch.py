@@ -1,4 +1,4 @@
-"""From the config to running groups: which ranks, which executor, where they meet."""
+"""From the config to running groups: which ranks, which executor, which rendezvous."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from meshrl.sync.layout import Layout
 
 @dataclass(slots=True)
 class Groups:
-    """The running ranks of a run. trainer is None where nothing trains, rollouts where nobody samples.
+    """The running ranks of a run. trainer is None where nothing trains, rollouts where no rank samples.
 
-    on_failure: told of a failure that the groups can't mend by themselves, as soon as it is known, whatever the
-    controller waits for. Lost samplers are replaced from that moment on.
+    on_failure: called with a failure that the groups can't repair by themselves, as soon as it is known, whatever the
+    controller waits for. Lost samplers are replaced at once.
     """
 
     trainer: TrainGroup | None
@@ -37,7 +37,7 @@ class Groups:
     on_failure: Callable[[RankFailure], None] = lambda failure: None
 
     def lost(self, failure: RankFailure) -> None:
-        """Mend what can be mended, or pass it on."""
+        """Replace a lost sampler, or pass the failure on."""
         if failure.kind != "raised" and self.rollouts is not None and not self.executor.specs[failure.rank].trains:
             self.rollouts.mend(failure)
         else:
@@ -49,8 +49,8 @@ class Groups:
         return lost_trainers and self.executor.can_restart_trainers
 
     async def restart_trainers(self, layout: Layout | None) -> None:
-        """Put new train ranks in the place of lost ones. They hold what the model's folder holds; so do the samplers in
-        them. Samplers in ranks of their own stay, and wait for weights. layout: of the syncs, where somebody samples.
+        """Replace lost train ranks by new ones, which have the weights of the model's folder; so do the samplers in
+        them. Samplers in ranks of their own stay, and wait for weights. layout: of the syncs, where any rank samples.
 
         Raises: RankFailure; it may be called again.
         """
@@ -112,7 +112,7 @@ async def launched(
             if groups.rollouts is not None:
                 groups.rollouts.on_failure = lambda failure: groups.on_failure(failure)
             yield groups
-            executor.on_lost = lambda failure: None  # who only samples is not missed any more
+            executor.on_lost = lambda failure: None  # a sampler that ends from now on is no failure
             ends = (executor.call(spec.rank, RankWorker.stop) for spec in specs)
             for end in await asyncio.gather(*ends, return_exceptions=True):
                 if isinstance(end, BaseException) and not (isinstance(end, RankFailure) and not specs[end.rank].trains):

@@ -50,7 +50,7 @@ RANK = Program(
 
 
 class RankProcess(Protocol):
-    """A rank's process on this machine (a SpawnedProcess, whose docstrings hold) or on another."""
+    """A rank's process on this machine (a SpawnedProcess, whose docstrings apply) or on another."""
 
     place: str  # for people, as ", on 10.0.0.2 (gpu-7)"; empty on the controller's machine
 
@@ -183,7 +183,7 @@ class ProcessExecutor:
     def _attach(self, spec: WorkerSpec, process: RankProcess, sock: socket.socket) -> Connected:
         """Begin to read and write a channel."""
         rank = Connected(process, sock)
-        rank.commands.put(spec)  # by the writer: a rank that never reads must not hold this thread
+        rank.commands.put(spec)  # by the writer: a rank that never reads must not block this thread
         for target in (self._read, self._write):
             threading.Thread(target=target, args=(spec.rank, rank), daemon=True).start()
         return rank
@@ -410,7 +410,7 @@ def _disconnect(rank: Connected) -> None:
     """Close the rank's channel; its threads end, and so does the rank."""
     rank.commands.put(None)
     with contextlib.suppress(OSError):  # a dead rank's socket is not connected any more
-        rank.sock.shutdown(socket.SHUT_RDWR)  # close alone does not end a recv that the reader stands in
+        rank.sock.shutdown(socket.SHUT_RDWR)  # close alone does not end a recv that the reader is in
     rank.sock.close()
 
 

@@ -69,7 +69,7 @@ class RayExecutor(RemoteExecutor):
             await self._wait_for_machines(bundle)  # Ray counts one that has just died until its silence is noticed
             if time.monotonic() > until:
                 cause = f"Ray has not granted {spec.nodes} machines with {_listed(bundle)} within {limit:g} s"
-                raise RankFailure(0, "start", f"{cause}; others hold them")
+                raise RankFailure(0, "start", f"{cause}; other runs have them")
         await granted
         here = ray.util.get_node_ip_address()
         self._bundles = _in_order(self._group, here)
@@ -133,7 +133,7 @@ class RayExecutor(RemoteExecutor):
         self._watches[spec.rank] = asyncio.create_task(self._watch(spec.rank, served))
 
     async def replace_agent(self, rank: int, lost: Agent) -> None:
-        """Another actor in the bundle of the lost one; Ray moves the bundle when its machine is gone."""
+        """Another actor in the bundle of the lost one; Ray moves the bundle when its machine is lost."""
         self._watches[rank].cancel()  # the end of the old actor does not concern the new one
         ray.kill(self._actors[rank])
         lost.end(1)

@@ -100,7 +100,7 @@ class Sandbox:
                 self._started = True
 
     async def grade(self, items: Sequence[Item]) -> list[float | Failure]:
-        """One number or Failure for each item, in order; starts the workers if nobody did.
+        """One number or Failure for each item, in order; starts the workers if they have not been started.
 
         Items travel in batches, so that many quick gradings cost few round trips; each item has its own clock.
         Raises: ConfigError and RewardError as `start`; RewardError when closed, also in the middle of it.

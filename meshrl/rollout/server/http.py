@@ -105,7 +105,7 @@ class HttpClient:
         except EngineFailure as error:
             if self._server is None or not await asyncio.to_thread(self._server.ends_within, _EXIT_S):
                 raise
-            raise EngineEnded(f"{error}. {self.name} has ended{self._server.last_words()}") from error
+            raise EngineEnded(f"{error}. {self.name} has ended{self._server.diagnosis()}") from error
 
     def _check(self, path: str, status: int, text: str) -> None:
         if status >= httpx2.codes.BAD_REQUEST:

@@ -55,7 +55,7 @@ class ServerProcess:
             elif time.monotonic() > until:
                 failure = f"was not ready after {deadline_s:g} s; a large model may need longer ({key})"
             if failure:
-                diagnosis = self.last_words()
+                diagnosis = self.diagnosis()
                 self.close()
                 raise EngineFailure(f"{self.name} {failure}{diagnosis}")
             time.sleep(_POLL_S)
@@ -67,7 +67,7 @@ class ServerProcess:
         """Whether it ends by itself in that time, or has. Blocks."""
         return self._process.exit_code(seconds) is not None
 
-    def last_words(self) -> str:
+    def diagnosis(self) -> str:
         """How it ended, if it did, and the end of what it wrote: for the tail of an error."""
         code = self._process.exit_code()
         how = "" if code is None else f" ({exit_text(code)})"

@@ -101,6 +101,6 @@ def test_a_machine_that_goes_while_ray_grants_them_ends_the_start_long_before_it
 
 
 def test_machines_that_others_hold_are_waited_for_until_the_deadline_of_the_start(cluster):
-    with pytest.raises(RankFailure, match=r"not granted 2 machines with 1 CPU within 0\.6 s; others hold them"):
+    with pytest.raises(RankFailure, match=r"not granted 2 machines with 1 CPU within 0\.6 s; other runs have them"):
         start(cluster, 0.6)
     assert cluster.given_back == [cluster]
