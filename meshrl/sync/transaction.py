@@ -31,8 +31,8 @@ class SyncState:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SyncOrder:
     """One rank's part in one sync. senders: those that it receives from. number: which of the samplers it is.
-    num_receivers: of what it sends, without itself. occasion: another text where ranks have come or gone since the last
-    sync, or that one was cancelled."""
+    num_receivers: of what it sends, without itself; for a rank that only receives: of what its senders send. occasion:
+    another text where ranks have come or gone since the last sync, or that one was cancelled."""
 
     header: SyncHeader
     occasion: str

@@ -49,7 +49,8 @@ class Transport(Protocol):
 
     async def connect(self, occasion: str, senders: Mapping[int, Address], number: int, num_receivers: int) -> None:
         """Be ready for the sync. senders: those that this rank receives from. number: which of the receivers it is.
-        num_receivers: of what this rank sends, without itself; 0 = it does not send. Raises: SyncError."""
+        num_receivers: of what this rank sends, without itself; for a rank that only receives: of what its senders send.
+        Raises: SyncError."""
         ...
 
     async def buffer(self, transfer: Transfer) -> torch.Tensor: ...

@@ -4,6 +4,7 @@ injected fault caught within the sync and named (P15, P17, P26). A new transport
 from __future__ import annotations
 
 import asyncio
+import datetime
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -53,7 +54,7 @@ def own_groups(layout: Layout, num_ranks: int) -> Make:
 
 def shared_group(layout: Layout, num_ranks: int) -> Make:
     """As the group of train ranks that sample."""
-    timeout = torch.distributed.constants.default_pg_timeout.__class__(seconds=GATHER_S)
+    timeout = datetime.timedelta(seconds=GATHER_S)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def join(rank: int) -> Any:
@@ -75,7 +76,7 @@ TRANSPORTS: dict[str, tuple[Callable[[Layout, int], Make], int]] = {  # -> and s
 }
 
 
-class Ring:
+class Synced:
     """Train ranks that hold half of the rows of each tensor in fp32, transports, and engines."""
 
     def __init__(self, transport: str):
@@ -122,8 +123,8 @@ class Ring:
 
 
 @contextmanager
-def ring(transport: str) -> Iterator[Ring]:
-    made = Ring(transport)
+def synced(transport: str) -> Iterator[Synced]:
+    made = Synced(transport)
     try:
         yield made
     finally:
@@ -143,7 +144,7 @@ def go(main: Any) -> None:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_all_of_it_and_then_changes_alone_arrive_to_the_bit(transport):
-    async def main(made: Ring) -> None:
+    async def main(made: Synced) -> None:
         await made.reconcile()
         sizes = []
         for version in range(3):
@@ -154,7 +155,7 @@ def test_all_of_it_and_then_changes_alone_arrive_to_the_bit(transport):
             await made.check(version)
         assert len(acks) == 2 and max(sizes[1:]) < sizes[0] / 3
 
-    with ring(transport) as made:
+    with synced(transport) as made:
         go(main(made))
 
 
@@ -205,7 +206,7 @@ def test_a_fault_on_the_way_is_caught_and_the_next_full_sync_repairs_it(transpor
     """P15: the error names the tensor or the stage, and nothing is sampled with what was left behind."""
     change, complaint = FAULTS[fault]
 
-    async def main(made: Ring) -> None:
+    async def main(made: Synced) -> None:
         await made.reconcile()
         await made.sync(0)
         made.train(1)
@@ -224,7 +225,7 @@ def test_a_fault_on_the_way_is_caught_and_the_next_full_sync_repairs_it(transpor
         await made.sync(1, "after an error")
         await made.check(1)
 
-    with ring(transport) as made:
+    with synced(transport) as made:
         go(main(made))
 
 
@@ -232,7 +233,7 @@ def test_a_fault_on_the_way_is_caught_and_the_next_full_sync_repairs_it(transpor
 def test_a_sampler_that_never_comes_is_left_out_of_the_next_sync(transport):
     """P26: the senders wait for it until the sync is cancelled; then the others get everything."""
 
-    async def main(made: Ring) -> None:
+    async def main(made: Synced) -> None:
         await made.reconcile()
         lost = made.ranks[-1]
         lost.sync = _never
@@ -248,7 +249,7 @@ def test_a_sampler_that_never_comes_is_left_out_of_the_next_sync(transport):
         await made.sync(1, "with the lost one")
         await made.check(1)
 
-    with ring(transport) as made:
+    with synced(transport) as made:
         go(main(made))
 
 
@@ -259,7 +260,7 @@ async def _never(order: Any, weights: Any) -> None:
 def test_an_engine_whose_tensors_are_others_than_at_reconcile_gets_all_of_them_or_an_error():
     """P11, P15: a head that is not tied any more, a parameter that was replaced, one of another dtype."""
 
-    async def main(made: Ring) -> None:
+    async def main(made: Synced) -> None:
         await made.reconcile()
         lm = made.engines[0]._weights.lm
         await made.sync(0)
@@ -276,14 +277,14 @@ def test_an_engine_whose_tensors_are_others_than_at_reconcile_gets_all_of_them_o
         with pytest.raises(StaleWeightsError):
             await made.engines[0].generate(ask("a", CONTEXT))
 
-    with ring("one machine, apart") as made:
+    with synced("one machine, apart") as made:
         go(main(made))
 
 
 def test_an_engine_that_lost_its_base_gets_everything():
     """P15: a release leaves no version, so the next sync is not one of changes."""
 
-    async def main(made: Ring) -> None:
+    async def main(made: Synced) -> None:
         await made.reconcile()
         await made.sync(0)
         await made.engines[0].release({"weights"})
@@ -293,5 +294,5 @@ def test_an_engine_that_lost_its_base_gets_everything():
         assert full.num_bytes >= sum(p.nbytes for p in made.masters.values())
         await made.check(1)
 
-    with ring("one machine, apart") as made:
+    with synced("one machine, apart") as made:
         go(main(made))
