@@ -461,11 +461,13 @@ async def _sync(trainer: TrainGroup, samplers: Sequence[int], layout: Layout, ve
         cancelling = (executor.call(rank, RankWorker.cancel_sync) for rank in calls)
         ended = await asyncio.gather(*cancelling, return_exceptions=True)
         failures = await asyncio.gather(*calls.values(), return_exceptions=True)
+        if not isinstance(error, Exception):  # this task was cancelled; what the ranks report then only follows from it
+            raise
         cause = _cause([failure for failure in failures if isinstance(failure, Exception)]) or error
         for rank, outcome in zip(calls, ended, strict=True):
             if isinstance(outcome, BaseException):
                 cause.add_note(f"rank {rank} could not be cancelled either: {outcome!r}")
-        if isinstance(cause, SyncError) or not isinstance(error, Exception):
+        if isinstance(cause, SyncError):
             raise cause from cause.__cause__
         raise SyncError(f"the sync of version {version} failed: {type(cause).__name__}: {cause}") from cause
 

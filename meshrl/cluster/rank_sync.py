@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -81,10 +80,7 @@ class RankSync:
         try:
             return await self._running, None if self._sender is None else self._sender.report
         except BaseException as error:
-            if self._transport is not None:
-                self._transport.disconnect()
-            if self._sampler is not None:
-                await self._sampler.cancel()
+            await self._give_up()
             if isinstance(error, asyncio.CancelledError) and self._cancelled:
                 raise SyncInterrupted(f"rank {self._spec.rank}: the sync was cancelled") from None
             raise
@@ -116,10 +112,13 @@ class RankSync:
     async def cancel(self) -> None:
         """Give up the sync that is open, if there is one, so that no other rank waits for this one. The sampler holds
         no version then."""
-        if self._running is not None:
+        if self._running is None:
+            await self._give_up()
+        else:  # `sync` gives up then
             self._cancelled = True
             self._running.cancel()
-            await asyncio.wait([self._running])
+
+    async def _give_up(self) -> None:
         if self._transport is not None:
             self._transport.disconnect()
         if self._sampler is not None:
@@ -149,13 +148,10 @@ class RankSync:
         several machines or hold their weights on accelerators."""
         spec, timeout_s = self._spec, self._spec.deadline_s("sync") / 2  # an error before the rank counts as silent
         host = "127.0.0.1" if spec.nodes == 1 else spec.address
-        shared: Any = None
-        if self._colocated:
-            assert self._trainer is not None
-            if spec.nodes > 1 or self._device.type != "cpu":
-                shared = self._trainer.mesh["dp_shard"].get_group()
-                return Broadcast(layout, sender, host, self._device, timeout_s, shared)
-        elif self._cfg.sync_transport == "broadcast":
+        if self._trainer is not None and self._colocated and (spec.nodes > 1 or self._device.type != "cpu"):
+            shared = self._trainer.mesh["dp_shard"].get_group()
+            return Broadcast(layout, sender, host, self._device, timeout_s, shared)
+        if not self._colocated and self._cfg.sync_transport == "broadcast":
             return Broadcast(layout, sender, host, wire_device(self._device), timeout_s)
         return Sockets(layout, sender, host, machine=spec.rank // spec.num_local_ranks, timeout_s=timeout_s)
 

@@ -146,16 +146,16 @@ class MergedElements:
         return rows.view(-1)[low - first * columns : high - first * columns]
 
 
-def merged(adapter: Adapter) -> Callable[[LocalBox], torch.Tensor]:
-    """A function from a box of the adapter's weight to the values of W + s B A there, in fp32 (a collective where the
-    model is sharded: each rank needs the full A and B, which are small)."""
+def merged(adapter: Adapter) -> Callable[[LocalBox], MergedElements]:
+    """A function from a box of the adapter's weight to W + s B A there (a collective where the model is sharded: each
+    rank needs the full A and B, which are small)."""
     a, b = whole(adapter.a.detach()).float(), whole(adapter.b.detach()).float()
 
-    def values(local: LocalBox) -> torch.Tensor:
+    def elements(local: LocalBox) -> MergedElements:
         rows, columns = index_of(local.box)
-        return torch.addmm(local.tensor.float(), b[rows], a[:, columns], alpha=adapter.scale)
+        return MergedElements(local.tensor, a[:, columns], b[rows], adapter.scale)
 
-    return values
+    return elements
 
 
 @contextmanager

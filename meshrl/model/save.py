@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from meshrl.model.hub_names import HubNames, persistent_buffers
-from meshrl.model.lora import adapters_of, is_adapter, merged, named_weights
+from meshrl.model.lora import Adapter, adapters_of, is_adapter, merged, named_weights
 from meshrl.model.weight_files import write_tensors
 from meshrl.parallel.boxes import LocalBox, boxes, index_of, owners
 
@@ -55,7 +55,7 @@ def save_pretrained(
     adapters = adapters_of(lm)
     mine = {}
     for name, p in weights.items():
-        values = merged(adapters[name]) if name in adapters else attrgetter("tensor")
+        values = _merged_values(adapters[name]) if name in adapters else attrgetter("tensor")
         full = gathered(p, file_of[name], dtype, values)
         if full is not None:
             mine[name] = full.cpu()
@@ -76,6 +76,11 @@ def save_pretrained(
         _write_index(path, everywhere, num_files)
     if dist.is_initialized():
         dist.barrier()
+
+
+def _merged_values(adapter: Adapter) -> Callable[[LocalBox], torch.Tensor]:
+    elements = merged(adapter)
+    return lambda local: elements(local)[:].view(local.tensor.shape)
 
 
 def gathered(

@@ -22,17 +22,23 @@ from meshrl.process import frames
 
 LOST_AFTER_S = 14
 _HANDSHAKE_S = 20.0
+_BACKLOG = 1024  # all ranks of a large run connect at the same time
 _NONCE_BYTES = 32
 _PROOF_BYTES = hashlib.sha256().digest_size
 
 
-def listen(serve: Callable[[socket.socket], None]) -> socket.socket:
-    """Listen on any free port of all interfaces, IPv4 and IPv6: a machine may know itself by another address than
-    others do. `serve` gets each connection in a thread of its own, and closes it. `stop_listening` ends it."""
+def listening_socket() -> socket.socket:
+    """A socket that listens on any free port of all interfaces, IPv4 and IPv6: a machine may know itself by another
+    address than others do."""
     if socket.has_dualstack_ipv6():
-        listening = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    else:
-        listening = socket.create_server(("", 0))
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG)
+    return socket.create_server(("", 0), backlog=_BACKLOG)
+
+
+def listen(serve: Callable[[socket.socket], None]) -> socket.socket:
+    """A listening socket; `serve` gets each connection in a thread of its own, and closes it. `stop_listening` ends
+    it."""
+    listening = listening_socket()
     threading.Thread(target=_accept, args=(listening, serve), daemon=True).start()
     return listening
 

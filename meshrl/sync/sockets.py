@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from meshrl.core.errors import SyncError, SyncInterrupted
+from meshrl.process.connect import listening_socket
 from meshrl.sync.delivery import Delivery, Place, delivery_from
 from meshrl.sync.layout import Layout, Transfer
 from meshrl.sync.shared_memory import SharedRing, SharedRingView
@@ -48,7 +49,8 @@ class Sockets:
         self._buffer: torch.Tensor | None = None  # for what other machines send
         if sender is not None:
             self._ring = SharedRing(NUM_SLOTS, layout.slot_bytes)
-            self._listening = _listen()
+            self._listening = listening_socket()
+            self._listening.setblocking(False)
             self._token = secrets.token_hex(32)
             port = self._listening.getsockname()[1]
             self._address = Address(host=host, port=port, token=self._token, ring=self._ring.name, machine=machine)
@@ -226,16 +228,6 @@ class Sockets:
     def _why(self, error: OSError) -> str:
         """The error's text; that of a time limit has none."""
         return f"not within {self._timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
-
-
-def _listen() -> socket.socket:
-    """Any free port of all interfaces, IPv4 and IPv6: a machine may know itself by another address than others do."""
-    if socket.has_dualstack_ipv6():
-        listening = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
-    else:
-        listening = socket.create_server(("", 0), backlog=1024)
-    listening.setblocking(False)
-    return listening
 
 
 def _padded(occasion: str) -> bytes:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
 
-from meshrl.model.hub_names import HubNames, persistent_buffers, tied_names
-from meshrl.model.lora import MergedElements, adapters_of, is_adapter, named_weights, wire_name
-from meshrl.parallel.boxes import boxes
-from meshrl.parallel.fsdp import whole
+from meshrl.model.hub_names import HubNames, persistent_buffers
+from meshrl.model.lora import adapters_of, is_adapter, named_weights
+from meshrl.model.lora import merged as merged_with
+from meshrl.parallel.boxes import LocalBox, boxes
 from meshrl.sync.layout import Box
 from meshrl.sync.sender import BlockElements, Elements, Held
 
@@ -36,7 +35,7 @@ def held_weights(lm: torch.nn.Module, names: HubNames, dtype: torch.dtype, merge
 
     merged (a collective): LoRA adapters are added to their weights where these are read, for a sampler without them.
     """
-    found = HeldWeights()
+    found = HeldWeights(tied=dict(names.tied))
     adapters = adapters_of(lm) if merged else {}
     parameters = {name: p for name, p in named_weights(lm) if not (merged and is_adapter(name))}
     buffers = persistent_buffers(lm)
@@ -45,26 +44,11 @@ def held_weights(lm: torch.nn.Module, names: HubNames, dtype: torch.dtype, merge
         for hub_name in names.of(name):
             found.tensors[hub_name] = names.tensors[hub_name], str(sent).removeprefix("torch.")
             found.held[hub_name] = []
+        elements_of = merged_with(adapters[name]) if name in adapters else None
         for offsets, local in boxes(full.detach()):
             for hub_name, start, view in names.split(name, offsets, local):
-                found.held[hub_name].append(Held(start, tuple(view.shape), BlockElements(view)))
-        if name in adapters:
-            (hub_name,) = names.of(name)
-            a, b = whole(adapters[name].a.detach()), whole(adapters[name].b.detach())
-            scale = adapters[name].scale
-            found.held[hub_name] = [_merged(box, a, b, scale) for box in found.held[hub_name]]
-    for alias, source in tied_names(lm).items():
-        found.tied.update(zip(_hub(names, [wire_name(alias)]), _hub(names, [wire_name(source)]), strict=True))
+                elements: Elements = BlockElements(view)
+                if elements_of is not None:  # of a layer that the files have as one tensor of the same shape
+                    elements = elements_of(LocalBox(start, view))
+                found.held[hub_name].append(Held(start, tuple(view.shape), elements))
     return found
-
-
-def _hub(names: HubNames, own: Iterable[str]) -> list[str]:
-    return [hub_name for name in own for hub_name in names.of(name)]
-
-
-def _merged(box: Held, a: torch.Tensor, b: torch.Tensor, scale: float) -> Held:
-    """The same box with its part of scale * B A added."""
-    rows, columns = (slice(at, at + size) for at, size in zip(box.offsets, box.shape, strict=True))
-    assert isinstance(box.elements, BlockElements)
-    elements: Elements = MergedElements(box.elements.block, a[:, columns], b[rows], scale)
-    return box._replace(elements=elements)

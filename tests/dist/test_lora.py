@@ -189,7 +189,7 @@ def _rows(
     for name, p in named_weights(lm):
         if not is_adapter(name):
             box = LocalBox((0,) * p.dim(), whole(p.detach()).float())
-            full[name] = merged(adapters[name])(box) if name in adapters else box.tensor
+            full[name] = merged(adapters[name])(box)[:].view(p.shape) if name in adapters else box.tensor
     return rows, full
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from meshrl.core.errors import StaleWeightsError, SyncError
-from meshrl.model.hub_names import HubNames, persistent_buffers, tied_names
+from meshrl.model.hub_names import HubNames, persistent_buffers
 from meshrl.model.lean import LeanDecoder
 from meshrl.model.lora import named_weights
 from meshrl.sync.delivery import Delivery
@@ -53,7 +53,7 @@ class EngineWeights:
         self._trusted = version
 
     def reconcile(self, layout: Layout) -> None:
-        reconcile(layout, describe(self._held()), self._tied())
+        reconcile(layout, describe(self._held()), self._names.tied)
         self._receiver = Receiver(layout, self._held, name=self.name)
 
     def targets(self) -> dict[str, torch.Tensor]:
@@ -111,13 +111,6 @@ class EngineWeights:
         for name, tensor in tensors.items():
             for hub_name, _, view in self._names.split(name, (0,) * tensor.dim(), tensor.detach()):
                 yield hub_name, view
-
-    def _tied(self) -> dict[str, str]:
-        """Alias -> the name that holds the tensor, both as in the model's files."""
-        found: dict[str, str] = {}
-        for alias, source in tied_names(self.lm).items():
-            found |= dict(zip(self._names.of(alias), self._names.of(source), strict=True))
-        return found
 
     def _read_back(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every name of every parameter, and every persistent buffer, each of which is what is computed with.
