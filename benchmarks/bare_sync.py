@@ -1,14 +1,14 @@
-"""What weight_sync.py runs inside the ranks: syncs without proofs, training steps, memory.
+"""The functions that weight_sync.py runs inside the ranks: syncs without proofs, changes of weights, memory.
 
-A bare transfer is what has to happen without any proof: each train rank casts the boxes that it holds into the
-sampler's dtype, and the bytes are copied to where a sampler computes with them. No digest, nothing read back. There are
-three, and the fastest one of each round counts:
+A bare transfer does only the necessary work, without any proof: each train rank casts the boxes that it holds into the
+sampler's dtype, and the bytes are copied into the sampler's tensors. There is no digest and no read-back. There are
+three bare transfers, and the fastest one of each round counts:
 
 - copy_1 and copy_2: one `copy_` for each box and each part, by torch with one and with two threads;
-- cut: our own way to cut and cast, with its threads, without digests.
+- cut: meshrl's own code that cuts and casts, with its threads, without digests.
 
-One rank that trains and samples copies from the masters into the sampler's own tensors. Where several processes take
-part, the transfers are ours, announced by the same messages between the same processes.
+One rank that trains and samples copies from the masters into the sampler's own tensors. With several processes, the
+bare transfers use meshrl's transports, with the same messages between the same processes.
 
 Every function here takes the RankWorker as its first argument, as an executor calls it.
 """
@@ -24,21 +24,21 @@ import torch
 
 from meshrl.cluster import rank_sync
 from meshrl.model.lora import named_weights
-from meshrl.parallel.fsdp import whole
+from meshrl.parallel.fsdp import full_tensor
 from meshrl.sync.digest import RunningDigest
-from meshrl.sync.expected import Expected
+from meshrl.sync.expected import ExpectedDigests
 from meshrl.sync.layout import Part
 from meshrl.sync.receiver import Progress, Receiver
 from meshrl.sync.sender import WeightSender
 from meshrl.sync.sockets import Sockets
 
-BARE = {"copy_1": 1, "copy_2": 2, "cut": 0}  # -> threads of torch, 0 = those that it has
-_OURS = (RunningDigest.update, Expected.compare, WeightSender._all_of, Receiver._write)
+BARE = {"copy_1": 1, "copy_2": 2, "cut": 0}  # -> threads of torch; 0 leaves their number unchanged
+_OURS = (RunningDigest.update, ExpectedDigests.compare, WeightSender._all_of, Receiver._write)
 _threads: list[int] = []  # of torch in this process, before the first change
 
 
 def _copied(self: WeightSender, part: Part, payload: torch.Tensor) -> RunningDigest:
-    """In the place of `WeightSender._all_of`."""
+    """Replaces `WeightSender._all_of`."""
     out, source = payload.view(part.tensor.torch_dtype), self._held[part.tensor.name, part.held]
     out.copy_(source[part.first : part.first + out.numel()])
     return RunningDigest(self.layout.digest)
@@ -47,30 +47,30 @@ def _copied(self: WeightSender, part: Part, payload: torch.Tensor) -> RunningDig
 def _placed(
     self: Receiver, section: torch.Tensor, views: list[torch.Tensor], part: Part, progress: Progress, check: bool
 ) -> int:
-    """In the place of `Receiver._write`."""
+    """Replaces `Receiver._write`."""
     for view in views:
         view.copy_(section.view(view.dtype).view(part.shape))
     return RunningDigest(self.layout.digest).value
 
 
 def _nothing(*args: Any) -> None:
-    """In the place of a digest or a comparison."""
+    """Replaces a digest or a comparison."""
 
 
 def choose(worker: Any, contender: str) -> None:
-    """How the next syncs are done: as a row of BARE, with the proof `wire` alone, or with all proofs."""
+    """Set how the next syncs are done: as an entry of BARE, with the `wire` proof only, or with all proofs."""
     _threads.append(torch.get_num_threads())
     torch.set_num_threads(BARE.get(contender, 0) or _threads[0])
     update, compare, all_of, write = _OURS
     RunningDigest.update = _nothing if contender in BARE else update  # type: ignore[method-assign]
-    Expected.compare = _nothing if contender in BARE or contender == "wire" else compare  # type: ignore[method-assign]
+    ExpectedDigests.compare = _nothing if contender in BARE or contender == "wire" else compare  # type: ignore[method-assign]
     plain = contender in ("copy_1", "copy_2")
     WeightSender._all_of = _copied if plain else all_of  # type: ignore[method-assign]
     Receiver._write = _placed if plain else write  # type: ignore[method-assign]
 
 
 def copy_in_place(worker: Any, contender: str) -> float:
-    """One rank that trains and samples; returns seconds."""
+    """The bare transfer of one rank that trains and samples. Returns seconds."""
     choose(worker, contender)
     held, targets = worker.engines["policy"].weights().held, worker.sampler.targets()
     began = time.perf_counter()
@@ -80,8 +80,8 @@ def copy_in_place(worker: Any, contender: str) -> float:
     return time.perf_counter() - began
 
 
-def apart(worker: Any) -> None:
-    """From the next layout on, this rank counts as a machine of its own."""
+def act_as_machine(worker: Any) -> None:
+    """From the next layout on, this rank counts as a separate machine."""
 
     def sockets(layout: Any, sender: int | None, host: str, machine: int, timeout_s: float) -> Sockets:
         return Sockets(layout, sender, host, worker.spec.rank, timeout_s)
@@ -89,27 +89,27 @@ def apart(worker: Any) -> None:
     rank_sync.Sockets = sockets  # type: ignore[assignment, misc]
 
 
-def gathered(worker: Any) -> float:
-    """The common way, for comparison: cast, all-gather each tensor, copy it into place; returns seconds."""
+def sync_by_all_gather(worker: Any) -> float:
+    """The usual method, for comparison: cast, all-gather each tensor, copy it into the sampler. Returns seconds."""
     trainer, targets = worker.engines["policy"], worker.sampler.targets()
     began = time.perf_counter()
     for name, p in named_weights(trainer.model.lm):
-        targets[name].copy_(whole(p.detach().to(trainer.compute_dtype)))
+        targets[name].copy_(full_tensor(p.detach().to(trainer.compute_dtype)))
     return time.perf_counter() - began
 
 
-def remember(worker: Any, wanted: bool) -> None:
-    """Whether the next syncs store what they send, and send changes alone where a base was stored."""
+def set_keep_base(worker: Any, keep_base: bool) -> None:
+    """Set whether the next syncs store the sent weights as a base, and send only changes if there is a base."""
     sender = worker._sync()._sender
-    sender._keep_base = wanted
-    if not wanted:
+    sender._keep_base = keep_base
+    if not keep_base:
         sender.base_version = None
         sender._base.clear()
 
 
 @torch.no_grad()
-def change(worker: Any, share: float, seed: int) -> None:
-    """Change that share of this rank's weights, at random places, by more than the sampler's dtype rounds."""
+def change_weights(worker: Any, share: float, seed: int) -> None:
+    """Change this share of the rank's weights, at random places, by more than the rounding of the sampler's dtype."""
     numbers = torch.Generator().manual_seed(seed + worker.spec.rank)
     for boxes in worker.engines["policy"].weights().held.values():
         for box in boxes:
@@ -119,8 +119,8 @@ def change(worker: Any, share: float, seed: int) -> None:
 
 
 @torch.no_grad()
-def scan(worker: Any) -> float:
-    """Find what has changed since the last sync, and nothing else: cast, compare, search; returns seconds."""
+def find_changes(worker: Any) -> float:
+    """Only find the elements that have changed since the last sync: cast, compare, search. Returns seconds."""
     base, held, chunk = worker._sync()._sender._base, worker.engines["policy"].weights().held, 1 << 18
     cast = torch.empty(chunk, dtype=next(iter(base.values())).dtype)
     began = time.perf_counter()
@@ -137,14 +137,14 @@ def num_threads(worker: Any) -> int:
     return torch.get_num_threads()
 
 
-def watch_memory(worker: Any) -> int:
-    """Begin to look for the peak; returns the resident size now."""
+def reset_peak_memory(worker: Any) -> int:
+    """Start to record the peak. Returns the current resident size."""
     Path("/proc/self/clear_refs").write_text("5")
     return _status("VmRSS")
 
 
 def peak_memory(worker: Any) -> int:
-    """The largest resident size since then."""
+    """The largest resident size since reset_peak_memory."""
     return _status("VmHWM")
 
 

@@ -1,19 +1,20 @@
-"""What the train engine costs on top of FSDP2, and what the controller costs on top of the ranks.
+"""The overhead of the train engine over plain FSDP2, and the CPU time of the controller.
 
     python benchmarks/engine_overhead.py
 
-A training step (forward and backward over all micro-batches, clip, AdamW) on one rank, the same packed batches in turn:
+A training step (forward and backward over all micro-batches, clip, AdamW) on one rank. The contenders take turns with
+the same packed batches:
 
     engine        TrainEngine.forward_backward and optim_step, with the policy loss and its metrics
-    bare          bare_fsdp2.py: a loop of 60 lines over the same model, attention, head and optimizer
-    bare_no_ent   the same without the entropy that the head also computes, to show what that figure costs
+    bare          bare_fsdp2.py: a loop of 60 lines with the same model, attention, head and optimizer
+    bare_no_ent   bare without the entropy, which the head also computes, to show the cost of that metric
 
 engine_overhead: CPU time of engine over bare, minus 1, median over rounds.
 
 controller_share: in a real `meshrl train` run of two ranks, CPU seconds of the controller's process over wall seconds,
-from the end of the first step to the end of the last. It plans, flattens, computes advantages, packs messages, writes
-logs. Graders are processes of their own and not in it. no_rank_share: wall time of the same steps outside of rollout,
-train and sync (as the run's own metrics tell), when ranks wait for the controller and the graders.
+from the end of the first step to the end of the last. The controller plans batches, flattens, computes advantages,
+packs messages and writes logs. Graders are separate processes and not counted. no_rank_share: wall time of the same
+steps outside of rollout, train and sync (by the run's own metrics), when ranks wait for the controller and the graders.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import torch
 from bare_fsdp2 import BareLoop
 from measure import Report, alternate, median, paired_ratio, parser
 from rewards import GSM8K, STAND_IN
-from runs import Run, Task, rows_for, run_meshrl
+from runs import TrainingRun, TrainingTask, rows_for, run_meshrl
 from stand_in import stand_in
 from workload import gsm8k_groups, model_folder, start_single_rank, training_samples
 
@@ -36,9 +37,9 @@ from meshrl.algo.losses import make_policy_loss
 from meshrl.config.algo import AlgoConfig
 from meshrl.config.train import TrainConfig
 from meshrl.model.load import DTYPES, load_causal_lm
+from meshrl.train.batch_plan import make_batch_plan
 from meshrl.train.engine import TrainEngine
 from meshrl.train.packing import pack
-from meshrl.train.plan import make_plan
 
 LR = 1e-5
 MICRO_BATCHES = 2
@@ -48,8 +49,8 @@ def main() -> None:
     p = parser(__doc__, rounds=11)
     p.add_argument("--data", type=Path, help="GSM8K's train.jsonl, or its folder, for the controller's run")
     p.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="compute dtype")
-    p.add_argument("--steps", type=int, default=6, help="steps of the controller's run, the first not counted")
-    p.add_argument("--only", choices=["engine", "controller"], help="one of the two parts")
+    p.add_argument("--steps", type=int, default=6, help="steps of the controller's run; the first is not counted")
+    p.add_argument("--only", choices=["engine", "controller"], help="run one of the two parts")
     args = p.parse_args()
     if args.smoke:
         args.rounds, args.steps = 2, 3
@@ -84,7 +85,7 @@ def engine(report: Report, args: Any) -> None:
         "bare_no_ent": lambda i: bare.step(work[i], entropy=False),
     }
     took = alternate(contenders, args.rounds)
-    report.keep_timings(f"step_{args.dtype}", took)
+    report.add_timings(f"step_{args.dtype}", took)
     cpu = {name: [t.cpu_s for t in timings] for name, timings in took.items()}
     wall = {name: [t.wall_s for t in timings] for name, timings in took.items()}
     for name in took:
@@ -98,13 +99,13 @@ def engine(report: Report, args: Any) -> None:
 
 
 def batches(i: int, smoke: bool) -> list[Any]:
-    """The packed micro-batches of round i, equal whoever asks."""
+    """The packed micro-batches of round i; every call returns the same ones."""
     groups = gsm8k_groups(2 if smoke else 4, 8, seed=200 + i, scale=0.1 if smoke else 1.0)
     samples = training_samples(groups, seed=200 + i)
     numbers, prefixes = [int(s.group_id) for s in samples], [s.prefix_len for s in samples]
     half = -(-sum(len(s) for s in samples) // MICRO_BATCHES)
-    plan = make_plan([len(s) for s in samples], 1, half, numbers, prefixes)
-    return [pack([samples[r] for r in rows], rows) for rows in plan.micro_batches[0]]
+    batch_plan = make_batch_plan([len(s) for s in samples], 1, half, numbers, prefixes)
+    return [pack([samples[r] for r in rows], rows) for rows in batch_plan.micro_batches[0]]
 
 
 def minus_one(ratio: Any) -> Any:
@@ -112,13 +113,13 @@ def minus_one(ratio: Any) -> Any:
 
 
 def controller(report: Report, args: Any) -> None:
-    """A real run of two ranks, watched from outside."""
+    """A real run of two ranks, measured from outside."""
     model, data = stand_in(args.model, args.data, args.smoke)
     small = dict(prompts_per_step=2, samples_per_prompt=4, max_new_tokens=16) if args.smoke else {}
     with tempfile.TemporaryDirectory(prefix="engine-overhead-") as name:
         folder = Path(name)
         num_rows = args.steps * small.get("prompts_per_step", 8)
-        task = Task(
+        task = TrainingTask(
             model=str(model.resolve()),
             data=str(rows_for(model, data, num_rows, folder / "rows.jsonl")),
             rewards=STAND_IN if args.model is None else GSM8K,
@@ -137,7 +138,7 @@ def controller(report: Report, args: Any) -> None:
     report.bar("controller_share", value, at_most=0.03)
 
 
-def phase_share(run: Run, phase: str) -> float:
+def phase_share(run: TrainingRun, phase: str) -> float:
     return sum(s.metrics[f"time/{phase}_s"] for s in run.steps[1:]) / run.seconds_after_first()
 
 

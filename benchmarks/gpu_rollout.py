@@ -2,12 +2,12 @@
 
     python benchmarks/gpu_rollout.py
 
-A model of 0.5B's shape with random weights, bf16. Every request gets its number of tokens in advance:
+A model of 0.5B's shape with random weights, bf16. The number of tokens of each request is fixed in advance:
 
     mixed   GSM8K's lengths, groups of 8 that share their prompt
-    equal   every request its own prompt, all of one length: nothing to share, nothing to refill
+    equal   every request has its own prompt, all lengths are equal: no prompt is shared, no slot is refilled
 
-generate is one left-padded batch with SDPA and its dynamic cache, run to the longest answer.
+generate is one left-padded batch with SDPA and a dynamic cache, run to the longest answer.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from meshrl.core.types import Request, SamplingParams
 from meshrl.rollout.embedded.engine import EmbeddedEngine, build_embedded_engine
 
 EQUAL_PROMPT, EQUAL_ANSWER = 85, 64
-Ask = tuple[np.ndarray, int]  # prompt, tokens to sample
+RequestSpec = tuple[np.ndarray, int]  # prompt, tokens to sample
 
 
-def asks(kind: str, num_requests: int, seed: int, scale: float) -> list[Ask]:
+def make_requests(kind: str, num_requests: int, seed: int, scale: float) -> list[RequestSpec]:
     rng = np.random.default_rng(seed)
     if kind == "equal":
         sizes = [max(2, round(n * scale)) for n in (EQUAL_PROMPT, EQUAL_ANSWER)]
         return [(rng.integers(3, VOCAB, sizes[0]).astype(np.int32), sizes[1]) for _ in range(num_requests)]
-    found: list[Ask] = []
+    found: list[RequestSpec] = []
     for group in gsm8k_groups(num_requests // 8, 8, seed, scale):
         prompt = rng.integers(3, VOCAB, group.prompt).astype(np.int32)
         found += [(prompt, n) for n in group.answers]
@@ -45,7 +45,7 @@ def asks(kind: str, num_requests: int, seed: int, scale: float) -> list[Ask]:
 
 
 @torch.inference_mode()
-def generate(lm: Any, work: Sequence[Ask]) -> None:
+def generate(lm: Any, work: Sequence[RequestSpec]) -> None:
     """One left-padded batch, to its longest answer."""
     from transformers import GenerationConfig
 
@@ -60,8 +60,8 @@ def generate(lm: Any, work: Sequence[Ask]) -> None:
     assert out.shape[1] == longest + config.max_new_tokens
 
 
-def embedded(engine: EmbeddedEngine, work: Sequence[Ask]) -> None:
-    """Logprobs of all tokens included."""
+def embedded(engine: EmbeddedEngine, work: Sequence[RequestSpec]) -> None:
+    """Sample with the embedded engine, which also computes the logprob of each token."""
     params = SamplingParams(ignore_eos=True)
     for i, (prompt, n) in enumerate(work):
         engine.submit(Request(id=str(i), context_ids=prompt, sampling=params, seed=i, max_new_tokens=n))
@@ -72,7 +72,7 @@ def embedded(engine: EmbeddedEngine, work: Sequence[Ask]) -> None:
 
 
 def load_plain(folder: Path, device: torch.device) -> Any:
-    """The model as Transformers loads it."""
+    """The model, loaded by plain Transformers."""
     from transformers import AutoModelForCausalLM
 
     lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa")
@@ -85,21 +85,22 @@ def measure_cell(report: Report, args: Any, device: torch.device, lm: Any, engin
     peak = dict.fromkeys(took, 0)
     tokens = []
     for i in range(-1, args.rounds):
-        work = asks(kind, n, 300 + i, scale)
-        for who in list(took) if i % 2 else list(took)[::-1]:
+        work = make_requests(kind, n, 300 + i, scale)
+        for sampler in list(took) if i % 2 else list(took)[::-1]:
             reset_peak_memory(device)
-            spent = seconds(device, lambda: generate(lm, work) if who == "generate" else embedded(engine, work))  # noqa: B023
+            spent = seconds(device, lambda: generate(lm, work) if sampler == "generate" else embedded(engine, work))  # noqa: B023
             if i >= 0:
-                took[who].append(spent)
-                peak[who] = max(peak[who], peak_bytes(device))
+                took[sampler].append(spent)
+                peak[sampler] = max(peak[sampler], peak_bytes(device))
         if i >= 0:
             tokens.append(sum(count for _, count in work))
     name = f"{kind}_{n}"
     report.raw[name] = {"seconds": took, "tokens": tokens, "peak_bytes": peak}
-    for who, spent in took.items():
-        report.figure(f"rollout_tokens_per_s_{name}_{who}", median([t / s for t, s in zip(tokens, spent, strict=True)]))
-        if peak[who]:
-            report.figure(f"rollout_peak_gib_{name}_{who}", peak[who] / 2**30)
+    for sampler, spent in took.items():
+        rates = [t / s for t, s in zip(tokens, spent, strict=True)]
+        report.figure(f"rollout_tokens_per_s_{name}_{sampler}", median(rates))
+        if peak[sampler]:
+            report.figure(f"rollout_peak_gib_{name}_{sampler}", peak[sampler] / 2**30)
     report.figure(f"ratio_{name}_embedded_over_generate", paired_ratio(took["generate"], took["embedded"]))
 
 

@@ -1,13 +1,13 @@
-"""GRPO steps of a model of 0.5B's shape on one GPU, colocated, and how fast weights get from trainer to sampler.
+"""GRPO steps of a model of 0.5B's shape on one GPU, colocated, and the rate of the weight sync.
 
     python benchmarks/gpu_step.py
 
-What a run does, through the same groups (executor inline): sample groups of 8, reward, flatten, advantages, one update
-with the sampler's proof before it, sync with its digests. Random weights; the reward is a share of the answer's
-tokens; each answer gets its number of tokens in advance, by GSM8K's lengths. The first step warms up.
+A step is that of a run, with the same groups (executor inline): sample groups of 8, reward, flatten, advantages, one
+update with the sampler's proof before it, sync with digests. Weights are random; the reward is a share of the answer's
+tokens; the number of tokens of each answer is fixed in advance, by GSM8K's lengths. The first step is a warm-up.
 
-sync_gb_per_s: bytes of the weights in bf16 over seconds of a whole sync, every proof included. peak_gib_PHASE: most of
-the device's memory in that phase.
+sync_gb_per_s: bytes of the weights in bf16 over seconds of a complete sync with all proofs. step_peak_gib_PHASE: peak
+of the device's memory in that phase.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from meshrl.agent.flatten import flatten
 from meshrl.algo.advantages import assign_advantages
 from meshrl.algo.losses import make_policy_loss
 from meshrl.algo.reduce import assign_loss_weights
-from meshrl.cluster.groups import RolloutGroup, TrainGroup, sync_weights
+from meshrl.cluster.groups import RolloutGroup, TrainGroup
 from meshrl.cluster.launch import launched
+from meshrl.cluster.weight_sync import sync_weights
 from meshrl.config.algo import AlgoConfig
 from meshrl.config.cluster import ClusterConfig
 from meshrl.config.model import ModelConfig
@@ -46,7 +47,7 @@ PHASES = ("rollout", "train", "sync")
 
 
 class Steps:
-    """One GRPO step after the other, spelled out, with the seconds and the peak memory of each phase."""
+    """GRPO steps, written out, with the seconds and the peak memory of each phase."""
 
     def __init__(self, trainer: TrainGroup, rollouts: RolloutGroup, layout: Layout, device: torch.device, args: Any):
         self.trainer, self.rollouts, self.layout, self.device = trainer, rollouts, layout, device
@@ -67,7 +68,7 @@ class Steps:
             await sync_weights(self.trainer, self.rollouts, self.layout)
 
     async def step(self, ordinal: int) -> dict[str, float]:
-        """Sample, train, sync; what it took and what it counted."""
+        """Sample, train, sync. Returns the seconds of each phase, and counts."""
         with self.phase("rollout"):
             trajectories = await asyncio.gather(*self.attempts(ordinal))
         samples, _ = flatten(trajectories)
@@ -75,7 +76,7 @@ class Steps:
         assign_loss_weights(samples, self.algo, 256)
         with self.phase("train"):
             report = await self.trainer.forward_backward(
-                samples, self.trainer.plan(samples), make_policy_loss(self.algo)
+                samples, self.trainer.batch_plan(samples), make_policy_loss(self.algo)
             )
             self.proof.check(report.mismatch, "bfloat16", self.trainer.version)
             update = await self.trainer.optim_step(1e-6)
@@ -89,7 +90,7 @@ class Steps:
         }
 
     def attempts(self, ordinal: int) -> Iterator[Any]:
-        """8 attempts at each prompt of the step, as coroutines."""
+        """Coroutines of 8 attempts at each prompt of the step."""
         rng = np.random.default_rng(ordinal)
         for g, group in enumerate(gsm8k_groups(self.num_groups, 8, ordinal, self.scale)):
             place = ordinal * self.num_groups + g
@@ -141,17 +142,16 @@ async def measure(report: Report, args: Any, device: torch.device) -> None:
             run.spans.take()
         held = (await trainer.memory())[0][1]
     report.raw |= {"steps": steps, "syncs_s": syncs, "sync_bytes": layout.num_bytes, "trainer_bytes": held}
-    tell(report, steps[1:], peaks, layout.num_bytes, syncs)
+    report_figures(report, steps[1:], peaks, layout.num_bytes, syncs)
 
 
-def tell(
+def report_figures(
     report: Report, steps: list[dict[str, float]], peaks: dict[str, int], num_bytes: int, syncs: list[float]
 ) -> None:
     def middle(name: str) -> float:
         return median([step[name] for step in steps])
 
-    whole = [sum(step[name] for name in PHASES) for step in steps]
-    report.figure("step_s", median(whole))
+    report.figure("step_s", median([sum(step[name] for name in PHASES) for step in steps]))
     for name in PHASES:
         report.figure(f"step_{name}_s", middle(name))
         if peaks[name]:
@@ -164,7 +164,7 @@ def tell(
 
 def main() -> None:
     p = gpu_parser(__doc__, rounds=2)
-    p.add_argument("--prompts", type=int, default=32, help="prompts a step, 8 answers to each (default 32)")
+    p.add_argument("--prompts", type=int, default=32, help="prompts a step, with 8 answers each (default 32)")
     args = p.parse_args()
     report, device = start("gpu_step", args)
     asyncio.run(measure(report, args, device))

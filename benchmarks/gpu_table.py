@@ -1,8 +1,8 @@
-"""The last step of h200.sh: what its parts found as one table and one JSON line. Needs no GPU.
+"""The last step of h200.sh: the results of its parts as one table and one JSON line. Needs no GPU.
 
     python benchmarks/gpu_table.py --parts FOLDER --tests tests.xml --results FOLDER
 
-Ends with 1 when a test failed, or a part left no figures.
+Exit code 1: a test failed, or a part wrote no figures.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ PARTS = ("gpu_train", "gpu_rollout", "gpu_step")
 
 
 def read_tests(path: Path) -> dict[str, Any]:
-    """Counts, and each failure with its message, from pytest's JUnit file; nothing at all when it was never written."""
+    """Counts, and each failure with its message, from pytest's JUnit file. A missing file counts as one failure."""
     if not path.exists():
-        return {"passed": 0, "failed": 1, "skipped": 0, "seconds": 0.0, "failures": {"pytest": "left no report"}}
+        return {"passed": 0, "failed": 1, "skipped": 0, "seconds": 0.0, "failures": {"pytest": "wrote no report"}}
     suite = next(ET.parse(path).getroot().iter("testsuite"))
     failures, skipped = {}, 0
     for case in suite.iter("testcase"):
@@ -37,13 +37,13 @@ def read_tests(path: Path) -> dict[str, Any]:
 
 
 def read_parts(folder: Path) -> dict[str, Any]:
-    """The newest record of each part; a part that was ended left none."""
+    """The newest record of each part. A part that was ended early has none."""
     found = {part: sorted(folder.glob(f"{part}_*.json")) for part in PARTS}
     return {part: json.loads(paths[-1].read_text(encoding="utf-8")) for part, paths in found.items() if paths}
 
 
 def rows(figures: dict[str, float]) -> list[str]:
-    """One line a figure; the ends of an interval stand behind its middle."""
+    """One line for each figure, with its interval in parentheses."""
     lines = []
     for name, value in figures.items():
         if name.endswith(("_low", "_high")):
@@ -58,7 +58,7 @@ def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--parts", type=Path, required=True, help="folder with the parts' records")
     p.add_argument("--tests", type=Path, required=True, help="JUnit file of tests/gpu")
-    p.add_argument("--results", type=Path, help="folder for the whole record (default benchmarks/results)")
+    p.add_argument("--results", type=Path, help="folder for the complete record (default benchmarks/results)")
     p.add_argument("--threads", type=int, default=2)
     p.add_argument("--smoke", action="store_true", help="keep the record out of benchmarks/results")
     args = p.parse_args()
@@ -72,13 +72,14 @@ def main() -> None:
         report.figures |= part["figures"]
         report.bars += part["bars"]
     versions = {name: part["machine"].get(name) for part in parts.values() for name in ("torch", "transformers")}
-    report.say(f"\n{report.raw['device'].get('name', 'no device')}, {versions}\n\n| figure | value |\n| --- | ---: |")
-    report.say("\n".join(rows(report.figures)))
+    device = report.raw["device"].get("name", "no device")
+    report.print_line(f"\n{device}, {versions}\n\n| figure | value |\n| --- | ---: |")
+    report.print_line("\n".join(rows(report.figures)))
     missing = [part for part in PARTS if part not in parts]
     for name, message in tests["failures"].items():
-        report.say(f"FAILED {name}: {message.splitlines()[0] if message else ''}")
+        report.print_line(f"FAILED {name}: {message.splitlines()[0] if message else ''}")
     for part in missing:
-        report.say(f"MISSING {part}: it failed or was ended at its time limit; its output stands above")
+        report.print_line(f"MISSING {part}: it failed or was ended at its time limit; see its output above")
     report.figures["parts_missing"] = float(len(missing))
     report.finish()
     sys.exit(1 if missing or tests["failed"] else 0)

@@ -1,18 +1,18 @@
-"""Model FLOP utilisation of a training step at 4k, 16k and 64k tokens on one GPU, and what attention takes of it.
+"""Model FLOP utilisation (MFU) of a training step at 4k, 16k and 64k tokens on one GPU, and the time of its attention.
 
     python benchmarks/gpu_train.py [--peak-tflops 989]
 
-A step is what a rank does with one micro-batch: pack it, forward, backward, clip, AdamW; bf16 compute over fp32 masters
-in FSDP2 of one rank; a model of 0.5B's shape with random weights.
+A step is a rank's work on one micro-batch: pack it, forward, backward, clip, AdamW; bf16 compute with fp32 masters
+under FSDP2 with one rank; a model of 0.5B's shape with random weights.
 
-    row       one row of all the tokens, every one of them scored
-    rows      packed rows of GSM8K's lengths, answers scored, other lengths in each round as in a run
-    ..._ckpt  each block's activations computed again in backward: more FLOP done, none more counted
+    row       one row of all the tokens, each of them scored
+    rows      packed rows of GSM8K's lengths, answers scored; the lengths differ in each round, as in a run
+    ..._ckpt  activation checkpointing: backward recomputes each block; recomputed FLOP are not counted
 
 mfu: FLOP of gpu_workload.step_flop over seconds and over --peak-tflops.
 
-Then packed attention alone, forward and backward, one layer: PyTorch's kernel for packed rows, and the buckets that
-stand in where there is none. Lengths differ from round to round. family: groups of 8 that share their prompt.
+Then packed attention by itself, forward and backward, one layer: PyTorch's varlen kernel, and the buckets that replace
+it on devices without one. Lengths differ from round to round. family: groups of 8 that share their prompt.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from meshrl.config.algo import AlgoConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.device import empty_cache, reset_peak_memory
 from meshrl.core.types import Sample
-from meshrl.model.attention import How, PackedAttention
+from meshrl.model.attention import AttentionSpec, PackedAttention
 from meshrl.train.engine import TrainEngine
 from meshrl.train.packing import pack
 
 LR = 1e-6
 GEMM = 8192
-HEADS, KV_HEADS, HEAD_SIZE = 14, 2, 64  # of the attention measured alone
+HEADS, KV_HEADS, HEAD_SIZE = 14, 2, 64  # of the attention that is measured by itself
 
 
 def one_row(tokens: int, seed: int) -> list[Sample]:
@@ -55,7 +55,7 @@ def one_row(tokens: int, seed: int) -> list[Sample]:
 
 
 def gsm8k_rows(tokens: int, seed: int) -> list[Sample]:
-    """As many rows, in whole groups but for the last, as fit."""
+    """As many rows as fit; all groups but the last are complete."""
     samples = training_samples(gsm8k_groups(max(1, tokens // 1500), 8, seed), seed)
     ends = np.cumsum([len(s) for s in samples])
     return samples[: max(1, int(np.searchsorted(ends, tokens, side="right")))]
@@ -65,7 +65,7 @@ ROWS: dict[str, Callable[[int, int], list[Sample]]] = {"row": one_row, "rows": g
 
 
 def measure_gemm(report: Report, device: torch.device, size: int) -> None:
-    """What a bf16 matrix product reaches on this device today: the ceiling of every figure below."""
+    """Measure the rate of a large bf16 matrix product on this device: the upper limit of all figures below."""
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     took = [seconds(device, lambda: [a @ b for _ in range(5)]) / 5 for _ in range(4)][1:]
     report.figure("gemm_tflop_per_s", 2 * size**3 / median(took) / 1e12)
@@ -80,7 +80,7 @@ def measure_steps(report: Report, args: Any, device: torch.device, sizes: list[i
     loss = make_policy_loss(AlgoConfig())
     for tokens, kind, checkpointing in itertools.product(sizes, ROWS, (True, False)):
         if tokens == max(sizes) and not checkpointing:
-            continue  # every block's activations of the longest would fill the card
+            continue  # without checkpointing, the activations of the longest size exceed the memory
         lm = engine.model.lm
         if checkpointing:
             lm.gradient_checkpointing_enable({"use_reentrant": False})
@@ -115,7 +115,7 @@ def measure_steps(report: Report, args: Any, device: torch.device, sizes: list[i
 
 
 def measure_attention(report: Report, args: Any, device: torch.device, sizes: list[int]) -> None:
-    """One layer of packed attention, forward and backward, by each way that this device has."""
+    """One layer of packed attention, forward and backward, with each implementation that this device has."""
     ways = ["varlen", "buckets"] if PackedAttention([0, 1], device).use_varlen else ["buckets"]
     for tokens, kind in itertools.product(sizes, ("row", "rows", "family")):
         packs = {i: pack_of(kind, tokens, 500 + i) for i in range(-1, args.rounds)}
@@ -130,7 +130,7 @@ def measure_attention(report: Report, args: Any, device: torch.device, sizes: li
                 def work(cu: Any = cu, parents: Any = parents, q: Any = q, k: Any = k, v: Any = v) -> None:
                     packed = PackedAttention(cu, device, parents)
                     packed.use_varlen = way == "varlen"  # noqa: B023  (called at once)
-                    packed.attend(0, q, k, v, How(HEAD_SIZE**-0.5)).sum().backward()
+                    packed.attend(0, q, k, v, AttentionSpec(HEAD_SIZE**-0.5)).sum().backward()
 
                 spent = seconds(device, work)
                 if i >= 0:
@@ -141,7 +141,7 @@ def measure_attention(report: Report, args: Any, device: torch.device, sizes: li
 
 
 def pack_of(kind: str, tokens: int, seed: int) -> tuple[list[int], list[int]]:
-    """Bounds and parents of the segments that this many tokens make."""
+    """Bounds and parents of the segments of a pack of `tokens` tokens."""
     samples = ROWS["row" if kind == "row" else "rows"](tokens, seed)
     batch = pack(samples, range(len(samples)), share_prefix=kind == "family")
     return batch.cu_seqlens.tolist(), batch.parents

@@ -1,4 +1,4 @@
-"""What the GPU benchmarks share: models by shape, the device and its clock, and how many FLOP a training step has."""
+"""Shared by the GPU benchmarks: models by shape, the device and its clock, and the FLOP of a training step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshrl.core.device import dist_backend, local_device, memory_stats, synchronize
 from meshrl.parallel.mesh import build_mesh
 
-# The shape of Qwen2.5-0.5B: 494 M parameters, of which 136 M are the embedding, which is the head as well.
+# The shape of Qwen2.5-0.5B: 494 M parameters, including 136 M of the embedding, which is tied to the head.
 SHAPES: dict[str, dict[str, int]] = {
     "0.5B": dict(
         vocab_size=151936,
@@ -58,7 +58,7 @@ def gpu_parser(description: str | None, rounds: int) -> argparse.ArgumentParser:
 
 
 def start(name: str, args: argparse.Namespace) -> tuple[Report, torch.device]:
-    """The report with the device's facts in it, and the device. --smoke forces the CPU."""
+    """The report, with the facts of the device, and the device. --smoke forces the CPU."""
     if args.smoke:
         os.environ["MESHRL_DEVICE"] = "cpu"
         args.rounds = 2
@@ -71,12 +71,12 @@ def start(name: str, args: argparse.Namespace) -> tuple[Report, torch.device]:
         raise SystemExit(f"{name} measures an accelerator, and this machine has none; --smoke runs it on the CPU")
     report = Report(name, args)
     report.raw["device"] = device_facts(device)
-    report.say(f"on {report.raw['device']['name']}, torch {torch.__version__}")
+    report.print_line(f"on {report.raw['device']['name']}, torch {torch.__version__}")
     return report, device
 
 
 def device_facts(device: torch.device) -> dict[str, Any]:
-    """What a reader needs to judge a figure of this device."""
+    """The facts of the device that a reader needs to judge a figure."""
     if device.type != "cuda":
         return {"name": platform.processor() or platform.machine(), "type": device.type}
     facts = torch.cuda.get_device_properties(device)
@@ -132,7 +132,7 @@ def start_single_rank(device: torch.device) -> DeviceMesh:
 
 
 def seconds(device: torch.device, work: Callable[[], Any]) -> float:
-    """Wall time of the work, all that it queued on the device included."""
+    """Wall time of the work, including everything that it has queued on the device."""
     synchronize(device)
     began = time.perf_counter()
     work()
@@ -141,16 +141,16 @@ def seconds(device: torch.device, work: Callable[[], Any]) -> float:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Most bytes of the device's memory since reset_peak_memory; 0 on the CPU, which does not count."""
+    """Peak bytes of the device's memory since reset_peak_memory; 0 on the CPU, which records no peak."""
     return memory_stats(device).get("peak_bytes", 0)
 
 
 def step_flop(config: Any, lengths: Sequence[int], scored: int) -> float:
-    """FLOP that forward and backward of these rows need, in the usual count: nothing that is computed twice.
+    """FLOP of forward and backward of these rows, in the usual count, without recomputation.
 
-    6 for each parameter of a matrix product and token (2 forward, 4 backward): the blocks' for every token, the
-    head's for every scored one; the embedding is looked up. Causal attention of a row of l tokens: 6 l^2 H D a layer
-    (two products of 2 l^2 H D forward, of which causality needs half, and twice that backward).
+    6 for each parameter of a matrix product and each token (2 forward, 4 backward): for the blocks every token counts,
+    for the head every scored token; the embedding is a lookup. Causal attention of a row of l tokens: 6 l^2 H D a layer
+    (forward has two products of 2 l^2 H D and needs half of them, because it is causal; backward needs twice as much).
     """
     hidden, layers = config.hidden_size, config.num_hidden_layers
     size = getattr(config, "head_dim", None) or hidden // config.num_attention_heads

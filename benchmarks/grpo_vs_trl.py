@@ -1,15 +1,15 @@
-"""GRPO from end to end: meshrl against TRL's GRPOTrainer, on the same model, prompts and settings, process by process.
+"""GRPO from end to end: meshrl against TRL's GRPOTrainer, with the same model, prompts and settings.
 
     python benchmarks/grpo_vs_trl.py --model MODEL --data train.jsonl            # speed and memory, three pairs
     python benchmarks/grpo_vs_trl.py --model MODEL --data train.jsonl --curve    # and 60 steps of each: the reward
-    python benchmarks/grpo_vs_trl.py --model MODEL --data train.jsonl --probe    # which settings are fastest here
+    python benchmarks/grpo_vs_trl.py --model MODEL --data train.jsonl --probe    # find the fastest settings here
 
 Same in both: prompts and their order, chat template, 8 prompts x 8 answers of at most 256 tokens, rewards, advantage,
-loss, optimizer, learning rate, compute dtype, fp32 masters, threads. Each trainer has its best settings on this machine
-(README.md says what was tried). A pair is one run of each, right after each other; the first step of a run warms up and
-is not counted. Without --model and --data a stand-in with random weights is made (see stand_in.py).
+loss, optimizer, learning rate, compute dtype, fp32 masters, threads. Each trainer has its fastest settings on this
+machine (README.md lists those that were tried). A pair is one run of each trainer, one right after the other; the first
+step of a run is a warm-up and not counted. Without --model and --data, stand_in.py makes a model with random weights.
 
-ratio_samples_per_s: meshrl over TRL. ratio_peak_memory: meshrl over TRL, PSS of the whole process tree.
+ratio_samples_per_s: meshrl over TRL. ratio_peak_memory: meshrl over TRL, PSS of the process tree.
 reward_gap: distance of the two reward curves, mean over the second half of the steps (see `gap`).
 """
 
@@ -24,28 +24,28 @@ from typing import Any
 import numpy as np
 from measure import ROOT, Report, median, paired_ratio, parser
 from rewards import GSM8K, STAND_IN
-from runs import Run, Task, rows_for, run_meshrl, run_trl
+from runs import TrainingRun, TrainingTask, rows_for, run_meshrl, run_trl
 from stand_in import stand_in
 
-# Left alone TRL's paged generation takes half of the memory and reads all of it in each step; 16 requests at a time are
-# fastest, since its attention on a CPU compares each request with the tokens of all that run.
+# By default TRL's paged generation takes half of the memory and reads all of it in each step. 16 requests at a time are
+# fastest, because its attention on a CPU compares each request with the tokens of all running requests.
 PAGED = {"page_size": 32, "num_blocks": 512, "max_batch_tokens": 1024, "max_requests_per_batch": 16}
 TRL_BEST: dict[str, Any] = {"micro_batch": 16, "num_ranks": 2, "continuous_batching": PAGED}
 MESHRL_BEST = {"num_ranks": 2}
-SAME_REWARD = 0.03  # two seeds of one trainer are this far apart after 60 steps, on a scale where right is 1
+SAME_REWARD = 0.03  # difference between two seeds of one trainer after 60 steps; a right answer has reward 1
 
 
 def main() -> None:
     p = parser(__doc__, rounds=3)
     p.add_argument("--data", type=Path, help="GSM8K's train.jsonl, or its folder; default: the rows in examples/data")
-    p.add_argument("--steps", type=int, default=5, help="steps of a run, the first is not counted (default 5)")
+    p.add_argument("--steps", type=int, default=5, help="steps of a run; the first is not counted (default 5)")
     p.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="compute dtype of both")
-    p.add_argument("--curve", action="store_true", help="also 60 steps of each, for the reward curves")
-    p.add_argument("--probe", action="store_true", help="try each trainer's settings, compare nothing")
+    p.add_argument("--curve", action="store_true", help="also run 60 steps of each, for the reward curves")
+    p.add_argument("--probe", action="store_true", help="only try settings of each trainer, without a comparison")
     p.add_argument("--trl-python", type=Path, default=ROOT / ".venv-trl" / "bin" / "python", help="TRL's environment")
     args = p.parse_args()
     if not args.trl_python.exists():
-        p.error(f"{args.trl_python} is not there; benchmarks/README.md says how to install TRL beside meshrl")
+        p.error(f"{args.trl_python} does not exist; benchmarks/README.md describes how to install TRL in .venv-trl")
     if args.smoke:
         args.rounds, args.steps = 1, 3
     report = Report("grpo_vs_trl", args)
@@ -59,14 +59,14 @@ def main() -> None:
 
 
 def compare(report: Report, args: Any, folder: Path) -> None:
-    """Pairs of short runs; with --curve one pair of long ones."""
+    """Pairs of short runs; with --curve also one pair of long runs."""
     task = make_task(args, folder, args.steps)
-    pairs: list[tuple[Run, Run]] = []
+    pairs: list[tuple[TrainingRun, TrainingRun]] = []
     for i in range(args.rounds):
         pairs.append(pair(task, args, folder / str(i), first_trl=i % 2 == 1))
-        keep(report, f"pair_{i}", pairs[-1], task)
+        record(report, f"pair_{i}", pairs[-1], task)
     speed = report.figure("ratio_samples_per_s", ratio_of(pairs, lambda r: r.samples_per_s(samples(task))))
-    report.figure("ratio_tokens_per_s", ratio_of(pairs, Run.tokens_per_s))
+    report.figure("ratio_tokens_per_s", ratio_of(pairs, TrainingRun.tokens_per_s))
     report.figure("ratio_peak_memory", ratio_of(pairs, lambda r: r.peak_pss_bytes))
     for name, side in (("meshrl", 0), ("trl", 1)):
         report.figure(f"samples_per_s_{name}", median([p[side].samples_per_s(samples(task)) for p in pairs]))
@@ -76,17 +76,17 @@ def compare(report: Report, args: Any, folder: Path) -> None:
     report.bar("ratio_samples_per_s", speed, at_least=3.0)
     if args.curve:
         pairs = [pair(make_task(args, folder, 6 if args.smoke else 60), args, folder / "curve", first_trl=False)]
-        keep(report, "curve", pairs[0], task)
+        record(report, "curve", pairs[0], task)
     value, noise = gap(pairs)
     report.figure("reward_gap_noise", noise)
     report.bar("reward_gap", report.figure("reward_gap", value), at_most=noise)
     report.finish(headline=("ratio_samples_per_s", "ratio_peak_memory", "reward_gap"))
 
 
-def make_task(args: Any, folder: Path, steps: int) -> Task:
+def make_task(args: Any, folder: Path, steps: int) -> TrainingTask:
     small = dict(prompts_per_step=2, samples_per_prompt=4, max_new_tokens=16) if args.smoke else {}
     num_rows = steps * small.get("prompts_per_step", 8)
-    return Task(
+    return TrainingTask(
         model=str(args.model.resolve()),
         data=str(rows_for(args.model, args.data, num_rows, folder / f"rows_{steps}.jsonl")),
         rewards=args.rewards,
@@ -97,11 +97,11 @@ def make_task(args: Any, folder: Path, steps: int) -> Task:
     )
 
 
-def samples(task: Task) -> int:
+def samples(task: TrainingTask) -> int:
     return task.prompts_per_step * task.samples_per_prompt
 
 
-def pair(task: Task, args: Any, folder: Path, first_trl: bool) -> tuple[Run, Run]:
+def pair(task: TrainingTask, args: Any, folder: Path, first_trl: bool) -> tuple[TrainingRun, TrainingRun]:
     """(meshrl's run, TRL's run), in either order."""
     settings = {**TRL_BEST, "micro_batch": min(TRL_BEST["micro_batch"], samples(task))}
     if first_trl:
@@ -110,25 +110,25 @@ def pair(task: Task, args: Any, folder: Path, first_trl: bool) -> tuple[Run, Run
     return run_meshrl(task, folder / "meshrl", **MESHRL_BEST), run_trl(task, folder / "trl", args.trl_python, settings)
 
 
-def keep(report: Report, name: str, runs: tuple[Run, Run], task: Task) -> None:
-    for who, run in zip(("meshrl", "trl"), runs, strict=True):
-        report.raw[f"{name}_{who}"] = {**asdict(run), "cpu": None}
-        report.say(
-            f"{name} {who}: {run.samples_per_s(samples(task)):.2f} samples/s, {run.tokens_per_s():.0f} tokens/s, "
+def record(report: Report, name: str, runs: tuple[TrainingRun, TrainingRun], task: TrainingTask) -> None:
+    for trainer, run in zip(("meshrl", "trl"), runs, strict=True):
+        report.raw[f"{name}_{trainer}"] = {**asdict(run), "cpu": None}
+        report.print_line(
+            f"{name} {trainer}: {run.samples_per_s(samples(task)):.2f} samples/s, {run.tokens_per_s():.0f} tokens/s, "
             f"{run.peak_pss_bytes / 2**20:.0f} MiB, reward {run.steps[0].reward:.3f} .. {run.steps[-1].reward:.3f}"
         )
 
 
-def ratio_of(pairs: Sequence[tuple[Run, Run]], figure: Any) -> Any:
+def ratio_of(pairs: Sequence[tuple[TrainingRun, TrainingRun]], figure: Any) -> Any:
     return paired_ratio([figure(ours) for ours, _ in pairs], [figure(theirs) for _, theirs in pairs])
 
 
-def gap(pairs: Sequence[tuple[Run, Run]]) -> tuple[float, float]:
-    """(distance of the reward curves, how much of it is noise).
+def gap(pairs: Sequence[tuple[TrainingRun, TrainingRun]]) -> tuple[float, float]:
+    """(distance of the reward curves, the distance that noise explains).
 
-    Both see the same prompts in the same step, so the difference of a step's mean rewards is that of the policies and
-    of sampling. The distance is the mean difference over the second half of the steps; the noise is three standard
-    errors of it, and at least SAME_REWARD, by which two seeds of the same trainer may end up apart.
+    Both trainers get the same prompts in the same step, so a step's mean rewards differ only because of the policies
+    and the sampling. The distance is the mean difference over the second half of the steps. The noise is three standard
+    errors of it, and at least SAME_REWARD, the difference that two seeds of one trainer can have.
     """
     differences = np.array(
         [
@@ -142,7 +142,7 @@ def gap(pairs: Sequence[tuple[Run, Run]]) -> tuple[float, float]:
 
 
 def probe(report: Report, args: Any, folder: Path) -> None:
-    """Samples/s of each trainer under the settings worth trying, in --dtype. One run each: 5 % say nothing."""
+    """Samples/s of each trainer with different settings, in --dtype. One run each: ignore differences of 5 %."""
     task = make_task(args, folder, args.steps)
     tries: list[dict[str, Any]] = [
         {"micro_batch": rows, "num_ranks": ranks, "continuous_batching": None}

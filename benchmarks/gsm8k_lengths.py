@@ -1,10 +1,10 @@
-"""How long GSM8K's prompts and a small model's answers are, in tokens: makes gsm8k_lengths.json.
+"""Makes gsm8k_lengths.json: the lengths of GSM8K's prompts and of a small model's answers, in tokens.
 
     python benchmarks/gsm8k_lengths.py --model MODEL --data train.jsonl
 
-The file lies in the repository, so that every benchmark has real lengths without a download. Answers are sampled by the
-embedded engine at temperature 1 (they are no reference solutions), 8 to a prompt, since answers to one question are
-more alike in length than answers to different ones.
+The file is in the repository, so that every benchmark has real lengths without a download. The embedded engine samples
+the answers at temperature 1 (they are not the reference solutions), 8 for each prompt, because answers to one question
+have more similar lengths than answers to different questions.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FILE = Path(__file__).with_suffix(".json")
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--model", type=Path, required=True, help="folder of a model that has learnt to answer")
+    p.add_argument("--model", type=Path, required=True, help="folder of a model that has learned to answer")
     p.add_argument("--data", type=Path, required=True, help="GSM8K's train.jsonl")
     p.add_argument("--prompts", type=int, default=64, help="questions, evenly spaced over the file (default 64)")
     p.add_argument("--samples", type=int, default=8, help="answers to each (default 8)")

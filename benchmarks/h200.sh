@@ -1,22 +1,22 @@
 #!/usr/bin/env bash
-# What a GPU has to say about meshrl, in one command of at most 8 minutes: the tests of tests/gpu, training, sampling,
-# whole GRPO steps, weight sync; then a table, and a last line of JSON. Random weights: nothing is fetched.
+# All GPU checks of meshrl in one command of at most 8 minutes: the tests of tests/gpu, training, sampling, GRPO steps,
+# weight sync; then a table, and a last line of JSON. Weights are random: nothing is downloaded.
 #
 #   benchmarks/h200.sh [--smoke] [--results FOLDER] [--peak-tflops 989]
 #
-#   --smoke        tiny sizes on the CPU, the GPU tests skipped: does it run at all?
+#   --smoke        tiny sizes on the CPU, without the GPU tests, to test that the command runs
 #   --results      folder for the record h200_<date>.json (default benchmarks/results)
 #   --peak-tflops  dense bf16 TFLOP/s that MFU is a share of (default 989: an H200)
 #
-# PYTHON names the interpreter (default .venv/bin/python where there is one, else python3). It needs torch >= 2.11,
+# PYTHON names the interpreter (default .venv/bin/python if it exists, otherwise python3). It needs torch >= 2.11,
 # transformers, numpy, psutil, pydantic, pytest and pytest-timeout; meshrl itself need not be installed.
-# A part that fails or takes too long is ended and named; the others go on. Ends with 1 if any did.
+# A part that takes too long is ended. After a failed or ended part, the others still run, and the exit code is 1.
 set -uo pipefail
 
-smoke=() results=() peak=() patience=1
+smoke=() results=() peak=() limit_factor=1
 while [ $# -gt 0 ]; do
   case "$1" in
-    --smoke) smoke=(--smoke --threads 1) patience=5; shift ;;
+    --smoke) smoke=(--smoke --threads 1) limit_factor=5; shift ;;
     --results) mkdir -p "$2" && results=(--results "$(cd "$2" && pwd)"); shift 2 ;;
     --peak-tflops) peak=(--peak-tflops "$2"); shift 2 ;;
     *) sed -n '2,10p' "$0" >&2; exit 2 ;;
@@ -33,9 +33,9 @@ export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}" NCCL_SOCKET_IFNAME="${NCCL
 parts=$(mktemp -d)
 trap 'rm -rf "$parts"' EXIT
 
-# run SECONDS COMMAND...: ended after that long, and killed if it does not end
+# run SECONDS COMMAND...: run the command; after SECONDS terminate it, and kill it if it does not end
 run() {
-  local limit=$(($1 * patience)) began=$SECONDS
+  local limit=$(($1 * limit_factor)) began=$SECONDS
   shift
   printf '\n== %s\n' "${*: 1:3}"
   timeout --kill-after=5 "$limit" "$@" || printf '== ended with %s\n' $?

@@ -1,8 +1,8 @@
-"""How every benchmark here measures: contenders in turn, ratios with their interval, facts of the machine, a last line.
+"""How all benchmarks measure: contenders in turn, ratios with an interval, facts of the machine, a last line of JSON.
 
-A figure that compares two things comes from rounds in which both ran, one right after the other, in an order that is
-turned round each time; so what else the machine does hits both alike. Wall time is what a user waits for. CPU time
-(all threads of the process) stands beside it: it moves less when others use the machine.
+A figure that compares two contenders comes from rounds in which both ran, one right after the other, in an order that
+is reversed after each round; so other work on the machine affects both alike. Wall time is the time that a user waits.
+CPU time (of all threads of the process) is reported too, because it varies less when others use the machine.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LIBRARIES = ("torch", "transformers", "numpy", "trl", "accelerate")
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What one piece of work took. cpu_s: of all threads of this process, unless another clock was given."""
+    """The duration of one call. cpu_s: of all threads of this process, unless another clock was given."""
 
     wall_s: float
     cpu_s: float
@@ -38,7 +38,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """A median over rounds and its 95 % interval by bootstrap."""
+    """A median over rounds and its 95 % bootstrap interval."""
 
     value: float
     low: float
@@ -46,7 +46,7 @@ class Ratio:
 
 
 def timed(work: Callable[..., Any], *args: Any, cpu_clock: Callable[[], float] = time.process_time) -> Timing:
-    """Run it once, with the garbage of what came before collected. cpu_clock: seconds of CPU time so far."""
+    """Collect garbage, then run `work` once. cpu_clock: returns the seconds of CPU time used so far."""
     gc.collect()
     cpu, wall = cpu_clock(), time.perf_counter()
     work(*args)
@@ -61,24 +61,24 @@ def alternate(
     before_each: Callable[[], None] = lambda: None,
     cpu_clock: Callable[[], float] = time.process_time,
 ) -> dict[str, list[Timing]]:
-    """Each contender once a round, in turn; the order is turned round after each round. Warm-ups are not kept.
+    """Time each contender once a round; the order is reversed after each round. Warm-ups are not recorded.
 
-    A contender gets the number of the round, so that all of a round can do the same work; warm-ups count from -1 down.
-    before_each: not timed; for what the contender before it has to end.
+    A contender gets the number of the round, so that all contenders can do the same work in a round; warm-ups have the
+    numbers -1, -2, ... before_each: called before each contender, not timed, for example to let the one before end.
     """
-    kept: dict[str, list[Timing]] = {name: [] for name in contenders}
+    timings: dict[str, list[Timing]] = {name: [] for name in contenders}
     for i in range(-warmups, rounds):
         names = list(contenders)
         for name in names if i % 2 == 0 else names[::-1]:
             before_each()
             took = timed(contenders[name], i, cpu_clock=cpu_clock)
             if i >= 0:
-                kept[name].append(took)
-    return kept
+                timings[name].append(took)
+    return timings
 
 
 def paired_ratio(over: Sequence[float], under: Sequence[float], resamples: int = 4000) -> Ratio:
-    """Median over rounds of over[i] / under[i], and how far it moves when the rounds are drawn again."""
+    """The median over rounds of over[i] / under[i], with its 95 % bootstrap interval."""
     return median_interval([a / b for a, b in zip(over, under, strict=True)], resamples)
 
 
@@ -91,7 +91,7 @@ def median_interval(values: Sequence[float], resamples: int = 4000) -> Ratio:
 
 
 def geometric_mean(rows: Sequence[Sequence[float]], resamples: int = 4000) -> Ratio:
-    """Of the rows' medians over rounds, and how far it moves when each row's rounds are drawn again."""
+    """The geometric mean of the rows' medians, with its 95 % interval (bootstrap over the rounds of each row)."""
     rng = np.random.default_rng(0)
     arrays = [np.asarray(row, np.float64) for row in rows]
     again = [np.median(a[rng.integers(0, len(a), (resamples, len(a)))], axis=1) for a in arrays]
@@ -105,7 +105,7 @@ def median(values: Sequence[float]) -> float:
 
 
 def machine(threads: int) -> dict[str, Any]:
-    """What a reader needs to judge a figure; call it before the work, for the load that others put on the machine."""
+    """The facts of the machine that a reader needs to judge a figure. Call it before the work: it reads the load."""
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -132,7 +132,7 @@ def _version(name: str) -> str | None:
 
 
 class Report:
-    """Collects a benchmark's raw samples, figures and bars; writes them down and prints the last line."""
+    """Collects a benchmark's raw samples, figures and bars (required values), writes them and prints the last line."""
 
     def __init__(self, name: str, args: argparse.Namespace):
         self.name, self._args = name, args
@@ -143,56 +143,57 @@ class Report:
         self.bars: list[dict[str, Any]] = []
         self.load_before: float = self._machine["load_average_before"][0]
         if self.load_before > 0.5:
-            self.say(
+            self.print_line(
                 f"note: load average {self.load_before} before the start; others use this machine, so trust ratios only"
             )
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         print(text, flush=True)
 
     def figure(self, name: str, value: float | Ratio, digits: int = 4) -> float:
-        """Keep and print a figure. A Ratio also leaves NAME_low and NAME_high."""
+        """Record and print a figure. A Ratio also records NAME_low and NAME_high."""
         if isinstance(value, Ratio):
             found = {name: value.value, f"{name}_low": value.low, f"{name}_high": value.high}
-            self.say(f"{name}: {value.value:.{digits}g}  (95 %: {value.low:.{digits}g} .. {value.high:.{digits}g})")
+            interval = f"(95 %: {value.low:.{digits}g} .. {value.high:.{digits}g})"
+            self.print_line(f"{name}: {value.value:.{digits}g}  {interval}")
         else:
             found = {name: float(value)}
-            self.say(f"{name}: {value:.{digits}g}")
+            self.print_line(f"{name}: {value:.{digits}g}")
         self.figures.update({n: _rounded(v) for n, v in found.items()})
         return found[name]
 
     def bar(self, name: str, value: float, *, at_least: float | None = None, at_most: float | None = None) -> None:
-        """A figure that has to reach something. Compared as printed, so that the line can't contradict itself."""
+        """Record that a figure must reach a limit. The rounded value is compared, so that the output is consistent."""
         value = _rounded(value)
         limit, sign = (at_least, ">=") if at_least is not None else (at_most, "<=")
         need = f"{sign} {limit:.4g}"
         holds = value >= float(need[3:]) if sign == ">=" else value <= float(need[3:])
         self.bars.append({"name": name, "value": value, "need": need, "holds": holds})
-        self.say(f"bar {name}: {value:.4g}, need {need}: {'holds' if holds else 'MISSED'}")
+        self.print_line(f"bar {name}: {value:.4g}, need {need}: {'holds' if holds else 'MISSED'}")
 
     def not_measured(self, name: str, why: str, *, at_least: float | None = None, at_most: float | None = None) -> None:
-        """In the place of a figure and its bar."""
+        """Record "not measured" in place of a figure and its bar."""
         need = f">= {at_least:.4g}" if at_least is not None else f"<= {at_most:.4g}"
         self.figures[name] = "not measured"
         self.bars.append({"name": name, "value": "not measured", "need": need, "holds": None})
-        self.say(f"bar {name}, need {need}: not measured ({why})")
+        self.print_line(f"bar {name}, need {need}: not measured ({why})")
 
-    def keep_timings(self, name: str, timings: Mapping[str, Sequence[Timing]]) -> None:
-        self.raw[name] = {who: [asdict(t) for t in found] for who, found in timings.items()}
+    def add_timings(self, name: str, timings: Mapping[str, Sequence[Timing]]) -> None:
+        self.raw[name] = {contender: [asdict(t) for t in found] for contender, found in timings.items()}
 
     def finish(self, headline: Sequence[str] = ()) -> None:
-        """Write NAME_<date>.json and print the last line; `headline` names figures to stand at its top level too."""
+        """Write NAME_<date>.json and print the last line. headline: figures that the line has at its top level, too."""
         took = round(time.monotonic() - self._began, 1)
         line = {"benchmark": self.name, **{name: self.figures[name] for name in headline}}
         line |= {"figures": self.figures, "bars": self.bars}
         folder = self._args.results or (tempfile.mkdtemp(prefix="benchmark-") if self._args.smoke else RESULTS)
         Path(folder).mkdir(parents=True, exist_ok=True)
         path = Path(folder) / f"{self.name}_{time.strftime('%Y%m%d-%H%M%S')}.json"
-        # Names of folders alone: where they lie is this machine's business.
+        # Only the names of folders: their paths are specific to this machine.
         settings = {name: v.name if isinstance(v, Path) else v for name, v in vars(self._args).items()}
         record = {"machine": self._machine, "settings": settings, "took_s": took, **line, "raw": self.raw}
         path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        self.say(f"raw samples: {path} (after {took} s)")
+        self.print_line(f"raw samples: {path} (after {took} s)")
         print(json.dumps(line), flush=True)
 
 
@@ -207,5 +208,5 @@ def parser(description: str | None, rounds: int) -> argparse.ArgumentParser:
     p.add_argument("--rounds", type=int, default=rounds, help=f"rounds of the alternation (default {rounds})")
     p.add_argument("--threads", type=int, default=2, help="threads of torch (default 2)")
     p.add_argument("--results", type=Path, help="folder for the raw samples (default benchmarks/results)")
-    p.add_argument("--smoke", action="store_true", help="tiny sizes, two rounds: does it run at all?")
+    p.add_argument("--smoke", action="store_true", help="tiny sizes and two rounds, to test that the script runs")
     return p

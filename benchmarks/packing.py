@@ -1,18 +1,18 @@
-"""What packing is worth in training: right-padded batches against packed rows, and against a group's prompt once.
+"""The gain of packing in training: right-padded batches, packed rows, and packed rows that share a group's prompt.
 
     python benchmarks/packing.py
 
-One forward and backward over 64 rows (8 groups of 8, GSM8K's lengths, others in each round) on one rank:
+One forward and backward over 64 rows (8 groups of 8, GSM8K's lengths, different in each round) on one rank:
 
-    padded   plain Transformers (SDPA with an attention mask): all rows padded to the longest of the 64, as trainers do
-             that pad, in micro-batches of the size that is fastest here
-    trimmed  the same, each micro-batch cut to its own longest row: the best that padding can do, since a group's
-             answers are alike in length and stand together
+    padded   plain Transformers (SDPA with an attention mask): all rows padded to the longest of the 64, as in trainers
+             without packing, in micro-batches of the size that is fastest here
+    trimmed  the same, but each micro-batch is padded only to its own longest row. No padding can be faster, because the
+             answers of a group have similar lengths and are in the same micro-batch
     packed   meshrl's engine, rows end to end
-    shared   meshrl's engine, the prompt of a group computed once (as a run does it)
+    shared   meshrl's engine, the prompt of a group computed once (the default of a run)
 
-All score the same positions with the same chunked head, and are checked to find the same logprobs. Trained tokens are
-those with a loss: the answers'. Then the packing plan: how much more the busiest of 8 ranks has to do than it must.
+All contenders score the same positions with the same chunked head, and their logprobs are compared. Trained tokens are
+the tokens with a loss, i.e. the answers. Then the batch plan: the cost of the busiest of 8 ranks over the minimum.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from meshrl.config.train import TrainConfig
 from meshrl.core.types import Sample
 from meshrl.model.load import DTYPES, load_causal_lm
 from meshrl.model.logprob import Head, token_logprobs
+from meshrl.train.batch_plan import make_batch_plan, row_cost
 from meshrl.train.engine import TrainEngine
 from meshrl.train.packing import pack
-from meshrl.train.plan import make_plan, row_cost
 
 CHUNK_TOKENS = 2048
 MAX_TOKENS = 16384
@@ -45,7 +45,7 @@ Rows = dict[int, np.ndarray]
 
 
 def load_plain(folder: Any, dtype: str) -> Any:
-    """The model as Transformers loads it."""
+    """The model, loaded by plain Transformers."""
     from transformers import AutoModelForCausalLM
 
     lm = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype], attn_implementation="sdpa").train()
@@ -54,7 +54,7 @@ def load_plain(folder: Any, dtype: str) -> Any:
 
 
 class Padded:
-    """Right-padded batches through Transformers' own attention, with the engine's head and loss."""
+    """Right-padded batches with Transformers' own attention and the engine's head and loss."""
 
     def __init__(self, lm: Any, trim: bool):
         self.lm, self.trim = lm, trim
@@ -94,7 +94,7 @@ class Padded:
 
 
 class Packed:
-    """The engine: plan, pack, forward and backward, as a rank does it."""
+    """The engine: batch plan, packing, forward and backward, as on a rank."""
 
     def __init__(self, folder: Any, dtype: str, mesh: Any, share: bool):
         cfg = TrainConfig(activation_checkpointing=False, logprob_chunk_tokens=CHUNK_TOKENS)
@@ -104,8 +104,8 @@ class Packed:
     def __call__(self, samples: Sequence[Sample]) -> Rows:
         lengths, groups = [len(s) for s in samples], [int(s.group_id) for s in samples]
         prefixes = [s.prefix_len for s in samples]
-        plan = make_plan(lengths, 1, MAX_TOKENS, *((groups, prefixes) if self.share else ()))
-        micro = plan.micro_batches[0]
+        batch_plan = make_batch_plan(lengths, 1, MAX_TOKENS, *((groups, prefixes) if self.share else ()))
+        micro = batch_plan.micro_batches[0]
         batches = [pack([samples[i] for i in rows], rows, share_prefix=self.share) for rows in micro]
         result = self.engine.forward_backward(batches, self.loss, entropy=False)
         return {i: row[samples[i].mask] for i, row in result.logprobs.items()}
@@ -115,7 +115,7 @@ class Packed:
 
 
 def measure_dtype(report: Report, args: Any, folder: Any, mesh: Any, dtype: str) -> None:
-    """The contenders in one compute dtype (the engine's parameters are fp32 in both, the rival's are not)."""
+    """Measure in one compute dtype. The engine's parameters are fp32 in any dtype; the rival's have that dtype."""
     num_groups, scale = (2, 0.1) if args.smoke else (8, 1.0)
     lm = load_plain(folder, dtype)
     runs: dict[str, Any] = {
@@ -146,11 +146,12 @@ def measure_dtype(report: Report, args: Any, folder: Any, mesh: Any, dtype: str)
             runs[name].rows_per_batch = size
             probe[size] = timed(contender(runs[name]), -1).wall_s
         runs[name].rows_per_batch = min(probe, key=lambda size: probe[size])
-        report.say(f"{dtype}: {name} batches are fastest with {runs[name].rows_per_batch} of {tuple(probe)} rows")
+        fastest = runs[name].rows_per_batch
+        report.print_line(f"{dtype}: {name} batches are fastest with {fastest} of {tuple(probe)} rows")
         report.raw[f"{name}_rows_per_batch_{dtype}"] = probe
 
     took = alternate({name: contender(run) for name, run in runs.items()}, args.rounds)
-    report.keep_timings(dtype, took)
+    report.add_timings(dtype, took)
     for name, timings in took.items():
         rates = [trained_tokens(samples(i)) / t.wall_s for i, t in enumerate(timings)]
         report.figure(f"trained_tokens_per_s_{name}_{dtype}", median(rates))
@@ -167,7 +168,7 @@ def measure_dtype(report: Report, args: Any, folder: Any, mesh: Any, dtype: str)
 
 
 def require_same(found: dict[str, Rows], dtype: str) -> None:
-    """Speed of another computation would mean nothing. Raises: SystemExit."""
+    """Check that all contenders compute the same logprobs. Raises: SystemExit."""
     for name, rows in found.items():
         off = max(float(np.abs(rows[i] - row).max()) for i, row in found["padded"].items())
         if not off <= SAME_NATS[dtype]:
@@ -187,9 +188,11 @@ def balance(report: Report, draws: int, num_ranks: int = 8, num_groups: int = 16
         groups = np.arange(num_groups).repeat(samples)
         for name, share in (("alone", False), ("shared", True)):
             extra = (groups.tolist(), prompts.tolist()) if share else ()
-            plan = make_plan(lengths.tolist(), num_ranks, MAX_TOKENS, *extra)
+            batch_plan = make_batch_plan(lengths.tolist(), num_ranks, MAX_TOKENS, *extra)
             costs = [
-                _cost([(int(lengths[i]), int(groups[i]), int(prompts[i]) if share else 0) for i in plan.rows(rank)])
+                _cost(
+                    [(int(lengths[i]), int(groups[i]), int(prompts[i]) if share else 0) for i in batch_plan.rows(rank)]
+                )
                 for rank in range(num_ranks)
             ]
             least = max(float(np.mean(costs)), max(row_cost(int(n)) for n in lengths))
@@ -201,7 +204,7 @@ def balance(report: Report, draws: int, num_ranks: int = 8, num_groups: int = 16
 
 
 def _cost(rows: Sequence[tuple[int, int, int]]) -> float:
-    """Of one rank's (length, group, prompt): what is shared is paid once."""
+    """The cost of one rank's rows, given as (length, group, prompt). A shared prompt counts once."""
     members = Counter(group for _, group, _ in rows)
     prompts = {group: prompt for _, group, prompt in rows}
     total = sum(row_cost(length) for length, _, _ in rows)

@@ -1,14 +1,14 @@
-"""Does the quickstart learn whatever its seed is?
+"""Does the quickstart learn for every seed?
 
     python benchmarks/quickstart_seeds.py                  # seeds 0 to 19, and the control for seeds 0 to 2
 
 Runs examples/quickstart/quickstart.py for each seed, one after the other, as `make quickstart SEED=N` does, and the
-control (`--shuffle-rewards`) for the first `--controls` of them. The recipe was chosen on seeds from 100 on.
+control (`--shuffle-rewards`) for the first `--controls` of them. The recipe was chosen with seeds from 100 on.
 
-num_seeds_learned    seeds whose greedy held-out accuracy after the RL is 0.9 or more; the bar is 19 of 20
+num_seeds_learned    seeds with a greedy held-out accuracy of 0.9 or more after the RL; the bar is 19 of 20
 before_min, _max     held-out accuracy after the warm-up, over all seeds
-control_after_max    the highest accuracy that rewards permuted at random lead to
-wall_s_max           seconds of the slowest run, without the installation; no bar where other processes load the machine
+control_after_max    the highest accuracy after training with randomly permuted rewards
+wall_s_max           seconds of the slowest run, without the installation; no bar if other processes load the machine
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from measure import ROOT, Report, median, parser
 
 QUICKSTART = ROOT / "examples" / "quickstart" / "quickstart.py"
 LEARNED, START, CONTROL, WALL_S = 0.90, (0.10, 0.35), 0.45, 240.0
-IDLE_LOAD = 0.5  # load average above which other processes use the machine
+IDLE_LOAD = 0.5  # a higher load average means that other processes use the machine
 
 
 def main() -> None:
@@ -39,8 +39,8 @@ def main() -> None:
     report = Report("quickstart_seeds", args)
     seeds = range(args.first_seed, args.first_seed + args.num_seeds)
     extra = ("--smoke",) if args.smoke else ()
-    report.say("| seed | rewards | before | after | wall s | CPU s | peak GB |")
-    report.say("| ---: | --- | ---: | ---: | ---: | ---: | ---: |")
+    report.print_line("| seed | rewards | before | after | wall s | CPU s | peak GB |")
+    report.print_line("| ---: | --- | ---: | ---: | ---: | ---: | ---: |")
     runs = [run(report, seed, *extra) for seed in seeds]
     controls = [run(report, seed, "--shuffle-rewards", *extra) for seed in seeds[: args.controls]]
 
@@ -57,7 +57,7 @@ def main() -> None:
     if report.load_before <= IDLE_LOAD:
         report.bar("wall_s_max", max(walls), at_most=WALL_S)
     else:
-        report.say(f"bar wall_s_max: not measured, the load average was {report.load_before} before the start")
+        report.print_line(f"bar wall_s_max: not measured, the load average was {report.load_before} before the start")
     if controls:
         highest = max(found["eval_after"] for found in controls)
         report.bar("control_after_max", report.figure("control_after_max", highest), at_most=CONTROL)
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def run(report: Report, seed: int, *extra: str) -> dict[str, Any]:
-    """One quickstart; its report.json. Its exit code is not asked: an accuracy below the bar is a result here."""
+    """Run one quickstart. Returns its report.json. The exit code is ignored: a low accuracy is a result here."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "quickstart"
         command = [sys.executable, str(QUICKSTART), "--seed", str(seed), "--out", str(out), *extra]
@@ -79,7 +79,7 @@ def run(report: Report, seed: int, *extra: str) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(path.read_text())
     del found["model"]  # it was in the temporary folder
     kind = "permuted" if "--shuffle-rewards" in extra else "real"
-    report.say(
+    report.print_line(
         f"| {seed} | {kind} | {found['eval_before']:.3f} | {found['eval_after']:.3f} | {found['wall_s']:.0f} | "
         f"{found['cpu_s']:.0f} | {found['peak_rss_bytes'] / 1e9:.2f} |"
     )

@@ -1,4 +1,4 @@
-"""The rewards of the end-to-end benchmark, as dotted paths that both trainers resolve."""
+"""The rewards of the end-to-end benchmark, as dotted paths that both trainers can import."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ STAND_IN = {"brief": {"kind": "rewards:brief", "weight": 1.0, "args": {}}}
 
 
 def brief(completion: str, answer: Any) -> float:
-    """1.0 for fewer than 300 characters: the one thing about its answers that random weights can learn."""
+    """1.0 for fewer than 300 characters: a reward that a model with random weights can learn."""
     return 1.0 if len(completion) < 300 else 0.0

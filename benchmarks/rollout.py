@@ -1,23 +1,24 @@
-"""How fast answers are sampled: Transformers' generate and generate_batch, vLLM and the embedded engine, in one run.
+"""Sampling speed: Transformers' generate and generate_batch, vLLM and the embedded engine, in one run.
 
     python benchmarks/rollout.py            # all cells but 28M x 256, lengths at a quarter: about 6 minutes
-    python benchmarks/rollout.py --quick    # 0.9M and 64 requests only
+    python benchmarks/rollout.py --quick    # only 0.9M and 64 requests
     python benchmarks/rollout.py --full     # everything at full length: over an hour
-    python benchmarks/rollout.py --full --rivals vllm --vllm-python .venv-vllm/bin/python    # against vLLM alone
+    python benchmarks/rollout.py --full --rivals vllm --vllm-python .venv-vllm/bin/python    # only against vLLM
 
-Every request gets its number of tokens in advance (no stop token counts), so all of them sample the same:
+The number of tokens of each request is fixed in advance (stop tokens are ignored), so all contenders sample the same
+number:
 
     mixed   GSM8K's lengths, groups of 8 that share their prompt
-    equal   every request its own prompt, all of one length: nothing to share, nothing to refill
+    equal   every request has its own prompt, all lengths are equal: no prompt is shared, no slot is refilled
 
-generate is one left-padded batch (or batches of 64, where that is faster) that runs to its longest answer.
+generate is one left-padded batch (or batches of 64, if that is faster) that runs to its longest answer.
 generate_batch is Transformers' continuous batching, with a length limit for each request. Rates are sampled tokens per
-second of wall time, prompts included in the time.
-vllm is meshrl's engine for vLLM, over a server of its own; --vllm-python names the Python that has it. Start-up counts
-from no process at all to the answer to a request of one token.
+second of wall time; the time includes the prompts.
+vllm is meshrl's vLLM engine with its own server; --vllm-python names the Python that has vLLM. Start-up is the time
+from the start of the process to the answer to a request of one token.
 
-gemm: the matrix products of one step of the model, and nothing else, with as many rows as there are requests. The bound
-is what sampling could reach if the products at that rate were all its work, each prompt computed once a group.
+gemm: only the matrix products of one step of the model, with as many rows as there are requests. The bound is the rate
+that sampling could reach if it consisted only of these products at that rate, with one prefill for each group.
 """
 
 from __future__ import annotations
@@ -49,56 +50,56 @@ from meshrl.rollout.embedded.engine import EmbeddedEngine, build_embedded_engine
 RIVALS = ("generate", "generate_batch", "vllm")
 EQUAL_PROMPT, EQUAL_ANSWER = 85, 64
 GEMM_FLOP = 2e10  # work of one measurement of the GEMM rate: a few tenths of a second here
-PAGE = 32  # tokens; generate_batch's own 256 is half as fast with rows this short
+PAGE = 32  # tokens; generate_batch's default of 256 is half as fast with rows this short
 PAGED_REQUESTS = 16  # at a time: its attention on CPUs costs requests x all their tokens, so fewer are faster
 
 
 @dataclass(frozen=True)
-class Ask:
-    """One request: its prompt, and how many tokens to sample."""
+class RequestSpec:
+    """One request: its prompt, and the number of tokens to sample."""
 
     prompt: np.ndarray
     tokens: int
 
 
-def mixed(num_requests: int, seed: int, scale: float) -> list[Ask]:
+def mixed(num_requests: int, seed: int, scale: float) -> list[RequestSpec]:
     """Groups of 8 with GSM8K's lengths."""
     rng = np.random.default_rng(seed)
-    asks = []
+    specs = []
     for group in gsm8k_groups(num_requests // 8, 8, seed, scale):
         prompt = rng.integers(3, VOCAB, group.prompt).astype(np.int32)
-        asks += [Ask(prompt, n) for n in group.answers]
-    return asks
+        specs += [RequestSpec(prompt, n) for n in group.answers]
+    return specs
 
 
-def equal(num_requests: int, seed: int, scale: float) -> list[Ask]:
+def equal(num_requests: int, seed: int, scale: float) -> list[RequestSpec]:
     """Different prompts of one length, answers of one length."""
     rng = np.random.default_rng(seed)
     prompt, answer = (max(2, round(n * scale)) for n in (EQUAL_PROMPT, EQUAL_ANSWER))
-    return [Ask(rng.integers(3, VOCAB, prompt).astype(np.int32), answer) for _ in range(num_requests)]
+    return [RequestSpec(rng.integers(3, VOCAB, prompt).astype(np.int32), answer) for _ in range(num_requests)]
 
 
-LENGTHS: dict[str, Callable[[int, int, float], list[Ask]]] = {"mixed": mixed, "equal": equal}
+LENGTHS: dict[str, Callable[[int, int, float], list[RequestSpec]]] = {"mixed": mixed, "equal": equal}
 
 
 def load_plain(folder: Path, dtype: str) -> Any:
-    """The model as Transformers loads it."""
+    """The model, loaded by plain Transformers."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype], attn_implementation="sdpa").eval()
 
 
-def generate(lm: Any, asks: Sequence[Ask], rows: int) -> int:
-    """Left-padded batches of `rows` requests, each to its longest; returns the tokens that were asked for."""
+def generate(lm: Any, specs: Sequence[RequestSpec], rows: int) -> int:
+    """Left-padded batches of `rows` requests, each run to its longest. Returns the number of requested tokens."""
     from transformers import GenerationConfig
 
-    for start in range(0, len(asks), rows):
-        part = asks[start : start + rows]
-        longest = max(len(a.prompt) for a in part)
-        ids = np.stack([np.pad(a.prompt, (longest - len(a.prompt), 0)) for a in part])
-        mask = np.stack([np.arange(longest) >= longest - len(a.prompt) for a in part])
+    for start in range(0, len(specs), rows):
+        part = specs[start : start + rows]
+        longest = max(len(s.prompt) for s in part)
+        ids = np.stack([np.pad(s.prompt, (longest - len(s.prompt), 0)) for s in part])
+        mask = np.stack([np.arange(longest) >= longest - len(s.prompt) for s in part])
         config = GenerationConfig(
-            do_sample=True, top_k=0, max_new_tokens=max(a.tokens for a in part), eos_token_id=None, pad_token_id=0
+            do_sample=True, top_k=0, max_new_tokens=max(s.tokens for s in part), eos_token_id=None, pad_token_id=0
         )
         with torch.inference_mode():
             out = lm.generate(
@@ -107,15 +108,15 @@ def generate(lm: Any, asks: Sequence[Ask], rows: int) -> int:
                 generation_config=config,
             )
         assert out.shape[1] == longest + config.max_new_tokens
-    return sum(a.tokens for a in asks)
+    return sum(s.tokens for s in specs)
 
 
-def generate_batch(lm: Any, asks: Sequence[Ask]) -> int:
-    """Continuous batching, as `generate_batch` does it, with a limit for each request."""
+def generate_batch(lm: Any, specs: Sequence[RequestSpec]) -> int:
+    """The continuous batching of `generate_batch`, with a limit for each request."""
     from transformers import GenerationConfig
     from transformers.generation import ContinuousBatchingConfig
 
-    longest = max(len(a.prompt) + a.tokens for a in asks)
+    longest = max(len(s.prompt) + s.tokens for s in specs)
     config = ContinuousBatchingConfig(
         page_size=PAGE,
         num_blocks=2 * PAGED_REQUESTS * -(-longest // PAGE),
@@ -124,17 +125,17 @@ def generate_batch(lm: Any, asks: Sequence[Ask]) -> int:
     )
     sampling = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=longest, eos_token_id=-1, pad_token_id=0)
     with lm.continuous_batching_context_manager(sampling, continuous_batching_config=config) as manager:
-        for i, ask in enumerate(asks):
-            manager.add_request(ask.prompt.tolist(), request_id=str(i), max_new_tokens=ask.tokens, eos_token_id=-1)
+        for i, spec in enumerate(specs):
+            manager.add_request(spec.prompt.tolist(), request_id=str(i), max_new_tokens=spec.tokens, eos_token_id=-1)
         done = 0
         sampled = 0
-        while done < len(asks):
+        while done < len(specs):
             result = manager.get_result(timeout=1)
             if result is not None and result.is_finished():
                 done += 1
                 sampled += len(result.generated_tokens)
             elif result is None and not manager.is_running():
-                raise RuntimeError(f"generate_batch ended after {done} of {len(asks)} requests")
+                raise RuntimeError(f"generate_batch ended after {done} of {len(specs)} requests")
     return sampled
 
 
@@ -149,18 +150,18 @@ def build_engine(folder: Path, dtype: str) -> EmbeddedEngine:
     return engine
 
 
-def requests_of(asks: Sequence[Ask]) -> list[Request]:
-    """As meshrl's engines take them."""
+def requests_of(specs: Sequence[RequestSpec]) -> list[Request]:
+    """The requests for meshrl's engines."""
     params = SamplingParams(ignore_eos=True)
     return [
-        Request(id=str(i), context_ids=ask.prompt, sampling=params, seed=i, max_new_tokens=ask.tokens)
-        for i, ask in enumerate(asks)
+        Request(id=str(i), context_ids=spec.prompt, sampling=params, seed=i, max_new_tokens=spec.tokens)
+        for i, spec in enumerate(specs)
     ]
 
 
-def embedded(engine: EmbeddedEngine, asks: Sequence[Ask]) -> int:
-    """meshrl's engine, logprobs of all tokens included."""
-    for request in requests_of(asks):
+def embedded(engine: EmbeddedEngine, specs: Sequence[RequestSpec]) -> int:
+    """Sample with the embedded engine, which also computes the logprob of each token."""
+    for request in requests_of(specs):
         engine.submit(request)
     sampled = 0
     while engine.has_work:
@@ -169,7 +170,7 @@ def embedded(engine: EmbeddedEngine, asks: Sequence[Ask]) -> int:
 
 
 class Gemm:
-    """The matrix products of one step of the model with `rows` rows, as often as it takes to be measured."""
+    """The matrix products of one step of the model with `rows` rows, repeated until the time can be measured."""
 
     def __init__(self, lm: Any, rows: int):
         self.layers = [m for m in lm.modules() if isinstance(m, torch.nn.Linear)]  # the head is one of them
@@ -185,16 +186,16 @@ class Gemm:
                 torch.nn.functional.linear(self.inputs[m.in_features], m.weight, m.bias)
 
 
-FIRST = Ask(np.array([3], np.int32), 1)  # what start-up ends with
+FIRST = RequestSpec(np.array([3], np.int32), 1)  # its answer ends the start-up
 
 
 def first_answer(folder: str, dtype: str) -> None:
-    """Everything that a process does until the embedded engine's first answer."""
+    """Start the embedded engine and wait for its first answer."""
     embedded(build_engine(Path(folder), dtype), [FIRST])
 
 
 def embedded_startup_s(folder: Path, dtype: str) -> float:
-    """In a process of its own, as vLLM's is."""
+    """Measured in a separate process, like vLLM's start-up."""
     code = "import sys, rollout; rollout.first_answer(*sys.argv[1:])"
     began = time.perf_counter()
     subprocess.run([sys.executable, "-c", code, str(folder.resolve()), dtype], cwd=Path(__file__).parent, check=True)
@@ -203,7 +204,7 @@ def embedded_startup_s(folder: Path, dtype: str) -> float:
 
 @dataclass
 class Models:
-    """One model in one dtype, as each contender holds it."""
+    """One model in one dtype, loaded by each contender."""
 
     name: str
     plain: Any
@@ -213,16 +214,16 @@ class Models:
 
 @contextmanager
 def loaded(report: Report, args: Any, size: str, dtype: str, requests: Sequence[int]) -> Iterator[Models]:
-    """The model for cells of so many requests. vLLM's server, where it is a rival, ends with the context."""
+    """The model, loaded for cells of these numbers of requests. At its end the context ends vLLM's server, if any."""
     folder = model_folder(args.model, size)
     models = Models(f"{size}_{dtype}", load_plain(folder, dtype), build_engine(folder, dtype), None)
     if "vllm" not in args.rivals:
         yield models
         return
     most = max(
-        cache_bytes(models.plain.config, DTYPES[dtype], [len(a.prompt) + a.tokens for a in asks])
+        cache_bytes(models.plain.config, DTYPES[dtype], [len(s.prompt) + s.tokens for s in specs])
         for num_requests, kind in itertools.product(requests, LENGTHS)
-        for asks in asks_of(args, num_requests, kind).values()
+        for specs in specs_by_round(args, num_requests, kind).values()
     )
     own = embedded_startup_s(folder, dtype)
     models.vllm = VllmRival(model_config(folder, dtype), args.vllm_python, most, requests_of([FIRST])[0])
@@ -236,70 +237,78 @@ def loaded(report: Report, args: Any, size: str, dtype: str, requests: Sequence[
         models.vllm.close()
 
 
-def asks_of(args: Any, num_requests: int, kind: str) -> dict[int, list[Ask]]:
-    """Of each round, the warm-up (-1) included."""
+def specs_by_round(args: Any, num_requests: int, kind: str) -> dict[int, list[RequestSpec]]:
+    """The requests of each round, including the warm-up (-1)."""
     return {i: LENGTHS[kind](num_requests, 300 + i, args.scale) for i in range(-1, args.rounds)}
 
 
 def measure_cell(report: Report, args: Any, models: Models, num_requests: int, kind: str) -> dict[str, list[Timing]]:
-    """All contenders on the same requests; other requests in each round."""
+    """All contenders with the same requests; each round has different requests."""
     name = f"{models.name}_{num_requests}_{kind}"
-    asks = asks_of(args, num_requests, kind)
+    specs = specs_by_round(args, num_requests, kind)
     gemm = Gemm(models.plain, num_requests)
     sampled: dict[str, int] = {}
 
-    def run(who: str, work: Callable[[Sequence[Ask]], int]) -> Callable[[int], None]:
+    def run(contender: str, work: Callable[[Sequence[RequestSpec]], int]) -> Callable[[int], None]:
         def one(i: int) -> None:
-            sampled[who] = work(asks[i])
-            if sampled[who] != sum(a.tokens for a in asks[i]):
-                raise RuntimeError(f"{who} sampled {sampled[who]} tokens, not those asked for")
+            sampled[contender] = work(specs[i])
+            requested = sum(s.tokens for s in specs[i])
+            if sampled[contender] != requested:
+                raise RuntimeError(f"{contender} sampled {sampled[contender]} tokens, but {requested} were requested")
 
         return one
 
     contenders: dict[str, Callable[[int], None]] = {}
     if "generate" in args.rivals:
-        rows = report.raw[f"{name}_generate_rows"] = best_rows(models.plain, asks[-1])
-        contenders["generate"] = run("generate", lambda a: generate(models.plain, a, rows))
-    contenders["embedded"] = run("embedded", lambda a: embedded(models.engine, a))
+        rows = report.raw[f"{name}_generate_rows"] = best_rows(models.plain, specs[-1])
+        contenders["generate"] = run("generate", lambda s: generate(models.plain, s, rows))
+    contenders["embedded"] = run("embedded", lambda s: embedded(models.engine, s))
     if (vllm := models.vllm) is not None:
-        contenders["vllm"] = run("vllm", lambda a: vllm.sample(requests_of(a)))
+        contenders["vllm"] = run("vllm", lambda s: vllm.sample(requests_of(s)))
     contenders["gemm"] = lambda i: gemm()
     if "generate_batch" in args.rivals:
-        contenders["generate_batch"] = run("generate_batch", lambda a: generate_batch(models.plain, a))
+        contenders["generate_batch"] = run("generate_batch", lambda s: generate_batch(models.plain, s))
     if vllm is None:
         took = alternate(contenders, args.rounds)
     else:
-        took = alternate(contenders, args.rounds, before_each=vllm.wait_until_quiet, cpu_clock=vllm.cpu_clock)
-    report.keep_timings(name, took)
-    tell(report, name, took, [asks[i] for i in range(args.rounds)], gemm, kind)
+        took = alternate(contenders, args.rounds, before_each=vllm.wait_until_idle, cpu_clock=vllm.cpu_clock)
+    report.add_timings(name, took)
+    report_cell(report, name, took, [specs[i] for i in range(args.rounds)], gemm, kind)
     return took
 
 
-def best_rows(lm: Any, asks: Sequence[Ask]) -> int:
-    """generate's batch size: all requests, or 64 at a time where that is faster."""
-    if len(asks) <= 64:
-        return len(asks)
-    took = {rows: timed(generate, lm, asks, rows).wall_s for rows in (64, len(asks))}
+def best_rows(lm: Any, specs: Sequence[RequestSpec]) -> int:
+    """generate's batch size: all requests, or 64 at a time if that is faster."""
+    if len(specs) <= 64:
+        return len(specs)
+    took = {rows: timed(generate, lm, specs, rows).wall_s for rows in (64, len(specs))}
     return min(took, key=lambda rows: took[rows])
 
 
-def tell(
-    report: Report, name: str, took: dict[str, list[Timing]], asks: Sequence[Sequence[Ask]], gemm: Gemm, kind: str
+def report_cell(
+    report: Report,
+    name: str,
+    took: dict[str, list[Timing]],
+    specs: Sequence[Sequence[RequestSpec]],
+    gemm: Gemm,
+    kind: str,
 ) -> None:
     """Rates, ratios and the bar of one cell."""
-    wall = {who: [t.wall_s for t in timings] for who, timings in took.items()}
-    tokens = [sum(a.tokens for a in part) for part in asks]
-    for who in wall:
-        if who != "gemm":
-            report.figure(f"tokens_per_s_{name}_{who}", median([n / s for n, s in zip(tokens, wall[who])]))
-            report.figure(f"cpu_s_per_1k_tokens_{name}_{who}", median(_cpu_per_1k(took[who], tokens)), digits=3)
-            if who != "embedded":
-                report.figure(f"ratio_{name}_over_{who}", paired_ratio(wall[who], wall["embedded"]))
+    wall = {contender: [t.wall_s for t in timings] for contender, timings in took.items()}
+    tokens = [sum(s.tokens for s in part) for part in specs]
+    for contender in wall:
+        if contender != "gemm":
+            rates = [n / s for n, s in zip(tokens, wall[contender])]
+            report.figure(f"tokens_per_s_{name}_{contender}", median(rates))
+            cpu_s = median(_cpu_per_1k(took[contender], tokens))
+            report.figure(f"cpu_s_per_1k_tokens_{name}_{contender}", cpu_s, digits=3)
+            if contender != "embedded":
+                report.figure(f"ratio_{name}_over_{contender}", paired_ratio(wall[contender], wall["embedded"]))
     report.figure(
         f"gemm_gflop_per_s_{name}", median([gemm.tokens * gemm.flop_per_token / s / 1e9 for s in wall["gemm"]])
     )
     # Seconds that the round's tokens would take at the round's GEMM rate.
-    least = [(n + prompts(part)) * s / gemm.tokens for n, part, s in zip(tokens, asks, wall["gemm"])]
+    least = [(n + prompts(part)) * s / gemm.tokens for n, part, s in zip(tokens, specs, wall["gemm"])]
     report.figure(f"bound_tokens_per_s_{name}", median([n / s for n, s in zip(tokens, least)]))
     report.figure(f"share_of_bound_{name}", paired_ratio(least, wall["embedded"]))
     if "generate" not in wall:
@@ -312,11 +321,11 @@ def tell(
         report.bar(f"{name}_over_generate", ratio.value, at_least=1.0)
 
 
-def tell_vllm(report: Report, cells_took: Sequence[dict[str, list[Timing]]]) -> None:
-    """Start-up, and what all rows say together: vLLM's wall time over the embedded engine's, of each round."""
-    for who in ("embedded", "vllm"):
-        starts = [raw[who] for name, raw in report.raw.items() if name.endswith("_startup_s")]
-        report.figure(f"{who}_startup_s", median(starts))
+def report_vllm(report: Report, cells_took: Sequence[dict[str, list[Timing]]]) -> None:
+    """Start-up times, and the summary of all rows: vLLM's wall time over the embedded engine's in each round."""
+    for contender in ("embedded", "vllm"):
+        starts = [raw[contender] for name, raw in report.raw.items() if name.endswith("_startup_s")]
+        report.figure(f"{contender}_startup_s", median(starts))
     rows = [[v.wall_s / e.wall_s for v, e in zip(took["vllm"], took["embedded"])] for took in cells_took]
     mean = report.figure("vllm_geometric_mean", geometric_mean(rows))
     lowest = report.figure("vllm_lowest_row", min(median(row) for row in rows))
@@ -328,9 +337,9 @@ def _cpu_per_1k(timings: Sequence[Timing], tokens: Sequence[int]) -> list[float]
     return [1e3 * t.cpu_s / n for t, n in zip(timings, tokens, strict=True)]
 
 
-def prompts(asks: Sequence[Ask]) -> int:
-    """Prompt tokens that have to be computed: equal prompts once."""
-    return sum(len(p) for p in {a.prompt.tobytes(): a.prompt for a in asks}.values())
+def prompts(specs: Sequence[RequestSpec]) -> int:
+    """The number of prompt tokens to compute; equal prompts count once."""
+    return sum(len(p) for p in {s.prompt.tobytes(): s.prompt for s in specs}.values())
 
 
 def cells(args: Any) -> list[tuple[str, str, int]]:
@@ -347,25 +356,25 @@ def cells(args: Any) -> list[tuple[str, str, int]]:
 
 def arguments() -> argparse.Namespace:
     p = parser(__doc__, rounds=5)
-    p.add_argument("--quick", action="store_true", help="0.9M and 64 requests only")
+    p.add_argument("--quick", action="store_true", help="only 0.9M and 64 requests")
     p.add_argument("--full", action="store_true", help="every cell at full length")
-    p.add_argument("--sizes", nargs="+", default=["0.9M", "28M"], help="of 0.9M, 5M, 28M; --model takes their place")
+    p.add_argument("--sizes", nargs="+", default=["0.9M", "28M"], help="some of 0.9M, 5M, 28M; --model replaces them")
     p.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     p.add_argument("--requests", nargs="+", type=int, default=[64, 256])
-    p.add_argument("--scale", type=float, help="factor of all lengths (default 0.25; 1 with --full)")
-    p.add_argument("--rivals", nargs="+", choices=RIVALS, help="default: all; vllm where --vllm-python is given")
-    p.add_argument("--no-generate-batch", action="store_true", help="leave out generate_batch, the slowest by far")
-    p.add_argument("--vllm-python", type=Path, help="the Python that has vLLM and meshrl, as .venv-vllm/bin/python")
+    p.add_argument("--scale", type=float, help="factor for all lengths (default 0.25; 1 with --full)")
+    p.add_argument("--rivals", nargs="+", choices=RIVALS, help="default: all; vllm only with --vllm-python")
+    p.add_argument("--no-generate-batch", action="store_true", help="without generate_batch, the slowest by far")
+    p.add_argument("--vllm-python", type=Path, help="a Python that has vLLM and meshrl, such as .venv-vllm/bin/python")
     args = p.parse_args()
     if args.rivals is None:
         args.rivals = [name for name in RIVALS if name != "vllm" or args.vllm_python]
     if args.no_generate_batch:
         args.rivals = [name for name in args.rivals if name != "generate_batch"]
     if "vllm" in args.rivals and args.vllm_python is None:
-        p.error("--rivals vllm needs --vllm-python, the Python that has vLLM; `make setup-vllm` makes .venv-vllm")
+        p.error("--rivals vllm needs --vllm-python, a Python that has vLLM; `make setup-vllm` makes .venv-vllm")
     args.vllm_version = version_of(args.vllm_python) if "vllm" in args.rivals else None
     if "vllm" in args.rivals and args.vllm_version is None:
-        p.error(f"--vllm-python {args.vllm_python}: no Python with vLLM; `make setup-vllm` makes .venv-vllm")
+        p.error(f"--vllm-python {args.vllm_python} is no Python with vLLM; `make setup-vllm` makes .venv-vllm")
     args.rounds = 2 if args.smoke else args.rounds
     if args.scale is None:
         args.scale = 1.0 if args.full else 0.1 if args.smoke else 0.25
@@ -377,7 +386,7 @@ def main() -> None:
     report = Report("rollout", args)
     report.figure("length_scale", args.scale)
     if "vllm" not in args.rivals:
-        report.say("vLLM is left out; --vllm-python takes the Python that has it")
+        report.print_line("vLLM is not measured; to measure it, give a Python that has vLLM with --vllm-python")
     torch.set_num_threads(args.threads)
     took = []
     for (size, dtype), found in itertools.groupby(cells(args), key=lambda cell: cell[:2]):
@@ -386,7 +395,7 @@ def main() -> None:
             for num_requests, kind in itertools.product(requests, LENGTHS):
                 took.append(measure_cell(report, args, models, num_requests, kind))
     if "vllm" in args.rivals:
-        tell_vllm(report, took)
+        report_vllm(report, took)
     report.finish()
 
 

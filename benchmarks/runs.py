@@ -1,7 +1,7 @@
-"""Whole training runs as processes of their own: what both trainers are asked for, and what a run took.
+"""Complete training runs in separate processes: the task, which is the same for both trainers, and the measurements.
 
-The trainers report the end of each step themselves (wall-clock seconds, reward, sampled tokens). From outside a sampler
-reads, twice a second, the memory of the process tree and the CPU time of its first process.
+The trainers report the end of each step themselves (wall-clock seconds, reward, sampled tokens). A thread of this
+process reads the memory of the process tree and the CPU time of its first process, twice a second.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ SAMPLE_EVERY_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
-    """What is trained, the same for both trainers. Rows of `data` are taken in order, prompts_per_step a step."""
+class TrainingTask:
+    """The task of a training run, for both trainers. Rows of `data` are taken in order, prompts_per_step a step."""
 
     model: str
     data: str
@@ -40,19 +40,19 @@ class Task:
     num_steps: int = 5
     prompts_per_step: int = 8
     samples_per_prompt: int = 8
-    max_prompt_tokens: int = 256  # longer ones are left out beforehand, for both
+    max_prompt_tokens: int = 256  # longer prompts are removed beforehand, for both trainers
     max_new_tokens: int = 256
     threads: int = 2
     seed: int = 0
     optimizer: dict[str, Any] = field(
         default_factory=lambda: dict(lr=3e-5, betas=[0.9, 0.95], eps=1e-8, weight_decay=0.0, clip=1.0)
     )
-    advantage_eps: float = 1e-4  # what TRL adds to a group's standard deviation
+    advantage_eps: float = 1e-4  # TRL adds this to a group's standard deviation
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One finished step: time since 1970, mean reward of its samples, sampled tokens, everything else it reported."""
+    """One finished step: its time (seconds since 1970), mean reward, sampled tokens, and all its other metrics."""
 
     time: float
     reward: float
@@ -61,9 +61,9 @@ class Step:
 
 
 @dataclass(kw_only=True)
-class Run:
-    """What a run took. peak_pss_bytes: of the process tree, where each shared page counts once; peak_rss_bytes counts
-    it in each process. cpu: (time since 1970, CPU seconds of the first process)."""
+class TrainingRun:
+    """The measurements of a run. peak_pss_bytes: of the process tree, each shared page counts once; peak_rss_bytes
+    counts a shared page in each process. cpu: (seconds since 1970, CPU seconds of the first process)."""
 
     steps: list[Step]
     wall_s: float
@@ -72,11 +72,11 @@ class Run:
     cpu: list[tuple[float, float]]
 
     def seconds_after_first(self) -> float:
-        """From the end of the first step, which warms caches up, to the end of the last."""
+        """Seconds from the end of the first step, a warm-up, to the end of the last."""
         return self.steps[-1].time - self.steps[0].time
 
     def cpu_s_after_first(self) -> float:
-        """CPU seconds of the first process over the same time."""
+        """CPU seconds of the first process in that time."""
         times, seconds = zip(*self.cpu, strict=True)
         first, last = np.interp([self.steps[0].time, self.steps[-1].time], times, seconds)
         return float(last - first)
@@ -89,7 +89,7 @@ class Run:
 
 
 def rows_for(model: Path, data: Path, num_rows: int, path: Path, max_prompt_tokens: int = 256) -> Path:
-    """Write a file of exactly num_rows rows whose prompts are short enough; too few start again from the first."""
+    """Write a file of exactly num_rows rows with short enough prompts; if there are fewer, rows are repeated."""
     cfg = DataConfig(path=str(data), max_prompt_tokens=max_prompt_tokens)
     prompts, _ = load_prompts(data, PromptMaker(cfg, load_tokenizer(model)))
     rows = [{"question": p.messages[-1]["content"], "answer": p.answer} for p in prompts]
@@ -97,8 +97,8 @@ def rows_for(model: Path, data: Path, num_rows: int, path: Path, max_prompt_toke
     return path
 
 
-def run_meshrl(task: Task, folder: Path, num_ranks: int = 2) -> Run:
-    """`meshrl train` in its layout for this task: num_ranks processes that train and sample."""
+def run_meshrl(task: TrainingTask, folder: Path, num_ranks: int = 2) -> TrainingRun:
+    """Run `meshrl train` with num_ranks processes that train and sample."""
     config = {
         "model": {"path": task.model, "dtype": task.dtype},
         "data": {"path": task.data, "shuffle": False, "max_prompt_tokens": task.max_prompt_tokens},
@@ -117,7 +117,7 @@ def run_meshrl(task: Task, folder: Path, num_ranks: int = 2) -> Run:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "config.yaml"
     path.write_text(json.dumps(config, indent=1), encoding="utf-8")  # JSON is YAML
-    found = _watch([sys.executable, "-m", "meshrl", "train", str(path)], folder, task.threads)
+    found = _run([sys.executable, "-m", "meshrl", "train", str(path)], folder, task.threads)
     lines, _ = read_metrics(folder / "run" / "metrics.jsonl")
     found.steps = [
         Step(
@@ -132,44 +132,44 @@ def run_meshrl(task: Task, folder: Path, num_ranks: int = 2) -> Run:
     return found
 
 
-def run_trl(task: Task, folder: Path, python: Path, settings: dict[str, Any]) -> Run:
-    """TRL's GRPOTrainer (trl_grpo.py) under the Python of its own environment; settings: see trl_grpo.py."""
+def run_trl(task: TrainingTask, folder: Path, python: Path, settings: dict[str, Any]) -> TrainingRun:
+    """Run TRL's GRPOTrainer (trl_grpo.py) with the Python of TRL's environment; settings: see trl_grpo.py."""
     folder.mkdir(parents=True, exist_ok=True)
     path, steps = folder / "task.json", folder / "steps.jsonl"
     path.write_text(json.dumps({"task": vars(task), "settings": settings, "steps": str(steps)}), encoding="utf-8")
     ranks = settings["num_ranks"]
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
-    found = _watch([str(python), *launch, str(HERE / "trl_grpo.py"), str(path)], folder, max(1, task.threads // ranks))
+    found = _run([str(python), *launch, str(HERE / "trl_grpo.py"), str(path)], folder, max(1, task.threads // ranks))
     for line in steps.read_text(encoding="utf-8").splitlines():
         found.steps.append(Step(**json.loads(line)))
     return found
 
 
-def _watch(command: list[str], folder: Path, threads: int) -> Run:
+def _run(command: list[str], folder: Path, threads: int) -> TrainingRun:
     """Run a command to its end. Raises: SystemExit with the end of its output when it fails."""
     log = folder / "log.txt"
-    paths = [str(HERE), str(HERE.parent)]  # rewards.py, and meshrl itself in an environment that lacks it
+    paths = [str(HERE), str(HERE.parent)]  # for rewards.py, and for meshrl in an environment without it
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": str(threads)}
     began = time.monotonic()
     with log.open("wb") as out:
         process = psutil.Popen(command, stdout=out, stderr=out, stdin=subprocess.DEVNULL, env=env, cwd=folder)
-        run = Run(steps=[], wall_s=0.0, peak_pss_bytes=0, peak_rss_bytes=0, cpu=[(time.time(), 0.0)])
+        run = TrainingRun(steps=[], wall_s=0.0, peak_pss_bytes=0, peak_rss_bytes=0, cpu=[(time.time(), 0.0)])
         sampler = threading.Thread(target=_sample, args=(process, run), daemon=True)
         sampler.start()
         try:
             code = process.wait()
         except BaseException:
-            process.send_signal(signal.SIGTERM)  # both trainers take their children with them
+            process.send_signal(signal.SIGTERM)  # both trainers then end their child processes
             raise
         sampler.join()
     run.wall_s = time.monotonic() - began
     if code != 0:
         tail = log.read_text(encoding="utf-8", errors="replace")[-3000:]
-        raise SystemExit(f"{' '.join(command)} ended with {code}:\n{tail}")
+        raise SystemExit(f"{' '.join(command)} ended with exit code {code}:\n{tail}")
     return run
 
 
-def _sample(process: psutil.Process, run: Run) -> None:
+def _sample(process: psutil.Process, run: TrainingRun) -> None:
     while True:
         try:
             cpu = process.cpu_times()
@@ -182,14 +182,14 @@ def _sample(process: psutil.Process, run: Run) -> None:
             try:
                 rss += p.memory_info().rss
                 pss += _pss(p)
-            except (psutil.Error, OSError):  # it has just ended
+            except (psutil.Error, OSError):  # the process has just ended
                 continue
         run.peak_pss_bytes, run.peak_rss_bytes = max(run.peak_pss_bytes, pss), max(run.peak_rss_bytes, rss)
         time.sleep(SAMPLE_EVERY_S)
 
 
 def _pss(process: psutil.Process) -> int:
-    """Proportional set size; where the kernel does not tell, the resident size."""
+    """Proportional set size, or the resident size if the kernel does not report it."""
     rollup = Path(f"/proc/{process.pid}/smaps_rollup")
     if not rollup.exists():
         return process.memory_info().rss

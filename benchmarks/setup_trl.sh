@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# TRL beside meshrl, in .venv-trl: benchmarks/grpo_vs_trl.py runs it there. torch comes first, and both by meshrl's
-# own constraints, so that the two trainers stand on the same libraries.
+# Install TRL in its own environment, .venv-trl, for benchmarks/grpo_vs_trl.py. torch is installed first, and both with
+# meshrl's constraints, so that the two trainers use the same versions of the libraries.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python="${PYTHON:-python3}"

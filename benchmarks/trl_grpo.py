@@ -1,10 +1,10 @@
 """TRL's GRPOTrainer on the task of grpo_vs_trl.py. Runs in TRL's own environment: python trl_grpo.py TASK.json
 
-TASK.json: {"task": fields of runs.Task, "settings": {...}, "steps": file to write}. Settings, TRL's own choices:
+TASK.json: {"task": fields of runs.TrainingTask, "settings": {...}, "steps": file to write}. Settings, for TRL only:
 
     micro_batch           rows of one forward and backward (per_device_train_batch_size)
     num_ranks             processes, each with its share of the threads
-    continuous_batching   generate_batch in place of generate, with these arguments (null: generate)
+    continuous_batching   arguments of generate_batch, which then replaces generate (null: generate)
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 def main() -> None:
-    asked = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    task, settings = asked["task"], asked["settings"]
+    given = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    task, settings = given["task"], given["settings"]
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     rows = [json.loads(line) for line in Path(task["data"]).read_text(encoding="utf-8").splitlines()]
     prompts = [{"prompt": [{"role": "user", "content": r["question"]}], "answer": r["answer"]} for r in rows]
     trainer = GRPOTrainer(
         model=task["model"],
         reward_funcs=[reward(name, term) for name, term in task["rewards"].items()],
-        args=config(task, settings, Path(asked["steps"]).parent),
+        args=config(task, settings, Path(given["steps"]).parent),
         train_dataset=Dataset.from_list(prompts),
-        callbacks=[StepWriter(Path(asked["steps"]), task["prompts_per_step"] * task["samples_per_prompt"])],
+        callbacks=[StepWriter(Path(given["steps"]), task["prompts_per_step"] * task["samples_per_prompt"])],
     )
     trainer.train()
 
 
 def config(task: dict[str, Any], settings: dict[str, Any], folder: Path) -> GRPOConfig:
-    """What both trainers are told, in TRL's words."""
+    """The common task as TRL's configuration."""
     optimizer, rows = task["optimizer"], task["prompts_per_step"] * task["samples_per_prompt"]
     batching = settings["continuous_batching"]
     return GRPOConfig(
@@ -80,7 +80,7 @@ def config(task: dict[str, Any], settings: dict[str, Any], folder: Path) -> GRPO
 
 
 def reward(name: str, term: dict[str, Any]) -> Any:
-    """A term of the task as TRL calls it."""
+    """A term of the task with the signature of TRL's reward functions."""
     module, _, function = term["kind"].partition(":")
     grade = getattr(importlib.import_module(module), function)
 
@@ -92,7 +92,7 @@ def reward(name: str, term: dict[str, Any]) -> Any:
 
 
 class StepWriter(TrainerCallback):
-    """One JSON line a step: when it ended, its mean reward, its sampled tokens, TRL's own times."""
+    """Writes one JSON line for each step: its end time, mean reward, sampled tokens, and TRL's own timings."""
 
     def __init__(self, path: Path, samples_per_step: int):
         self.path, self.samples, self.ended = path, samples_per_step, 0.0

@@ -1,4 +1,4 @@
-"""vLLM as a rival of rollout.py: meshrl's engine for it, over a server that runs under the Python that has vLLM."""
+"""vLLM as a contender of rollout.py: meshrl's vLLM engine, with a server that runs under the Python that has vLLM."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from meshrl.config.rollout import RolloutConfig, VllmConfig
 from meshrl.core.types import Request
 from meshrl.rollout.build import build_rollout_engine
 
-BLOCK = 128  # tokens: what vLLM's cache is handed out in on a CPU
+BLOCK = 128  # tokens of a block of vLLM's KV cache on a CPU
 SERVER = ["-m", "vllm.entrypoints.openai.api_server"]
 THREADS = ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND")
-IDLE_CORES = 0.05  # a server that takes less disturbs nobody
-WATCHED_S, QUIET_DEADLINE_S = 0.2, 30.0
+IDLE_CORES = 0.05  # a server that uses less than this counts as idle
+CPU_INTERVAL_S, IDLE_DEADLINE_S = 0.2, 30.0
 VERSION_OF = "import importlib.metadata as m; print(m.version(m.packages_distributions()['vllm'][0]))"
 
 
 def version_of(python: Path) -> str | None:
-    """vLLM's version under that Python; None where there is none."""
+    """vLLM's version under that Python; None if vLLM is missing."""
     if not python.exists():
         return None
     done = subprocess.run([str(python), "-c", VERSION_OF], capture_output=True, text=True)
@@ -34,22 +34,22 @@ def version_of(python: Path) -> str | None:
 
 
 def cache_bytes(config: Any, dtype: torch.dtype, contexts: Sequence[int]) -> int:
-    """Bytes of a KV cache that holds these numbers of tokens at once, and the longest context of the model, without
-    which vLLM does not start."""
+    """Bytes of a KV cache that holds requests of these lengths at the same time, plus the model's longest context,
+    which vLLM requires at its start."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * dtype.itemsize
     return per_token * (sum(-(-n // BLOCK) * BLOCK for n in contexts) + config.max_position_embeddings)
 
 
 class VllmRival:
-    """A server over one model, for callers without an event loop.
+    """A server with one model, for callers without an event loop.
 
-    startup_s: from nothing to the answer to a request. settings: the server's command line, with the last part of each
-    path alone, and its threads.
+    startup_s: from the start of the process to the answer to a first request. settings: the server's command line, each
+    path reduced to its last part, and the server's threads.
     """
 
     def __init__(self, model: ModelConfig, python: Path, kv_cache_bytes: int, first: Request):
-        """first: the request that is answered before start-up counts as done."""
+        """first: the request whose answer ends the start-up."""
         others = set(psutil.Process().children(recursive=True))
         self._runner = asyncio.Runner()
         vllm = VllmConfig(python=str(python), kv_cache_bytes=kv_cache_bytes)
@@ -67,7 +67,7 @@ class VllmRival:
         }
 
     def sample(self, requests: Sequence[Request]) -> int:
-        """The number of tokens sampled for requests that all come at once."""
+        """Send all requests at the same time. Returns the number of sampled tokens."""
 
         async def answers() -> int:
             turns = await asyncio.gather(*map(self._engine.generate, requests))
@@ -76,25 +76,26 @@ class VllmRival:
         return self._runner.run(answers())
 
     def cpu_clock(self) -> float:
-        """CPU time so far of this process and of all the server's, in seconds."""
+        """CPU time used so far by this process and all processes of the server, in seconds."""
         return time.process_time() + self._server_cpu_s()
 
     def _server_cpu_s(self) -> float:
         return sum(t.user + t.system for t in (p.cpu_times() for p in self._processes))
 
-    def wait_until_quiet(self) -> None:
-        """Its processes spin for a second after their last work, on the cores that the next contender needs.
+    def wait_until_idle(self) -> None:
+        """Wait until the server's processes stop spinning, a second after their last work. The next contender needs the
+        cores.
 
         Raises: RuntimeError when they do not stop.
         """
-        until = time.monotonic() + QUIET_DEADLINE_S
+        until = time.monotonic() + IDLE_DEADLINE_S
         while time.monotonic() < until:
             before, began = self._server_cpu_s(), time.perf_counter()
-            time.sleep(WATCHED_S)
+            time.sleep(CPU_INTERVAL_S)
             cores = (self._server_cpu_s() - before) / (time.perf_counter() - began)
             if cores < IDLE_CORES:
                 return
-        raise RuntimeError(f"vLLM has nothing to do, and after {QUIET_DEADLINE_S:g} s it still takes {cores:.2f} cores")
+        raise RuntimeError(f"vLLM has no requests, but after {IDLE_DEADLINE_S:g} s it still uses {cores:.2f} cores")
 
     def close(self) -> None:
         """End the server."""

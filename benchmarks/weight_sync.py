@@ -2,24 +2,24 @@
 
     python benchmarks/weight_sync.py
 
-Weights of Qwen2-0.5B's shape, random, made on the spot (988 MB in bf16), through the run's own groups and executor.
-Each rank is a process with its share of the cores:
+The weights are random, with Qwen2-0.5B's shape (988 MB in bf16); groups and executor are those of a run. Each rank is a
+process with its share of the cores:
 
-    colocated_1                one rank that trains and samples, which writes its sampler's tensors in place
+    colocated_1                one rank that trains and samples; it writes its sampler's tensors in place
     colocated_2                two such ranks, over shared memory
-    sockets_2_1                two train ranks and a sampler of its own on the same machine: shared memory and sockets
-    broadcast_2_1              the same by rollout.sync_transport broadcast
-    other_machine_2_1          the same over TCP, as if each rank were on a machine of its own
+    sockets_2_1                two train ranks and a separate sampler on the same machine: shared memory and sockets
+    broadcast_2_1              the same with rollout.sync_transport broadcast
+    other_machine_2_1          the same over TCP, as if each rank were on a separate machine
 
-In each: three bare transfers (`bare_sync.py` describes them), our sync with the `wire` proof alone, with all proofs
-that a sync has (wire and resident), and with all proofs where a share of the weights has changed and changes alone are
-sent (delta). They take turns in one run. share_* is the seconds of the fastest bare transfer of a round over ours, so 1
-is its speed. Other work on the machine makes shares meaningless: each topology waits for a load average of at most 0.5,
-and after --quiet-s seconds its shares are "not measured".
+The contenders are three bare transfers (see `bare_sync.py`); meshrl's sync with the `wire` proof only; with all proofs
+of a sync (wire and read-back); and with all proofs when a share of the weights has changed and only changes are sent
+(delta). They take turns in one run. share_*: seconds of the round's fastest bare transfer over seconds of the sync, so
+1 is the speed of the bare transfer. Other work on the machine makes shares meaningless: each topology waits for a load
+average of at most 0.5, and after --quiet-s seconds its shares are "not measured".
 
-The change scan, which a delta's time is compared with, is what any exact delta has to do: cast each shard, compare it
-with what was sent before, and search for the places that differ. Extra memory: the buffers that a sync fills, and how
-far the resident size of all processes rises above what it was before a sync, at its peak.
+The time of a delta is compared with the search for changes, which any exact delta must do: cast each shard, compare it
+with the weights that were sent before, and find the places that differ. Extra memory: the buffers of a sync, plus the
+peak increase of the resident size of all processes during a sync.
 
 One rank that trains and samples writes everything, so colocated_1 has no delta.
 """
@@ -39,8 +39,8 @@ import bare_sync
 import torch
 from measure import Ratio, Report, Timing, median, paired_ratio, parser
 
-from meshrl.cluster.groups import sync_weights
 from meshrl.cluster.launch import Groups, launched
+from meshrl.cluster.weight_sync import sync_weights
 from meshrl.config.cluster import ClusterConfig
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
@@ -53,7 +53,7 @@ SHAPES = {
         vocab_size=151936, hidden_size=896, num_hidden_layers=24, num_attention_heads=14, intermediate_size=4864
     ),
 }
-TOPOLOGIES: dict[str, tuple[int, int, str]] = {  # name -> (train ranks, samplers of their own, transport)
+TOPOLOGIES: dict[str, tuple[int, int, str]] = {  # name -> (train ranks, separate samplers, transport)
     "colocated_1": (1, 0, "auto"),
     "colocated_2": (2, 0, "auto"),
     "sockets_2_1": (2, 1, "auto"),
@@ -66,7 +66,7 @@ CONTENDERS = (*bare_sync.BARE, "wire", "proven", "delta")
 
 
 class Bench:
-    """One topology: its groups, and each contender as a coroutine of seconds."""
+    """One topology: its groups, and coroutines that run a contender and return seconds."""
 
     def __init__(self, groups: Groups, layout: Layout):
         assert groups.trainer is not None and groups.rollouts is not None
@@ -84,7 +84,7 @@ class Bench:
         return sorted({*self.train_ranks, *self.samplers})
 
     async def sync(self, contender: str = "proven") -> float:
-        """As this contender does it; returns seconds."""
+        """A sync by this contender. Returns seconds."""
         if self.in_place and contender.startswith("copy"):
             return max(await self.everywhere(self.train_ranks, bare_sync.copy_in_place, contender))
         await self.everywhere(self.all_ranks, bare_sync.choose, contender)
@@ -92,12 +92,12 @@ class Bench:
         self.acks = await sync_weights(self.trainer, self.rollouts, self.layout)
         return time.perf_counter() - began
 
-    async def remember(self, wanted: bool) -> None:
-        await self.everywhere(self.train_ranks, bare_sync.remember, wanted)
+    async def set_keep_base(self, keep_base: bool) -> None:
+        await self.everywhere(self.train_ranks, bare_sync.set_keep_base, keep_base)
 
 
-async def quiet(limit_s: float) -> bool:
-    """Whether the machine does nothing else; waits for so long until it does not."""
+async def wait_until_idle(limit_s: float) -> bool:
+    """Wait up to limit_s seconds until the machine does no other work. Returns whether it is idle."""
     end = time.monotonic() + limit_s
     while os.getloadavg()[0] > MAX_LOAD:
         if time.monotonic() >= end:
@@ -107,58 +107,60 @@ async def quiet(limit_s: float) -> bool:
 
 
 async def measure(report: Report, name: str, bench: Bench, args: Any) -> None:
-    """All contenders in turn."""
+    """Measure all contenders in turn."""
     contenders = CONTENDERS[:-1] if bench.in_place else CONTENDERS
-    took: dict[str, list[float]] = {who: [] for who in (*contenders, *(() if bench.in_place else ("scan",)))}
+    took: dict[str, list[float]] = {each: [] for each in (*contenders, *(() if bench.in_place else ("scan",)))}
     sent: dict[str, int] = {}
-    is_quiet = await quiet(0.0 if args.smoke else args.quiet_s)
+    is_idle = await wait_until_idle(0.0 if args.smoke else args.quiet_s)
     report.raw[f"load_average_{name}"] = os.getloadavg()[0]
     for i in range(-1, args.rounds):
-        for who in contenders if i % 2 == 0 else contenders[::-1]:
-            await bench.remember(who == "delta")
-            if who == "delta":
+        for contender in contenders if i % 2 == 0 else contenders[::-1]:
+            await bench.set_keep_base(contender == "delta")
+            if contender == "delta":
                 await bench.sync()
-                await bench.everywhere(bench.train_ranks, bare_sync.change, CHANGED, i)
-                scan = max(await bench.everywhere(bench.train_ranks, bare_sync.scan))
-            seconds = await bench.sync("proven" if who == "delta" else who)
-            if who not in bare_sync.BARE:
-                sent[who] = bench.acks[0].num_bytes
-                report.raw.setdefault(f"stages_{name}_{who}", []).append(bench.acks[0].seconds)
+                await bench.everywhere(bench.train_ranks, bare_sync.change_weights, CHANGED, i)
+                scan = max(await bench.everywhere(bench.train_ranks, bare_sync.find_changes))
+            seconds = await bench.sync("proven" if contender == "delta" else contender)
+            if contender not in bare_sync.BARE:
+                sent[contender] = bench.acks[0].num_bytes
+                report.raw.setdefault(f"stages_{name}_{contender}", []).append(bench.acks[0].seconds)
             if i >= 0:
-                took[who].append(seconds)
-                if who == "delta":
+                took[contender].append(seconds)
+                if contender == "delta":
                     took["scan"].append(scan)
-    report.keep_timings(name, {who: [Timing(s, 0.0) for s in seconds] for who, seconds in took.items()})
-    for who, seconds in took.items():
-        report.figure(f"s_{who}_{name}", median(seconds))
+    report.add_timings(name, {each: [Timing(s, 0.0) for s in seconds] for each, seconds in took.items()})
+    for contender, seconds in took.items():
+        report.figure(f"s_{contender}_{name}", median(seconds))
     report.figure(f"gb_per_s_proven_{name}", bench.layout.num_bytes / median(took["proven"]) / 1e9)
-    fastest = list(map(min, *(took[who] for who in bare_sync.BARE)))
-    for who, least in (("proven", 0.60), ("wire", 0.80)):
-        share(report, f"share_{who}_{name}", paired_ratio(fastest, took[who]), is_quiet, at_least=least)
+    fastest = list(map(min, *(took[bare] for bare in bare_sync.BARE)))
+    for contender, least in (("proven", 0.60), ("wire", 0.80)):
+        share(report, f"share_{contender}_{name}", paired_ratio(fastest, took[contender]), is_idle, at_least=least)
     if not bench.in_place:
         report.figure(f"delta_fewer_bytes_{name}", fewer := sent["proven"] / sent["delta"])
         report.bar(f"delta_fewer_bytes_{name}", fewer, at_least=10)
-        share(report, f"delta_over_scan_{name}", paired_ratio(took["delta"], took["scan"]), is_quiet, at_most=1.5)
+        share(report, f"delta_over_scan_{name}", paired_ratio(took["delta"], took["scan"]), is_idle, at_most=1.5)
     if bench.trainer.num_ranks > 1 and bench.samplers[0] in bench.train_ranks:
-        report.figure(f"s_gathered_{name}", max(await bench.everywhere(bench.train_ranks, bare_sync.gathered)))
+        gathered = await bench.everywhere(bench.train_ranks, bare_sync.sync_by_all_gather)
+        report.figure(f"s_gathered_{name}", max(gathered))
     stages = report.raw[f"stages_{name}_proven"][-1]
-    report.say(f"{name}: stages of the last: " + ", ".join(f"{stage} {s:.3f} s" for stage, s in stages.items()))
+    seconds_of_stages = ", ".join(f"{stage} {s:.3f} s" for stage, s in stages.items())
+    report.print_line(f"{name}: stages of the last sync: {seconds_of_stages}")
 
 
-def share(report: Report, name: str, found: Ratio, is_quiet: bool, **bar: float) -> None:
-    """A figure and its bar, if nothing else used the machine."""
-    if is_quiet:
+def share(report: Report, name: str, found: Ratio, is_idle: bool, **bar: float) -> None:
+    """Report a figure and its bar, if nothing else used the machine."""
+    if is_idle:
         report.bar(name, report.figure(name, found), **bar)
     else:
         report.not_measured(name, f"a load average above {MAX_LOAD}", **bar)
 
 
 async def memory(report: Report, name: str, bench: Bench, bucket_bytes: int) -> None:
-    """Buffers, and how far all processes together rise above what they held, in a sync after the first."""
+    """Measure the buffers, and the increase of the resident size of all processes, in a sync after the first."""
     await bench.sync()
-    await bench.remember(False)
+    await bench.set_keep_base(False)
     await bench.sync()
-    before = await bench.everywhere(bench.all_ranks, bare_sync.watch_memory)
+    before = await bench.everywhere(bench.all_ranks, bare_sync.reset_peak_memory)
     await bench.sync()
     after = await bench.everywhere(bench.all_ranks, bare_sync.peak_memory)
     risen = sum(max(0, b - a) for a, b in zip(before, after, strict=True))
@@ -203,7 +205,7 @@ async def run(report: Report, args: Any) -> None:
             layout = await groups.trainer.layout(bucket_bytes)
             bench = Bench(groups, layout)
             if name.startswith("other_machine"):
-                await bench.everywhere(bench.all_ranks, bare_sync.apart)
+                await bench.everywhere(bench.all_ranks, bare_sync.act_as_machine)
             await groups.rollouts.reconcile(layout)
             report.raw[f"threads_{name}"] = await bench.everywhere(bench.all_ranks, bare_sync.num_threads)
             await memory(report, name, bench, bucket_bytes)
@@ -212,9 +214,9 @@ async def run(report: Report, args: Any) -> None:
 
 def main() -> None:
     p = parser(__doc__, rounds=7)
-    p.add_argument("--only", nargs="+", choices=list(TOPOLOGIES), help="these topologies alone")
+    p.add_argument("--only", nargs="+", choices=list(TOPOLOGIES), help="only these topologies")
     p.add_argument("--bucket-mib", type=int, default=64, help="rollout.sync_bucket_bytes, in MiB (default 64)")
-    p.add_argument("--quiet-s", type=float, default=600.0, help="wait so long for the load to fall (default 600)")
+    p.add_argument("--quiet-s", type=float, default=600.0, help="longest wait for an idle machine (default 600)")
     args = p.parse_args()
     if args.smoke:
         args.rounds, args.only = 2, args.only or ["colocated_1", "sockets_2_1"]

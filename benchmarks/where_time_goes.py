@@ -1,11 +1,11 @@
-"""What a training step and a sampling step are spent on: shares of the time, by kind of operation.
+"""The time of a training step and of a sampling step by kind of operation, as shares.
 
     python benchmarks/where_time_goes.py
 
-One rank's part of a GRPO step with 5 M parameters (4 groups of 8, GSM8K's lengths), on one thread, which is what a rank
-has on two cores. Training: forward and backward over the packed batch, a group's prompt once. Sampling: steps of the
-embedded engine while 32, 16 and 4 rows run. Shares are of wall time under PyTorch's profiler, which makes dispatch
-look dearer than it is; "dispatch" is what no operation's kernel accounts for: Python, arguments, views, allocation.
+One rank's part of a GRPO step with 5 M parameters (4 groups of 8, GSM8K's lengths), on one thread, as many as each of
+two ranks has on two cores. Training: forward and backward over the packed batch, a group's prompt once. Sampling: steps
+of the embedded engine while 32, 16 and 4 rows run. Shares are of wall time under PyTorch's profiler, which slows
+dispatch down. "dispatch_and_rest" is the time outside of the listed kernels: Python, arguments, views, allocation.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ KINDS = {
 
 
 def shares(report: Report, name: str, work: Callable[[], Any]) -> None:
-    """Run it under the profiler; a figure for each kind."""
+    """Run `work` under the profiler, and report a figure for each kind of operation."""
     with profile(activities=[ProfilerActivity.CPU]) as found:
         began = time.perf_counter()
         work()
@@ -106,9 +106,9 @@ def sampling(report: Report, folder: Any, dtype: str, scale: float) -> None:
     """Steps of the engine, at 32 running rows, at 16 and at 4."""
     engine = build_engine(folder, dtype)
     for rows in ROWS:
-        for i, ask in enumerate(mixed(32, 100, scale)[:rows]):
+        for i, spec in enumerate(mixed(32, 100, scale)[:rows]):
             params = SamplingParams(ignore_eos=True)
-            engine.submit(Request(id=f"{i}", context_ids=ask.prompt, sampling=params, seed=i, max_new_tokens=512))
+            engine.submit(Request(id=f"{i}", context_ids=spec.prompt, sampling=params, seed=i, max_new_tokens=512))
         for _ in range(60):
             engine.step()
         shares(report, f"sampling_{dtype}_{rows}_rows", lambda: [engine.step() for _ in range(SAMPLING_STEPS)])

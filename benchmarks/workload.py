@@ -1,4 +1,4 @@
-"""What the benchmarks work on: models by size, GSM8K's lengths, and training samples of those lengths."""
+"""The workload of the benchmarks: models by size, GSM8K's lengths, and training samples of those lengths."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from meshrl.core.types import Sample
 
 VOCAB = 2048
-# name -> the Qwen2Config fields that make it; embeddings are tied and counted.
+# name (parameters, including the tied embeddings) -> fields of Qwen2Config
 SHAPES: dict[str, dict[str, int]] = {
     "smoke": dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64),
     "0.9M": dict(hidden_size=128, num_hidden_layers=3, num_attention_heads=4, intermediate_size=416),
@@ -44,14 +44,14 @@ def model_folder(given: Path | None, shape: str) -> Path:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """One prompt and the answers to it, as numbers of tokens."""
+class GroupLengths:
+    """The lengths of one prompt and of the answers to it, in tokens."""
 
     prompt: int
     answers: tuple[int, ...]
 
 
-def gsm8k_groups(num_groups: int, samples: int, seed: int, scale: float = 1.0) -> list[Group]:
+def gsm8k_groups(num_groups: int, samples: int, seed: int, scale: float = 1.0) -> list[GroupLengths]:
     """Groups drawn from gsm8k_lengths.json, each length times `scale` (at least 2 tokens)."""
     known = json.loads(Path(__file__).with_name("gsm8k_lengths.json").read_text(encoding="utf-8"))
     rng = np.random.default_rng(seed)
@@ -62,14 +62,14 @@ def gsm8k_groups(num_groups: int, samples: int, seed: int, scale: float = 1.0) -
         return max(2, round(n * scale))
 
     return [
-        Group(scaled(known["prompt_tokens"][i]), tuple(scaled(n) for n in known["answer_tokens"][i][:samples]))
+        GroupLengths(scaled(known["prompt_tokens"][i]), tuple(scaled(n) for n in known["answer_tokens"][i][:samples]))
         for i in picked
     ]
 
 
-def training_samples(groups: list[Group], seed: int) -> list[Sample]:
-    """Rows as flatten, assign_advantages and assign_loss_weights would leave them: random tokens and advantages, each
-    answer trained, the loss weighted by the number of trained tokens."""
+def training_samples(groups: list[GroupLengths], seed: int) -> list[Sample]:
+    """Rows as after flatten, assign_advantages and assign_loss_weights: random tokens and advantages; answers are
+    trained; each trained token has the loss weight 1 / (number of trained tokens)."""
     rng = np.random.default_rng(seed)
     total = sum(n for group in groups for n in group.answers)
     out = []
@@ -99,12 +99,12 @@ def training_samples(groups: list[Group], seed: int) -> list[Sample]:
 
 
 def trained_tokens(samples: list[Sample]) -> int:
-    """Tokens that carry a loss: the answers'."""
+    """The number of tokens with a loss, i.e. of the answers."""
     return sum(int(s.mask.sum()) for s in samples)
 
 
 def start_single_rank(threads: int) -> Any:
-    """A process group of one rank in this process, and its mesh: FSDP2 runs as it does on many."""
+    """A process group of one rank in this process, and its mesh. FSDP2 runs the same code as on several ranks."""
     import torch.distributed as dist
 
     from meshrl.core.device import keep_freed_memory

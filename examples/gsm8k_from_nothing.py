@@ -1,16 +1,16 @@
-"""A model that can begin to learn GSM8K, from nothing: tokenizer and random weights here, warm-up by `meshrl sft`.
+"""Make a model that can begin to learn GSM8K: tokenizer and random weights here, then a warm-up by `meshrl sft`.
 
     python examples/data_preprocess/gsm8k.py                                    # runs/gsm8k/{train,test}.jsonl
     python examples/gsm8k_from_nothing.py                                       # runs/gsm8k/start
     meshrl sft examples/grpo_trainer/config/gsm8k_sft_from_nothing.yaml         # runs/gsm8k/sft/checkpoints/...
     meshrl train examples/grpo_trainer/config/gsm8k_tiny_cpu.yaml
 
-writes a folder that Transformers' `from_pretrained` loads, and in it
+This script writes a folder that Transformers' `from_pretrained` loads. The folder also contains
 
     warmup.jsonl    {"messages": [user, assistant]}     the training split's questions with their worked solutions
 
-The model is a Qwen2 of 5.2 M parameters with a byte-level BPE of 2,048 entries, trained on the training split. It will
-never be good at arithmetic, but its answers have the length and the form of real ones, on two CPU cores.
+The model is a Qwen2 of 5.2 M parameters with a byte-level BPE of 2,048 entries, trained on the training split. It is
+too small for good arithmetic, but trains on two CPU cores, and its answers have the length and the form of real ones.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def build(data: Path, out: Path, seed: int = 0, vocab_size: int = VOCAB_SIZE, **shape: int) -> None:
-    """Write tokenizer, model and warmup.jsonl into `out`. shape: Qwen2Config fields in place of SHAPE's."""
+    """Write tokenizer, model and warmup.jsonl into `out`. shape: fields of Qwen2Config that override SHAPE."""
     with (data / "train.jsonl").open(encoding="utf-8") as file:
         rows = [json.loads(line) for line in file]
     out.mkdir(parents=True, exist_ok=True)
@@ -65,10 +65,10 @@ def build(data: Path, out: Path, seed: int = 0, vocab_size: int = VOCAB_SIZE, **
 
 
 def build_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
-    """A Qwen2Tokenizer whose byte-level BPE is trained on `texts`: every digit is a token of its own.
+    """A Qwen2Tokenizer with a byte-level BPE that is trained on `texts`. Each digit is a separate token.
 
-    AutoTokenizer builds Qwen2's normalizer and pre-tokenizer for every model of type qwen2, whatever tokenizer.json
-    says; so the merges are learned under exactly these, and the tokenizer is a Qwen2Tokenizer with another vocabulary.
+    For every model of type qwen2, AutoTokenizer uses Qwen2's normalizer and pre-tokenizer and ignores those of
+    tokenizer.json. So the merges are learned with these, and the tokenizer is a Qwen2Tokenizer with a new vocabulary.
     """
     from tokenizers import Tokenizer, pre_tokenizers
     from tokenizers.models import BPE
@@ -103,7 +103,7 @@ def build_model(tokenizer: Any, seed: int, shape: dict[str, int]) -> Any:
     config = Qwen2Config(
         **shape,
         vocab_size=len(tokenizer),
-        tie_word_embeddings=True,  # an output matrix of its own would be a tenth of the model
+        tie_word_embeddings=True,  # a separate output matrix would be a tenth of the model
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,

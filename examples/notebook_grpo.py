@@ -1,8 +1,8 @@
 # %% [markdown]
 # # GRPO from a notebook
 #
-# A tiny Qwen2 model with random weights is taught to answer in digits, by a reward function that is defined here. It
-# takes seconds on one CPU core. The cells run in Jupyter and in editors that know `# %%`, or all at once, from the root
+# A tiny Qwen2 model with random weights learns to answer in digits, from a reward function that is defined here. This
+# takes seconds on one CPU core. The cells run in Jupyter, in editors that support `# %%`, or all at once, from the root
 # of the checkout:
 #
 #     python examples/notebook_grpo.py
@@ -25,8 +25,8 @@ rows = [{"question": f"2*{n}", "answer": str(2 * n)} for n in range(10_000, 10_4
 
 
 # %% [markdown]
-# The reward of an answer: the share of its characters that are digits. It runs in a worker process, which is killed
-# when it hangs.
+# The reward of an answer is the share of digits among its characters. It runs in a worker process, which is killed if
+# it hangs.
 
 
 # %%
@@ -59,8 +59,8 @@ run = meshrl.train(
 )
 
 # %% [markdown]
-# What came out: all metrics of all steps, the answers of the last step, and a model that `from_pretrained` loads. The
-# same is in the run's folder, with a report.
+# The result has all metrics of all steps, the answers of the last step, and a model that `from_pretrained` loads. The
+# run's folder has the same, with a report.
 
 # %%
 print("mean reward by step")

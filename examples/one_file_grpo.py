@@ -1,19 +1,19 @@
-"""GRPO in one file: teach a language model to carry, from nothing but a reward of right or wrong.
+"""GRPO in one file: a language model learns to carry, only from a reward for right answers.
 
     python examples/one_file_grpo.py            # one CPU core, about half a minute
 
-The task is to double a five-digit number ("2*38471" is answered "76942"); the model is a Qwen2 of two layers;
+The task is to double a five-digit number (the answer to "2*38471" is "76942"); the model is a Qwen2 of two layers;
 quickstart/task.py makes both. The script runs the two stages of post-training one after the other, in a single process
 of plain PyTorch:
 
-1. Warm-up. Supervised fine-tuning on demonstrations, most of which forget to carry. The model learns the chat format,
-   the digits and the mistake: it answers about one held-out problem in five.
+1. Warm-up: supervised fine-tuning on demonstrations; most of them forget to carry. The model learns the chat format,
+   the digits and the mistake: it answers about one held-out problem in five correctly.
 2. GRPO (group relative policy optimization; DeepSeekMath, https://arxiv.org/abs/2402.03300, section 4.1). For each
-   prompt the model samples a group of answers, a rule marks each right or wrong, and those better than their group's
-   average become more likely, the worse ones less. No teacher, no value network: the group is the baseline. Now more
-   than nine held-out problems in ten come out right.
+   prompt the model samples a group of answers, and a rule grades each as right or wrong. Answers that are better than
+   their group's average become more likely, worse ones less likely. There is no teacher and no value network: the
+   group is the baseline. Afterwards more than nine held-out problems in ten are answered correctly.
 
-`--shuffle-rewards` is the control: the same run, with the rewards permuted at random, learns nothing.
+`--shuffle-rewards` is the control: the same run with randomly permuted rewards learns nothing.
 
 Shapes, at the end of names or in comments:
     P prompts of a step   G answers of a prompt (the group)   B rows, P * G of them in GRPO, group by group
@@ -49,8 +49,8 @@ CLIP = 0.2
 def encode_prompts(tokenizer, questions):
     """Return the chat-formatted questions as token ids [B, L].
 
-    All questions of this task have the same number of tokens, so there is no padding here. Where they differ, pad on
-    the left for sampling, with an attention mask and position ids that skip the padding.
+    All questions of this task have the same number of tokens, so there is no padding. Prompts of different lengths must
+    be padded on the left for sampling, with an attention mask and position ids that skip the padding.
     """
     chats = [[{"role": "user", "content": question}] for question in questions]
     ids = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=False)
@@ -60,8 +60,8 @@ def encode_prompts(tokenizer, questions):
 def encode_answers(tokenizer, answers):
     """Return answers as token ids [B, T], padded on the right, and a mask [B, T] of the tokens to learn.
 
-    The mask comes from lengths. Comparing ids with the pad id instead would hide the end-of-turn token wherever a
-    tokenizer uses one id for both, and the model would never learn to stop.
+    The mask comes from lengths. A comparison with the pad id would also mask the end-of-turn token if the tokenizer
+    uses one id for both, and the model would never learn to stop.
     """
     rows = [[*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id] for answer in answers]
     width = max(len(row) for row in rows)
@@ -71,27 +71,27 @@ def encode_answers(tokenizer, answers):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The model, used in two ways: to sample an answer, and to score one
+# The model is used in two ways: to sample an answer, and to score one
 
 
 @torch.no_grad()
 def sample(model, prompt_ids_BL, eos_id, pad_id, greedy=False):
-    """Let the model answer. Return ids [B, T], their log-probabilities [B, T] and a mask [B, T] of real tokens.
+    """Sample answers. Return ids [B, T], their log-probabilities [B, T] and a mask [B, T] of real tokens.
 
-    Temperature 1 and no top-p or top-k: we train the distribution that we sample from, and a filter would make them
-    two. The end-of-turn token counts as part of the answer; what follows it does not.
+    Temperature 1 and no top-p or top-k: the trained distribution must be the one that is sampled from, and a filter
+    would change the latter. The end-of-turn token is part of the answer; tokens after it are not.
     """
     cache, next_input = None, prompt_ids_BL
     alive_B = torch.ones(len(prompt_ids_BL), dtype=torch.bool)
     ids, logprobs, mask = [], [], []
     for _ in range(MAX_NEW_TOKENS):
-        # The first call reads the whole prompt, the later ones one token each: the cache holds the keys and values
-        # of all tokens before it.
+        # The first call processes the full prompt, each later call one token: the KV cache has the keys and values of
+        # all tokens before.
         out = model(input_ids=next_input, past_key_values=cache, use_cache=True, logits_to_keep=1)
         cache = out.past_key_values
         logprobs_BV = out.logits[:, -1].float().log_softmax(-1)
         chosen_B = logprobs_BV.argmax(-1) if greedy else torch.multinomial(logprobs_BV.exp(), 1).squeeze(-1)
-        chosen_B = torch.where(alive_B, chosen_B, pad_id)  # finished rows ride along until the last one has stopped
+        chosen_B = torch.where(alive_B, chosen_B, pad_id)  # finished rows are padded until the last row has stopped
         ids.append(chosen_B)
         logprobs.append(logprobs_BV.gather(-1, chosen_B[:, None]).squeeze(-1))
         mask.append(alive_B)
@@ -103,11 +103,11 @@ def sample(model, prompt_ids_BL, eos_id, pad_id, greedy=False):
 
 
 def score(model, prompt_ids_BL, answer_ids_BT):
-    """Return log-probabilities [B, T] of given answers, with gradient: one forward pass over prompt and answer."""
+    """Return log-probabilities [B, T] of given answers, with gradient, by one forward pass over prompt and answer."""
     ids = torch.cat([prompt_ids_BL, answer_ids_BT], dim=1)
     length = answer_ids_BT.shape[1]
-    # The logits at position i predict token i + 1. So the last one predicts nothing that we have, and the T logits
-    # before it predict the answer.
+    # The logits at position i predict token i + 1. So those at the last position predict a token after the answer, and
+    # those at the T positions before it predict the answer.
     logits_BTV = model(input_ids=ids, use_cache=False, logits_to_keep=length + 1).logits[:, :-1]
     return logits_BTV.float().log_softmax(-1).gather(-1, answer_ids_BT[..., None]).squeeze(-1)
 
@@ -116,21 +116,21 @@ def score(model, prompt_ids_BL, answer_ids_BT):
 # GRPO: three short functions
 
 
-def mark(tokenizer, answer_ids_BT, mask_BT, right_answers_B):
-    """Return rewards [B]: 1.0 for the right answer, properly ended, else 0.0. Nothing else knows what is right."""
+def grade(tokenizer, answer_ids_BT, mask_BT, right_answers_B):
+    """Return rewards [B]: 1.0 for a right answer that has ended, else 0.0. Only this function knows the solutions."""
     rewards = []
     for ids, length, right_answer in zip(answer_ids_BT.tolist(), mask_BT.sum(1).int().tolist(), right_answers_B):
         *answer, last = ids[:length]
-        # An answer that ran out of tokens is not an answer, even where its digits are right so far.
+        # A truncated answer counts as wrong, even if its digits are right so far.
         rewards.append(float(last == tokenizer.eos_token_id and tokenizer.decode(answer) == right_answer))
     return torch.tensor(rewards)
 
 
 def group_advantages(rewards_B):
-    """Return by how much each answer beats its group [B], in units of the group's standard deviation.
+    """Return how much better than its group's mean each answer is [B], in units of the group's standard deviation.
 
-    A group in which all are right or all are wrong has nothing to compare: its advantages are 0 and it teaches
-    nothing. The epsilon keeps 0 / 0 away, and is large enough not to blow up differences of mere rounding.
+    In a group of only right or only wrong answers all advantages are 0, so it contributes no gradient. The epsilon
+    prevents 0 / 0, and is large enough not to amplify rounding differences.
     """
     rewards_PG = rewards_B.view(-1, GROUP)
     centred_PG = rewards_PG - rewards_PG.mean(dim=1, keepdim=True)
@@ -140,23 +140,23 @@ def group_advantages(rewards_B):
 def grpo_loss(logprobs_BT, old_logprobs_BT, advantages_B, mask_BT):
     """Return the clipped policy loss, averaged over the answers' tokens.
 
-    With a single update for each batch of answers the old policy is the current one: the ratio is exactly 1, the clip
-    never acts, and the gradient is the plain policy gradient, advantage * grad log p. The ratio and its clip are there
-    for those who split a batch into several updates: they stop the later ones from straying too far.
+    With a single update for each batch of answers the old policy is the current one: the ratio is exactly 1, nothing
+    is clipped, and the gradient is the plain policy gradient, advantage * grad log p. The ratio and its clip matter if
+    a batch is split into several updates: they keep the later ones close to the old policy.
     """
     ratio_BT = (logprobs_BT - old_logprobs_BT).exp()
     clipped_BT = ratio_BT.clamp(1 - CLIP, 1 + CLIP)
     gain_BT = torch.minimum(ratio_BT * advantages_B[:, None], clipped_BT * advantages_B[:, None])
-    # One denominator for the whole batch. A mean of each answer's mean would weigh a token by how short its answer is.
+    # One denominator for the entire batch. With a mean of each answer's mean, tokens of short answers would weigh more.
     return -(gain_BT * mask_BT).sum() / mask_BT.sum()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The two stages, and the exam before and after
+# The two stages, and the evaluation
 
 
 def make_optimizer(model, lr, weight_decay, num_steps):
-    """Return AdamW and a schedule: a short linear rise, then half a cosine down to a tenth."""
+    """Return AdamW and a schedule: a short linear warm-up, then a cosine decay to a tenth."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.99), weight_decay=weight_decay)
 
     def share_of_lr(step):
@@ -178,7 +178,7 @@ def update(model, optimizer, schedule, loss):
 
 
 def cycle(rows, size):
-    """Yield batches of rows for ever: each row once before any row twice, in a new order each time round."""
+    """Yield batches of rows for ever: each epoch has every row once, in a new order."""
     pool = []
     while True:
         while len(pool) < size:
@@ -188,7 +188,7 @@ def cycle(rows, size):
 
 
 def warm_up(model, tokenizer, demonstrations, num_steps):
-    """Supervised fine-tuning: make the demonstrated answers likely."""
+    """Supervised fine-tuning: maximize the likelihood of the demonstrated answers."""
     optimizer, schedule = make_optimizer(model, SFT_LR, 0.01, num_steps)
     batches = cycle(demonstrations, SFT_ROWS)
     for step in range(1, num_steps + 1):
@@ -202,7 +202,7 @@ def warm_up(model, tokenizer, demonstrations, num_steps):
 
 
 def grpo(model, tokenizer, problems, num_steps, shuffle_rewards=False):
-    """Sample, mark, compare within the group, update; again and again."""
+    """In each step: sample, grade, compare within the group, update."""
     optimizer, schedule = make_optimizer(model, GRPO_LR, 0.0, num_steps)
     batches = cycle(problems, PROMPTS_PER_STEP)
     for step in range(1, num_steps + 1):
@@ -213,7 +213,7 @@ def grpo(model, tokenizer, problems, num_steps, shuffle_rewards=False):
             model, prompt_ids_BL, tokenizer.eos_token_id, tokenizer.pad_token_id
         )
         right_answers_B = [problem["answer"] for problem in problems_P for _ in range(GROUP)]
-        rewards_B = mark(tokenizer, answer_ids_BT, mask_BT, right_answers_B)
+        rewards_B = grade(tokenizer, answer_ids_BT, mask_BT, right_answers_B)
         mean_reward = rewards_B.mean().item()
         if shuffle_rewards:
             rewards_B = rewards_B[torch.randperm(len(rewards_B))]
@@ -223,9 +223,9 @@ def grpo(model, tokenizer, problems, num_steps, shuffle_rewards=False):
         loss = grpo_loss(logprobs_BT, logprobs_BT.detach(), advantages_B, mask_BT)
         norm = update(model, optimizer, schedule, loss)
 
-        # The sampler and the trainer run the same weights along different paths (one token at a time with a cache, all
-        # tokens at once). If they disagreed, we would be training another policy than the one that answered, and the
-        # reward would still look plausible for a while: always watch this number.
+        # Sampler and trainer compute with the same weights in different ways (one token at a time with a KV cache, and
+        # all tokens at once). If they differed, the trained policy would not be the one that was sampled, and the
+        # reward would still look plausible for a while: always monitor this number.
         disagreement = ((logprobs_BT.detach() - sampled_logprobs_BT) * mask_BT).abs().max().item()
         if step % 10 == 0 or step == 1:
             useful = (advantages_B.view(-1, GROUP) != 0).any(dim=1).float().mean().item()
@@ -236,10 +236,10 @@ def grpo(model, tokenizer, problems, num_steps, shuffle_rewards=False):
 
 
 def accuracy(model, tokenizer, problems):
-    """Return the share of problems answered right, taking the likeliest token each time."""
+    """Return the share of problems that greedy answers solve."""
     prompt_ids_BL = encode_prompts(tokenizer, [problem["question"] for problem in problems])
     ids_BT, _, mask_BT = sample(model, prompt_ids_BL, tokenizer.eos_token_id, tokenizer.pad_token_id, greedy=True)
-    return mark(tokenizer, ids_BT, mask_BT, [problem["answer"] for problem in problems]).mean().item()
+    return grade(tokenizer, ids_BT, mask_BT, [problem["answer"] for problem in problems]).mean().item()
 
 
 def read_rows(path):
@@ -248,13 +248,13 @@ def read_rows(path):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=0, help="of the initial weights, the data order and the sampling")
+    parser.add_argument("--seed", type=int, default=0, help="for the initial weights, the data order and the sampling")
     parser.add_argument("--steps", type=int, default=GRPO_STEPS, help="GRPO updates")
     parser.add_argument("--sft-steps", type=int, default=SFT_STEPS, help="warm-up updates")
-    parser.add_argument("--shuffle-rewards", action="store_true", help="the control: rewards that mean nothing")
+    parser.add_argument("--shuffle-rewards", action="store_true", help="the control: randomly permuted rewards")
     args = parser.parse_args()
 
-    torch.set_num_threads(1)  # the matrices are too small to be worth splitting
+    torch.set_num_threads(1)  # the matrices are too small for several threads
     random.seed(args.seed)
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)

@@ -1,4 +1,4 @@
-"""The Python entry: `meshrl.train`, `meshrl.sft` and `meshrl.evaluate`, from a script or a notebook.
+"""The Python API: `meshrl.train`, `meshrl.sft` and `meshrl.evaluate`, for scripts and notebooks.
 
 Only the standard library is imported here: every process of a run imports this file with the package.
 """
@@ -32,20 +32,21 @@ def train(
     on_step: OnStep | None = None,
     quiet: bool = False,
 ) -> Run:
-    """Reinforcement learning, as `meshrl train` does it: the same checks, folder, report and resume.
+    """Reinforcement learning, like `meshrl train`: the same checks, folder, report and resume.
 
-    config: the path of a YAML file, a dict of its sections, or a RunConfig; `base` in a dict names a file to start
-    from. overrides: as on the command line, such as "train.optimizer.lr=1e-6".
-    rewards: functions of (completion, answer) by the name of their term. They run in worker processes that can be
-    killed, so what they change is not seen here. Weight and args of a term stand in the config.
-    agent: an object with the method `run` and the list `tools`, or an async function as that method.
+    config: the path of a YAML file, a dict of its sections, or a RunConfig; `base` in a dict is the path of a file to
+    start from. overrides: as on the command line, such as "train.optimizer.lr=1e-6".
+    rewards: functions of (completion, answer) by the name of their term. They run in worker processes, so their changes
+    to variables are not visible here. The weight and the args of a term belong in the config.
+    agent: an object with the method `run` and the list `tools`, or an async function in place of that method.
     data, eval_data: rows in place of data.path and data.eval_path.
-    on_step: called as on_step(step, metrics) after each step; False ends the run after this step, with the
-    evaluation, model and checkpoint that its last step would have.
-    quiet: nothing is printed.
+    on_step: called as on_step(step, metrics) after each step. If it returns False, the run ends after this step, with
+    an evaluation, a model and a checkpoint as after the last step.
+    quiet: print nothing.
 
     Raises: ConfigError and the other errors of meshrl.core.errors; KeyboardInterrupt after Ctrl-C, with a checkpoint
-    saved; what on_step raises. SystemExit after SIGTERM, and under torchrun at the end in all processes but rank 0's.
+    saved; exceptions of on_step. SystemExit after SIGTERM, and under torchrun at the end in all processes except rank
+    0's.
     """
     from meshrl.run.inputs import load_run, objects_of, show_notices
 
@@ -68,7 +69,7 @@ def sft(
     on_step: OnStep | None = None,
     quiet: bool = False,
 ) -> Run:
-    """Supervised fine-tuning, as `meshrl sft` does it. data: rows in place of sft.path. The rest is as in `train`."""
+    """Supervised fine-tuning, like `meshrl sft`. data: rows in place of sft.path. The rest is as in `train`."""
     from meshrl.run.inputs import load_sft, objects_of, show_notices
 
     objects = objects_of(rows={"sft.path": data}, on_step=on_step, quiet=quiet)
@@ -91,8 +92,7 @@ def evaluate(
     eval_data: Iterable[dict[str, Any]] | None = None,
     quiet: bool = False,
 ) -> Evaluation:
-    """Answer and score the held-out rows, as `meshrl eval` does it. model: in place of model.path. The rest is as in
-    `train`."""
+    """Answer and score held-out rows, like `meshrl eval`. model: in place of model.path. The rest is as in `train`."""
     from meshrl.run.inputs import load_run, objects_of, show_notices
 
     objects = objects_of(rewards, agent, {"data.eval_path": eval_data}, quiet=quiet)
@@ -107,29 +107,29 @@ def evaluate(
 
 @dataclass(frozen=True)
 class Evaluation:
-    """metrics: such as eval/mean_at_k. trajectories: every answer, with its rewards."""
+    """metrics: values by name, such as eval/mean_at_k. trajectories: all answers, with their rewards."""
 
     metrics: dict[str, float]
     trajectories: list[Trajectory]
 
 
 class Run:
-    """A run that has ended, read from its folder. `Run("runs/NAME")` opens an earlier one, an interrupted one too."""
+    """A run that has ended, read from its folder. `Run("runs/NAME")` opens an earlier or interrupted run."""
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder).resolve()
 
     @cached_property
     def lines(self) -> list[MetricsLine]:
-        """metrics.jsonl: a line for each step, with its number from 0, time and metrics; and one for each evaluation,
-        under the number of the step before it."""
+        """metrics.jsonl: a line for each step (number from 0, time, metrics) and for each evaluation, with the number
+        of the step before it."""
         from meshrl.monitor.sinks import read_metrics
 
         return read_metrics(self.folder / "metrics.jsonl")[0]
 
     @cached_property
     def metrics(self) -> dict[str, list[float]]:
-        """All values of each metric, in order, as metrics["reward/mean"]."""
+        """All values of each metric, in order, for example metrics["reward/mean"]."""
         found: dict[str, list[float]] = {}
         for line in self.lines:
             for name, value in line.metrics.items():
@@ -145,12 +145,12 @@ class Run:
 
     @property
     def model(self) -> Path | None:
-        """The folder of the newest model, for from_pretrained; None when none was written."""
+        """The folder of the newest model, for from_pretrained; None when the run has written no model."""
         model = self.summary.get("model")
         return None if model is None else self.folder.joinpath(*Path(model).parts[-3:])  # checkpoints/step_N/model
 
     def trajectories(self, step: int = -1) -> list[Trajectory]:
-        """The scored answers of a step, counted from 0, or from the last one as -1. None are kept of an SFT run.
+        """The scored answers of a step, counted from 0, or from the end as -1. An SFT run has none.
 
         Raises: IndexError when the run has no such step.
         """

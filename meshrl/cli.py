@@ -1,7 +1,7 @@
-"""The command line. Only the standard library is imported here, so that `--help` and a config error answer at once.
+"""The command line. Only the standard library is imported here, so that `--help` and config errors appear at once.
 
 Exit codes: 0 done, 1 the run failed, 2 the config or the command line is wrong, 130 interrupted.
-MESHRL_TRACEBACK=1 shows the traceback of errors of which otherwise only the message is printed.
+MESHRL_TRACEBACK=1 also prints the traceback of errors; by default only the message is printed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("meshrl: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of our output (head, less) ended first
+    except BrokenPipeError:  # the reader of the output (head, less) has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
@@ -53,35 +53,35 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         sub.set_defaults(command=command, overrides=None)
         return sub
 
-    train = add("train", _train, "reinforcement learning: sample, score, update, sync, again")
-    sft = add("sft", _sft, "supervised fine-tuning on chat rows")
-    evaluate = add("eval", _evaluate, "evaluate a model on data.eval_path (loop.eval_samples answers a prompt)")
-    launch = add("launch", _launch, "write the batch file of a job on several nodes; `meshrl launch slurm CONFIG`")
-    launch.add_argument("scheduler", choices=["slurm"], help="the scheduler that the file is for")
+    train = add("train", _train, "train a model with reinforcement learning")
+    sft = add("sft", _sft, "train a model with supervised fine-tuning (SFT) on chat data")
+    evaluate = add("eval", _evaluate, "evaluate a model on data.eval_path, with loop.eval_samples answers per prompt")
+    launch = add("launch", _launch, "write a Slurm batch file for a run on several nodes")
+    launch.add_argument("scheduler", choices=["slurm"], help="the scheduler of the cluster")
     for sub in (train, sft, evaluate, launch):
-        sub.add_argument("config", metavar="CONFIG", help="YAML file; docs/config.md lists its keys")
+        sub.add_argument("config", metavar="CONFIG", help="YAML file; `meshrl config` lists its keys")
         sub.add_argument(
-            "overrides", metavar="key=value", nargs="*", help="dotted overrides such as train.optimizer.lr=1e-6"
+            "overrides", metavar="key=value", nargs="*", help="values that override the file: train.optimizer.lr=1e-6"
         )
     for sub in (train, sft):
         sub.add_argument(
             "--explain",
             action="store_true",
-            help="print what a step does, and the resolved config with its origins",
+            help="start nothing; print the parts of a step and the resolved config with the origin of each value",
         )
     _add_launch_options(launch)
-    evaluate.add_argument("--model", metavar="FOLDER", help="evaluate this model in place of model.path")
-    report = add("report", _report, "write RUN/report.html again; works while the run goes on, too")
-    report.add_argument("folder", metavar="RUN", help="a run's folder, such as runs/NAME")
+    evaluate.add_argument("--model", metavar="FOLDER", help="evaluate this model instead of model.path")
+    report = add("report", _report, "write RUN/report.html from the run's files, at any time")
+    report.add_argument("folder", metavar="RUN", help="folder of the run, such as runs/NAME")
     status = add("status", _status, "print the state of a run: step, phase, reward, processes")
-    stop = add("stop", _stop, "end a run with a checkpoint, as Ctrl-C does, from another terminal")
+    stop = add("stop", _stop, "end a run with a checkpoint; like Ctrl-C, but from another terminal")
     for sub in (status, stop):
-        sub.add_argument("folder", metavar="RUN", help="a run's folder, such as runs/NAME")
-    convert = add("convert", _convert, "write a checkpoint as a folder that from_pretrained loads")
+        sub.add_argument("folder", metavar="RUN", help="folder of the run, such as runs/NAME")
+    convert = add("convert", _convert, "convert a checkpoint to a model folder that from_pretrained loads")
     convert.add_argument("checkpoint", metavar="CHECKPOINT", help="such as runs/NAME/checkpoints/step_000100")
-    convert.add_argument("out", metavar="FOLDER", help="the folder to write; must not exist yet")
-    config = add("config", _config, "list the keys of the config with type, default and meaning")
-    config.add_argument("word", metavar="WORD", nargs="?", help="only keys that contain this word")
+    convert.add_argument("out", metavar="FOLDER", help="the model folder to write; it must not exist yet")
+    config = add("config", _config, "list the config keys with type, default and meaning")
+    config.add_argument("word", metavar="WORD", nargs="?", help="list only keys that contain this word")
 
     args, rest = parser.parse_known_args(argv)
     # argparse does not accept positionals that follow an option, as in `train CONFIG --explain key=value`.
@@ -95,14 +95,17 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _add_launch_options(launch: argparse.ArgumentParser) -> None:
-    launch.add_argument("--command", dest="run", choices=["train", "sft", "eval"], default="train", help="what to run")
-    launch.add_argument("--nodes", type=int, default=1, metavar="N", help="machines; 1 when not given")
     launch.add_argument(
-        "--gpus-per-node", type=int, metavar="G", help="sets the number of ranks to N x G; else the config's is kept"
+        "--command", dest="run", choices=["train", "sft", "eval"], default="train", help="command (default train)"
     )
-    for name, text in (("time", "limit, as 12:00:00"), ("partition", "queue"), ("account", "account to charge")):
-        launch.add_argument(f"--{name}", metavar=name.upper(), help=f"{text}; the cluster's default when not given")
-    launch.add_argument("--out", metavar="FILE", help="where to write it; the terminal when not given")
+    launch.add_argument("--nodes", type=int, default=1, metavar="N", help="number of nodes (default 1)")
+    launch.add_argument(
+        "--gpus-per-node", type=int, metavar="G", help="use N x G ranks (default: the number of ranks in the config)"
+    )
+    slurm = {"time": "time limit, such as 12:00:00", "partition": "partition", "account": "account to charge"}
+    for name, text in slurm.items():
+        launch.add_argument(f"--{name}", metavar=name.upper(), help=f"{text} (default: the cluster's)")
+    launch.add_argument("--out", metavar="FILE", help="file to write (default: print to the terminal)")
 
 
 def _train(args: argparse.Namespace) -> int:
@@ -167,7 +170,7 @@ def _launch(args: argparse.Namespace) -> int:
         print(text, end="")
     else:
         Path(args.out).write_text(text, encoding="utf-8")
-        print(f"wrote {args.out}; submit it by: sbatch {args.out}")
+        print(f"wrote {args.out}; submit it with: sbatch {args.out}")
     return 0
 
 

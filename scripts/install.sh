@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Install meshrl into a virtual environment: pinned versions, from wheels alone, so that nothing is compiled.
+# Install meshrl into a virtual environment: pinned versions, from wheels only, so that nothing is compiled.
 #
 #   scripts/install.sh [--cuda | --cpu] [--vllm] [--dry-run]
 #
-#   --cuda     for NVIDIA GPUs, by requirements-cuda.txt
-#   --cpu      for a machine without a GPU, by constraints.txt
+#   --cuda     for NVIDIA GPUs; pins: requirements-cuda.txt
+#   --cpu      for a machine without a GPU; pins: constraints.txt
 #              With neither: --cuda where nvidia-smi is installed, else --cpu.
-#   --vllm     vLLM too; with --cpu it is vLLM's CPU build, by requirements-vllm.txt
+#   --vllm     vLLM too; with --cpu it is vLLM's CPU build; pins: requirements-vllm.txt
 #   --dry-run  print the commands and run none of them
 #
 # Environment variables: PYTHON is the interpreter, python3.11 or newer (default python3). VENV is the folder of the
@@ -59,13 +59,13 @@ run() { # run COMMAND...: print it, and run it unless this is a dry run
   [ -n "$dry_run" ] || "$@"
 }
 
-wheels() { # wheels ARGUMENT...: pip install, refusing everything that would have to be compiled
+wheels() { # wheels ARGUMENT...: pip install that refuses every package without a wheel
   run "$venv/bin/python" -m pip install --only-binary :all: "$@"
 }
 
 echo "Installing for $device${vllm:+ with vLLM} into $venv"
 [ -x "$venv/bin/python" ] || run "$PYTHON" -m venv "$venv"
-# torch comes first and by the same constraints as all the rest, so that no dependency can bring another one.
+# torch is installed first, with the same constraints as the rest, so that no dependency installs another version.
 if [ "$device" = cuda ]; then
   wheels -c requirements-cuda.txt torch
   wheels -c requirements-cuda.txt -r requirements.txt -r requirements-ray.txt $vllm

@@ -1,4 +1,4 @@
-"""Write docs/config.md from the config's slices: python scripts/make_config_docs.py"""
+"""Write docs/config.md from the config classes: python scripts/make_config_docs.py"""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Write docs/faults.md from the table of planted faults: python scripts/make_faults_docs.py"""
+"""Write docs/faults.md from the table of injected faults: python scripts/make_faults_docs.py"""
 
 import sys
 from pathlib import Path
@@ -8,7 +8,7 @@ PAGE = ROOT / "docs" / "faults.md"
 
 
 def page() -> str:
-    """The page as tests/faults/fault_cases.py has it."""
+    """The text that tests/faults/fault_cases.py generates."""
     sys.path.insert(0, str(ROOT / "tests" / "faults"))
     from fault_cases import page
 

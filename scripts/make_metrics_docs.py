@@ -23,10 +23,10 @@ def tables() -> str:
 
 
 def page() -> str:
-    """The page with its hand-written beginning unchanged, and the tables of the glossary."""
+    """The page: its hand-written beginning, unchanged, and the tables of the glossary."""
     beginning, mark, _ = PAGE.read_text(encoding="utf-8").partition(MARK)
     if not mark:
-        raise SystemExit(f"{PAGE}: the line {MARK!r} is missing; restore it where the tables are to begin")
+        raise SystemExit(f"{PAGE}: the line {MARK!r} is missing; insert it where the tables should begin")
     return f"{beginning}{MARK}\n\n{tables()}"
 
 

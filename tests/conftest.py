@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _CACHE = tempfile.TemporaryDirectory(prefix="datasets-")
 os.environ["HF_DATASETS_CACHE"] = _CACHE.name  # read when `datasets` is imported
-os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # one for all Rays of a process
+os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # all Ray clusters of a process share it
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """The 500,000 objects of imported modules stay: no collection of garbage has to look at them."""
+    """Exempt the 500,000 objects of imported modules from garbage collection."""
     gc.collect()
     gc.freeze()
 
@@ -41,7 +41,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.fixture(scope="session")
 def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """One vLLM server for all tests that need one, each with a client of its own."""
+    """One vLLM server, which all tests share; each has its own client."""
     from vllm_servers import MISSING, serving, tiny_vllm_lm
 
     if MISSING:
@@ -52,7 +52,7 @@ def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProc
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[RankPool]:
-    """Up to four gloo ranks with torch loaded; each is started when a test first needs it."""
+    """Up to four gloo ranks with torch loaded; a rank is started when a test first needs it."""
     p = RankPool(4)
     yield p
     p.close()

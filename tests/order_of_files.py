@@ -1,7 +1,7 @@
-"""Which test files run in one process, and which start first: `make test` runs several processes at the same time.
+"""Which test files run in the same process, and which start first: `make test` runs several processes in parallel.
 
-A group below starts its ranks and servers once. The groups that take longest start first, so that all processes end
-at about the same time; all other files take seconds.
+The files of a group below share ranks and servers. The slowest groups start first, so that all processes end at about
+the same time; all other files take seconds.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 LONGEST_FIRST: tuple[tuple[str, ...], ...] = (
-    ("tests/dist/", "tests/unit/run/test_own_loop.py"),  # the `pool` of ranks
+    ("tests/dist/", "tests/unit/run/test_own_loop.py"),  # they use the `pool` of ranks
     ("tests/e2e/test_lora_run.py",),
     ("tests/contract/test_executors.py",),
     tuple(f"tests/unit/rollout/test_{name}.py" for name in ("sglang_engine", "endpoint_engine", "pauses")),
@@ -35,13 +35,13 @@ LONGEST_FIRST: tuple[tuple[str, ...], ...] = (
 
 
 def place_of(test: str) -> int:
-    """The place of a test's group; files of no group come after all groups."""
+    """The position of a test's group; files outside the groups come last."""
     places = (place for place, files in enumerate(LONGEST_FIRST) if test.startswith(files))
     return next(places, len(LONGEST_FIRST))
 
 
 def scheduler(config: Any, log: Any) -> Any:
-    """For pytest-xdist: whole groups and whole files, in the order of the collected tests."""
+    """The pytest-xdist scheduler: it keeps groups and files together, in the order of the collected tests."""
     from xdist.scheduler import LoadFileScheduling
 
     class GroupScheduling(LoadFileScheduling):
@@ -49,5 +49,5 @@ def scheduler(config: Any, log: Any) -> Any:
             place = place_of(nodeid)
             return str(place) if place < len(LONGEST_FIRST) else super()._split_scope(nodeid)
 
-    config.option.loadscopereorder = False  # else the files with the most tests would start first
+    config.option.loadscopereorder = False  # otherwise the files with the most tests would start first
     return GroupScheduling(config, log)

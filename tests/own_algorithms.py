@@ -1,4 +1,4 @@
-"""Losses and advantages as a user writes them, right and wrong, for configs that name `own_algorithms:NAME`."""
+"""User-defined losses and advantages, correct and faulty ones, for configs that name `own_algorithms:NAME`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Terms = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 
 def gspo(inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Terms:
-    """The ratio of a whole row, clipped; equations 5 and 7 of arXiv 2507.18071."""
+    """The clipped ratio of a row (sequence level); equations 5 and 7 of arXiv 2507.18071."""
     ratio = inputs.row_mean(inputs.logprobs - inputs.old_logprobs).exp()
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     loss = -torch.minimum(ratio * inputs.advantages, clipped * inputs.advantages)
@@ -25,7 +25,7 @@ def gspo(inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4)
 
 
 def length_scaled(inputs: LossInputs, scale: float, power: float = 0.5, mode: Literal["sum", "mean"] = "sum") -> Terms:
-    """A required argument, two optional ones, and the other helper."""
+    """A required argument, two optional ones, and `row_sum`."""
     length = inputs.row_sum(torch.ones_like(inputs.logprobs))
     return -scale * inputs.advantages * inputs.logprobs * length**-power, {}
 
@@ -85,7 +85,7 @@ def batch_scaled(groups: Sequence[Group]) -> list[np.ndarray]:
 
 
 def by_token(groups: Sequence[Group]) -> list[list[list[np.ndarray]]]:
-    """The reward of a trajectory, falling with the place of the token in the row."""
+    """The reward of a trajectory, divided by the token's position in the row."""
     return [
         [[reward / np.arange(1, len(row) + 1) for row in rows] for reward, rows in zip(group.rewards, group.rows)]
         for group in groups

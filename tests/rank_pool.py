@@ -1,4 +1,4 @@
-"""A pool of rank processes that live as long as the test session: torch is imported once, not for each rank or test.
+"""A pool of rank processes for the entire test session: torch is imported once, not for each rank or test.
 
 `pool.run(fn, world, *args)` calls the module-level function fn(rank, world, *args) in `world` processes that form a
 gloo process group, and returns their results in rank order. An error in a rank is raised here with its traceback.
@@ -26,7 +26,7 @@ def _serve(rank: int, conn: Any, path: list[str]) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    gc.freeze()  # a collection would look at all objects of the imported modules, and copy their pages
+    gc.freeze()  # a garbage collection would touch all objects of the imported modules, and so copy their pages
     while True:
         try:
             task = conn.recv()
@@ -50,7 +50,7 @@ class RankPool:
         self._workers: list[tuple[Any, Any]] = []
 
     def _start(self, count: int) -> None:
-        """Have at least `count` ranks; those that no test has needed yet cost nothing."""
+        """Start ranks until there are `count`; a rank that no test needs is never started."""
         ctx = mp.get_context("forkserver")
         ctx.set_forkserver_preload(["meshrl.cluster.actors"])
         for rank in range(len(self._workers), count):
@@ -65,7 +65,7 @@ class RankPool:
             raise ValueError(f"world {world} is larger than the pool of {self.size}")
         self._start(world)
         waiting = {conn: rank for rank, (_, conn) in enumerate(self._workers[:world])}
-        answers: list[Any] = [None] * world
+        results: list[Any] = [None] * world
         with tempfile.TemporaryDirectory() as folder:
             for conn in waiting:
                 conn.send((fn, world, args, str(Path(folder) / "store")))
@@ -74,17 +74,17 @@ class RankPool:
                 ready = wait(list(waiting), timeout=max(0.0, end - time.monotonic()))
                 if not ready:
                     self.close()
-                    raise TimeoutError(f"ranks {list(waiting.values())} of {world} gave no answer to {fn.__name__}")
+                    raise TimeoutError(f"ranks {list(waiting.values())} of {world} did not return from {fn.__name__}")
                 for conn in ready:
                     rank = waiting.pop(conn)
                     try:
-                        ok, answers[rank] = conn.recv()
+                        ok, results[rank] = conn.recv()
                     except EOFError:
-                        ok, answers[rank] = False, "its process ended"
+                        ok, results[rank] = False, "its process ended"
                     if not ok:
                         self.close()  # the others may wait in a collective for ever
-                        raise AssertionError(f"rank {rank} of {world} in {fn.__name__}:\n{answers[rank]}")
-        return answers
+                        raise AssertionError(f"rank {rank} of {world} in {fn.__name__}:\n{results[rank]}")
+        return results
 
     def close(self) -> None:
         for process, conn in self._workers:

@@ -1,7 +1,7 @@
-"""A sampler and an agent that follow a script: every shape that a trajectory can take, from numpy alone.
+"""A sampler and an agent that follow a script and give every shape that a trajectory can have; they need only numpy.
 
-`scripted_trajectories` gives groups whose trajectories hold a continued turn, a branch, a rewritten history, an image
-span, mixed weight versions, aborted and continued turns, routed experts and an extra for each token.
+The trajectories of `scripted_trajectories` have a continued turn, a branch, a rewritten history, an image span, mixed
+weight versions, aborted and continued turns, routed experts and an extra for each token.
 
 The tree of each trajectory, with rows [0, 1], [2] and [0, 3]:
 
@@ -29,10 +29,10 @@ NUM_LAYERS, NUM_CHOSEN, NUM_EXPERTS = 2, 2, 8
 
 
 class ScriptedEngine:
-    """Draws each token from (seed, output position) alone, so a continued turn equals an uninterrupted one.
+    """Draws each token from (seed, output position) only, so a continued turn equals an uninterrupted one.
 
-    abort_every: each so many-th fresh request is cut off after two tokens. A token's version is `version` for the
-    first two tokens of a turn and one more for each two that follow: weights that move under a running request.
+    abort_every: every n-th new request is aborted after two tokens. The first two tokens of a turn have the weight
+    version `version`, and each two tokens that follow have the next version, as if weights changed during a request.
     """
 
     def __init__(self, vocab_size: int = 64, abort_every: int = 0, version: int = 0):
@@ -67,7 +67,7 @@ class ScriptedEngine:
         )
 
     def _routed(self, request: Request, start: int, ids: list[int]) -> np.ndarray:
-        """[C+R, L, K], told by place in the row; the last token was sampled but never run, so it has no record."""
+        """[C+R, L, K], derived from the position in the row. The last token never passed the model, so it has none."""
         num_context = len(request.context_ids)
         places = [*range(num_context), *range(num_context + start, num_context + start + len(ids))]
         shape = (NUM_LAYERS, NUM_CHOSEN)
@@ -77,7 +77,7 @@ class ScriptedEngine:
 
 
 async def generate_to_the_end(engine: ScriptedEngine, request: Request) -> Turn:
-    """Ask again with the output so far until the turn is whole."""
+    """Repeat an aborted request, with the output so far, until the turn is complete."""
     parts = [await engine.generate(request)]
     while parts[-1].stop_reason == "abort":
         so_far = np.concatenate([p.output_ids for p in parts])
@@ -86,7 +86,7 @@ async def generate_to_the_end(engine: ScriptedEngine, request: Request) -> Turn:
 
 
 class IdTokenizer:
-    """Writes ids as numbers: for agents that only need a text for people."""
+    """Decodes ids as numbers, for agents that need a readable text only."""
 
     def decode(self, ids: list[int], **options: Any) -> str:
         return " ".join(map(str, ids))
@@ -127,7 +127,7 @@ def scripted_context(group_id: str = "p-0", **changes: Any) -> AgentContext:
 
 
 def scripted_prompt(ordinal: int, media_outputs: dict[str, np.ndarray] | None = None) -> Prompt:
-    """A prompt of 8 tokens, the image of 3 after the first. media_outputs: what a vision model would be fed."""
+    """A prompt of 8 tokens; an image of 3 follows the first. media_outputs: the inputs of a vision model."""
     cat = Media(kind="image", digest="c47", source="cat.png", outputs=media_outputs or {}, num_tokens=3)
     ids = np.array([3, IMAGE, IMAGE, IMAGE, 10, 11, 12, 13 + ordinal], np.int32)
     return Prompt(id=f"p-{ordinal}", ordinal=ordinal, ids=ids, media={"cat": cat}, answer="42")

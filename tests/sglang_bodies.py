@@ -1,4 +1,4 @@
-"""What SGLang's endpoints take, and nothing else: an unknown field or another type is an error."""
+"""Request bodies of SGLang's endpoints, checked strictly: an unknown field or a wrong type is an error."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Completion(Strict):
     return_token_ids: bool = False
 
 
-class Fault(Strict):
+class StandInFault(Strict):
     fault: str = ""
     path: str = ""
     names: list[str] = []

@@ -1,13 +1,12 @@
-"""A stand-in for SGLang's server: its HTTP interface as releases 0.5.21 to 0.5.23 document it, over a tiny real model.
+"""A stand-in for SGLang's server: the documented HTTP interface of releases 0.5.21 to 0.5.23, with a tiny real model.
 
-    python tests/sglang_server.py --model-path FOLDER --port 0 [the other arguments that meshrl gives a server]
+    python tests/sglang_server.py --model-path FOLDER --port 0 [the other arguments that meshrl passes to a server]
 
-It is stricter than the real one: a field, an argument or a sampling parameter that it does not know is an error, and
-so is what would silently go wrong there (a request into a server whose cache belongs to other weights). It can be told
-to misbehave, or to be another release: POST /standin {"fault": NAME, ...}. When it is ready it prints "listening on
-PORT".
+It is stricter than the real server: an unknown field, argument or sampling parameter is an error, and so is a request
+while the cache belongs to other weights, which gives wrong samples silently in the real one. POST /standin {"fault":
+NAME, ...} injects a fault or selects another release. When the server is ready it prints "listening on PORT".
 
-Also an OpenAI-like completions server (POST /v1/completions), as SGLang's own is.
+It is also an OpenAI-like completions server (POST /v1/completions), as SGLang is.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ from sglang_bodies import (
     Abort,
     Completion,
     Continue,
-    Fault,
     Generate,
     Memory,
     Nothing,
     Pause,
     Selected,
+    StandInFault,
     UpdateFromDisk,
     UpdateFromTensor,
     UpdateVersion,
 )
-from sglang_shards import ShardModel, whole
+from sglang_shards import ShardModel, full_state
 from tiny_engines import ask, layout_of, sync, tiny_engine
 from tiny_http import HttpServer, Refused
 
@@ -52,7 +51,7 @@ GARBAGE = float("nan")
 
 
 class SafeUnpickler(pickle.Unpickler):
-    """Plain tensors only: the part of SGLang's list that a tensor without shared memory needs."""
+    """Accepts plain tensors only: the part of SGLang's list that is needed for a tensor outside of shared memory."""
 
     ALLOWED = (("collections", "OrderedDict"), ("torch._utils", "_rebuild_tensor_v2"))
 
@@ -65,7 +64,7 @@ class SafeUnpickler(pickle.Unpickler):
 
 
 class Server:
-    """The state of the server. `engine` computes with what lies in `shards`, put together whenever that has changed."""
+    """The state of the server. `engine` computes with the tensors of `shards`, which are joined again after changes."""
 
     def __init__(self, args: argparse.Namespace):
         self.args = args
@@ -78,9 +77,9 @@ class Server:
             self.lm, max_context_tokens=args.context_length, max_running=args.max_running_requests
         )
         self.eos = {i for i in [self.lm.config.eos_token_id] if isinstance(i, int)}
-        self.number, self.label, self.labels = 0, "default", {0: "default"}  # weights as the engine numbers them
+        self.number, self.label, self.labels = 0, "default", {0: "default"}  # labels by the engine's version number
         self.reconciled = self.paused = self.session = False
-        self.dirty = self.unflushed = False  # the shards have changed since the engine, the cache was last looked at
+        self.dirty = self.unflushed = False  # shards have changed: the engine must be synced, the cache be flushed
         self.released: set[str] = set()
         self.pending: set[str] = set()
         self.fault: dict[str, Any] = {}
@@ -95,7 +94,7 @@ class Server:
     # ---- generation
 
     async def generate(self, body: Generate) -> Any:
-        """A stream of events, or the last of them."""
+        """A stream of events, or the last event."""
         if len(body.input_ids) >= self.args.context_length or body.rid in self.pending:
             raise Refused(400, {"error": {"message": f"{len(body.input_ids)} ids do not fit, or the rid is in use"}})
         if body.sampling_params.max_new_tokens == 0:
@@ -107,7 +106,7 @@ class Server:
 
     async def _events(self, body: Generate) -> AsyncGenerator[dict[str, Any]]:
         p = body.sampling_params
-        # one token of the context is never used, and one is left for the next
+        # SGLang never uses one position of the context, and reserves one for the next token.
         limit = min(p.max_new_tokens, self.args.context_length - len(body.input_ids) - 2)
         done, sent = await self._start(self._request(body.rid, body.input_ids, p, p.sampling_seed, limit)), 0
         while not done.done():
@@ -122,7 +121,7 @@ class Server:
             reason = {"type": "stop", "matched": int(turn.output_ids[-1])}
         elif turn.stop_reason == "abort":
             reason = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
-            sent = max(0, sent - (sent == len(turn.output_ids)))  # a queued request says its last token once more
+            sent = max(0, sent - (sent == len(turn.output_ids)))  # an aborted queued request repeats its last token
         event = self._event(body, turn.output_ids.tolist(), turn.logprobs.tolist(), sent, reason)
         event["meta_info"]["weight_versions"] = self._spans(turn)
         yield event
@@ -144,7 +143,7 @@ class Server:
             meta["output_token_logprobs"] = [[lp, i + shift, None] for lp, i in zip(logprobs[start:], ids, strict=True)]
         event = {"text": "", "output_ids": ids, "meta_info": meta}
         if body.return_prompt_token_ids:
-            doubled = int(self.broken("wrong_echo"))  # as a BOS that a tokenizer puts before one that is there
+            doubled = int(self.broken("wrong_echo"))  # like a tokenizer that adds a second BOS
             event["prompt_token_ids"] = body.input_ids[:doubled] + body.input_ids
         return event
 
@@ -166,11 +165,11 @@ class Server:
 
     def _request(self, rid: str, ids: list[int], p: Any, seed: int | None, max_new_tokens: int) -> Request:
         if seed is None or not self.args.enable_deterministic_inference:
-            seed = random.getrandbits(62)  # seeds count with deterministic inference only
+            seed = random.getrandbits(62)  # seeds are used with deterministic inference only
         return ask(
             rid,
             ids[:1],
-            prefix_output=np.array(ids[1:], np.int32),  # SGLang draws by place in the whole row
+            prefix_output=np.array(ids[1:], np.int32),  # SGLang's draws depend on the position in the full sequence
             temperature=p.temperature,
             top_p=p.top_p,
             top_k=0 if p.top_k in (-1, 1 << 30) else p.top_k,
@@ -216,7 +215,7 @@ class Server:
                     yield self._choice(body, tokens, logprobs, sent, reason)
                     sent = len(tokens)
         finally:
-            if not done.done():  # the client has gone
+            if not done.done():  # the client has disconnected
                 await self.engine.abort([request.id])
 
     def _choice(
@@ -233,7 +232,7 @@ class Server:
         return {"id": "cmpl", "object": "text_completion", "model": body.model, "choices": [choice]}
 
     async def abort(self, body: Abort) -> None:
-        if body.abort_all or body.rid:  # the scheduler goes by prefix, and an empty one would be everybody's
+        if body.abort_all or body.rid:  # the scheduler compares prefixes, and every id has the empty prefix
             await self.engine.abort([i for i in self.pending if body.abort_all or i.startswith(body.rid or "")])
 
     async def pause(self, body: Pause) -> dict[str, Any]:
@@ -299,11 +298,11 @@ class Server:
             shard.load_weights(tensors)
         self.dirty = self.unflushed = True
         done = self._updated(body.flush_cache, body.weight_version)
-        return {} if self.broken("reload_says_nothing") else done
+        return {} if self.broken("empty_reload_answer") else done
 
     def _updated(self, flush: bool, label: str | None) -> dict[str, Any]:
         if label is not None:
-            self.label, self.dirty = label, True  # what is sampled from here on has another name
+            self.label, self.dirty = label, True  # later tokens get the new label
         if flush and not self._flushed():
             message = "Weights were updated, but the cache was not flushed because requests are still running."
             raise Refused(400, {"success": False, "message": message})
@@ -313,7 +312,7 @@ class Server:
         if body.abort_all_requests:
             await self.engine.abort()
         self.label, self.dirty = body.new_version, True
-        self.unflushed = False  # the client names what comes without flushing: it is not to be used
+        self.unflushed = False  # the client labels mixed weights without a flush; it discards their tokens
         return {"success": True, "message": "", "new_version": body.new_version}
 
     async def flush(self, body: Nothing) -> str:
@@ -328,14 +327,14 @@ class Server:
         return True
 
     async def _compute_with_shards(self) -> None:
-        """Take over the shards' values, as the engine's next weights. The real server reads them in each pass."""
+        """Sync the shards' values into the engine. (The real server reads them in each forward.)"""
         if self.unflushed:
             raise Refused(500, {"message": "the radix cache still holds keys and values of other weights"})
         if not self.dirty:
             return
         self.dirty, self.number = False, self.number + 1
         self.labels[self.number] = self.label
-        for name, tensor in whole(self.shards, self.names).items():
+        for name, tensor in full_state(self.shards, self.names).items():
             self.lm.get_parameter(name).copy_(tensor)
         layout = layout_of(self.lm, 1 << 20)
         if not self.reconciled:
@@ -352,7 +351,7 @@ class Server:
         self.released |= tags
         for p in (p for shard in self.shards for p in shard.parameters() if "weights" in tags):
             p.data.fill_(GARBAGE)
-            self.dirty = True  # whoever goes on computes with it
+            self.dirty = True  # later requests are computed with the garbage
         await self.engine.release(tags)
 
     async def restore(self, body: Memory) -> None:
@@ -376,7 +375,7 @@ class Server:
     async def health(self, body: None) -> str:
         return ""
 
-    async def stand_in(self, body: Fault) -> None:
+    async def stand_in(self, body: StandInFault) -> None:
         self.fault = self.http.fault = body.model_dump()
         self.pretends_to_be = body.release
 
@@ -410,14 +409,14 @@ class Server:
             "/flush_cache": (self.flush, Nothing, both),
             "/release_memory_occupation": (self.release, Memory, both),
             "/resume_memory_occupation": (self.restore, Memory, both),
-            "/standin": (self.stand_in, Fault, post),
+            "/standin": (self.stand_in, StandInFault, post),
         }
         self.http = HttpServer(self.handle, self.args.api_key)
         await self.http.serve(self.args.port, lambda port: print(f"listening on {port}", flush=True))
 
 
 def arguments() -> argparse.Namespace:
-    """Those that meshrl gives to `python -m sglang.launch_server`."""
+    """The arguments that meshrl passes to `python -m sglang.launch_server`."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--model-path", required=True)
     parser.add_argument("--host", default="127.0.0.1")

@@ -1,4 +1,4 @@
-"""Stand-ins for SGLang's server (sglang_server.py) as processes, and engines that speak to them."""
+"""Stand-ins for SGLang's server (sglang_server.py) as processes, and engines that are connected to them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ runpy.run_path({server!r}, run_name="__main__")
 
 @contextmanager
 def launcher_in(folder: Path, *extra: str) -> Iterator[None]:
-    """`python -m sglang.launch_server` starts the stand-in, with these arguments more."""
+    """Let `python -m sglang.launch_server` start the stand-in, with `extra` as additional arguments."""
     package, tests = folder / "sglang", Path(__file__).parent
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
@@ -44,7 +44,7 @@ def launcher_in(folder: Path, *extra: str) -> Iterator[None]:
 
 
 def model_of(lm: torch.nn.Module, folder: Path) -> ModelConfig:
-    """The model in a folder of its own, and the config slice that names it."""
+    """Save the model in `folder`; the config section that names it."""
     lm.save_pretrained(folder)
     return ModelConfig(path=str(folder), dtype=str(lm.dtype).removeprefix("torch."))
 
@@ -53,7 +53,7 @@ def model_of(lm: torch.nn.Module, folder: Path) -> ModelConfig:
 def serving(
     lm: torch.nn.Module, folder: Path, *extra: str, tp_size: int = 1, tokens: int = MAX_CONTEXT_TOKENS
 ) -> Iterator[str]:
-    """The address of a stand-in over a model, started as meshrl starts SGLang."""
+    """The address of a stand-in that serves a model, started as meshrl starts SGLang."""
     cfg = RolloutConfig(engine="sglang", max_running_requests=4, tensor_model_parallel_size=tp_size)
     with launcher_in(folder / "launcher", *extra):
         server, url = start_server(model_of(lm, folder / "model"), cfg, CPU, "sglang-0", tokens, KEY)
@@ -72,7 +72,7 @@ ENGINE: dict[str, Any] = {
 
 
 def sglang_client(url: str, **changes: Any) -> ServerEngine:
-    """An engine over a shared server, for one event loop; closing it leaves the server."""
+    """An engine that uses a shared server, for one event loop; closing it does not end the server."""
     info, label = fetch("/server_info", url, HEADERS), fetch("/model_info", url, HEADERS)["weight_version"]
     dialect = SglangDialect(HttpClient("sglang-0", url, headers=HEADERS), info, label)
     return ServerEngine(dialect, **{**ENGINE, **changes})
@@ -102,7 +102,7 @@ def endpoint_client(
 
 @contextmanager
 def broken(url: str, fault: str, **more: Any) -> Iterator[None]:
-    """The server misbehaves."""
+    """Let the server behave with this fault."""
     httpx2.post(f"{url}/standin", json={"fault": fault, **more}, headers=HEADERS, trust_env=False)
     try:
         yield

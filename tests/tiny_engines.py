@@ -1,4 +1,4 @@
-"""Embedded engines over tiny models, driven without an event loop; and the same weights in plain Transformers."""
+"""Embedded engines with tiny models, run without an event loop; and the same weights in plain Transformers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 
 from meshrl.core.types import Request, SamplingParams, Turn
 from meshrl.model.causal import CausalModel
+from meshrl.model.fast_decoder import fast_decoder
 from meshrl.model.hub_names import HubNames
-from meshrl.model.lean import lean_decoder
 from meshrl.rollout.embedded.engine import EmbeddedEngine
 from meshrl.sync.delivery import Delivery
 from meshrl.sync.layout import Ack, Layout, SyncHeader, make_layout
@@ -21,17 +21,17 @@ from meshrl.train.weights import HeldWeights, held_weights
 
 
 def tiny_engine(lm: torch.nn.Module, trusted: bool = True, **changes: Any) -> EmbeddedEngine:
-    """An engine over a copy of the model; its weights count as version 0 unless trusted is False."""
+    """An engine with a copy of the model; its weights count as version 0 unless trusted is False."""
     facts: dict[str, Any] = dict(stop_token_ids=(), max_running=8, max_context_tokens=256, engine_id="tiny")
     model = CausalModel(copy.deepcopy(lm).eval().requires_grad_(False))
-    engine = EmbeddedEngine(model, device=torch.device("cpu"), lean=lean_decoder(model), **{**facts, **changes})
+    engine = EmbeddedEngine(model, device=torch.device("cpu"), fast=fast_decoder(model), **{**facts, **changes})
     if trusted:
         engine.trust_loaded_weights()
     return engine
 
 
 def ask(name: str, context: Iterable[int], *, temperature: float = 1.0, **changes: Any) -> Request:
-    """A request; fields of SamplingParams may stand beside those of Request."""
+    """A request; changes: fields of Request and of SamplingParams."""
     sampling = {k: changes.pop(k) for k in list(changes) if k in SamplingParams.__dataclass_fields__}
     return Request(
         id=name,
@@ -42,7 +42,7 @@ def ask(name: str, context: Iterable[int], *, temperature: float = 1.0, **change
 
 
 def run(engine: EmbeddedEngine, requests: Iterable[Request]) -> dict[str, Turn]:
-    """Step until all are done."""
+    """Step until all requests are finished."""
     for request in requests:
         engine.submit(request)
     turns: dict[str, Turn] = {}
@@ -55,19 +55,19 @@ def plain(lm: torch.nn.Module) -> torch.nn.Module:
     """The same weights with Transformers' own attention and cache, for `generate`."""
     config = copy.deepcopy(lm.config)
     config.use_cache = True
-    twin = type(lm)._from_config(config, attn_implementation="eager").eval()
-    twin.load_state_dict(lm.state_dict())
-    return twin
+    model = type(lm)._from_config(config, attn_implementation="eager").eval()
+    model.load_state_dict(lm.state_dict())
+    return model
 
 
 def layout_of(lm: torch.nn.Module, transfer_bytes: int = 4096) -> Layout:
-    """What one sender would send of this model, in the model's dtype."""
+    """The layout of this model for one sender, in the model's dtype."""
     held = _held(lm)
     return make_layout(held.tensors, [held.boxes()], held.tied, transfer_bytes)
 
 
 def deliveries(lm: torch.nn.Module, layout: Layout) -> Iterator[Delivery]:
-    """All transfers of `layout_of`, each in memory of its own."""
+    """All transfers of `layout_of`, each in its own memory."""
     sender = WeightSender(layout, 0, keep_base=False)
     sender.begin(_held(lm).held)
     for transfer in layout.transfers:
@@ -75,7 +75,7 @@ def deliveries(lm: torch.nn.Module, layout: Layout) -> Iterator[Delivery]:
 
 
 async def sync(lm: torch.nn.Module, engine: Any, version: int, transfer_bytes: int = 4096) -> Ack:
-    """Send a model's weights, as a trainer would. The engine has been reconciled."""
+    """Send a model's weights as a trainer does, after `reconcile`."""
     layout = layout_of(lm, transfer_bytes)
     try:
         await engine.begin(SyncHeader(version=version, layout_hash=layout.hash))

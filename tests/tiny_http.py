@@ -1,4 +1,5 @@
-"""A small HTTP/1.1 server on asyncio for stand-ins: JSON in, JSON or server-sent events out, and faults on demand."""
+"""A small HTTP/1.1 server on asyncio for test servers: it reads JSON, answers with JSON or server-sent events, and can
+inject faults."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from typing import Any
 
 
 class Refused(Exception):
-    """Answered with a status of its own; body: JSON, or text."""
+    """An answer with an error status; body: JSON, or text."""
 
     def __init__(self, status: int, body: Any):
         super().__init__(str(body))
@@ -21,13 +22,13 @@ class Refused(Exception):
 _STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 
 Handle = Callable[[str, str, Any], Awaitable[Any]]
-"""`await handle(method, path, body)`: what is answered; None = an empty body, an async generator = a stream."""
+"""`await handle(method, path, body)` returns the answer; None = an empty body, an async generator = a stream."""
 
 
 class HttpServer:
-    """fault: {"fault": error | hang | disconnect, "path": where}, at every request to that path until it is changed.
+    """fault: {"fault": error | hang | disconnect, "path": PATH}, for every request to that path until it is changed.
 
-    key: that a client has to know, except for /health.
+    key: required in all requests except /health.
     """
 
     def __init__(self, handle: Handle, key: str | None = None):
@@ -80,7 +81,7 @@ class HttpServer:
     async def _stream(self, writer: asyncio.StreamWriter, events: AsyncGenerator[Any], cut: bool) -> None:
         began = False
         try:
-            async with contextlib.aclosing(events):  # what is behind it ends with the client
+            async with contextlib.aclosing(events):  # the generator must end when the client disconnects
                 async for event in events:
                     if not began:
                         writer.write(_STREAM)
@@ -88,7 +89,7 @@ class HttpServer:
                     _chunk(writer, f"data: {json.dumps(event)}\n\n")
                     await writer.drain()
                     if cut:
-                        raise ConnectionError("told to")
+                        raise ConnectionError("injected fault")
         except Refused as refused:
             if not began:
                 return await _write(writer, refused.status, refused.body)

@@ -1,4 +1,4 @@
-"""Tiny random models from configs, the same for every process that asks with the same arguments."""
+"""Tiny random models from configs; the same arguments give the same model in every process."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ def tiny_qwen2(dtype: torch.dtype = torch.float32, tie: bool = True, seed: int =
     model = Qwen2ForCausalLM(config)
     for p in model.parameters():
         p.data = p.data.to(dtype)
-        if p.ndim == 1:  # biases start at 0 and norms at 1; random ones show more
+        if p.ndim == 1:  # biases start at 0 and norms at 1, which would hide faults
             p.data += 0.1 * torch.randn_like(p)
     return widen(model) if dtype == torch.float64 else model
 
 
 class WideRMSNorm(torch.nn.RMSNorm):
-    """In fp64 where Transformers' norms go through fp32, which rounds each gradient by itself: 5e-8 of its norm."""
+    """An fp64 norm. Transformers' norms compute in fp32, which alone rounds each gradient by 5e-8 of its norm."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
 
 
 def widen(model: torch.nn.Module) -> torch.nn.Module:
-    """Make every step of a model's arithmetic fp64, so that 1e-10 can be asked of its gradients."""
+    """Make all of a model's arithmetic fp64, so that tests can require 1e-10 of its gradients."""
     for module in list(model.modules()):
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.double())
@@ -57,7 +57,7 @@ def widen(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-FAMILIES: dict[str, dict[str, Any]] = {  # model type -> what makes it different, small enough to matter in a few tokens
+FAMILIES: dict[str, dict[str, Any]] = {  # model type -> its special fields, small enough to matter in a few tokens
     "qwen2": {},
     "llama": {},
     "qwen3": {"head_dim": 8},
@@ -97,8 +97,8 @@ SPECIAL: dict[str, dict[str, Any]] = {  # families that few tests need
 
 
 def tiny_lm(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> torch.nn.Module:
-    """A tiny model of one of FAMILIES or SPECIAL, with meshrl's attention and weights large enough to matter. So are
-    its buffers: the biases of routers, and what scales a layer of Gemma 4."""
+    """A tiny model of one of FAMILIES or SPECIAL, with meshrl's attention. Its weights are large enough to matter, and
+    so are its buffers: the biases of routers, and the scales of Gemma 4's layers."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from meshrl.model import attention
@@ -131,13 +131,13 @@ def tiny_lm(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **ch
 IMAGE_TOKEN = 2
 
 
-def tiny_seeing_qwen2(dtype: torch.dtype = torch.float64, seed: int = 0) -> torch.nn.Module:
-    """The Qwen2 above with the two inputs that text models lack: features added at image placeholders, and recorded
-    expert choices [T, L, K] added as embeddings (-1 adds nothing). It shows whether media and routes arrive, in order.
+def tiny_vision_qwen2(dtype: torch.dtype = torch.float64, seed: int = 0) -> torch.nn.Module:
+    """The Qwen2 above with two inputs that text models lack: features, added at image placeholders, and recorded expert
+    choices [T, L, K], added as embeddings (-1 adds nothing). It shows whether media and routes arrive in order.
     """
     from transformers.models.qwen2 import modeling_qwen2
 
-    class SeeingModel(modeling_qwen2.Qwen2Model):
+    class VisionQwen2Model(modeling_qwen2.Qwen2Model):
         def __init__(self, config: Any):
             super().__init__(config)
             self.vision = torch.nn.Linear(5, config.hidden_size)
@@ -151,17 +151,17 @@ def tiny_seeing_qwen2(dtype: torch.dtype = torch.float64, seed: int = 0) -> torc
             chosen = self.experts(routed_experts.long() + 1) * (routed_experts >= 0)[..., None]
             return super().forward(inputs_embeds=embeds + seen + chosen.sum((1, 2))[None], **kwargs)
 
-    class SeeingQwen2(modeling_qwen2.Qwen2ForCausalLM):
+    class VisionQwen2(modeling_qwen2.Qwen2ForCausalLM):
         replays_routing = True
 
         def __init__(self, config: Any):
             super().__init__(config)
-            self.model = SeeingModel(config)
+            self.model = VisionQwen2Model(config)
             self.post_init()
 
     base = tiny_qwen2(dtype=dtype, seed=seed)
     torch.manual_seed(seed)
-    model = SeeingQwen2(base.config)
+    model = VisionQwen2(base.config)
     for p in model.parameters():
         p.data = p.data.to(dtype)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""A whole run in miniature: a tiny model with its tokenizer, prompts, a reward, and the config that ties them."""
+"""A complete run of tiny size: a model with its tokenizer, prompts, a reward, and the config that names them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def ascii_share(completion: str, answer: str) -> float:
-    """A reward that differs from answer to answer, even when a random model gives them."""
+    """A reward that differs from answer to answer, also for the answers of a random model."""
     return sum(c.isascii() for c in completion) / max(1, len(completion))
 
 
@@ -41,7 +41,7 @@ def write_run(folder: Path) -> Path:
 
 
 def train(config: Path, name: str, *overrides: str) -> Path:
-    """`meshrl train` in this process; the run's folder."""
+    """Run `meshrl train` in this process. Returns the run's folder."""
     from meshrl.config.load import load_run_config
     from meshrl.run import start
     from meshrl.tools.report.page import write_report
@@ -51,7 +51,7 @@ def train(config: Path, name: str, *overrides: str) -> Path:
 
 
 def steps_of(folder: Path, without_units: Sequence[str] = ("s", "tokens/s", "GB/s", "bytes")) -> list[dict[str, float]]:
-    """The metrics of each step, without those that differ from run to run: times and memory."""
+    """The metrics of each step, without times and memory, which differ from run to run."""
     units: dict[str, str] = {}
     steps = []
     for line in (folder / "metrics.jsonl").read_text().splitlines():

@@ -10,8 +10,8 @@ from meshrl.core.types import Sample
 
 
 def random_samples(seed: int, lengths: Sequence[int], vocab: int = 64, groups: int = 3) -> list[Sample]:
-    """Samples with random masks, advantages and logprobs; every other array a loss may read is filled too.
-    A length below 0 makes an all-masked row of that many tokens."""
+    """Samples with random masks, advantages and logprobs; all other arrays that a loss may read are set, too.
+    A length of -n makes a row of n tokens that are all masked."""
     rng = np.random.default_rng(seed)
     out = []
     for i, n in enumerate(lengths):
@@ -53,7 +53,7 @@ def weigh(samples: list[Sample]) -> list[Sample]:
 
 
 def random_groups(seed: int, prompts: Sequence[int], answers: Sequence[int]) -> list[Sample]:
-    """Every answer length after every prompt length, as the rows of one group each."""
+    """One group for each prompt length, with a row for each answer length."""
     rng = np.random.default_rng(seed)
     out = []
     for g, prompt in enumerate(prompts):

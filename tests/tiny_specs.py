@@ -1,4 +1,4 @@
-"""What a rank is told, where a test cares for a part of it."""
+"""Worker specs with defaults, for tests that set only some fields."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from meshrl.config.train import TrainConfig
 
 
 def worker_spec(**changes: Any) -> WorkerSpec:
-    """Of the only rank of a run that trains and does not sample."""
+    """The spec of the only rank of a run, which trains and does not sample."""
     facts: dict[str, Any] = dict(
         rank=0,
         num_train_ranks=1,

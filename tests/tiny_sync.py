@@ -1,4 +1,4 @@
-"""Weight syncs of small tensors: boxes of any partition, train ranks that send them, samplers that receive them."""
+"""Weight syncs of small tensors: boxes of any partition, senders of train ranks, and samplers that receive."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshrl.sync.delivery import Delivery
 from meshrl.sync.digest import DigestKind
 from meshrl.sync.layout import Ack, Box, Layout, SyncHeader, SyncMode, make_layout
 from meshrl.sync.receiver import Receiver
-from meshrl.sync.sender import BlockElements, Held, SendReport, WeightSender
+from meshrl.sync.sender import BlockElements, HeldBox, SendReport, WeightSender
 from meshrl.sync.transaction import SyncOrder, SyncState, make_header, sync_rank, with_reports
 from meshrl.sync.transport import Transport
 
@@ -53,14 +53,14 @@ def weights_of(seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def trained(weights: Tensors, seed: int, share: float = 0.05) -> dict[str, torch.Tensor]:
-    """A few elements have moved by more than bf16 rounds."""
+    """The weights with a share of their elements changed by more than bf16 rounding."""
     numbers = torch.Generator().manual_seed(seed)
     moved = {name: torch.rand(t.shape, generator=numbers) < share for name, t in weights.items()}
     return {name: torch.where(moved[name], t + 0.5, t) for name, t in weights.items()}
 
 
 def boxes_on(mesh: str, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> list[list[Box]]:
-    """What each rank of a row of MESHES holds; a tensor without the dim that an axis cuts is replicated along it."""
+    """The boxes of each rank of a mesh of MESHES. A tensor without the dim that an axis shards is replicated there."""
     sizes, placements = MESHES[mesh]
     ranks = []
     for coordinate in product(*map(range, sizes)):
@@ -80,14 +80,14 @@ def layout_on(
     return make_layout(specs, boxes_on(mesh), TIED, transfer_bytes, digest)
 
 
-def held_of(weights: Tensors, boxes: Iterable[Box]) -> dict[str, list[Held]]:
+def held_of(weights: Tensors, boxes: Iterable[Box]) -> dict[str, list[HeldBox]]:
     """Views of the full tensors."""
-    held: dict[str, list[Held]] = {name: [] for name in weights}
+    held: dict[str, list[HeldBox]] = {name: [] for name in weights}
     for box in boxes:
         view = weights[box.name]
         for dim, (start, size) in enumerate(zip(box.offsets, box.shape, strict=True)):
             view = view.narrow(dim, start, size)
-        held[box.name].append(Held(box.offsets, box.shape, BlockElements(view)))
+        held[box.name].append(HeldBox(box.offsets, box.shape, BlockElements(view)))
     return held
 
 
@@ -99,7 +99,7 @@ class Trainer:
         self.senders = [WeightSender(layout, s, keep_base, frozen) for s in range(len(layout.senders))]
 
     def deliveries(self, weights: Tensors, version: int = 0, changes: bool = False) -> Iterator[Delivery]:
-        """All transfers in order, each in memory of its own that held something else before."""
+        """All transfers in order, each in its own buffer, which had other contents before."""
         for sender, boxes in zip(self.senders, self.layout.senders, strict=True):
             sender.begin(held_of(weights, boxes), changes)
         for transfer in self.layout.transfers:
@@ -114,7 +114,7 @@ class Trainer:
 
 
 class Sampler:
-    """A receiver with parameters of its own, read back by name; the tied head reads the embedding's memory."""
+    """A receiver with its own parameters, which are read back by name; the tied head shares the embedding's memory."""
 
     def __init__(self, layout: Layout, name: str = "sampler", reads_back: bool = True):
         self.params = {t.name: torch.full(t.shape, 3, dtype=t.torch_dtype) for t in layout.tensors}
@@ -142,7 +142,7 @@ class Sampler:
         self.receiver.cancel()
 
     def stats(self) -> SyncState:
-        """With the version in place, as a rollout engine states it."""
+        """As a rollout engine states it: with the version that it has."""
         return SyncState(version=self.receiver.version)
 
     def holds(self, weights: Tensors) -> bool:
@@ -150,7 +150,7 @@ class Sampler:
 
 
 def header_of(layout: Layout, version: int, base: int | None = None, mode: SyncMode = "delta") -> SyncHeader:
-    """mode: where there is a base version."""
+    """mode: used if there is a base version."""
     return SyncHeader(
         version=version, base_version=base, mode="full" if base is None else mode, layout_hash=layout.hash
     )
@@ -167,7 +167,7 @@ def sync(
     base: int | None = None,
     mangle: Mangle = lambda deliveries: deliveries,
 ) -> Ack:
-    """A sync of everything or, with a base version, of what has changed; what is sent passes through `mangle`."""
+    """A full sync or, with a base version, one of the changes; `mangle` may alter the deliveries on their way."""
 
     async def run() -> Ack:
         await sampler.begin(header_of(trainer.layout, version, base))
@@ -179,7 +179,7 @@ def sync(
     return asyncio.run(run())
 
 
-def linked(
+def trainer_and_sampler(
     mesh: str = "rows", transfer_bytes: int = 4096, digest: DigestKind = "xxh3", **changes: Any
 ) -> tuple[Trainer, Sampler]:
     """A trainer and a sampler of the same layout."""
@@ -196,16 +196,16 @@ class Rank:
     def __init__(self, layout: Layout, transport: Transport, sender: WeightSender | None = None, engine: Any = None):
         self.layout, self.transport, self.sender, self.engine = layout, transport, sender, engine
 
-    def state(self, occasion: str) -> SyncState:
+    def state(self, connection_id: str) -> SyncState:
         version = None if self.engine is None else self.engine.stats().version
         if self.sender is None:
             return SyncState(version=version)
-        address = self.transport.prepare(occasion)
+        address = self.transport.prepare(connection_id)
         base = self.sender.base_version
         return SyncState(sender=self.sender.sender, address=address, base_version=base, version=version)
 
     async def sync(self, order: SyncOrder, weights: Tensors) -> Ack | None:
-        """As `RankSync.sync`: what fails leaves nothing that waits, and no version."""
+        """As `RankSync.sync`: after a failure no peer waits, and the engine has no version."""
         try:
             if self.sender is not None:
                 held = held_of(weights, self.layout.senders[self.sender.sender])
@@ -218,10 +218,10 @@ class Rank:
             raise
 
 
-async def sync_ranks(ranks: Sequence[Rank], weights: Tensors, version: int, occasion: str = "first") -> list[Ack]:
-    """A sync of all ranks, of changes alone if all hold the same version. The first that fails has all others
-    cancelled, as `cluster.groups` does."""
-    states = [rank.state(occasion) for rank in ranks]
+async def sync_ranks(ranks: Sequence[Rank], weights: Tensors, version: int, connection_id: str = "first") -> list[Ack]:
+    """A sync of all ranks, of changes only if all have the same version. The first failure cancels all other ranks, as
+    in `cluster.groups`."""
+    states = [rank.state(connection_id) for rank in ranks]
     header = make_header(ranks[0].layout, version, states, "delta")
     samplers = [rank for rank in ranks if rank.engine is not None]
     tasks, failures = [], list[Exception]()
@@ -237,7 +237,7 @@ async def sync_ranks(ranks: Sequence[Rank], weights: Tensors, version: int, occa
         peers = {s.sender: s.address for other, s in zip(ranks, states) if other is not rank and s.sender is not None}
         order = SyncOrder(
             header=header,
-            occasion=occasion,
+            connection_id=connection_id,
             senders={sender: address for sender, address in peers.items() if address} if rank in samplers else {},
             number=samplers.index(rank) if rank in samplers else 0,
             num_receivers=len(samplers) - (rank.sender is not None and rank in samplers),

@@ -1,7 +1,7 @@
 """A byte-level BPE tokenizer of a few hundred tokens with a chat template, built in memory.
 
-Byte level, so that decoding is exact; with a few merges, so that one text has several encodings; with a post-processor
-that adds BOS to every plain call, as Llama's does.
+It is byte level, so that decoding is exact. It has a few merges, so that one text has several encodings, and a
+post-processor that adds BOS to every plain call, as Llama's does.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ CHATML = (
     "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# Drops the thinking of every assistant message that something follows, as Qwen3 and DeepSeek-R1 do.
-FORGETFUL = (
+# Drops the thinking of every assistant message but the last message, as Qwen3 and DeepSeek-R1 do.
+DROPS_THINKING = (
     "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.role == 'assistant' and not loop.last and '</think>' in m.content %}{{ m.content.split('</think>')[1] }}"
     "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# Writes an empty thinking block where thinking is switched off, as Qwen3 does.
+# Writes an empty thinking block if thinking is switched off, as Qwen3 does.
 THINKING = (
     "{% set block = '' if enable_thinking | default(true) else '<think></think>' %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -57,7 +57,7 @@ def tiny_tokenizer(template: str | None = CHATML, eos: str = "<|im_end|>", pad: 
 
 
 def numbered_tokenizer(num_ids: int) -> Any:
-    """Id 7 is the text "<7>", and so on: a text names its ids, and most tokens have several characters."""
+    """The text of id 7 is "<7>", and so on: a text shows its ids, and most tokens have several characters."""
     from transformers import PreTrainedTokenizerFast
 
     core = Tokenizer(WordLevel({f"<{i}>": i for i in range(num_ids)}, unk_token="<0>"))
@@ -66,8 +66,8 @@ def numbered_tokenizer(num_ids: int) -> Any:
 
 
 def sentencepiece_tokenizer() -> Any:
-    """As Llama 2's: a space is part of the word after it and dropped at the start of a text, and what the vocabulary
-    lacks, also a newline, comes byte by byte."""
+    """Like Llama 2's: a space belongs to the word after it and is dropped at the start of a text. Characters that the
+    vocabulary lacks, such as a newline, are encoded byte by byte."""
     from transformers import PreTrainedTokenizerFast
 
     pieces = [*(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "▁a", "b", "ab", "▁the", "▁▁"]

@@ -1,4 +1,4 @@
-"""`meshrl train` as torchrun starts it, on one machine or on several that are one; and what of it still lives."""
+"""`meshrl train` under torchrun, on one machine or on several simulated ones, and its processes that still run."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ def start_torchrun(config: Path, name: str, *overrides: str, nodes: int, ranks: 
 
 
 def train_by_torchrun(config: Path, name: str, *overrides: str, nodes: int, ranks: int) -> Path:
-    """Run to the end; the run's folder."""
+    """Run to the end. Returns the run's folder."""
     started = start_torchrun(config, name, *overrides, nodes=nodes, ranks=ranks)
     texts = [process.communicate()[0] for process in started]
     assert [process.returncode for process in started] == [0] * nodes, "\n".join(texts)[-6000:]
     return config.parent / "runs" / name
 
 
-def living(name: str) -> Sequence[psutil.Process]:
-    """Processes that a run of this name has left: started here by torchrun, or ranks and hosts below this process."""
+def processes_of_run(name: str) -> Sequence[psutil.Process]:
+    """Living processes of a run of this name: those that torchrun started, and rank workers below this process."""
     found, below = [], set(psutil.Process().children(recursive=True))
     for process in psutil.process_iter():
         try:

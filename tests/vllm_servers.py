@@ -1,4 +1,4 @@
-"""vLLM servers over tiny models: one takes seconds to start, so tests share them."""
+"""vLLM servers of tiny models. A server takes seconds to start, so tests share servers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from meshrl.rollout.vllm.dialect import VllmDialect, http_of, start_server
 
 MISSING = "" if importlib.util.find_spec("vllm") else "vLLM is not installed here: make test-vllm"
 MAX_CONTEXT_TOKENS = 1024
-MODEL: dict[str, Any] = {  # the smallest that vLLM's CPU attention has a kernel for; one KV head, which both ranks hold
+MODEL: dict[str, Any] = {  # the smallest with a kernel in vLLM's CPU attention; both ranks of tp 2 hold its one KV head
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_attention_heads": 2,
@@ -39,7 +39,7 @@ def config_of(**changes: Any) -> RolloutConfig:
 
 @contextmanager
 def serving(lm: torch.nn.Module, folder: Path, *args: str, **changes: Any) -> Iterator[ServerProcess]:
-    """A server over a model. args: for vLLM's command line, after meshrl's own, so they may overrule them."""
+    """A server of a model. args: options of vLLM that follow meshrl's own, so they may override these."""
     lm.save_pretrained(folder)
     cfg = config_of(**changes)
     cfg = cfg.model_copy(
@@ -54,7 +54,7 @@ def serving(lm: torch.nn.Module, folder: Path, *args: str, **changes: Any) -> It
 
 
 def client_of(server: ServerProcess, dialect: type[VllmDialect] = VllmDialect, **changes: Any) -> ServerEngine:
-    """An engine over a shared server, for one event loop; closing it leaves the server."""
+    """An engine that uses a shared server, for one event loop; closing it does not end the server."""
     facts: dict[str, Any] = {
         "stop_token_ids": (2,),
         "max_context_tokens": MAX_CONTEXT_TOKENS,

@@ -1,5 +1,5 @@
-"""Loaded by a vLLM worker alone, in the place of meshrl's extension: leaves a tied head with the copy it packed first,
-as vLLM's own reload does."""
+"""A faulty worker extension for vLLM, in place of meshrl's: a tied head keeps the copy that was packed first, as after
+vLLM's own reload."""
 
 from meshrl.rollout.vllm.packed import PackedLayers
 from meshrl.rollout.vllm.worker import WeightsExtension

@@ -1,5 +1,5 @@
-"""Loaded by a vLLM worker alone, in the place of meshrl's extension: leaves experts in the order in which they were
-sent, as the reload of vLLM's CPU build does."""
+"""A faulty worker extension for vLLM, in place of meshrl's: experts keep the order in which they were sent, as after a
+reload of vLLM's CPU build."""
 
 from meshrl.rollout.vllm.packed import PackedExperts
 from meshrl.rollout.vllm.worker import WeightsExtension

@@ -1,9 +1,9 @@
-"""GSM8K as files that a config reads: train.jsonl and test.jsonl of {"question", "answer"}, with their licence.
+"""Prepare GSM8K for a config: writes train.jsonl and test.jsonl of {"question", "answer"}, with their licence.
 
     python examples/data_preprocess/gsm8k.py                        # from the Hugging Face hub
     python examples/data_preprocess/gsm8k.py --from ~/gsm8k         # from a folder with the two published files
 
-Every row is checked on the way: a question, and a solution whose last line is `#### N`, which is what the reward
+Every row is checked: it must have a question, and a solution with the last line `#### N`, which the reward
 `math_answer` with rule gsm8k reads.
 """
 
@@ -43,8 +43,8 @@ def main() -> int:
 
 
 def write(out: Path, folder: Path | None) -> None:
-    """Write both splits, the licence and a note into `out`. Raises: DataError for what can't be had or is no GSM8K."""
-    splits = {split: list(checked(rows(split, folder))) for split in SPLITS}  # all of it, before anything is written
+    """Write both splits, the licence and a note into `out`. Raises: DataError for unavailable data or a wrong row."""
+    splits = {split: list(checked(rows(split, folder))) for split in SPLITS}  # read everything before writing anything
     out.mkdir(parents=True, exist_ok=True)
     for split, found in splits.items():
         text = "".join(json.dumps(row) + "\n" for row in found)
@@ -71,11 +71,11 @@ def rows(split: str, folder: Path | None) -> Iterator[RawRow]:
 
 
 def checked(found: Iterator[RawRow]) -> Iterator[dict[str, str]]:
-    """The rows with nothing but question and answer in them. Raises: DataError for a row that is no GSM8K."""
+    """The rows, reduced to question and answer. Raises: DataError for a row that is not from GSM8K."""
     for raw in found:
         question, answer = raw.data.get("question"), raw.data.get("answer")
         if not isinstance(question, str) or not isinstance(answer, str) or not question.strip():
-            raise DataError(f"{raw.where}: a row of GSM8K has the texts `question` and `answer`; this has {raw.data}")
+            raise DataError(f"{raw.where}: a row of GSM8K has texts `question` and `answer`; this row is {raw.data}")
         if not re.search(r"#### -?[0-9][0-9.,]*\s*$", answer):
             raise DataError(f"{raw.where}: the answer ends in {answer[-30:]!r}, not in a line like '#### 72'")
         yield {"question": question, "answer": answer}

@@ -8,16 +8,16 @@
 #   NNODES         machines; more than one: on a Ray cluster (1)
 #   MODEL          model folder or hub id                   (Qwen/Qwen2-7B-Instruct)
 #   DATA           folder with train.jsonl and test.jsonl   (openai/gsm8k from the hub)
-#   OUT            folder that gets the run's own           (runs/)
+#   OUT            parent folder of the run's folder        (runs/)
 #   MESHRL         the command                              (meshrl)
-# key=value overrides any key of the config, and wins over these.
+# key=value overrides any key of the config, and these variables.
 set -euo pipefail
 
 here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
 nodes=${NNODES:-1}
 overrides=("cluster.num_train_ranks=$((${GPUS_PER_NODE:-8} * nodes))")
 [[ $nodes -gt 1 ]] && overrides+=("cluster.executor=ray" "cluster.nodes=$nodes")
-# Quoted as YAML, so that a path with a blank or a colon stays one text. data.* of the hub set are taken back with null.
+# Quoted as YAML, so that a path with a blank or a colon remains one string. null unsets the keys of the hub's dataset.
 quoted() { printf "'%s'" "${1//\'/\'\'}"; }
 [[ -n ${MODEL:-} ]] && overrides+=("model.path=$(quoted "$MODEL")")
 [[ -n ${OUT:-} ]] && overrides+=("run.folder=$(quoted "$OUT")")

@@ -1,14 +1,14 @@
-"""From nothing to a model that learned, in minutes on two CPU cores: `make quickstart`.
+"""SFT and GRPO of a tiny model, from random weights, in minutes on two CPU cores: `make quickstart`.
 
-A tiny Qwen2 model is built, learns careless doubling from demonstrations, and is then taught to carry by nothing but a
-rule that checks its answers (GRPO). All output is written to runs/quickstart; the numbers are in its report.json:
+A tiny Qwen2 model is built, learns from demonstrations to double numbers without carrying, and then learns to carry
+only from a rule that checks its answers (GRPO). All output goes to runs/quickstart; its report.json has the numbers:
 
     seed, steps
     eval_before, eval_after   share of right greedy answers to held-out problems, before and after the RL
     reward_curve              mean reward of each training step
-    wall_s, cpu_s             of the whole quickstart, without the installation
-    peak_rss_bytes            largest sum of resident sizes over the process tree, sampled five times a second; pages
-                              that processes share count in each of them, so the memory in use was less
+    wall_s, cpu_s             of the entire quickstart, without the installation
+    peak_rss_bytes            largest sum of resident sizes over the process tree, sampled five times a second; shared
+                              pages count in each process, so the memory in use was less
     model                     the trained model's folder, relative to this checkout
 
 `--shuffle-rewards` is the control experiment: the same run, but the rewards of each batch are permuted at random.
@@ -37,10 +37,10 @@ from meshrl.monitor.rollout_log import read_rollouts
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-OURS = ".quickstart"  # marks a folder that a later call may replace
-GOOD_ENOUGH = 0.90  # held-out accuracy that the run must reach ...
-NO_LESSON = 0.45  # ... and that the control must not pass
-STOP_TIMEOUT_S = 10.0  # for a step to end by itself after Ctrl-C
+MARKER = ".quickstart"  # a file in folders that a later call may replace
+MIN_ACCURACY = 0.90  # held-out accuracy that the run must reach
+MAX_CONTROL_ACCURACY = 0.45  # held-out accuracy that the control must not exceed
+STOP_TIMEOUT_S = 10.0  # a running part has this time to end by itself after Ctrl-C
 
 SMOKE_SFT = ("sft.num_steps=3", "train.scheduler.warmup_steps=0")
 SMOKE_GRPO = ("loop.num_steps=2", "loop.prompts_per_step=4", "data.eval_limit=16", "train.scheduler.warmup_steps=0")
@@ -49,26 +49,26 @@ SMOKE_GRPO = ("loop.num_steps=2", "loop.prompts_per_step=4", "data.eval_limit=16
 def main() -> int:
     args = parse()
     out = args.out.resolve()
-    claim(out)
+    make_folder(out)
     place = Path(os.path.relpath(out, ROOT)) if out.is_relative_to(ROOT) else out
     os.chdir(ROOT)
-    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # a bar for 26 tensors is noise
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # not needed for 26 tensors
     began = time.monotonic()
     with peak_memory() as memory:
         start, sft, grpo = place / "start", place / "sft", place / "grpo"
         run_settings = [f"run.folder={place}", f"run.seed={args.seed}"]
 
-        say(1, "Build a tiny Qwen2 model with random weights, its tokenizer, and three sets of problems.")
+        print_heading(1, "Build a tiny Qwen2 model with random weights, its tokenizer, and three sets of problems.")
         run([HERE / "task.py", "--out", start, "--seed", args.seed])
         show_rows(start)
 
-        say(2, "Warm up: imitate demonstrations of which most forget to carry (supervised, two FSDP2 ranks).")
+        print_heading(2, "Warm up: imitate demonstrations; most forget to carry (supervised, two FSDP2 ranks).")
         settings = [*run_settings, "run.name=sft", f"model.path={start}", f"sft.path={start}/warmup.jsonl"]
         run(["-m", "meshrl", "sft", HERE / "sft.yaml", *settings, *(SMOKE_SFT if args.smoke else ())])
         warm = only_model(sft)
 
-        say(3, "Learn by trial: sample answers, check them by a rule, make the right ones likelier (GRPO, two ranks).")
-        print("  The reward is that of answers sampled at temperature 1. Held-out answers are greedy: at first they")
+        print_heading(3, "Learn: sample answers, check them by a rule, make right ones likelier (GRPO, two ranks).")
+        print("  The reward is for answers sampled at temperature 1. Held-out answers are greedy: at first they")
         print("  repeat the mistake of most demonstrations.\n")
         how = [HERE / "shuffled_rewards.py"] if args.shuffle_rewards else ["-m", "meshrl", "train"]
         settings = [*run_settings, "run.name=grpo", f"model.path={warm}"]
@@ -76,12 +76,13 @@ def main() -> int:
         run([*how, HERE / "grpo.yaml", *settings, *(SMOKE_GRPO if args.smoke else ())])
         result = json.loads((grpo / "result.json").read_text())
 
-        say(4, f"Load the result as any Transformers model: AutoModelForCausalLM.from_pretrained({result['model']!r})")
+        load = f"AutoModelForCausalLM.from_pretrained({result['model']!r})"
+        print_heading(4, f"Load the result like any Transformers model: {load}")
         before, after = (list(read_rollouts(grpo / "rollouts" / f"eval_{n:06d}.jsonl")) for n in (0, result["steps"]))
         pairs = [(old.trajectory, new.trajectory) for old, new in zip(before, after, strict=True)]
-        # First those that were wrong before and are right after the training.
+        # Answers that were wrong before the training and are right after it come first.
         pairs.sort(key=lambda pair: (pair[0].reward or 0) - (pair[1].reward or 0))
-        ask(result["model"], pairs[:3])
+        print_greedy_answers(result["model"], pairs[:3])
 
     report = {
         "seed": args.seed,
@@ -94,48 +95,50 @@ def main() -> int:
         "reward_curve": result["reward_curve"],
         "model": result["model"],
     }
-    say(5, "The result.")
+    print_heading(5, "The result.")
     print_result(report, pairs[:3], grpo / "reward.png")
     (place / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     print(f"page about the run     {grpo / 'report.html'}")
     print(f"these numbers          {place / 'report.json'}")
-    return verdict(args, report["eval_after"])
+    return exit_code(args, report["eval_after"])
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--seed", type=int, default=0, help="of the weights, the demonstrations' mistakes, the sampling"
+        "--seed", type=int, default=0, help="for the weights, the demonstrations' mistakes and the sampling"
     )
-    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "quickstart", help="folder to write; replaced")
-    parser.add_argument("--smoke", action="store_true", help="a few steps only: every part runs, nothing is learned")
-    parser.add_argument("--shuffle-rewards", action="store_true", help="the control: rewards at random, same amount")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "quickstart", help="output folder; it is replaced")
+    parser.add_argument(
+        "--smoke", action="store_true", help="a few steps only, to test that every part runs; nothing is learned"
+    )
+    parser.add_argument("--shuffle-rewards", action="store_true", help="the control: randomly permuted rewards")
     return parser.parse_args()
 
 
-def claim(out: Path) -> None:
-    """Make `out` a new folder. One from an earlier quickstart is replaced; any other is left as it is."""
-    if out.exists() and not (out / OURS).is_file() and any(out.iterdir()):
+def make_folder(out: Path) -> None:
+    """Make `out` a new folder. A folder of an earlier quickstart is replaced; any other folder is an error."""
+    if out.exists() and not (out / MARKER).is_file() and any(out.iterdir()):
         sys.exit(f"quickstart: {out} exists and was not made by the quickstart; move it, or give another --out")
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
-    (out / OURS).write_text("Made by examples/quickstart/quickstart.py, whose next call replaces this folder.\n")
+    (out / MARKER).write_text("Made by examples/quickstart/quickstart.py; its next call replaces this folder.\n")
 
 
-def say(number: int, text: str) -> None:
+def print_heading(number: int, text: str) -> None:
     print(f"\n[{number}/5] {text}\n", flush=True)
 
 
 def run(arguments: list[Any]) -> None:
-    """Run one Python command to its end, with its output on ours; none of its processes outlives this one."""
+    """Run one Python command to its end; its output goes to ours. None of its processes outlives this process."""
     words = [os.path.relpath(a, ROOT) if isinstance(a, Path) and a.is_relative_to(ROOT) else str(a) for a in arguments]
     print("$ " + " ".join(["python", *words]).replace("python -m meshrl", "meshrl"), flush=True)
     began, cpu = time.monotonic(), os.times()
     process = subprocess.Popen([sys.executable, *words], stdin=subprocess.DEVNULL)
     try:
         code = process.wait()
-    except BaseException as error:  # the step ends its own ranks when it is signalled
-        if not isinstance(error, KeyboardInterrupt):  # the terminal sends Ctrl-C to all its processes
+    except BaseException as error:  # the command ends its own ranks when it gets a signal
+        if not isinstance(error, KeyboardInterrupt):  # the terminal sends Ctrl-C to the command, too
             process.terminate()
         try:
             process.wait(STOP_TIMEOUT_S)
@@ -143,7 +146,7 @@ def run(arguments: list[Any]) -> None:
             process.kill()
         raise
     if code:
-        sys.exit(f"quickstart: the command above ended with exit code {code}; its last lines give the reason")
+        sys.exit(f"quickstart: the command above ended with exit code {code}; its last lines state the reason")
     used = os.times()
     cpu_s = used.children_user + used.children_system - cpu.children_user - cpu.children_system
     print(f"  (took {time.monotonic() - began:.0f} s, {cpu_s:.0f} s of CPU)", flush=True)
@@ -151,14 +154,14 @@ def run(arguments: list[Any]) -> None:
 
 @contextmanager
 def peak_memory() -> Iterator[list[int]]:
-    """Yields [bytes]: the largest resident size of this process and all below it, seen so far."""
+    """Yields [bytes]: the largest sum so far of the resident sizes of this process and its descendants."""
     peak, done = [0], threading.Event()
 
-    def watch() -> None:
+    def sample() -> None:
         while not done.wait(0.2):
             peak[0] = max(peak[0], int(next(m.sum for m in memory_metrics() if m.name == "memory/rss_bytes")))
 
-    thread = threading.Thread(target=watch, daemon=True)
+    thread = threading.Thread(target=sample, daemon=True)
     thread.start()
     try:
         yield peak
@@ -178,12 +181,12 @@ def only_model(run_folder: Path) -> Path:
     return folder
 
 
-def ask(folder: str, pairs: list[tuple[Trajectory, Trajectory]]) -> None:
-    """Greedy answers by plain Transformers: the saved folder needs nothing of meshrl."""
+def print_greedy_answers(folder: str, pairs: list[tuple[Trajectory, Trajectory]]) -> None:
+    """Print greedy answers by plain Transformers: the saved model does not need meshrl."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    print(f"  {type(model).__name__}, {model.num_parameters():,} parameters; asked by model.generate:")
+    print(f"  {type(model).__name__}, {model.num_parameters():,} parameters; answers by model.generate:")
     for _, new in pairs:
         inputs = tokenizer.apply_chat_template(
             new.prompt.messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
@@ -214,17 +217,18 @@ def print_result(report: dict[str, Any], pairs: list[tuple[Trajectory, Trajector
     print(f"reward curve           {picture}")
 
 
-def verdict(args: argparse.Namespace, accuracy: float) -> int:
-    """The exit code: 1 when the run did not show what it is there to show."""
+def exit_code(args: argparse.Namespace, accuracy: float) -> int:
+    """1 if the model did not learn, or if the control learned."""
     if args.smoke:
         return 0
-    if args.shuffle_rewards and accuracy > NO_LESSON:
-        print(
-            f"quickstart: random rewards must teach nothing, but {accuracy:.3f} is above {NO_LESSON}", file=sys.stderr
-        )
+    if args.shuffle_rewards and accuracy > MAX_CONTROL_ACCURACY:
+        text = f"quickstart: with random rewards the accuracy must be at most {MAX_CONTROL_ACCURACY}"
+        print(f"{text}, but it is {accuracy:.3f}", file=sys.stderr)
         return 1
-    if not args.shuffle_rewards and accuracy < GOOD_ENOUGH:
-        text = f"quickstart: {accuracy:.3f} of the held-out answers are right after training; {GOOD_ENOUGH} is expected"
+    if not args.shuffle_rewards and accuracy < MIN_ACCURACY:
+        text = (
+            f"quickstart: {accuracy:.3f} of the held-out answers are right after training; {MIN_ACCURACY} is required"
+        )
         print(f"{text}. The reward curve and runs/quickstart/grpo/metrics.jsonl show where it stalled", file=sys.stderr)
         return 1
     return 0

@@ -2,9 +2,9 @@
 
     python examples/quickstart/shuffled_rewards.py CONFIG [key=value ...]
 
-After scoring, the rewards of a step's training answers are permuted over the whole step, across groups: as many
-answers are rewarded as in the real run, but not the right ones. All else, evaluation included, is the run that CONFIG
-describes. If the model still got better, the reward would not be what teaches it.
+After scoring, the rewards of a step's training answers are permuted over the entire step, across groups: as many
+answers are rewarded as in the real run, but not the right ones. Everything else, including the evaluation, is as CONFIG
+describes. If the model still improved, it would not learn from the reward.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from meshrl.run import start
 
 
 class ShufflingScorer(Scorer):
-    """Scores as the Scorer it wraps, then permutes `reward` over the training trajectories of the call."""
+    """Calls the Scorer that it wraps, then permutes `reward` over the training trajectories of the call."""
 
     def __init__(self, scorer: Scorer, seed: int):
         self._scorer, self._rng = scorer, random.Random(seed)
 
     async def score(self, trajectories: Sequence[Trajectory]) -> list[Metric]:
         metrics = await self._scorer.score(trajectories)
-        paid = [t for t in trajectories if t.purpose == "train" and t.reward is not None]
-        rewards = [t.reward for t in paid]
+        scored = [t for t in trajectories if t.purpose == "train" and t.reward is not None]
+        rewards = [t.reward for t in scored]
         self._rng.shuffle(rewards)
-        for trajectory, reward in zip(paid, rewards, strict=True):
+        for trajectory, reward in zip(scored, rewards, strict=True):
             trajectory.reward = reward
         return metrics
 
 
 async def shuffled(job: Job) -> None:
-    """The colocated loop with another scorer."""
+    """The colocated loop with the shuffling scorer."""
     job.scorer = ShufflingScorer(job.scorer, job.cfg.run.seed)
     await colocated(job)
 

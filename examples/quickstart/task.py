@@ -2,18 +2,19 @@
 
     python examples/quickstart/task.py --out runs/quickstart --seed 0
 
-writes a folder that Transformers' `from_pretrained` loads (model and tokenizer) and three disjoint sets of problems:
+This script writes a folder that Transformers' `from_pretrained` loads (model and tokenizer) and three disjoint sets of
+problems:
 
     warmup.jsonl    {"messages": [user, assistant]}     demonstrations for supervised fine-tuning
-    train.jsonl     {"question": ..., "answer": ...}    prompts for RL, whose answers only the reward sees
-    heldout.jsonl   {"question": ..., "answer": ...}    prompts that no training ever sees
+    train.jsonl     {"question": ..., "answer": ...}    prompts for RL; only the reward uses the answers
+    heldout.jsonl   {"question": ..., "answer": ...}    prompts that are never trained on
 
-"2*38471" is answered "76942". The first digit is 1 to 4, so the answer has as many digits as the number. Each digit of
-the answer follows from two of the question: twice the digit in the same column, plus the carry from the column to the
-right, which is 1 where that digit is 5 or more.
+The answer to "2*38471" is "76942". The first digit is 1 to 4, so the answer has as many digits as the number. Each
+digit of the answer follows from two of the question: twice the digit in the same column, plus the carry from the column
+to the right, which is 1 if that digit is 5 or more.
 
-The demonstrations are careless on purpose, as much text on the web is: seven in ten forget every carry ("66842"). A
-model that imitates them has seen how to carry and mostly does not do it. The reward separates right from wrong answers.
+Most demonstrations are wrong on purpose: seven in ten forget every carry ("66842"). A model that imitates them has seen
+how to carry, but rarely does it. The reward then distinguishes right from wrong answers.
 """
 
 import argparse
@@ -22,25 +23,25 @@ import random
 from pathlib import Path
 
 NUM_HELDOUT, NUM_TRAIN, NUM_WARMUP = 400, 6_400, 4_800
-SHARE_OF_DIGITS_THAT_CARRY = 0.25  # so that about one problem in five needs no carry: the accuracy after the warm-up
+SHARE_OF_DIGITS_THAT_CARRY = 0.25  # about one problem in five then needs no carry: the accuracy after the warm-up
 SHARE_OF_CARRIES_DONE_RIGHT = 0.3  # below one half, so that greedy decoding imitates the mistake
-PROBLEM_SEED = 0  # fixes which problem lies in which set, for all training seeds alike
+PROBLEM_SEED = 0  # assigns problems to the three sets; the same for all training seeds
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-WORDS = ["user", "assistant", "system"]  # the only ones with a token of their own; all else is bytes
+WORDS = ["user", "assistant", "system"]  # each is one token; all other text is tokenized by bytes
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '\\n' if not loop.first }}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '\\n<|im_start|>assistant\\n' }}{% endif %}"
-)  # ChatML, but nothing follows the last <|im_end|>: it ends an answer, and is the last token to be learned
+)  # ChatML without a newline after the last <|im_end|>, so that <|im_end|> is the last token of an answer
 
 
 def build_tokenizer(folder):
-    """Save Qwen2's tokenizer (byte-level BPE) with hardly any merges: "2*38471" is seven tokens. Return it.
+    """Save and return a Qwen2 tokenizer (byte-level BPE) with few merges: "2*38471" is seven tokens.
 
-    AutoTokenizer builds Qwen2's pre-tokenizer for every model of type qwen2, whatever tokenizer.json says; so this is
-    a Qwen2Tokenizer too, with another vocabulary.
+    For every model of type qwen2, AutoTokenizer uses Qwen2's pre-tokenizer and ignores that of tokenizer.json. So this
+    is a Qwen2Tokenizer with another vocabulary.
     """
     from tokenizers import pre_tokenizers
     from transformers import Qwen2Tokenizer
@@ -61,7 +62,7 @@ def build_tokenizer(folder):
 
 
 def build_model(folder, seed):
-    """Save a randomly initialised Qwen2 model that fits the tokenizer in `folder`; return it."""
+    """Save and return a randomly initialised Qwen2 model that fits the tokenizer in `folder`."""
     import torch
     from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
@@ -75,7 +76,7 @@ def build_model(folder, seed):
         num_key_value_heads=2,
         max_position_embeddings=64,
         tie_word_embeddings=True,
-        initializer_range=0.08,  # the usual 0.02 is for widths in the thousands; at width 64 it learns markedly slower
+        initializer_range=0.08,  # the usual 0.02 suits widths in the thousands; at width 64 it slows learning
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
@@ -88,7 +89,7 @@ def build_model(folder, seed):
 
 
 def make_data(folder, seed):
-    """Write the three sets. Problems are split once and for all; `seed` sets the mistakes and the order of rows."""
+    """Write the three sets. The split does not depend on `seed`; the mistakes and the order of rows do."""
     folder, rng = Path(folder), random.Random(seed)
     heldout, train, warmup = split_problems()
     rng.shuffle(train)
@@ -130,7 +131,7 @@ def write_rows(path, rows):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    parser.add_argument("--seed", type=int, default=0, help="of the initial weights, the mistakes and the row order")
+    parser.add_argument("--seed", type=int, default=0, help="for the initial weights, the mistakes and the row order")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     build_tokenizer(args.out)

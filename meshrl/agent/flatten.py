@@ -1,5 +1,5 @@
-"""Scored trajectories -> Samples: each root-to-leaf row of the turn tree as arrays over its tokens. Ids are copied as
-they were sampled; nothing is encoded again (P20).
+"""Makes Samples of scored trajectories: each root-to-leaf row of the turn tree as arrays over its tokens. Ids are
+copied as they were sampled; nothing is encoded again (P20).
 
 T tokens of a row, C new context tokens of a turn, R sampled tokens of a turn, L MoE layers, K experts a token.
 """
@@ -18,25 +18,25 @@ _FROZEN = ("tokens", "mask", "turn", "rollout_logprobs", "versions", "routed_exp
 
 
 def flatten(trajectories: Sequence[Trajectory]) -> tuple[list[Sample], list[Metric]]:
-    """Rows to train on, in the order of the trajectories, and what was counted on the way.
+    """Rows to train on, in the order of the trajectories, and metrics about them.
 
     Left out: purpose other than train, status failed or evicted, reward None, no token at all. Rows of truncated
-    trajectories are kept and marked, for algo.truncated; `rollout/truncated_fraction` counts the trajectories.
+    trajectories are included and marked, for algo.truncated; `rollout/truncated_fraction` counts the trajectories.
 
-    A turn that stands in several rows is trained in the first of them only; the others carry it as context, with its
-    logprobs. A row without any trained token is left out, unless it is its trajectory's only one: then it stays, so
-    that group statistics still see the trajectory's reward.
+    A turn that is part of several rows is trained only in the first of them; the others have it as context, with its
+    logprobs. A row without any trained token is left out. The only row of a trajectory is never left out, so that
+    group statistics include the trajectory's reward.
 
-    `rewards`: a turn's own reward at its last token, where it is trained; the trajectory's at the last trained token
-    of each row, for each row is an episode that ended with that outcome. `rewards` stays writable (a KL may be
-    subtracted from it), all else that is filled here is read-only.
+    `rewards`: a turn's own reward is at the turn's last token, where it is trained. The trajectory's reward is at the
+    last trained token of each row, because each row is an episode with this outcome. `rewards` is writable (a KL may be
+    subtracted from it); all other arrays that are filled here are read-only.
 
-    Raises: TurnError for a turn that breaks its contract, a row that mixes temperatures, or a filtered distribution.
+    Raises: TurnError for an invalid turn, a row that mixes temperatures, or a filtered distribution.
     """
     train = [t for t in trajectories if t.purpose == "train"]
-    kept = [t for t in train if t.status not in ("failed", "evicted") and t.reward is not None]
+    scored = [t for t in train if t.status not in ("failed", "evicted") and t.reward is not None]
     samples: list[Sample] = []
-    for trajectory in kept:
+    for trajectory in scored:
         check_turns(trajectory)
         samples.extend(_rows_of(trajectory))
     _set_prefix_lengths(samples)
@@ -44,39 +44,39 @@ def flatten(trajectories: Sequence[Trajectory]) -> tuple[list[Sample], list[Metr
 
 
 def _rows_of(trajectory: Trajectory) -> list[Sample]:
-    owned: set[int] = set()  # turns that an earlier row trains
+    trained_before: set[int] = set()  # turns that an earlier row trains
     rows: list[Sample] = []
     for path in leaf_paths(trajectory.turns):
-        sample = _row(trajectory, path, owned, row=len(rows))
+        sample = _row(trajectory, path, trained_before, row=len(rows))
         if len(sample) and (sample.mask.any() or not rows):
             rows.append(sample)
-        owned.update(path)
+        trained_before.update(path)
     trained = [s for s in rows if s.mask.any()]
     for row, sample in enumerate(trained):
         sample.row = row
     return trained or rows
 
 
-def _row(trajectory: Trajectory, path: list[int], owned: set[int], row: int) -> Sample:
-    assert trajectory.reward is not None  # flatten left the unscored out
+def _row(trajectory: Trajectory, path: list[int], trained_before: set[int], row: int) -> Sample:
+    assert trajectory.reward is not None  # flatten has left out trajectories without a reward
     turns = [trajectory.turns[i] for i in path]
     sampled = [len(t.output_ids) for t in turns]
     context = [len(t.context_ids) for t in turns]
     ends = np.cumsum([c + r for c, r in zip(context, sampled)]).tolist()
     length = ends[-1]
 
-    def over_row(dtype: type, fill: float, part: Callable[[Turn], np.ndarray]) -> np.ndarray:
-        """[T]: what each turn says of its sampled tokens, `fill` elsewhere."""
+    def over_row(dtype: type, fill: float, field: Callable[[Turn], np.ndarray]) -> np.ndarray:
+        """[T]: a field of each turn at its sampled tokens, `fill` elsewhere."""
         out = np.full(length, fill, dtype)
         for turn, end, r in zip(turns, ends, sampled):
-            out[end - r : end] = part(turn)
+            out[end - r : end] = field(turn)
         return out
 
     mask, turn_of, rewards = np.zeros(length, bool), np.full(length, -1, np.int16), np.zeros(length, np.float32)
     for i, turn, end, r in zip(path, turns, ends, sampled):
         turn_of[end - r : end] = i
-        mask[end - r : end] = i not in owned
-        if turn.reward is not None and r and i not in owned:
+        mask[end - r : end] = i not in trained_before
+        if turn.reward is not None and r and i not in trained_before:
             rewards[end - 1] += turn.reward
     if mask.any():
         rewards[np.flatnonzero(mask)[-1]] += trajectory.reward
@@ -118,18 +118,18 @@ def _temperature(trajectory: Trajectory, path: list[int]) -> float:
         if (sampling.top_p, sampling.top_k, sampling.min_p, sampling.repetition_penalty) != (1.0, 0, 0.0, 1.0):
             raise TurnError(
                 f"trajectory {trajectory.id!r}, turn {i}: sampled with {sampling}; training needs top_p 1, top_k 0, "
-                "min_p 0 and repetition_penalty 1, or the trainer would score another distribution than the sampler's"
+                "min_p 0 and repetition_penalty 1, or sampler and trainer would have different distributions"
             )
     if len(set(found.values())) > 1:
         raise TurnError(
             f"trajectory {trajectory.id!r}: one row mixes the temperatures {found} (by turn); the trainer scores a row "
-            "with one temperature. Sample all turns of a trajectory at the same one"
+            "with one temperature. Sample all turns of a trajectory with the same temperature"
         )
     return next(iter(found.values()))
 
 
 def _routed_experts(trajectory: Trajectory, path: list[int], ends: list[int], length: int) -> np.ndarray | None:
-    """int16[T, L, K], -1 where no turn recorded it; None when none did."""
+    """int16[T, L, K], -1 where no turn recorded them; None when no turn recorded any."""
     recorded = {i: array for i in path if (array := trajectory.turns[i].routed_experts) is not None}
     if not recorded:
         return None
@@ -144,7 +144,7 @@ def _routed_experts(trajectory: Trajectory, path: list[int], ends: list[int], le
 
 
 def _token_extras(trajectory: Trajectory, path: list[int], ends: list[int], length: int) -> dict[str, np.ndarray]:
-    """Each extra over the whole row, [T, ...], filled by EXTRA_FILLS where a turn does not have it."""
+    """Each extra over the row, [T, ...], filled from EXTRA_FILLS where a turn does not have it."""
     out: dict[str, np.ndarray] = {}
     for i, end in zip(path, ends):
         for name, array in trajectory.turns[i].extras.items():
@@ -160,8 +160,8 @@ def _token_extras(trajectory: Trajectory, path: list[int], ends: list[int], leng
 
 
 def _set_prefix_lengths(samples: list[Sample]) -> None:
-    """prefix_len of each row: leading tokens that all rows of its group share and none of them samples. It never ends
-    inside a media span, nor after one that shows another picture in another row."""
+    """Fill prefix_len of each row: leading tokens that all rows of its group share and that none of them sampled. It
+    never ends inside a media span, nor after one that has another image in another row."""
     groups: dict[str, list[Sample]] = defaultdict(list)
     for sample in samples:
         groups[sample.group_id].append(sample)
@@ -183,7 +183,7 @@ def _set_prefix_lengths(samples: list[Sample]) -> None:
 
 
 def _metrics(train: list[Trajectory], samples: list[Sample]) -> list[Metric]:
-    """Shares of all train trajectories; lengths in sampled tokens, each counted once however many rows hold it."""
+    """Fractions of all train trajectories; lengths in sampled tokens, each counted once even if rows share it."""
     if not train:
         return []
     lengths = [sum(len(turn.output_ids) for turn in t.turns) for t in train]
@@ -207,7 +207,7 @@ def _metrics(train: list[Trajectory], samples: list[Sample]) -> list[Metric]:
 
 
 def _duplicates(train: list[Trajectory]) -> list[bool]:
-    """For each trajectory with output: did an earlier one of its group sample the very same tokens? (P14)"""
+    """For each trajectory: whether it has output, and an earlier one of its group sampled the same tokens (P14)."""
     seen: dict[str, set[bytes]] = defaultdict(set)
     flags = []
     for trajectory in train:

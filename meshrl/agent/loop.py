@@ -1,6 +1,6 @@
-"""Agents: what happens between a Prompt and its Trajectory. An agent asks `generate` for turns and knows no engine.
+"""Agents, which make a Trajectory of a Prompt. An agent calls `generate` for turns and knows no engine.
 
-`take_turn` holds what every agent owes a run (seeds, ids, statuses); an agent only decides what to ask next.
+`take_turn` has the code that all agents share (seeds, ids, statuses); an agent only decides what to ask next.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from meshrl.core.types import (
 )
 from meshrl.data.chat import Message, continuation_ids, render, render_text
 
-# What a turn's end means for its trajectory. Engines' aborts are continued below the agent, so one that arrives here
-# is an engine that gave up.
+# A turn's stop_reason -> the status of its trajectory. Aborted turns are continued below the agent: an abort that is
+# returned here means that the engine failed.
 _STATUS: dict[str, Status] = {
     "stop": "done",
     "length": "truncated",
@@ -45,10 +45,10 @@ _STATUS: dict[str, Status] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AgentContext:
-    """What one attempt at one prompt is given. Filled by the loop.
+    """The settings of one attempt at one prompt. Filled by the loop.
 
     group_id: prompt and attempt, as in Trajectory. sampling: with every stop id of the run in stop_token_ids.
-    max_new_tokens: of one turn. max_context_tokens: longest prompt + answers. min_version: oldest weights allowed.
+    max_new_tokens: of one turn. max_context_tokens: limit of prompt + answers. min_version: oldest weights allowed.
     """
 
     tokenizer: Any
@@ -64,12 +64,12 @@ class AgentContext:
 class Agent(Protocol):
     """Turns a prompt into a trajectory. One instance serves all prompts at once, so `run` keeps its state local."""
 
-    tools: list[dict[str, Any]]  # schemas that belong into the rendered prompt; empty without tools
+    tools: list[dict[str, Any]]  # schemas for the rendered prompt; empty without tools
 
     async def run(self, prompt: Prompt, index: int, generate: Generate, ctx: AgentContext) -> Trajectory:
-        """The attempt `index` of a group at this prompt; unscored.
+        """Attempt number `index` of a group at this prompt, without a reward.
 
-        Expected failures (a refused request, no room for the prompt) are a status; anything else raises.
+        Expected failures (a refused request, a prompt that fills the context) set the status; anything else raises.
         """
         ...
 
@@ -82,7 +82,7 @@ def start_trajectory(prompt: Prompt, index: int, ctx: AgentContext) -> Trajector
 def prompt_ids(prompt: Prompt, tokenizer: Any, tools: list[dict[str, Any]]) -> np.ndarray:
     """The prompt's ids as data rendered them, else rendered now. int32[C].
 
-    Raises: DataError when the prompt has neither ids nor messages, or has media: text alone would drop them unseen.
+    Raises: DataError when the prompt has neither ids nor messages, or has media, which rendering text would drop.
     """
     if prompt.media:
         raise DataError(f"prompt {prompt.id!r} has media ({', '.join(prompt.media)}), which a text agent can't place")
@@ -103,14 +103,14 @@ async def take_turn(
 ) -> Turn | None:
     """Sample one turn on this full context, add it to the trajectory's tree, and set the trajectory's status.
 
-    The turn's parent is found by ids, its context cut to what is new, its text decoded into `messages` behind
-    new_messages (what people and rewards read of the new context). media_spans: where the prompt's media stand in
-    context_ids. The seed depends on run, ordinal, index and number
-    of the turn alone (P14). None when no turn could be sampled; the status then says why: `truncated` when an earlier
-    turn filled the context, `failed` when the prompt alone did or the engine refused the request.
+    The turn's parent is found by ids, and its context is cut to the tokens after the parent. Its text is decoded into
+    `messages`, after new_messages (the new context for people and rewards). media_spans: places of the prompt's media
+    in context_ids. The seed depends only on run, ordinal, index and number of the turn (P14). Returns None when no turn
+    could be sampled. The status is then `truncated` if an earlier turn filled the context, `failed` if the prompt alone
+    filled it or the engine refused the request.
 
-    Raises: TurnError when the engine answers another context than the one it was sent (P21). Whatever else the engine
-    raises passes through.
+    Raises: TurnError when the engine returns another context than the one that was sent (P21). All other errors of the
+    engine propagate.
     """
     number, prompt = len(trajectory.turns), trajectory.prompt
     room = ctx.max_context_tokens - len(context_ids)
@@ -140,10 +140,10 @@ async def take_turn(
         return None
     if not np.array_equal(turn.context_ids, context_ids):
         raise TurnError(
-            f"trajectory {trajectory.id!r}, turn {number}: the engine answered a context of {len(turn.context_ids)} "
-            f"tokens that is not the one of {len(context_ids)} tokens it was sent; ids must pass through unchanged"
+            f"trajectory {trajectory.id!r}, turn {number}: the engine returned a context of {len(turn.context_ids)} "
+            f"tokens, which differs from the {len(context_ids)} tokens that were sent; ids must stay unchanged"
         )
-    _place(trajectory, turn, media_spans)
+    _insert(trajectory, turn, media_spans)
     text = ctx.tokenizer.decode(turn.output_ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False)
     turn.messages = [*new_messages, {"role": "assistant", "content": text}]
     trajectory.status = _STATUS[turn.stop_reason]
@@ -152,8 +152,8 @@ async def take_turn(
     return freeze(turn)
 
 
-def _place(trajectory: Trajectory, turn: Turn, media_spans: Sequence[tuple[str, int, int]]) -> None:
-    """Hang a turn that carries its full context under the turn it continues, and cut the context to what is new."""
+def _insert(trajectory: Trajectory, turn: Turn, media_spans: Sequence[tuple[str, int, int]]) -> None:
+    """Add a turn with its full context to the tree, and cut the context to the tokens after the turn's parent."""
     turn.parent = attach(trajectory.turns, turn.context_ids)
     known = len(path_ids(trajectory.turns, turn.parent))
     turn.context_ids = turn.context_ids[known:]
@@ -176,19 +176,19 @@ class SingleTurn:
 
 
 class MultiTurn:
-    """Answers tool calls until the model stops calling, runs out of room, or has had max_turns turns (`truncated`).
+    """Answers tool calls until the model makes none, its context is full, or it has had max_turns turns (`truncated`).
 
-    tools: names of meshrl/agent/tools.py's table, or dotted paths `package.module:name` of a Tool.
+    tools: names in the table TOOLS of meshrl/agent/tools.py, or dotted paths `package.module:name` of a Tool.
     """
 
     def __init__(self, tools: Sequence[str] = ("calculator",), max_turns: int = 4) -> None:
         if not isinstance(max_turns, int) or max_turns < 1:
-            raise ConfigError(f"agent.args.max_turns is {max_turns!r}; it must be a whole number of at least 1")
+            raise ConfigError(f"agent.args.max_turns is {max_turns!r}; it must be an integer of at least 1")
         if isinstance(tools, str):
             raise ConfigError(f"agent.args.tools is the text {tools!r}; it must be a list of names")
         found = [look_up(name, TOOLS, "agent.args.tools") for name in tools]
         if bad := [name for name, tool in zip(tools, found) if not isinstance(tool, Tool)]:
-            raise ConfigError(f"agent.args.tools: {bad} are no meshrl.agent.tools:Tool")
+            raise ConfigError(f"agent.args.tools: {bad} are not of type meshrl.agent.tools:Tool")
         self._tools: dict[str, Tool] = {tool.name: tool for tool in found}
         self._max_turns = max_turns
         self.tools = [tool.schema for tool in found]
@@ -217,15 +217,15 @@ class MultiTurn:
     def _next_context(
         self, ctx: AgentContext, history: list[Message], answer: Message, new: list[Message], so_far: np.ndarray
     ) -> np.ndarray:
-        """The full context of the next turn: the ids so far with the template's tokens for `new` after them (P20).
+        """The full context of the next turn: the ids so far, then the template's tokens for `new` (P20).
 
-        A template may show the history differently once something follows it (drop earlier thinking, say). Then the
-        context is what it renders now, and the next turn starts a row of its own.
+        A template may render the history differently when other messages follow (it may drop earlier thinking). Then
+        the context is rendered again, and the next turn starts a new row.
         """
         before = render_text(ctx.tokenizer, history, tools=self.tools)
         after = render_text(ctx.tokenizer, [*history, answer, *new], tools=self.tools)
-        kept = after.startswith(before) and after[len(before) :].lstrip().startswith(answer["content"].strip())
-        if not kept:
+        is_prefix = after.startswith(before) and after[len(before) :].lstrip().startswith(answer["content"].strip())
+        if not is_prefix:
             return render(ctx.tokenizer, [*history, answer, *new], tools=self.tools)
         stops = ctx.sampling.stop_token_ids
         added = continuation_ids(ctx.tokenizer, new, stops, self.tools, ended_by_id=int(so_far[-1]) in stops)
@@ -235,7 +235,7 @@ class MultiTurn:
 def resolve_agent(cfg: AgentConfig) -> Agent:
     """The agent that a config names, built with its args.
 
-    Raises: ConfigError for an unknown name, a dotted path behind which there is nothing, or args it does not take.
+    Raises: ConfigError for an unknown name, a dotted path that names no object, or args that the agent does not take.
     """
     kind = look_up(cfg.kind, AGENTS, "agent.kind")
     try:

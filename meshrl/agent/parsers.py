@@ -1,4 +1,4 @@
-"""Tool calls in a model's text: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Hermes and Qwen do."""
+"""Tool calls in a model's text: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as with Hermes and Qwen."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolCall:
-    """One call as the model wrote it. error: why it can't be made, to be told to the model; empty when it can."""
+    """One call as the model wrote it. error: for the model, why the call can't be made; empty if it can."""
 
     name: str = ""
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -20,7 +20,7 @@ class ToolCall:
 
 
 def parse_tool_calls(text: str) -> list[ToolCall]:
-    """All complete calls in order. A malformed one is a ToolCall with an error: the model learns from the answer."""
+    """All complete calls in order. A malformed one is a ToolCall with an error, which is returned to the model."""
     return [_parse(body) for body in _CALL.findall(text)]
 
 

@@ -1,4 +1,4 @@
-"""Tools that an agent may call, and what they refuse. A tool's answer is text for the model; a refusal is text too."""
+"""Tools that an agent may call, and their limits. A tool's answer is text for the model, and so is a refusal."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 from meshrl.agent.parsers import ToolCall
 
 MAX_EXPRESSION_CHARS = 256
-MAX_INT_BITS = 2048  # about 616 digits: more than any honest sum, too few to stall the run
+MAX_INT_BITS = 2048  # about 616 digits: enough for any real exercise, too few to slow down the run
 MAX_ANSWER_CHARS = 2000
 
 
 class ToolError(Exception):
-    """A call that can't be answered; its text goes back to the model and ends nothing."""
+    """A call that can't be answered; its text is returned to the model, and the trajectory goes on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,13 +32,13 @@ class Tool:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """What chat templates expect in `tools`."""
+        """The schema that chat templates expect in `tools`."""
         body = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": body}
 
 
 async def call_tool(tools: dict[str, Tool], call: ToolCall) -> str:
-    """The text that answers a call: the tool's, or "error: ..." for a call that is malformed, unknown or refused."""
+    """The answer to a call: the tool's text, or "error: ..." for a call that is malformed, unknown or refused."""
     try:
         if call.error:
             raise ToolError(call.error)
@@ -58,7 +58,7 @@ async def call_tool(tools: dict[str, Tool], call: ToolCall) -> str:
 def calculate(expression: str) -> str:
     """The value of an arithmetic expression of numbers, + - * / // % ** and parentheses. Bounded in time and size.
 
-    Raises: ToolError for anything else, a result that is no finite real number, or integers over MAX_INT_BITS.
+    Raises: ToolError for anything else, a result that is not a finite real number, or integers above MAX_INT_BITS.
     """
     if not isinstance(expression, str) or len(expression) > MAX_EXPRESSION_CHARS:
         raise ToolError(f"the expression must be a text of at most {MAX_EXPRESSION_CHARS} characters")
@@ -88,7 +88,7 @@ def _evaluate(node: ast.expr) -> int | float:
 
 
 def _check_power(base: int | float, exponent: int | float) -> None:
-    """Refuse before computing: 9**9**9 would never come back."""
+    """Refuse before computing: 9**9**9 would never end."""
     if isinstance(base, int) and isinstance(exponent, int) and base.bit_length() * abs(exponent) > MAX_INT_BITS:
         raise ToolError("the result is too large")
 

@@ -1,4 +1,4 @@
-"""The tree that a trajectory's turns form, and what each turn must hold to stand in it."""
+"""The tree of a trajectory's turns, and the checks of each turn in it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshrl.core.types import Trajectory, Turn
 
 
 class TurnError(MeshrlError):
-    """A Turn that breaks its record's contract; the message names trajectory, turn and field."""
+    """An invalid Turn; the message names trajectory, turn and field."""
 
 
 def path_to(turns: Sequence[Turn], index: int) -> list[int]:
@@ -24,7 +24,7 @@ def path_to(turns: Sequence[Turn], index: int) -> list[int]:
 
 
 def leaf_paths(turns: Sequence[Turn]) -> list[list[int]]:
-    """All root-to-leaf paths, in the order in which their leaves were generated."""
+    """All root-to-leaf paths, in the order in which the leaves were generated."""
     parents = {turn.parent for turn in turns}
     return [path_to(turns, i) for i in range(len(turns)) if i not in parents]
 
@@ -36,10 +36,10 @@ def path_ids(turns: Sequence[Turn], index: int) -> np.ndarray:
 
 
 def attach(turns: Sequence[Turn], context_ids: np.ndarray) -> int:
-    """The turn whose end a full context continues: the one with the most tokens that the context begins with, else -1.
+    """The turn that a full context continues: the one whose path is the longest prefix of the context; -1 = none.
 
-    Compared by ids, so a context that a template rewrote, or that was encoded anew into other tokens, finds an earlier
-    turn or none, and becomes a row of its own (P20).
+    Compared by ids: for a context that a template rewrote, or that was encoded again into other tokens, it is an
+    earlier turn or none, and the context becomes a separate row (P20).
     """
     best, best_length = -1, 0
     for i in range(len(turns)):
@@ -50,9 +50,9 @@ def attach(turns: Sequence[Turn], context_ids: np.ndarray) -> int:
 
 
 def check_turns(trajectory: Trajectory) -> None:
-    """Check what flattening relies on: parents, lengths, dtypes, finite logprobs, versions, media spans.
+    """Check everything on which flattening relies: parents, lengths, dtypes, finite logprobs, versions, media spans.
 
-    Raises: TurnError, naming trajectory, turn and field.
+    Raises: TurnError.
     """
     for i, turn in enumerate(trajectory.turns):
         where = f"trajectory {trajectory.id!r}, turn {i}"
@@ -97,7 +97,7 @@ def _check_spans(where: str, turn: Turn, trajectory: Trajectory) -> None:
     for media_id, start, length in turn.media_spans:
         if media_id not in trajectory.prompt.media:
             known = sorted(trajectory.prompt.media)
-            raise TurnError(f"{where}: media span of {media_id!r}, which the prompt does not hold (it holds {known})")
+            raise TurnError(f"{where}: media span of {media_id!r}, which the prompt does not have (it has {known})")
         if start < end_before or length < 1 or start + length > len(turn.context_ids):
             raise TurnError(
                 f"{where}: media span ({media_id!r}, {start}, {length}) overlaps another or leaves the context of "

@@ -25,7 +25,7 @@ from meshrl.core.types import Metric, Sample
 def grpo(rewards: np.ndarray, eps: float) -> np.ndarray:
     """(r - mean) / (std + eps), with the sample standard deviation (G - 1), as in TRL and verl.
 
-    The paper does not say which deviation it means; the population's (G) would scale everything by sqrt(G / (G - 1)).
+    The paper leaves open which deviation it means; the population's (G) would scale everything by sqrt(G / (G - 1)).
 
     Shapes: float64[G] -> float64[G], G >= 2.
     Source: Shao et al. 2024 (DeepSeekMath), section 4.1.2.
@@ -34,7 +34,7 @@ def grpo(rewards: np.ndarray, eps: float) -> np.ndarray:
 
 
 def dr_grpo(rewards: np.ndarray, eps: float) -> np.ndarray:
-    """r - mean: no division by the deviation, which favours prompts that are nearly solved or nearly hopeless.
+    """r - mean, without the division by the deviation, which favours prompts that nearly always succeed or fail.
 
     Shapes: float64[G] -> float64[G], G >= 2. Source: Liu et al. 2025, "Understanding R1-Zero-Like Training".
     """
@@ -54,8 +54,8 @@ def rloo(rewards: np.ndarray, eps: float) -> np.ndarray:
 class Group:
     """The scored trajectories of one prompt, as a user-defined advantage function gets them.
 
-    rewards: float64[G], less the trajectory's KL under kl.place reward. rows[g]: the rows of trajectory g, one in most
-    cases; they are not to be changed. Groups and trajectories stand in the order in which they were sampled.
+    rewards: float64[G], less the trajectory's KL if kl.place is reward. rows[g]: the rows of trajectory g, one in most
+    cases; do not change them. Groups and trajectories are in the order in which they were sampled.
     """
 
     id: str
@@ -65,7 +65,7 @@ class Group:
 
 @dataclass(kw_only=True, slots=True)
 class _Trajectory:
-    """The rows of one trajectory and what they share: its reward, the KL subtracted from it, its advantage."""
+    """The rows of one trajectory, with its reward, the KL that is subtracted from the reward, and its advantage."""
 
     group_id: str
     reward: float
@@ -75,27 +75,27 @@ class _Trajectory:
 
     @property
     def penalized(self) -> float:
-        """What group statistics go by."""
+        """The reward for group statistics."""
         return self.reward - self.kl_penalty
 
 
 def assign_advantages(samples: list[Sample], cfg: AlgoConfig) -> list[Metric]:
-    """Fill `advantages` of every sample: the trajectory's one advantage at trained tokens, 0 elsewhere; or what a
-    user-defined function returns, which may differ from token to token.
+    """Fill `advantages` of every sample: the trajectory's advantage at trained tokens, 0 elsewhere. A user-defined
+    function may return different values for each token.
 
-    Groups go by group_id, never by position or prompt text. A trajectory with several rows counts once; one that
-    could not be scored is not among the samples, and its group is judged by the others. Groups of one, and groups
-    whose deviation is below `cfg.advantage_eps` (all equal, up to float noise), get advantage 0 under every built-in
-    method and are counted.
+    Groups are formed by group_id, never by position or prompt text. A trajectory with several rows counts once. One
+    that could not be scored is not among the samples, and its group's statistics are taken over the others. Groups of
+    one, and groups whose deviation is below `cfg.advantage_eps` (all equal, up to float noise), get advantage 0 with
+    every built-in method and are counted.
 
-    KL in the reward (kl.place = reward): coef * kl_t is subtracted from `rewards` token by token, and its sum over
-    all rows of a trajectory from the trajectory's reward before the group's statistics are taken, as RLOO does with
-    its sequence-level KL. The policy's side is `old_logprobs`, or `rollout_logprobs` where none were computed. Call
-    it once a step: a second call would subtract the KL twice.
+    KL in the reward (kl.place = reward): coef * kl_t is subtracted from `rewards` token by token. Its sum over all rows
+    of a trajectory is subtracted from the trajectory's reward before the group's statistics are taken, as in RLOO with
+    its sequence-level KL. The policy's log-probabilities are `old_logprobs`, or `rollout_logprobs` if there are none.
+    Call this function once per step: a second call would subtract the KL twice.
 
-    Raises: ValueError when a reward is not finite, rows of one trajectory disagree on their reward or group, or
-    `ref_logprobs` are missing or not finite, or a user-defined function does not return
-    finite advantages for each trajectory.
+    Raises: ValueError when a reward is not finite, when rows of one trajectory disagree on their reward or group, when
+    `ref_logprobs` are missing or not finite, or when a user-defined function does not return finite advantages for
+    each trajectory.
     Source: KL in the reward: Ahmadian et al. 2024, section 2.
     """
     trajectories = _trajectories(samples)
@@ -111,7 +111,7 @@ def assign_advantages(samples: list[Sample], cfg: AlgoConfig) -> list[Metric]:
             for row in trajectory.rows:
                 row.advantages = np.where(row.mask, np.float32(trajectory.advantage), np.float32(0.0))
     else:
-        _assign_own(groups, cfg.advantage)
+        _assign_user_defined(groups, cfg.advantage)
     rewards = [t.reward for t in trajectories]
     metrics.append(Metric(name="reward/mean", sum=math.fsum(rewards), weight=len(rewards)))
     if rewards:
@@ -125,8 +125,8 @@ def _trajectories(samples: list[Sample]) -> list[_Trajectory]:
     for sample in samples:
         if not math.isfinite(sample.reward):
             raise ValueError(
-                f"trajectory {sample.trajectory_id!r} has reward {sample.reward}; rewards are finite numbers, and a "
-                f"trajectory that could not be scored is left out of the samples"
+                f"trajectory {sample.trajectory_id!r} has reward {sample.reward}; rewards must be finite numbers. "
+                f"Leave out trajectories that could not be scored"
             )
         first = found.setdefault(
             sample.trajectory_id, _Trajectory(group_id=sample.group_id, reward=sample.reward, rows=[])
@@ -141,7 +141,7 @@ def _trajectories(samples: list[Sample]) -> list[_Trajectory]:
 
 
 def _advantages_by_group(groups: dict[str, list[_Trajectory]], cfg: AlgoConfig) -> list[Metric]:
-    """Fill `advantage` by a built-in method; what the groups' statistics are under any."""
+    """Fill `advantage` with a built-in method. Returns metrics of the groups, with any method."""
     of_group = ADVANTAGES.get(cfg.advantage)
     singles = no_signal = 0
     deviations = []
@@ -149,7 +149,7 @@ def _advantages_by_group(groups: dict[str, list[_Trajectory]], cfg: AlgoConfig) 
         if len(members) == 1:
             singles += 1
             continue
-        # The last bit of a mean depends on the order of summation: sorted, a shuffled group gives the same numbers.
+        # The last bit of a mean depends on the order of summation; sorted, it does not depend on the group's order.
         members = sorted(members, key=lambda t: t.penalized)
         rewards = np.array([t.penalized for t in members], dtype=np.float64)
         deviations.append(float(rewards.std(ddof=1)))
@@ -166,8 +166,8 @@ def _advantages_by_group(groups: dict[str, list[_Trajectory]], cfg: AlgoConfig) 
     ]
 
 
-def _assign_own(groups: dict[str, list[_Trajectory]], path: str) -> None:
-    """Fill `advantages` of every row by the user's function of all groups."""
+def _assign_user_defined(groups: dict[str, list[_Trajectory]], path: str) -> None:
+    """Fill `advantages` of every row with the user's function of all groups."""
     views = [
         Group(
             id=group_id,
@@ -192,12 +192,12 @@ def _entries(values: Any, count: int, where: str) -> list[Any]:
     found = list(values) if isinstance(values, Iterable) else []
     if len(found) != count:
         what = len(found) if isinstance(values, Iterable) else f"a {type(values).__name__}"
-        raise ValueError(f"{where}: there are {count}, but {what} came back; return a list with one entry for each")
+        raise ValueError(f"{where}: there are {count}, but the function returned {what}; return one entry for each")
     return found
 
 
 def _of_row(row: Sample, advantage: Any, name: str) -> np.ndarray:
-    """float32[T]: one number, or one for each token, where the row is trained; 0 elsewhere."""
+    """float32[T] from one number or one number per token: the advantage where the row is trained, 0 elsewhere."""
     values = np.asarray(advantage, dtype=np.float32)
     if values.shape not in ((), row.mask.shape):
         raise ValueError(
@@ -240,10 +240,10 @@ def _kl_of_row(row: Sample, estimator: str) -> np.ndarray:
     if not np.isfinite(kl).all():
         raise ValueError(
             f"the KL of trajectory {row.trajectory_id!r} is not finite at {int((~np.isfinite(kl)).sum())} of its "
-            f"{int(row.mask.sum())} trained tokens; its log-probabilities under policy or reference are broken"
+            f"{int(row.mask.sum())} trained tokens; its log-probabilities by policy or reference are not finite"
         )
     return kl
 
 
 ADVANTAGES: dict[str, Callable[[np.ndarray, float], np.ndarray]] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
-"""algo.advantage -> function of (rewards of one group float64[G], eps) giving one advantage for each."""
+"""algo.advantage -> function of (rewards of one group float64[G], eps) that returns one advantage for each reward."""

@@ -2,13 +2,13 @@
 
 T tokens. With d = log p_ref - log p of a token sampled from the policy p:
 
-| kind | value | expectation | gradient when it stands in the loss, on-policy |
+| kind | value | expectation | gradient as a term of the loss, on-policy |
 | --- | --- | --- | --- |
 | k1 | -d | KL(p, ref), exact | zero on average: it only adds noise |
-| k2 | d^2 / 2 | about KL(p, ref) | that of KL(p, ref), the reverse KL |
-| k3 | e^d - 1 - d | KL(p, ref), exact | that of KL(ref, p), the forward KL |
+| k2 | d^2 / 2 | about KL(p, ref) | gradient of KL(p, ref), the reverse KL |
+| k3 | e^d - 1 - d | KL(p, ref), exact | gradient of KL(ref, p), the forward KL |
 
-So k1 belongs into the reward and k2 or k3 into the loss.
+So use k1 in the reward, and k2 or k3 in the loss.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 
 MAX_LOG_RATIO = 20.0
-"""Where exponents of log-ratios are cut: e^20 = 5e8 is far outside any trust region and still squares in float32."""
+"""Limit of log-ratios in exponents: e^20 = 5e8 is far outside any trust region, and its square fits in float32."""
 
 
 def _k1(log_ratio: torch.Tensor) -> torch.Tensor:
@@ -28,8 +28,8 @@ def _k2(log_ratio: torch.Tensor) -> torch.Tensor:
 
 
 def _k3(log_ratio: torch.Tensor) -> torch.Tensor:
-    # expm1 keeps the digits of small d, where e^d - 1 cancels. Only large d is cut: e^d overflows there alone, and
-    # cutting the exponent without the linear term would turn the gradient's sign.
+    # expm1 is precise for small d, where e^d - 1 cancels. Only large d is cut, where e^d would overflow. The linear
+    # term is cut, too: otherwise the gradient would change its sign.
     safe = log_ratio.clamp(max=MAX_LOG_RATIO)
     return torch.expm1(safe) - safe
 
@@ -37,7 +37,7 @@ def _k3(log_ratio: torch.Tensor) -> torch.Tensor:
 def kl_estimate(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, kind: str) -> torch.Tensor:
     """One estimate of KL(policy, reference) for each sampled token, in nats; k2 and k3 are never negative.
 
-    The gradient flows through `logprobs` as the table above says. k3 is cut at d = 20, where its gradient ends.
+    The gradient with respect to `logprobs` is in the table above. k3 is cut at d = 20, above which its gradient is 0.
 
     Shapes: logprobs, ref_logprobs and the result are [T] (any equal shapes).
     Source: J. Schulman, "Approximating KL Divergence", 2020; the gradients: tests/unit/algo/test_kl_estimators.py.

@@ -1,15 +1,15 @@
-"""Policy losses, as functions of the trained tokens of one micro-batch, and what makes them loss functions of the
-train engine: (Outputs, Batch) -> (sum over tokens of loss_weight * loss, metrics).
+"""Policy losses, as functions of the trained tokens of one micro-batch, and the classes that make them loss functions
+of the train engine: (Outputs, Batch) -> (sum over tokens of loss_weight * loss, metrics).
 
 T packed tokens, N of them trained. A policy loss, built-in or user-defined (docs/add_an_algorithm.md), is
 
     f(inputs: LossInputs, **its keys of algo.loss) -> (loss of each token [N], {metric: its value at each token [N]})
 
-It gets trained tokens only, so that no mask can be forgotten: other positions of a batch, which may hold NaN, are
-never read (P5). It returns one number for each token and no mean, so that only the engine divides (P1).
+It gets trained tokens only, so that no mask can be forgotten: other positions of a batch, which may be NaN, are never
+read (P5). It returns one number for each token and no mean, so that only the engine divides (P1).
 
-Metrics are sums over trained tokens with their weight, never means. What enters the loss (loss/policy, loss/kl) is
-weighted by loss_weight, as the gradient is; everything else counts each trained token once.
+Metrics are sums over trained tokens with their weight, never means. Terms of the loss (loss/policy, loss/kl) are
+weighted by loss_weight, as in the gradient; all other metrics count each trained token once.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from meshrl.core.types import Metric, Reduce
 class LossInputs:
     """The trained tokens of one micro-batch, row after row. All tensors are [N], with N >= 1.
 
-    logprobs carries the gradient, and so does entropy. old_logprobs are those of the policy at the start of the step;
-    in a single on-policy update the values of logprobs, so that the ratio is exactly 1 (P7). rollout_logprobs are the
-    sampler's own. ref_logprobs is None unless algo.kl.coef is above 0.
+    logprobs and entropy have a gradient. old_logprobs are from the policy at the start of the step; in a single
+    on-policy update they are the values of logprobs, so that the ratio is exactly 1 (P7). rollout_logprobs are from the
+    sampler. ref_logprobs is None unless algo.kl.coef is above 0.
 
-    row_lengths: how many trained tokens each row has, in order. A row is one sequence: the whole answer of a
+    row_lengths: the number of trained tokens of each row, in order. A row is one sequence: the complete answer of a
     single-turn trajectory, or all trained tokens of one branch of a longer one. It is never split over micro-batches.
 
     Example, rows of 2 and 3 trained tokens: row_lengths [2, 3], and row_mean([1, 3, 0, 0, 6]) is [2, 2, 2, 2, 2].
@@ -67,7 +67,7 @@ def ppo_clip(
 
     With r = exp(logprobs - old_logprobs) and advantage A, a token's loss is
     `max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))`, for A < 0 at most `-A dual_clip`. The log-ratio is cut to
-    [-20, 20]; a token out there has long lost its meaning and gives no gradient.
+    [-20, 20]; a token outside gives no gradient.
 
     Source: Schulman et al. 2017 (PPO) equation 7; Yu et al. 2025 (DAPO) equation 10 for the asymmetric bounds;
     Ye et al. 2020 equation 4 for dual clip.
@@ -93,7 +93,7 @@ def ppo_clip(
 
 
 def policy_terms(cfg: LossConfig, inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss of each token by the configured function, and by metric name what it measures; all [N].
+    """The loss of each token by the configured function, and its measurements by metric name; all [N].
 
     Raises: ValueError when a user-defined function returns something else.
     """
@@ -101,21 +101,21 @@ def policy_terms(cfg: LossConfig, inputs: LossInputs) -> tuple[torch.Tensor, dic
     result = look_up(cfg.kind, LOSSES, "algo.loss.kind")(inputs, **cfg.args)
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
         raise ValueError(
-            f"{name} returned a {type(result).__name__}; it must return the loss of each token and a dict of what to "
-            "measure, {} for nothing: `return loss, {}`"
+            f"{name} returned a {type(result).__name__}; it must return the loss of each token and a dict of "
+            "measurements, {} for none: `return loss, {}`"
         )
     loss, measured = result
     for what, value in {"the loss": loss, **measured}.items():
         if not isinstance(value, torch.Tensor) or value.shape != inputs.logprobs.shape:
             found = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
             raise ValueError(
-                f"{name}: {what} is {found}; it must be a tensor of one number for each trained token, here "
-                f"[{len(inputs.logprobs)}]. Means and sums over tokens are taken by the engine"
+                f"{name}: {what} is {found}; it must be a tensor with one number for each trained token, here "
+                f"[{len(inputs.logprobs)}]. The engine takes means and sums over tokens"
             )
     if inputs.logprobs.requires_grad and not loss.requires_grad:
         raise ValueError(f"{name}: the loss has no gradient; compute it from inputs.logprobs")
     if taken := {"policy", "kl", "entropy"} & set(measured):
-        raise ValueError(f"{name} measures {sorted(taken)}, which the engine does; rename it")
+        raise ValueError(f"{name} measures {sorted(taken)}, which are names of the engine's metrics; rename them")
     return loss, {f"loss/{what}": value for what, value in measured.items()}
 
 
@@ -125,18 +125,18 @@ def make_policy_loss(cfg: AlgoConfig) -> LossFn:
 
 
 def sft_loss() -> LossFn:
-    """Negative log-likelihood of the trained tokens, weighted by loss_weight alone."""
+    """Negative log-likelihood of the trained tokens, weighted by loss_weight."""
     return NllLoss()
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """The part that all policy losses share: the loss of each token `+ kl.coef * KL(policy, reference)` when kl.place
-    is loss, `- entropy_coef * entropy`, weighted by loss_weight. A token of weight 0 is not trained, and not counted.
+    """The common part of all policy losses: the loss of each token, `+ kl.coef * KL(policy, reference)` if kl.place is
+    loss, `- entropy_coef * entropy`, weighted by loss_weight. A token of weight 0 is not trained, and not counted.
 
     Only the config is sent to a rank, which imports a user-defined function by itself.
 
-    Raises: ValueError when the batch or the outputs lack what the config asks for; and as policy_terms.
+    Raises: ValueError when the batch or the outputs lack a field that the config needs; and as policy_terms.
     """
 
     cfg: AlgoConfig
@@ -167,8 +167,8 @@ class PolicyLoss:
 
 
 def _inputs(outputs: Outputs, batch: Batch, trained: torch.Tensor) -> LossInputs:
-    """trained: the places of the N trained tokens. A prompt that rows share is never trained, so that the trained
-    tokens of a row all lie in its one segment."""
+    """trained: the indices of the N trained tokens. A prompt that rows share is never trained, so all trained tokens of
+    a row are in one segment."""
 
     def at(values: torch.Tensor) -> torch.Tensor:
         return values.index_select(0, trained)
@@ -191,7 +191,7 @@ def _inputs(outputs: Outputs, batch: Batch, trained: torch.Tensor) -> LossInputs
 
 @dataclass(frozen=True, slots=True)
 class NllLoss:
-    """Negative log-likelihood of the tokens themselves; looks at loss_weight, never at advantages."""
+    """Negative log-likelihood of the tokens; uses loss_weight and no advantages."""
 
     def __call__(self, outputs: Outputs, batch: Batch) -> tuple[torch.Tensor, list[Metric]]:
         trained = batch.mask.nonzero()[:, 0]
@@ -201,7 +201,8 @@ class NllLoss:
 
 
 def _sums(values: dict[str, torch.Tensor], weight: torch.Tensor) -> list[Metric]:
-    """One metric for each [N] tensor: sum(weight * value) with weight sum(weight), or the maximum; one copy to host."""
+    """One metric for each [N] tensor: sum(weight * value) with weight sum(weight), or the maximum. All numbers are
+    copied to the host at once."""
     weight = weight.double()
     facts = {name: _METRICS.get(name, ("mean", "")) for name in values}
     sums = [

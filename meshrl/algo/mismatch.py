@@ -1,4 +1,4 @@
-"""How far the sampler's log-probabilities are from the trainer's, for the behaviour proof of a weight sync (P15).
+"""The differences between log-probabilities of sampler and trainer, for the behaviour proof of a weight sync (P15).
 
 T tokens.
 """
@@ -13,19 +13,19 @@ import torch
 from meshrl.algo.kl import kl_estimate
 from meshrl.core.types import Metric
 
-SHORT_ROW_TOKENS = 32  # a row with fewer counts as one of so many: one unlucky token is no broken engine
+SHORT_ROW_TOKENS = 32  # the mean of a shorter row is taken over this number: one unusual token is not a broken engine
 
 
 def sampler_mismatch(
     rollout_logprobs: torch.Tensor, logprobs: torch.Tensor, mask: torch.Tensor, row_lengths: Sequence[int]
 ) -> list[Metric]:
-    """Compare what the sampler said about its tokens with what the trainer says about them, where mask is True.
+    """Compare the sampler's logprobs with the trainer's, where mask is True.
 
     Four metrics in nats: mean and largest absolute difference, the largest mean of a row (one stale engine of many
-    would hardly move the mean over all), and KL(sampler, trainer) by k3. A difference that is not a number counts as
-    infinite, so that no comparison with a threshold lets it pass.
+    would hardly change the mean over all), and KL(sampler, trainer) by k3. A difference that is not a number counts as
+    infinite, so that it is above any threshold.
 
-    Shapes: all [T], rows of row_lengths end to end; at least one trained token, or the means have weight 0 and the
+    Shapes: all [T], rows of row_lengths one after the other. Without a trained token the means have weight 0 and the
     largest differences are 0.
     """
     sampled = rollout_logprobs[mask].double()

@@ -1,4 +1,4 @@
-"""The one denominator of an optimizer step, divided into each token's weight by the controller.
+"""The only denominator of an optimizer step: the controller divides each token's weight by it.
 
 N trained tokens of the step, S sequences (rows with at least one trained token), n_s trained tokens of row s, L the
 constant length. Under algo.truncated = mask a row that was cut off has no trained token. The loss of a step is
@@ -9,7 +9,7 @@ sum(loss_weight * loss_t) over all tokens of all ranks, whatever the partition i
 | token_mean | 1 / N | DAPO |
 | seq_mean_token_mean | 1 / (S n_s) | the GRPO paper: short answers weigh more per token |
 | seq_mean_token_sum | 1 / S | plain policy gradient: the sum of a sequence's log-probabilities |
-| constant_length | 1 / (S L) | Dr.GRPO: as the line above, scaled to per-token size |
+| constant_length | 1 / (S L) | Dr.GRPO: as seq_mean_token_sum, scaled to the size of one token |
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from meshrl.core.types import Sample
 
 
 def assign_loss_weights(samples: list[Sample], cfg: AlgoConfig, max_new_tokens: int) -> int:
-    """Fill `loss_weight` of the samples of one optimizer step, 0 where nothing is trained. Returns the trained tokens.
+    """Fill `loss_weight` of the samples of one optimizer step, 0 where nothing is trained. Returns the number of
+    trained tokens.
 
-    Weights are computed in float64 and rounded once. A step without a single trained token gets zeros.
+    Weights are computed in float64 and rounded once. In a step without any trained token all weights are 0.
     max_new_tokens: L of constant_length when `cfg.constant_length` is not set.
     """
     masked = [cfg.truncated == "mask" and sample.truncated for sample in samples]
@@ -61,4 +62,5 @@ AGGREGATIONS: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {
     "seq_mean_token_sum": _seq_mean_token_sum,
     "constant_length": _constant_length,
 }
-"""algo.aggregation -> function of (n_s float64[S], L) giving the weight of one token of each sequence, float64[S]."""
+"""algo.aggregation -> function of (n_s float64[S], L) that returns the weight of a token in each sequence, float64[S].
+"""

@@ -1,5 +1,5 @@
-"""A user-defined loss or advantage is called once on made-up numbers when a run starts. What fails there would
-otherwise fail after the models are loaded and the first answers are sampled."""
+"""Calls a user-defined loss or advantage once with made-up numbers when a run starts. Otherwise it would fail only
+after the models are loaded and the first answers are sampled."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from meshrl.core.errors import ConfigError
 from meshrl.core.types import Sample
 
 
-def try_own_functions(cfg: AlgoConfig) -> None:
-    """Two groups of answers with different rewards for the advantage, rows of two and three tokens for the loss.
+def try_user_functions(cfg: AlgoConfig) -> None:
+    """Call the advantage with two groups of answers, and the loss with rows of two and three tokens.
 
-    Raises: ConfigError when a function raises, or returns what is not allowed.
+    Raises: ConfigError when a function raises, or returns something that is not allowed.
     """
     if ":" in cfg.advantage:
         _tried("algo.advantage", cfg.advantage, lambda: _advantage(cfg))
@@ -33,7 +33,7 @@ def _tried(key: str, path: str, trial: Callable[[], None]) -> None:
         raise
     except Exception as error:  # user code
         raise ConfigError(
-            f"{key} is {path!r}: a trial on made-up numbers raised {type(error).__name__}: {error}"
+            f"{key} is {path!r}: a trial with made-up numbers raised {type(error).__name__}: {error}"
         ) from error
 
 
@@ -73,4 +73,4 @@ def _loss(cfg: AlgoConfig) -> None:
     loss, _ = policy_terms(cfg.loss, inputs)
     loss.sum().backward()
     if logprobs.grad is None or not logprobs.grad.isfinite().all():
-        raise ValueError(f"its gradient by inputs.logprobs is {logprobs.grad}; it must be finite")
+        raise ValueError(f"its gradient with respect to inputs.logprobs is {logprobs.grad}; it must be finite")

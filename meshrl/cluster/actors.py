@@ -1,7 +1,7 @@
-"""RankWorker: what one rank holds (train engine, reference, sampler) and the commands it takes.
+"""RankWorker: one rank's train engine, reference model and sampler, and the commands that the rank accepts.
 
-One thread runs everything, so the train lane and the sampler never run at the same time. Methods that are collective
-say so; the controller sends them to all train ranks in the same order.
+One thread runs everything, so training and sampling never run at the same time. The docstring of a collective method
+states that it is collective; the controller sends such commands to all train ranks in the same order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from meshrl.cluster.executor import WorkerSpec
 from meshrl.cluster.phases import phase
 from meshrl.cluster.rank_sync import RankSync
 from meshrl.cluster.rendezvous import open_store
-from meshrl.cluster.resident import ResidentRows, RowsMessage
+from meshrl.cluster.row_cache import RowCache, RowsMessage
 from meshrl.core.batch import Batch, LossFn
 from meshrl.core.device import (
     dist_backend,
@@ -38,17 +38,18 @@ from meshrl.sync.digest import DigestKind, kind_for
 from meshrl.sync.layout import Ack, Box, Layout
 from meshrl.sync.sender import SendReport
 from meshrl.sync.transaction import SyncOrder, SyncState
+from meshrl.train.batch_plan import BatchPlan
 from meshrl.train.checkpoint_files import FileFact
 from meshrl.train.engine import ForwardBackward, Role, RowArrays, StepReport, TrainEngine
 from meshrl.train.packing import pack
-from meshrl.train.plan import Plan
 
 Rows = dict[int, Sample]  # step-wide row index -> sample
 
 
 @dataclass(kw_only=True, slots=True)
 class UpdateReport:
-    """A rank's share of one forward_backward: the loss's metrics, and how far the re-score is from what was sampled."""
+    """A rank's share of one forward_backward: the loss's metrics, and how far the trainer's logprobs are from the
+    sampler's (mismatch)."""
 
     metrics: list[Metric]
     mismatch: list[Metric]
@@ -56,8 +57,8 @@ class UpdateReport:
 
 @dataclass(kw_only=True, slots=True)
 class HeldBoxes:
-    """What one rank holds of the weights. sender: its number among the ranks of its replica. tensors: {name: (shape,
-    dtype as sent)}. tied: alias -> the name that is sent for it. digest: the faster one on its device."""
+    """The part of the weights that one rank holds. sender: its number among the ranks of its replica. tensors: {name:
+    (shape, dtype as sent)}. tied: alias -> the name that is sent for it. digest: the faster one on its device."""
 
     sender: int
     replica: int
@@ -68,13 +69,13 @@ class HeldBoxes:
 
 
 class RankWorker:
-    """Build with a spec, then `start()`."""
+    """Construct it with a spec, then call `start()`."""
 
     def __init__(self, spec: WorkerSpec):
         self.spec = spec
         self.device = torch.device("cpu")
-        self.engines: dict[str, TrainEngine] = {}  # by role; LoRA's reference is the policy without its adapters
-        self._rows = ResidentRows()
+        self.engines: dict[str, TrainEngine] = {}  # by role; with LoRA, the reference is the policy without adapters
+        self._rows = RowCache()
         self.sampler: RolloutEngine | None = None
         self._weight_sync: RankSync | None = None
 
@@ -103,26 +104,27 @@ class RankWorker:
             self.sampler = build_rollout_engine(spec.model, spec.rollout, self.device, spec.rank, spec.stop_token_ids)
             if spec.trains and spec.rollout.release_memory and not self.sampler.capabilities.release:
                 raise CapabilityError(
-                    f"rollout.release_memory is on, but engine {spec.rollout.engine} of rank {spec.rank} can't give "
-                    "its memory up: an SGLang server can on a GPU; one that runs already needs --enable-memory-saver"
+                    f"rollout.release_memory is true, but engine {spec.rollout.engine} of rank {spec.rank} can't "
+                    "release its memory. An SGLang server can on a GPU; one that you started yourself needs "
+                    "--enable-memory-saver"
                 )
         return str(self.device)
 
-    # ---- train lane (collective)
+    # ---- training (collective)
 
     @phase("annotate")
     def forward(self, message: RowsMessage, role: Role) -> RowArrays:
         """Logprobs of this rank's rows under the engine of this role (collective)."""
-        batches = self._batches(message.plan, self._rows.take(message))
+        batches = self._batches(message.batch_plan, self._rows.take(message))
         if role == "reference" and self.spec.model.lora.enabled:
             return self._engine("policy").forward(batches, adapter=False)[0]
         return self._engine(role).forward(batches)[0]
 
     @phase("train")
     def forward_backward(self, message: RowsMessage, loss: LossFn) -> UpdateReport:
-        """Gradient of this rank's micro-batches of the plan (collective)."""
+        """Add the gradient of this rank's micro-batches of the batch plan (collective)."""
         rows = self._rows.take(message)
-        result = self._engine("policy").forward_backward(self._batches(message.plan, rows), loss)
+        result = self._engine("policy").forward_backward(self._batches(message.batch_plan, rows), loss)
         return UpdateReport(metrics=result.metrics, mismatch=_mismatch(result, rows))
 
     @phase("optim")
@@ -142,33 +144,33 @@ class RankWorker:
 
     @phase("checkpoint")
     async def finish_save(self) -> tuple[str, FileFact]:
-        """Wait for the file that `save` began, while other commands go on; its name, size and hash."""
+        """Wait for the file that `save` began, while other commands run; returns its name, size and hash."""
         return await asyncio.to_thread(self._engine("policy").finish_save)
 
     @phase("load")
     def load(self, folder: str) -> None:
-        """Take over the training state of a checkpoint (collective)."""
+        """Load the training state of a checkpoint (collective)."""
         self._engine("policy").load(folder)
 
     @phase("checkpoint")
     def state_bytes(self) -> int:
         return self._engine("policy").state_bytes()
 
-    def _batches(self, plan: Plan, rows: Rows) -> list[Batch]:
+    def _batches(self, batch_plan: BatchPlan, rows: Rows) -> list[Batch]:
         hashes: list[str | None] = [None] * self.spec.num_train_ranks
-        dist.all_gather_object(hashes, plan.hash)
+        dist.all_gather_object(hashes, batch_plan.hash)
         if len(set(hashes)) > 1:
-            raise ValueError(f"ranks hold different packing plans: {hashes}")
+            raise ValueError(f"ranks have different batch plans; their hashes: {hashes}")
         return [
-            pack([rows[i] for i in micro], micro, self.device, plan.hash, self.spec.train.share_prompts)
-            for micro in plan.micro_batches[data_index(self.spec.train.mesh, self.spec.rank)]
+            pack([rows[i] for i in micro], micro, self.device, batch_plan.hash, self.spec.train.share_prompts)
+            for micro in batch_plan.micro_batches[data_index(self.spec.train.mesh, self.spec.rank)]
         ]
 
     # ---- weights
 
     @phase("load")
     def weights(self) -> HeldBoxes:
-        """What this rank holds of each tensor that samplers need (a collective, with LoRA)."""
+        """The boxes that this rank holds of each tensor that samplers need (a collective, with LoRA)."""
         trainer, cfg = self._engine("policy"), self.spec.rollout
         held = trainer.weights(merged=cfg is not None and not takes_adapters(cfg))
         return HeldBoxes(
@@ -186,27 +188,30 @@ class RankWorker:
 
     @phase("load")
     async def set_layout(self, layout: Layout) -> None:
-        """What syncs carry; compared with the parameters of this rank's sampler. Raises: UnloadedParamsError."""
+        """Set the layout of later syncs, and compare it with the parameters of this rank's sampler.
+
+        Raises: UnloadedParamsError.
+        """
         await self._sync().set_layout(layout)
 
     @phase("sync")
-    def sync_state(self, occasion: str) -> SyncState:
-        """What this rank brings to the next sync (the first time a collective over train ranks, with LoRA)."""
-        return self._sync().state(occasion)
+    def sync_state(self, connection_id: str) -> SyncState:
+        """This rank's state before the next sync (the first time a collective over train ranks, with LoRA)."""
+        return self._sync().state(connection_id)
 
     @phase("sync")
     async def sync(self, order: SyncOrder) -> tuple[Ack | None, SendReport | None]:
-        """This rank's part in one sync: all ranks walk the same transfers."""
+        """Do this rank's part of one sync: all ranks process the same transfers in the same order."""
         return await self._sync().sync(order)
 
     @phase("sync")
     async def cancel_sync(self) -> None:
-        """Give up the open sync, or invalidate the sampler's weights."""
+        """Cancel the running sync, if there is one, and invalidate the sampler's weights."""
         await self._sync().cancel()
 
     @phase("load")
     def trust_loaded_weights(self) -> None:
-        """Sample with the weights of the folder, as they were loaded (evaluation without a trainer)."""
+        """Sample with the weights that were loaded from the model's folder (evaluation without a trainer)."""
         self._sampler().trust_loaded_weights()
 
     # ---- sampler
@@ -224,8 +229,8 @@ class RankWorker:
         return await self._sampler().abort()
 
     @phase("sync")
-    async def lend(self) -> int:
-        """Free the sampler's weights and caches for the trainer beside it, until the next sync; returns bytes."""
+    async def release_memory(self) -> int:
+        """Free the sampler's weights and caches for the colocated trainer, until the next sync; returns bytes."""
         return await self._sampler().release({"weights", "kv_cache"})
 
     @phase("rollout")
@@ -246,7 +251,7 @@ class RankWorker:
 
     @phase("end")
     async def stop(self) -> None:
-        """Free what the rank holds."""
+        """Close the sampler, the weight sync and the process group."""
         if self.sampler is not None:
             await self.sampler.close()
         if self._weight_sync is not None:
@@ -261,17 +266,17 @@ class RankWorker:
 
     def _engine(self, role: Role) -> TrainEngine:
         if role not in self.engines:
-            raise ValueError(f"rank {self.spec.rank} has no {role} engine, but {', '.join(self.engines) or 'none'}")
+            raise ValueError(f"rank {self.spec.rank} has no {role} engine; it has {', '.join(self.engines) or 'none'}")
         return self.engines[role]
 
     def _sampler(self) -> RolloutEngine:
         if self.sampler is None:
-            raise ValueError(f"rank {self.spec.rank} does not sample")
+            raise ValueError(f"rank {self.spec.rank} has no sampler")
         return self.sampler
 
 
 def _mismatch(result: ForwardBackward, rows: Rows) -> list[Metric]:
-    """Re-score against what was sampled, over the masked tokens of this rank's rows."""
+    """The trainer's logprobs compared with the sampler's, over the trained tokens of this rank's rows."""
     picked = [(rows[i], logprobs) for i, logprobs in result.logprobs.items()]
     if not picked:
         return []

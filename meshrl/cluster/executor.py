@@ -1,21 +1,27 @@
-"""What the groups need of an executor: to call a RankWorker's method in a rank and await its answer."""
+"""The executor protocol: call a RankWorker's method in a rank and await its answer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.errors import RankFailure
 
+if TYPE_CHECKING:
+    from meshrl.cluster.actors import RankWorker
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerSpec:
-    """All that a rank needs to know to build itself. Ranks 0..num_train_ranks-1 train; with num_rollout_ranks 0 they
-    sample too (colocated), otherwise the ranks after them do. rollout None: no rank samples (supervised training)."""
+    """Everything that a rank needs to build its engines. Ranks 0..num_train_ranks-1 train; with num_rollout_ranks 0
+    they also sample (colocated), otherwise the ranks after them sample. rollout None: no rank samples (SFT)."""
 
     rank: int
     num_train_ranks: int
@@ -25,11 +31,11 @@ class WorkerSpec:
     rollout: RolloutConfig | None
     reference: bool
     stop_token_ids: tuple[int, ...]
-    rendezvous: str  # where the process group's store is, see cluster/rendezvous.py
-    timeout_s: float  # deadline of every phase that deadlines does not name
+    rendezvous: str  # place of the process group's store, see cluster/rendezvous.py
+    timeout_s: float  # deadline of every phase that is not in deadlines
     deadlines: Mapping[str, float] = field(default_factory=dict)  # seconds by phase
     nodes: int = 1  # machines, with equally many ranks each, in the order of the ranks
-    address: str = ""  # under which other machines reach this rank's; empty where there are none
+    address: str = ""  # at which other machines reach this rank's machine; empty when there are none
 
     def deadline_s(self, phase: str) -> float:
         """Seconds that one command of a phase may take."""
@@ -37,7 +43,7 @@ class WorkerSpec:
 
     @property
     def collective_timeout_s(self) -> float:
-        """Of torch.distributed's own waits: longer than every deadline, whose miss names the rank that failed."""
+        """Timeout of torch.distributed: longer than every deadline, because a missed deadline names the failed rank."""
         return max([self.timeout_s, *self.deadlines.values()]) + 60.0
 
     @property
@@ -46,7 +52,7 @@ class WorkerSpec:
 
     @property
     def samples(self) -> bool:
-        """Whether this rank has a sampler. One that takes the devices of several ranks is the first one's."""
+        """Whether this rank has a sampler. A sampler on the devices of several ranks belongs to the first of them."""
         if self.rollout is None or (self.trains and self.num_rollout_ranks):
             return False
         first = self.num_train_ranks if self.num_rollout_ranks else 0
@@ -58,25 +64,25 @@ class WorkerSpec:
 
     @property
     def num_local_ranks(self) -> int:
-        """Ranks on this one's machine."""
+        """Number of ranks on this rank's machine."""
         return self.num_ranks // self.nodes
 
 
 class Executor(Protocol):
-    """Runs RankWorkers somewhere. `call(rank, RankWorker.method, *args)` awaits the method's result in that rank.
+    """Runs RankWorkers. `call(rank, RankWorker.method, ...)` awaits the method's result in that rank.
 
-    Calls of one rank start in the order they were made; calls made in one tick of the event loop arrive together.
-    A MeshrlError raised in a rank is raised here as itself. Anything else is a RankFailure that names the rank which
-    caused it, the phase (`phases.phase_of(method)`) and the cause: an exception, a process that ended, a command not
-    answered within `spec.deadline_s(phase)`.
+    Calls of one rank start in the order in which they were made; calls of one tick of the event loop arrive together.
+    A MeshrlError raised in a rank is raised here unchanged. Any other failure is a RankFailure that names the rank that
+    caused it, the phase (`phases.phase_of(method)`) and the cause: an exception, a process that ended, or a command
+    that was not answered within `spec.deadline_s(phase)`.
 
-    A rank is lost when it died, or gave no answer and was ended. With a rank that trains, all that train are lost:
-    their process group is broken; their calls, under way or later, raise the same failure until `restart_trainers` has
-    replaced them. A rank that only samples is lost alone, until `restart` has replaced it. An exception in any rank
-    ends every rank, and every call raises it.
+    A rank is lost when its process died, or missed a deadline and was killed. If a train rank is lost, all train ranks
+    are lost, because their process group is broken: their running and later calls raise the same failure until
+    `restart_trainers` has replaced them. If a rank that only samples is lost, the others continue; `restart` replaces
+    it. An exception in any rank ends every rank, and every call raises it.
 
-    on_lost is called with each failure as soon as it is known, whatever the controller waits for. can_restart_trainers:
-    whether `restart_trainers` works here.
+    on_lost is called with each failure as soon as it is detected, even while the controller waits for something else.
+    can_restart_trainers: whether this executor supports `restart_trainers`.
     """
 
     specs: Sequence[WorkerSpec]
@@ -84,20 +90,32 @@ class Executor(Protocol):
     can_restart_trainers: bool
 
     async def start(self) -> None:
-        """Bring up all ranks: processes (phase start), then `RankWorker.start` in each (phase load)."""
+        """Start all ranks: their processes (phase start), then `RankWorker.start` in each (phase load)."""
         ...
 
-    async def call(self, rank: int, method: Callable[..., Any], *args: Any) -> Any: ...
+    @overload
+    async def call(
+        self,
+        rank: int,
+        method: Callable[Concatenate[RankWorker, P], Coroutine[Any, Any, T]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T: ...
+
+    @overload
+    async def call(
+        self, rank: int, method: Callable[Concatenate[RankWorker, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> T: ...
 
     async def restart(self, rank: int) -> None:
-        """Replace a lost rank that only samples by a new one, as `start` leaves it. Raises: RankFailure."""
+        """Replace a lost rank that only samples by a new one in the state after `start`. Raises: RankFailure."""
         ...
 
     async def restart_trainers(self) -> None:
-        """Replace the lost train ranks by new ones with a process group of their own, as `start` leaves them. The
-        ranks that only sample are not touched. Raises: RankFailure; then all are lost, and it may be called again."""
+        """Replace the lost train ranks by new ones in the state after `start`, with a new process group. Ranks that
+        only sample are not touched. Raises: RankFailure; then all train ranks are lost, and a retry is allowed."""
         ...
 
     async def close(self) -> None:
-        """End every rank, whatever it does. The end of a good run is `call(rank, RankWorker.stop)` before it."""
+        """End every rank, also in the middle of a command. A normal end calls `RankWorker.stop` in each rank first."""
         ...

@@ -1,57 +1,55 @@
-"""TrainGroup and RolloutGroup: all ranks of a kind behind typed methods. What the loops talk to.
+"""TrainGroup and RolloutGroup: all ranks of a kind behind typed methods. The loops use these two classes.
 
-A method's work is done by the RankWorker method of the same name; `executor.call(rank, RankWorker.method, ...)` is
-the only way there, whatever the executor.
+The RankWorker method of the same name does the work; `executor.call(rank, RankWorker.method, ...)` is the only way to
+call it, with every executor.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hashlib
 import itertools
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
+from typing import Concatenate, Literal, ParamSpec, TypeVar
 
 import numpy as np
 
-from meshrl.cluster.actors import HeldBoxes, RankWorker, UpdateReport
+from meshrl.cluster.actors import RankWorker, UpdateReport
 from meshrl.cluster.executor import Executor
-from meshrl.cluster.resident import RowsMessage, SentRows
+from meshrl.cluster.row_cache import RowsMessage, SentRows
 from meshrl.core.batch import LossFn
-from meshrl.core.errors import RankFailure, SyncError, SyncInterrupted
+from meshrl.core.errors import RankFailure
 from meshrl.core.types import Metric, Request, Sample, Turn
 from meshrl.parallel.mesh import data_index, num_peers
 from meshrl.rollout.base import EngineStats
 from meshrl.rollout.build import takes_adapters
 from meshrl.rollout.continuation import join_turns
-from meshrl.sync.layout import Ack, Layout, SyncHeader, SyncMode, make_layout
-from meshrl.sync.transaction import SyncOrder, SyncState, make_header, with_reports
+from meshrl.sync.layout import Layout, SyncMode, make_layout
+from meshrl.train.batch_plan import BatchPlan, make_batch_plan
 from meshrl.train.checkpoint_files import FileFact
-from meshrl.train.engine import Role, RowArrays, StepReport
-from meshrl.train.plan import Plan, make_plan
+from meshrl.train.engine import Role, StepReport
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_TRANSFER_REST = 64  # one part of a transfer of so many is left for its digests: a sync takes less than two transfers
-_MAX_SESSIONS = 100_000  # remembered routes; older sessions are routed anew
+_DIGEST_PART = 64  # 1/64 of the bytes of the transfers is reserved for their digests
+_MAX_SESSIONS = 100_000  # remembered routes; an older session gets a new route
 
 
 class TrainGroup:
     """All train ranks. Every method is one collective command, sent to the ranks in the order of the calls.
 
-    lane: held by a command, and by a whole sync, which is many: a command between two of them would meet other
-    collectives in some ranks than in others. version: of the last committed sync. is_synced: the weights are those of
-    `version`, so no optimizer step has come after it. num_optim_steps: asked for, ever.
+    command_lock: held during a command, and during all commands of a sync: a command between two of them could run
+    between different collectives in different ranks. version: of the last committed sync. is_synced: the weights are
+    those of `version`: no optimizer step has followed it. num_optim_steps: all that were requested so far.
     """
 
     def __init__(self, executor: Executor):
         self.executor = executor
-        self.lane = asyncio.Lock()
+        self.command_lock = asyncio.Lock()
         self.num_ranks = executor.specs[0].num_train_ranks
         self.cfg = executor.specs[0].train
         self.num_data_ranks = self.num_ranks // num_peers(self.cfg.mesh)
@@ -62,30 +60,30 @@ class TrainGroup:
 
     @property
     def changes_mode(self) -> SyncMode:
-        """Of a sync that does not send everything."""
+        """The mode of a sync that does not send all weights."""
         spec = self.executor.specs[0]
         adapters = spec.model.lora.enabled and spec.rollout is not None and takes_adapters(spec.rollout)
         return "adapter" if adapters else "delta"
 
-    def plan(self, samples: Sequence[Sample]) -> Plan:
-        """The packing plan of these samples, made here once for all ranks."""
+    def batch_plan(self, samples: Sequence[Sample]) -> BatchPlan:
+        """The batch plan of these samples, made once for all ranks."""
         lengths = [len(s) for s in samples]
         if not self.cfg.share_prompts:
-            return make_plan(lengths, self.num_data_ranks, self.cfg.max_tokens_per_microbatch)
+            return make_batch_plan(lengths, self.num_data_ranks, self.cfg.max_tokens_per_microbatch)
         numbers: dict[str, int] = {}
         groups = [numbers.setdefault(s.group_id, len(numbers)) for s in samples]
         prefixes = [s.prefix_len if len(s) > s.prefix_len and s.routed_experts is None else 0 for s in samples]
-        return make_plan(lengths, self.num_data_ranks, self.cfg.max_tokens_per_microbatch, groups, prefixes)
+        return make_batch_plan(lengths, self.num_data_ranks, self.cfg.max_tokens_per_microbatch, groups, prefixes)
 
-    async def forward(self, samples: Sequence[Sample], plan: Plan, role: Role) -> list[np.ndarray]:
+    async def forward(self, samples: Sequence[Sample], batch_plan: BatchPlan, role: Role) -> list[np.ndarray]:
         """Logprobs of all samples under `policy` or `reference`, in their order; float32[T] each."""
-        parts: list[RowArrays] = await self._rows(RankWorker.forward, samples, plan, role)
+        parts = await self._rows(RankWorker.forward, samples, batch_plan, role)
         rows = {i: array for part in parts for i, array in part.items()}
         return [rows[i] for i in range(len(samples))]
 
-    async def forward_backward(self, samples: Sequence[Sample], plan: Plan, loss: LossFn) -> UpdateReport:
-        """Add the gradient of these samples; the ranks' metrics together."""
-        reports: list[UpdateReport] = await self._rows(RankWorker.forward_backward, samples, plan, loss)
+    async def forward_backward(self, samples: Sequence[Sample], batch_plan: BatchPlan, loss: LossFn) -> UpdateReport:
+        """Add the gradient of these samples; returns the metrics of all ranks."""
+        reports = await self._rows(RankWorker.forward_backward, samples, batch_plan, loss)
         return UpdateReport(
             metrics=[m for r in reports for m in r.metrics], mismatch=[m for r in reports for m in r.mismatch]
         )
@@ -93,64 +91,64 @@ class TrainGroup:
     async def optim_step(self, lr: float) -> StepReport:
         self.is_synced = False
         self.num_optim_steps += 1
-        return (await self._all(RankWorker.optim_step, lr))[0]
+        return (await self._all(lambda rank: self.executor.call(rank, RankWorker.optim_step, lr)))[0]
 
     async def layout(self, transfer_bytes: int) -> Layout:
-        """What syncs carry, from what the ranks of one replica hold."""
-        found: list[HeldBoxes] = await self._all(RankWorker.weights)
+        """The layout of syncs, made from the boxes of one replica's ranks."""
+        found = await self._all(lambda rank: self.executor.call(rank, RankWorker.weights))
         senders = sorted((held for held in found if held.replica == 0), key=lambda held: held.sender)
         first = senders[0]
-        limit = transfer_bytes - transfer_bytes // _TRANSFER_REST
+        limit = transfer_bytes - transfer_bytes // _DIGEST_PART
         return make_layout(first.tensors, [held.boxes for held in senders], first.tied, limit, first.digest)
 
     async def model_bytes(self) -> int:
-        """Bytes of the model as it is exported."""
-        return (await self._all(RankWorker.model_bytes))[0]
+        """Bytes of the exported model."""
+        return (await self._all(lambda rank: self.executor.call(rank, RankWorker.model_bytes)))[0]
 
     async def export(self, path: str, tokenizer_from: str | None) -> None:
         """Write a folder that `from_pretrained` loads."""
-        await self._all(RankWorker.export, path, tokenizer_from)
+        await self._all(lambda rank: self.executor.call(rank, RankWorker.export, path, tokenizer_from))
 
     async def save(self, folder: str) -> None:
-        """Copy the training state to host memory and start to write it into `folder`; training may go on."""
-        await self._all(RankWorker.save, folder)
+        """Copy the training state to host memory and start to write it into `folder`; training may continue."""
+        await self._all(lambda rank: self.executor.call(rank, RankWorker.save, folder))
 
     async def finish_save(self) -> dict[str, FileFact]:
-        """Wait until every rank's file is on disk, while other commands go on. Raises: CheckpointError."""
-        return dict(await self._each(RankWorker.finish_save))
+        """Wait until every rank's file is on disk; other commands may run. Raises: CheckpointError."""
+        return dict(await self._each(lambda rank: self.executor.call(rank, RankWorker.finish_save)))
 
     async def load(self, folder: str, version: int) -> None:
-        """Take over a saved training state, whose weights were `version`: the next sync commits that number again.
+        """Load a saved training state. Its weights had this version: the next sync commits that number again.
 
-        Raises: CheckpointError, before anything is touched.
+        Raises: CheckpointError, before anything is changed.
         """
         self._sent.forget()
-        await self._all(RankWorker.load, folder)
+        await self._all(lambda rank: self.executor.call(rank, RankWorker.load, folder))
         self.version, self.is_synced = version - 1, False
 
     async def state_bytes(self) -> int:
-        """Bytes that a checkpoint takes, all ranks together."""
-        return sum(await self._all(RankWorker.state_bytes))
+        """Bytes of a checkpoint, summed over all ranks."""
+        return sum(await self._all(lambda rank: self.executor.call(rank, RankWorker.state_bytes)))
 
     async def idle(self) -> None:
-        """Wait until the ranks have ended what they were asked before."""
-        await self._all(RankWorker.state_bytes)
+        """Wait until the ranks have finished all earlier commands."""
+        await self._all(lambda rank: self.executor.call(rank, RankWorker.state_bytes))
 
     async def memory(self) -> list[tuple[list[Metric], dict[str, int]]]:
         """Each rank's memory metrics, and its engine's bytes by kind."""
-        return await self._all(RankWorker.memory)
+        return await self._all(lambda rank: self.executor.call(rank, RankWorker.memory))
 
     async def _rows(
         self,
         method: Callable[Concatenate[RankWorker, RowsMessage, P], T],
         samples: Sequence[Sample],
-        plan: Plan,
+        batch_plan: BatchPlan,
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> list[T]:
-        """Call every rank with the rows of its data index; the answer of each index's first rank."""
-        async with self.lane:
-            messages = self._sent.messages(samples, plan)
+        """Call every rank with the rows of its data index; returns the answer of each index's first rank."""
+        async with self.command_lock:
+            messages = self._sent.messages(samples, batch_plan)
             try:
                 answers = await asyncio.gather(
                     *(
@@ -163,55 +161,54 @@ class TrainGroup:
                 raise
             return answers[:: num_peers(self.cfg.mesh)]
 
-    async def _all(self, method: Any, *args: Any) -> list[Any]:
-        async with self.lane:
-            return await self._each(method, *args)
+    async def _all(self, call: Callable[[int], Awaitable[T]]) -> list[T]:
+        async with self.command_lock:
+            return await self._each(call)
 
-    async def _each(self, method: Any, *args: Any) -> list[Any]:
-        return await asyncio.gather(*(self.executor.call(rank, method, *args) for rank in range(self.num_ranks)))
+    async def _each(self, call: Callable[[int], Awaitable[T]]) -> list[T]:
+        return await asyncio.gather(*map(call, range(self.num_ranks)))
 
 
 class RolloutGroup:
-    """All samplers, with the shape of one: adds routing by session, continuation of aborted turns, and the
-    replacement of ranks that only sample and are lost, from the moment that they are; what they were asked is asked
-    again.
+    """All samplers, with the interface of one. It routes requests by session, continues aborted turns, and replaces
+    lost ranks that only sample as soon as the loss is detected; requests to them are sent again.
 
-    max_restarts: how many are replaced before the failure of the next is raised. note: told of each. on_failure: told
-    at once when one can't be replaced. in_flight: what becomes of turns under way when new weights come; each token has
-    its version in any case. keep = they stay where they are, and an engine that can't hold them finishes them first;
-    abort = they leave their engines, and go on from their last token when the weights are in place; restart = they
-    begin anew, so that a turn is of one version.
+    max_restarts: how many ranks are replaced before the next failure is raised. note: receives a line for each.
+    on_failure: called at once when a rank can't be replaced. in_flight: what happens to running turns when new weights
+    arrive; each token records its version in any case. keep = they stay in their engine; an engine that can't keep them
+    finishes them first. abort = the engine aborts them, and they continue from their last token after the sync. restart
+    = they begin again, so that a turn has one version.
     """
 
     def __init__(self, executor: Executor, max_restarts: int = 0):
         self.executor, self.max_restarts = executor, max_restarts
         self.note: Callable[[str], None] = partial(print, file=sys.stderr)
         self.on_failure: Callable[[RankFailure], None] = lambda failure: None
-        # Gives a new rank what the others have; False while the trainer is between two versions.
-        self.bring_weights: Callable[[int], Awaitable[bool]] | None = None
+        # Sends a new rank the weights that the others have; returns False while the trainer is between two versions.
+        self.send_weights: Callable[[int], Awaitable[bool]] | None = None
         self.in_flight: Literal["keep", "abort", "restart"] = "keep"
-        self._clear = asyncio.Event()  # not while a sync has made turns leave
-        self._clear.set()
-        self.synced = asyncio.Event()  # set by each sync; who waits for the next one clears it
-        self.mending = asyncio.Lock()  # one replacement or sync at a time: both need all train ranks
-        self._mends: dict[RankFailure, asyncio.Task[None]] = {}  # all calls of a lost rank raise the same one
-        self._mended: set[RankFailure] = set()
+        self._may_generate = asyncio.Event()  # cleared during a sync that aborts turns
+        self._may_generate.set()
+        self.synced = asyncio.Event()  # set by each sync; a task that waits for the next sync clears it first
+        self.replacing = asyncio.Lock()  # one replacement or sync at a time: both need all train ranks
+        self._replacements: dict[RankFailure, asyncio.Task[None]] = {}  # all calls of a lost rank raise the same one
+        self._replaced: set[RankFailure] = set()
         self._layout: Layout | None = None
         self.num_restarts = self.num_redone = self.num_failed_syncs = 0
-        self._told = (0, 0)
+        self._reported = (0, 0)
         self.ranks = [spec.rank for spec in executor.specs if spec.samples]
         self._next = itertools.cycle(self.ranks)
         self._routes: dict[str, int] = {}
 
     async def generate(self, request: Request) -> Turn:
-        """Sample one turn in full: what an engine aborts is asked again, with the output so far."""
+        """Sample one complete turn: an aborted request is sent again, with the output so far as its prefix."""
         rank = self._route(request.session)
         parts: list[Turn] = []
         asked = request
         while True:
-            await self._free(rank)
+            await self._wait_until_ready(rank)
             try:
-                turn: Turn = await self.executor.call(rank, RankWorker.generate, asked)
+                turn = await self.executor.call(rank, RankWorker.generate, asked)
             except RankFailure as failure:
                 await self.replaced(failure)
                 self.num_redone += 1
@@ -219,38 +216,38 @@ class RolloutGroup:
             parts.append(turn)
             if turn.stop_reason != "abort":
                 return parts[0] if len(parts) == 1 else join_turns(parts)
-            async with self.mending:  # of a sync that has lost a sampler: it begins again, and brings this one weights
+            async with self.replacing:  # a sync that lost a sampler is repeated, and this rank must get weights first
                 pass
             if self.in_flight == "restart":
                 parts.clear()
             asked = _continued(request, parts) if parts else request
 
-    async def _free(self, rank: int) -> None:
-        """Wait until no sync has made turns leave, and the rank is not being replaced: a new one is there before its
-        weights are."""
+    async def _wait_until_ready(self, rank: int) -> None:
+        """Wait until no sync aborts turns and the rank is not being replaced: a new rank accepts requests before it has
+        weights."""
         while True:
-            mends = [mend for failure, mend in self._mends.items() if failure.rank == rank and not mend.done()]
-            if self._clear.is_set() and not mends:
+            mine = [task for failure, task in self._replacements.items() if failure.rank == rank and not task.done()]
+            if self._may_generate.is_set() and not mine:
                 return
-            await self._clear.wait()
-            for mend in mends:
-                await asyncio.shield(mend)
+            await self._may_generate.wait()
+            for task in mine:
+                await asyncio.shield(task)
 
     @asynccontextmanager
     async def drained(self) -> AsyncIterator[None]:
-        """Around a sync: turns under way are out of their engines, unless they are to be kept."""
+        """Context of a sync: aborts the running turns, except with in_flight = keep."""
         if self.in_flight == "keep":
             yield
             return
-        self._clear.clear()
+        self._may_generate.clear()
         try:
-            await self._where_not_lost(RankWorker.abort)
+            await self._where_not_lost(lambda rank: self.executor.call(rank, RankWorker.abort))
             yield
         finally:
-            self._clear.set()
+            self._may_generate.set()
 
     def _route(self, session: str) -> int:
-        """Sessions go round robin, in order of their first request; a session stays where its cache is."""
+        """Distribute sessions round-robin in the order of their first request; a session stays at its KV cache."""
         if not session:
             return next(self._next)
         if session not in self._routes:
@@ -260,8 +257,8 @@ class RolloutGroup:
         return self._routes[session]
 
     def forget_sessions(self) -> None:
-        """Deal sessions out from the first sampler on again, so that where a prompt runs does not depend on what was
-        sampled before: a resumed run places, and so rounds, as one that was never interrupted (P27)."""
+        """Route new sessions from the first sampler on again, so that a prompt's sampler does not depend on earlier
+        requests: a resumed run has the same routes, and so the same rounding, as an uninterrupted one (P27)."""
         self._next = itertools.cycle(self.ranks)
         self._routes.clear()
 
@@ -270,82 +267,82 @@ class RolloutGroup:
 
     async def abort(self) -> int:
         """Abort all running requests; `generate` continues them by itself."""
-        return sum(await self._all(RankWorker.abort))
+        return sum(await self._all(lambda rank: self.executor.call(rank, RankWorker.abort)))
 
-    async def lend(self) -> int:
-        """Free the memory of colocated samplers until the next sync; returns bytes. Nothing may be running."""
-        return sum(await self._all(RankWorker.lend))
+    async def release_memory(self) -> int:
+        """Free the memory of colocated samplers until the next sync; returns bytes. No request may be running."""
+        return sum(await self._all(lambda rank: self.executor.call(rank, RankWorker.release_memory)))
 
     async def reconcile(self, layout: Layout) -> None:
         """Compare the trainer's layout with every sampler's own parameters. Raises: UnloadedParamsError."""
         self._layout = layout
         only_train = [spec.rank for spec in self.executor.specs if spec.trains and spec.rank not in self.ranks]
         await asyncio.gather(*(self.executor.call(rank, RankWorker.set_layout, layout) for rank in only_train))
-        await self._where_not_lost(RankWorker.set_layout, layout)
+        await self._where_not_lost(lambda rank: self.executor.call(rank, RankWorker.set_layout, layout))
 
     async def trust_loaded_weights(self) -> None:
         async def trust(rank: int) -> bool:
             await self.executor.call(rank, RankWorker.trust_loaded_weights)
             return True
 
-        self.bring_weights = trust
-        await self._all(RankWorker.trust_loaded_weights)
+        self.send_weights = trust
+        await self._all(lambda rank: self.executor.call(rank, RankWorker.trust_loaded_weights))
 
     # ---- ranks that are lost
 
-    def mend(self, failure: RankFailure) -> asyncio.Task[None]:
-        """Begin to put a new rank with the same weights in the place of the lost one; done once for each failure."""
-        if failure not in self._mends:
-            self._mends[failure] = asyncio.create_task(self._mend(failure))
-            self._mends[failure].add_done_callback(self._tell)
-        return self._mends[failure]
+    def replace_lost(self, failure: RankFailure) -> asyncio.Task[None]:
+        """Start to replace the lost rank by a new one with the same weights; once for each failure."""
+        if failure not in self._replacements:
+            self._replacements[failure] = asyncio.create_task(self._replace_lost(failure))
+            self._replacements[failure].add_done_callback(self._report_failure)
+        return self._replacements[failure]
 
     async def replaced(self, failure: RankFailure) -> None:
-        """Wait until a new rank stands in the place of the one whose calls raised `failure`. Raises: as `restart`."""
+        """Wait until the rank of this failure is replaced. Raises: as `restart`."""
         if self.executor.specs[failure.rank].trains:
             raise failure
-        await asyncio.shield(self.mend(failure))  # others wait for it, too
+        await asyncio.shield(self.replace_lost(failure))  # others wait for it, too
 
-    async def _mend(self, failure: RankFailure) -> None:
-        async with self.mending:
-            if not await self.restart(failure) or self.bring_weights is None or failure.rank not in self.ranks:
-                return  # or it held a device for the sampler of another rank
-            if await self.bring_weights(failure.rank):
+    async def _replace_lost(self, failure: RankFailure) -> None:
+        async with self.replacing:
+            if not await self.restart(failure) or self.send_weights is None or failure.rank not in self.ranks:
+                return  # a rank without a sampler only reserves a device for another rank's sampler
+            if await self.send_weights(failure.rank):
                 return
         self.synced.clear()
-        await self.synced.wait()  # which brings its weights, too
+        await self.synced.wait()  # that sync sends this rank its weights, too
 
-    def _tell(self, mend: asyncio.Task[None]) -> None:
-        error = None if mend.cancelled() else mend.exception()
-        if isinstance(error, RankFailure) and not self.executor.specs[error.rank].trains:  # else it was told already
+    def _report_failure(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, RankFailure) and not self.executor.specs[error.rank].trains:  # else: reported already
             self.on_failure(error)
 
-    async def stand_down(self) -> None:
-        """Have the ranks that only sample drop their requests and their weights' version: the trainer goes back to an
-        earlier one. They sample again after `reconcile` and a full sync; who is lost is replaced then."""
-        self.bring_weights = None
-        async with self.mending:  # what has begun is finished
-            for mend in self._mends.values():
-                mend.cancel()
-            self._mends.clear()
-        await self._where_not_lost(RankWorker.cancel_sync, only_sampling=True)
+    async def invalidate(self) -> None:
+        """Make the ranks that only sample drop their requests and weights: the trainer returns to an earlier version.
+        They sample again after `reconcile` and a full sync; lost ranks are replaced then."""
+        self.send_weights = None
+        async with self.replacing:  # a replacement or sync that has started finishes first
+            for task in self._replacements.values():
+                task.cancel()
+            self._replacements.clear()
+        await self._where_not_lost(lambda rank: self.executor.call(rank, RankWorker.cancel_sync), only_sampling=True)
 
-    async def _where_not_lost(self, method: Any, *args: Any, only_sampling: bool = False) -> None:
-        """Call the samplers, and pass over those that only sample and are lost: their successors begin anew."""
+    async def _where_not_lost(self, call: Callable[[int], Awaitable[object]], only_sampling: bool = False) -> None:
+        """Call the samplers. Lost ranks that only sample are ignored: their replacements start without state."""
         specs = (self.executor.specs[rank] for rank in self.ranks)
         asked = [spec.rank for spec in specs if not (only_sampling and spec.trains)]
-        calls = (self.executor.call(rank, method, *args) for rank in asked)
-        for outcome in await asyncio.gather(*calls, return_exceptions=True):
-            lost = isinstance(outcome, RankFailure) and outcome.kind != "raised"
-            if isinstance(outcome, BaseException) and not (lost and not self.executor.specs[outcome.rank].trains):
+        for outcome in await asyncio.gather(*map(call, asked), return_exceptions=True):
+            lost = outcome.rank if isinstance(outcome, RankFailure) and outcome.kind != "raised" else None
+            if isinstance(outcome, BaseException) and (lost is None or self.executor.specs[lost].trains):
                 raise outcome
 
     async def restart(self, failure: RankFailure) -> bool:
-        """Put a new rank without weights in the place of a lost one; False if that was done before. `mending` is held.
+        """Replace a lost rank by a new one without weights; returns False if that was done before. The caller holds
+        `replacing`.
 
-        Raises: the failure, if its rank trains, or the run has failed as a whole, or max_restarts is used up.
+        Raises: the failure, if its rank trains, the run has failed, or max_restarts is used up.
         """
-        if failure in self._mended:
+        if failure in self._replaced:
             return False
         began, rank = time.monotonic(), failure.rank
         lost, chain = failure, {failure}
@@ -353,7 +350,7 @@ class RolloutGroup:
             if self.executor.specs[lost.rank].trains:
                 raise lost
             if self.num_restarts >= self.max_restarts:
-                lost.add_note(f"{self.num_restarts} lost ranks were replaced before it (cluster.max_restarts)")
+                lost.add_note(f"{self.num_restarts} lost ranks had already been replaced (cluster.max_restarts)")
                 raise lost
             self.num_restarts += 1
             self.note(f"{str(lost).splitlines()[0]}; replacing it")
@@ -367,13 +364,13 @@ class RolloutGroup:
                 lost = again
                 chain.add(again)
             else:
-                self._mended |= chain
+                self._replaced |= chain
                 self.note(f"rank {rank} is back after {time.monotonic() - began:.1f} s")
                 return True
 
-    def losses(self) -> list[Metric]:
-        """Ranks replaced and requests asked again since the last call."""
-        (restarts, redone), self._told = self._told, (self.num_restarts, self.num_redone)
+    def replacement_metrics(self) -> list[Metric]:
+        """Metrics: ranks replaced and requests sent again since the last call."""
+        (restarts, redone), self._reported = self._reported, (self.num_restarts, self.num_redone)
         return [
             Metric(name="rollout/ranks_replaced", sum=self.num_restarts - restarts, reduce="sum", unit="ranks"),
             Metric(name="rollout/requests_redone", sum=self.num_redone - redone, reduce="sum", unit="requests"),
@@ -382,119 +379,13 @@ class RolloutGroup:
     # ----
 
     async def stats(self) -> list[EngineStats]:
-        return await self._all(RankWorker.stats)
+        return await self._all(lambda rank: self.executor.call(rank, RankWorker.stats))
 
-    async def _all(self, method: Any, *args: Any) -> list[Any]:
-        return await asyncio.gather(*(self.executor.call(rank, method, *args) for rank in self.ranks))
+    async def _all(self, call: Callable[[int], Awaitable[T]]) -> list[T]:
+        return await asyncio.gather(*map(call, self.ranks))
 
 
 def _continued(request: Request, parts: Sequence[Turn]) -> Request:
-    """The same request with everything sampled so far as its prefix."""
+    """The same request, with all tokens sampled so far as its prefix."""
     prefix = [] if request.prefix_output is None else [request.prefix_output]
     return dataclasses.replace(request, prefix_output=np.concatenate([*prefix, *(t.output_ids for t in parts)]))
-
-
-async def sync_weights(trainer: TrainGroup, rollouts: RolloutGroup, layout: Layout) -> list[Ack]:
-    """Give every sampler the trainer's weights, as version + 1; raises the version once all have proven it.
-
-    Raises: SyncError naming tensor or stage; the samplers then refuse to generate.
-    """
-    async with rollouts.drained():
-        version = trainer.version + 1
-        async with rollouts.mending:
-            acks = await _send_to(rollouts.ranks, trainer, rollouts, layout, version)
-
-        async def bring(rank: int) -> bool:
-            return bool(await _send_to([rank], trainer, rollouts, layout, version, lambda: trainer.is_synced))
-
-        rollouts.bring_weights = bring
-        trainer.version, trainer.is_synced = version, True
-        rollouts.synced.set()
-        return acks
-
-
-async def _send_to(
-    ranks: Sequence[int],
-    trainer: TrainGroup,
-    rollouts: RolloutGroup,
-    layout: Layout,
-    version: int,
-    may: Callable[[], bool] = lambda: True,
-) -> list[Ack]:
-    """Once more from the start, to all of them, when a sampler is lost on the way and can be replaced. `mending` is
-    held. may: whether the weights are still those of this version, asked when no command can move them; if not, nothing
-    is sent, and none acknowledges."""
-    while True:
-        occasion = f"{[*ranks]}, {rollouts.num_restarts} replaced, {rollouts.num_failed_syncs} syncs cancelled"
-        try:
-            async with trainer.lane:
-                if not may():
-                    return []
-                return await _sync(trainer, ranks, layout, version, hashlib.sha256(occasion.encode()).hexdigest()[:16])
-        except BaseException as error:
-            rollouts.num_failed_syncs += 1
-            lost = error if isinstance(error, RankFailure) else error.__cause__
-            if not isinstance(lost, RankFailure):
-                raise
-            await rollouts.restart(lost)
-
-
-async def _sync(trainer: TrainGroup, samplers: Sequence[int], layout: Layout, version: int, occasion: str) -> list[Ack]:
-    """One call for each rank that sends, receives or both. The first that fails has all others cancelled."""
-    executor = trainer.executor
-    ranks = sorted({*range(trainer.num_ranks), *samplers})
-    found = await asyncio.gather(*(executor.call(rank, RankWorker.sync_state, occasion) for rank in ranks))
-    states: dict[int, SyncState] = dict(zip(ranks, found, strict=True))
-    header = make_header(layout, version, list(states.values()), trainer.changes_mode)
-    orders = {
-        rank: _order(header, occasion, rank, states, samplers)
-        for rank, state in states.items()
-        if state.sender is not None or rank in samplers
-    }
-    calls = {rank: asyncio.ensure_future(executor.call(rank, RankWorker.sync, order)) for rank, order in orders.items()}
-    try:
-        await asyncio.wait(calls.values(), return_when=asyncio.FIRST_EXCEPTION)
-        outcomes = [call.result() for call in calls.values()]
-        acks, reports = ([part for part in parts if part is not None] for parts in zip(*outcomes, strict=True))
-        return with_reports(acks, reports, header)
-    except BaseException as error:
-        cancelling = (executor.call(rank, RankWorker.cancel_sync) for rank in calls)
-        ended = await asyncio.gather(*cancelling, return_exceptions=True)
-        failures = await asyncio.gather(*calls.values(), return_exceptions=True)
-        if not isinstance(error, Exception):  # this task was cancelled; what the ranks report then only follows from it
-            raise
-        cause = _cause([failure for failure in failures if isinstance(failure, Exception)]) or error
-        for rank, outcome in zip(calls, ended, strict=True):
-            if isinstance(outcome, BaseException):
-                cause.add_note(f"rank {rank} could not be cancelled either: {outcome!r}")
-        if isinstance(cause, SyncError):
-            raise cause from cause.__cause__
-        raise SyncError(f"the sync of version {version} failed: {type(cause).__name__}: {cause}") from cause
-
-
-def _cause(failures: Sequence[Exception]) -> Exception | None:
-    """Of the failures of several ranks that which made the others fail: a lost rank, then what is no interruption."""
-    lost = [failure for failure in failures if isinstance(failure, RankFailure)]
-    own = [failure for failure in failures if not isinstance(failure, SyncInterrupted)]
-    return next(iter([*lost, *own, *failures]), None)
-
-
-def _order(
-    header: SyncHeader, occasion: str, rank: int, states: Mapping[int, SyncState], samplers: Sequence[int]
-) -> SyncOrder:
-    """What this rank has to know. Train ranks that sample receive from the senders of their own replica."""
-    own = states[rank]
-    peers = {
-        other: state
-        for other, state in states.items()
-        if state.sender is not None and other != rank and (own.sender is None or state.replica == own.replica)
-    }
-    receivers = [other for other in samplers if other != rank and (states[other].sender is None or other in peers)]
-    receives = rank in samplers
-    return SyncOrder(
-        header=header,
-        occasion=occasion,
-        senders={s.sender: s.address for s in peers.values() if s.address and s.sender is not None} if receives else {},
-        number=samplers.index(rank) if receives else 0,
-        num_receivers=len(receivers) if own.sender is not None else len(samplers),
-    )

@@ -1,4 +1,4 @@
-"""Executor `inline`: the one rank lives in this very process. For a debugger, unit tests and a single GPU."""
+"""Executor `inline`: the only rank is in this process. For a debugger, unit tests and a single GPU."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from meshrl.parallel.mesh import forget_meshes
 
 
 class InlineExecutor:
-    """Errors fly through unchanged: the traceback shows the engine's own frames."""
+    """Errors are raised unchanged: the traceback shows the engine's own frames."""
 
     def __init__(self, specs: Sequence[WorkerSpec]):
         if len(specs) != 1:
             raise ConfigError(
-                f"cluster.executor inline holds one rank, but {len(specs)} were asked for; use executor processes"
+                f"cluster.executor inline has one rank, but the config needs {len(specs)}; use executor processes"
             )
         self.specs = specs
         self.on_lost: Callable[[RankFailure], None] = lambda failure: None  # never: this process is the rank
@@ -29,18 +29,18 @@ class InlineExecutor:
     async def start(self) -> None:
         self.worker.start()
 
-    async def call(self, rank: int, method: Callable[..., Any], *args: Any) -> Any:
-        result = method(self.worker, *args)
+    async def call(self, rank: int, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = method(self.worker, *args, **kwargs)
         return await result if inspect.isawaitable(result) else result
 
     async def restart(self, rank: int) -> None:
-        raise AssertionError("a rank that is this process is never lost alone")
+        raise AssertionError("the rank is this process, so it can't be lost alone")
 
     async def restart_trainers(self) -> None:
-        raise AssertionError("ranks that are this process are never lost alone")
+        raise AssertionError("the rank is this process, so it can't be lost alone")
 
     async def close(self) -> None:
-        """This process goes on, so nothing of the engines is left to it, which are rings of objects."""
+        """Free the engines, which contain reference cycles: this process continues."""
         await self.worker.stop()
         self.worker = RankWorker(self.specs[0])
         forget_meshes()

@@ -1,4 +1,4 @@
-"""From the config to running groups: which ranks, which executor, which rendezvous."""
+"""From the config to running groups: chooses the ranks, the executor and the rendezvous."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from meshrl.sync.layout import Layout
 
 @dataclass(slots=True)
 class Groups:
-    """The running ranks of a run. trainer is None where nothing trains, rollouts where no rank samples.
+    """The running ranks of a run. trainer is None when no rank trains, rollouts when no rank samples.
 
-    on_failure: called with a failure that the groups can't repair by themselves, as soon as it is known, whatever the
-    controller waits for. Lost samplers are replaced at once.
+    Lost samplers are replaced at once. on_failure: called as soon as a failure is detected that the groups can't repair
+    by themselves.
     """
 
     trainer: TrainGroup | None
@@ -39,23 +39,24 @@ class Groups:
     def lost(self, failure: RankFailure) -> None:
         """Replace a lost sampler, or pass the failure on."""
         if failure.kind != "raised" and self.rollouts is not None and not self.executor.specs[failure.rank].trains:
-            self.rollouts.mend(failure)
+            self.rollouts.replace_lost(failure)
         else:
             self.on_failure(failure)
 
     def can_restart_after(self, failure: RankFailure) -> bool:
-        """Whether `restart_trainers` may help. An exception would come again."""
+        """Whether `restart_trainers` may help. An exception would be raised again."""
         lost_trainers = failure.kind != "raised" and self.executor.specs[failure.rank].trains
         return lost_trainers and self.executor.can_restart_trainers
 
     async def restart_trainers(self, layout: Layout | None) -> None:
-        """Replace lost train ranks by new ones, which have the weights of the model's folder; so do the samplers in
-        them. Samplers in ranks of their own stay, and wait for weights. layout: of the syncs, where any rank samples.
+        """Replace lost train ranks by new ones. They and their colocated samplers have the weights of the model's
+        folder. Samplers in their own ranks continue to run, and wait for weights. layout: of the syncs; None when no
+        rank samples.
 
-        Raises: RankFailure; it may be called again.
+        Raises: RankFailure; a retry is allowed.
         """
         if self.rollouts is not None:
-            await self.rollouts.stand_down()
+            await self.rollouts.invalidate()
         await self.executor.restart_trainers()
         if self.rollouts is not None and layout is not None:
             await self.rollouts.reconcile(layout)
@@ -73,9 +74,9 @@ async def launched(
     reference: bool = False,
     stop_token_ids: tuple[int, ...] = (),
 ) -> AsyncIterator[Groups]:
-    """Start all ranks, give the groups, and end every rank whatever happens inside.
+    """Start all ranks, yield the groups, and end every rank, also after an error inside the block.
 
-    Raises: RankFailure when a rank does not come up, or fails while it ends.
+    Raises: RankFailure when a rank does not start, or fails while it ends.
     """
     with closing(LeasedFolder()) as home:
         specs = [
@@ -98,7 +99,7 @@ async def launched(
         if is_launched() and cluster.executor != "processes":
             raise ConfigError(
                 f"cluster.executor is {cluster.executor}, but torchrun (RANK and WORLD_SIZE are set) has started one "
-                "process a rank: use executor processes, or start meshrl without it"
+                "process for each rank: use executor processes, or start meshrl without torchrun"
             )
         executor = EXECUTORS[cluster.executor](specs, cluster)
         try:
@@ -122,12 +123,12 @@ async def launched(
 
 
 def _processes(specs: Sequence[WorkerSpec], cluster: ClusterConfig) -> Executor:
-    """One process a rank: started below this one, or by torchrun on every machine."""
+    """One process for each rank: a child of this process, or started by torchrun on every machine."""
     return TorchrunExecutor(specs) if is_launched() else ProcessExecutor(specs)
 
 
 def _ray(specs: Sequence[WorkerSpec], cluster: ClusterConfig) -> Executor:
-    from meshrl.cluster.ray import RayExecutor  # an extra, which other runs do without
+    from meshrl.cluster.ray import RayExecutor  # ray is an optional dependency
 
     return RayExecutor(specs, cluster.address)
 

@@ -1,9 +1,9 @@
 """The node agent of a rank: a small process on the rank's machine that starts the rank's process and reports on it.
 
-An executor for several machines can't signal, observe or wait for a process on another machine. The agent does so, by
-commands over a control connection to the controller. The rank's own commands don't pass through the agent: the rank's
-process inherits a second connection. When the controller has ended, or is silent for connect.LOST_AFTER_S, the agent
-kills the rank. It is imported without torch.
+An executor for several machines can't signal, observe or wait for a process on another machine. The agent does this for
+it, by commands over a control connection to the controller. The rank's own commands don't pass through the agent: the
+rank's process inherits a second connection. When the controller has ended, or sends nothing for connect.LOST_AFTER_S,
+the agent kills the rank. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ class Hello:
 
     rank: int
     kind: Literal["control", "channel"]
-    ip: str  # of its machine, on the way to the controller
+    ip: str  # of the machine's interface to the controller
     machine: str = field(default_factory=socket.gethostname)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spawn:
-    """The command to start the rank's process. fixed: its environment; passed: only what the machine has not set."""
+    """The command to start the rank's process. fixed: environment variables; passed: variables that are set only where
+    the machine has not set them."""
 
     number: int
     program: Program
@@ -42,8 +43,8 @@ class Spawn:
 
 
 def serve(address: tuple[str, int], token: bytes, rank: int) -> int:
-    """Be a rank's node agent until the controller ends it. Returns the exit code: 0 when the run ended well. It begins
-    by removing what killed runs have left on this machine.
+    """Remove temporary resources that killed runs have left on this machine, then be a rank's node agent until the
+    controller ends it. Returns the exit code: 0 when the run ended without a failure.
 
     Raises: ConnectionError when the controller can't be reached.
     """
@@ -86,16 +87,16 @@ class _NodeAgent:
             self.control.close()
 
     def spawn(self, request: Spawn) -> None:
-        """Start the rank's process, with a connection of its own to the controller."""
+        """Start the rank's process, with its own connection to the controller."""
         self.end_child()
         sock = self.connect("channel")
         nearest = {"GLOO_SOCKET_IFNAME": self.interface} if self.interface else {}
         unset = {name: value for name, value in (nearest | request.passed).items() if name not in os.environ}
         self.child = SpawnedProcess(request.program, f"rank_{self.rank}", unset | request.fixed, sock)
-        threading.Thread(target=self.watch, args=(self.child, request.number), daemon=True).start()
+        threading.Thread(target=self.report_end, args=(self.child, request.number), daemon=True).start()
 
-    def watch(self, child: SpawnedProcess, number: int) -> None:
-        """Report how the rank's process ended, as soon as it has."""
+    def report_end(self, child: SpawnedProcess, number: int) -> None:
+        """Wait until the rank's process ends, and report how it ended."""
         self.report("ended", (number, child.ending(None)))
 
     def end_child(self) -> None:

@@ -1,4 +1,4 @@
-"""The phases of a run: which one a command to a rank belongs to. Their deadlines are `cluster.deadlines` (P26)."""
+"""The phases of a run: each command to a rank belongs to one. Their deadlines are in `cluster.deadlines` (P26)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ATTRIBUTE = "meshrl_phase"
 
 
 def phase(name: str) -> Callable[[F], F]:
-    """Mark a method that ranks are asked to run."""
+    """Mark a method that the controller calls in ranks with its phase."""
 
     def mark(method: F) -> F:
         setattr(method, _ATTRIBUTE, name)
@@ -22,6 +22,6 @@ def phase(name: str) -> Callable[[F], F]:
 
 
 def phase_of(method: Callable[..., Any]) -> str:
-    """The phase of a method, called from where the controller now is; its own name where it is not marked."""
+    """The phase of a method when the controller calls it now; the method's name if it is not marked."""
     found: str = getattr(method, _ATTRIBUTE, method.__name__)
     return "eval" if found == "rollout" and current_span() == "eval" else found

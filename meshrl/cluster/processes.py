@@ -1,10 +1,10 @@
 """Executor `processes`: one process for each rank on this machine, with torch.distributed inside. It needs no Ray.
 
-On the controller's side, one thread for each rank reads its answers and one writes its commands, so a rank that is busy
-training never blocks the event loop, and neither side can wait for the other to read. A call ends with the rank's
-answer, the rank's death (its socket ends), or the deadline of the call's phase. The last two, and an exception, start
-an inquiry into which rank has caused the failure. It ends every rank, all ranks that train, or the one that only
-samples. A death starts an inquiry even when no call waits.
+In the controller, one thread for each rank reads its answers and one writes its commands, so a rank that is busy
+training never blocks the event loop, and the two sides can't deadlock by waiting for each other to read. A call ends
+with the rank's answer, the end of the rank's process (its socket closes), or the deadline of the call's phase. The last
+two, and an exception, start a diagnosis that finds the rank that caused the failure. It ends every rank, all train
+ranks, or one rank that only samples. The end of a process starts a diagnosis even when no call waits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from multiprocessing.pool import RemoteTraceback
+from multiprocessing.pool import RemoteTraceback  # type: ignore[attr-defined]
 from typing import Any, Literal, Protocol
 
 from meshrl.cluster.actors import RankWorker
@@ -36,8 +36,8 @@ from meshrl.process.diagnosis import Snapshot, innermost_frames, waits_for_other
 from meshrl.process.spawn import Program, SpawnedProcess
 
 _STOP_GRACE_S = 5.0
-_SETTLE_S = 1.5  # an exception may be the echo of another rank's death, which shows within this time
-_REAP_S = 2.0  # the end of a process follows the end of its channel
+_SETTLE_S = 1.5  # an exception may result from another rank's death, which is detected within this time
+_REAP_S = 2.0  # a channel closes shortly before its process has ended
 
 RANK = Program(
     "meshrl.cluster.worker",
@@ -50,9 +50,9 @@ RANK = Program(
 
 
 class RankProcess(Protocol):
-    """A rank's process on this machine (a SpawnedProcess, whose docstrings apply) or on another."""
+    """A rank's process on this machine (a SpawnedProcess: its docstrings apply) or on another."""
 
-    place: str  # for people, as ", on 10.0.0.2 (gpu-7)"; empty on the controller's machine
+    place: str  # for messages, such as ", on 10.0.0.2 (gpu-7)"; empty on the controller's machine
 
     def ending(self, timeout_s: float = 0.0) -> str | None: ...
 
@@ -65,7 +65,7 @@ class RankProcess(Protocol):
 
 @dataclass(slots=True)
 class _Call:
-    """occupies: the rank takes no other command before it has answered this one."""
+    """occupies: the rank runs no other command before it has answered this one."""
 
     phase: str
     future: asyncio.Future[Any]
@@ -73,28 +73,28 @@ class _Call:
 
 
 @dataclass(slots=True)
-class Connected:
-    """A rank as the controller sees it: its process, its channel, and the calls that wait for an answer."""
+class RankConnection:
+    """The controller's state of a rank: its process, its channel, and the calls that wait for an answer."""
 
     process: RankProcess
     sock: socket.socket
     commands: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
     pending: dict[int, _Call] = field(default_factory=dict)
-    outbox: list[tuple[int, Callable[..., Any], tuple[Any, ...]]] = field(default_factory=list)
-    lost: RankFailure | None = None  # ended alone, and not replaced yet
+    outbox: list[tuple[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
+    lost: RankFailure | None = None  # set until the rank is replaced
 
     @property
     def phases(self) -> str:
-        """Of its commands; of the run where it has none."""
+        """The phases of its running commands; the run's phase if it has none."""
         return ", ".join(sorted({call.phase for call in self.pending.values()})) or latest_span() or "start"
 
 
 @dataclass(frozen=True, slots=True)
 class _Suspicion:
-    """A sign that something is wrong with a rank. cause: one line; details: a traceback. call: not answered in time."""
+    """A sign of a failure of a rank. cause: one line; details: a traceback. call: the one that missed its deadline."""
 
     index: int
-    rank: Connected
+    rank: RankConnection
     phase: str
     kind: Literal["raised", "ended", "silent"]
     cause: str
@@ -103,22 +103,22 @@ class _Suspicion:
 
     @property
     def is_over(self) -> bool:
-        """Whether the call has been answered since: the rank had waited for another, which was handled before it."""
+        """Whether the call has been answered since: the rank waited for another rank, which has been handled first."""
         return self.call is not None and self.call not in self.rank.pending.values()
 
 
 class ProcessExecutor:
-    """Starts one process for each rank, each with one end of a socket pair."""
+    """Starts one process for each rank; a socket pair connects it with this process."""
 
     def __init__(self, specs: Sequence[WorkerSpec]):
         self.specs = specs
-        self._ranks: list[Connected] = []
+        self._ranks: list[RankConnection] = []
         self._ids = itertools.count()
         self._failure: RankFailure | None = None
         self._suspicions: list[_Suspicion] = []
-        self._inquiry: asyncio.Task[None] | None = None  # handles them, one after the other
+        self._diagnosis: asyncio.Task[None] | None = None  # handles the suspicions in order
         self._closing = False
-        self._generations = itertools.count(1)  # of train ranks, each with a process group of its own
+        self._generations = itertools.count(1)  # of train ranks; each generation has its own process group
         self.on_lost: Callable[[RankFailure], None] = lambda failure: None
         self.can_restart_trainers = True
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -129,17 +129,17 @@ class ProcessExecutor:
         self._loop = asyncio.get_running_loop()
         for spec in self.specs:
             self._ranks.append(await self._spawn(spec))
-        await asyncio.gather(*(self.call(spec.rank, came_up) for spec in self.specs))
+        await asyncio.gather(*(self.call(spec.rank, report_pid) for spec in self.specs))
         await asyncio.gather(*(self.call(spec.rank, RankWorker.start) for spec in self.specs))
 
     async def restart(self, rank: int) -> None:
-        """Replace a lost rank that only samples. Raises: RankFailure, the run's own once it has failed."""
+        """Replace a lost rank that only samples. Raises: RankFailure; the run's failure if the run has failed."""
         if self._failure is not None:
             raise self._failure
         await self._replace([rank])
 
     async def restart_trainers(self) -> None:
-        """Replace all train ranks, with a new rendezvous. Raises: RankFailure, the run's own once it has failed."""
+        """Replace all train ranks, with a new rendezvous. Raises: RankFailure; the run's failure if it has failed."""
         if self._failure is not None:
             raise self._failure
         rendezvous = self._new_rendezvous()
@@ -148,17 +148,17 @@ class ProcessExecutor:
         try:
             await self._replace(ranks)
         except RankFailure as failure:
-            for rank in ranks:  # also those that came up: the others will not join them
+            for rank in ranks:  # also those that have started: the others will not join them
                 if self._ranks[rank].lost is None:
-                    _lose(self._ranks[rank], failure)
+                    _mark_lost(self._ranks[rank], failure)
             raise
 
     def _new_rendezvous(self) -> str:
-        """Of a new generation of train ranks: it must not find what the last one has left in its store."""
+        """For a new generation of train ranks: it must not read keys that the last one has left in its store."""
         return f"{self.specs[0].rendezvous}.{next(self._generations)}"
 
     async def _replace(self, ranks: Sequence[int]) -> None:
-        """Replace the processes of lost ranks, and bring the new ones to where `start` leaves them."""
+        """Replace the processes of lost ranks; the new ones are then in the state after `start`."""
         lost = [self._ranks[rank] for rank in ranks]
         for rank in lost:
             _disconnect(rank)
@@ -167,10 +167,10 @@ class ProcessExecutor:
             if self._closing:
                 raise self._ranks[index].lost or RankFailure(index, "start", "the run has ended meanwhile")
             self._ranks[index] = await self._spawn(self.specs[index])
-        await asyncio.gather(*(self.call(rank, came_up) for rank in ranks))
+        await asyncio.gather(*(self.call(rank, report_pid) for rank in ranks))
         await asyncio.gather(*(self.call(rank, RankWorker.start) for rank in ranks))
 
-    async def _spawn(self, spec: WorkerSpec) -> Connected:
+    async def _spawn(self, spec: WorkerSpec) -> RankConnection:
         """Start the process of a rank and open its channel."""
         ours, theirs = socket.socketpair()
         environment = {
@@ -180,15 +180,15 @@ class ProcessExecutor:
         }
         return self._attach(spec, SpawnedProcess(RANK, f"rank_{spec.rank}", environment, theirs), ours)
 
-    def _attach(self, spec: WorkerSpec, process: RankProcess, sock: socket.socket) -> Connected:
-        """Begin to read and write a channel."""
-        rank = Connected(process, sock)
-        rank.commands.put(spec)  # by the writer: a rank that never reads must not block this thread
+    def _attach(self, spec: WorkerSpec, process: RankProcess, sock: socket.socket) -> RankConnection:
+        """Start the threads that read and write a channel."""
+        rank = RankConnection(process, sock)
+        rank.commands.put(spec)  # sent by the writer thread: a rank that never reads must not block this one
         for target in (self._read, self._write):
             threading.Thread(target=target, args=(spec.rank, rank), daemon=True).start()
         return rank
 
-    async def call(self, rank: int, method: Callable[..., Any], *args: Any) -> Any:
+    async def call(self, rank: int, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         state = self._ranks[rank]
         if state.lost is not None:
             raise state.lost
@@ -199,7 +199,7 @@ class ProcessExecutor:
         state.pending[call_id] = call
         if not state.outbox:
             self._loop.call_soon(self._flush, state)
-        state.outbox.append((call_id, method, args))
+        state.outbox.append((call_id, method, args, kwargs))
         deadline_s = self.specs[rank].deadline_s(call.phase)
         timer = self._loop.call_later(deadline_s, self._silent, rank, state, call)
         try:
@@ -207,25 +207,25 @@ class ProcessExecutor:
         finally:
             timer.cancel()
 
-    def _flush(self, state: Connected) -> None:
+    def _flush(self, state: RankConnection) -> None:
         """Send all calls of this tick as one message, so that a rank sees them together."""
         state.commands.put(state.outbox)
         state.outbox = []
 
-    def _write(self, index: int, rank: Connected) -> None:
+    def _write(self, index: int, rank: RankConnection) -> None:
         while (calls := rank.commands.get()) is not None:
             try:
                 frames.send(rank.sock, calls)
             except OSError:
-                return  # the reader sees the end of the socket, too, and reports it
-            except Exception as error:  # an argument that can't be pickled: no answer would ever come
+                return  # the reader thread detects the closed socket and reports it
+            except Exception as error:  # an argument can't be pickled: the call would never be answered
                 assert self._loop is not None
                 cause = f"the command could not be sent: {type(error).__name__}: {error}"
                 suspicion = _Suspicion(index, rank, rank.phases, "raised", cause)
                 self._loop.call_soon_threadsafe(self._suspect, suspicion)
                 return
 
-    def _read(self, index: int, rank: Connected) -> None:
+    def _read(self, index: int, rank: RankConnection) -> None:
         assert self._loop is not None
         while True:
             try:
@@ -238,7 +238,7 @@ class ProcessExecutor:
             if answers is None:
                 return
 
-    def _answered(self, index: int, rank: Connected, answers: list[tuple[int, bool, Any]] | None) -> None:
+    def _answered(self, index: int, rank: RankConnection, answers: list[tuple[int, bool, Any]] | None) -> None:
         if answers is None:
             if rank.lost is None and not self._closing:
                 self._suspect(self._ended(index))
@@ -256,13 +256,13 @@ class ProcessExecutor:
                 error.__cause__ = RemoteTraceback(text)
                 call.future.set_exception(error)
             else:
-                rank.pending[call_id] = call  # until the inquiry has ended
+                rank.pending[call_id] = call  # until the diagnosis has ended
                 last = next((line for line in reversed(text.splitlines()) if line.strip()), "an exception")
                 self._suspect(_Suspicion(index, rank, call.phase, "raised", f"raised {last}", text))
 
     # ---- failures
 
-    def _silent(self, index: int, rank: Connected, call: _Call) -> None:
+    def _silent(self, index: int, rank: RankConnection, call: _Call) -> None:
         spec, phase = self.specs[index], call.phase
         key = f"cluster.deadlines.{phase}" if phase in spec.deadlines else "cluster.timeout_s"
         cause = f"no answer within {key} = {spec.deadline_s(phase):g} s"
@@ -270,29 +270,29 @@ class ProcessExecutor:
 
     def _ended(self, index: int) -> _Suspicion:
         rank = self._ranks[index]
-        ending = rank.process.ending(_REAP_S) or "its channel is closed, but no end of its process has been seen"
+        ending = rank.process.ending(_REAP_S) or "its channel is closed, but its process has not ended"
         return _Suspicion(index, rank, rank.phases, "ended", ending)
 
     def _suspect(self, suspicion: _Suspicion) -> None:
         if self._closing or self._failure is not None:
             return
         self._suspicions.append(suspicion)
-        if self._inquiry is None or self._inquiry.done():
+        if self._diagnosis is None or self._diagnosis.done():
             assert self._loop is not None
-            self._inquiry = self._loop.create_task(self._inquire())
+            self._diagnosis = self._loop.create_task(self._diagnose())
 
-    async def _inquire(self) -> None:
-        """Handle suspicions in order, but for those of ranks that have been ended or replaced meanwhile."""
+    async def _diagnose(self) -> None:
+        """Handle suspicions in order, except those of ranks that have been ended or replaced meanwhile."""
         while self._suspicions and self._failure is None:
             suspicion = self._suspicions.pop(0)
             if suspicion.rank.lost is None:
                 await self._handle(suspicion)
 
     async def _handle(self, first: _Suspicion) -> None:
-        """Find the rank that has caused the failure, record where the others are, and end the ranks that have to end.
+        """Find the rank that caused the failure, record the stacks of the others, and end the ranks that have to end.
 
-        Waits for: a death within _SETTLE_S where the first sign is an exception, and the ranks' stacks. Unblocks: every
-        call, of all ranks, or of the one that can be replaced.
+        Waits for: a death within _SETTLE_S if the first sign is an exception, and the ranks' stacks. Unblocks: all
+        calls of the ranks that it ends.
         """
         culprit = first
         if first.kind != "ended":
@@ -312,20 +312,20 @@ class ProcessExecutor:
         else:
             lost = [self._ranks[index] for index in self._partners(culprit.index)]
         for rank in lost:
-            _lose(rank, failure)
+            _mark_lost(rank, failure)
         self.on_lost(failure)
 
     def _partners(self, index: int) -> list[int]:
-        """The ranks that can make this one wait or fail: train ranks each other, by collectives; a sampler none."""
+        """The ranks that can make this one wait or fail: train ranks each other, by collectives; samplers none."""
         return [spec.rank for spec in self.specs if spec.trains] if self.specs[index].trains else [index]
 
     def _dead_partner(self, index: int) -> int | None:
-        """A rank whose process has ended and that is not lost yet."""
+        """A partner with an ended process that is not marked as lost yet."""
         ranks = ((i, self._ranks[i]) for i in self._partners(index))
         return next((i for i, rank in ranks if rank.lost is None and rank.process.ending() is not None), None)
 
     async def _take_snapshots(self) -> dict[int, Snapshot]:
-        """Of every rank that lives, all at the same time."""
+        """Snapshots of all live ranks, taken at the same time."""
         alive = {i: r for i, r in enumerate(self._ranks) if r.lost is None and r.process.ending() is None}
         loop, threads = asyncio.get_running_loop(), ThreadPoolExecutor(max(1, len(alive)))
         taken = await asyncio.gather(*(loop.run_in_executor(threads, r.process.snapshot) for r in alive.values()))
@@ -333,7 +333,7 @@ class ProcessExecutor:
         return dict(zip(alive, taken, strict=True))
 
     def _silent_one(self, first: _Suspicion, snapshots: dict[int, Snapshot]) -> _Suspicion:
-        """Of ranks that give no answer: one that is stopped, else one that the others wait for in a collective."""
+        """The rank that caused a missed deadline: a stopped one, else one that the others wait for in a collective."""
         busy = [i for i in self._partners(first.index) if i in snapshots and self._ranks[i].pending]
         stopped = [i for i in busy if snapshots[i].is_stopped]
         at_work = [i for i in busy if not waits_for_others(snapshots[i].stacks)]
@@ -347,7 +347,7 @@ class ProcessExecutor:
         return _Suspicion(index, rank, rank.phases, "silent", first.cause + note)
 
     def _failure_of(self, culprit: _Suspicion, snapshots: dict[int, Snapshot]) -> RankFailure:
-        """For people: the culprit's traceback or stacks, then the others' innermost frames."""
+        """The error for users: the culprit's traceback or stacks, then the innermost frames of the other ranks."""
         heads = {i: f"rank {i}, in phase {self._ranks[i].phases!r}:" for i in snapshots}
         stacks = {
             i: "the process is stopped (SIGSTOP, or a debugger)" if s.is_stopped else s.stacks or "it wrote no stack"
@@ -363,8 +363,8 @@ class ProcessExecutor:
     # ---- the end
 
     async def close(self) -> None:
-        """End all ranks: by request at first, by SIGKILL after a few seconds, or at once where one is in a
-        command whose answer no caller waits for any more. No child process is left."""
+        """End all ranks: by request, then by SIGKILL after a few seconds; at once if a rank is still busy with a
+        command. No child process is left."""
         living = [i for i, rank in enumerate(self._ranks) if rank.lost is None]
         if any(call.occupies for i in living for call in self._ranks[i].pending.values()):
             self._closing = True
@@ -378,21 +378,21 @@ class ProcessExecutor:
                 stop.cancel()
             await asyncio.gather(*stops, return_exceptions=True)
         self._closing = True
-        if self._inquiry is not None:
-            self._inquiry.cancel()
+        if self._diagnosis is not None:
+            self._diagnosis.cancel()
         for rank in self._ranks:
             _disconnect(rank)
         await asyncio.gather(*(asyncio.to_thread(rank.process.end, _STOP_GRACE_S) for rank in self._ranks))
 
 
 @phase("start")
-def came_up(worker: RankWorker) -> int:
-    """The process id of a rank that takes commands."""
+def report_pid(worker: RankWorker) -> int:
+    """The process id of a rank; the answer shows that the rank accepts commands."""
     return os.getpid()
 
 
-def _lose(rank: Connected, failure: RankFailure) -> None:
-    """End a rank; its calls, under way and later, get the failure."""
+def _mark_lost(rank: RankConnection, failure: RankFailure) -> None:
+    """Kill a rank; its running and later calls raise the failure."""
     rank.lost = failure
     rank.process.kill()
     for call in rank.pending.values():
@@ -401,24 +401,24 @@ def _lose(rank: Connected, failure: RankFailure) -> None:
 
 
 def _take_exception(future: asyncio.Future[Any]) -> None:
-    """Mark the exception as retrieved: the caller may have been cancelled, or have got another failure."""
+    """Mark the exception as retrieved: the caller may have been cancelled, or have raised another failure."""
     if not future.cancelled():
         future.exception()
 
 
-def _disconnect(rank: Connected) -> None:
+def _disconnect(rank: RankConnection) -> None:
     """Close the rank's channel; its threads end, and so does the rank."""
     rank.commands.put(None)
-    with contextlib.suppress(OSError):  # a dead rank's socket is not connected any more
-        rank.sock.shutdown(socket.SHUT_RDWR)  # close alone does not end a recv that the reader is in
+    with contextlib.suppress(OSError):  # the socket of a dead rank is not connected
+        rank.sock.shutdown(socket.SHUT_RDWR)  # close alone does not end a recv in the reader thread
     rank.sock.close()
 
 
 def _loopback() -> str:
-    """Name of the loopback interface: ranks of one machine need no other, and a laptop may have none."""
+    """Name of the loopback interface: ranks on one machine need no other, and a laptop may have no other."""
     return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
 
 
 def python_path() -> str:
-    """PYTHONPATH for a rank, which has to find all modules that its controller finds."""
+    """PYTHONPATH for a rank: it must find all modules that its controller finds."""
     return os.pathsep.join(path for path in sys.path if path)

@@ -1,4 +1,4 @@
-"""One rank's part in weight syncs: what it sends of its train engine, and what its sampler receives."""
+"""One rank's part in weight syncs: it sends the weights of its train engine, and its sampler receives weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from meshrl.cluster.executor import WorkerSpec
-from meshrl.core.device import empty_cache, wire_device
+from meshrl.core.device import empty_cache, transfer_device
 from meshrl.core.errors import SyncInterrupted
 from meshrl.rollout.base import RolloutEngine
 from meshrl.rollout.build import takes_adapters
@@ -23,7 +23,7 @@ from meshrl.train.engine import TrainEngine
 
 
 class RankSync:
-    """Build once for each rank; `set_layout` comes before the first sync, and again after other ranks were replaced."""
+    """One object for each rank. `set_layout` is called before the first sync, and again after ranks were replaced."""
 
     def __init__(
         self, spec: WorkerSpec, device: torch.device, trainer: TrainEngine | None, sampler: RolloutEngine | None
@@ -45,8 +45,8 @@ class RankSync:
         if self._sampler is not None:
             await self._sampler.reconcile(layout)
 
-    def state(self, occasion: str) -> SyncState:
-        """What this rank brings to the next sync. occasion: as in SyncOrder."""
+    def state(self, connection_id: str) -> SyncState:
+        """This rank's state before the next sync. connection_id: as in SyncOrder."""
         version = None if self._sampler is None else self._sampler.stats().version
         if self._trainer is None:
             return SyncState(version=version)
@@ -64,23 +64,23 @@ class RankSync:
         return SyncState(
             sender=shard,
             replica=replica,
-            address=None if self._transport is None else self._transport.prepare(occasion),
+            address=None if self._transport is None else self._transport.prepare(connection_id),
             base_version=self._sender.base_version,
             version=version,
         )
 
     async def sync(self, order: SyncOrder) -> tuple[Ack | None, SendReport | None]:
-        """Send, receive and prove (with a train engine, a collective).
+        """Send, receive and verify weights (with a train engine, a collective).
 
-        Waits for: the other ranks. Unblocked by: `cancel`, a lost rank. Raises: SyncError; the sampler holds no version
-        then.
+        Waits for: the other ranks. Unblocked by: `cancel`, a lost rank. Raises: SyncError; the sampler has no valid
+        version then.
         """
         self._cancelled = False
         self._running = asyncio.ensure_future(self._sync(order))
         try:
             return await self._running, None if self._sender is None else self._sender.report
         except BaseException as error:
-            await self._give_up()
+            await self._abort()
             if isinstance(error, asyncio.CancelledError) and self._cancelled:
                 raise SyncInterrupted(f"rank {self._spec.rank}: the sync was cancelled") from None
             raise
@@ -91,7 +91,7 @@ class RankSync:
         layout, sampler, trainer = self._needed_layout(), self._sampler, self._trainer
         shares_device = self._colocated and self._cfg.release_memory
         if shares_device:
-            self._give_back()
+            self._empty_caches()
             if sampler is not None:
                 await sampler.restore({"weights"})
         if self._transport is None and not self._in_place:
@@ -102,7 +102,7 @@ class RankSync:
         targets = sampler.targets() if self._in_place and isinstance(sampler, EmbeddedEngine) else None
         ack = await sync_rank(order, layout, self._transport, self._sender, sampler, targets)
         if shares_device:
-            self._give_back()
+            self._empty_caches()
             if sampler is not None:
                 await sampler.restore({"kv_cache"})
         if trainer is not None:
@@ -110,22 +110,22 @@ class RankSync:
         return ack
 
     async def cancel(self) -> None:
-        """Give up the sync that is open, if there is one, so that no other rank waits for this one. The sampler holds
-        no version then."""
+        """Cancel the running sync, if there is one, so that no other rank waits for this one. The sampler has no valid
+        version then."""
         if self._running is None:
-            await self._give_up()
-        else:  # `sync` gives up then
+            await self._abort()
+        else:  # `sync` calls _abort then
             self._cancelled = True
             self._running.cancel()
 
-    async def _give_up(self) -> None:
+    async def _abort(self) -> None:
         if self._transport is not None:
             self._transport.disconnect()
         if self._sampler is not None:
             await self._sampler.cancel()
 
     def close(self) -> None:
-        """Free the buffers; nothing is under way."""
+        """Free the buffers. No sync may be running."""
         if self._transport is not None:
             self._transport.close()
         self._transport = self._sender = None
@@ -138,30 +138,30 @@ class RankSync:
 
     @property
     def _in_place(self) -> bool:
-        """Whether this rank's train engine holds everything and its sampler's tensors are in this process."""
+        """Whether this rank's train engine holds all weights and its sampler's tensors are in this process."""
         trainer = self._trainer
         alone = trainer is not None and trainer.mesh["dp_shard"].size() == 1
         return self._colocated and alone and isinstance(self._sampler, EmbeddedEngine)
 
     def _new_transport(self, layout: Layout, sender: int | None) -> Transport:
-        """Shared memory and sockets; but broadcasts, if they are asked for, or where train ranks that sample too are on
-        several machines or hold their weights on accelerators."""
-        spec, timeout_s = self._spec, self._spec.deadline_s("sync") / 2  # an error before the rank counts as silent
+        """Shared memory and sockets; or broadcasts, if the config selects them, or if colocated ranks are on several
+        machines or hold their weights on accelerators."""
+        spec, timeout_s = self._spec, self._spec.deadline_s("sync") / 2  # fails before the rank misses its deadline
         host = "127.0.0.1" if spec.nodes == 1 else spec.address
         if self._trainer is not None and self._colocated and (spec.nodes > 1 or self._device.type != "cpu"):
             shared = self._trainer.mesh["dp_shard"].get_group()
             return Broadcast(layout, sender, host, self._device, timeout_s, shared)
         if not self._colocated and self._cfg.sync_transport == "broadcast":
-            return Broadcast(layout, sender, host, wire_device(self._device), timeout_s)
+            return Broadcast(layout, sender, host, transfer_device(self._device), timeout_s)
         return Sockets(layout, sender, host, machine=spec.rank // spec.num_local_ranks, timeout_s=timeout_s)
 
-    def _give_back(self) -> None:
-        """Return memory that torch only caches to the device, on all ranks, for samplers may be other processes and lie
-        on the devices of several (a collective)."""
+    def _empty_caches(self) -> None:
+        """Release torch's cached memory to the device, on all ranks: a sampler may be another process, on the devices
+        of several ranks (a collective)."""
         empty_cache(self._device)
         dist.barrier()
 
     def _needed_layout(self) -> Layout:
         if self._layout is None:
-            raise ValueError(f"rank {self._spec.rank}: a sync came before set_layout")
+            raise ValueError(f"rank {self._spec.rank}: sync was called before set_layout")
         return self._layout

@@ -1,7 +1,7 @@
-"""Executor `ray`: Ray finds the machines and starts a node agent for each rank there; the rest is cluster/remote.py.
+"""Executor `ray`: Ray finds the machines and starts a node agent for each rank there; the rest is in cluster/remote.py.
 
-One placement group reserves all that a run needs, all or nothing: a bundle for each machine, on different machines
-(STRICT_SPREAD), with an accelerator or else a CPU core for each of its ranks. Nothing goes through Ray's object store:
+One placement group reserves all resources of a run, or none: one bundle for each machine, on different machines
+(STRICT_SPREAD), with an accelerator or else a CPU core for each of its ranks. No data goes through Ray's object store:
 samples go from the controller to the rank over its channel, gradients and weights from rank to rank.
 
 Only this file imports ray, and it is imported only when `cluster.executor` is `ray`.
@@ -26,28 +26,28 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from meshrl.cluster.executor import WorkerSpec
-from meshrl.cluster.remote import Agent, RemoteExecutor
+from meshrl.cluster.remote import AgentConnection, RemoteExecutor
 from meshrl.core.device import cluster_resources
 from meshrl.core.errors import ConfigError, RankFailure
 
-_JOINING_S = 15.0  # a machine that has just been started may take so long to appear
+_JOINING_S = 15.0  # a new machine may need this long to join the cluster
 _POLL_S = 5.0  # while Ray has not granted the machines
-_STORE_BYTES = 80 << 20  # near Ray's least: the object store stays empty
+_STORE_BYTES = 80 << 20  # close to Ray's minimum: the object store stays empty
 
 
 class RayExecutor(RemoteExecutor):
     """Ranks on the machines of a Ray cluster."""
 
     def __init__(self, specs: Sequence[WorkerSpec], address: str | None):
-        """address: host:port of the cluster; `local`: one for this run alone; None: RAY_ADDRESS, else the one that runs
-        here, else, for one machine, `local`."""
+        """address: host:port of the cluster; `local`: a cluster for this run alone; None: RAY_ADDRESS, else the cluster
+        that runs on this machine, else (for a run on one machine) `local`."""
         super().__init__(specs)
         self._address = address
         self._joined = False
         self._group: PlacementGroup | None = None
         self._bundles: list[int] = []  # of the machines, in the order of the ranks
         self._actors: dict[int, Any] = {}  # by rank
-        self._watches: dict[int, asyncio.Task[None]] = {}
+        self._monitors: dict[int, asyncio.Task[None]] = {}
         self._controller = ("", 0)
         self._need: dict[str, float] = {}  # of one rank
 
@@ -62,21 +62,19 @@ class RayExecutor(RemoteExecutor):
         self._group = placement_group([bundle] * spec.nodes, strategy=strategy)
         limit = spec.deadline_s("start")
         granted, until = asyncio.wrap_future(self._group.ready().future()), time.monotonic() + limit
-        granted.add_done_callback(
-            lambda end: end.cancelled() or end.exception()
-        )  # also that of a group which has been removed
+        granted.add_done_callback(lambda end: end.cancelled() or end.exception())  # a removed group sets an exception
         while not (await asyncio.wait([granted], timeout=_POLL_S))[0]:
-            await self._wait_for_machines(bundle)  # Ray counts one that has just died until its silence is noticed
+            await self._wait_for_machines(bundle)  # Ray notices a dead machine only after some time
             if time.monotonic() > until:
                 cause = f"Ray has not granted {spec.nodes} machines with {_listed(bundle)} within {limit:g} s"
-                raise RankFailure(0, "start", f"{cause}; other runs have them")
+                raise RankFailure(0, "start", f"{cause}; other runs use them")
         await granted
         here = ray.util.get_node_ip_address()
         self._bundles = _in_order(self._group, here)
         return here
 
     def _join(self) -> None:
-        if ray.is_initialized():  # the caller's own, which stays open
+        if ray.is_initialized():  # by the caller, which also ends it
             return
         logging.getLogger("ray").setLevel(logging.ERROR)
         self._joined = True
@@ -86,10 +84,10 @@ class RayExecutor(RemoteExecutor):
                 return
             except ConnectionError as error:
                 if self._address is not None or self.specs[0].nodes > 1 or "RAY_ADDRESS" in os.environ:
-                    where = self._address or os.environ.get("RAY_ADDRESS") or "null, and none runs on this machine"
+                    where = self._address or os.environ.get("RAY_ADDRESS") or "null, and no Ray runs on this machine"
                     raise ConfigError(
-                        f"cluster.address is {where}: no Ray cluster answers there ({error}). Start one by `ray start "
-                        "--head`, and join it on every other machine by `ray start --address HOST:6379`"
+                        f"cluster.address is {where}: no Ray cluster answers there ({error}). Start one with "
+                        "`ray start --head`, and join it on every other machine with `ray start --address HOST:6379`"
                     ) from error
         ray.init(
             address="local",
@@ -100,7 +98,7 @@ class RayExecutor(RemoteExecutor):
         )
 
     async def _wait_for_machines(self, bundle: dict[str, float]) -> None:
-        """Raises: ConfigError when the cluster is too small, however idle it may be."""
+        """Wait until enough machines have joined. Raises: ConfigError when the cluster is too small, even if idle."""
         until, nodes = time.monotonic() + _JOINING_S, self.specs[0].nodes
         while True:
             alive = [node for node in ray.nodes() if node["Alive"]]
@@ -111,7 +109,7 @@ class RayExecutor(RemoteExecutor):
                 has = "; ".join(f"{n['NodeManagerAddress']} has {_listed(n['Resources'])}" for n in alive)
                 raise ConfigError(
                     f"the run needs {nodes} machines with {_listed(bundle)} each (cluster.nodes, "
-                    f"cluster.num_train_ranks, cluster.num_rollout_ranks), and Ray has {len(fit)} such: {has}"
+                    f"cluster.num_train_ranks, cluster.num_rollout_ranks), but Ray has {len(fit)} of them: {has}"
                 )
             await asyncio.sleep(0.5)
 
@@ -123,26 +121,30 @@ class RayExecutor(RemoteExecutor):
         return {spec.rank for spec in self.specs}
 
     def _start_agent(self, spec: WorkerSpec) -> None:
-        options = {"num_cpus": self._need["CPU"], "num_gpus": self._need.get("GPU", 0), "max_restarts": 0}
-        options["resources"] = {name: count for name, count in self._need.items() if name not in ("CPU", "GPU")}
-        options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
-            self._group, placement_group_bundle_index=self._bundles[spec.rank // spec.num_local_ranks]
+        assert self._group is not None, "find_machines comes first"
+        bundle = self._bundles[spec.rank // spec.num_local_ranks]
+        actor: Any = ray.remote(_agent_class()).options(
+            num_cpus=self._need["CPU"],
+            num_gpus=self._need.get("GPU", 0),
+            max_restarts=0,
+            resources={name: count for name, count in self._need.items() if name not in ("CPU", "GPU")},
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle),
         )
-        actor = self._actors[spec.rank] = ray.remote(_agent_class()).options(**options).remote()
+        actor = self._actors[spec.rank] = actor.remote()
         served = asyncio.wrap_future(actor.serve.remote(self._controller, self.token, spec.rank).future())
-        self._watches[spec.rank] = asyncio.create_task(self._watch(spec.rank, served))
+        self._monitors[spec.rank] = asyncio.create_task(self._monitor(spec.rank, served))
 
-    async def replace_agent(self, rank: int, lost: Agent) -> None:
-        """Another actor in the bundle of the lost one; Ray moves the bundle when its machine is lost."""
-        self._watches[rank].cancel()  # the end of the old actor does not concern the new one
+    async def replace_agent(self, rank: int, lost: AgentConnection) -> None:
+        """Start another actor in the bundle of the lost one; Ray moves the bundle when its machine is lost."""
+        self._monitors[rank].cancel()  # the end of the old actor does not concern the new one
         ray.kill(self._actors[rank])
         lost.end(1)
         self._expect("control", rank)
         self._start_agent(self.specs[rank])
         await self.await_agents([rank])
 
-    async def _watch(self, rank: int, served: asyncio.Future[int]) -> None:
-        """Report an actor that has failed before its node agent connected. Later, the connection's end shows it."""
+    async def _monitor(self, rank: int, served: asyncio.Future[int]) -> None:
+        """Report an actor that fails before its node agent connects. A later failure closes the agent's connection."""
         try:
             await served
         except ray.exceptions.RayError as error:
@@ -151,9 +153,9 @@ class RayExecutor(RemoteExecutor):
     async def close(self) -> None:
         """End all ranks and release the machines."""
         await super().close()
-        for watch in self._watches.values():
-            watch.cancel()
-        await asyncio.gather(*self._watches.values(), return_exceptions=True)
+        for monitor in self._monitors.values():
+            monitor.cancel()
+        await asyncio.gather(*self._monitors.values(), return_exceptions=True)
         if ray.is_initialized():
             await asyncio.to_thread(self._leave)
 
@@ -167,7 +169,7 @@ class RayExecutor(RemoteExecutor):
 
 
 def _agent_class() -> type:
-    """The actor. Made here, so that Ray sends it by value: on its machine it imports only the agent, without torch."""
+    """The actor's class. A local class is pickled by value: on its machine it imports only the agent, without torch."""
 
     class NodeAgent:
         def serve(self, address: tuple[str, int], token: bytes, rank: int) -> int:
@@ -179,21 +181,21 @@ def _agent_class() -> type:
 
 
 def _need_of_a_rank() -> dict[str, float]:
-    """A CPU core, and an accelerator where the cluster has any that this run may use."""
+    """A CPU core, and an accelerator if the cluster has one that this run can use."""
     has = ray.cluster_resources()
     accelerator = next((name for name in cluster_resources() if has.get(name, 0) > 0), None)
     return {"CPU": 1, **({accelerator: 1} if accelerator else {})}
 
 
 def _in_order(group: PlacementGroup, here: str) -> list[int]:
-    """The bundles by their machines' addresses, the controller's own first: a run's ranks are where they were when it
-    is started again, and rank 0 is near the controller."""
+    """The bundles in the order of their machines' addresses, the controller's machine first: a restarted run has its
+    ranks on the same machines, and rank 0 is close to the controller."""
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     machines = placement_group_table(group)["bundles_to_node_id"]
     return sorted(machines, key=lambda bundle: (addresses[machines[bundle]] != here, addresses[machines[bundle]]))
 
 
 def _listed(resources: dict[str, float]) -> str:
-    """For people; without memory, and the names that Ray gives to nodes."""
+    """Text for messages, without memory and without the resource names that Ray gives to nodes."""
     counts = {name: n for name, n in resources.items() if ":" not in name and "memory" not in name}
     return " and ".join(f"{n:g} {name}" for name, n in sorted(counts.items()))

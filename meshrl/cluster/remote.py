@@ -1,8 +1,8 @@
-"""Executors for several machines: the ranks of `processes`, each started and watched by a node agent on its machine.
+"""Executors for several machines: the ranks of `processes`, each started and monitored by a node agent on its machine.
 
 A launcher (Ray, torchrun) starts a `node_agent.serve` for each rank, with the controller's address and the run's token.
-All else is as on one machine: the same rank process, the same channel (over TCP, so messages to a rank go straight to
-it), the same inquiry into failures. The ranks' collectives go from rank to rank.
+Everything else is as on one machine: the same rank process, the same channel (over TCP, directly to the rank), the same
+diagnosis of failures. The ranks' collectives go from rank to rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 from meshrl.cluster.executor import WorkerSpec
 from meshrl.cluster.node_agent import Hello, Spawn
-from meshrl.cluster.processes import RANK, Connected, ProcessExecutor, python_path
+from meshrl.cluster.processes import RANK, ProcessExecutor, RankConnection, python_path
 from meshrl.cluster.rendezvous import create_store, master
 from meshrl.core.errors import RankFailure
 from meshrl.process import frames
@@ -30,22 +30,22 @@ from meshrl.process.connect import LOST_AFTER_S, Listener
 from meshrl.process.diagnosis import Snapshot
 
 PASSED = ("HF_", "MESHRL_", "TORCH_", "NCCL_", "GLOO_", "TOKENIZERS_")
-"""Variables of the controller whose names start so reach every rank, where its machine has not set its own."""
-_SNAPSHOT_S = 3.0  # the agent itself needs at most two of them
+"""Environment variables of the controller with these prefixes are set in every rank, unless its machine sets them."""
+_SNAPSHOT_S = 3.0  # the agent itself needs at most 2 s
 _POLL_S = 1.0
 
 
-class Agent:
+class AgentConnection:
     """The controller's end of a node agent. Commands return at once; a thread receives the agent's reports."""
 
     def __init__(self, sock: socket.socket, hello: Hello):
         self.ip, self.node = hello.ip, f"{hello.ip} ({hello.machine})"
-        self.reached_at = sock.getsockname()[0].removeprefix("::ffff:")  # this machine's address on the way there
+        self.reached_at = sock.getsockname()[0].removeprefix("::ffff:")  # this machine's address in that network
         self._sock, self._sending = sock, threading.Lock()
         self._reported = threading.Condition()
         self._endings: dict[int, str] = {}  # by the number of the spawn
         self._snapshot: Snapshot | None = None
-        self.lost: str | None = None  # why it can't be reached any more
+        self.lost: str | None = None  # the reason, when the agent can't be reached any more
         threading.Thread(target=self._receive, daemon=True).start()
 
     def send(self, command: str, argument: Any = None) -> None:
@@ -53,7 +53,7 @@ class Agent:
             frames.send(self._sock, (command, argument))
 
     def snapshot(self) -> Snapshot:
-        """Of the rank's process; an empty one when no answer comes."""
+        """A snapshot of the rank's process; an empty one if the agent does not answer."""
         self._snapshot = None
         self.send("snapshot")
         with self._reported:
@@ -61,7 +61,7 @@ class Agent:
             return self._snapshot or Snapshot()
 
     def ending(self, number: int, timeout_s: float) -> str | None:
-        """How a spawned process ended, waiting for the report; None while it lives."""
+        """How a spawned process ended; waits for the report at most timeout_s. None while it lives."""
         with self._reported:
             self._reported.wait_for(lambda: number in self._endings or self.lost is not None, timeout_s)
             return self._endings.get(number, self.lost)
@@ -79,7 +79,7 @@ class Agent:
         except EOFError:
             lost = "its node agent has ended"
         except TimeoutError:
-            lost = f"no sign of life from its machine for {LOST_AFTER_S} s"
+            lost = f"no message from its machine for {LOST_AFTER_S} s"
         except OSError as error:
             lost = f"its machine can't be reached: {error.strerror or error}"
         with self._reported:
@@ -87,17 +87,17 @@ class Agent:
             self._reported.notify_all()
 
     def end(self, code: int) -> None:
-        """The agent kills the rank's process if it still runs, and ends with this exit code."""
+        """Make the agent kill the rank's process, if it still runs, and end with this exit code."""
         self.send("end", code)
         with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)  # what was sent still arrives
+            self._sock.shutdown(socket.SHUT_RDWR)  # messages already sent still arrive
         self._sock.close()
 
 
 class RemoteProcess:
     """A rank's process on the machine of its node agent."""
 
-    def __init__(self, agent: Agent, number: int):
+    def __init__(self, agent: AgentConnection, number: int):
         self._agent, self._number = agent, number
         self.place = f", on {agent.node}"
 
@@ -117,12 +117,12 @@ class RemoteProcess:
 
 
 class RemoteExecutor(ProcessExecutor, ABC):
-    """What `ray` and `torchrun` share. They give the controller's address, and start the node agents."""
+    """The common part of `ray` and `torchrun`. These find the controller's address and start the node agents."""
 
     def __init__(self, specs: Sequence[WorkerSpec]):
         super().__init__(specs)
         self.token = secrets.token_bytes(32)
-        self._agents: dict[int, Agent] = {}
+        self._agents: dict[int, AgentConnection] = {}
         self._listener: Listener | None = None
         self._store: Any = None
         self._reached_at = ""
@@ -131,14 +131,14 @@ class RemoteExecutor(ProcessExecutor, ABC):
 
     @abstractmethod
     async def find_machines(self) -> str:
-        """Reserve what the ranks need. Returns the address under which their machines reach this one."""
+        """Reserve the ranks' resources. Returns the address at which their machines reach this one."""
 
     @abstractmethod
     async def start_agents(self, address: tuple[str, int]) -> set[int]:
-        """Have `node_agent.serve(address, self.token, rank)` run for each rank that is returned."""
+        """Start `node_agent.serve(address, self.token, rank)` for each rank that is returned."""
 
-    async def replace_agent(self, rank: int, lost: Agent) -> None:
-        """Start another node agent for one that is lost. Raises: RankFailure where the launcher can't."""
+    async def replace_agent(self, rank: int, lost: AgentConnection) -> None:
+        """Start another node agent for a lost one. Raises: RankFailure if the launcher can't do it."""
         raise RankFailure(rank, "start", f"{lost.lost}, on {lost.node}")
 
     async def start(self) -> None:
@@ -160,15 +160,17 @@ class RemoteExecutor(ProcessExecutor, ABC):
     async def await_agents(self, ranks: Sequence[int]) -> None:
         """Wait until the node agents of these ranks have connected."""
         for rank in ranks:
-            agent = self._agents[rank] = Agent(*await self._connection("control", rank))
+            agent = self._agents[rank] = AgentConnection(*await self._connection("control", rank))
             self.specs = [dataclasses.replace(s, address=agent.ip) if s.rank == rank else s for s in self.specs]
 
     def _expect(self, kind: str, rank: int) -> None:
         assert self._loop is not None
         self._awaited[kind, rank] = self._loop.create_future()
 
-    async def _connection(self, kind: str, rank: int, agent: Agent | None = None) -> tuple[socket.socket, Hello]:
-        """Wait for a connection from a rank's machine. agent: fail when it is lost meanwhile."""
+    async def _connection(
+        self, kind: str, rank: int, agent: AgentConnection | None = None
+    ) -> tuple[socket.socket, Hello]:
+        """Wait for a connection from a rank's machine. agent: raise a failure if this agent is lost meanwhile."""
         limit = self.specs[rank].deadline_s("start")
         until = time.monotonic() + limit
         while True:
@@ -185,7 +187,7 @@ class RemoteExecutor(ProcessExecutor, ABC):
                     raise RankFailure(rank, "start", cause) from None
 
     def _connected(self, sock: socket.socket, hello: Hello) -> None:
-        """In a thread of the listener."""
+        """Called in a thread of the listener."""
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._take, sock, hello)
 
@@ -197,12 +199,12 @@ class RemoteExecutor(ProcessExecutor, ABC):
             awaited.set_result((sock, hello))
 
     def _refuse_start(self, rank: int, cause: str) -> None:
-        """A node agent will not connect: what waits for it gets the failure."""
+        """Raise the failure where the controller waits for a node agent that will not connect."""
         awaited = self._awaited["control", rank]
         if not awaited.done():
             awaited.set_exception(RankFailure(rank, "start", cause))
 
-    async def _spawn(self, spec: WorkerSpec) -> Connected:
+    async def _spawn(self, spec: WorkerSpec) -> RankConnection:
         if spec.rank not in self._agents:
             return await super()._spawn(spec)
         if self._agents[spec.rank].lost is not None:
@@ -216,7 +218,7 @@ class RemoteExecutor(ProcessExecutor, ABC):
         return self._attach(spec, RemoteProcess(agent, number), sock)
 
     def environment(self, spec: WorkerSpec) -> dict[str, str]:
-        """Variables of a rank's process, by torchrun's names."""
+        """Environment variables of a rank's process, with torchrun's names."""
         host, port = master(spec.rendezvous)
         return {
             "PYTHONPATH": python_path(),
@@ -230,7 +232,7 @@ class RemoteExecutor(ProcessExecutor, ABC):
         }
 
     async def close(self) -> None:
-        """End all ranks and node agents, and close what was opened for them here."""
+        """End all ranks and node agents, and close the listener and the store."""
         failed = any(rank.lost is not None and self.specs[i].trains for i, rank in enumerate(self._ranks))
         failed = failed or self._failure is not None
         await super().close()

@@ -10,9 +10,9 @@ _SCHEME = "tcp://"
 
 
 def create_store(host: str) -> tuple[dist.TCPStore, str]:
-    """A store in this process, at any free port, that lives as long as the object; and its rendezvous text.
+    """A store in this process at a free port, which exists as long as the object; and its rendezvous text.
 
-    host: the address under which the ranks reach this machine.
+    host: the address at which the ranks reach this machine.
     """
     store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
     return store, f"{_SCHEME}{host}:{store.port}"

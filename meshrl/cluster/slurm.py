@@ -1,6 +1,6 @@
-"""The batch file that `meshrl launch slurm` writes: torchrun on every node of the job, one rank a GPU.
+"""The batch file that `meshrl launch slurm` writes: torchrun on every node of the job, one rank for each GPU.
 
-Imported without torch: the file is written on a login node.
+This module does not import torch: the file is written on a login node.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Load = Callable[[Sequence[str]], Loaded[RunConfig] | Loaded[SftRunConfig]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlurmJob:
-    """What the batch file asks of Slurm. None leaves a choice to the cluster's defaults.
+    """The resources that the batch file requests from Slurm. None = the cluster's default.
 
-    gpus_per_node None: as many as the config has ranks for each node; 0: that many ranks, on CPUs.
+    gpus_per_node: None = one for each rank of the config; 0 = no GPUs, the ranks run on CPUs.
     """
 
     command: str
@@ -38,12 +38,12 @@ _SCRIPT = """\
 #!/bin/bash
 {directives}
 
-# Every node runs this environment and reads and writes these folders: they must be on a file system that all see.
+# Every node uses this environment and these folders: they must be on a file system that all nodes share.
 cd {folder}
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR="$head" MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000)) PYTHON={python}
 
-# One torchrun a node; a node's number gives its ranks, so that the same job places the same ranks alike.
+# One torchrun for each node. The node's number decides its ranks, so the same job places its ranks in the same way.
 srun --kill-on-bad-exit=1 bash -c 'exec "$PYTHON" -m torch.distributed.run \\
   --nnodes="$SLURM_NNODES" --node-rank="$SLURM_NODEID" --nproc-per-node={ranks} \\
   --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" \\
@@ -52,9 +52,9 @@ srun --kill-on-bad-exit=1 bash -c 'exec "$PYTHON" -m torch.distributed.run \\
 
 
 def batch_file(load: Load, config: str, overrides: Sequence[str], job: SlurmJob) -> str:
-    """The text of the file. What the job's size says of the number of ranks is added to the overrides.
+    """The text of the file. The number of ranks that follows from the job's size is added to the overrides.
 
-    Raises: ConfigError when the config can't run, or can't run on so many GPUs.
+    Raises: ConfigError when the config can't run, or can't run on this number of GPUs.
     """
     if job.nodes < 1 or (job.gpus_per_node is not None and job.gpus_per_node < 0):
         raise ConfigError(
@@ -65,7 +65,7 @@ def batch_file(load: Load, config: str, overrides: Sequence[str], job: SlurmJob)
     cluster = load(overrides).config.cluster
     if cluster.executor != "processes":
         raise ConfigError(
-            f"cluster.executor is {cluster.executor}, but the batch file starts the ranks by torchrun. Use processes"
+            f"cluster.executor is {cluster.executor}, but the batch file starts ranks with torchrun; use processes"
         )
     ranks = cluster.num_train_ranks + cluster.num_rollout_ranks
     if ranks % job.nodes:
@@ -98,13 +98,13 @@ def batch_file(load: Load, config: str, overrides: Sequence[str], job: SlurmJob)
 
 
 def _ranks(config: RunConfig | SftRunConfig, job: SlurmJob) -> list[str]:
-    """All GPUs of the job but those that only sample train."""
+    """The override that makes all GPUs of the job train, except those of ranks that only sample."""
     if not job.gpus_per_node:
         return []
     training = job.nodes * job.gpus_per_node - config.cluster.num_rollout_ranks
     if training < 1:
         raise ConfigError(
-            f"--nodes {job.nodes} x --gpus-per-node {job.gpus_per_node} leaves none to train beside "
-            f"cluster.num_rollout_ranks = {config.cluster.num_rollout_ranks}"
+            f"--nodes {job.nodes} x --gpus-per-node {job.gpus_per_node} leaves no GPU to train after "
+            f"cluster.num_rollout_ranks = {config.cluster.num_rollout_ranks}; request more GPUs"
         )
     return [f"cluster.num_train_ranks={training}"]

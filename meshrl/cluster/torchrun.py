@@ -1,8 +1,8 @@
-"""A run that torchrun, or srun by the same variables, started on every machine at once.
+"""A run that torchrun (or srun with the same environment variables) started on every machine at once.
 
-Rank 0's process is the controller, and starts rank 0 as its child. The others are the node agents of their ranks: they
-read the controller's address and the run's token from torchrun's own store, connect, and serve until the controller
-ends them. Their config is read and checked, but the ranks get the controller's.
+Rank 0's process is the controller, and starts rank 0 as its child. The other processes are the node agents of their
+ranks: they read the controller's address and the run's token from torchrun's own store, connect, and serve until the
+controller ends them. They read and check their config, but the ranks get the controller's config.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def is_launched() -> bool:
-    """Whether this process is one of several of a run."""
+    """Whether torchrun started this process as one of several of a run."""
     return all(name in os.environ for name in _VARIABLES) and int(os.environ["WORLD_SIZE"]) > 1
 
 
 def is_follower() -> bool:
-    """Whether it is the node agent of a rank, and another process is the controller."""
+    """Whether this process is the node agent of a rank, and another process is the controller."""
     return is_launched() and int(os.environ["RANK"]) > 0
 
 
 def follow() -> int:
-    """Be the node agent of this process's rank to the end of the run. Returns the exit code.
+    """Be the node agent of this process's rank until the run ends. Returns the exit code.
 
     Waits for: the controller, which publishes its address when it has loaded its config. Ctrl-C and SIGTERM reach all
-    processes of a run, and the controller decides what they mean, so they are ignored here once it is known.
+    processes of a run and the controller handles them, so this process ignores them once it has the address.
     """
     controller = json.loads(_launch_store().get(_key()))
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -51,7 +51,7 @@ class TorchrunExecutor(RemoteExecutor):
     """The controller's side, in the process of rank 0."""
 
     def __init__(self, specs: Sequence[WorkerSpec]):
-        """Raises: ConfigError when torchrun started another number of processes than the config has ranks."""
+        """Raises: ConfigError when the number of processes differs from the config's number of ranks."""
         started, asked = int(os.environ["WORLD_SIZE"]), specs[0].num_ranks
         if started != asked:
             raise ConfigError(
@@ -61,21 +61,21 @@ class TorchrunExecutor(RemoteExecutor):
         local = int(os.environ.get("LOCAL_WORLD_SIZE", started))
         super().__init__([dataclasses.replace(spec, nodes=started // local) for spec in specs])
         self._launch_store: dist.Store | None = None
-        self.can_restart_trainers = False  # torchrun's own --max-restarts is for that
+        self.can_restart_trainers = False  # torchrun does this with its --max-restarts
 
     async def find_machines(self) -> str:
-        """torchrun has found them; rank 0 is on the machine that it calls master."""
+        """Nothing to find: torchrun runs on them; rank 0 is on the machine with the address MASTER_ADDR."""
         return os.environ["MASTER_ADDR"]
 
     async def start_agents(self, address: tuple[str, int]) -> set[int]:
-        """They run already, and wait for this address."""
-        self._launch_store = _launch_store()  # kept: where torchrun's agent does not run it, this process does
+        """Publish the address: the agents run already, and wait for it."""
+        self._launch_store = _launch_store()  # a reference: without torchrun's agent, the store is in this process
         controller = {"host": address[0], "port": address[1], "token": self.token.hex()}
         self._launch_store.set(_key(), json.dumps(controller))
         return {spec.rank for spec in self.specs if spec.rank > 0}
 
     async def await_agents(self, ranks: Sequence[int]) -> None:
-        """Rank 0 uses the interface on which the last of them has connected."""
+        """Wait for the agents; rank 0 then uses the network interface on which the last of them has connected."""
         await super().await_agents(ranks)
         own = self._agents[max(ranks)].reached_at
         self.interface = interface_of(own) or self.interface
@@ -83,11 +83,11 @@ class TorchrunExecutor(RemoteExecutor):
 
 
 def _launch_store() -> dist.Store:
-    """The store at MASTER_ADDR:MASTER_PORT: the agent's under torchrun, else rank 0's."""
+    """The store at MASTER_ADDR:MASTER_PORT: in torchrun's agent under torchrun, else in rank 0's process."""
     store, _, _ = next(dist.rendezvous("env://"))
     return store
 
 
 def _key() -> str:
-    """A group that torchrun has restarted has a key of its own."""
+    """The store's key; each restart by torchrun has its own."""
     return f"meshrl/controller/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"

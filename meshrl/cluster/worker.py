@@ -1,7 +1,7 @@
 """The process of one rank: reads commands from its socket, runs them on a RankWorker, sends the answers back.
 
-One asyncio loop, one thread. Plain methods run to their end where they stand (the train lane); coroutine methods
-(the sampler) become tasks and interleave. Answers of one tick leave together.
+One asyncio loop, one thread. Plain methods (training) block the loop until they return; coroutine methods (sampling)
+become tasks and interleave. Answers of one tick of the loop are sent together.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import pickle
 import socket
 import sys
 import traceback
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, NoReturn
 
 from meshrl.core.errors import EngineEnded
@@ -35,22 +37,23 @@ class _Server:
             self.loop.remove_reader(self.sock.fileno())
             self.done.set_result(None)
             return
-        for call_id, method, args in calls:  # method: a function of RankWorker, pickled by reference
+        for call_id, method, args, kwargs in calls:  # method: a function of RankWorker, pickled by reference
+            call = partial(method, self.worker, *args, **kwargs)
             if inspect.iscoroutinefunction(method):
-                task = self.loop.create_task(self.run(call_id, method, args))
+                task = self.loop.create_task(self.run(call_id, call))
                 self.tasks.add(task)
                 task.add_done_callback(self.tasks.discard)
             else:
                 try:
-                    self.answer(call_id, True, method(self.worker, *args))
+                    self.answer(call_id, True, call())
                 except Exception as error:
                     self.answer(call_id, False, _portable(error))
 
-    async def run(self, call_id: int, method: Any, args: tuple[Any, ...]) -> None:
+    async def run(self, call_id: int, call: Callable[[], Awaitable[Any]]) -> None:
         try:
-            self.answer(call_id, True, await method(self.worker, *args))
+            self.answer(call_id, True, await call())
         except EngineEnded as error:
-            if not self.worker.spec.trains:  # the controller can start another rank
+            if not self.worker.spec.trains:  # the controller can replace this rank
                 print(f"rank {self.worker.spec.rank}: {error}", file=sys.stderr, flush=True)
                 os._exit(1)
             self.answer(call_id, False, _portable(error))
@@ -68,7 +71,7 @@ class _Server:
 
 
 def _portable(error: Exception) -> tuple[Exception | None, str]:
-    """The error and its traceback; an error that can't be pickled travels as text alone."""
+    """The error and its traceback; only the traceback if the error can't be pickled."""
     text = "".join(traceback.format_exception(error))
     try:
         pickle.loads(pickle.dumps(error))
@@ -87,10 +90,10 @@ async def _serve(sock: socket.socket, spec: Any) -> None:
 
 
 def _end_if_broken(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """A command that can't be read or an answer that can't be sent would leave its caller waiting, so this rank ends.
-    The error is printed on stderr."""
+    """End this rank if a command can't be read or an answer can't be sent: its caller would wait for ever. The error is
+    printed on stderr."""
     loop.default_exception_handler(context)
-    if "handle" in context:  # a callback of the server's own; a task's error has been answered, or is its owner's
+    if "handle" in context:  # a callback of _Server; errors of tasks are handled elsewhere
         os._exit(1)
 
 
@@ -98,7 +101,7 @@ def main() -> NoReturn:
     """Serve commands until the channel closes, then end the process."""
     sock = inherited_channel()
     asyncio.run(_serve(sock, frames.receive(sock)))
-    os._exit(0)  # libraries' exit handlers may wait for peers that are gone
+    os._exit(0)  # exit handlers of libraries may wait for processes that have ended
 
 
 if __name__ == "__main__":

@@ -4,5 +4,5 @@ from meshrl.config.base import Slice, field
 
 
 class AgentConfig(Slice):
-    kind: str = field("single_turn", "a known agent, or a class as package.module:name")
-    args: dict[str, Any] = field({}, "keyword arguments of the agent")
+    kind: str = field("single_turn", "a built-in agent, or a class as package.module:name")
+    args: dict[str, Any] = field({}, "keyword arguments of the agent's class")

@@ -1,5 +1,5 @@
 """The keys of algo.* and their checks. A user-defined loss or advantage is imported here, before any model is loaded,
-so that its keys can be compared with its signature. No other check runs code of the user."""
+so that its keys can be compared with its signature. No other check runs user code."""
 
 from __future__ import annotations
 
@@ -26,11 +26,17 @@ _ANNOTATIONS = "Annotate it as bool, int, float, str, Literal, list or dict, or 
 
 
 class KlConfig(Slice):
-    coef: float = field(0.0, "weight of the KL to the model at the start; 0 = no reference model is built", ge=0)
-    estimator: Literal["k1", "k2", "k3"] = field(
-        "k3", "estimator per token; in the loss k3 or k2, in the reward k1 (k1 in the loss only adds noise)"
+    coef: float = field(
+        0.0,
+        "weight of the KL divergence from the reference, which is the model at the start; 0 = no reference is built",
+        ge=0,
     )
-    place: Literal["loss", "reward"] = field("loss", "a term of the loss, or subtracted from each token's reward")
+    estimator: Literal["k1", "k2", "k3"] = field(
+        "k3", "KL estimator per token: use k3 or k2 in the loss, k1 in the reward (k1 in the loss only adds noise)"
+    )
+    place: Literal["loss", "reward"] = field(
+        "loss", "loss = a term of the loss; reward = subtracted from each token's reward"
+    )
 
 
 class LossConfig(Slice):
@@ -38,8 +44,8 @@ class LossConfig(Slice):
 
     kind: Literal["ppo_clip"] = field(
         "ppo_clip",
-        "PPO's clipped surrogate; or a user-defined function as package.module:name, whose arguments are then the "
-        "other keys of this section (docs/add_an_algorithm.md)",
+        "PPO's clipped surrogate; or a user-defined function as package.module:name, which gets the other keys of this "
+        "section as arguments (docs/add_an_algorithm.md)",
     )
     clip_low: float = field(0.2, "the ratio is clipped below at 1 - clip_low", gt=0, le=1)
     clip_high: float = field(0.2, "the ratio is clipped above at 1 + clip_high; 0.28 is DAPO's clip-higher", gt=0)
@@ -53,8 +59,8 @@ class LossConfig(Slice):
         return self.model_dump(exclude={"kind"})
 
 
-class OwnLossConfig(Slice):
-    """In place of a LossConfig: a user-defined function by its dotted path, and its arguments."""
+class UserLossConfig(Slice):
+    """A user-defined loss, in place of a LossConfig: the dotted path of its function, and its arguments."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -69,26 +75,31 @@ class OwnLossConfig(Slice):
 class AlgoConfig(Slice):
     advantage: str = field(
         "grpo",
-        "baseline from the group: grpo (r - mean) / std, dr_grpo r - mean, rloo r - mean of the others; or a "
-        "user-defined function as package.module:name (docs/add_an_algorithm.md)",
+        "advantage from a sample's reward r and its group: grpo = (r - mean) / std, dr_grpo = r - mean, rloo = r - "
+        "mean of the others; or a user-defined function as package.module:name (docs/add_an_algorithm.md)",
     )
     advantage_eps: float = field(1e-6, "added to the group's std; groups with a smaller std get advantage 0", gt=0)
     loss: SerializeAsAny[LossConfig] = field(
-        LossConfig(), "the policy loss; `ppo_clip` is short for {kind: ppo_clip}, also for a user-defined function"
+        LossConfig(), "the policy loss; a kind alone, such as `loss: ppo_clip`, is short for {kind: ppo_clip}"
     )
     aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant_length"] = field(
-        "token_mean", "what the sum over all tokens of an optimizer step is divided by"
+        "token_mean",
+        "how token losses become the loss of an optimizer step: token_mean = mean over all tokens; "
+        "seq_mean_token_mean = mean over rows of each row's mean; seq_mean_token_sum = mean over rows of each row's "
+        "sum; constant_length = seq_mean_token_sum divided by algo.constant_length",
     )
     constant_length: int | None = field(
-        None, "tokens a row counts for under constant_length; null = rollout.sampling.max_new_tokens", ge=1
+        None,
+        "tokens by which aggregation constant_length divides each row's sum; null = rollout.sampling.max_new_tokens",
+        ge=1,
     )
     truncated: Literal["train", "mask"] = field(
         "train",
         "trajectories that were cut off (by max_new_tokens, the context or max_turns): train = like all others, with "
         "the reward they got; mask = their tokens enter neither the loss nor its denominator, while their rewards "
-        "count in the group's mean and std (DAPO's overlong filtering, as TRL's mask_truncated_completions)",
+        "count in the group's mean and std (DAPO's overlong filtering, TRL's mask_truncated_completions)",
     )
-    kl: KlConfig = field(KlConfig(), "KL to the reference; `off` is short for {coef: 0}")
+    kl: KlConfig = field(KlConfig(), "KL divergence from the reference model; `off` is short for {coef: 0}")
     correction: Literal["off"] = field(
         "off", "importance correction from sampler to trainer; off: at staleness 0 both have the same weights"
     )
@@ -96,25 +107,25 @@ class AlgoConfig(Slice):
 
     @field_validator("loss", mode="wrap")
     @classmethod
-    def _own_loss(cls, value: Any, validate: Callable[[Any], Any]) -> Any:
+    def _user_loss(cls, value: Any, validate: Callable[[Any], Any]) -> Any:
         kind = value.get("kind") if isinstance(value, dict) else None
         if isinstance(kind, str) and ":" in kind:
-            return OwnLossConfig.model_validate(value)
-        return value if isinstance(value, OwnLossConfig) else validate(value)
+            return UserLossConfig.model_validate(value)
+        return value if isinstance(value, UserLossConfig) else validate(value)
 
 
 def algorithm_problems(algo: AlgoConfig, training: bool) -> Iterator[Problem]:
-    """What is wrong with the algorithm; user-defined functions are checked only for training."""
+    """Problems of algo.*; user-defined functions are checked only for training."""
     kl = algo.kl
     if kl.coef > 0 and kl.estimator == "k1" and kl.place == "loss":
         yield Problem(
             ("algo.kl.estimator", "algo.kl.place"),
-            "k1 as a term of the loss has zero mean gradient on-policy: it would add noise and hold nothing back. "
+            "k1 as a term of the loss has zero mean gradient on-policy: it would add noise and restrain nothing. "
             "Use k3 or k2 in the loss, or k1 with place: reward.",
         )
     if training:
-        yield from _own("algo.advantage", algo.advantage, "groups", {})
-        yield from _own(LOSS_KIND, algo.loss.kind, "inputs", algo.loss.args)
+        yield from _user_function("algo.advantage", algo.advantage, "groups", {})
+        yield from _user_function(LOSS_KIND, algo.loss.kind, "inputs", algo.loss.args)
 
 
 def unused_algo_keys(algo: AlgoConfig) -> dict[str, str]:
@@ -129,9 +140,9 @@ def unused_algo_keys(algo: AlgoConfig) -> dict[str, str]:
     return found
 
 
-def _own(key: str, path: str, first: str, args: Mapping[str, Any]) -> Iterator[Problem]:
+def _user_function(key: str, path: str, first: str, args: Mapping[str, Any]) -> Iterator[Problem]:
     """Problems of a user-defined function: of its import, its first argument, and its other keys. None for a built-in
-    function. That a path is malformed or a module missing is reported as for any other dotted path."""
+    function. A malformed path and a missing module are reported by check._kinds, as for every dotted path."""
     if not DOTTED_PATH.fullmatch(path) or not can_be_imported(path):
         return
     try:
@@ -169,7 +180,7 @@ def _nearest(section: str, name: str, own: Mapping[str, Parameter]) -> str:
 
 
 def _wrong_type(key: str, path: str, function: Any, parameter: Parameter, value: Any) -> Iterator[Problem]:
-    """Compares the value with the annotation, as strictly as for any key: 1 is a float, but true is no number."""
+    """Compares the value with the annotation, as strictly as for any key: 1 is a float, but true is not a number."""
     annotation = parameter.annotation
     if annotation is Parameter.empty:
         return
@@ -178,7 +189,7 @@ def _wrong_type(key: str, path: str, function: Any, parameter: Parameter, value:
             annotation = eval(annotation, getattr(inspect.unwrap(function), "__globals__", {}))
         adapter = TypeAdapter[Any](annotation)
     except Exception:  # evaluating the user's annotation may raise anything
-        text = f"{path} annotates it as {parameter.annotation}, which no value of a config can be checked against."
+        text = f"{path} annotates it as {parameter.annotation}; no value of a config can be checked against this type."
         yield Problem((key,), f"{text} {_ANNOTATIONS}")
         return
     try:

@@ -1,4 +1,4 @@
-"""The base of every config slice: pydantic models that refuse unknown keys and have a line about each field."""
+"""The base of every config slice: a pydantic model that refuses unknown keys and describes each field in one line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Slice(BaseModel):
 
 
 def field(default: Any, text: str, **limits: Any) -> Any:
-    """A config field: its default, one line of meaning, unit and reason, and pydantic's limits (ge, gt, le, lt)."""
+    """A config field. text: one line with meaning, unit and reason. limits: pydantic's ge, gt, le and lt."""
     if isinstance(default, (list, dict)):
         return Field(default_factory=lambda: copy.deepcopy(default), description=text, **limits)
     return Field(default, description=text, **limits)

@@ -1,5 +1,5 @@
-"""All checks of a config whose keys and types are right. Those of one section are in the file of its slice; here are
-those that concern several sections, or what this version can do. All of them run before torch is imported.
+"""All checks of a config whose keys and types are right. Checks of one section are in the file of its slice; here are
+checks of several sections, and of choices that this version does not have. All of them run before torch is imported.
 
 Each check yields Problems: which keys, what is wrong, what to do. None raises, so that a user sees all of them at once.
 """
@@ -29,11 +29,11 @@ Purpose = Literal["train", "eval", "sft"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """What is checked. given: the values of files and command line by dotted key; all other keys have defaults.
+    """Input of the checks. given: the values of files and command line by dotted key; all other keys have defaults.
 
     known: names of the reward and agent tables, {"reward": {...}, "agent": {...}}; without an entry only the form of
-    a kind is checked. Its entry "needs_answer" holds the reward kinds that need the answer of a row. rows: those given
-    in memory, by the key of their path.
+    a kind is checked. Its entry "needs_answer" has the reward kinds that need the answer of a row. rows: rows in
+    memory, by the config key that they replace.
     """
 
     config: RunConfig | SftRunConfig
@@ -48,7 +48,7 @@ Check = Callable[[Case], Iterable[Problem]]
 
 
 def check(case: Case) -> list[Problem]:
-    """Everything that is wrong with a config whose keys and types are right."""
+    """All problems of a config whose keys and types are right."""
     config, training = case.config, case.purpose == "train"
     checks = [_not_in_this_version, _aliases, _unused, train_problems, model_problems, run_problems, machine_problems]
     problems = [problem for each in checks for problem in each(case)]
@@ -79,7 +79,7 @@ def has_key(config: RunConfig | SftRunConfig, path: str) -> bool:
 
 
 def unused(config: RunConfig | SftRunConfig) -> dict[str, str]:
-    """Keys that the other choices leave without effect -> why. Setting one is an error; --explain marks them."""
+    """Keys that have no effect with the other choices -> why. Setting one is an error; --explain marks them."""
     found = unused_cluster_keys(config.cluster, isinstance(config, SftRunConfig))
     if not config.model.lora.enabled:
         found |= dict.fromkeys((f"model.lora.{name}" for name in ("rank", "alpha", "targets")), "model.lora is off")
@@ -163,14 +163,14 @@ def _kinds(case: Case, config: RunConfig) -> Iterator[Problem]:
 
 
 def notices(config: RunConfig | SftRunConfig, purpose: Purpose) -> list[str]:
-    """What is allowed, but may surprise a reader of the config."""
+    """Notices about settings that are allowed, but may surprise a reader of the config."""
     found = []
     if isinstance(config, RunConfig) and purpose == "train" and (turns := _ranks_in_turn(config)) is not None:
         found.append(turns)
     if isinstance(config, RunConfig) and config.rollout.engine == "sglang":
         found.append(
-            "rollout.engine is sglang, which is experimental: it was tested with a stand-in for the server, and never "
-            "with SGLang itself. Look at the three proofs of the first steps (docs/rollout_engines.md)."
+            "rollout.engine is sglang, which is experimental: it was tested with a simulated server, and never with "
+            "SGLang itself. Look at the three proofs of the first steps (docs/rollout_engines.md)."
         )
     attention = config.model.attn_implementation
     if attention != "auto":
@@ -181,19 +181,19 @@ def notices(config: RunConfig | SftRunConfig, purpose: Purpose) -> list[str]:
     if config.train.master_dtype == "bfloat16":
         found.append(
             f"train.master_dtype is bfloat16: steps of lr {config.train.optimizer.lr:g} are lost in rounding wherever "
-            "they are below 1/256 of a weight; float32 masters keep them."
+            "they are below 1/256 of a weight; float32 master weights keep them."
         )
     longest, budget = config.longest_row_tokens, config.train.max_tokens_per_microbatch
     if longest is not None and longest > budget:
         found.append(
             f"the longest row may have {longest} tokens, above train.max_tokens_per_microbatch = {budget}: rows are "
-            "never split, so such a row is a micro-batch alone."
+            "never split, so such a row is a micro-batch of its own."
         )
     return found
 
 
 def _ranks_in_turn(config: RunConfig) -> str | None:
-    """That separate sampler ranks wait in a run which samples and trains in turn; None if the ranks are the same."""
+    """The notice that train ranks and separate sampler ranks take turns; None if the same ranks do both."""
     train, samplers, rollout = config.cluster.num_train_ranks, config.cluster.num_rollout_ranks, config.rollout
     if not samplers or config.loop.kind != "colocated":
         return None

@@ -15,21 +15,25 @@ if TYPE_CHECKING:
 
 
 class Deadlines(Slice):
-    """The phases of a run, by name."""
+    """Seconds for each phase of a run, by the phase's name."""
 
-    start: float | None = field(None, "the ranks' processes start and import torch", gt=0)
-    load: float | None = field(None, "the ranks connect and load models, or a checkpoint", gt=0)
-    rollout: float | None = field(None, "one answer of a sampler, with the time that its request waits", gt=0)
-    reward: float | None = field(None, "the gradings of one step; each has reward.timeout_s, too", gt=0)
-    annotate: float | None = field(None, "one pass of the reference, or of the policy for old logprobs", gt=0)
-    train: float | None = field(None, "forward and backward of one optimizer step", gt=0)
-    optim: float | None = field(None, "the optimizer's own step", gt=0)
-    sync: float | None = field(None, "each stage of sending weights: begin, a bucket, commit", gt=0)
-    checkpoint: float | None = field(None, "copying a training state to host memory, or writing it", gt=0)
-    export: float | None = field(None, "writing the model", gt=0)
-    eval: float | None = field(None, "one answer to a held-out prompt", gt=0)
-    report: float | None = field(None, "asking the ranks for a step's memory use", gt=0)
-    end: float | None = field(None, "the ranks free their resources and end", gt=0)
+    start: float | None = field(None, "seconds in which the ranks' processes start and import torch", gt=0)
+    load: float | None = field(None, "seconds in which the ranks connect and load models, or a checkpoint", gt=0)
+    rollout: float | None = field(None, "seconds for one answer of a sampler, with its request's time in queues", gt=0)
+    reward: float | None = field(None, "seconds for the gradings of one step; each also has reward.timeout_s", gt=0)
+    annotate: float | None = field(
+        None, "seconds for one pass of the reference, or of the policy for old logprobs", gt=0
+    )
+    train: float | None = field(None, "seconds for forward and backward of one optimizer step", gt=0)
+    optim: float | None = field(None, "seconds for the optimizer's update of the parameters", gt=0)
+    sync: float | None = field(None, "seconds for each stage of sending weights: begin, a bucket, commit", gt=0)
+    checkpoint: float | None = field(
+        None, "seconds for copying a training state to host memory, and for writing it", gt=0
+    )
+    export: float | None = field(None, "seconds for writing the model", gt=0)
+    eval: float | None = field(None, "seconds for one answer to a held-out prompt", gt=0)
+    report: float | None = field(None, "seconds in which the ranks report a step's memory use", gt=0)
+    end: float | None = field(None, "seconds in which the ranks free their resources and end", gt=0)
 
 
 ONLY_OF_PROCESSES = ("start", "load", "annotate", "optim", "report", "end")
@@ -41,32 +45,35 @@ NOT_IN_SFT = ("rollout", "reward", "annotate", "sync", "eval", "report")
 class ClusterConfig(Slice):
     executor: Literal["inline", "processes", "ray"] = field(
         "processes",
-        "processes: one for each rank, on this machine or wherever torchrun starts it; ray: on the machines of a Ray "
-        "cluster; inline: all in this very process, for a debugger",
+        "processes = one for each rank, on this machine or where torchrun starts it; ray = on the machines of a Ray "
+        "cluster; inline = everything in this process, for a debugger",
     )
     num_train_ranks: int = field(1, "FSDP2 ranks, one for each device (or share of the CPU)", ge=1)
     num_rollout_ranks: int = field(0, "ranks that only sample; 0 = the train ranks sample too", ge=0)
     nodes: int = field(
-        1, "machines that executor ray takes, with equally many ranks each; torchrun sets the number itself", ge=1
+        1, "machines that executor ray uses, each with the same number of ranks; torchrun sets its own number", ge=1
     )
     address: str | None = field(
         None,
-        "Ray cluster to run on, as host:port; null = RAY_ADDRESS, else the one that runs on this machine, else as "
-        "local; local = one for this run alone",
+        "Ray cluster to run on, as host:port; null = RAY_ADDRESS, else the cluster that runs on this machine, else as "
+        "local; local = a new cluster for this run only",
     )
     timeout_s: float = field(
-        600.0, "seconds that a phase may take, see deadlines; a miss ends the run and names rank and phase", gt=0
+        600.0,
+        "seconds that each phase of cluster.deadlines may take; a missed deadline ends the run, and the error names "
+        "rank and phase",
+        gt=0,
     )
-    deadlines: Deadlines = field(Deadlines(), "seconds for single phases; null = cluster.timeout_s")
+    deadlines: Deadlines = field(Deadlines(), "deadlines of single phases, in seconds; null = cluster.timeout_s")
     max_restarts: int = field(
         3,
-        "how many times a run replaces failed ranks that only sample, and how many times it restarts from its last "
-        "checkpoint after train ranks failed; the next failure ends it",
+        "number of times that a run replaces failed ranks that only sample, and number of times that it restarts from "
+        "its last checkpoint after train ranks failed; the next failure ends the run",
         ge=0,
     )
 
     def deadline_s(self, phase: str) -> float:
-        """Seconds that a phase may take; it is the name of a field of deadlines."""
+        """Seconds that a phase may take. phase: the name of a field of Deadlines."""
         given: float | None = self.deadlines.model_dump()[phase]
         return self.timeout_s if given is None else given
 
@@ -78,7 +85,7 @@ def unused_cluster_keys(cluster: ClusterConfig, sft: bool) -> dict[str, str]:
         found["cluster.address"] = f"cluster.executor is {cluster.executor}"
     if cluster.executor == "inline":
         keys = ["cluster.max_restarts", *(f"cluster.deadlines.{phase}" for phase in ONLY_OF_PROCESSES)]
-        found |= dict.fromkeys(keys, "cluster.executor is inline: the one rank is this very process")
+        found |= dict.fromkeys(keys, "cluster.executor is inline: the only rank is this process")
     if sft:
         found["cluster.num_rollout_ranks"] = "SFT samples nothing"
         found |= dict.fromkeys((f"cluster.deadlines.{phase}" for phase in NOT_IN_SFT), "SFT has no such phase")
@@ -90,7 +97,7 @@ def machine_problems(case: Case) -> Iterator[Problem]:
     ranks = cluster.num_train_ranks + cluster.num_rollout_ranks
     if cluster.executor != "ray":
         if cluster.nodes > 1:
-            text = "several machines need executor: ray; or start the run by torchrun, and leave nodes out."
+            text = "several machines need executor: ray. Or start the run with torchrun, and leave nodes out."
             yield Problem(("cluster.nodes", "cluster.executor"), text)
         return
     if importlib.util.find_spec("ray") is None:
@@ -101,7 +108,8 @@ def machine_problems(case: Case) -> Iterator[Problem]:
         )
     if ranks % cluster.nodes:
         keys = ("cluster.nodes", "cluster.num_train_ranks", "cluster.num_rollout_ranks")
-        yield Problem(keys, f"every machine has equally many ranks, but {cluster.nodes} do not divide {ranks}.")
+        text = f"every machine has the same number of ranks, but {cluster.nodes} machines do not divide {ranks} ranks."
+        yield Problem(keys, text)
 
 
 def rank_problems(config: RunConfig) -> Iterator[Problem]:
@@ -109,7 +117,5 @@ def rank_problems(config: RunConfig) -> Iterator[Problem]:
     if cluster.executor == "inline":
         for name, needed in (("num_train_ranks", 1), ("num_rollout_ranks", 0)):
             if getattr(cluster, name) != needed:
-                text = (
-                    f"inline runs everything in this one process: {name} must be {needed}. Or use executor: processes."
-                )
+                text = f"inline runs everything in this process: {name} must be {needed}. Or use executor: processes."
                 yield Problem((f"cluster.{name}", "cluster.executor"), text)

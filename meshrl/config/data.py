@@ -17,14 +17,14 @@ Format = Literal["auto", "jsonl", "parquet", "datasets"]
 
 
 class DataSource(Slice):
-    path: str = field(..., "rows of this source, in any form that data.path takes")
-    weight: float = field(1.0, "its share of the prompts, against the other sources' weights", gt=0)
+    path: str = field(..., "rows of this source, in any form that data.path accepts")
+    weight: float = field(1.0, "share of the prompts that come from this source, relative to the other weights", gt=0)
     format: Format = field("auto", "as data.format")
     subset: str | None = field(None, "as data.subset")
     split: str | None = field(None, "as data.split")
     prompt: str | None = field(None, "column with the question; null = data.prompt")
     answer: str | None = field(None, "column with the ground truth; null = data.answer")
-    map: str | None = field(None, "function that makes its prompts; null = data.map")
+    map: str | None = field(None, "function that makes a prompt of each row; null = data.map")
 
 
 class DataConfig(Slice):
@@ -34,39 +34,42 @@ class DataConfig(Slice):
         "folder), a folder made by save_to_disk, or a hub id such as organisation/name",
     )
     sources: dict[str, DataSource] = field(
-        {}, "in place of path: a mixture of sets by name; in each step every set has its share, to within one prompt"
+        {},
+        "in place of path: a mixture of data sets, by name; each step has the share of every set, to within a prompt",
     )
-    eval_path: str | None = field(None, "held-out rows, in any form that path takes; null = nothing is evaluated")
+    eval_path: str | None = field(None, "held-out rows, in any form that path accepts; null = no evaluation")
     format: Format = field("auto", "the format of path and eval_path; auto = by suffix, or by the files in the folder")
-    subset: str | None = field(None, "configuration of a hub set that has several, as main of openai/gsm8k")
-    split: str | None = field(None, "split of a Hugging Face set in path; needed where there are several")
-    eval_split: str | None = field(None, "split of a Hugging Face set in eval_path")
-    prompt: str = field("question", "column with the question text or a list of chat messages; a.b = b inside a")
-    answer: str | None = field("answer", "column with the ground truth that rewards get; null = there is none")
+    subset: str | None = field(None, "configuration of a hub data set that has several, such as main of openai/gsm8k")
+    split: str | None = field(None, "split of a Hugging Face data set in path; required where it has several")
+    eval_split: str | None = field(None, "split of a Hugging Face data set in eval_path")
+    prompt: str = field(
+        "question", "column with the question text or a list of chat messages; a.b = field b of column a"
+    )
+    answer: str | None = field("answer", "column with the ground truth that rewards get; null = no ground truth")
     map: str | None = field(
         None,
-        "function package.module:name in place of the columns: it gets a row and returns prompt or messages, and may "
-        "add answer, env and meta",
+        "function package.module:name in place of the columns: it gets a row and returns a dict with prompt or "
+        "messages, optionally with answer, env and meta",
     )
     system: str | None = field(None, "system message put before each question")
     chat_template: str | None = field(
         None,
-        "Jinja chat template in place of the tokenizer's own, as a file or as the text itself; exported models have it "
-        "too; null = the tokenizer's",
+        "Jinja chat template in place of the tokenizer's own, as a file or as the text itself; it is also saved with "
+        "exported models; null = the tokenizer's",
     )
     chat_template_kwargs: dict[str, Any] = field(
-        {}, "variables that the chat template gets in every rendering, as enable_thinking: false"
+        {}, "variables that the chat template gets in every rendering, such as enable_thinking: false"
     )
-    max_prompt_tokens: int = field(1024, "longer prompts are left out, and counted", ge=1)
-    shuffle: bool = field(True, "a new order in each pass, by run.seed")
+    max_prompt_tokens: int = field(1024, "limit of a prompt in tokens; longer ones are left out, and counted", ge=1)
+    shuffle: bool = field(True, "draw the rows of each pass in a new random order, from run.seed")
     streaming: bool = field(
-        False, "read and render each row when it is drawn, for sets larger than memory; a bad row is then found late"
+        False, "read and render each row when it is drawn, for sets larger than memory; a bad row fails only then"
     )
     eval_limit: int | None = field(None, "rows of eval_path to use, from its start; null = all", ge=1)
 
 
 def data_problems(case: Case, config: RunConfig) -> Iterator[Problem]:
-    """What is wrong with data.*: of the training rows only where they are read, so that an evaluation needs none."""
+    """Problems of data.*. Those of the training rows only for training: an evaluation does not need these rows."""
     if case.purpose == "train":
         yield from _one_of_path_and_sources(config.data)
     yield from _maps(config.data)
@@ -98,7 +101,8 @@ def _one_of_path_and_sources(data: DataConfig) -> Iterator[Problem]:
 
 
 def _answers(case: Case, config: RunConfig) -> Iterator[Problem]:
-    """Rewards that need an answer, over sets of which no column with one is named. What a map returns is seen later."""
+    """Rewards that need an answer, where no answer column is configured. The rows that a map returns are checked when
+    they are read."""
     data, kinds = config.data, case.known.get("needs_answer", set())
     terms = {f"reward.terms.{name}.kind": term.kind for name, term in config.reward.terms.items() if term.kind in kinds}
     if not terms or data.answer is not None:
@@ -112,7 +116,7 @@ def _answers(case: Case, config: RunConfig) -> Iterator[Problem]:
     if unnamed or (data.map is None and ((training and data.path is not None) or data.eval_path is not None)):
         yield Problem(
             ("data.answer", *unnamed, *terms),
-            f"{' and '.join(sorted({*terms.values()}))} compares each completion with the answer of its row, and null "
+            f"{' and '.join(sorted({*terms.values()}))} compares each completion with the answer of its row, but null "
             "names no column for it. Name the column with the ground truth, or use a reward that needs none.",
         )
 

@@ -1,4 +1,4 @@
-"""The resolved config as YAML with the origin of every value, and what it adds up to."""
+"""The resolved config as YAML with the origin of every value, and the sizes that follow from it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ ORIGIN_COLUMN = 48
 
 
 def explain(loaded: Loaded[RunConfig] | Loaded[SftRunConfig], num_data_rows: int | None = None) -> str:
-    """What `--explain` prints: what a step does, then every key. All of it is YAML: the step is in comments.
-    num_data_rows: of the training table, if it is known."""
+    """The output of `--explain`: the sizes of a step as comments, then every key as YAML. num_data_rows: rows of the
+    training data, None = not known."""
     config = loaded.config
     rows = batch_lines(config, num_data_rows) + _mixture(config)
     width = max(len(what) for what, _ in rows)
@@ -28,29 +28,29 @@ def explain(loaded: Loaded[RunConfig] | Loaded[SftRunConfig], num_data_rows: int
 def to_yaml(loaded: Loaded[RunConfig] | Loaded[SftRunConfig]) -> str:
     """The resolved config as a config file: loading it gives the same config. Keys without effect are commented out."""
     lines: list[str] = [f"# resolved from {loaded.path}"]
-    silent = unused(loaded.config)
-    _section(loaded.config.model_dump(mode="json"), "", loaded.origins, silent, lines)
+    without_effect = unused(loaded.config)
+    _section(loaded.config.model_dump(mode="json"), "", loaded.origins, without_effect, lines)
     return "\n".join(lines) + "\n"
 
 
 def _section(
-    section: dict[str, Any], path: str, origins: dict[str, str], silent: dict[str, str], lines: list[str]
+    section: dict[str, Any], path: str, origins: dict[str, str], without_effect: dict[str, str], lines: list[str]
 ) -> None:
     indent = "  " * (path.count(".") + 1 if path else 0)
     for name, value in section.items():
         inner = dotted(path, name)
         if isinstance(value, dict) and value:
             lines.append(f"{indent}{show(name)}:")
-            _section(value, inner, origins, silent, lines)
+            _section(value, inner, origins, without_effect, lines)
             continue
         line, origin = f"{indent}{show(name)}: {show(value)}", origins[inner]
-        if inner in silent:
-            line, origin = f"{indent}# {name}: {show(value)}", f"unused: {silent[inner]}"
+        if inner in without_effect:
+            line, origin = f"{indent}# {name}: {show(value)}", f"unused: {without_effect[inner]}"
         lines.append(f"{line:<{ORIGIN_COLUMN}}  # {origin}")
 
 
 def batch_lines(config: RunConfig | SftRunConfig, num_data_rows: int | None) -> list[tuple[str, str]]:
-    """(what, how much), each line after those from which it follows. All numbers are upper bounds, not predictions."""
+    """(what, how much) of each line, derived from earlier lines. All numbers are upper bounds, not predictions."""
     lines = _sft_rows(config) if isinstance(config, SftRunConfig) else _rl_rows(config)
     ranks, mesh, rows = config.cluster.num_train_ranks, config.train.mesh, config.rows_per_update
     replicate, shard = config.train.data_ranks(ranks)

@@ -1,5 +1,5 @@
-"""From a YAML file or a dict and `key=value` overrides to a checked config: what `meshrl train` does before torch is
-imported."""
+"""Makes a checked config from a YAML file or a dict, and `key=value` overrides. `meshrl train` does this before torch
+is imported."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ from meshrl.core.files import is_there
 from meshrl.core.lookup import similar_names
 
 DEFAULT = "default"
-Source = str | Path | Mapping[str, Any] | RunConfig | SftRunConfig  # what a config may be given as
+Source = str | Path | Mapping[str, Any] | RunConfig | SftRunConfig  # a config in any form
 COMMANDS: dict[type[Slice], str] = {RunConfig: "meshrl train", SftRunConfig: "meshrl sft"}
 C = TypeVar("C", bound=RunConfig | SftRunConfig)
 PATH_KEYS = (
     *("model.path", "data.path", "data.eval_path", "data.chat_template", "sft.path", "sft.chat_template"),
     "run.resume",
 )
-ONE_OF_DATA = "data.path or data.sources (for `meshrl eval` data.eval_path)"  # none of them alone is required
-MAX_SHOWN = 50  # wrong keys that are reported at once; each is compared with all known ones
+ONE_OF_DATA = "data.path or data.sources (for `meshrl eval` data.eval_path)"  # one of them is required
+MAX_SHOWN = 50  # wrong keys that are reported at once; each is compared with all known keys
 NO_PATHS = ("auto", "never")  # words that run.resume takes in place of a path
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loaded(Generic[C]):
-    """A checked config and where it came from. Paths in it are absolute, -1 and aliases of the mesh written out.
+    """A checked config and the origin of its values. Its paths are absolute; -1 and aliases of the mesh are resolved.
 
     origins: dotted key of every value -> "gsm8k.yaml:12", "command line" or "default"; file names are relative to
     the folder of the config file, or for a dict to the working folder. path: of the file, or CONFIG_DICT. notices:
@@ -67,11 +67,11 @@ class Loaded(Generic[C]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InMemory:
-    """What a Python caller gives as objects in place of what a config names.
+    """Objects that a Python caller gives in place of the names in a config.
 
     values: sections of a config with a text in place of each object, such as {"agent": {"kind": "__main__:Mine"}}.
-    rows: the rows behind data.path, data.eval_path or sft.path, by that key. unused: further keys that have no effect
-    besides the objects, such as "agent.args".
+    rows: rows in place of the files of data.path, data.eval_path or sft.path, by that key. unused: further keys that
+    have no effect with these objects, such as "agent.args".
     """
 
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -90,12 +90,12 @@ def load_run_config(
     in_memory: InMemory = NOTHING_IN_MEMORY,
     further: Sequence[checks.Check] = (),
 ) -> Loaded[RunConfig]:
-    """The config of `meshrl train`, or with purpose "eval" of `meshrl eval`, which may filter what it samples.
+    """The config of `meshrl train`, or with purpose "eval" of `meshrl eval`, where top_p and other filters are allowed.
 
-    source: a file, a dict as a file would hold it, or a config. known: as that of checks.Case. further: checks of
-    higher packages, made together with those of the config.
+    source: a file, a dict with the content of a file, or a config. known: as in checks.Case. further: checks of higher
+    packages, made together with those of the config.
 
-    Raises: ConfigError that lists everything wrong at once, each with key, value, origin and what to do.
+    Raises: ConfigError that lists all problems at once, each with key, value, origin and what to do.
     """
     return _load(RunConfig, source, overrides, known or {}, purpose, in_memory, further)
 
@@ -183,17 +183,17 @@ def _validate(model: type[C], tree: Tree, keys: dict[str, Key]) -> tuple[C | Non
         if foreign:
             other = COMMANDS[SftRunConfig if model is RunConfig else RunConfig]
             text = f"this is a config of `{other}`: this command does not read {_and(foreign)}."
-            found.insert(0, Problem(("config",), text, "whole config"))
+            found.insert(0, Problem(("config",), text, "entire config"))
         if len(errors) > MAX_SHOWN:
             text = (
                 f"{len(errors) - MAX_SHOWN} more keys are wrong. Is this a config of meshrl? Correct the others first."
             )
-            found.append(Problem(("config",), text, "whole config"))
+            found.append(Problem(("config",), text, "entire config"))
         return None, found
 
 
 def _sections_of_another(model: type[C], tree: Tree) -> list[str]:
-    """Sections that only the config of another command has, of a config with none that only this command's has."""
+    """Sections that belong to another command only; none if the config has a section that belongs to this one only."""
     fields = {kind: set(kind.model_fields) for kind in COMMANDS}
     shared = set.intersection(*fields.values())
     own, others = fields[model] - shared, set.union(*fields.values()) - fields[model]
@@ -250,7 +250,7 @@ def _form(key: Key, at: str, error: ErrorDetails) -> str:
 def _unknown(path: str, is_section: bool, keys: dict[str, Key]) -> str:
     for other, command in COMMANDS.items():
         if path in all_keys(other):
-            return f"not a key of this command's config, but of `{command}`'s. Remove it here."
+            return f"not a key of this command's config, but of the config of `{command}`. Remove it here."
     near = nearest(keys, path, is_section)
     if not near:
         return "unknown key, and no known key is similar. `meshrl config` lists them all."
@@ -258,17 +258,17 @@ def _unknown(path: str, is_section: bool, keys: dict[str, Key]) -> str:
 
 
 def _about(problem: Problem, faulty: set[str]) -> bool:
-    """Whether a problem may follow from a fault that is already reported: from the default that replaced its value."""
+    """Whether a problem may follow from a fault that is already reported: a default replaced the wrong value."""
     return any(fault == key or fault.startswith(f"{key}.") for fault in faulty for key in problem.keys)
 
 
 def _without(tree: Tree, faulty: set[str], path: str = "") -> Tree:
-    kept: Tree = {}
+    valid: Tree = {}
     for name, entry in tree.items():
         inner = dotted(path, name)
         if inner not in faulty:
-            kept[name] = _without(entry, faulty, inner) if isinstance(entry, dict) else entry
-    return kept
+            valid[name] = _without(entry, faulty, inner) if isinstance(entry, dict) else entry
+    return valid
 
 
 _WRAP: dict[str, Any] = {
@@ -323,7 +323,8 @@ def _keys_of(section: dict[str, Any], path: str = "") -> Iterator[str]:
 
 
 def _resolve(config: C, given: dict[str, Value], folder: Path) -> tuple[C, dict[str, str]]:
-    """Paths absolute, aliases and the mesh written out; and for each key that changed without being wrong, how."""
+    """The config with absolute paths, and with aliases and the mesh written out; and for each size of the mesh that
+    changed, how."""
     changes: dict[str, Any] = {}
     sources = config.data.sources if isinstance(config, RunConfig) else {}
     for key in (*PATH_KEYS, *(f"data.sources.{name}.path" for name in sources)):

@@ -14,15 +14,23 @@ if TYPE_CHECKING:
 
 
 class LoopConfig(Slice):
-    kind: Literal["colocated", "one_step_off", "fully_async"] = field("colocated", "the schedule")
-    num_steps: int = field(..., "steps of sampling and training", ge=1)
-    prompts_per_step: int = field(32, "prompts sampled each step", ge=1)
-    samples_per_prompt: int = field(8, "answers to each prompt, the group; 8 or more give a steady baseline", ge=1)
-    max_staleness: int = field(0, "weight versions that a sample may be behind", ge=0)
+    kind: Literal["colocated", "one_step_off", "fully_async"] = field(
+        "colocated", "schedule of sampling and training; colocated = they take turns"
+    )
+    num_steps: int = field(..., "number of steps; each step samples and trains", ge=1)
+    prompts_per_step: int = field(32, "prompts drawn for each step", ge=1)
+    samples_per_prompt: int = field(
+        8, "answers sampled for each prompt: the size of its group; 8 or more give a stable baseline", ge=1
+    )
+    max_staleness: int = field(
+        0, "weight versions by which a sample may be older than the weights that train on it", ge=0
+    )
     eval_every_steps: int = field(0, "steps between evaluations; 0 = only before and after training", ge=0)
-    eval_samples: int = field(1, "answers to each held-out prompt, k of mean@k and pass@k; 1 = one greedy answer", ge=1)
+    eval_samples: int = field(
+        1, "answers sampled for each held-out prompt: k of mean@k and pass@k; 1 = one greedy answer", ge=1
+    )
     save_best: bool = field(
-        True, "save the model whenever an evaluation has the best eval/mean_at_k so far; the former best is deleted"
+        True, "save the model whenever an evaluation has the best eval/mean_at_k so far; the previous best is deleted"
     )
     save_every_steps: int = field(
         0, "steps between checkpoints, each with the model; 0 = only at the end and when interrupted", ge=0
@@ -30,15 +38,15 @@ class LoopConfig(Slice):
 
 
 class SftConfig(Slice):
-    path: str = field(..., "JSONL file; each row has a `messages` list whose assistant turns are trained")
+    path: str = field(..., "JSONL file; each row has a `messages` list, and the assistant's turns in it are trained")
     messages: str = field("messages", "column with the chat messages")
     chat_template: str | None = field(None, "as data.chat_template")
     chat_template_kwargs: dict[str, Any] = field({}, "as data.chat_template_kwargs")
     rows_per_step: int = field(64, "rows in one optimizer step", ge=1)
     num_steps: int = field(..., "optimizer steps", ge=1)
     save_every_steps: int = field(0, "steps between checkpoints; 0 = only at the end and when interrupted", ge=0)
-    max_row_tokens: int = field(1024, "longer rows are left out, and counted", ge=1)
-    shuffle: bool = field(True, "a new order in each pass, by run.seed")
+    max_row_tokens: int = field(1024, "limit of a row in tokens; longer ones are left out, and counted", ge=1)
+    shuffle: bool = field(True, "draw the rows of each pass in a new random order, from run.seed")
 
 
 def loop_problems(config: RunConfig, evaluates: bool) -> Iterator[Problem]:
@@ -53,7 +61,7 @@ def loop_problems(config: RunConfig, evaluates: bool) -> Iterator[Problem]:
     if loop.prompts_per_step % config.train.updates_per_step:
         yield Problem(
             ("train.updates_per_step", "loop.prompts_per_step"),
-            "must divide prompts_per_step, so that each optimizer step gets the same number of whole groups.",
+            "must divide prompts_per_step, so that each optimizer step gets the same number of complete groups.",
         )
     if config.data.eval_path is None and (loop.eval_every_steps or evaluates):
         keys = ("data.eval_path", "loop.eval_every_steps") if loop.eval_every_steps else ("data.eval_path",)

@@ -16,30 +16,33 @@ if TYPE_CHECKING:
 
 class LoraConfig(Slice):
     enabled: bool = field(False, "train low-rank adapters instead of all weights")
-    rank: int = field(16, "rows of A, columns of B: what an adapter can learn, and its size", ge=1)
+    rank: int = field(16, "rank of an adapter B A: rows of A, columns of B; a higher rank learns more", ge=1)
     alpha: float = field(32.0, "an adapter's output is multiplied by alpha / rank; twice the rank is usual", gt=0)
     targets: list[str] = field(
         ["all-linear"],
-        "last parts of the names of linear layers to adapt; all-linear, alone, is every one but the head",
+        "linear layers that get an adapter, by the last part of their names, such as q_proj; all-linear, as the only "
+        "entry = all but the head",
     )
 
     @property
     def scale(self) -> float:
-        """Of B A."""
+        """The factor of B A in the layer's output."""
         return self.alpha / self.rank
 
 
 class ModelConfig(Slice):
-    path: str = field(..., "folder with config.json, safetensors and tokenizer, or a hub id organisation/name")
+    path: str = field(
+        ..., "folder with config.json, safetensors and tokenizer, or a Hugging Face Hub id organisation/name"
+    )
     dtype: Literal["bfloat16", "float16", "float32"] = field(
-        "bfloat16", "dtype in which trainer and sampler compute; parameters are stored as train.master_dtype says"
+        "bfloat16", "dtype in which trainer and sampler compute; the trainer stores parameters in train.master_dtype"
     )
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = field(
-        "auto", "one packed attention over torch's SDPA serves all four names; it picks its kernel by hardware"
+        "auto", "all four values give the same packed attention over torch's SDPA, which picks its kernel by hardware"
     )
     lora: LoraConfig = field(LoraConfig(), "low-rank adapters")
     vision: Literal["shard", "replicate", "freeze"] = field(
-        "shard", "what becomes of a vision tower: sharded, a copy in each rank, or not trained"
+        "shard", "placement of a vision tower: shard = sharded, replicate = a copy in each rank, freeze = not trained"
     )
 
 

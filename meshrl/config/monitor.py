@@ -12,7 +12,7 @@ from meshrl.config.source import Problem
 
 class MonitorConfig(Slice):
     sinks: list[Literal["tensorboard", "wandb"]] = field(
-        [], "where metrics are sent besides the terminal, metrics.jsonl and report.html, which are always written"
+        [], "further places for metrics; the terminal, metrics.jsonl and report.html always get them"
     )
     wandb_project: str | None = field(
         None, "project of the wandb sink; null = WANDB_PROJECT, else meshrl. Its other WANDB_* variables apply, too"

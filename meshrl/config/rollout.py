@@ -19,7 +19,7 @@ CAN_RELEASE_MEMORY = ("embedded", "vllm", "sglang")
 
 
 class RolloutMeshConfig(Slice):
-    """Ranks along each axis of the sampler's mesh."""
+    """Ranks along each axis of the samplers' mesh."""
 
     dp: int = field(-1, "replicas of the engine; -1 = as many as the ranks allow", ge=-1)
     infer_tp: int = field(1, "tensor-parallel ranks of one replica", ge=1)
@@ -27,29 +27,32 @@ class RolloutMeshConfig(Slice):
 
 class SamplingConfig(Slice):
     temperature: float = field(
-        1.0, "divides the logits, in sampler and trainer alike; 1 samples the model as it is", ge=0
+        1.0, "the logits are divided by it, in sampler and trainer; 1 = the distribution of the model", ge=0
     )
-    max_new_tokens: int = field(256, "longest answer in tokens; of one turn, where an agent takes several", ge=1)
+    max_new_tokens: int = field(256, "limit of an answer in tokens; of each turn, if an agent takes several", ge=1)
     top_p: float = field(
         1.0,
-        "samples from the likeliest tokens that hold this share of the mass; 1 = off, which training needs",
+        "sample only from the most likely tokens that together have this probability; 1 = off, as training requires",
         gt=0,
         le=1,
     )
-    top_k: int = field(0, "samples from the k most likely tokens only; 0 = off, which training needs", ge=0)
+    top_k: int = field(0, "sample only from the k most likely tokens; 0 = off, as training requires", ge=0)
     min_p: float = field(
-        0.0, "drops tokens less likely than min_p times the likeliest; 0 = off, which training needs", ge=0, lt=1
+        0.0,
+        "sample only from tokens at least min_p times as likely as the most likely one; 0 = off, as training requires",
+        ge=0,
+        lt=1,
     )
     repetition_penalty: float = field(
-        1.0, "divides the logits of tokens already in the row; 1 = off, which training needs", gt=0
+        1.0, "above 1 makes tokens that are already in the row less likely; 1 = off, as training requires", gt=0
     )
     stop_token_ids: list[int] = field(
-        [], "ids that end a turn, besides those of the tokenizer, its chat template and generation_config.json"
+        [], "ids that end a turn, in addition to those of the tokenizer, its chat template and generation_config.json"
     )
     stop: list[str] = field(
         [],
-        "texts that end a turn, such as </tool_call>; the token that completes one is kept and trained, and is part "
-        "of what rewards and agents read",
+        "texts that end a turn, such as </tool_call>; the token that completes one stays in the answer: it is trained, "
+        "and rewards and agents read it",
     )
 
 
@@ -57,20 +60,20 @@ class VllmConfig(Slice):
     """How each replica's vLLM server is started."""
 
     python: str | None = field(
-        None, "the Python that vLLM and meshrl are installed in, as a path; null = the one that runs meshrl"
+        None, "path of the Python in which vLLM and meshrl are installed; null = the Python that runs meshrl"
     )
     args: list[str] = field([], "more arguments for vLLM's API server, written as on its command line")
     kv_cache_bytes: int | None = field(
-        None, "bytes of its KV cache on each device; null = gpu_memory_utilization decides, and 1 GiB on a CPU", ge=1
+        None, "size of the KV cache on each device, in bytes; null = by gpu_memory_utilization, 1 GiB on a CPU", ge=1
     )
     gpu_memory_utilization: float = field(
         0.5,
-        "share of a GPU's memory for its weights and cache; half leaves room for a trainer there",
+        "share of a GPU's memory for the server's weights and KV cache; half leaves room for a trainer on that GPU",
         gt=0,
         le=1,
     )
     start_deadline_s: float = field(
-        600.0, "seconds until the server must answer; a large model's weights take minutes to load", gt=0
+        600.0, "seconds in which the server must start and answer; a large model's weights take minutes to load", gt=0
     )
 
 
@@ -78,36 +81,36 @@ VLLM_OWN_ARGS = """
     --model --uds --host --port --dtype --max-model-len --max-num-seqs --tensor-parallel-size --data-parallel-size
     --pipeline-parallel-size --worker-extension-cls --logprobs-mode --generation-config --seed
     --kv-cache-memory-bytes --gpu-memory-utilization --skip-tokenizer-init --enable-scale-out --enable-sleep-mode
-"""  # set by meshrl: another value would break what it proves
+"""  # set by meshrl: with other values its checks of weights and logprobs would not hold
 
 
 class SglangConfig(Slice):
-    """How each replica's SGLang server is started, or where the one that runs is."""
+    """How each replica's SGLang server is started, or the address of a running server."""
 
     url: str | None = field(
         None,
-        "a server that already runs on this machine, as http://127.0.0.1:30000, for a single replica; null = each "
-        "replica starts its own",
+        "address of a server that already runs on this machine, such as http://127.0.0.1:30000, for a single replica; "
+        "null = each replica starts its own server",
     )
     api_key_env: str | None = field(
-        None, "environment variable that holds the key of the server at url; null = it needs none"
+        None, "environment variable that holds the API key of the server at url; null = it needs none"
     )
     python: str | None = field(
-        None, "the Python that SGLang and meshrl are installed in, as a path; null = the one that runs meshrl"
+        None, "path of the Python in which SGLang and meshrl are installed; null = the Python that runs meshrl"
     )
     args: list[str] = field([], "more arguments for sglang.launch_server, written as on its command line")
     deterministic: bool = field(
         True,
-        "answers depend on seed and prompt alone, not on other requests; off is faster, but seeds then have no effect",
+        "answers depend only on seed and prompt, not on other requests; false is faster, but seeds have no effect then",
     )
     mem_fraction_static: float = field(
         0.5,
-        "share of a GPU's memory for its weights and cache; half leaves room for a trainer there",
+        "share of a GPU's memory for the server's weights and KV cache; half leaves room for a trainer on that GPU",
         gt=0,
         le=1,
     )
     start_deadline_s: float = field(
-        600.0, "seconds until the server must answer; a large model's weights take minutes to load", gt=0
+        600.0, "seconds in which the server must start and answer; a large model's weights take minutes to load", gt=0
     )
 
 
@@ -115,35 +118,37 @@ SGLANG_OWN_ARGS = """
     --model-path --host --port --api-key --dtype --tp-size --tensor-parallel-size --dp-size --data-parallel-size
     --context-length --max-running-requests --mem-fraction-static --custom-weight-loader --skip-tokenizer-init
     --incremental-streaming-output --enable-deterministic-inference --enable-memory-saver
-"""  # set by meshrl: another value would break what it proves
+"""  # set by meshrl: with other values its checks of weights and logprobs would not hold
 
 
 class EndpointConfig(Slice):
     """Any server with an OpenAI-like /v1/completions that returns token ids and logprobs."""
 
-    url: str | None = field(None, "the server's address without /v1, as http://127.0.0.1:8000")
+    url: str | None = field(None, "the server's address without /v1, such as http://127.0.0.1:8000")
     model: str | None = field(None, "the name of the model on the server; null = the only one that it serves")
-    api_key_env: str | None = field(None, "environment variable that holds the server's key; null = it needs none")
+    api_key_env: str | None = field(None, "environment variable that holds the server's API key; null = it needs none")
     weights: Literal["none", "files"] = field(
         "none",
-        "how it gets new weights: files = each version is written to a folder, and reload_url is called; none = it "
-        "does not, for evaluation",
+        "how the server gets new weights: files = each version is written to a folder, then reload_url is called; "
+        "none = never, for evaluation",
     )
     reload_url: str | None = field(
         None,
-        'called by POST with {"model_path": folder} and must answer {"success": true} when the weights are loaded; '
-        "null = /update_weights_from_disk of the server",
+        'address that gets a POST with {"model_path": folder} and answers {"success": true} when the weights are '
+        "loaded; null = /update_weights_from_disk of the server",
     )
     folder: str | None = field(
-        None, "where versions are written, a folder that the server can read; null = a temporary folder of this machine"
+        None,
+        "folder to which weight versions are written; the server must be able to read it; null = a temporary folder of "
+        "this machine",
     )
 
 
 class RolloutConfig(Slice):
     engine: Literal["embedded", "vllm", "sglang", "endpoint"] = field(
         "embedded",
-        "the engine that samples; embedded runs the model's Transformers module, without further packages; sglang is "
-        "experimental: it has never been run with a real SGLang server",
+        "the engine that samples; embedded runs the model's Transformers module and needs no further packages; sglang "
+        "is experimental: it has never been run with a real SGLang server",
     )
     vllm: VllmConfig = field(VllmConfig(), "the server of engine vllm")
     sglang: SglangConfig = field(SglangConfig(), "the server of engine sglang")
@@ -152,47 +157,48 @@ class RolloutConfig(Slice):
         None, "another name of rollout.mesh.infer_tp; if both are given they must agree", ge=1
     )
     pipeline_model_parallel_size: int = field(1, "pipeline stages of one replica", ge=1)
-    mesh: RolloutMeshConfig = field(RolloutMeshConfig(), "the sampler's ranks")
-    sampling: SamplingConfig = field(SamplingConfig(), "how training rollouts are drawn")
+    mesh: RolloutMeshConfig = field(RolloutMeshConfig(), "ranks along each axis of the samplers' mesh")
+    sampling: SamplingConfig = field(SamplingConfig(), "sampling parameters")
     max_running_requests: int = field(
         256, "rows that one replica decodes together; more is faster until memory runs out", ge=1
     )
     max_context_tokens: int | None = field(
-        None, "longest prompt + answer in tokens; null = the model's max_position_embeddings", ge=1
+        None, "limit of prompt + answer in tokens; null = the model's max_position_embeddings", ge=1
     )
     sync_bucket_bytes: int = field(
         64 << 20,
-        "limit, in bytes, of the weights that all senders together have under way at once; a sync needs the memory of "
-        "two such amounts",
+        "limit in bytes of the weights that all senders together have in transfer at one time; a sync needs twice this "
+        "memory",
         ge=1024,
         le=1 << 31,
     )
     sync_mode: Literal["full", "delta"] = field(
         "full",
-        "full sends all weights; delta only those that changed since the last sync, if the sampler has that version: "
-        "fewer bytes, for one more copy of the weights in the sampler's dtype, sharded over the train ranks, and, for "
-        "each replica of an engine other than embedded, one in host memory. With LoRA only the adapters are sent",
+        "full = send all weights; delta = send only weights that changed since the last sync, if the sampler has that "
+        "version. delta sends fewer bytes, but needs one more copy of the weights in the sampler's dtype, sharded over "
+        "the train ranks, and, for each replica of an engine other than embedded, one in host memory. With LoRA only "
+        "the adapters are sent",
     )
 
     release_memory: bool = field(
         False,
-        "while the train ranks train, samplers on their devices free the memory of their weights and caches; each "
-        "sync then sends all weights",
+        "samplers on the train ranks' devices free their weights and KV caches while the train ranks train; each sync "
+        "then sends all weights",
     )
     sync_transport: Literal["auto", "broadcast"] = field(
         "auto",
-        "how weights reach samplers in separate ranks: auto = shared memory, and TCP between machines; broadcast = one "
-        "process group of each sender and all samplers (NCCL on GPUs, else gloo), for many samplers",
+        "how weights are sent to samplers in separate ranks: auto = by shared memory, between machines by TCP; "
+        "broadcast = by a process group of each sender with all samplers (NCCL on GPUs, else gloo), for many samplers",
     )
 
     @property
     def tp_size(self) -> int:
-        """Tensor-parallel ranks of one replica, under whichever name they were given."""
+        """Tensor-parallel ranks of one replica, from either of the two keys."""
         return self.tensor_model_parallel_size or self.mesh.infer_tp
 
 
 def engine_problems(given: Mapping[str, Value], config: RunConfig, purpose: str) -> Iterator[Problem]:
-    """What is wrong with the choice of the engine or its keys. purpose: train | eval."""
+    """Problems of the choice of the engine or of its keys. purpose: train | eval."""
     rollout = config.rollout
     tp_key = "rollout.mesh.infer_tp" if "rollout.mesh.infer_tp" in given else "rollout.tensor_model_parallel_size"
     yield from _sampling(config, purpose)
@@ -252,7 +258,7 @@ def _release(cfg: RolloutConfig) -> Iterator[Problem]:
         text = f"engine {cfg.engine} can't release its memory. Leave it out, or use one of {engines}."
         yield Problem(("rollout.release_memory", "rollout.engine"), text)
     if cfg.sync_mode == "delta":
-        text = "a sampler that released its weights has nothing to which changes could be added. Use one of the two."
+        text = "a sampler that released its weights has none to which a delta could be applied. Use one of the two."
         yield Problem(("rollout.release_memory", "rollout.sync_mode"), text)
 
 
@@ -262,12 +268,12 @@ def _vllm(cfg: VllmConfig) -> Iterator[Problem]:
             text = (
                 "vLLM is not installed here. Install it as docs/install.md describes (scripts/install.sh with --vllm); "
                 "on a machine without a GPU run scripts/install.sh --cpu --vllm, and set "
-                "rollout.vllm.python=.venv-vllm/bin/python. Another Python that has vLLM and meshrl is named by the "
+                "rollout.vllm.python=.venv-vllm/bin/python. To use another Python that has vLLM and meshrl, set the "
                 "same key."
             )
             yield Problem(("rollout.engine", "rollout.vllm.python"), text)
     elif shutil.which(cfg.python) is None:
-        yield Problem(("rollout.vllm.python",), "no such program. Give the path of a Python, as venv/bin/python.")
+        yield Problem(("rollout.vllm.python",), "no such program. Give the path of a Python, such as venv/bin/python.")
     for arg in cfg.args:
         name = arg.partition("=")[0].replace("_", "-")
         if name in VLLM_OWN_ARGS.split():
@@ -282,7 +288,7 @@ def _sglang(config: RunConfig) -> Iterator[Problem]:
         if ranks != config.rollout.tp_size:
             text = (
                 f"one server is one replica, of tp ranks, but {ranks} ranks sample. Without a url each replica starts "
-                "its own."
+                "its own server."
             )
             yield Problem(("rollout.sglang.url", name), text)
     elif cfg.api_key_env is not None:
@@ -291,12 +297,14 @@ def _sglang(config: RunConfig) -> Iterator[Problem]:
     elif cfg.python is None:
         if importlib.util.find_spec("sglang") is None:
             text = (
-                "SGLang is not installed here. Install it (pip install sglang, on a machine with a GPU), name the "
-                "Python that has it, and meshrl, in rollout.sglang.python, or a server that runs in rollout.sglang.url."
+                "SGLang is not installed here. Install it (pip install sglang, on a machine with a GPU), or set "
+                "rollout.sglang.python to a Python that has it and meshrl, or rollout.sglang.url to a running server."
             )
             yield Problem(("rollout.engine", "rollout.sglang.python", "rollout.sglang.url"), text)
     elif shutil.which(cfg.python) is None:
-        yield Problem(("rollout.sglang.python",), "no such program. Give the path of a Python, as venv/bin/python.")
+        yield Problem(
+            ("rollout.sglang.python",), "no such program. Give the path of a Python, such as venv/bin/python."
+        )
     for arg in cfg.args:
         name = arg.partition("=")[0]
         if name in SGLANG_OWN_ARGS.split():
@@ -328,11 +336,11 @@ def _endpoint(config: RunConfig, purpose: str, tp_key: str) -> Iterator[Problem]
 def _address(key: str, url: str) -> Iterator[Problem]:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        yield Problem((key,), "must be an address with its scheme, as http://127.0.0.1:30000.")
+        yield Problem((key,), "must be an address with its scheme, such as http://127.0.0.1:30000.")
 
 
 def _replicas(config: RunConfig, tp_key: str) -> Iterator[Problem]:
-    """One server takes the devices of tp consecutive ranks on one machine."""
+    """One server uses the devices of tp consecutive ranks on one machine."""
     tp = config.rollout.tp_size
     name, ranks = config.sampling_ranks
     if ranks % tp:
@@ -340,9 +348,9 @@ def _replicas(config: RunConfig, tp_key: str) -> Iterator[Problem]:
         return
     cluster = config.cluster
     first = cluster.num_train_ranks if cluster.num_rollout_ranks else 0
-    on_one = max(1, (cluster.num_train_ranks + cluster.num_rollout_ranks) // cluster.nodes)
-    if any(lead // on_one != (lead + tp - 1) // on_one for lead in range(first, first + ranks, tp)):
-        text = f"a replica of {tp} ranks would be on two machines, of {on_one} ranks each."
+    per_node = max(1, (cluster.num_train_ranks + cluster.num_rollout_ranks) // cluster.nodes)
+    if any(lead // per_node != (lead + tp - 1) // per_node for lead in range(first, first + ranks, tp)):
+        text = f"a replica of {tp} ranks would be on two machines, of {per_node} ranks each."
         yield Problem((tp_key, "cluster.nodes"), text)
 
 

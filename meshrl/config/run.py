@@ -1,4 +1,4 @@
-"""The keys of run.*, and the whole configuration of each command."""
+"""The keys of run.*, and the complete configuration of each command."""
 
 from __future__ import annotations
 
@@ -24,25 +24,26 @@ if TYPE_CHECKING:
 
 
 class RunSection(Slice):
-    name: str = field("auto", "folder below run.folder; auto = the config file's name and the time")
-    folder: str = field("runs", "where runs are written")
-    seed: int = field(0, "sets data order, sampling and all other random choices", ge=0)
+    name: str = field("auto", "the run's folder below run.folder; auto = the config file's name and the time")
+    folder: str = field("runs", "folder that contains the folders of all runs")
+    seed: int = field(0, "seed of data order, sampling and all other random choices", ge=0)
     resume: str = field(
         "never",
-        "never: a new run, which refuses a folder that has checkpoints; auto: the run continues from its newest "
+        "never = a new run, which refuses a folder that has checkpoints; auto = the run continues from its newest "
         "checkpoint, if there is one; or the folder of a checkpoint, of this run or of another",
     )
     keep_checkpoints: int = field(
-        2, "newest training states that are kept on disk; models saved with older ones are kept, too", ge=1
+        2, "number of newest training states to keep on disk; models saved with older ones are kept, too", ge=1
     )
 
 
 class RunConfig(Slice):
-    """The whole configuration of `meshrl train`. Only cli, loops and cluster see it; a component gets its slice."""
+    """The complete configuration of `meshrl train`. Only cli, run, loops and cluster see it; a component gets its
+    slice."""
 
     model: ModelConfig = field(..., "the model")
     train: TrainConfig = field(TrainConfig(), "the train engine")
-    rollout: RolloutConfig = field(RolloutConfig(), "the sampler")
+    rollout: RolloutConfig = field(RolloutConfig(), "the rollout engine, which samples")
     algo: AlgoConfig = field(AlgoConfig(), "the algorithm")
     data: DataConfig = field(..., "the data")
     reward: RewardConfig = field(RewardConfig(), "the rewards")
@@ -64,7 +65,7 @@ class RunConfig(Slice):
 
     @property
     def sampling_ranks(self) -> tuple[str, int]:
-        """The key of the ranks that sample, and their number."""
+        """(the key of the number of ranks that sample, this number)."""
         name = "num_rollout_ranks" if self.cluster.num_rollout_ranks else "num_train_ranks"
         return f"cluster.{name}", getattr(self.cluster, name)
 
@@ -80,7 +81,7 @@ class RunConfig(Slice):
 
 
 class SftRunConfig(Slice):
-    """The whole configuration of `meshrl sft`."""
+    """The complete configuration of `meshrl sft`."""
 
     model: ModelConfig = field(..., "the model")
     train: TrainConfig = field(TrainConfig(), "the train engine")
@@ -94,17 +95,17 @@ class SftRunConfig(Slice):
 
     @property
     def longest_row_tokens(self) -> int | None:
-        """As of RunConfig."""
+        """As in RunConfig."""
         return self.sft.max_row_tokens
 
     @property
     def num_updates(self) -> int:
-        """As of RunConfig."""
+        """As in RunConfig."""
         return self.sft.num_steps
 
     @property
     def rows_per_update(self) -> int:
-        """As of RunConfig."""
+        """As in RunConfig."""
         return self.sft.rows_per_step
 
 
@@ -122,7 +123,7 @@ def _resume(case: Case) -> Iterator[Problem]:
         return
     if run.resume == "auto":
         if run.name == "auto":
-            text = "a name made from the time is never that of an earlier run. Give the run a name of its own."
+            text = "a name made from the time never names an earlier run. Give the run a name of its own."
             yield Problem(("run.resume", "run.name"), text)
         return
     path, places = find(case.given["run.resume"], case.folder)
@@ -130,5 +131,7 @@ def _resume(case: Case) -> Iterator[Problem]:
         looked = " and ".join(str(place) for place in places)
         yield Problem(("run.resume",), f"allowed: never, auto, or a checkpoint's folder; looked for {looked}.")
     elif not ((path / "manifest.json").is_file() or (path / "state" / "manifest.json").is_file()):
-        text = f"{path} is no checkpoint: it has no state/manifest.json. Give a folder such as checkpoints/step_000100."
+        text = (
+            f"{path} is not a checkpoint: it has no state/manifest.json. Give a folder such as checkpoints/step_000100."
+        )
         yield Problem(("run.resume",), text)

@@ -14,14 +14,14 @@ from pydantic.fields import FieldInfo
 from meshrl.config.base import Slice
 from meshrl.config.values import show
 
-LONGEST_MISSPELT = 200  # characters; a longer one is not a misspelt key, and comparing it would take minutes
+LONGEST_MISSPELT = 200  # characters; a longer key is not a misspelt one, and comparing it would take minutes
 NAME = "NAME"  # the part of a dotted key that the user chooses, as in reward.terms.NAME.kind
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Key:
-    """One key. allowed: its type and limits in words. default: as YAML, None = required. choices: the only values that
-    it, or each entry of its list, can have; () = not a choice.
+    """One key. allowed: its type and limits in words. default: as YAML, None = required. choices: all values that it,
+    or each entry of its list, can have; () = not a choice.
 
     Example: Key(path="train.optimizer.lr", allowed="number > 0", default="1e-06", text="peak learning rate; ...",
     is_section=False).
@@ -58,7 +58,7 @@ def _walk(model: type[Slice], prefix: str) -> Iterator[Key]:
 
 
 def locate(keys: dict[str, Key], path: str) -> tuple[Key | None, str]:
-    """The deepest known key that leads to a dotted path, and what is left of the path below it ("" = the key itself).
+    """The deepest known key that leads to a dotted path, and the rest of the path below it ("" = the key itself).
 
     Example: "reward.terms.answer.kid" -> (the key reward.terms.NAME, "kid").
     """
@@ -75,9 +75,9 @@ def locate(keys: dict[str, Key], path: str) -> tuple[Key | None, str]:
 def nearest(
     keys: dict[str, Key], path: str, is_section: bool = False, count: int = 3, least: float = 0.65
 ) -> list[str]:
-    """The keys that a user may have meant: the equivalent of another framework's name, else by similarity of the last
-    word, then of the section. is_section: the unknown key is a section. least: similarity of the last words, 0 to 1,
-    that a key must have."""
+    """The keys that a user may have meant: the equivalent of another framework's name, else keys by similarity of the
+    last part, then of the section. is_section: the unknown key is a section. least: the lowest similarity, 0 to 1, of
+    the last parts."""
     if len(path) > LONGEST_MISSPELT:
         return []
     section, _, leaf = path.rpartition(".")
@@ -120,7 +120,7 @@ _WORDS: dict[Any, str] = {str: "text", bool: "true | false", int: "integer", flo
 
 
 def words(annotation: Any) -> str:
-    """What a field of this type takes. Raises: KeyError for a type that no field of a config has."""
+    """The values that a field of this type takes. Raises: KeyError for a type that no field of a config has."""
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Literal:
         return " | ".join(show(value) for value in args)
@@ -160,7 +160,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-NAMES_ELSEWHERE = {  # key -> what other frameworks call it
+NAMES_ELSEWHERE = {  # key -> its names in other frameworks
     "train.optimizer.lr": "learning_rate",
     "train.optimizer.clip": "max_grad_norm grad_clip clip_grad",
     "train.scheduler.warmup_steps": "warmup_ratio",

@@ -1,7 +1,7 @@
 """Config files, Python dicts and command-line overrides as trees of values with the place where each was written.
 
-A tree is a dict of trees and Values; lists and scalars are Values. Layers (base file, file, each override) are read
-one by one, their shorthands written out, then merged: a later layer wins, sections merge, everything else replaces.
+A tree is a dict of trees and Values; lists and scalars are Values. Each layer (base file, file, each override) is read,
+its shorthands are written out, then the layers are merged: a later layer wins; sections merge, all else is replaced.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 COMMAND_LINE = "command line"
 CONFIG_DICT = "config-dict"  # a config that is a Python dict: its name, and the origin of its values
 PYTHON_OBJECT = "Python object"
-MAX_BYTES = 256 << 10  # of a config file: YAML is read at about this much a second
-MAX_DEPTH = 30  # sections in sections; an alias that holds itself has no end
+MAX_BYTES = 256 << 10  # of a config file: YAML is parsed at about this rate per second
+MAX_DEPTH = 30  # sections in sections; an alias that contains itself has no end
 MAX_VALUES = 10_000  # with each alias written out: nine lines of aliases can mean a billion values
 YAML_TAGS = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("str", "seq", "map"))  # text, list and section, unmarked
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A value as given. origin: "gsm8k.yaml:12", "command line", CONFIG_DICT or PYTHON_OBJECT. folder: what a relative
-    path in it starts from."""
+    """A value as given. origin: "gsm8k.yaml:12", "command line", CONFIG_DICT or PYTHON_OBJECT. folder: a relative path
+    in the value starts there."""
 
     value: Any
     origin: str
@@ -44,13 +44,14 @@ class Value:
 Tree: TypeAlias = dict[str, Union["Tree", Value]]
 
 
-class Whole(dict[str, Any]):
+class ShorthandSection(dict[str, Any]):
     """A section written out from a shorthand: it replaces the section of earlier layers instead of merging with it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing wrong: its keys (the first is at fault), and what to do. origin: where, if no key has one."""
+    """One fault of a config: its keys (the first is the wrong one), and a text with what to do. origin: where the fault
+    is, "" = where the keys were given."""
 
     keys: tuple[str, ...]
     text: str
@@ -58,7 +59,8 @@ class Problem:
 
 
 def find(given: Value, folder: Path) -> tuple[Path | None, list[Path]]:
-    """(the file or folder that a path names, places tried): relative to the config file, then the working folder."""
+    """(the file or folder that a path names, places tried). The path is relative to the config file, else to the
+    working folder."""
     try:
         path = Path(given.value).expanduser()
     except RuntimeError:  # ~name, where there is no such user
@@ -73,7 +75,7 @@ def dotted(path: str, name: str) -> str:
 
 
 class Reader:
-    """Reads one run's files and overrides, collecting every problem after which it can read on."""
+    """Reads one run's files and overrides, and collects the problems after which reading can go on."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -81,12 +83,12 @@ class Reader:
         self._num_values = 0
 
     def files(self, path: Path, seen: tuple[Path, ...] = ()) -> list[Tree]:
-        """The layers of a file, its base's first. Raises ConfigError if one can't be read or is its own base."""
+        """The layers of a file, after those of its base. Raises: ConfigError if one can't be read or is its base."""
         return self._on_base(path, self._file(path), seen)
 
     def mapping(self, config: Mapping[str, Any], origin: str) -> list[Tree]:
-        """The layers of a dict of the form of a config file, its base's first. Raises: ConfigError, as `files`, and
-        for a key that is no text or a value that no config file can hold."""
+        """The layers of a dict in the form of a config file, after those of its base. Raises: ConfigError, as `files`,
+        and for a key that is not text or a value that a config file can't contain."""
         return self._on_base(self.folder / CONFIG_DICT, self._section(config, origin, ""), ())
 
     def _on_base(self, path: Path, tree: Tree, seen: tuple[Path, ...]) -> list[Tree]:
@@ -130,7 +132,7 @@ class Reader:
         """The layer of one `dotted.key=value`; the value is YAML, as in a file."""
         path, equals, value = text.partition("=")
         if not equals or not all(path.split(".")):
-            raise ConfigError(f"{text!r} is no override: write dotted.key=value, such as train.optimizer.lr=1e-6")
+            raise ConfigError(f"{text!r} is not an override: write dotted.key=value, such as train.optimizer.lr=1e-6")
         node = _compose(value, f"the value of {path} on the command line")
         read = self._read(node, COMMAND_LINE, path, self.folder) if node else Value(None, COMMAND_LINE, self.folder)
         for part in reversed(path.split(".")):
@@ -155,7 +157,7 @@ class Reader:
     def _read(
         self, node: yaml.Node, name: str, path: str, folder: Path, key_line: int | None = None, depth: int = 0
     ) -> Tree | Value:
-        """The tree of a YAML node; name is the file's, key_line the line of the key that holds the node."""
+        """The tree of a YAML node. name: of the file. key_line: the line of the node's key."""
         line = node.start_mark.line + 1 if key_line is None else key_line
         origin = name if name == COMMAND_LINE else f"{name}:{line}"
         if depth > MAX_DEPTH:
@@ -170,7 +172,7 @@ class Reader:
         return tree
 
     def _plain(self, node: yaml.Node, origin: str, depth: int = 0) -> Any:
-        """A list, or a single value, without origins of their own."""
+        """A list or a single value; entries of a list have no origins of their own."""
         self._num_values += 1
         if depth > MAX_DEPTH:
             raise ConfigError(f"{origin}: lists nested more than {MAX_DEPTH} deep")
@@ -211,7 +213,7 @@ def _require_no_tag(node: yaml.Node, origin: str) -> None:
 def _compose(text: str, where: str) -> yaml.Node | None:
     loader = None
     try:
-        # The BaseLoader leaves every scalar a text; values.scalar gives its meaning.
+        # The BaseLoader reads every scalar as text; values.scalar gives its meaning.
         loader = yaml.BaseLoader(text)
         return loader.get_single_node()
     except yaml.YAMLError as e:
@@ -225,7 +227,7 @@ def _compose(text: str, where: str) -> yaml.Node | None:
 def expand(tree: Tree, keys: dict[str, Key], path: str = "") -> Tree:
     """Write out the shorthands of one layer (`algo.loss: ppo_clip`, `algo.kl: off`, a section left empty).
 
-    Raises: ConfigError for a dotted key in a file, which would otherwise be one more unknown key.
+    Raises: ConfigError for a dotted key in a file, which would otherwise be reported as an unknown key only.
     """
     written: Tree = {}
     for name, entry in tree.items():
@@ -241,7 +243,8 @@ def expand(tree: Tree, keys: dict[str, Key], path: str = "") -> Tree:
         if short:
             meant = short(entry.value)
             if isinstance(meant, dict):
-                written[name] = Whole({part: Value(v, entry.origin, entry.folder) for part, v in meant.items()})
+                section = {part: Value(v, entry.origin, entry.folder) for part, v in meant.items()}
+                written[name] = ShorthandSection(section)
             else:
                 written[name] = Value(meant, entry.origin, entry.folder)
         elif entry.value is None and key is not None and key.is_section and not rest:
@@ -262,11 +265,11 @@ _SHORTHANDS: dict[tuple[str, type], Any] = {  # (key, type of the value) -> the 
 
 
 def merge(below: Tree, above: Tree) -> Tree:
-    """above over below: sections merge, values, lists and written-out shorthands replace."""
+    """The layer `above` over the layer `below`: sections merge; values, lists and written-out shorthands replace."""
     merged = dict(below)
     for name, entry in above.items():
         old = merged.get(name)
-        if isinstance(old, dict) and isinstance(entry, dict) and not isinstance(entry, Whole):
+        if isinstance(old, dict) and isinstance(entry, dict) and not isinstance(entry, ShorthandSection):
             merged[name] = merge(old, entry)
         else:
             merged[name] = entry

@@ -15,48 +15,51 @@ if TYPE_CHECKING:
 class TrainMeshConfig(Slice):
     """Ranks along each axis of the DeviceMesh; their product is cluster.num_train_ranks."""
 
-    dp_replicate: int = field(1, "copies of the sharded model; more than 1 with HYBRID_SHARD", ge=1)
+    dp_replicate: int = field(1, "copies of the sharded model; 2 or more with HYBRID_SHARD", ge=1)
     dp_shard: int = field(-1, "ranks that share one copy of the model's state; -1 = all that remain", ge=-1)
-    ulysses: int = field(1, "ranks that split a row's tokens among them (sequence parallelism)", ge=1)
-    tp: int = field(1, "ranks that split each matrix among them (tensor parallelism)", ge=1)
+    ulysses: int = field(1, "ranks over which the tokens of a row are split (sequence parallelism)", ge=1)
+    tp: int = field(1, "ranks over which each matrix is split (tensor parallelism)", ge=1)
 
 
 class OptimizerConfig(Slice):
     kind: Literal["adamw"] = field(
-        "adamw", "Adam with decoupled weight decay, on matrices only; what RL of language models uses"
+        "adamw", "Adam with decoupled weight decay, on matrices only; the usual optimizer in RL of language models"
     )
     lr: float = field(1e-6, "peak learning rate; 1e-6 is the usual full fine-tuning RL value", gt=0)
     betas: tuple[float, float] = field(
         (0.9, 0.95),
         "decay of the first and second moment, each below 1; 0.95 forgets old gradient scales sooner than 0.999",
     )
-    eps: float = field(1e-8, "added to the root of the second moment", gt=0)
+    eps: float = field(1e-8, "added to the square root of the second moment", gt=0)
     weight_decay: float = field(
-        0.0, "share by which a matrix shrinks per optimizer step, times lr; 0: RL stays near its start anyway", ge=0
+        0.0,
+        "each optimizer step reduces matrices by weight_decay x lr of their value; 0: RL stays near its start anyway",
+        ge=0,
     )
-    clip: float = field(1.0, "largest global gradient norm; a larger gradient is scaled down to it; 0 = off", ge=0)
+    clip: float = field(1.0, "limit of the global gradient norm; larger gradients are scaled down to it; 0 = off", ge=0)
 
 
 class SchedulerConfig(Slice):
     kind: Literal["constant", "linear", "cosine"] = field(
-        "constant", "the learning rate after warm-up: it stays, or falls to min_lr_ratio by the end of the run"
+        "constant",
+        "learning rate after warm-up: constant, or falling to min_lr_ratio of its peak at the end",
     )
     warmup_steps: int = field(
-        0, "optimizer steps in which lr rises to its peak; below the run's number of optimizer steps", ge=0
+        0, "optimizer steps in which lr rises to its peak; fewer than the run's optimizer steps", ge=0
     )
-    min_lr_ratio: float = field(0.0, "lr at the end of linear and cosine as a share of the peak", ge=0, le=1)
+    min_lr_ratio: float = field(0.0, "lr at the end of linear and cosine, as a share of the peak", ge=0, le=1)
 
 
 class TrainConfig(Slice):
     sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"] = field(
         "FULL_SHARD",
-        "FULL_SHARD splits parameters, gradients, optimizer state; SHARD_GRAD_OP keeps parameters gathered after "
-        "forward; HYBRID_SHARD copies the sharded model dp_replicate times; NO_SHARD copies it to every rank",
+        "FULL_SHARD shards parameters, gradients and optimizer state; SHARD_GRAD_OP keeps parameters gathered after "
+        "forward; HYBRID_SHARD has dp_replicate copies of the sharded model; NO_SHARD has the full model in every rank",
     )
     activation_checkpointing: bool = field(
         True, "recompute each block's activations in backward: far less memory for about 30 % more compute"
     )
-    mesh: TrainMeshConfig = field(TrainMeshConfig(), "the DeviceMesh's axes")
+    mesh: TrainMeshConfig = field(TrainMeshConfig(), "ranks along each axis of the DeviceMesh")
     tensor_model_parallel_size: int | None = field(
         None, "another name of train.mesh.tp; if both are given they must agree", ge=1
     )
@@ -66,25 +69,27 @@ class TrainConfig(Slice):
         ge=1,
     )
     share_prompts: bool = field(
-        True, "compute a group's prompt once per micro-batch, with the same gradient; off only to compare"
+        True, "compute a group's prompt once per micro-batch, with the same gradient; false only for comparisons"
     )
     updates_per_step: int = field(
         1,
-        "optimizer steps per rollout step; 1 is on-policy, more reuse old samples; must divide loop.prompts_per_step",
+        "optimizer steps per rollout step; 1 = on-policy; with more, the later ones train on samples of older weights; "
+        "must divide loop.prompts_per_step",
         ge=1,
     )
     master_dtype: Literal["float32", "bfloat16"] = field(
-        "float32", "dtype of the stored parameters and moments; bfloat16 loses the small steps of lr 1e-6 in rounding"
+        "float32",
+        "dtype of the stored parameters and optimizer moments; bfloat16 loses the small steps of lr 1e-6 in rounding",
     )
     optimizer: OptimizerConfig = field(OptimizerConfig(), "the optimizer")
     scheduler: SchedulerConfig = field(SchedulerConfig(), "the learning rate over the run, counted in optimizer steps")
     logprob_chunk_tokens: int = field(
-        2048, "tokens whose logits exist at one time; smaller saves memory, results stay the same", ge=1
+        2048, "tokens whose logits exist at one time; fewer save memory, results stay the same", ge=1
     )
 
     def data_ranks(self, num_train_ranks: int) -> tuple[int, int]:
-        """(dp_replicate, dp_shard) with -1 written out; NO_SHARD makes every rank a replica. Their product may be
-        wrong."""
+        """(dp_replicate, dp_shard) with -1 replaced by its size; NO_SHARD makes every rank a replica. Their product may
+        differ from num_train_ranks."""
         mesh = self.mesh
         if self.sharding_strategy == "NO_SHARD":
             replicas = num_train_ranks if mesh.dp_replicate == 1 else mesh.dp_replicate

@@ -1,4 +1,4 @@
-"""Plain values to and from text: what `1e-6`, `off` or `null` mean in a config file and on the command line alike."""
+"""Plain values to and from text: `1e-6`, `off` or `null` mean the same in a config file and on the command line."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def show(value: Any) -> str:
         is_plain = _PLAIN.fullmatch(value) and not re.search(r": |:$| $|^-$|^- ", value)
         if is_plain and scalar(value) == value:
             return value
-        # What JSON leaves bare and YAML forbids or folds; not \u escapes for all, YAML has no surrogate pairs.
+        # Escapes characters that JSON leaves bare and YAML forbids or folds; no others: YAML has no surrogate pairs.
         return _UNSAFE.sub(lambda c: f"\\u{ord(c[0]):04x}", json.dumps(value, ensure_ascii=False))
     if isinstance(value, dict):
         return "{" + ", ".join(f"{show(str(name))}: {show(entry)}" for name, entry in value.items()) + "}"

@@ -1,7 +1,7 @@
 """Batch: one packed micro-batch of one rank, and what a forward pass returns for it.
 
 T packed tokens, S segments, one after the other: segment s is tokens[cu_seqlens[s]:cu_seqlens[s+1]]. A segment is a
-whole row; or a prompt that rows of a group share, or the part of such a row after its prompt.
+complete row; or a prompt that rows of a group share, or the part of such a row after its prompt.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Batch:
 
     A row is never split over micro-batches. Optional fields are None when no sample has them.
     rows[s] is the index of segment s's row in the step's list of samples; -1 for a dummy and for a shared prompt.
-    parents[s] is the segment that s continues, -1 for none; offsets[s] the place in its row of its first token.
-    previous[t] is the place whose hidden state predicts token t (the first token of a row has none, and says 0).
+    parents[s] is the segment that s continues, -1 for none. offsets[s] is the index in the row of the segment's first
+    token. previous[t] is the index whose hidden state predicts token t; 0 for the first token of a row, which has none.
 
     Example, two rows of 3 and 2 tokens: tokens [5], cu_seqlens [0, 3, 5], position_ids [0, 1, 2, 0, 1].
     With a first token in common: tokens [4], cu_seqlens [0, 1, 3, 4], position_ids [0, 1, 2, 1], rows [-1, 0, 1],
@@ -30,7 +30,7 @@ class Batch:
     """
 
     tokens: torch.Tensor  # int64[T]
-    cu_seqlens: torch.Tensor  # int32[S+1], on the CPU: lengths steer Python loops and kernels alike
+    cu_seqlens: torch.Tensor  # int32[S+1], on the CPU: Python loops and kernels use the lengths
     position_ids: torch.Tensor  # int64[T]; [3, T] for mrope
     previous: torch.Tensor  # int64[T]
     sample_index: torch.Tensor  # int32[T]: segment of each token
@@ -60,7 +60,7 @@ class Batch:
 
 @dataclass(kw_only=True, slots=True)
 class Outputs:
-    """What the model says about a Batch, each float32[T], index t about token t; garbage where mask is False.
+    """Output of a forward pass over a Batch: each float32[T], index t for token t; undefined where mask is False.
 
     entropy carries a gradient only when the loss asked for it.
     """

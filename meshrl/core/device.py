@@ -1,6 +1,7 @@
-"""The only file that spells an accelerator's name: device type, backend, seeds and memory through one door.
+"""Everything that depends on the kind of accelerator: device type, backend, threads and memory. No other file names a
+kind.
 
-CUDA and CPU are proven by tests; NPU and XPU follow the same torch.accelerator interface and are declared untested.
+CUDA and CPU are covered by tests; NPU and XPU have the same torch.accelerator interface, but are untested.
 AMD GPUs appear as "cuda" in PyTorch.
 """
 
@@ -21,8 +22,8 @@ _COUNTED_AS = {"cuda": "GPU", "xpu": "GPU", "npu": "NPU"}
 
 
 def device_type() -> str:
-    """The accelerator of this machine, or "cpu" where it has none that torch.distributed has a backend for.
-    MESHRL_DEVICE overrides it (a test on a GPU box may want the CPU)."""
+    """The accelerator of this machine, or "cpu" where torch.distributed has no backend for it or there is none.
+    MESHRL_DEVICE overrides it (a test on a GPU machine may need the CPU)."""
     forced = os.environ.get("MESHRL_DEVICE")
     if forced:
         if forced not in _BACKENDS:
@@ -45,14 +46,14 @@ def device_notice() -> str | None:
 
 
 def _accelerator() -> str:
-    """What PyTorch calls the accelerator of this machine; "cpu" without any."""
+    """PyTorch's name of the accelerator of this machine; "cpu" without one."""
     if torch.accelerator.is_available():
         return torch.accelerator.current_accelerator().type  # type: ignore[union-attr]
     return "cpu"
 
 
 def local_device(local_rank: int) -> torch.device:
-    """The device of a local rank, made current."""
+    """The device of a local rank; it becomes the current device."""
     kind = device_type()
     if kind == "cpu":
         return torch.device("cpu")
@@ -72,31 +73,32 @@ def visible_devices(device: torch.device, count: int) -> dict[str, str]:
 
 
 def current_device(kind: str) -> torch.device:
-    """The device of that kind that this process has made current."""
+    """The current device of this kind in this process."""
     return torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
 
 
 def cluster_resources() -> tuple[str, ...]:
-    """The names by which cluster schedulers count accelerators that this run may use; empty when it is told to use
-    the CPU. A controller without any may have ranks that have some."""
+    """The resource names under which cluster schedulers count accelerators that this run may use; empty when
+    MESHRL_DEVICE is cpu. Ranks may have accelerators although the controller has none."""
     kind = os.environ.get("MESHRL_DEVICE") or None
     return tuple(dict.fromkeys(name for device, name in _COUNTED_AS.items() if kind in (None, device)))
 
 
 def dist_backend(device: torch.device) -> str:
-    """The torch.distributed backend of a device; accelerators keep gloo beside it for CPU tensors."""
+    """The torch.distributed backend of a device; with accelerators, gloo is added for CPU tensors."""
     name = _BACKENDS[device.type]
     return name if device.type == "cpu" else f"cpu:gloo,{device.type}:{name}"
 
 
-def wire_device(device: torch.device) -> torch.device:
-    """Where the tensors lie that `lone_group` sends: on accelerators whose own backend can be had by itself, there."""
+def transfer_device(device: torch.device) -> torch.device:
+    """The device of the tensors that a `separate_group` sends: the CPU, except where NCCL can be used by itself."""
     return device if device.type == "cuda" else torch.device("cpu")
 
 
-def lone_group(store: dist.Store, rank: int, size: int, device: torch.device, timeout: datetime.timedelta) -> Any:
-    """A process group beside the default one, for tensors on `device`, which is a `wire_device`: its
-    `broadcast(tensor, root)` gives a dist.Work. Waits for all members. Raises: RuntimeError when they don't come."""
+def separate_group(store: dist.Store, rank: int, size: int, device: torch.device, timeout: datetime.timedelta) -> Any:
+    """A process group besides the default one, for tensors on `device`, which is a `transfer_device`. Its
+    `broadcast(tensor, root)` returns a dist.Work. Waits for all members. Raises: RuntimeError if one does not connect.
+    """
     if device.type == "cpu":
         return dist.ProcessGroupGloo(store, rank, size, timeout)
     options = dist.ProcessGroupNCCL.Options()
@@ -106,21 +108,21 @@ def lone_group(store: dist.Store, rank: int, size: int, device: torch.device, ti
     return group
 
 
-def leave_group(group: Any) -> None:
-    """End a `lone_group` for all its members; what hangs in it fails."""
+def abort_group(group: Any) -> None:
+    """End a `separate_group` for all its members; collectives that still wait in it fail."""
     if isinstance(group, dist.ProcessGroupGloo):
-        return  # ends with the last reference
+        return  # it ends with the last reference to it
     group.abort()
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for the device's queued work, so that a span's end is the work's end. Nothing to do on the CPU."""
+    """Wait for the device's queued work, so that a timed span ends with the work. Nothing to do on the CPU."""
     if device.type != "cpu":
         torch.accelerator.synchronize()
 
 
 def memory_stats(device: torch.device) -> dict[str, int]:
-    """Bytes allocated now and at peak on an accelerator; empty on the CPU, where the process's RSS says it."""
+    """Bytes allocated now and at peak on an accelerator; empty on the CPU, where the process's RSS shows memory."""
     if device.type == "cpu":
         return {}
     return {
@@ -136,7 +138,7 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def empty_cache(device: torch.device) -> None:
-    """Give cached blocks back to the device; nothing to do on the CPU."""
+    """Release the allocator's cached blocks to the device; nothing to do on the CPU."""
     if device.type != "cpu":
         torch.accelerator.empty_cache()
 
@@ -149,8 +151,8 @@ def has_varlen_kernels(device: torch.device) -> bool:
 
 
 def set_threads(num_ranks_on_machine: int) -> int:
-    """Share the machine's cores evenly among its ranks and return the threads of this one: at least 1, and at most
-    what OMP_NUM_THREADS says, which others on the machine may count on."""
+    """Share the machine's cores evenly among its ranks and return the number of threads of this rank: at least 1, and
+    at most OMP_NUM_THREADS, with which a user may leave cores to other processes."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     asked = os.environ.get("OMP_NUM_THREADS", "")
     threads = max(1, min(cores // max(1, num_ranks_on_machine), int(asked) if asked.isdigit() else cores))
@@ -159,10 +161,10 @@ def set_threads(num_ranks_on_machine: int) -> int:
 
 
 def keep_freed_memory(device: torch.device) -> bool:
-    """Have a rank that trains on a CPU keep what it frees for its next tensors; returns whether that could be had.
+    """Make a process on a CPU reuse freed memory for its next tensors; returns whether the allocator supports that.
 
-    glibc gives large blocks back to the system at once, which has to clear each page anew. Call it when the
-    model is loaded.
+    By default glibc returns large blocks to the system at once, and the system has to clear each page again. Call it
+    when the model is loaded.
     """
     if device.type != "cpu" or platform.libc_ver()[0] != "glibc":
         return False

@@ -1,4 +1,4 @@
-"""Every error a user can meet. Each says what happened, the value got, what is allowed and what to do."""
+"""All errors that meshrl raises for users. Each states what is wrong, the value, what is allowed and what to do."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 
 class MeshrlError(Exception):
-    """Base of all errors that meshrl raises on purpose."""
+    """Base class of all errors that meshrl raises on purpose."""
 
 
 class ConfigError(MeshrlError):
-    """A configuration that can't run: raised before torch is imported."""
+    """A configuration that can't run; raised before torch is imported."""
 
 
 class DataError(MeshrlError):
-    """A row or file of data that doesn't fit; the message names file and line."""
+    """A row or file of data that can't be used; the message names file and line."""
 
 
 class UnloadedParamsError(MeshrlError):
@@ -22,11 +22,12 @@ class UnloadedParamsError(MeshrlError):
 
 
 class SyncError(MeshrlError):
-    """A weight transfer that did not arrive as it was sent; names the tensor or the stage."""
+    """A weight transfer that failed, or whose received bytes differ from those sent; names the tensor or the stage."""
 
 
 class SyncInterrupted(SyncError):
-    """A rank's part in a sync ended because another rank failed, disconnected or was lost; that one has the cause."""
+    """A rank's part in a sync ended because another rank failed, disconnected or was lost; the other rank's error has
+    the cause."""
 
 
 class StaleWeightsError(MeshrlError):
@@ -34,7 +35,7 @@ class StaleWeightsError(MeshrlError):
 
 
 class SamplerMismatchError(MeshrlError):
-    """What was sampled and what the trainer scores differ by more than the calibrated threshold."""
+    """The logprobs of sampler and trainer differ by more than the calibrated threshold."""
 
 
 class CapabilityError(MeshrlError):
@@ -46,11 +47,11 @@ class RequestError(MeshrlError):
 
 
 class EngineFailure(MeshrlError):
-    """The server behind a rollout engine did not start, died, or gave no answer; ends with what it wrote last."""
+    """The server of a rollout engine did not start, died, or did not answer; ends with the last lines of its output."""
 
 
 class EngineEnded(EngineFailure):
-    """The server's process is gone. A rank that only samples ends with it, and is replaced as any lost rank is."""
+    """The server's process has ended. A rank that only samples ends with it, and is replaced like any lost rank."""
 
 
 class RankFailure(MeshrlError):
@@ -69,20 +70,20 @@ class RankFailure(MeshrlError):
 
 
 class DeadlineError(MeshrlError):
-    """A phase of the run that does not end, without a rank to blame: an agent, a grader, or the controller itself."""
+    """A phase missed its deadline, and no rank is the cause: an agent, a grader, or the controller itself."""
 
 
 class CheckpointError(MeshrlError):
-    """A checkpoint that can't be written, or one that is not whole or not of this run; names the file."""
+    """A checkpoint that can't be written, that is incomplete, or that is of another run; names the file."""
 
 
 class RewardError(MeshrlError):
-    """Too many graders failed, or a reward function returned something that is no number."""
+    """Too many gradings failed, or no reward worker could be started."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """A typed failure that takes the place of a value: counted, masked, never a reward of 0.
+    """A typed failure in place of a value: counted, masked, never a reward of 0.
 
     kind: timeout | crash | memory | bad_value | agent | engine. message: one line for people.
     """

@@ -1,7 +1,7 @@
 """Reading files of other programs within limits, and writing files so that no reader ever sees half of one.
 
-Only regular files are read, no more bytes than asked for, and only JSON that has one meaning. What is wrong with a file
-is raised as Unreadable, in words that follow its path and a colon; the caller adds the path and raises its own error.
+Only regular files are read, at most the given number of bytes, and only unambiguous JSON. A fault of a file is raised
+as Unreadable, with a text that follows the path and a colon; the caller adds the path and raises its own error.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-MAX_TEXT_BYTES = 64 << 20  # of a file that is read whole
+MAX_TEXT_BYTES = 64 << 20  # of a file that is read at once
 MAX_LINE_BYTES = 64 << 20  # of a line of JSON; a row of base64 images stays well below
 MAX_DEPTH = 100  # of lists and objects in each other; Python's own recursion ends at a thousand
-_HALF_A_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _KINDS = ((stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"), (stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a disk"))
 
 
 class Unreadable(ValueError):
-    """Why a file can't be taken, in words that follow its path and a colon."""
+    """A file can't be used. The text gives the reason, and follows the file's path and a colon."""
 
 
 def size_of(path: Path) -> int:
-    """Bytes of a regular file, also behind links. A pipe would hang whoever opens it, a device may have no end.
+    """Bytes of a regular file, also behind links. Opening a pipe would block, and a device may have no end.
 
     Raises: Unreadable.
     """
@@ -42,12 +42,12 @@ def size_of(path: Path) -> int:
         raise Unreadable("is a folder, not a file")
     if not stat.S_ISREG(found.st_mode):
         kind = next((name for test, name in _KINDS if test(found.st_mode)), "something else")
-        raise Unreadable(f"is {kind}, not a regular file; write what it gives to a file, and name that")
+        raise Unreadable(f"is {kind}, not a regular file; write its content to a file, and name that file")
     return found.st_size
 
 
 def is_there(path: Path) -> bool:
-    """Whether the path leads somewhere; one that can't be looked up (a loop of links, a name too long) does not."""
+    """Whether the path exists; False for one that can't be looked up (a loop of links, a name that is too long)."""
     try:
         path.stat()
     except (OSError, ValueError):
@@ -56,7 +56,7 @@ def is_there(path: Path) -> bool:
 
 
 def open_plain(path: Path) -> BinaryIO:
-    """A regular file, opened for its bytes. Raises: Unreadable."""
+    """A regular file, opened to read its bytes. Raises: Unreadable."""
     size_of(path)
     try:
         return path.open("rb")
@@ -65,14 +65,14 @@ def open_plain(path: Path) -> BinaryIO:
 
 
 def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
-    """A whole file as UTF-8, without a byte order mark. Raises: Unreadable."""
+    """The content of a UTF-8 file, without a byte order mark. Raises: Unreadable."""
     with open_plain(path) as file:
         try:
             data = file.read(max_bytes + 1)
         except OSError as cause:
             raise Unreadable(f"can't be read ({cause.strerror or cause})") from cause
     if len(data) > max_bytes:
-        raise Unreadable(f"more than {max_bytes:,} bytes, the most that is read of such a file")
+        raise Unreadable(f"more than {max_bytes:,} bytes, the limit for such a file")
     return decode(data)
 
 
@@ -85,12 +85,12 @@ def decode(data: bytes) -> str:
 
 
 def lines_of(file: BinaryIO, max_bytes: int = MAX_LINE_BYTES) -> Iterator[bytes]:
-    """Line by line; never more than one in memory. Raises: Unreadable, for a line that goes on and on too."""
+    """The lines of a file; never more than one in memory. Raises: Unreadable, also for a line above max_bytes."""
     while True:
         try:
             line = file.readline(max_bytes + 1)
         except OSError as cause:
-            raise Unreadable(f"can't be read on ({cause.strerror or cause})") from cause
+            raise Unreadable(f"can't be read further ({cause.strerror or cause})") from cause
         if len(line) > max_bytes:
             raise Unreadable(f"a line of more than {max_bytes:,} bytes; each line should be one JSON object")
         if not line:
@@ -99,30 +99,30 @@ def lines_of(file: BinaryIO, max_bytes: int = MAX_LINE_BYTES) -> Iterator[bytes]
 
 
 def read_json(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> dict[str, Any]:
-    """A file that holds one JSON object. Raises: Unreadable."""
+    """The JSON object that a file contains. Raises: Unreadable."""
     found = parse_json(read_text(path, max_bytes))
     if not isinstance(found, dict):
-        raise Unreadable(f"no JSON object {{key: value}}, but a {type(found).__name__}")
+        raise Unreadable(f"not a JSON object {{key: value}}, but a {type(found).__name__}")
     return found
 
 
 def parse_json(text: str, constants: bool = True) -> Any:
-    """JSON that means one thing: no key twice in an object, no half of a surrogate pair, nothing nested without end.
+    """The value of unambiguous JSON: no key twice in an object, no lone surrogate, no nesting above MAX_DEPTH.
 
-    constants: whether NaN, Infinity and -Infinity are taken, as Python writes them.
+    constants: whether NaN, Infinity and -Infinity are accepted, as Python writes them.
 
-    Raises: Unreadable naming line and column, or what is wrong.
+    Raises: Unreadable with line and column, or with the fault.
     """
     try:
         found = json.loads(text, object_pairs_hook=_object, parse_constant=None if constants else _refuse_constant)
         if text.count("[") + text.count("{") > MAX_DEPTH and _depth(found) > MAX_DEPTH:
             raise RecursionError
-        if _HALF_A_PAIR.search(text):
+        if _SURROGATE.search(text):
             json.dumps(found, ensure_ascii=False).encode()
     except RecursionError as cause:
         raise Unreadable(f"not JSON that can be read: nested more than {MAX_DEPTH} deep") from cause
     except UnicodeEncodeError as cause:
-        raise Unreadable("half of a surrogate pair (\\ud800 to \\udfff) stands in it, which is no text") from cause
+        raise Unreadable("it contains a lone surrogate (\\ud800 to \\udfff), which is not valid text") from cause
     except ValueError as cause:
         raise Unreadable(f"not JSON ({cause})") from cause
     return found
@@ -133,12 +133,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(made) != len(pairs):
         seen: set[str] = set()
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {twice[:80]!r} stands twice in one object")
+        raise ValueError(f"the key {twice[:80]!r} occurs twice in one object")
     return made
 
 
 def _depth(value: Any) -> int:
-    """Of lists and objects in each other, without recursion."""
+    """The nesting depth of lists and objects, found without recursion."""
     deepest, left = 0, [(value, 1)]
     while left:
         here, depth = left.pop()
@@ -154,8 +154,9 @@ def _refuse_constant(name: str) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a path beside `path`, where the block writes a file or a folder, which is renamed to `path` at the end of
-    the block. If the block raises, `path` stays as it was. A folder is renamed only onto nothing or an empty folder."""
+    """Yield a temporary path in the folder of `path`. The block writes a file or a folder there, which is renamed to
+    `path` at the end of the block. If the block raises, `path` stays as it was. A folder replaces only an empty folder.
+    """
     aside = path.with_name(path.name + ".aside")
     if aside.is_dir():
         shutil.rmtree(aside)
@@ -166,6 +167,6 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a whole UTF-8 file: readers see the old text or the new one."""
+    """Write a UTF-8 file: readers see the complete old text or the complete new one."""
     with replacing(path) as aside:
         aside.write_text(text, encoding="utf-8")

@@ -1,7 +1,7 @@
-"""What a name in the config stands for: an entry of a table of built-in choices, or a user-defined object by its
+"""From a name in the config to its object: an entry of a table of built-in choices, or a user-defined object by its
 dotted path.
 
-The standard library only: reward workers start with it.
+This file imports the standard library only, because reward workers import it when they start.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ DOTTED_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
 def look_up(name: str, table: Mapping[str, Any], key: str) -> Any:
-    """The entry `name` of the table, or the object behind a dotted path `package.module:name`.
+    """The entry `name` of the table, or the object of a dotted path `package.module:name`.
 
-    A module is found as Python finds it, and in the working folder. key: what the error calls the value, as the
+    Modules are searched on Python's path and in the working folder. key: the name of the value in errors, such as the
     config's key "agent.kind". Raises: ConfigError when there is no such entry, module or object.
     """
     if name in table:
@@ -42,7 +42,7 @@ def look_up(name: str, table: Mapping[str, Any], key: str) -> Any:
 
 
 def import_object(path: str) -> Any:
-    """The object behind `package.module:name`; importing its module runs the user's code.
+    """The object of `package.module:name`; importing its module runs user code.
 
     Raises: ConfigError, which does not repeat the path.
     """
@@ -52,7 +52,7 @@ def import_object(path: str) -> Any:
     try:
         module = importlib.import_module(module_name)
     except MemoryError:
-        raise  # says nothing about the path
+        raise  # not a fault of the path
     except (Exception, SystemExit) as error:  # user code: importing it may raise anything
         raise ConfigError(
             f"importing {module_name!r} raised {type(error).__name__}: {error}; a module is looked for in the working "
@@ -75,7 +75,7 @@ def can_be_imported(path: str) -> bool:
 
 
 def similar_names(name: str, known: Iterable[str], count: int = 3) -> list[str]:
-    """The known names that are most similar to `name`, best first; upper and lower case are the same."""
+    """The known names that are most similar to `name`, best first; case does not matter."""
     by_lower = {each.lower(): each for each in known}
     return [by_lower[found] for found in difflib.get_close_matches(name.lower(), by_lower, count, cutoff=0.45)]
 

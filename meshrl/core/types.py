@@ -1,10 +1,10 @@
-"""The records of a prompt's journey: Prompt, Turn, Trajectory, Sample (and Batch in core/batch.py).
+"""The records that a prompt becomes one after the other: Prompt, Turn, Trajectory, Sample (and Batch in core/batch.py).
 
 This file imports numpy and the standard library only, so that sandbox workers, viewers and agents start in
 milliseconds. Letters: T tokens of a row, C context, R sampled, L MoE layers, K experts a token.
 
-Alignment, everywhere: index t speaks of token t itself, `logprobs[t] = log p(token_t | tokens_<t)`; the shift by one
-happens once, in `Batch.previous` (train/packing). Index 0 of a row is never trained.
+Alignment, everywhere: index t belongs to token t itself, `logprobs[t] = log p(token_t | tokens_<t)`; the shift by one
+is done once, in `Batch.previous` (train/packing). Index 0 of a row is never trained.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import numpy as np
 
 from meshrl.core.errors import Failure
 
-SCHEMA = 1  # written into every file that holds records
+SCHEMA = 1  # written into every file that contains records
 
-EXTRA_FILLS: dict[str, float] = {}  # token_extras name -> value where a row has none; default 0
+EXTRA_FILLS: dict[str, float] = {}  # token_extras name -> fill value where a row has none; default 0
 
 StopReason = Literal["stop", "length", "context", "abort", "error"]
 Purpose = Literal["train", "baseline", "eval"]
@@ -30,10 +30,10 @@ Reduce = Literal["mean", "sum", "max", "min", "hist"]
 
 @dataclass(kw_only=True, slots=True)
 class Media:
-    """One image (or other medium) of a prompt, processed once; both sides use the same tensors.
+    """One image (or other medium) of a prompt, processed once; sampler and trainer use the same tensors.
 
     outputs: the processor's arrays by model keyword, e.g. pixel_values [patches, dim], image_grid_thw [1, 3].
-    num_tokens: placeholder tokens it takes in the text; equals the number of features the vision tower returns.
+    num_tokens: its placeholder tokens in the text; equals the number of features that the vision tower returns.
     """
 
     kind: str
@@ -45,9 +45,9 @@ class Media:
 
 @dataclass(kw_only=True, slots=True)
 class Prompt:
-    """One row of data on its way to an agent. Filled by data; `ids` by the agent that renders it, once.
+    """One row of data as the task of an agent. Filled by data; `ids` by data or by the agent, which render it once.
 
-    id survives epochs; ordinal is the place in this run's data order (resume, seeds, the staleness gate).
+    id is the same in all epochs; ordinal is the index in this run's data order (for resume, seeds, staleness limits).
 
     Example: Prompt(id="train-17", ordinal=4031, messages=[{"role": "user", "content": "2+2="}], answer="4")
     """
@@ -58,18 +58,19 @@ class Prompt:
     ids: np.ndarray | None = None  # int32[C]
     media: dict[str, Media] = field(default_factory=dict)
     answer: Any = None
-    env: str = "default"  # which reward table scores it
+    env: str = "default"  # the task family or data source, for reward functions
     agent: str = "single_turn"
     meta: dict[str, Any] = field(default_factory=dict)  # plain JSON only
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn. temperature 0 is greedy; its logprobs are those of temperature 1.
+    """How tokens are sampled. temperature 0 is greedy; its logprobs are those of temperature 1.
 
     top_p, top_k, min_p and repetition_penalty change the sampler's distribution, so training refuses them (P2);
-    evaluation may use them. stop_token_ids end a turn; the stop token is part of the output and is trained (P3). So is
-    the token that completes one of the texts in stop, whole, wherever in it the text ends; both count as "stop".
+    evaluation may use them. stop_token_ids end a turn; the stop token is part of the output and is trained (P3). The
+    same holds for the token that completes one of the texts in stop, even if the text ends inside this token. Both have
+    the stop_reason "stop".
     """
 
     temperature: float = 1.0
@@ -84,7 +85,7 @@ class SamplingParams:
 
 @dataclass(kw_only=True, slots=True)
 class Times:
-    """Where a turn's time went, in seconds, and how many context tokens came from a cache."""
+    """The stages of a turn's time, in seconds, and the number of context tokens that came from a cache."""
 
     queue_s: float = 0.0
     prefill_s: float = 0.0
@@ -94,13 +95,13 @@ class Times:
 
 @dataclass(kw_only=True, slots=True)
 class Request:
-    """What an agent asks of a rollout engine.
+    """A request of an agent to a rollout engine.
 
-    context_ids: the full context, int32[C]. prefix_output: output tokens of an aborted turn to continue from; the
-    returned Turn holds only what comes after them. max_new_tokens counts the whole output, prefix included, so a
-    continuation repeats the same number. seed: see `turn_seed`; the sampler draws by (seed, output position).
-    min_version: the engine refuses or waits below this weight version. session: requests of one session go to one
-    engine. want: extras to return, from {"entropy", "topk:N"}.
+    context_ids: the full context, int32[C]. prefix_output: output tokens of an aborted turn, after which the engine
+    continues; the returned Turn has only the tokens after them. max_new_tokens counts the complete output with the
+    prefix, so a continuation repeats the same number. seed: see `turn_seed`; the sampler draws by (seed, output
+    position). min_version: the engine refuses or waits below this weight version. session: requests of one session go
+    to one engine. want: extras to return, from {"entropy", "topk:N"}.
     """
 
     id: str
@@ -119,11 +120,11 @@ class Request:
 
 @dataclass(kw_only=True, slots=True)
 class Turn:
-    """One call of the sampler. Turns of a trajectory form a tree: `parent` is the index of the turn whose end this
-    context continues, -1 = from nothing. context_ids holds only the tokens after the parent's end.
+    """One call of the sampler. Turns of a trajectory form a tree: `parent` is the index of the turn that this context
+    continues, -1 = none. context_ids has only the tokens after the parent's end.
 
     Filled by the engine: output_ids, logprobs, versions, stop_reason, routed_experts, extras, engine_id, times.
-    Filled by the agent: parent, context_ids (cut to what is new), media_spans, messages, reward.
+    Filled by the agent: parent, context_ids (without the parent's tokens), media_spans, messages, reward.
 
     Example, context [1, 5, 6], sampled [7, 2]: Turn(parent=-1, context_ids=[1, 5, 6], output_ids=[7, 2],
     logprobs=[-0.1, -0.3], versions=[0, 0], stop_reason="stop").
@@ -134,9 +135,9 @@ class Turn:
     media_spans: list[tuple[str, int, int]] = field(default_factory=list)  # (media id, start, length) in context_ids
     output_ids: np.ndarray  # int32[R]
     logprobs: np.ndarray  # float32[R], as sampled: temperature applied
-    versions: np.ndarray  # int32[R], weight version that made each token
+    versions: np.ndarray  # int32[R], weight version that sampled each token
     stop_reason: StopReason
-    routed_experts: np.ndarray | None = None  # int16[C+R, L, K]; -1 = not recorded, the router runs freely there
+    routed_experts: np.ndarray | None = None  # int16[C+R, L, K]; -1 = not recorded, the trainer's router chooses there
     extras: dict[str, np.ndarray] = field(default_factory=dict)  # each [R, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     seed: int = 0
@@ -148,9 +149,9 @@ class Turn:
 
 @dataclass(kw_only=True, slots=True)
 class Trajectory:
-    """All turns of one attempt at one prompt. group_id = prompt id + attempt: group statistics go by it (P4).
+    """All turns of one attempt at one prompt. group_id = prompt id + attempt: group statistics are taken by it (P4).
 
-    status `failed` carries a Failure and never a reward of 0; reward None = masked out of training, and counted.
+    status `failed` has a Failure and never a reward of 0; reward None = masked out of training, and counted.
     """
 
     prompt: Prompt
@@ -173,11 +174,11 @@ class Sample:
     """One root-to-leaf row of a trajectory's tree, all arrays [T].
 
     Filled by flatten: tokens .. versions, truncated, media; by annotate: old_logprobs, ref_logprobs, values (None when
-    the algorithm does not ask); by algo: rewards (KL added), advantages, returns, correction, loss_weight.
+    the algorithm does not need them); by algo: rewards (KL subtracted), advantages, returns, correction, loss_weight.
 
-    mask: sampled and trained HERE; a token shared by two rows is trained in exactly one. prefix_len: leading tokens
-    shared by the whole group. rollout_logprobs is NaN and versions -1 where not sampled. truncated: the trajectory was
-    cut off; algo.truncated says whether it is trained.
+    mask: sampled and trained in THIS row; a token shared by two rows is trained in exactly one. prefix_len: leading
+    tokens shared by all rows of the group. rollout_logprobs is NaN and versions -1 where not sampled. truncated: the
+    trajectory was cut off; algo.truncated decides whether it is trained.
     loss_weight is already divided by the global denominator of the optimizer step (fp64, on the controller, dummies
     0), so loss = sum(loss_weight * l) over all ranks; no other denominator exists.
 
@@ -216,7 +217,7 @@ class Sample:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Metric:
     """One measured quantity before division. Merged only by adding sums and weights (max and min by max and min);
-    `monitor` alone divides. `hist` keeps (values, counts) in `sum` and `weight` as tuples.
+    only `monitor` divides. `hist` has (values, counts) in `sum` and `weight` as tuples.
 
     Example: Metric(name="loss/clip_fraction", sum=12.0, weight=4096.0, reduce="mean", unit="fraction").
     """
@@ -229,7 +230,7 @@ class Metric:
 
 
 Generate = Callable[[Request], Awaitable[Turn]]
-"""What an agent gets injected: `async (Request) -> Turn`. The engine, its place and its weights stay unknown."""
+"""The function that an agent gets for sampling: `async (Request) -> Turn`. The agent does not know the engine."""
 
 
 def freeze(record: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Messages -> token ids, once. All code that uses a chat template is here.
+"""Renders messages to token ids, once. All code that uses a chat template is here.
 
 Ids come from one call of the tokenizer on the rendered template, with no special tokens added around it: the template
 writes its own BOS, so there is never a second one (P21). Transformers is imported when a tokenizer is loaded.
@@ -20,9 +20,9 @@ from meshrl.core.lookup import similar_names
 from meshrl.data.time_limit import TooLongError, time_limit
 
 Message = dict[str, Any]
-TEMPLATE_LIMIT_S = 10.0  # of one rendering, which takes milliseconds; a template can loop for years
-_VARIABLES = "chat_template_kwargs"  # in init_kwargs, where Transformers keeps what a tokenizer was made with
-_CONTENT = "stand-in answer"  # of an assistant message that shows where a template ends one; no template has it
+TEMPLATE_LIMIT_S = 10.0  # of one rendering, which takes milliseconds; a template may loop for years
+_VARIABLES = "chat_template_kwargs"  # in init_kwargs, where Transformers stores the arguments of a tokenizer
+_CONTENT = "stand-in answer"  # of a placeholder message that shows how a template ends one; no template contains it
 
 
 def load_tokenizer(
@@ -32,7 +32,7 @@ def load_tokenizer(
 
     chat_template: replaces the tokenizer's own; the text, or the path of a file. chat_template_kwargs: variables that
     the template gets in every rendering. Both are stored in the tokenizer, so that prompts, the continuations of turns
-    and SFT rows are rendered alike.
+    and SFT rows are rendered the same way.
 
     Raises: DataError when the path has no tokenizer that Transformers can load without running its code, and for
     a template or variables that can't be used.
@@ -72,7 +72,7 @@ def _load(path: str | Path) -> Any:
 
 
 def _require_plain_files(folder: Path) -> None:
-    """Raises: DataError naming a file that is not a regular file or not JSON, or that needs code of its own."""
+    """Raises: DataError with the name of a file that is not regular, not JSON, or needs code of its own."""
     for name in (*_JSON_FILES, *_OTHER_FILES):
         file = folder / name
         if not is_there(file) and not file.is_symlink():
@@ -98,7 +98,7 @@ _OTHER_FILES = ("tokenizer.json", "chat_template.jinja", "vocab.json", "merges.t
 
 
 def _damage(folder: Path) -> str | None:
-    """Where tokenizer.json is not JSON: the file is too large to be parsed when nothing is wrong."""
+    """The fault of a tokenizer.json that is not JSON. Found only after an error: parsing the large file takes long."""
     try:
         read_json(folder / "tokenizer.json")
     except Unreadable as cause:
@@ -107,14 +107,14 @@ def _damage(folder: Path) -> str | None:
 
 
 def is_template_text(given: str) -> bool:
-    """Whether this is a template itself and not the path of one: without Jinja in it every prompt would be the same."""
+    """Whether this is the text of a template and not a path: a text without Jinja would make every prompt the same."""
     return "{{" in given or "{%" in given
 
 
 def template_text(given: str | Path) -> str:
-    """The template's text as given, or of the file that the path names.
+    """The template's text, as given or from the file at the path.
 
-    Raises: DataError, in words that follow the path, for a file that can't be read or holds no template.
+    Raises: DataError, with a text that follows the path, for a file that can't be read or contains no template.
     """
     if isinstance(given, str) and is_template_text(given):
         return given
@@ -130,16 +130,16 @@ def template_text(given: str | Path) -> str:
 def variables_read_by(text: str) -> set[str]:
     """The variables that a template reads and does not set itself.
 
-    Raises: DataError, in words that follow the template's name, for what is not valid Jinja.
+    Raises: DataError, with a text that follows the template's name, for invalid Jinja.
     """
     from jinja2 import Environment, TemplateSyntaxError
     from jinja2.ext import Extension
     from jinja2.meta import find_undeclared_variables
 
     class Generation(Extension):
-        """Transformers' {% generation %}, which marks what the assistant says; its contents are ordinary Jinja."""
+        """Transformers' {% generation %}, which marks assistant text; its content is ordinary Jinja."""
 
-        tags = {"generation"}  # noqa: RUF012 - declared so by Jinja
+        tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
 
         def parse(self, parser: Any) -> Any:
             next(parser.stream)
@@ -153,7 +153,7 @@ def variables_read_by(text: str) -> set[str]:
         what = (cause.message or "").rstrip(".")  # the caller ends the sentence
         raise DataError(f"is not valid Jinja in line {cause.lineno} ({line:.120}): {what}") from cause
     except RecursionError as cause:
-        raise DataError("is not Jinja that can be read: blocks stand hundreds deep in each other") from cause
+        raise DataError("is not Jinja that can be read: blocks are nested hundreds deep") from cause
 
 
 def require_read(variables: Iterable[str], reads: set[str]) -> None:
@@ -171,7 +171,7 @@ def require_read(variables: Iterable[str], reads: set[str]) -> None:
 def render_text(
     tokenizer: Any, messages: Sequence[Message], add_generation_prompt: bool = True, tools: list[dict] | None = None
 ) -> str:
-    """The template's text for these messages: for reading and comparing, never to be encoded again.
+    """The text of these messages as the template renders it: for reading and comparing, never to be encoded again.
 
     Raises: DataError without a chat template, or when the template refuses the messages.
     """
@@ -223,7 +223,7 @@ def _apply_template(
 
 
 def _line_of(error: BaseException) -> str:
-    """Where in the template it happened; Jinja's frames have the template's own line numbers."""
+    """The template's line in which the error was raised; Jinja's frames have the line numbers of the template."""
     line, frame = getattr(error, "lineno", None), error.__traceback__
     while frame is not None:
         line = frame.tb_lineno if frame.tb_frame.f_code.co_filename == "<template>" else line
@@ -237,10 +237,10 @@ def stop_token_ids(
     """Every id that ends a turn, sorted: the tokenizer's EOS, those of generation_config.json, the token with which the
     chat template ends an assistant's turn, and `extra`.
 
-    Models differ in where they name it: Qwen2.5's tokenizer names <|im_end|>, and its generation config <|endoftext|>
-    as well; the EOS of a base model is often not the token with which its chat template ends a turn.
-    generation_config: the file, or the model folder that may have it. Empty when none of them names one: such a model
-    stops only at its length limit.
+    Models differ in the place of these ids: Qwen2.5's tokenizer has <|im_end|>, and its generation config also
+    <|endoftext|>; the EOS of a base model is often not the token with which its chat template ends a turn.
+    generation_config: the file, or the model folder that may have it. If no place has an id, the result is empty: the
+    model stops only at its length limit.
 
     Raises: DataError when the file exists but is not JSON, or names a value that is not a token id.
     """
@@ -257,11 +257,11 @@ def stop_token_ids(
 
 def _end_of_turn(tokenizer: Any) -> set[int]:
     """The special token that the chat template writes after an assistant's message; empty if it writes none, or if it
-    refuses the stand-in conversation."""
+    refuses the placeholder conversation."""
     if not tokenizer.chat_template:
         return set()
     try:
-        ids = render(tokenizer, _stand_in(), add_generation_prompt=False)
+        ids = render(tokenizer, _placeholder(), add_generation_prompt=False)
         rest = ids[_content_end(tokenizer, ids) :].tolist()
     except DataError:  # the template may still accept the messages of the data
         return set()
@@ -271,17 +271,17 @@ def _end_of_turn(tokenizer: Any) -> set[int]:
     return {end} if end is not None and end in added else set()
 
 
-def _stand_in() -> list[Message]:
+def _placeholder() -> list[Message]:
     return [{"role": "user", "content": "x"}, {"role": "assistant", "content": _CONTENT}]
 
 
 def _content_end(tokenizer: Any, ids: np.ndarray) -> int:
-    """The index just after the text of the stand-in answer. Raises: DataError when the template does not write it."""
+    """The index just after the text of the placeholder answer. Raises: DataError if the template does not write it."""
     end = bisect_left(range(len(ids) + 1), True, key=lambda count: _CONTENT in tokenizer.decode(ids[:count].tolist()))
     if end > len(ids):
         raise DataError(
-            f"the chat template does not write what an assistant message says: of {_CONTENT!r} it makes "
-            f"{tokenizer.decode(ids.tolist())[-80:]!r}. Give one that does in data.chat_template."
+            f"the chat template does not write the content of assistant messages: it renders {_CONTENT!r} as "
+            f"{tokenizer.decode(ids.tolist())[-80:]!r}. Set data.chat_template to a template that does."
         )
     return end
 
@@ -304,23 +304,23 @@ def sft_row(
     stop_ids: Iterable[int] | None = None,
     tools: list[dict] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """One conversation as (ids int32[T], mask bool[T]); the mask holds exactly what a sampler would have produced.
+    """One conversation as (ids int32[T], mask bool[T]); the mask is True for the tokens that a sampler would produce.
 
     Each assistant turn is trained from the first token after its generation prompt up to and including its first stop
-    token (P3). What a template writes after that token (ChatML's newline) is not: at generation time the sampler has
-    stopped by then and gets those tokens as context. The row ends with its last trained token.
+    token (P3). Tokens that a template writes after it (ChatML's newline) are not trained: a sampler has stopped before
+    them and gets them as context. The row ends with its last trained token.
 
-    stop_ids: what ends a turn in this run; default the tokenizer's EOS. The template's own end of turn must be one of
-    them, or the trained model would never stop.
+    stop_ids: the ids that end a turn in this run; default the tokenizer's EOS. The token with which the template ends a
+    turn must be one of them, or the trained model would never stop.
 
     Raises: DataError when there is no assistant turn, when its end is not a stop token, when a stop token is inside its
-    content, or when the template renders the same history differently later on.
+    content, or when the template renders the same history differently once other messages follow.
     """
     stops = frozenset(stop_token_ids(tokenizer) if stop_ids is None else stop_ids)
     turns = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
     if not turns or turns[0] == 0:
         raise DataError(
-            f"roles {[m.get('role') for m in messages]}: training needs an assistant message that answers something"
+            f"roles {[m.get('role') for m in messages]}: training needs an assistant message after another message"
         )
     ids = render(tokenizer, messages[: turns[-1] + 1], add_generation_prompt=False, tools=tools)
     mask = np.zeros(len(ids), bool)
@@ -334,10 +334,10 @@ def sft_row(
         if rest.strip():
             raise DataError(
                 f"message {i} has the stop token {tokenizer.convert_ids_to_tokens(int(full[end - 1]))!r} before its "
-                f"end; a sampler stops there and {rest[:60]!r} could never be produced. Remove it from the content."
+                f"end; a sampler stops there and could never produce {rest[:60]!r}. Remove it from the content."
             )
         _require_prefix(
-            tokenizer, full[:end], ids, f"it rewrites message {i} once others follow; give one row for each answer"
+            tokenizer, full[:end], ids, f"it rewrites message {i} when others follow; give one row for each answer"
         )
         mask[len(head) : end] = True
     return ids[:end], mask[:end]
@@ -350,17 +350,17 @@ def continuation_ids(
     tools: list[dict] | None = None,
     ended_by_id: bool = True,
 ) -> np.ndarray:
-    """What follows a sampled answer: the template's tokens from just after the answer's stop token, through these
-    messages, to the next generation prompt. int32[C]. Nothing that was sampled is encoded again (P20).
+    """The context tokens that follow a sampled answer: the template's tokens from just after the answer's stop token,
+    through these messages, to the next generation prompt. int32[C]. Sampled text is not encoded again (P20).
 
-    They are taken from a stand-in conversation, so they are right for every history that the template does not rewrite.
+    They are taken from a placeholder conversation, so they fit every history that the template does not rewrite.
 
-    ended_by_id: whether the answer ends with one of stop_ids. An answer that a stop string ended does not: the
-    template's own end of the turn then comes first, as context that is not trained.
+    ended_by_id: whether the answer ends with one of stop_ids. If a stop string ended it, the template's own end of the
+    turn comes first, as context that is not trained.
 
     Raises: DataError when the template ends an assistant turn with none of stop_ids.
     """
-    full = render(tokenizer, [*_stand_in(), *messages], tools=tools)
+    full = render(tokenizer, [*_placeholder(), *messages], tools=tools)
     start = _content_end(tokenizer, full)
     return full[_turn_end(tokenizer, full, start, frozenset(stop_ids)) :] if ended_by_id else full[start:]
 
@@ -372,8 +372,8 @@ def _turn_end(tokenizer: Any, ids: np.ndarray, start: int, stops: frozenset[int]
         text, names = tokenizer.decode(ids[start:].tolist())[-40:], tokenizer.convert_ids_to_tokens(sorted(stops))
         raise DataError(
             f"the chat template writes {text!r} to the end of an assistant turn, with none of the stop ids "
-            f"{dict(zip(sorted(stops), names))} in it: a model trained on it would never stop. Name the template's end "
-            "token as eos_token_id in generation_config.json, or in rollout.sampling.stop_token_ids."
+            f"{dict(zip(sorted(stops), names))} in it: a model trained on it would never stop. Add the template's end "
+            "token to eos_token_id in generation_config.json, or to rollout.sampling.stop_token_ids."
         )
     return start + int(hits[0]) + 1
 

@@ -1,6 +1,6 @@
-"""What can be found wrong with the data before a run starts its ranks or imports torch: whether the paths name tables
-with the columns and splits that the config names, and whether a chat template can be used. These checks are made
-together with those of the config (P30)."""
+"""Checks of the data before a run starts its ranks or imports torch: whether the paths name tables with the columns and
+splits that the config names, and whether a chat template can be used. They are made together with the checks of the
+config (P30)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_COUNTED_BYTES = 1 << 30  # of JSONL, whose rows are counted by reading them
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Named:
-    """The keys of one table, and what they name. columns: by the key that names each."""
+    """The config keys of one table, and their values. columns: column names by their keys."""
 
     path: str
     columns: dict[str, str | None]
@@ -38,7 +38,7 @@ class _Named:
 
 
 def check_data(case: Case) -> Iterator[Problem]:
-    """What is wrong with the data: of the training rows only where they are read, so that an evaluation needs none."""
+    """Problems of the data. Training rows are checked only for training: an evaluation does not need them."""
     config = case.config
     section: tuple[str, DataConfig | SftConfig]
     if isinstance(config, SftRunConfig):
@@ -57,8 +57,8 @@ def check_data(case: Case) -> Iterator[Problem]:
 
 
 def count_rows(config: RunConfig | SftRunConfig) -> int | None:
-    """Rows of the training table; None for a mixture, whose tables have epochs of their own, and where counting takes
-    long. Raises: DataError."""
+    """Rows of the training table; None for a mixture, whose tables have separate epochs, and where counting takes long.
+    Raises: DataError."""
     if isinstance(config, SftRunConfig):
         path, format, split = config.sft.path, "auto", None
     elif config.data.path is not None:
@@ -97,7 +97,7 @@ def _tables(data: DataConfig, training: bool) -> Iterator[_Named]:
 
 
 def _table_problems(case: Case, table: _Named, kinds: dict[str, Kind]) -> Iterator[Problem]:
-    """Notes the table's kind in `kinds`, where it has one."""
+    """Problems of one table. Stores the table's kind in `kinds`, if it has one."""
     source: RowTable | Path | None
     kind: Kind
     if table.path in case.rows:
@@ -106,9 +106,9 @@ def _table_problems(case: Case, table: _Named, kinds: dict[str, Kind]) -> Iterat
         given = case.given[table.path]
         source, places = find(given, case.folder)
         # A misspelt path in a folder that exists is not a hub id.
-        beside = next((place for place in places if is_there(place.parent)), None)
+        in_folder = next((place for place in places if is_there(place.parent)), None)
         try:
-            kind = kind_of(source or beside or given.value, table.format)
+            kind = kind_of(source or in_folder or given.value, table.format)
         except DataError as e:
             looked = f"; looked for {' and '.join(str(place) for place in places)}" if source is None else ""
             yield Problem((table.path,), f"{e}{looked}.")
@@ -116,17 +116,17 @@ def _table_problems(case: Case, table: _Named, kinds: dict[str, Kind]) -> Iterat
     kinds[table.path] = kind
     if table.split is not None and kind in ("jsonl", "parquet", "rows"):
         these = "these are rows in memory" if kind == "rows" else f"this is {kind}"
-        text = f"would have no effect: only Hugging Face sets have splits, and {these}. Remove it."
+        text = f"would have no effect: only Hugging Face data sets have splits, and {these}. Remove it."
         yield Problem((table.split_key, table.path), text)
     if kind == "hub" or source is None:
-        return  # known only to the hub
+        return  # only the hub knows its rows
     try:
         first = open_table(source, table.format, split=table.split).first()
     except DataError as e:
         yield Problem((table.path,), f"{e}.")
         return
     if first is None:
-        yield Problem((table.path,), "holds no rows.")
+        yield Problem((table.path,), "has no rows.")
         return
     there = _columns(first.data)
     for key, name in table.columns.items():
@@ -137,7 +137,7 @@ def _table_problems(case: Case, table: _Named, kinds: dict[str, Kind]) -> Iterat
 
 
 def _columns(row: Row, prefix: str = "") -> list[str]:
-    """The names of a row's columns, and of those inside a column as column.name."""
+    """The names of a row's columns; a field inside a column is column.name."""
     names = []
     for name, value in row.items():
         names.append(f"{prefix}{name}")
@@ -153,12 +153,12 @@ def _without_effect(data: DataConfig, tables: list[_Named], kinds: dict[str, Kin
         paths = [table.path for table in tables if table.subset_key == key]
         found = {kinds[path] for path in paths if path in kinds}
         if found and "hub" not in found:
-            text = "would have no effect: only sets on the Hugging Face hub have subsets. Remove it."
+            text = "would have no effect: only data sets on the Hugging Face hub have subsets. Remove it."
             yield Problem((key, *paths), text)
 
 
 def _chat_template(case: Case, section: str, given: str | None, variables: dict[str, Any]) -> Iterator[Problem]:
-    """Of a template that the config gives: its file and its Jinja. The tokenizer's own is checked when it loads."""
+    """Problems of a template in the config: of its file and Jinja. The tokenizer's own is checked when it loads."""
     key = f"{section}.chat_template"
     for name in WRITTEN_BY_MESHRL:
         if name in variables:
@@ -168,7 +168,7 @@ def _chat_template(case: Case, section: str, given: str | None, variables: dict[
     path, places = (None, []) if is_template_text(given) else find(case.given[key], case.folder)
     if places and path is None:
         looked = " and ".join(str(place) for place in places)
-        yield Problem((key,), f"no such file; looked for {looked}. A template's own text has {{{{ or {{% in it.")
+        yield Problem((key,), f"no such file; looked for {looked}. The text of a template has {{{{ or {{% in it.")
         return
     try:
         reads = variables_read_by(template_text(path or given))

@@ -24,7 +24,7 @@ MAPPED = ("prompt", "messages", "answer", "env", "meta")  # what a data.map func
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SftRow:
-    """One rendered conversation: ids int32[T], mask bool[T] (what is trained), both read-only."""
+    """One rendered conversation: ids int32[T], mask bool[T] (trained tokens), both read-only."""
 
     id: str
     ids: np.ndarray
@@ -35,10 +35,10 @@ class SftRow:
 class PromptMaker:
     """RawRow -> rendered Prompt, as data.{prompt, answer, system, map} define it.
 
-    tools: schemas of the agent's tools, for templates that put them into the prompt. vocab_size: of the model that is
-    to read the ids, where it is known. answer_for: names of the reward terms that need an answer in every row. source:
-    the row's dataset in a mixture; it begins the prompt's id and is its `env`, so that a reward can see where a
-    question is from.
+    tools: schemas of the agent's tools, for templates that put them into the prompt. vocab_size: of the model that
+    reads the ids, if it is known. answer_for: names of the reward terms that need an answer in every row. source: the
+    row's source in a mixture; it is the beginning of the prompt's id and the prompt's `env`, so that a reward function
+    can see the source of a question.
 
     Raises: ConfigError when there is no function data.map.
     """
@@ -55,8 +55,8 @@ class PromptMaker:
         return None if self.cfg.map is None else _function(self.cfg.map)
 
     def __call__(self, raw: RawRow, ordinal: int) -> Prompt:
-        """Raises: DataError for a row that is not as the config says, that the chat template refuses, or that becomes
-        ids which the model has not."""
+        """Raises: DataError for a row that does not fit the config, that the chat template refuses, or that is rendered
+        to ids which the model does not have."""
         row = self._columns(raw) if self._map is None else self._mapped(raw, self._map)
         self._require_answer(row["answer"], raw.where)
         messages = _messages(row["content"], raw.where, row["name"], text_role="user")
@@ -92,7 +92,7 @@ class PromptMaker:
         return {"content": content, "name": f"column {cfg.prompt!r}", "answer": answer, "env": None, "meta": meta}
 
     def _require_answer(self, answer: Any, where: str) -> None:
-        """Raises: DataError for an answer that is missing where it is named or needed."""
+        """Raises: DataError for a missing answer, where a column is configured for it or a reward needs it."""
         column = "data.answer" if self.cfg.answer is None else f"column {self.cfg.answer!r}"
         name = column if self._map is None else f"the answer from data.map {self.cfg.map}"
         if self.answer_for and (answer is None or (isinstance(answer, str) and not answer.strip())):
@@ -132,34 +132,34 @@ class PromptMaker:
 def load_prompts(
     path: str | Path | RowTable, make: PromptMaker, limit: int | None = None, split: str | None = None
 ) -> tuple[list[Prompt], int]:
-    """All prompts of a table, rendered once, and how many were left out for being longer than max_prompt_tokens.
+    """All prompts of a table, rendered once, and the number of those left out as longer than max_prompt_tokens.
 
-    The id is "<file stem>-<line>", or of rows in memory "<name>-<index>"; the ordinal is the row's number (PromptSource
-    gives each draw its own).
-    limit: only that many rows, from the start. split: of a Hugging Face dataset.
+    The id is "<file stem>-<line>", or for rows in memory "<name>-<index>". The ordinal is the row's number;
+    PromptSource gives a new one to each draw.
+    limit: the number of rows to read, from the start. split: of a Hugging Face data set.
 
-    Raises: DataError as open_table and PromptMaker, and when there is no row or none is left.
+    Raises: DataError as open_table and PromptMaker, and when there are no rows or all are too long.
     """
     table = open_table(path, make.cfg.format, make.cfg.subset, split)
     prompts = [make(raw, ordinal) for ordinal, raw in enumerate(table.rows(0, limit))]
     require_rows(table, len(prompts))
     most = make.cfg.max_prompt_tokens
     lengths = [len(p.ids) for p in prompts if p.ids is not None]
-    kept = [p for p, length in zip(prompts, lengths) if length <= most]
-    if not kept:
+    fitting = [p for p, length in zip(prompts, lengths) if length <= most]
+    if not fitting:
         raise all_too_long(table.name, lengths, "data.max_prompt_tokens", most)
-    return kept, len(prompts) - len(kept)
+    return fitting, len(prompts) - len(fitting)
 
 
 def load_sft_rows(
     path: str | Path | RowTable, cfg: SftConfig, tokenizer: Any, stop_ids: Iterable[int], vocab_size: int | None = None
 ) -> tuple[list[SftRow], int]:
-    """All conversations of a table as rendered rows, and how many were left out for being over max_row_tokens.
+    """All conversations of a table as rendered rows, and the number of those left out as longer than max_row_tokens.
 
-    vocab_size: of the model that is to read them, where it is known.
+    vocab_size: of the model that reads the ids, if it is known.
 
-    Raises: DataError as open_table and sft_row, with file and line, for ids which the model has not, and when no row is
-    left.
+    Raises: DataError as open_table and sft_row, with file and line; for ids which the model does not have; and when
+    there are no rows or all are too long.
     """
     stops = tuple(stop_ids)
     rows, lengths = [], []
@@ -184,7 +184,7 @@ def load_sft_rows(
 
 
 def _require_known(ids: np.ndarray, tokenizer: Any, vocab_size: int | None, where: str) -> None:
-    """Raises: DataError for an id beyond the model's embedding. A tokenizer may have more ids than the model if no row
+    """Raises: DataError for an id outside the model's embedding. A tokenizer may have more ids than the model if no row
     uses them: Gemma 3's text models have no embedding for the image token."""
     if vocab_size is None or len(ids) == 0 or ids.max() < vocab_size:
         return
@@ -201,19 +201,19 @@ def _require_known(ids: np.ndarray, tokenizer: Any, vocab_size: int | None, wher
 def require_rows(table: Table, num_rows: int) -> None:
     """Raises: DataError for a table without rows."""
     if num_rows == 0:
-        raise DataError(f"{table.name} holds no rows; in JSONL each line should be one JSON object")
+        raise DataError(f"{table.name} has no rows; in JSONL each line should be one JSON object")
 
 
 def all_too_long(name: str, lengths: list[int], key: str, limit: int) -> DataError:
-    """The error for a table of which no row is left."""
+    """The error for a table whose rows are all too long."""
     return DataError(
         f"{name}: all {len(lengths)} rows are longer than {key} = {limit} tokens "
-        f"(shortest {min(lengths)}); raise it or shorten the rows"
+        f"(shortest {min(lengths)}); raise the limit or shorten the rows"
     )
 
 
 def _column(row: Row, name: str, key: str, where: str) -> Any:
-    """A column by its name. With dots it may name a value inside a column: reward_model.ground_truth."""
+    """The value of a column. A name with dots may name a value inside a column: reward_model.ground_truth."""
     if name in row:
         return row[name]
     value: Any = row
@@ -227,7 +227,7 @@ def _column(row: Row, name: str, key: str, where: str) -> Any:
 
 
 def _messages(value: Any, where: str, name: str, text_role: str | None) -> list[Message]:
-    """A list of messages unchanged, or (with text_role) a text as one message. name: where the value is from."""
+    """A list of messages unchanged, or (with text_role) a text as one message. name: of the value, for errors."""
     wanted = "a list of {role, content} messages" + (" or a text" if text_role else "")
     if isinstance(value, str) and text_role:
         if not value.strip():
@@ -246,7 +246,7 @@ def _messages(value: Any, where: str, name: str, text_role: str | None) -> list[
 
 
 def _function(path: str) -> Callable[[Row], Any]:
-    """The function behind package.module:name."""
+    """The function at the dotted path package.module:name."""
     function = look_up(path, {}, "data.map")
     if not callable(function):
         raise ConfigError(f"data.map is {path!r}, which is a {type(function).__name__}; it must be a function")
@@ -254,12 +254,12 @@ def _function(path: str) -> Callable[[Row], Any]:
 
 
 def _plain(value: Any, what: str, where: str) -> Any:
-    """The value if it is plain JSON: it is sent to rewards in other processes and written to the run's files."""
+    """The value, which must be plain JSON: it is sent to reward workers and written to the run's files."""
     try:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError) as cause:
         raise DataError(
-            f"{where}: {what} holds {_shown(value)}, which is not plain JSON ({cause}); leave it out or convert "
+            f"{where}: {what} contains {_shown(value)}, which is not plain JSON ({cause}); leave it out or convert "
             "it, with a data.map function or in the file"
         ) from cause
     return value

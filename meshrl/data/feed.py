@@ -11,9 +11,9 @@ from meshrl.data.tables import RowTable, open_table
 
 
 def open_feed(make: PromptMaker, seed: int, rows: RowTable | None = None) -> PromptFeed:
-    """The training prompts of make.cfg. rows: in memory, in place of those at data.path.
+    """The training prompts of make.cfg. rows: rows in memory, in place of those at data.path.
 
-    Raises: DataError for rows that are not as the config says; when streaming, only for those read at the start.
+    Raises: DataError for rows that do not fit the config; when streaming, only for rows that are read at the start.
     """
     sources = make.cfg.sources
     if not sources:
@@ -23,11 +23,11 @@ def open_feed(make: PromptMaker, seed: int, rows: RowTable | None = None) -> Pro
 
 
 def load_eval_prompts(make: PromptMaker, rows: RowTable | None = None) -> tuple[list[Prompt], int]:
-    """The held-out prompts, from the first data.eval_limit rows of data.eval_path, and how many were left out for
-    being longer than data.max_prompt_tokens; ([], 0) without an eval_path. rows: in memory, in place of those at
-    data.eval_path.
+    """The held-out prompts, from the first data.eval_limit rows of data.eval_path, and the number of rows left out
+    because they are longer than data.max_prompt_tokens; ([], 0) without an eval_path. rows: rows in memory, in place of
+    those at data.eval_path.
 
-    Their ordinals count down from -1: seeds of evaluation never meet those of training, whose ordinals count up from 0.
+    Their ordinals count down from -1, so that no seed is also a seed of training, where ordinals count up from 0.
 
     Raises: DataError, as load_prompts.
     """
@@ -52,7 +52,7 @@ def _open_one(make: PromptMaker, seed: int, rows: RowTable | None) -> PromptFeed
 
 
 def _of_source(make: PromptMaker, name: str) -> PromptMaker:
-    """As if this source were the only one: what it does not name itself is data's."""
+    """The maker for one source of a mixture: keys that the source does not set are those of data."""
     source = make.cfg.sources[name]
     own = {key: getattr(source, key) for key in ("prompt", "answer", "map") if getattr(source, key) is not None}
     place = {key: getattr(source, key) for key in ("path", "format", "subset", "split")}

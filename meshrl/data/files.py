@@ -1,4 +1,4 @@
-"""Which kind of table a data path names, and the files of that table. No row is read here.
+"""The kind of table at a data path, and the files of the table. No row is read here.
 
 The text of every DataError of this file follows a path and a colon.
 """
@@ -18,10 +18,10 @@ FILE_SUFFIXES = (".jsonl", ".json", ".ndjson", ".csv", ".txt", *SHARD_SUFFIXES["
 
 
 def kind_of(path: str | Path, format: str = "auto") -> Kind:
-    """The kind of table at a path, by `format` (jsonl, parquet, datasets), else by what the path is and its suffix.
+    """The kind of table at a path: by `format` (jsonl, parquet, datasets), else by the type and suffix of the path.
 
-    A folder is one made by save_to_disk, or shards: *.jsonl or *.parquet files, read in the order of their names.
-    Text of the form organisation/name, where this machine has no such path, is a dataset on the Hugging Face hub.
+    A folder was made by save_to_disk, or has shards: *.jsonl or *.parquet files, read in the order of their names.
+    Text of the form organisation/name, if this machine has no such path, is a data set on the Hugging Face hub.
 
     Raises: DataError.
     """
@@ -33,7 +33,7 @@ def kind_of(path: str | Path, format: str = "auto") -> Kind:
     elif place.is_dir():
         return _kind_of_folder(place, format)
     elif format == "datasets":
-        raise DataError("is a file; format: datasets takes a folder made by save_to_disk, or a hub id")
+        raise DataError("is a file; format: datasets needs a folder made by save_to_disk, or a hub id")
     _require_regular(place)
     is_parquet = format == "parquet" or (format == "auto" and place.suffix in SHARD_SUFFIXES["parquet"])
     return "parquet" if is_parquet else "jsonl"
@@ -70,28 +70,28 @@ def files_of(path: Path, kind: Kind) -> list[Path]:
 
 
 def split_folder(path: Path, split: str | None) -> Path:
-    """The folder of one split of what save_to_disk wrote; a dataset with a single split needs no name for it.
+    """The folder of one split in a folder of save_to_disk; the name may be left out if there is only one split.
 
     Raises: DataError when there is no such split, or when one must be named.
     """
     index = path / "dataset_dict.json"
     if not index.is_file():
         if split is not None:
-            raise DataError(f"holds a single set without splits, so there is no split {split!r}; remove it")
+            raise DataError(f"has a single data set without splits, so there is no split {split!r}; remove it")
         return path
     names = json_of_saved_set(index).get("splits")
     if not isinstance(names, list) or not all(isinstance(name, str) and Path(name).name == name for name in names):
-        raise DataError(f"{index.name} in it: splits should be a list of names of folders beside it, not {names!r:.80}")
+        raise DataError(f"{index.name} in it: splits should be a list of names of folders in it, not {names!r:.80}")
     return path / chosen_split(names, split)
 
 
 def chosen_split(names: list[str], split: str | None) -> str:
-    """The split that is asked for, or the only one. Raises: DataError."""
+    """The given split, or the only one. Raises: DataError."""
     if split is None and len(names) == 1:
         return names[0]
     if split is None or split not in names:
         what = "one of them must be named as the split" if split is None else f"there is no split {split!r}"
-        raise DataError(f"holds the splits {', '.join(names)}, and {what}")
+        raise DataError(f"has the splits {', '.join(names)}, and {what}")
     return split
 
 
@@ -105,7 +105,7 @@ def require_own_arrow_files(folder: Path) -> None:
     for name in names:
         prefix = f"state.json in it names {name!r:.200}: "
         if (folder / name).parent != folder:
-            raise DataError(f"{prefix}this is not a file of the folder. Write the folder again with save_to_disk")
+            raise DataError(f"{prefix}this is not a file in the folder. Write the folder again with save_to_disk")
         _require_regular(folder / name, prefix)
 
 

@@ -1,7 +1,7 @@
-"""Which row comes next: a deterministic order that can be resumed at any place of a run.
+"""The order in which rows are drawn: deterministic, and resumable at any step of a run.
 
-An ordinal counts all that a run has drawn, over epochs. The row and the epoch are pure functions of a position and the
-seed, so the state of a source is one or two numbers; the rest of `state()` serves to refuse a resume on other data.
+An ordinal counts all draws of a run, over epochs. Row and epoch are pure functions of a position and the seed, so the
+state of a source is one or two numbers; the rest of `state()` serves to refuse a resume on other data.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from meshrl.core.types import SCHEMA, Prompt, Sample
 from meshrl.data.datasets import SftRow, all_too_long, require_rows
 from meshrl.data.tables import RawRow, Table
 
-PROBED_ROWS = 8  # a stream renders them at the start, so that another tokenizer or template is seen as other data
+PROBED_ROWS = 8  # a stream renders them at the start, so that another tokenizer or template changes its digest
 
 
 class PromptFeed(Protocol):
@@ -26,26 +26,26 @@ class PromptFeed(Protocol):
 
     @property
     def num_left_out(self) -> int:
-        """Rows longer than data.max_prompt_tokens found so far: all of them at the start if every row is read then,
-        else one by one as they are drawn."""
+        """Rows longer than data.max_prompt_tokens that were found so far: all of them at the start if every row is read
+        then, else as they are drawn."""
         ...
 
     def next(self, n: int) -> list[Prompt]:
-        """The next n prompts, under ordinals that rise by one."""
+        """The next n prompts, with consecutive ordinals."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """Plain JSON: the exact place, and what must be equal for it to mean the same rows."""
+        """Plain JSON: the exact position, and values that must be equal in a resume, so that it gets the same rows."""
         ...
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken. Raises: DataError when rows, order or seed are not what they were."""
+        """Continue where `state` was taken. Raises: DataError when rows, order or seed have changed."""
         ...
 
 
 class RowOrder:
-    """position -> row. Each epoch visits every row once, with shuffle in an order of its own. It takes 8 bytes per
-    row."""
+    """position -> row. Each epoch has every row once; with shuffle, each epoch has another order. Takes 8 bytes per
+    row of memory."""
 
     def __init__(self, num_rows: int, seed: int, shuffle: bool):
         if num_rows < 1:
@@ -61,28 +61,28 @@ class RowOrder:
 
 
 def permutation(size: int, *key: int) -> np.ndarray:
-    """An order of `size` rows, int64[size], that follows from the numbers in `key`.
+    """A permutation of `size` rows, int64[size], that depends only on the numbers in `key`.
 
-    Raw bits of Philox under a stable sort: numpy guarantees this stream for all versions, but not
-    Generator.permutation, on which a resume under another numpy must therefore not depend.
+    Raw bits of Philox and a stable sort: numpy guarantees this stream for all versions. It does not guarantee
+    Generator.permutation, with which a resume under another numpy could get another order.
     """
     bits = np.random.Philox(np.random.SeedSequence(key)).random_raw(size)
     return np.argsort(bits, kind="stable")
 
 
 def require_same(mine: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Raises: DataError when a saved state was taken on other rows, or on another order of them, than `mine`."""
+    """Raises: DataError when a saved state belongs to other rows, or to another order of the rows, than `mine`."""
     other = {k: (saved.get(k), v) for k, v in mine.items() if saved.get(k) != v}
     if other:
         changes = "; ".join(f"{k} was {was!r}, is {now!r}" for k, (was, now) in other.items())
         raise DataError(
-            f"this checkpoint was made on another data order ({changes}), so it can't be resumed to the exact row. "
+            f"this checkpoint was made with another data order ({changes}), so it can't be resumed at the exact row. "
             "Restore the data files, the tokenizer, data.* and run.seed, or start a new run."
         )
 
 
 class _Source:
-    """A place in an order of rows, and its checked state. identity: further facts that must be equal in a resume."""
+    """A position in an order of rows, and its checked state. identity: more values that must be equal in a resume."""
 
     def __init__(self, digest: str, num_rows: int, seed: int, shuffle: bool, **identity: Any):
         self._order = RowOrder(num_rows, seed, shuffle)
@@ -96,20 +96,20 @@ class _Source:
         return drawn
 
     def state(self) -> dict[str, Any]:
-        """Plain JSON: the exact place, and what must be equal for it to mean the same rows."""
+        """Plain JSON: the exact position, and values that must be equal in a resume, so that it gets the same rows."""
         return {"next_ordinal": self.next_ordinal, **self._identity}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken.
 
-        Raises: DataError when rows, seed, shuffle or schema are not what they were: the order would be another.
+        Raises: DataError when rows, seed, shuffle or schema have changed: the order would be another.
         """
         require_same(self._identity, state)
         self.next_ordinal = int(state["next_ordinal"])
 
 
 class PromptSource(_Source):
-    """A PromptFeed over prompts in memory: `next(n)` gives the next n, into the next epoch if need be."""
+    """A PromptFeed over prompts in memory."""
 
     def __init__(self, prompts: Sequence[Prompt], seed: int, shuffle: bool = True, num_left_out: int = 0):
         super().__init__(digest_of((p.id, p.ids) for p in prompts), len(prompts), seed, shuffle)
@@ -117,15 +117,15 @@ class PromptSource(_Source):
         self.num_left_out = num_left_out
 
     def next(self, n: int) -> list[Prompt]:
-        """The next n prompts. With fewer rows than n, a row comes again, under an ordinal of its own."""
+        """The next n prompts, also across epochs. With fewer rows than n, a row occurs again, with another ordinal."""
         return [dataclasses.replace(self._prompts[row], ordinal=ordinal) for ordinal, row in self._draw(n)]
 
 
 class PromptStream(_Source):
-    """A PromptFeed that reads, renders and filters each row of a table as it is drawn, and holds none. A bad row is an
-    error when it is drawn, by file and line.
+    """A PromptFeed that reads, renders and filters each row of a table when it is drawn, and keeps none. A bad row is
+    an error when it is drawn, with file and line.
 
-    make: RawRow and ordinal -> rendered Prompt. Ordinals count what is kept, positions what is read.
+    make: RawRow and ordinal -> rendered Prompt. Ordinals count returned prompts, positions count rows that were read.
     """
 
     def __init__(
@@ -163,8 +163,8 @@ class PromptStream(_Source):
         row = next(self._table.rows(number, number + 1), None)
         if row is None:
             raise DataError(
-                f"{self._table.name} holds fewer rows than when the run began: it was changed. Restore it, or start a "
-                "new run."
+                f"{self._table.name} has fewer rows than at the start of the run: it was changed. Restore it, or start "
+                "a new run."
             )
         return row
 
@@ -177,18 +177,18 @@ class PromptStream(_Source):
 
 
 def _digest(table: Table, make: Callable[[RawRow, int], Prompt]) -> str:
-    """Of the first rows as rendered, and of the table's fingerprint: the other rows are not read for this."""
+    """Digest of the first rows as rendered, and of the table's fingerprint; the other rows are not read for it."""
     prompts = [make(raw, 0) for raw in table.rows(0, PROBED_ROWS)]
     fingerprint = np.frombuffer(repr(table.fingerprint()).encode(), np.uint8)
     return digest_of([*((p.id, p.ids) for p in prompts), ("fingerprint", fingerprint)])
 
 
 class PromptMixture:
-    """A PromptFeed that draws from several, each in proportion to its weight: as evenly as whole prompts allow.
+    """A PromptFeed that draws from several, each in proportion to its weight, as evenly as possible.
 
-    Every draw goes to the source that is furthest behind its share; the seed sets where each starts. So any part of
-    the run, even a single step, has each source to within a prompt or two of its share (independent random draws would
-    scatter by the square root of the number drawn). Each source has epochs of its own.
+    Every draw takes the source that is furthest behind its share; the seed sets the initial offsets. So in any part of
+    the run, even a single step, the number of prompts of a source differs from its share by at most one or two (with
+    independent random draws it would vary by the square root of the number drawn). Each source has separate epochs.
     """
 
     def __init__(self, feeds: Mapping[str, PromptFeed], weights: Mapping[str, float], seed: int):
@@ -230,14 +230,14 @@ class PromptMixture:
 
 
 class SftSource(_Source):
-    """An endless stream of SFT rows as Samples, ready for packing once the loss weights are assigned."""
+    """An endless stream of SFT rows as Samples, which can be packed when their loss weights are assigned."""
 
     def __init__(self, rows: Sequence[SftRow], seed: int, shuffle: bool = True):
         super().__init__(digest_of((r.id, r.ids) for r in rows), len(rows), seed, shuffle)
         self._rows = list(rows)
 
     def next(self, n: int) -> list[Sample]:
-        """The next n rows; nothing in them was sampled, so rollout_logprobs is NaN and versions -1 throughout."""
+        """The next n rows. None of their tokens was sampled, so all rollout_logprobs are NaN and all versions -1."""
         return [_sft_sample(self._rows[row], ordinal) for ordinal, row in self._draw(n)]
 
 
@@ -258,7 +258,7 @@ def _sft_sample(row: SftRow, ordinal: int) -> Sample:
 
 
 def digest_of(rows: Iterable[tuple[str, np.ndarray | None]]) -> str:
-    """Of ids and rendered tokens: another tokenizer or template is other data."""
+    """Digest of ids and rendered tokens: it differs with another tokenizer or template."""
     total = hashlib.sha256()
     for name, ids in rows:
         total.update(name.encode() + b"\0" + (b"" if ids is None else ids.tobytes()) + b"\0")

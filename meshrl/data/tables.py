@@ -1,8 +1,8 @@
-"""Rows of JSONL, parquet, Hugging Face datasets and lists behind one interface: count them, read any range of them.
+"""Rows of JSONL, parquet, Hugging Face data sets and lists with one interface: count them, read any range of them.
 
-A row has an id that finds it again ("train-12") and a place with which an error about it begins
+A row has an id, by which it can be found again ("train-12"), and a place, with which errors about it begin
 ("data/train.jsonl:12"). JSONL counts lines from 1, as editors do; all others count rows from 0, as pandas does. Files
-are not held in memory.
+are not kept in memory.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from meshrl.data.files import chosen_split, files_of, kind_of, require_own_arrow
 
 Row = dict[str, Any]
 ROWS_AT_ONCE = 256  # read together from Arrow files
-MARK_BYTES = 1 << 20  # between two known places of a JSONL file; no more than this is read to find a row
+MARK_BYTES = 1 << 20  # between two indexed rows of a JSONL file; at most this much is read to find a row
 PARQUET_MAGIC = b"PAR1"
 
 
 @dataclass(frozen=True, slots=True)
 class RawRow:
-    """One row as its file has it. where: "train.jsonl:12", the beginning of every error about it."""
+    """One row as it is in its file. where: "train.jsonl:12", the beginning of every error about the row."""
 
     id: str
     where: str
@@ -51,7 +51,7 @@ class Table(ABC):
 
     @abstractmethod
     def fingerprint(self) -> list[Any]:
-        """Plain JSON that differs when rows were added, removed or changed in length; found without reading them."""
+        """Plain JSON that changes when rows are added, removed or changed in length; made without reading all rows."""
 
     def first(self) -> RawRow | None:
         """The first row, without reading or counting the others; None for an empty table."""
@@ -61,8 +61,8 @@ class Table(ABC):
 def open_table(
     path: str | Path | RowTable, format: str = "auto", subset: str | None = None, split: str | None = None
 ) -> Table:
-    """The rows at a path: JSONL, parquet, a folder of either, a folder made by save_to_disk, or a hub id. Rows in
-    memory are a table already.
+    """The rows at a path: JSONL, parquet, a folder of either, a folder made by save_to_disk, or a hub id. A RowTable is
+    returned as it is.
 
     Raises: DataError when there is no table, when a split must be named, or when the hub can't be reached.
     """
@@ -83,7 +83,7 @@ def open_table(
 
 
 class RowTable(Table):
-    """Rows in memory. name: what the caller calls them, as "data"; row 11 is then data[11]."""
+    """Rows in memory. name: the caller's name of them in errors, such as "data": row 11 is then data[11]."""
 
     def __init__(self, name: str, rows: Sequence[Any]):
         self.name, self._rows = name, rows
@@ -97,7 +97,7 @@ class RowTable(Table):
             row, where = self._rows[i], f"{self.name}[{i}]"
             if not isinstance(row, dict):
                 raise DataError(
-                    f"{where} is {type(row).__name__} {row!r:.80}; each row must be a dict {{column: value}} (of a "
+                    f"{where} is {type(row).__name__} {row!r:.80}; each row must be a dict {{column: value}} (from a "
                     'pandas DataFrame: frame.to_dict("records"))'
                 )
             yield RawRow(f"{self.name}-{i}", where, row)
@@ -143,12 +143,11 @@ class JsonlTable(Table):
         except Unreadable as cause:
             if line.startswith(PARQUET_MAGIC):
                 raise DataError(
-                    f"{self._path} is a parquet file by its first bytes; give it the suffix .parquet, or set format: "
-                    "parquet"
+                    f"{self._path} begins like a parquet file; give it the suffix .parquet, or set format: parquet"
                 ) from cause
             start = line[:40].decode("utf-8", "replace").strip()
             raise DataError(
-                f"{where}: {cause}; each line should be one whole JSON object, and this one begins with {start!r}"
+                f"{where}: {cause}; each line should be one complete JSON object, and this one begins with {start!r}"
             ) from cause
         return RawRow(f"{self._path.stem}-{number}", where, row)
 
@@ -157,7 +156,7 @@ class JsonlTable(Table):
 
     @functools.cached_property
     def _index(self) -> tuple[int, list[list[int]]]:
-        """(number of rows, [row, byte, lines before it] of the first row and of one row per MB). One pass over the
+        """(number of rows, [row, byte, lines before it] of the first row and of one row per MB), from one pass over the
         file."""
         count, at = 0, 0
         marks = list[list[int]]()
@@ -186,11 +185,11 @@ class JsonlTable(Table):
 
 
 class DatasetTable(Table):
-    """A `datasets.Dataset`: Arrow files on disk, mapped into memory page by page."""
+    """A `datasets.Dataset`: Arrow files on disk, which are memory-mapped."""
 
     def __init__(self, name: str, stem: str, dataset: Any):
         self.name, self._stem, self._dataset = name, stem, dataset
-        self._arrow = dataset.with_format("arrow")  # the same rows, as Arrow holds them
+        self._arrow = dataset.with_format("arrow")  # the same rows as Arrow tables
 
     @property
     def num_rows(self) -> int:
@@ -200,8 +199,8 @@ class DatasetTable(Table):
         stop = self.num_rows if stop is None else min(stop, self.num_rows)
         for begin in range(start, stop, ROWS_AT_ONCE):
             end = min(begin + ROWS_AT_ONCE, stop)
-            with _foreign(self.name, f"row {begin} (from 0) or one soon after it can't be read"):
-                # Arrow follows the offsets of a mapped file without a check: damaged ones end the process.
+            with _as_data_error(self.name, f"row {begin} (from 0) or one soon after it can't be read"):
+                # Arrow uses the offsets in a mapped file without a check: damaged ones would crash the process.
                 self._arrow[begin:end].validate(full=True)
                 columns = self._dataset[begin:end]
             for i in range(begin, end):
@@ -213,14 +212,14 @@ class DatasetTable(Table):
 
 
 class ParquetTable(Table):
-    """A parquet file. Its footer is read at once; its rows by `datasets`, which keeps them as Arrow files in its cache
-    (HF_DATASETS_CACHE), so that any row can be read without those around it."""
+    """A parquet file. Its footer is read at once. Its rows are read by `datasets`, which writes them as Arrow files to
+    its cache (HF_DATASETS_CACHE), so that any single row can be read."""
 
     def __init__(self, path: Path):
         from pyarrow import parquet
 
         self._path, self.name = path, str(path)
-        with _foreign(self.name, "this is not a parquet file that pyarrow can read"):
+        with _as_data_error(self.name, "this is not a parquet file that pyarrow can read"):
             footer = parquet.read_metadata(path)
             groups = [footer.row_group(i) for i in range(footer.num_row_groups)]
             self._groups = [[group.num_rows, group.total_byte_size] for group in groups]
@@ -239,7 +238,7 @@ class ParquetTable(Table):
 
         where = f"{self.name}: row 0 (from 0)"
         verified = {"page_checksum_verification": True}
-        with _foreign(where, "can't be read"), parquet.ParquetFile(self._path, **verified) as file:
+        with _as_data_error(where, "can't be read"), parquet.ParquetFile(self._path, **verified) as file:
             batches = (batch for batch in file.iter_batches(batch_size=1) if batch.num_rows)
             rows = next(batches).to_pylist() if self.num_rows else []
         return RawRow(f"{self._path.stem}-0", where, rows[0]) if rows else None
@@ -253,10 +252,10 @@ class ParquetTable(Table):
         from pyarrow.dataset import ParquetFragmentScanOptions
 
         cache = datasets.config.HF_DATASETS_CACHE
-        what = f"its rows can't be read, or not be written to {cache} (HF_DATASETS_CACHE sets another folder)"
-        with _foreign(self.name, what):
+        what = f"its rows can't be read, or can't be written to {cache} (HF_DATASETS_CACHE sets another folder)"
+        with _as_data_error(self.name, what):
             verified = ParquetFragmentScanOptions(page_checksum_verification=True)
-            # The path is taken for a pattern of paths.
+            # Escaped, because `datasets` reads the path as a glob pattern.
             dataset = datasets.Dataset.from_parquet(glob.escape(self.name), fragment_scan_options=verified)
             if len(dataset) != self.num_rows:
                 raise ValueError(f"it has {len(dataset)} rows, but its footer states {self.num_rows}")
@@ -264,7 +263,7 @@ class ParquetTable(Table):
 
 
 class Shards(Table):
-    """Several tables as one, in their order."""
+    """Several tables, one after the other, as one table."""
 
     def __init__(self, name: str, tables: Sequence[Table]):
         self.name, self._tables = name, list(tables)
@@ -274,7 +273,7 @@ class Shards(Table):
         return sum(table.num_rows for table in self._tables)
 
     def rows(self, start: int = 0, stop: int | None = None) -> Iterator[RawRow]:
-        before = 0  # rows of the tables before; only what is skipped is counted
+        before = 0  # rows read or skipped so far; num_rows is read only for tables that may be skipped
         for table in self._tables:
             if stop is not None and before >= stop:
                 return
@@ -295,24 +294,24 @@ class Shards(Table):
 
 
 def _from_saved(path: Path, split: str | None) -> DatasetTable:
-    """What save_to_disk wrote. Raises: DataError, in words that follow the path."""
+    """The data set in a folder of save_to_disk. Raises: DataError, with a text that follows the path."""
     folder = split_folder(path, split)
     require_own_arrow_files(folder)
-    with _foreign(None, "this is not a complete folder of save_to_disk"):
+    with _as_data_error(None, "this is not a complete folder of save_to_disk"):
         dataset = _datasets().load_from_disk(str(folder))
-        dataset.data.validate()  # the offsets of its rows are checked as they are read
+        dataset.data.validate()  # the offsets of rows are checked when rows are read
     stem = "-".join(part.name for part in dict.fromkeys((path, folder)))
     return DatasetTable(str(folder), stem, dataset)
 
 
 def _from_hub(name: str, subset: str | None, split: str | None) -> DatasetTable:
-    """A dataset of the hub. Raises: DataError, in words that follow the name."""
+    """A data set of the hub. Raises: DataError, with a text that follows the name."""
     try:
         found = _datasets().load_dataset(name, name=subset, split=split)
     except (OSError, ValueError) as cause:  # no network, no such dataset, subset or split
         raise DataError(
-            f"can't be loaded from the Hugging Face hub: {cause}. Where the hub can't be reached, download the dataset "
-            "elsewhere, write it with save_to_disk or to_json, and give that path"
+            f"can't be loaded from the Hugging Face hub: {cause}. If this machine can't reach the hub, download the "
+            "data set on another one, write it with save_to_disk or to_json, and give that path"
         ) from cause
     if isinstance(found, dict):
         split = chosen_split(list(found), split)
@@ -321,15 +320,15 @@ def _from_hub(name: str, subset: str | None, split: str | None) -> DatasetTable:
 
 
 @contextlib.contextmanager
-def _foreign(name: str | None, what: str) -> Iterator[None]:
-    """Around a library that reads a user's file: of a damaged one it may raise anything. Raises: DataError."""
+def _as_data_error(name: str | None, what: str) -> Iterator[None]:
+    """For blocks in which a library reads a user's file: it may raise anything for a damaged one. Raises: DataError."""
     try:
         yield
     except Exception as error:
-        cause = error.__cause__ or error  # `datasets` wraps what is wrong in an error that does not say it
+        cause = error.__cause__ or error  # `datasets` wraps the error that states the fault in a general one
         prefix = "" if name is None else f"{name}: "
-        told = f"{type(cause).__name__}: {cause!s:.1000}"
-        raise DataError(f"{prefix}{what}: {told}. Restore the file, or write it again") from error
+        reason = f"{type(cause).__name__}: {cause!s:.1000}"
+        raise DataError(f"{prefix}{what}: {reason}. Restore the file, or write it again") from error
 
 
 def _datasets() -> Any:

@@ -1,4 +1,4 @@
-"""A time limit for Python code of a user, in any thread: a chat template is a program."""
+"""A time limit for Python code of a user in any thread, such as a chat template, which is a program."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TICK_S = 0.1
 
 
 class TooLongError(Exception):
-    """Raised inside the block, between two of its instructions: a single call into C is not interrupted."""
+    """Raised inside the block, between two instructions of Python: a single call into C is not interrupted."""
 
 
 @dataclass(eq=False, slots=True)
@@ -25,12 +25,12 @@ class _Block:
 
 _lock = threading.Lock()
 _running: set[_Block] = set()
-_watchdog: threading.Thread | None = None  # lives while a block runs, and a moment longer
+_watchdog: threading.Thread | None = None  # runs while a block runs, and up to one tick longer
 
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raises TooLongError in the block when it takes longer. Costs some microseconds."""
+    """Raise TooLongError in the block when it takes longer. Costs some microseconds."""
     global _watchdog
     block = _Block(threading.get_ident(), time.monotonic() + seconds)
     with _lock:
@@ -43,7 +43,7 @@ def time_limit(seconds: float) -> Iterator[None]:
     finally:
         try:
             _leave(block)
-        except TooLongError:  # raised just now; the next would be raised a tick later
+        except TooLongError:  # raised just now; the next one could come only a tick later
             _leave(block)
             raise
 
@@ -65,7 +65,7 @@ def _interrupt_all() -> None:
                 return
             now = time.monotonic()
             for block in _running:
-                if now > block.deadline:  # again each tick: the block may have caught the last one
+                if now > block.deadline:  # again in each tick: the block may have caught the last one
                     block.interrupted = True
                     error = ctypes.py_object(TooLongError)
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(block.thread), error)

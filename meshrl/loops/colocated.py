@@ -1,4 +1,4 @@
-"""The synchronous schedule: sample, score, train, sync, one after the other; every sample is of the current weights."""
+"""The synchronous schedule: sample, score, train, sync, in sequence; all samples come from the current weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshrl.loops.step import (
     finish_step,
     first_sync,
     grade,
-    lend,
+    release_samplers,
     rollout_metrics,
     sampling_params,
     split_updates,
@@ -52,7 +52,7 @@ async def colocated(job: Job) -> None:
         with run.updating(job.trainer):
             if samples:
                 with spans("train"):
-                    metrics += await lend(job)
+                    metrics += await release_samplers(job)
                     updates = split_updates(job, samples, cfg.train.updates_per_step)
                     metrics += await annotate(job, updates)
                     metrics += assign_advantages(samples, cfg.algo)

@@ -1,4 +1,4 @@
-"""Deadlines of what the controller itself waits for: agents and graders. The ranks' commands have theirs in cluster."""
+"""Deadlines for waits of the controller itself: for agents and graders. Commands to ranks have theirs in cluster."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from meshrl.config.cluster import ClusterConfig
 from meshrl.core.errors import DeadlineError
 
 T = TypeVar("T")
-_SLACK_S = 10.0  # a rank that gives no answer is named by its own deadline, which therefore comes first
+_SLACK_S = 10.0  # so that the deadline of a rank's command, which names the rank, comes first
 _SHOWN = 3
 
 
-async def in_time(cluster: ClusterConfig, phase: str, jobs: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """What the jobs return, in order. They may take as long as they like, while some of them end.
+async def gather_with_deadline(cluster: ClusterConfig, phase: str, jobs: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of the jobs, in order. There is no limit for all of them, as long as some of them end.
 
-    Raises: DeadlineError when none ends for the phase's deadline (noticed after twice that at most), with the places
-    where they wait; else the first exception of a job.
+    Raises: DeadlineError, with the stacks of waiting jobs, when no job ends within the phase's deadline (detected after
+    at most twice that time); else the first exception of a job.
     """
     tasks = [asyncio.ensure_future(job) for job in jobs]
     limit_s = cluster.deadline_s(phase) + _SLACK_S
     everything, ended = asyncio.gather(*tasks), 0
-    everything.add_done_callback(lambda all_: all_.cancelled() or all_.exception())  # asked for here, if not below
+    everything.add_done_callback(lambda all_: all_.cancelled() or all_.exception())  # marks the exception as retrieved
     try:
         while not (await asyncio.wait({everything}, timeout=limit_s))[0]:
             before, ended = ended, sum(task.done() for task in tasks)
             if ended == before:
                 waiting = [task for task in tasks if not task.done()]
-                places = "".join(f"\n{where_it_waits(task)}" for task in waiting[:_SHOWN])
+                places = "".join(f"\n{waiting_stack(task)}" for task in waiting[:_SHOWN])
                 raise DeadlineError(
-                    f"phase {phase!r}: none of {len(waiting)} tasks that wait ended within {limit_s:g} s "
-                    f"(cluster.deadlines.{phase}, or cluster.timeout_s, and {_SLACK_S:g}). They wait at:{places}"
+                    f"phase {phase!r}: none of {len(waiting)} waiting tasks ended within {limit_s:g} s "
+                    f"(cluster.deadlines.{phase}, or cluster.timeout_s, plus {_SLACK_S:g}). They wait at:{places}"
                 )
         return everything.result()
     finally:
@@ -41,9 +41,10 @@ async def in_time(cluster: ClusterConfig, phase: str, jobs: Sequence[Coroutine[A
             task.cancel()
 
 
-def where_it_waits(task: asyncio.Task[Any]) -> str:
-    """The stack of a task that waits, from its outermost coroutine to the innermost."""
-    frames, coroutine = [], task.get_coro()
+def waiting_stack(task: asyncio.Task[Any]) -> str:
+    """The stack of a waiting task, from its outermost coroutine to the innermost."""
+    frames: list[tuple[Any, int]] = []
+    coroutine: Any = task.get_coro()
     while coroutine is not None and getattr(coroutine, "cr_frame", None) is not None:
         frames.append((coroutine.cr_frame, coroutine.cr_frame.f_lineno))
         coroutine = coroutine.cr_await

@@ -15,9 +15,9 @@ from meshrl.reward.score import Scorer
 
 
 def eval_metrics(trajectories: Sequence[Trajectory], cfg: RunConfig) -> list[Metric]:
-    """mean@k: mean of the term over all attempts. pass@k: share of prompts with an attempt that scores 1 or more.
+    """mean@k: mean of the term over all attempts. pass@k: fraction of prompts with an attempt that scores 1 or more.
 
-    A failed attempt scores 0 here (and is counted): a model is not better for what it could not answer.
+    A failed attempt scores 0 here and is counted: failures must not improve the score.
     """
     term = next(iter(cfg.reward.terms))
     scores: dict[str, list[float]] = {}
@@ -50,8 +50,8 @@ async def evaluate_prompts(
 
 async def evaluate_if_due(job: Job) -> None:
     """Evaluate before the first step, after the last and every loop.eval_every_steps, each once, if there are held-out
-    prompts. The numbers go to the sinks under the last finished step, the answers to a file. With loop.save_best the
-    model is kept if it is the best so far."""
+    prompts. The metrics go to the sinks under the last finished step, the answers to a file. With loop.save_best the
+    model is saved if it is the best so far."""
     every, done = job.cfg.loop.eval_every_steps, bool(job.evals) and job.evals[-1][0] == job.step
     due = job.step == 0 or job.is_over or (every and job.step % every == 0)
     if done or not due or not job.task.eval_prompts:

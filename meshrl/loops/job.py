@@ -1,4 +1,4 @@
-"""Job: what a reinforcement-learning loop holds while it runs, and what a loop needs from the run around it."""
+"""Job: the state of a reinforcement-learning loop; RunServices: the functions that a loop gets from its run."""
 
 from __future__ import annotations
 
@@ -28,47 +28,50 @@ class Resumable(Protocol):
 
     @property
     def is_over(self) -> bool:
-        """Whether no further step comes."""
+        """Whether the last step is finished."""
 
     def snapshot(self) -> dict[str, Any]:
-        """What a resumed run needs to know besides tensors, as of the last finished step. It is plain JSON, and a copy,
+        """The state after the last finished step that a resumed run needs, except tensors. Plain JSON, and a copy,
         because it is written while the run continues."""
 
     async def restore(self, step: int, saved: dict[str, Any], state: Path) -> None:
-        """Set this object and its trainer to the state in which `snapshot` was taken after `step` steps.
+        """Set this object and its trainer to the state of `snapshot` after `step` steps.
 
-        state: the checkpoint's folder of tensors. Raises: CheckpointError or DataError when files, model, data or seed
-        are not those of the checkpoint.
+        state: the checkpoint's folder of tensors. Raises: CheckpointError or DataError when files are damaged, or
+        model, data or seed differ from those of the checkpoint.
         """
 
 
 class RunServices(Protocol):
-    """What a loop needs from the run that it belongs to. restarts: of the train ranks, after failures. ends_early: the
-    run ends with the step under way, as if that were the last step of its config."""
+    """The functions that a loop gets from its run. restarts: of the train ranks, after failures. ends_early: the run
+    ends after the current step, as if it were the last step of its config."""
 
     folder: Path
-    note: Callable[[str], None]
     spans: Spans
     restarts: int
     ends_early: bool
 
+    @property
+    def note(self) -> Callable[[str], None]:
+        """Print a line for the user."""
+
     def report(self, step: int, metrics: Sequence[Metric]) -> dict[str, float]:
-        """Divide, once, and pass the numbers of a step to every sink. Returns the numbers."""
+        """Compute the values of a step's metrics, once, and pass them to every sink. Returns the values."""
 
     def updating(self, trainer: TrainGroup) -> AbstractContextManager[None]:
-        """Around a step's update: no signal ends the run while weights, data and metrics differ in their step."""
+        """Context of a step's update: no signal ends the run while weights, data and metrics are of different steps."""
 
     async def save_if_due(self, job: Resumable, every: int, with_model: bool) -> None:
         """After the last step and every `every` steps (0 = never), write a checkpoint, and the model if `with_model`.
-        Raises: what went wrong with the checkpoint before."""
+        Raises: the error of the previous checkpoint."""
 
     async def keep_best(self, step: int, score: float) -> None:
-        """Write the model of `step` if no earlier score was as high."""
+        """Write the model of `step` if its score is higher than all earlier ones."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """What the model is asked: prompts, the agent that answers them, and how tokens become text."""
+    """The prompts, the agent that answers them, and the tokenizer."""
 
     tokenizer: Any
     agent: Agent
@@ -105,7 +108,7 @@ class Job:
 
     @property
     def feed(self) -> PromptFeed:
-        """The training prompts, which `meshrl eval` does not load."""
+        """The training prompts; `meshrl eval` does not load them."""
         assert self.task.train_prompts is not None, "training needs data.path"
         return self.task.train_prompts
 

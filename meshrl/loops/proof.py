@@ -1,4 +1,4 @@
-"""The third proof of a weight sync: what was sampled is re-scored by the trainer, before the optimizer step (P15)."""
+"""The third proof of a weight sync: the trainer re-scores the sampled tokens before the optimizer step (P15)."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from meshrl.core.errors import SamplerMismatchError
 from meshrl.core.types import Metric
 from meshrl.monitor.metrics import divide, merge
 
-MARGIN = 10.0  # a later step may be this many times further off than the first, whose weights were proven equal
-ROW_MARGIN = 5.0  # and the worst row this many times further off than the mean over all rows may be
-FLOOR_NATS = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}  # rounding of a healthy engine stays below
-CEILING_NATS = {"float32": 1e-2, "bfloat16": 0.2, "float16": 0.1}  # no rounding explains more, at any version
+MARGIN = 10.0  # a later step may differ this many times more than the first, when the weights were proven equal
+ROW_MARGIN = 5.0  # the limit of the worst row, as a multiple of the limit of the mean over all rows
+FLOOR_NATS = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}  # the rounding of a correct engine is below this
+CEILING_NATS = {"float32": 1e-2, "bfloat16": 0.2, "float16": 0.1}  # a larger difference is never rounding
 
 
 @dataclass(slots=True)
 class SamplerProof:
-    """Holds the threshold for the mean absolute difference of logprobs, in nats a token, of all rows and of each.
+    """The threshold for the mean absolute difference of logprobs, in nats per token, over all rows and of each row.
 
-    It is calibrated on the first step: both sides then hold the very weights of the folder, proven by digest, so what
-    differs is rounding alone.
+    It is calibrated on the first step: both sides then have the weights of the model's folder, proven by digest, so the
+    difference is only rounding.
     """
 
     threshold: float | None = None
@@ -38,11 +38,11 @@ class SamplerProof:
             limit = self.threshold
         if mean > limit or values[NAME_ROW] > ROW_MARGIN * limit:
             raise SamplerMismatchError(
-                f"at weight version {version} the sampler's logprobs are {mean:.3g} nats a token away from the "
-                f"trainer's (worst row {values[NAME_ROW]:.3g}, largest {values[NAME_MAX]:.3g}); allowed is {limit:.3g} "
-                f"for all, {ROW_MARGIN * limit:.3g} for a row. The sampler does not compute "
-                "what the trainer computes: stale or corrupt weights, another temperature or filter, or a model whose "
-                "two forward passes differ. No optimizer step was taken on these samples"
+                f"at weight version {version} the sampler's logprobs differ from the trainer's by {mean:.3g} nats per "
+                f"token (worst row {values[NAME_ROW]:.3g}, largest {values[NAME_MAX]:.3g}); allowed: {limit:.3g} for "
+                f"the mean, {ROW_MARGIN * limit:.3g} for a row. Possible causes: stale or corrupt weights in the "
+                "sampler, another temperature or sampling filter, or different forward passes of the model in sampler "
+                "and trainer. No optimizer step was taken on these samples"
             )
 
 

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on chat rows: the same engine, packing and denominators, with another loss."""
+"""Supervised fine-tuning (SFT) on chat rows: the same engine, packing and denominators, with another loss."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def sft(job: SftJob) -> None:
         assign_loss_weights(samples, denominator, max_new_tokens=0)
         with job.run.updating(trainer):
             with spans("train"):
-                result = await trainer.forward_backward(samples, trainer.plan(samples), loss)
+                result = await trainer.forward_backward(samples, trainer.batch_plan(samples), loss)
                 lr = learning_rate(job.step, cfg.sft.num_steps, cfg.train.optimizer.lr, cfg.train.scheduler)
                 stepped = await trainer.optim_step(lr)
             num_tokens = sum(len(s) for s in samples)

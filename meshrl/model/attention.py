@@ -1,8 +1,8 @@
 """One attention function for trainer and sampler, behind Transformers' attention interface.
 
 A model loaded here has the attention name "meshrl". Transformers builds no mask for a name it has no mask function
-for, and every attention layer hands its q, k, v to the `attention_context` that the forward call was given. The
-context knows what "the past" means: rows packed side by side (training, here) or a KV cache (rollout/embedded).
+for, and every attention layer passes its q, k, v to the `attention_context` argument of the forward call. The context
+supplies the past of the tokens: rows packed end to end (training, here) or a KV cache (rollout/embedded).
 
 Letters: T packed tokens, S rows, B rows of one bucket, L padded length of a bucket, H query heads, K key/value heads,
 D head size.
@@ -23,22 +23,24 @@ import torch.nn.functional as F
 from meshrl.core.device import has_varlen_kernels
 
 NAME = "meshrl"
-PAD_WASTE = 1.25  # a bucket may cost this much more than its rows one by one
-ALIGNED_KEYS = 16  # CPUs: 316 keys take 11 ms and 320 take 7, forward and bf16; a softmax works in whole vectors
+PAD_WASTE = 1.25  # a padded bucket may cost at most this many times what its rows cost one by one
+ALIGNED_KEYS = 16  # on a CPU, 316 keys take 11 ms and 320 take 7 ms (bf16, forward): a softmax computes full vectors
 SMALL_BUCKET_ROWS = 512 * 512  # sum of l^2 below which padding is cheaper than one more kernel launch
 
 
 class AttentionContext(Protocol):
-    """What a forward pass knows about the past of its tokens."""
+    """Computes the attention of new tokens over themselves and their past."""
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: How) -> torch.Tensor:
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
+    ) -> torch.Tensor:
         """q [T, H, D], k [T, K, D], v [T, K, Dv] of the new tokens -> [T, H, Dv]."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class How:
-    """Facts of one attention layer: softmax scale, sliding window in tokens (None = all), logit softcap."""
+class AttentionSpec:
+    """Parameters of one attention layer: softmax scale, sliding window in tokens (None = all), logit softcap."""
 
     scale: float
     window: int | None = None
@@ -53,7 +55,7 @@ def register() -> None:
 
 
 def _attention(
-    module: torch.nn.Module,
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -76,16 +78,16 @@ def _attention(
         what = "attention sinks (s_aux)" if s_aux is not None else f"attention dropout {dropout}"
         raise ValueError(f"{type(module).__name__} asks for {what}, which meshrl's attention does not compute")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    how = How(scale, sliding_window, softcap)
+    spec = AttentionSpec(scale, sliding_window, softcap)
     out = attention_context.attend(
-        module.layer_idx, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), how
+        module.layer_idx, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), spec
     )
     return out[None], None
 
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """Segments of similar length as one batch: B rows of L queries, each of which sees a common prefix and itself."""
+    """Segments of similar length as one batch: B rows of L queries. Each row sees a common prefix and itself."""
 
     rows: int
     length: int
@@ -102,35 +104,37 @@ class _Bucket:
 
 @dataclass(frozen=True, slots=True)
 class _Padded:
-    """All buckets of a pack, end to end. An index that changes nothing is None: one gather, whatever the number of
-    buckets, and one scatter in the backward pass."""
+    """All buckets of a pack, end to end: one gather, whatever the number of buckets, and one scatter in the backward
+    pass. An index that would change nothing is None."""
 
     buckets: list[_Bucket]
-    queries: torch.Tensor | None  # int64: token of each padded place (a segment's last token fills its padding)
+    queries: torch.Tensor | None  # int64: token of each padded position (a segment's last token fills its padding)
     keys: torch.Tensor | None  # int64: token of each key, a common prefix before each of its segments
-    back: torch.Tensor | None  # int64[T]: padded place of each token
+    back: torch.Tensor | None  # int64[T]: padded position of each token
 
 
 class PackedAttention:
     """Causal attention inside each row of a pack; no token sees another row, and no [T, T] mask exists.
 
-    The pack is cut into segments by cu_seqlens. A segment is a row, or continues another one (parents[s], -1 = none):
-    a group's prompt is then computed once, and each answer sees the prompt and itself.
+    cu_seqlens cuts the pack into segments. A segment is a row, or continues another segment (parents[s], -1 = none): a
+    group's prompt is then computed once, and each answer sees the prompt and itself.
 
     Where PyTorch has a kernel for packed rows, it computes all segments in one call. Elsewhere segments are sorted by
-    length and cut into buckets whose padded cost stays within PAD_WASTE of the sum of l^2, so a pack costs what its
-    rows cost one by one, with few kernel launches. Right padding can't leak: attention is causal.
+    length and cut into buckets whose padded cost stays within PAD_WASTE times the sum of l^2, so a pack costs about
+    what its rows cost one by one, with few kernel launches. Right padding can't leak: attention is causal.
     """
 
     def __init__(self, cu_seqlens: list[int], device: torch.device, parents: Sequence[int] | None = None):
         self.num_tokens = cu_seqlens[-1]
-        self.use_varlen = has_varlen_kernels(device)  # where it is False, buckets compute the same
+        self.use_varlen = has_varlen_kernels(device)  # when False, buckets compute the same result
         self._segments = (cu_seqlens, parents, device)
         self._padded: dict[int, _Padded] = {}
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: How) -> torch.Tensor:
-        if self.use_varlen and _varlen_computes(q, v, how):
-            return self._varlen.attend(q, k, v, how)
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
+    ) -> torch.Tensor:
+        if self.use_varlen and _varlen_computes(q, v, spec):
+            return self._varlen.attend(q, k, v, spec)
         padded = self.padded(ALIGNED_KEYS if q.device.type == "cpu" and q.dtype == torch.bfloat16 else 1)
         sizes = [b.num_queries for b in padded.buckets], [b.num_keys for b in padded.buckets]
         queries = _picked(q, padded.queries).split(sizes[0])
@@ -138,12 +142,12 @@ class PackedAttention:
         outs = []
         for i, b in enumerate(padded.buckets):
             x, y, z = (_in_rows(part, b.rows) for part in (queries[i], keys[i], values[i]))
-            out = _continued_attention(x, y, z, b.prefix, how) if b.prefix else causal_attention(x, y, z, how)
+            out = _continued_attention(x, y, z, b.prefix, spec) if b.prefix else causal_attention(x, y, z, spec)
             outs.append(out.transpose(1, 2).reshape(b.num_queries, q.shape[1], v.shape[2]))
         return _picked(outs[0] if len(outs) == 1 else torch.cat(outs), padded.back)
 
     def padded(self, align: int) -> _Padded:
-        """The buckets; padded rows get a multiple of `align` keys."""
+        """The buckets; their rows are padded to a multiple of `align` keys."""
         if align not in self._padded:
             self._padded[align] = self._buckets(align)
         return self._padded[align]
@@ -182,27 +186,27 @@ class PackedAttention:
 
 @dataclass(frozen=True, slots=True)
 class Varlen:
-    """All segments in one call of a kernel that is told where each begins: nothing is padded, sorted or masked.
+    """All segments in one call of a kernel that gets the start of each segment: nothing is padded, sorted or masked.
 
-    Segment s asks with tokens [queries[s], queries[s + 1]) and sees keys [keys[s], keys[s + 1]) of those that gather
-    picks, up to its own place: its last query stands at its last key.
+    The queries of segment s are tokens [queries[s], queries[s + 1]); its keys are [keys[s], keys[s + 1]) of the tokens
+    that `gather` picks. The last query is aligned with the last key, and each query sees the keys up to its own.
     """
 
     queries: torch.Tensor  # int32[S + 1]
     keys: torch.Tensor  # int32[S + 1]
-    longest: tuple[int, int]  # queries and keys of one segment
-    gather: torch.Tensor | None  # int64: token of each key, what a segment continues before its own; None = the pack
+    longest: tuple[int, int]  # most queries and most keys of a segment
+    gather: torch.Tensor | None  # int64: token of each key, a parent's before its segment's own; None = all
 
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: How) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
         if self.gather is not None:
             k, v = k.index_select(0, self.gather), v.index_select(0, self.gather)
-        back = -1 if how.window is None or how.window >= self.longest[1] else how.window - 1
+        back = -1 if spec.window is None or spec.window >= self.longest[1] else spec.window - 1
         kernel = _varlen_kernel()
-        return kernel(q, k, v, self.queries, self.keys, *self.longest, scale=how.scale, window_size=(back, 0))
+        return kernel(q, k, v, self.queries, self.keys, *self.longest, scale=spec.scale, window_size=(back, 0))
 
 
 def varlen_layout(cu_seqlens: list[int], parents: Sequence[int] | None, device: torch.device) -> Varlen:
-    """Where the queries and keys of each segment stand."""
+    """The positions of the queries and keys of each segment."""
     queries = torch.tensor(cu_seqlens, dtype=torch.int32)
     longest = int(queries.diff().max())
     if parents is None or max(parents) < 0:
@@ -219,17 +223,17 @@ def varlen_layout(cu_seqlens: list[int], parents: Sequence[int] | None, device: 
     return Varlen(queries.to(device), keys.to(device), (longest, max(lengths)), torch.cat(picked).to(device))
 
 
-def _varlen_computes(q: torch.Tensor, v: torch.Tensor, how: How) -> bool:
-    """Whether the kernel knows this dtype, head size and score function."""
+def _varlen_computes(q: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> bool:
+    """Whether the kernel supports this dtype, head size and score function."""
     size = q.shape[2]
     half = q.dtype in (torch.bfloat16, torch.float16)
-    return half and how.softcap is None and size == v.shape[2] and size % 8 == 0 and size <= 256
+    return half and spec.softcap is None and size == v.shape[2] and size % 8 == 0 and size <= 256
 
 
 @lru_cache(maxsize=1)
-def _varlen_kernel() -> Callable[..., torch.Tensor]:
-    """PyTorch's own; newer versions want to be told that query heads may share a key head, older ones take it as it
-    comes. Imported here: it brings the compiler with it, which nothing on a CPU needs."""
+def _varlen_kernel() -> Callable[..., Any]:
+    """PyTorch's kernel. Newer versions need enable_gqa when query heads share a key head, older ones do not have the
+    argument. Imported here, because it imports the compiler, which nothing on a CPU needs."""
     from torch.nn.attention.varlen import varlen_attn
 
     knows_gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -248,7 +252,7 @@ def _bucket_size(lengths: list[int]) -> int:
 
 
 def _unless_same(index: torch.Tensor, size: int) -> torch.Tensor | None:
-    """The index, unless it picks all of `size` places in their order."""
+    """The index; None when it picks all `size` positions in order."""
     return None if len(index) == size and torch.equal(index, torch.arange(size)) else index
 
 
@@ -261,52 +265,59 @@ def _in_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
     return x.reshape(rows, -1, x.shape[1], x.shape[2]).transpose(1, 2)
 
 
-def _continued_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prefix: int, how: How) -> torch.Tensor:
+def _continued_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prefix: int, spec: AttentionSpec
+) -> torch.Tensor:
     """Segments after their common prefix: queries [B, H, L, D] over keys [B, K, prefix + L, D]."""
-    place = torch.arange(k.shape[2], device=q.device)
-    return masked_attention(q, k, v, visible(place[prefix:], place, how.window), how)
+    position = torch.arange(k.shape[2], device=q.device)
+    return masked_attention(q, k, v, visible(position[prefix:], position, spec.window), spec)
 
 
-def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: How) -> torch.Tensor:
+def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
     """Causal attention of equally long rows: q [B, H, L, D], k and v [B, K, L, D] -> [B, H, L, Dv]."""
     length = q.shape[2]
-    unseen = how.window is not None and length > how.window
-    if unseen or how.softcap is not None or _short_on_cpu(q, length):
-        place = torch.arange(length, device=q.device)
-        return masked_attention(q, k, v, visible(place, place, how.window), how)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=how.scale, enable_gqa=q.shape[1] != k.shape[1])
+    unseen = spec.window is not None and length > spec.window
+    if unseen or spec.softcap is not None or _short_on_cpu(q, length):
+        position = torch.arange(length, device=q.device)
+        return masked_attention(q, k, v, visible(position, position, spec.window), spec)
+    return F.scaled_dot_product_attention(
+        q, k, v, is_causal=True, scale=spec.scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
 
 
 def _short_on_cpu(q: torch.Tensor, num_keys: int) -> bool:
-    """Where PyTorch's fused CPU kernel loses to two matrix products: its backward takes 28 ms for 64 bf16 rows of 20
-    tokens that take 1 ms spelled out; from 512 keys (fp32: from 64) on it wins. Accelerators always fuse."""
+    """Whether two matrix products are faster than PyTorch's fused CPU kernel. The kernel's backward takes 28 ms for 64
+    bf16 rows of 20 tokens, the products 1 ms; above 512 keys (fp32: 64) the kernel is faster. Accelerators always use
+    the fused kernel."""
     return q.device.type == "cpu" and num_keys <= (512 if q.dtype == torch.bfloat16 else 64)
 
 
-def visible(query_place: torch.Tensor, key_place: torch.Tensor, window: int | None) -> torch.Tensor:
-    """bool [..., Q, N]: which keys each query may see, given the places [..., Q] and [..., N] in their row."""
-    behind = query_place[..., :, None] - key_place[..., None, :]
+def visible(query_position: torch.Tensor, key_position: torch.Tensor, window: int | None) -> torch.Tensor:
+    """bool [..., Q, N]: which keys each query may see, given the positions [..., Q] and [..., N] in their row."""
+    behind = query_position[..., :, None] - key_position[..., None, :]
     return behind >= 0 if window is None else (behind >= 0) & (behind < window)
 
 
-def masked_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, how: How) -> torch.Tensor:
+def masked_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, spec: AttentionSpec
+) -> torch.Tensor:
     """Attention under a bool mask [Q, N]: q [B, H, Q, D], k and v [B, K, N, D] -> [B, H, Q, Dv].
 
-    With a softcap, and for short rows on the CPU, scores are spelled out. The softmax computes in fp32 inside and
-    keeps its result once, in the dtype that the product with the values needs, instead of one at every step.
+    With a softcap, and for short rows on a CPU, separate matrix products compute the scores. The softmax computes in
+    fp32 internally and stores only its result, in the dtype that the product with the values needs.
     """
     (b, h, q_len, d), (heads, n) = q.shape, k.shape[1:3]
-    if how.softcap is None and not _short_on_cpu(q, n):
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=how.scale, enable_gqa=h != heads)
-    # Query heads that share a key head stand in one matrix product: no key or value is repeated.
+    if spec.softcap is None and not _short_on_cpu(q, n):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=spec.scale, enable_gqa=h != heads)
+    # Query heads that share a key head are rows of one matrix product: no key or value is repeated.
     unseen = ~mask.repeat(h // heads, 1)
     queries, keys = q.reshape(b * heads, -1, d), k.reshape(b * heads, n, d).transpose(1, 2)
-    if how.softcap is None:
+    if spec.softcap is None:
         bias = torch.zeros(unseen.shape, dtype=q.dtype, device=q.device)
         bias.masked_fill_(unseen, torch.finfo(q.dtype).min)
-        scores = torch.baddbmm(bias.expand(b * heads, -1, -1), queries, keys, alpha=how.scale)
+        scores = torch.baddbmm(bias.expand(b * heads, -1, -1), queries, keys, alpha=spec.scale)
     else:
-        scores = torch.tanh(torch.bmm(queries, keys) * (how.scale / how.softcap)) * how.softcap
+        scores = torch.tanh(torch.bmm(queries, keys) * (spec.scale / spec.softcap)) * spec.softcap
         scores = scores.masked_fill(unseen, torch.finfo(scores.dtype).min)
     out = torch.bmm(torch.softmax(scores, dim=-1), v.reshape(b * heads, n, v.shape[3]))
     return out.view(b, h, q_len, v.shape[3])

@@ -1,9 +1,9 @@
-"""CausalModel: a Transformers causal LM as trainer and sampler both see it: hidden states, logits, token logprobs."""
+"""CausalModel: the interface of trainer and sampler to a Transformers causal LM: hidden states, logits, logprobs."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -11,17 +11,20 @@ from torch.utils.checkpoint import checkpoint
 from meshrl.model.attention import AttentionContext
 from meshrl.model.logprob import Head, token_logprobs
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 class CausalModel(torch.nn.Module):
-    """Wraps a Transformers causal LM (`self.lm`). Its forward is the trainer's; the sampler calls hidden and head.
+    """Wraps a Transformers causal LM (`self.lm`). The trainer calls forward, the sampler calls hidden and head.
 
-    Under FSDP this module is the root: embedding, final norm and head are its own parameters, so the head's weight is
-    whole inside forward, and a tied embedding stays tied.
+    Under FSDP this module is the root: embedding, final norm and head are its own parameters, so inside forward
+    the head's weight is the full tensor, and a tied embedding stays tied.
     """
 
-    def __init__(self, lm: torch.nn.Module):
+    def __init__(self, lm: PreTrainedModel):
         super().__init__()
-        self.lm = lm
+        self.lm: PreTrainedModel = lm
         text = lm.config.get_text_config()
         self.vocab_size: int = text.vocab_size
         self.replays_routing: bool = getattr(lm, "replays_routing", False)  # takes routed_experts int16[T, L, K]
@@ -36,8 +39,8 @@ class CausalModel(torch.nn.Module):
         return max(lists, key=len)
 
     def checkpoint_layers(self) -> None:
-        """Keep each block's input alone for the backward pass, and compute its activations there again. To be called
-        before FSDP shards the blocks, so that its hooks stay outside of what is computed twice.
+        """Activation checkpointing: store only each block's input, and recompute its activations in the backward pass.
+        Call it before FSDP shards the blocks, so that FSDP's hooks are not part of what is recomputed.
 
         Transformers' own checkpointing needs train mode, in which some families compute at random (sampled experts,
         router jitter, skipped layers).
@@ -46,7 +49,7 @@ class CausalModel(torch.nn.Module):
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
     def head(self) -> Head:
-        """The output head, read from the live parameters."""
+        """The output head, with the current parameters."""
         out = self.lm.get_output_embeddings()
         return Head(out.weight, getattr(out, "bias", None), self._scale, self._softcap)
 
@@ -76,8 +79,8 @@ class CausalModel(torch.nn.Module):
         entropy: bool,
         model_kwargs: dict[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Logprobs (and entropies) of the tokens at places `scored` int64[N], each read off the hidden state at its
-        place in `previous` int64[N]; temperature [N]. Returns float [N]."""
+        """Logprobs (and entropies) of the tokens at positions `scored` int64[N], each computed from the hidden state at
+        the position in `previous` int64[N]; temperature [N]. Returns float [N]."""
         h = self.hidden(tokens, position_ids, context, **model_kwargs)
         return token_logprobs(
             h.index_select(0, previous),

@@ -1,7 +1,6 @@
-"""What a model folder must be before Transformers reads it: whole, of plain data, and no larger than its weights.
+"""The checks of a model folder before Transformers reads it: complete, plain data, and no larger than its weights.
 
-Transformers takes a folder at its word: it follows an adapter to another model, and builds as many layers as
-config.json asks for. So that is looked at first.
+Transformers trusts the folder: it follows an adapter to another model, and builds as many layers as config.json states.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 
 from meshrl.core.errors import ConfigError
 from meshrl.core.files import Unreadable, read_json
-from meshrl.model.weight_files import SINGLE, Stored, stored_tensors
+from meshrl.model.weight_files import SINGLE, StoredTensor, stored_tensors
 
 _LAYERS = re.compile(r"(n|num)_(\w+_)?(layers?|blocks)")
 _SIZES = re.compile(r"(\w+_)?(dim|rank)|(hidden|vocab|intermediate)_size")
@@ -22,21 +21,21 @@ _NAMED = 5  # tensors named in an error; the rest are counted
 _EXPERTS = re.compile(r"(n|num)_(\w+_)?experts")
 
 
-def check_folder(folder: Path) -> dict[str, Stored]:
-    """The tensors of a model folder by name, once it is known to hold nothing but data that belongs together.
+def check_folder(folder: Path) -> dict[str, StoredTensor]:
+    """Check that a model folder holds plain data of one model, and return its tensors by name.
 
-    Raises: ConfigError naming file and place.
+    Raises: ConfigError naming file and key or tensor.
     """
     path, generation = folder / "config.json", folder / "generation_config.json"
     facts = _json(path)
-    if generation.exists():  # Transformers takes one that it can't read for one that is not there
+    if generation.exists():  # Transformers ignores one that it can't read
         _json(generation)
     _require_known_class(path, facts)
     adapter = folder / "adapter_config.json"
     if adapter.exists():
         raise ConfigError(
-            f"{adapter}: this folder holds an adapter, which leads to another model. Merge the two (merge_and_unload) "
-            "and give the folder of the merged model"
+            f"{adapter}: this folder holds an adapter of another model. Merge the two (merge_and_unload) and give the "
+            "folder of the merged model"
         )
     if "transformers_weights" in facts:
         raise ConfigError(f"{path}: transformers_weights names other weights than {SINGLE}; remove that key")
@@ -47,8 +46,8 @@ def check_folder(folder: Path) -> dict[str, Stored]:
     return stored
 
 
-def require_same_size(model: torch.nn.Module, stored: dict[str, Stored], path: str | Path) -> None:
-    """That the files can fill a model, while it is on the meta device and takes no memory. Raises: ConfigError."""
+def require_same_size(model: torch.nn.Module, stored: dict[str, StoredTensor], path: str | Path) -> None:
+    """Check that the files can fill a model that is still on the meta device. Raises: ConfigError."""
     wanted, held = sum(p.numel() for p in model.parameters()), sum(tensor.numel for tensor in stored.values())
     if wanted > held:
         raise ConfigError(
@@ -58,8 +57,9 @@ def require_same_size(model: torch.nn.Module, stored: dict[str, Stored], path: s
 
 
 def require_all_loaded(info: dict[str, Any], path: str | Path) -> None:
-    """That every weight of a model came from its files and every tensor of the files found its place, as Transformers
-    tells in its loading info. Raises: ConfigError naming tensors."""
+    """Check Transformers' loading info: the files filled every weight of the model, and all their tensors were used.
+
+    Raises: ConfigError naming tensors."""
     for key, what in (
         ("missing_keys", "lack tensors of the model, which would be left random"),
         ("mismatched_keys", "hold tensors of other shapes than the model's"),
@@ -73,8 +73,8 @@ def require_all_loaded(info: dict[str, Any], path: str | Path) -> None:
             )
 
 
-def require_numbers(model: torch.nn.Module, stored: dict[str, Stored]) -> None:
-    """That what fills a floating-point parameter is stored as one: whole numbers there are damage, or quantized.
+def require_numbers(model: torch.nn.Module, stored: dict[str, StoredTensor]) -> None:
+    """Check that floating-point parameters are stored as floating-point numbers: integers mean damage or quantization.
 
     Raises: ConfigError naming file and tensor.
     """
@@ -83,7 +83,7 @@ def require_numbers(model: torch.nn.Module, stored: dict[str, Stored]) -> None:
         if not stored[name].kind.startswith(("F", "BF")):
             raise ConfigError(
                 f"{stored[name].file}: tensor {name} is stored as {stored[name].kind}, where the model has floating-"
-                "point numbers; the file is damaged, or quantized, which can't be trained"
+                "point numbers; the file is damaged, or it is quantized and can't be trained"
             )
 
 
@@ -95,7 +95,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _require_known_class(path: Path, facts: dict[str, Any]) -> None:
-    """A class that Transformers does not know could only come as code in the folder."""
+    """The code of a class that Transformers does not know could only come from the folder."""
     from transformers import CONFIG_MAPPING
 
     kind, code = facts.get("model_type"), facts.get("auto_map")
@@ -108,8 +108,9 @@ def _require_known_class(path: Path, facts: dict[str, Any]) -> None:
     )
 
 
-def _require_sane_counts(path: Path, facts: dict[str, Any], stored: dict[str, Stored]) -> None:
-    """What is built one by one, or filled before the weights are compared, is no more than the files hold."""
+def _require_sane_counts(path: Path, facts: dict[str, Any], stored: dict[str, StoredTensor]) -> None:
+    """Check that numbers of layers and experts, and sizes, fit the files: Transformers builds or allocates all of them
+    before it compares the weights."""
     held = sum(tensor.numel for tensor in stored.values())
     widest = max((size for tensor in stored.values() for size in tensor.shape), default=0)
     for key, value in facts.items():
@@ -117,6 +118,6 @@ def _require_sane_counts(path: Path, facts: dict[str, Any], stored: dict[str, St
         limit = next((limit for pattern, limit in limits.items() if pattern.fullmatch(key)), None)
         if limit is not None and isinstance(value, int) and value > limit:
             raise ConfigError(
-                f"{path}: {key} is {value:,}, but the weight files beside it hold {len(stored):,} tensors of {held:,} "
+                f"{path}: {key} is {value:,}, but the weight files next to it hold {len(stored):,} tensors of {held:,} "
                 "numbers. They are of different models, or config.json is damaged"
             )

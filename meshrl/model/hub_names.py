@@ -1,8 +1,8 @@
-"""A model's tensors under the names that its family's safetensors files have on the hub, as views of the module's own.
+"""Hub names: a model's tensors as its family's safetensors files name them, as views of the module's tensors.
 
-Transformers joins tensors of the files: the experts of a layer become `experts.gate_up_proj` [E, 2I, H]. Its rules can
-be reverted; here that is done once, on tensors without data, and each result that is a view of a module's tensor is
-written down as the box that it takes of it. What is joined by other means (interleaved, permuted) is no view.
+Transformers joins tensors of the files: the experts of a layer become `experts.gate_up_proj` [E, 2I, H]. This file
+reverts its rules once, on tensors without data, and records for each resulting view which box of the module's tensor it
+is. A tensor that is joined in another way (interleaved, permuted) has no views.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from meshrl.parallel.boxes import index_of, overlap
 
 
 class _View(NamedTuple):
-    """A hub tensor as a box of a module's tensor. dims: for each dim of the hub tensor that of the module's tensor, or
-    None for one of size 1 that stands for none."""
+    """A hub tensor as a box of a module's tensor. dims: the dim of the module's tensor for each dim of the hub tensor;
+    None for a dim of size 1 that the module's tensor does not have."""
 
     name: str
     shape: tuple[int, ...]
@@ -31,9 +31,9 @@ class _View(NamedTuple):
 
 class HubNames:
     """tensors: hub name -> full shape, for each parameter (a tied one under its first name), each persistent buffer
-    and each LoRA adapter, in the module's order. computed: module name -> why Transformers' rules leave no views of
-    it; such a tensor keeps its module name. module_names: hub name -> name of the module's tensor, on the wire. tied:
-    hub name of an alias -> hub name of the tensor that it is.
+    and each LoRA adapter, in the module's order. computed: module name -> why there are no views of this tensor; it
+    keeps its module name. module_names: hub name -> wire name of the module's tensor. tied: hub name of an alias -> hub
+    name of the tensor that it shares.
 
     lm may be on the meta device, sharded, or have adapters.
     """
@@ -54,7 +54,7 @@ class HubNames:
         }
 
     def of(self, name: str) -> tuple[str, ...]:
-        """The hub names of what the module calls `name` on the wire; of a tied alias, its own."""
+        """The hub names of the module's tensor with this wire name. A tied alias has hub names of its own."""
         return tuple(view.name for view in self._views[name])
 
     def split(
@@ -73,7 +73,7 @@ class HubNames:
             yield view.name, places, part.as_strided(shape, strides, part.storage_offset())
 
     def _reverted(self, lm: Any, shapes: dict[str, tuple[int, ...]]) -> dict[str, list[_View]]:
-        """What Transformers' rules, reverted, make of each tensor; notes those that they compute."""
+        """The views that Transformers' reverted rules make of each tensor; fills `computed`."""
         from transformers.core_model_loading import revert_weight_conversion
 
         sources = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
@@ -93,7 +93,7 @@ class HubNames:
         return views
 
     def _adapter(self, name: str) -> str:
-        """The name of lora_A or lora_B after the hub's for the weight of its layer, where that is one whole tensor."""
+        """The name of lora_A or lora_B after the hub name of its layer's weight, if that weight is one hub tensor."""
         weight = weight_name(name)
         views = self._views[weight]
         if len(views) == 1 and views[0].name.endswith(".weight"):
@@ -102,7 +102,7 @@ class HubNames:
 
 
 class _KeepViews(TorchFunctionMode):
-    """A copy that only orders the memory anew would hide what it is a copy of."""
+    """Skips copies that only reorder memory: they would hide which tensor a result is a view of."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return args[0] if func in _COPIES else func(*args, **(kwargs or {}))
@@ -112,20 +112,21 @@ _COPIES = (torch.Tensor.contiguous, torch.Tensor.clone, torch.clone)
 
 
 def _view(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> _View | None:
-    """A strided view of a contiguous tensor of this shape as a box of it; None when it is none."""
+    """The box that a strided view takes of a contiguous tensor of this shape; None if the view is not a box."""
     strides = torch.empty(shape, device="meta").stride()
     dim_of = {stride: dim for dim, (size, stride) in enumerate(zip(shape, strides, strict=True)) if size > 1}
-    offsets, rest = [0] * len(shape), tensor.storage_offset()
+    offsets, rest = [0] * len(shape), int(tensor.storage_offset())
     for stride, dim in dim_of.items():
         offsets[dim], rest = divmod(rest, stride)
-    extent, dims = [1] * len(shape), []
+    extent = [1] * len(shape)
+    dims: list[int | None] = []
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        dim = dim_of.get(stride) if size > 1 else None
-        if size > 1 and (dim is None or offsets[dim] + size > shape[dim] or extent[dim] > 1):
+        cut = dim_of.get(stride) if size > 1 else None
+        if size > 1 and (cut is None or offsets[cut] + size > shape[cut] or extent[cut] > 1):
             return None
-        if dim is not None:
-            extent[dim] = size
-        dims.append(dim)
+        if cut is not None:
+            extent[cut] = size
+        dims.append(cut)
     return _View(name, tuple(tensor.shape), tuple(offsets), tuple(extent), tuple(dims))
 
 
@@ -150,11 +151,11 @@ def tied_names(model: torch.nn.Module) -> dict[str, str]:
 
 
 def persistent_buffers(lm: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Buffers that belong to a model's files, in their own dtype, such as the bias by which a router chooses."""
-    kept = {
+    """Buffers that belong to a model's files, in their own dtype, such as a router's correction bias."""
+    persistent = {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in lm.named_modules()
         for name, _ in module.named_buffers(recurse=False)
         if name not in module._non_persistent_buffers_set
     }
-    return {name: b.detach() for name, b in lm.named_buffers() if name in kept}
+    return {name: b.detach() for name, b in lm.named_buffers() if name in persistent}

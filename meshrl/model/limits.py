@@ -1,4 +1,4 @@
-"""How many tokens a model knows, and how many it can look back on: what a sampler in another process has to be told."""
+"""A model's vocabulary size and context length, for a sampler in another process."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from meshrl.core.errors import ConfigError
 
 
 def limits_of(path: str, asked: int | None) -> tuple[int, int]:
-    """(max_context_tokens, vocab_size). asked: rollout.max_context_tokens; None takes the model's own.
+    """(max_context_tokens, vocab_size). asked: rollout.max_context_tokens; None = the model's own limit.
 
-    Raises: ConfigError when it is more than the model has positions, or neither says.
+    Raises: ConfigError when `asked` exceeds the model's positions, or neither number is given.
     """
     config = _text_config(path)
     positions = getattr(config, "max_position_embeddings", None)
@@ -20,21 +20,21 @@ def limits_of(path: str, asked: int | None) -> tuple[int, int]:
     if tokens is None or (positions is not None and tokens > positions):
         raise ConfigError(
             f"rollout.max_context_tokens is {asked}; {path} has max_position_embeddings {positions}. Give a number up "
-            "to that (null takes the model's own)"
+            "to that (null = the model's own limit)"
         )
     return tokens, config.vocab_size
 
 
 def vocab_size_of(path: str) -> int:
-    """How many ids the model can read: rows of its embedding. Raises: ConfigError."""
+    """The number of ids that the model can read: rows of its embedding. Raises: ConfigError."""
     return _text_config(path).vocab_size
 
 
 def _text_config(path: str) -> Any:
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
-    except Exception as cause:  # of damaged files it may raise anything
+    except Exception as cause:  # on damaged files it may raise anything
         raise ConfigError(
-            f"model.path {path!r}: Transformers can't take its config.json: {type(cause).__name__}: {cause!s:.1000}. "
+            f"model.path {path!r}: Transformers can't read its config.json: {type(cause).__name__}: {cause!s:.1000}. "
             "Give a folder made by save_pretrained"
         ) from cause

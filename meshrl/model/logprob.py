@@ -1,6 +1,6 @@
-"""log p(token | what came before), in fp32, chunk by chunk: [T, V] never exists. Used by trainer and sampler alike.
+"""log p(token | preceding tokens), in fp32, in chunks: [T, V] never exists. Used by trainer and sampler.
 
-Callers pass the hidden state that stands before each scored token (`Batch.previous`); nothing here shifts.
+Callers pass the hidden state before each scored token (`Batch.previous`); nothing here shifts.
 
 Letters: N scored tokens, C tokens of a chunk, D hidden size, V vocabulary.
 """
@@ -13,7 +13,7 @@ import torch
 
 from meshrl.model import prepack
 
-KEPT_LOGITS = 1 << 24  # numbers of [N, V] in fp32 that a step may keep (64 MiB) rather than compute twice
+SAVED_LOGITS = 1 << 24  # fp32 numbers of [N, V] (64 MiB) that a forward may store instead of computing them twice
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,25 +24,25 @@ class Head:
     bias: torch.Tensor | None = None
     scale: float = 1.0
     softcap: float | None = None
-    packed: torch.Tensor | None = None  # the weight once more, see `ready`
+    packed: torch.Tensor | None = None  # a prepacked copy of the weight, see `ready`
 
     def ready(self) -> Head:
-        """The same head for many calls of `logits` with these very weights and no gradient: on a CPU its weight is
-        widened and sorted once."""
+        """The same head, for many calls of `logits` with unchanged weights and no gradient: on a CPU its weight is cast
+        to fp32 and prepacked once."""
         if self.weight.device.type != "cpu":
             return self
         wide = self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
         return replace(self, weight=wide, packed=prepack.prepacked(wide))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [N, D] -> [N, V] in fp32 (fp64 stays). The product itself must come out in fp32: rounded to bf16, it
-        puts logprobs 0.016 nats off on average, half of what a whole softmax in bf16 does (P8)."""
+        """hidden [N, D] -> [N, V] in fp32 (fp64 stays). The product itself must be in fp32: rounding it to bf16
+        changes logprobs by 0.016 nats on average, half as much as a full softmax in bf16 (P8)."""
         wide = torch.promote_types(hidden.dtype, torch.float32)
         if self.weight.dtype == wide:
             hidden = hidden.to(wide)
         if self.packed is not None:
             out = prepack.linear(hidden, self.packed, None)
-        elif hidden.dtype == wide or hidden.device.type == "cpu":  # CPUs have no product of 16-bit matrices into fp32
+        elif hidden.dtype == wide or hidden.device.type == "cpu":  # no 16-bit product with fp32 output on CPUs
             out = hidden.to(wide) @ self.weight.to(wide).T
         else:
             out = torch.mm(hidden, self.weight.T, out_dtype=wide)
@@ -77,15 +77,15 @@ def token_logprobs(
 
 
 class _ChunkedLogprob(torch.autograd.Function):
-    """Forward keeps no logits, backward computes each chunk's again: peak memory is one chunk of [C, V]. Few
-    enough logits are one chunk, and kept."""
+    """Forward stores no logits, backward recomputes each chunk's: peak memory is one chunk [C, V]. Up to SAVED_LOGITS
+    logits are one chunk, which is stored."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, temperature, scale, softcap, chunk, want_entropy):  # type: ignore[override]
         head = Head(weight, bias, scale, softcap)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        keep = ctx.needs_input_grad[0] and softcap is None and hidden.shape[0] * weight.shape[0] <= KEPT_LOGITS
-        chunk, kept = max(1, hidden.shape[0]) if keep else chunk, None
+        save = ctx.needs_input_grad[0] and softcap is None and hidden.shape[0] * weight.shape[0] <= SAVED_LOGITS
+        chunk, saved = max(1, hidden.shape[0]) if save else chunk, None
         flat = hidden.device.type == "cpu" and bool((temperature == 1).all())  # accelerators would have to wait
         logp = torch.empty(hidden.shape[0], dtype=dtype, device=hidden.device)
         ent = torch.empty_like(logp) if want_entropy else logp.new_empty(0)
@@ -96,19 +96,19 @@ class _ChunkedLogprob(torch.autograd.Function):
                 z.div_(temperature[part, None].to(dtype))
             lse = torch.logsumexp(z, dim=-1)
             logp[part] = z.gather(1, targets[part, None])[:, 0].sub_(lse).clamp_(max=0)
-            if want_entropy or keep:
+            if want_entropy or save:
                 logq = z.sub_(lse[:, None])  # lse - sum(p z) would cancel: its error grows with the logits
             if want_entropy:
                 ent[part] = (logq.exp() * logq).sum(-1).neg_().clamp_(min=0)
-            kept = logq if keep else None
-        ctx.save_for_backward(hidden, weight, bias, targets, temperature, kept)
-        ctx.set_materialize_grads(False)  # an entropy that is only watched costs no backward
+            saved = logq if save else None
+        ctx.save_for_backward(hidden, weight, bias, targets, temperature, saved)
+        ctx.set_materialize_grads(False)  # an entropy that is only a metric has no backward
         ctx.facts = (scale, softcap, chunk, flat)
         return logp, ent
 
     @staticmethod
     def backward(ctx, grad_logp, grad_ent):  # type: ignore[override]
-        hidden, weight, bias, targets, temperature, kept = ctx.saved_tensors
+        hidden, weight, bias, targets, temperature, saved = ctx.saved_tensors
         scale, softcap, chunk, flat = ctx.facts
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         grad_hidden = torch.empty_like(hidden)
@@ -117,7 +117,7 @@ class _ChunkedLogprob(torch.autograd.Function):
         for a in range(0, hidden.shape[0], chunk):
             part = slice(a, a + chunk)
             x, t = hidden[part], temperature[part, None].to(dtype)
-            logq, slope = kept, None
+            logq, slope = saved, None
             if logq is None:
                 z = Head(weight, bias, scale, softcap).logits(x)
                 slope = None if softcap is None else 1 - (z / softcap) ** 2

@@ -1,7 +1,7 @@
-"""Low-rank adapters, made and computed by peft: which parameters train, what they are called, what they add up to.
+"""LoRA adapters, made and computed by peft: the trained parameters, their names, and the merged weights.
 
-A layer's x W^T becomes x W^T + s (x A^T) B^T. W stays as the folder has it and in the compute dtype; A and B are
-trained. On the wire, in checkpoints and in digests q_proj.weight is W, q_proj.lora_A.weight A, q_proj.lora_B.weight B.
+A layer's x W^T becomes x W^T + s (x A^T) B^T. W is frozen, in the compute dtype; A and B are trained. On
+the wire, in checkpoints and in digests q_proj.weight is W, q_proj.lora_A.weight A, q_proj.lora_B.weight B.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from meshrl.config.model import LoraConfig
 from meshrl.core.errors import ConfigError
 from meshrl.model.weight_files import write_tensors
 from meshrl.parallel.boxes import LocalBox, boxes, index_of
-from meshrl.parallel.fsdp import local_shard, whole
+from meshrl.parallel.fsdp import full_tensor, local_shard
 
-ADAPTER_FOLDER = "adapter"  # below an exported model, whose own weights have it added
-_ADAPTER = "default"  # peft's name of the only one
+ADAPTER_FOLDER = "adapter"  # below an exported model, which has merged weights
+_ADAPTER = "default"  # peft's name of the one adapter
 _WIRE_A, _WIRE_B = ".lora_A.weight", ".lora_B.weight"
 
 
 def add_adapters(lm: torch.nn.Module, cfg: LoraConfig, dtype: torch.dtype, path: str | Path) -> None:
-    """Give the target layers their A and B, in `dtype`, on the layer's device; nothing else requires a gradient then.
-    Their values are to be set: by `init_adapters`, a checkpoint or a sync.
+    """Give the target layers an A and a B in `dtype`, on the layer's device. Only these require a gradient afterwards.
+    Their values are still to be set, by `init_adapters`, a checkpoint or a sync.
 
     Raises: ConfigError when a target is no linear layer of the model, or is its head.
     """
@@ -37,7 +37,7 @@ def add_adapters(lm: torch.nn.Module, cfg: LoraConfig, dtype: torch.dtype, path:
 
     on_meta = next(lm.parameters()).is_meta
     config = _peft_config(cfg, [f"lm.{name}" for name in _target_names(lm, cfg, path)], str(path))
-    # In a mixture's own class peft would turn every target called gate_proj, up_proj or down_proj into the experts.
+    # Called with a mixture of experts itself, peft would replace targets gate_proj, up_proj, down_proj by the experts.
     container = torch.nn.ModuleDict({"lm": lm})
     inject_adapter_in_model(config, container, _ADAPTER, low_cpu_mem_usage=on_meta)
     for name, p in named_weights(lm):
@@ -48,8 +48,8 @@ def add_adapters(lm: torch.nn.Module, cfg: LoraConfig, dtype: torch.dtype, path:
 
 @torch.no_grad()
 def init_adapters(lm: torch.nn.Module) -> None:
-    """A as peft draws it, by a generator of its own for each layer, so that the values depend on the layer's name
-    alone; B = 0, so that the adapted model is the one it began as."""
+    """Set A as peft draws it, with one generator for each layer, so that the values depend only on the layer's name.
+    Set B = 0, so that the adapters change nothing at first."""
     for name, p in named_weights(lm):
         if name.endswith(_WIRE_A):
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
@@ -62,8 +62,8 @@ def init_adapters(lm: torch.nn.Module) -> None:
 
 
 @torch.no_grad()
-def scatter_adapters(lm: torch.nn.Module) -> None:
-    """Any values of about a layer's own size, for a comparison that zeros in B would make empty."""
+def randomize_adapters(lm: torch.nn.Module) -> None:
+    """Give A and B random values of about a layer's own size: with B = 0 a comparison would not test the adapters."""
     for name, p in named_weights(lm):
         if is_adapter(name):
             p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(1)) / math.sqrt(p.shape[1]))
@@ -76,37 +76,37 @@ def named_weights(lm: torch.nn.Module, remove_duplicate: bool = True) -> Iterato
 
 
 def wire_name(name: str) -> str:
-    """Without the modules that peft puts in between."""
+    """A parameter's name without peft's wrapper modules."""
     for letter in "AB":
         name = name.replace(f".lora_{letter}.{_ADAPTER}.", f".lora_{letter}.")
     return name.replace(".base_layer.", ".")
 
 
 def is_adapter(name: str) -> bool:
-    """name: on the wire."""
+    """name: the wire name."""
     return name.endswith((_WIRE_A, _WIRE_B))
 
 
 def adapter_names(name: str) -> tuple[str, str]:
-    """What A and B of a weight are called. name: on the wire."""
+    """Wire names of A and B of a weight. name: the weight's wire name."""
     layer = name.removesuffix(".weight")
     return layer + _WIRE_A, layer + _WIRE_B
 
 
 def weight_name(name: str) -> str:
-    """The weight that an adapter's tensor belongs to. Both names: on the wire."""
+    """Wire name of the weight that an adapter's tensor belongs to. name: the tensor's wire name."""
     return name.removesuffix(_WIRE_A).removesuffix(_WIRE_B) + ".weight"
 
 
 def trained_weights(lm: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """By wire name: what an optimizer moves, and so what a checkpoint has to hold. All, in a model without adapters."""
+    """By wire name, the parameters that an optimizer updates and a checkpoint holds. Without adapters, all of them."""
     weights = dict(named_weights(lm))
     return {name: p for name, p in weights.items() if is_adapter(name)} or weights
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """What is added to one weight: scale * B @ A, with A [R, in] and B [out, R]."""
+    """The adapter of one weight: adds scale * B @ A, with A [R, in] and B [out, R]."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -114,21 +114,21 @@ class Adapter:
 
 
 def adapters_of(lm: torch.nn.Module) -> dict[str, Adapter]:
-    """By the wire name of the weight that each is added to."""
+    """The adapters by the wire name of their weight."""
     return {f"{name}.weight": _adapter(layer) for name, layer in _layers(lm)}
 
 
 def adapter_of(layer: torch.nn.Module) -> Adapter | None:
-    return _adapter(layer) if _is_adapted(layer) else None
+    return _adapter(layer) if _has_adapter(layer) else None
 
 
-def unadapted(layer: Any) -> Any:
-    """The layer of Transformers itself."""
-    return layer.base_layer if _is_adapted(layer) else layer
+def base_layer_of(layer: Any) -> Any:
+    """Transformers' own layer, inside peft's wrapper if there is one."""
+    return layer.base_layer if _has_adapter(layer) else layer
 
 
 class MergedElements:
-    """The elements of a block of W + s B A in order, computed where they are read: in fp32, and never all at once."""
+    """The elements of a block of the merged weight W + s B A, in order; computed when they are read, in fp32."""
 
     def __init__(self, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float):
         """weight: [out, in], a block of W; a: [R, in], its columns of A; b: [out, R], its rows of B."""
@@ -147,9 +147,9 @@ class MergedElements:
 
 
 def merged(adapter: Adapter) -> Callable[[LocalBox], MergedElements]:
-    """A function from a box of the adapter's weight to W + s B A there (a collective where the model is sharded: each
-    rank needs the full A and B, which are small)."""
-    a, b = whole(adapter.a.detach()).float(), whole(adapter.b.detach()).float()
+    """A function from a box of the adapter's weight to the merged elements of that box (a collective if the model is
+    sharded: each rank needs the full A and B, which are small)."""
+    a, b = full_tensor(adapter.a.detach()).float(), full_tensor(adapter.b.detach()).float()
 
     def elements(local: LocalBox) -> MergedElements:
         rows, columns = index_of(local.box)
@@ -160,10 +160,10 @@ def merged(adapter: Adapter) -> Callable[[LocalBox], MergedElements]:
 
 @contextmanager
 def without_adapters(lm: torch.nn.Module) -> Iterator[None]:
-    """The model as it was before it was adapted, which is LoRA's reference model."""
+    """The model without its adapters, which is the reference model of a LoRA run."""
     layers = [layer for _, layer in _layers(lm)]
     for layer in layers:
-        layer._disable_adapters = True  # its own method would also change requires_grad, which FSDP has taken note of
+        layer._disable_adapters = True  # its setter would also change requires_grad, which FSDP has recorded
     try:
         yield
     finally:
@@ -172,7 +172,7 @@ def without_adapters(lm: torch.nn.Module) -> Iterator[None]:
 
 
 def save_adapter(tensors: dict[str, torch.Tensor], cfg: LoraConfig, path: str, folder: Path) -> None:
-    """A folder that peft's `PeftModel.from_pretrained` adds to the model of `path`. tensors: whole, by wire name."""
+    """Write a folder for peft's `PeftModel.from_pretrained`, over the model of `path`. tensors: full, by wire name."""
     folder.mkdir(parents=True, exist_ok=True)
     config = _peft_config(cfg, [name.removesuffix(_WIRE_A) for name in tensors if name.endswith(_WIRE_A)], path)
     config.inference_mode = True
@@ -182,8 +182,8 @@ def save_adapter(tensors: dict[str, torch.Tensor], cfg: LoraConfig, path: str, f
 
 
 def _target_names(lm: Any, cfg: LoraConfig, path: str | Path) -> list[str]:
-    """Whole names of the layers to adapt: peft would take targets that are no linear layer, and overlook those that are
-    nothing. Routers and experts of a mixture are no torch.nn.Linear, and stay as they are."""
+    """Full names of the layers that get adapters. peft itself would accept targets that are no linear layer, and ignore
+    targets that do not exist. Routers and experts of a mixture are no torch.nn.Linear and get none."""
     head = lm.get_output_embeddings()
     linear = [name for name, m in lm.named_modules() if type(m) is torch.nn.Linear and m is not head]
     if cfg.targets == ["all-linear"]:
@@ -194,7 +194,7 @@ def _target_names(lm: Any, cfg: LoraConfig, path: str | Path) -> list[str]:
         known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
         raise ConfigError(
             f"model.lora.targets are {cfg.targets}, but no linear layer of {str(path)!r} below its head is called "
-            f"{', '.join(unused) or 'nothing'}. There are {known}; or give all-linear, alone"
+            f"{', '.join(unused) or 'nothing'}. There are {known}; or give only all-linear"
         )
     return [name for name in linear if any(name in names for names in meant.values())]
 
@@ -203,17 +203,21 @@ def _peft_config(cfg: LoraConfig, names: list[str], path: str) -> Any:
     from peft import LoraConfig as PeftConfig
 
     return PeftConfig(
-        r=cfg.rank, lora_alpha=cfg.alpha, target_modules=names, task_type="CAUSAL_LM", base_model_name_or_path=path
+        r=cfg.rank,
+        lora_alpha=cfg.alpha,  # type: ignore[arg-type]  # peft computes with fractions, too
+        target_modules=names,
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=path,
     )
 
 
 def _layers(lm: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     for name, module in lm.named_modules():
-        if _is_adapted(module):
+        if _has_adapter(module):
             yield name, module
 
 
-def _is_adapted(module: torch.nn.Module) -> bool:
+def _has_adapter(module: torch.nn.Module) -> bool:
     return hasattr(module, "lora_A") and hasattr(module, "base_layer")
 
 

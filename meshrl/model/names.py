@@ -1,7 +1,8 @@
 """From the names in a model's files to the hub names of its tensors, by Transformers' own rules.
 
-Files may be of the bare model, or have names that were given up since. A rank reads the boxes it holds, wherever the
-tensors of the files are views of the module's (`HubNames`). Where Transformers computes, it alone can load the model.
+Files may be of the model without its head, or have names of older versions. A rank reads only its own boxes where the
+tensors of the files are views of the module's tensors (`HubNames`). If Transformers computes some of them, it has to
+load the model.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,18 +18,21 @@ from meshrl.core.errors import ConfigError
 from meshrl.core.lookup import similar_names
 from meshrl.model.hub_names import HubNames
 from meshrl.model.stream import DTYPES, same_values
-from meshrl.model.weight_files import Stored
+from meshrl.model.weight_files import StoredTensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def match_names(
-    lm: torch.nn.Module, stored: Mapping[str, Stored], names: HubNames, path: str | Path
-) -> dict[str, Stored] | str:
-    """Hub name -> the tensor that the files hold for it, for each of `names`; or, in words, why only Transformers can
-    load them.
+    lm: PreTrainedModel, stored: Mapping[str, StoredTensor], names: HubNames, path: str | Path
+) -> dict[str, StoredTensor] | str:
+    """Hub name -> the tensor of the files, for each of `names`; or the reason, as text, why only Transformers can load
+    the files.
 
-    Raises: ConfigError when a name is missing or unexpected, or a shape or dtype does not fit, naming the nearest.
+    Raises: ConfigError when a name is missing or unexpected, with similar names, or a shape or dtype does not fit.
     """
-    found, unexpected, computed = _sorted_in(lm, stored, names)
+    found, unexpected, computed = _assign(lm, stored, names)
     if computed:
         return computed
     for alias, first in names.tied.items():
@@ -52,17 +56,19 @@ def match_names(
         entry = stored[unexpected[0]]
         raise ConfigError(
             f"{entry.file} holds {entry.name!r}, which {type(lm).__name__} does not have{_and_more(unexpected)}"
-            f"{_nearest(entry.name, names.tensors)}. config.json and the files are of different models; a head of "
-            "another task has to be taken off first"
+            f"{_nearest(entry.name, names.tensors)}. config.json and the files are of different models; remove a head "
+            "of another task first"
         )
     return f"{missing[0]} is in no file, and Transformers makes it" if missing else found
 
 
-def _sorted_in(lm: Any, stored: Mapping[str, Stored], names: HubNames) -> tuple[dict[str, Stored], list[str], str]:
-    """What the files hold by hub name, the names that belong to none, and why only Transformers can load the rest
-    ("" = there is none).
+def _assign(
+    lm: Any, stored: Mapping[str, StoredTensor], names: HubNames
+) -> tuple[dict[str, StoredTensor], list[str], str]:
+    """Hub name -> tensor of the files; the names in the files that fit no tensor; and the reason why only Transformers
+    can load the files ("" = none).
 
-    Raises: ConfigError when two tensors are meant for one place.
+    Raises: ConfigError when two tensors of the files have one hub name.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -72,9 +78,9 @@ def _sorted_in(lm: Any, stored: Mapping[str, Stored], names: HubNames) -> tuple[
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     prefix, wanted = lm.base_model_prefix, lm.state_dict()
     ignored = [*(lm._keys_to_ignore_on_load_unexpected or ())]
-    buffers = [name for name, _ in lm.named_buffers()]  # old files hold what is now made anew, at other places
+    buffers = [name for name, _ in lm.named_buffers()]  # older files hold some that are now computed
     ignored += [rf"(^|\.){name}$" for name in ("inv_freq", "position_ids") if any(b.endswith(name) for b in buffers)]
-    found: dict[str, Stored] = {}
+    found: dict[str, StoredTensor] = {}
     unexpected = []
     for name in sorted(stored, key=dot_natural_key):
         target, _ = rename_source_key(name, renamings, converters, prefix, wanted)
@@ -87,16 +93,16 @@ def _sorted_in(lm: Any, stored: Mapping[str, Stored], names: HubNames) -> tuple[
         candidates = names.of(target)
         spelled = [n for n in (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")) if n in candidates]
         if not spelled and (len(candidates) > 1 or target in names.computed):
-            return {}, [], f"{target} is made of {name} by a computation"
-        place = (spelled or candidates)[0]
-        if place in found:
-            one = found[place]
-            raise ConfigError(f"{one.file} holds {one.name!r}, but {name!r} is meant for {place!r} too")
-        found[place] = stored[name]
+            return {}, [], f"{target} is computed from {name}"
+        hub_name = (spelled or candidates)[0]
+        if hub_name in found:
+            one = found[hub_name]
+            raise ConfigError(f"{one.file}: {one.name!r} and {name!r} are both for {hub_name!r}; remove one of them")
+        found[hub_name] = stored[name]
     return found, unexpected, ""
 
 
-def _require_fit(name: str, entry: Stored, shape: tuple[int, ...], wanted: torch.Tensor, model: str) -> None:
+def _require_fit(name: str, entry: StoredTensor, shape: tuple[int, ...], wanted: torch.Tensor, model: str) -> None:
     """Raises: ConfigError when a tensor of the files has another shape or kind than the model's."""
     if entry.shape != shape:
         raise ConfigError(

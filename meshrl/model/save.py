@@ -1,4 +1,4 @@
-"""From a sharded model to a folder that `from_pretrained` loads; the ranks write a file each, at the same time."""
+"""From a sharded model to a folder that `from_pretrained` loads; each rank writes one file, all at the same time."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from itertools import groupby
 from math import prod
 from operator import attrgetter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -21,8 +22,11 @@ from meshrl.model.lora import Adapter, adapters_of, is_adapter, merged, named_we
 from meshrl.model.weight_files import write_tensors
 from meshrl.parallel.boxes import LocalBox, boxes, index_of, owners
 
-MIN_FILE_BYTES = 256 << 20  # a model below this is one file: more of them would gain nothing
-_LAYER = re.compile(r"(.*?\.\d+)\.")  # up to the first number: the tensors that Transformers may fuse or cut lie below
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+MIN_FILE_BYTES = 256 << 20  # a smaller model is one file: more files would not be faster
+_LAYER = re.compile(r"(.*?\.\d+)\.")  # up to the first number; Transformers may join or split tensors of one layer
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -39,19 +43,21 @@ TOKENIZER_FILES = (
 
 @torch.no_grad()
 def save_pretrained(
-    lm: torch.nn.Module,
+    lm: PreTrainedModel,
     dtype: torch.dtype,
     path: Path,
     tokenizer_from: str | Path | None = None,
     min_file_bytes: int = MIN_FILE_BYTES,
 ) -> None:
-    """Write the folder, parameters in `dtype`, LoRA adapters added to their weights (a collective, where there is a
-    process group). Each rank receives the tensors of its own file, and no others."""
+    """Write the folder, parameters in `dtype` and LoRA adapters merged (a collective, if there is a process group).
+    Each rank receives only the tensors of its own file."""
     rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     path.mkdir(parents=True, exist_ok=True)
     ignored = lm._keys_to_ignore_on_save or ()
     weights = {name: p for name, p in named_weights(lm) if not is_adapter(name) and name not in ignored}
-    file_of = spread([(name, p.numel() * dtype.itemsize) for name, p in weights.items()], num_ranks, min_file_bytes)
+    file_of = assign_files(
+        [(name, p.numel() * dtype.itemsize) for name, p in weights.items()], num_ranks, min_file_bytes
+    )
     adapters = adapters_of(lm)
     mine = {}
     for name, p in weights.items():
@@ -61,10 +67,10 @@ def save_pretrained(
             mine[name] = full.cpu()
     if rank == 0:
         mine |= {name: buffer.cpu() for name, buffer in persistent_buffers(lm).items() if name not in ignored}
-        _shell(lm, dtype).save_pretrained(path, state_dict={})  # config.json and generation_config.json
+        _model_without_weights(lm, dtype).save_pretrained(path, state_dict={})  # config.json and generation_config.json
         _copy_tokenizer(tokenizer_from, path)
     if dist.is_initialized():
-        dist.barrier()  # save_pretrained removes files of weights that it does not know
+        dist.barrier()  # before any rank writes: save_pretrained removes other weight files
     num_files = 1 + max(file_of.values(), default=0)
     written = _write(lm, mine, path / _file_name(rank, num_files)) if rank < num_files else {}
     if dist.is_initialized():
@@ -86,8 +92,8 @@ def _merged_values(adapter: Adapter) -> Callable[[LocalBox], torch.Tensor]:
 def gathered(
     tensor: torch.Tensor, root: int, dtype: torch.dtype, values: Callable[[LocalBox], torch.Tensor]
 ) -> torch.Tensor | None:
-    """The full tensor on rank `root`, None elsewhere (a collective, where the tensor is sharded): each rank that holds
-    boxes sends their `values`, cast to `dtype` before they travel, to the root alone."""
+    """The full tensor on rank `root`, None elsewhere (a collective, if the tensor is sharded): each rank casts the
+    `values` of its boxes to `dtype` and sends them to the root only."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     if not isinstance(tensor, DTensor):
         return values(LocalBox((0,) * tensor.dim(), tensor.detach())).to(dtype) if rank == root else None
@@ -111,17 +117,18 @@ def gathered(
     return full
 
 
-def spread(sizes: Sequence[tuple[str, int]], num_ranks: int, min_file_bytes: int) -> dict[str, int]:
-    """Tensor -> number of its file: runs of whole layers with about the same bytes, at most one file a rank."""
+def assign_files(sizes: Sequence[tuple[str, int]], num_ranks: int, min_file_bytes: int) -> dict[str, int]:
+    """Tensor -> number of its file: complete layers, about the same bytes in each file, at most one file a rank."""
     total = sum(size for _, size in sizes)
     num_files = max(1, min(num_ranks, total // max(1, min_file_bytes)))
-    file_of, before = {}, 0
+    file_of: dict[str, int] = {}
+    before = 0
     for _, members in groupby(sizes, key=lambda entry: _layer_of(entry[0])):
         layer = list(members)
         number = min(num_files - 1, before * num_files // max(1, total))
         file_of |= dict.fromkeys((name for name, _ in layer), number)
         before += sum(size for _, size in layer)
-    numbers = {number: i for i, number in enumerate(sorted(set(file_of.values())))}  # a huge layer may skip one
+    numbers = {number: i for i, number in enumerate(sorted(set(file_of.values())))}  # a huge layer may skip a number
     return {name: numbers[number] for name, number in file_of.items()}
 
 
@@ -130,20 +137,20 @@ def _layer_of(name: str) -> str:
     return found[1] if found else name
 
 
-def _shell(lm: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
-    """The model's class with the config to be written, without weights."""
+def _model_without_weights(lm: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """A model of the same class on the meta device, with the config to be written."""
     config = copy.deepcopy(lm.config)
     config.use_cache = True
     config._attn_implementation = None
-    config.dtype = dtype  # save_pretrained writes the shell's dtype into config.json
+    config.dtype = dtype  # save_pretrained writes this model's dtype into config.json
     with torch.device("meta"):
-        shell = type(lm)._from_config(config)
-    shell.generation_config = lm.generation_config
-    return shell
+        empty = type(lm)._from_config(config)
+    empty.generation_config = lm.generation_config
+    return empty
 
 
-def _write(lm: torch.nn.Module, tensors: dict[str, torch.Tensor], path: Path) -> dict[str, int]:
-    """One file, under the names that Transformers' files have; name -> bytes."""
+def _write(lm: PreTrainedModel, tensors: dict[str, torch.Tensor], path: Path) -> dict[str, int]:
+    """Write one file, with hub names. Returns {hub name: bytes}."""
     from transformers.core_model_loading import revert_weight_conversion
 
     names = HubNames(lm)
@@ -169,6 +176,8 @@ def _write_index(path: Path, written: Sequence[dict[str, int]], num_files: int) 
 
 
 def _copy_tokenizer(tokenizer_from: str | Path | None, path: Path) -> None:
-    for name in TOKENIZER_FILES if tokenizer_from is not None else ():
+    if tokenizer_from is None:
+        return
+    for name in TOKENIZER_FILES:
         if (Path(tokenizer_from) / name).is_file():
             shutil.copy(Path(tokenizer_from) / name, path / name)

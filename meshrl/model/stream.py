@@ -1,4 +1,4 @@
-"""A model's values, read from its safetensors files piece by piece: a rank takes the rows it holds, and no more."""
+"""A model's values, read from its safetensors files in small pieces: a rank reads only the boxes that it holds."""
 
 from __future__ import annotations
 
@@ -14,26 +14,25 @@ from meshrl.core.errors import ConfigError
 from meshrl.core.files import Unreadable, open_plain
 from meshrl.model.hub_names import HubNames, persistent_buffers
 from meshrl.model.lora import is_adapter, named_weights
-from meshrl.model.weight_files import KINDS, Stored
+from meshrl.model.weight_files import KINDS, StoredTensor
 from meshrl.parallel.boxes import boxes
 
-BUCKET_BYTES = 64 << 20  # of host memory beside the shard itself; files are read at full speed far below
-DTYPES = {kind: dtype for dtype, kind in KINDS.items() if kind[:2] != "F8"}  # the rest want a scale
+BUCKET_BYTES = 64 << 20  # host memory in addition to the shard; much smaller buckets read at full speed, too
+DTYPES = {kind: dtype for dtype, kind in KINDS.items() if kind[:2] != "F8"}  # float8 needs a scale
 
 
-class Weights:
-    """Where the values of a model lie: hub name -> tensor of the files, for each of `names`. Nothing is read before
-    `fill`."""
+class StoredWeights:
+    """The tensors of the files with a model's values, by hub name, for each of `names`. Only `fill` reads data."""
 
-    def __init__(self, stored: dict[str, Stored], names: HubNames):
+    def __init__(self, stored: dict[str, StoredTensor], names: HubNames):
         self.stored, self._names = stored, names
 
     @torch.no_grad()
     def fill(self, lm: torch.nn.Module, bucket_bytes: int = BUCKET_BYTES) -> None:
-        """Give a model its values, each cast to the dtype that is there: of a sharded tensor this rank's boxes alone.
-        The host holds one bucket beside what is filled, whatever the size of a tensor.
+        """Fill a model with its values, cast to the parameters' dtype; of a sharded tensor, only this rank's boxes.
+        Takes one bucket of extra host memory, whatever the size of a tensor.
 
-        Raises: ConfigError naming the file that can't be read on.
+        Raises: ConfigError naming the file that can't be read.
         """
         tensors = {name: p for name, p in named_weights(lm) if not is_adapter(name)} | persistent_buffers(lm)
         held = [
@@ -46,23 +45,25 @@ class Weights:
         with ExitStack() as stack:
             reader = _Reader(stack, bucket)
             for stored, offsets, values in sorted(held, key=lambda each: (str(each[0].file), each[0].offset)):
-                for first, run in _runs(offsets, values, stored.shape):
-                    reader.read(stored, first, run)
+                for first, part in _contiguous_parts(offsets, values, stored.shape):
+                    reader.read(stored, first, part)
 
 
-def _runs(offsets: tuple[int, ...], values: torch.Tensor, shape: tuple[int, ...]) -> Iterator[tuple[int, torch.Tensor]]:
-    """A box of a tensor of this shape as what lies end to end in it: (flat index of the first value, the values)."""
+def _contiguous_parts(
+    offsets: tuple[int, ...], values: torch.Tensor, shape: tuple[int, ...]
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """The contiguous parts of a box in a tensor of this shape: (flat index of the first value, the values)."""
     step = prod(shape[1:])
     if values.dim() <= 1 or (tuple(values.shape[1:]) == shape[1:] and values.is_contiguous()):
         yield offsets[0] * step if shape else 0, values.view(-1)
         return
-    for row, part in enumerate(values, offsets[0]):
-        for first, run in _runs(offsets[1:], part, shape[1:]):
-            yield row * step + first, run
+    for row, inner in enumerate(values, offsets[0]):
+        for first, part in _contiguous_parts(offsets[1:], inner, shape[1:]):
+            yield row * step + first, part
 
 
-def same_values(one: Stored, other: Stored) -> bool:
-    """Whether two tensors of the files are equal, compared piece by piece."""
+def same_values(one: StoredTensor, other: StoredTensor) -> bool:
+    """Whether two tensors of the files are equal; compares them in small pieces."""
     if (one.kind, one.shape) != (other.kind, other.shape):
         return False
     step = BUCKET_BYTES // torch.float64.itemsize
@@ -78,30 +79,30 @@ def same_values(one: Stored, other: Stored) -> bool:
 
 
 class _Reader:
-    """Reads through one bucket; keeps the files open that it has met, until the stack is left."""
+    """Reads through one bucket; keeps each file open until the exit of the stack."""
 
     def __init__(self, stack: ExitStack, bucket: torch.Tensor):
         self._stack, self._bucket = stack, bucket
         self._files: dict[Path, BinaryIO] = {}
 
-    def read(self, stored: Stored, first: int, into: torch.Tensor) -> None:
-        """Values first, first + 1, ... of a tensor of the files, as many as `into` takes."""
+    def read(self, stored: StoredTensor, first: int, into: torch.Tensor) -> None:
+        """Fill `into` with the values first, first + 1, ... of a tensor of the files."""
         dtype = DTYPES[stored.kind]
         step = len(self._bucket) // dtype.itemsize
         for at in range(0, into.numel(), step):
             part = into[at : at + step]
             piece = self._bucket[: part.numel() * dtype.itemsize]
             self._bytes(stored, (first + at) * dtype.itemsize, piece)
-            # Moved before it is cast: across devices, copy_ would cast on the host, in a second bucket.
+            # First move, then cast: across devices, copy_ would cast on the host, into a second bucket.
             part.copy_(piece.view(dtype).to(into.device))
 
-    def _bytes(self, part: Stored, first: int, piece: torch.Tensor) -> None:
+    def _bytes(self, part: StoredTensor, first: int, piece: torch.Tensor) -> None:
         try:
             if part.file not in self._files:
                 self._files[part.file] = self._stack.enter_context(open_plain(part.file))
             file = self._files[part.file]
             file.seek(part.offset + first)
-            got = file.readinto(piece.numpy())
+            got = file.readinto(piece.numpy())  # type: ignore[attr-defined]
         except (OSError, Unreadable) as cause:
             raise ConfigError(f"{part.file}: {part.name!r} can't be read: {cause}") from cause
         if got != len(piece):

@@ -1,7 +1,7 @@
-"""The safetensors files of a model folder, as their headers tell: which tensors, where, of which dtype and shape.
+"""The tensors of a model folder by the headers of its safetensors files: position, dtype and shape of each.
 
-Everything is compared with everything before a byte of data is read: header with file, files with the index, so that
-what is cut, joined wrongly or made up is an error that names file and tensor, and nothing outside the folder is opened.
+Before any data is read, headers are compared with their files and files with the index: a truncated, overlapping or
+missing tensor is an error that names file and tensor. Nothing outside the folder is opened.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _MAX_HEADER_BYTES = 100_000_000  # as in the format's own reader
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """One tensor of a file. kind: its dtype, as safetensors spells it; offset: of its first byte in the file."""
+class StoredTensor:
+    """One tensor of a file. kind: its dtype, as safetensors spells it. offset: its first byte in the file."""
 
     file: Path
     name: str
@@ -47,26 +47,26 @@ class Stored:
         return prod(self.shape)
 
 
-def stored_tensors(folder: Path) -> dict[str, Stored]:
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """Every tensor of a model folder, by the names in its files.
 
-    Raises: ConfigError naming file and tensor when there are no safetensors files, or when they are not whole.
+    Raises: ConfigError naming file and tensor when there are no safetensors files, or when one is incomplete.
     """
     if not (folder / SINGLE).exists() and not (folder / INDEX).exists():
         pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
         what = f" but {pickled[0]}, a pickle, which can run code when it is read" if pickled else ""
         raise ConfigError(
-            f"{folder} has neither {SINGLE} nor {INDEX}{what}. Write the model by save_pretrained, where you trust "
-            "what it is made from"
+            f"{folder} has neither {SINGLE} nor {INDEX}{what}. If you trust its source, write the model by "
+            "save_pretrained"
         )
     places = None if (folder / SINGLE).exists() else _by_index(folder)
     files = sorted(set(places.values())) if places is not None else [folder / SINGLE]
-    found: dict[str, Stored] = {}
+    found: dict[str, StoredTensor] = {}
     for file in files:
         for stored in read_header(file):
             other = found.setdefault(stored.name, stored)
             if other is not stored:
-                raise ConfigError(f"{file}: tensor {stored.name} is in {other.file.name} too; one of them is not meant")
+                raise ConfigError(f"{file}: tensor {stored.name} is in {other.file.name}, too; remove one of them")
     for name, file in (places or {}).items():
         if name not in found or found[name].file != file:
             raise ConfigError(
@@ -75,15 +75,15 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     return found
 
 
-def read_header(file: Path) -> list[Stored]:
-    """The tensors of one safetensors file, by their places. Raises: ConfigError naming file and tensor."""
+def read_header(file: Path) -> list[StoredTensor]:
+    """The tensors of one safetensors file, in order of their offsets. Raises: ConfigError naming file and tensor."""
     try:
         size, start, header = _header(file)
         entries = []
         for name, entry in header.items():
             if name != "__metadata__":
                 kind, shape, begin, stop = _entry(name, entry)
-                entries.append((begin, stop, Stored(file, name, kind, shape, start + begin)))
+                entries.append((begin, stop, StoredTensor(file, name, kind, shape, start + begin)))
         entries.sort(key=lambda entry: entry[:2])
         end = 0
         for begin, stop, stored in entries:
@@ -92,14 +92,14 @@ def read_header(file: Path) -> list[Stored]:
                 raise Unreadable(f"tensor {stored.name} {what}: it begins at byte {begin} of the data, not at {end}")
             end = stop
         if end != size - start:
-            raise Unreadable(f"{size - start:,} bytes of data, but the header speaks of {end:,}: it was cut or changed")
+            raise Unreadable(f"{size - start:,} bytes of data, but its header lists {end:,}: it was cut or changed")
     except Unreadable as cause:
         raise ConfigError(f"{file}: {cause}. {_WHAT_TO_DO}") from cause
     return [stored for _, _, stored in entries]
 
 
 def opened(file: Path) -> Any:
-    """The file in safetensors' own reader, which checks its header; a context manager. Raises: Unreadable."""
+    """The file, opened by safetensors' own reader, which checks its header. A context manager. Raises: Unreadable."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -142,7 +142,7 @@ def _are_sizes(value: Any) -> bool:
 
 
 def _by_index(folder: Path) -> dict[str, Path]:
-    """Tensor -> its file, as model.safetensors.index.json says. Raises: ConfigError."""
+    """Tensor -> its file, by model.safetensors.index.json. Raises: ConfigError."""
     path = folder / INDEX
     try:
         index = read_json(path)
@@ -160,17 +160,17 @@ def _by_index(folder: Path) -> dict[str, Path]:
             try:
                 size_of(folder / file)
             except Unreadable as cause:
-                raise Unreadable(f"its file {file!r:.80} can't be taken: {cause}") from cause
+                raise Unreadable(f"its file {file!r:.80} can't be used: {cause}") from cause
     except Unreadable as cause:
         raise ConfigError(f"{path}: {cause}. {_WHAT_TO_DO}") from cause
     return {name: folder / file for name, file in places.items()}
 
 
-_WHAT_TO_DO = "Copy or download the model folder again, or write it anew by save_pretrained"
+_WHAT_TO_DO = "Copy or download the model folder again, or write it again by save_pretrained"
 
 
 def write_tensors(tensors: dict[str, torch.Tensor], file: Path) -> None:
-    """A safetensors file of these tensors, as Transformers reads it."""
+    """Write a safetensors file of these tensors that Transformers can read."""
     from safetensors.torch import save_file
 
     save_file({name: t.contiguous() for name, t in tensors.items()}, file, metadata={"format": "pt"})

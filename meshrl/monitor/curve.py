@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
-_SMOOTH = 0.8  # share of the past in the drawn moving average: about the last five steps
+_SMOOTH = 0.8  # weight of the past in the moving average: about the last five steps
 
 
 def text_curve(values: Sequence[float], width: int = 60, height: int = 8) -> str:
-    """A bar chart of block characters, lowest and highest value at its left; width and height in characters.
+    """A bar chart of block characters, with the lowest and highest value at its left; width and height in characters.
 
-    More values than columns are averaged into columns of equal share; NaN is no value, and a column of it is empty.
+    If there are more values than columns, each column is the mean of equally many. NaN counts as no value; a column
+    without values is empty.
     """
     columns = [_mean(part) for part in _split(list(values), width)]
     known = [c for c in columns if not math.isnan(c)]
@@ -34,7 +35,7 @@ def text_curve(values: Sequence[float], width: int = 60, height: int = 8) -> str
 
 
 def _share(value: float, low: float, high: float) -> float:
-    """Where the value lies between low and high; one half when all are equal."""
+    """The position of the value between low and high, from 0 to 1; one half when low and high are equal."""
     return (value - low) / (high - low) if high > low else 0.5
 
 
@@ -77,7 +78,7 @@ def save_curve(
 
 
 def moving_average(values: Sequence[float]) -> list[float]:
-    """Exponential, corrected for its start; steps without a value repeat the last average."""
+    """Exponential moving average, corrected for its start; steps without a value repeat the last average."""
     out, total, weight = [], 0.0, 0.0
     for value in values:
         if math.isfinite(value):

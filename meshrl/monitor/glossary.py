@@ -1,8 +1,8 @@
-"""The meaning of every metric: its unit, its curve in a healthy run, and what another curve means.
+"""The meaning of every metric: its unit, its curve in a healthy run, and the meaning of other curves.
 
-glossary.json is the one source for docs/metrics.md, the texts under the curves of report.html, TensorBoard's
+glossary.json is the only source for docs/metrics.md, the texts under the curves of report.html, TensorBoard's
 descriptions and the output of `meshrl eval`. `names` share an explanation; `<...>` in a name stands for any text.
-`units` has one unit for all names, or one for each; "none" is a number without unit.
+`units` has one unit for all names, or one for each; "none" means a number without unit.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from importlib import resources
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """healthy: the curve of a good run. otherwise: what another curve means, and what to do; may be empty. labels:
-    readable names for a command's output, one for each of `names`, or none."""
+    """healthy: the curve of a good run. otherwise: the meaning of another curve, and what to do; may be empty. labels:
+    readable names for the output of commands, one for each of `names`, or none."""
 
     names: tuple[str, ...]
     units: tuple[str, ...]
@@ -28,7 +28,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """What is known of one metric as a run logs it."""
+    """The explanation of one metric of a run."""
 
     entry: Entry
     unit: str
@@ -36,7 +36,7 @@ class Meaning:
 
 
 def meaning_of(name: str) -> Meaning | None:
-    """None for a name that is not explained. The metrics of the first sync are explained with those of all syncs."""
+    """The explanation of a metric; None if there is none. Metrics of the first sync have the texts of all syncs."""
     name = name.removeprefix("first_") if name.startswith("first_sync/") else name
     for _, _, entries in SECTIONS:
         for entry in entries:

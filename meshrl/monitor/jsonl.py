@@ -1,5 +1,5 @@
-"""JSON lines that any reader accepts and that keep NaN: non-finite numbers are the texts "NaN", "Infinity" and
-"-Infinity", as in proto3's JSON mapping. Python's `float` reads them back as they stand.
+"""JSON lines that any reader accepts and that preserve NaN: non-finite numbers are the texts "NaN", "Infinity" and
+"-Infinity", as in proto3's JSON mapping. Python's `float` converts these texts to numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from meshrl.core.files import Unreadable, decode, lines_of, open_plain, parse_js
 def to_line(record: dict[str, Any]) -> str:
     """One line of strict JSON with its newline.
 
-    Raises: TypeError for a value that is no plain JSON.
+    Raises: TypeError for a value that is not plain JSON.
     """
     try:
         return json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
@@ -37,9 +37,9 @@ def _named(value: Any) -> Any:
 
 
 def read_lines(path: str | Path) -> Iterator[dict[str, Any]]:
-    """All whole records of a file. A last line without its newline is what a killed writer left, and is not one.
+    """All complete records of a file. A last line without a newline is ignored: its writer was killed.
 
-    Raises: DataError naming file and line.
+    Raises: DataError, which names file and line.
     """
     number = 0
     try:
@@ -55,12 +55,12 @@ def read_lines(path: str | Path) -> Iterator[dict[str, Any]]:
 def _record(line: bytes) -> dict[str, Any]:
     found = parse_json(decode(line))
     if not isinstance(found, dict):
-        raise Unreadable(f"a JSON {type(found).__name__}, where each line is one object")
+        raise Unreadable(f"a JSON {type(found).__name__}; each line must be one object")
     return found
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A file that is one object. Raises: DataError naming it."""
+    """Read a file that contains one object. Raises: DataError, which names the file."""
     try:
         return read_json(path)
     except Unreadable as cause:
@@ -68,10 +68,10 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def picking(where: str, what: str) -> Iterator[None]:
-    """Around what picks the fields of a record out of a file that may be damaged, or of another program.
+def data_errors(where: str, what: str) -> Iterator[None]:
+    """Context for code that reads fields of a record; the file may be damaged, or written by another program.
 
-    Raises: DataError that says where, and that this is not `what`.
+    Raises: DataError, which names the place `where` and states that the record is not `what`.
     """
     try:
         yield

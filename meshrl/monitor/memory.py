@@ -6,16 +6,16 @@ import os
 from collections.abc import Mapping
 
 from meshrl.core.types import Metric
-from meshrl.monitor.processes import family
+from meshrl.process.family import family
 
 
 def memory_metrics(names: Mapping[int, str] | None = None, own_name: str = "controller") -> list[Metric]:
-    """`memory/rss_bytes`: this process and all its descendants. `memory/rss_bytes/<name>`: single ones; this process
-    by own_name, the others by `names` (pid -> name) or what they are: rank_<number>, reward, fork_server,
-    other; those of one name together.
+    """`memory/rss_bytes`: this process and all its descendants. `memory/rss_bytes/<name>`: the processes of one name.
+    This process has the name own_name; the others have their name in `names` (pid -> name), else rank_<number>, reward,
+    fork_server or other.
 
-    Pages that processes share (libraries, weights in shared memory) count in each of them. Merging several calls
-    within a step keeps the largest.
+    Pages that processes share (libraries, weights in shared memory) count in each of them. Of several calls in one
+    step, the largest value is reported.
     """
     named = {**(names or {}), os.getpid(): own_name}
     by_name: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""From lists of Metrics to numbers. Sums and weights are added wherever metrics meet; only `divide` divides (P13)."""
+"""From lists of Metrics to numbers. Merging metrics adds sums and weights; only `divide` divides (P13)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ _QUANTILES = {"p05": 0.05, "p50": 0.50, "p95": 0.95}
 
 
 def merge(metrics: Iterable[Metric]) -> dict[str, Metric]:
-    """One Metric for each name, in order of first appearance; the same, to rounding, however the parts were split.
+    """One Metric for each name, in order of first appearance. The result does not depend on how the parts were split,
+    except for rounding.
 
-    mean and sum add, max and min keep the extreme (a NaN stays visible), hist adds the counts of equal values.
+    mean and sum are added, max and min return the extreme (NaN if any value is), hist adds the counts of equal values.
 
     Raises: ValueError when two metrics of one name differ in unit or reduction.
     """
@@ -44,7 +45,7 @@ def _add(a: Metric, b: Metric) -> Metric:
 
 
 def histogram(name: str, values: np.ndarray, unit: str) -> Metric:
-    """A distribution as a Metric: each different value with its count. For lengths and rewards, not for logits."""
+    """A distribution as a Metric: each distinct value with its count. For lengths and rewards, not for logits."""
     flat = np.asarray(values, np.float64).ravel()
     return _histogram(name, unit, flat, np.ones_like(flat))
 
@@ -57,7 +58,7 @@ def _histogram(name: str, unit: str, values: np.ndarray, counts: np.ndarray) -> 
 
 
 def divide(merged: Mapping[str, Metric]) -> dict[str, float]:
-    """The numbers to show. A mean over nothing is NaN; a hist becomes NAME/p05, NAME/p50 and NAME/p95."""
+    """The values to report. A mean over nothing is NaN; a hist becomes NAME/p05, NAME/p50 and NAME/p95."""
     return {name: value for metric in merged.values() for name, value in _numbers(metric)}
 
 

@@ -1,4 +1,5 @@
-"""Every trajectory of a step as one line of rollouts/step_XXXXXX.jsonl, and back. Torch-free, so viewers start fast."""
+"""Writes and reads the trajectories of a step: one line each in rollouts/step_XXXXXX.jsonl. Torch is not imported, so
+that viewers start fast."""
 
 from __future__ import annotations
 
@@ -12,17 +13,17 @@ import numpy as np
 from meshrl.core.errors import DataError, Failure
 from meshrl.core.files import replacing
 from meshrl.core.types import SCHEMA, Media, Prompt, SamplingParams, Times, Trajectory, Turn
-from meshrl.monitor.jsonl import picking, read_lines, to_line
+from meshrl.monitor.jsonl import data_errors, read_lines, to_line
 
 Record = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoggedTrajectory:
-    """A trajectory as it was written. texts: each turn's sampled tokens decoded, special tokens shown.
+    """A trajectory read from a file. texts: each turn's sampled tokens decoded, with special tokens.
 
-    All of the Trajectory comes back to the bit, but for the arrays of its media (only their digest, source and size
-    are written).
+    The Trajectory is restored to the bit, except the arrays of its media: only their digest, source and size are
+    written.
     """
 
     step: int
@@ -31,9 +32,9 @@ class LoggedTrajectory:
 
 
 class RolloutLog:
-    """Writes `folder`/rollouts/step_000012.jsonl for each step; `folder` is the run's.
+    """Writes `folder`/rollouts/step_000012.jsonl for each step; `folder` is the run's folder.
 
-    decode: ids -> text with special tokens shown, e.g. the tokenizer's `decode`.
+    decode: ids -> text with special tokens, e.g. the tokenizer's `decode`.
     """
 
     def __init__(self, folder: str | Path, decode: Callable[[list[int]], str]):
@@ -41,11 +42,11 @@ class RolloutLog:
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, step: int, trajectories: Sequence[Trajectory], name: str = "step") -> Path:
-        """Write a step's trajectories, over what an interrupted run may have left of it; whole or not at all.
+        """Write a step's trajectories to a complete file, which replaces one of an interrupted run.
 
-        name: the file's first word, so that evaluations ("eval") stand beside the steps.
+        name: the first word of the file's name; "eval" for evaluations.
 
-        Raises: TypeError when a prompt's answer or meta is no plain JSON.
+        Raises: TypeError when a prompt's answer or meta is not plain JSON.
         """
         path = self._folder / f"{name}_{step:06d}.jsonl"
         with replacing(path) as aside, aside.open("w", encoding="utf-8") as file:
@@ -56,8 +57,8 @@ class RolloutLog:
 
 
 def remove_steps(folder: Path, first_step: int) -> None:
-    """Remove from a run's rollouts/ what it holds of step `first_step` (from 0) and later: those steps come again.
-    Evaluations are named by finished steps, so one after first_step steps stays."""
+    """Remove the files of step `first_step` (counted from 0) and later ones from a run's rollouts/: these steps are
+    repeated. Evaluations are named by finished steps, so the evaluation after first_step steps is not removed."""
     for path in folder.glob("*_*.jsonl"):
         name, _, number = path.stem.rpartition("_")
         if number.isdigit() and int(number) >= first_step + (name != "step"):
@@ -67,12 +68,12 @@ def remove_steps(folder: Path, first_step: int) -> None:
 def read_rollouts(path: str | Path) -> Iterator[LoggedTrajectory]:
     """The trajectories of one step's file, one at a time.
 
-    Raises: DataError for a damaged line, or a file of another schema; names file and line.
+    Raises: DataError for a damaged line or another schema; it names file and line.
     """
     for number, record in enumerate(read_lines(path), start=1):
         if record.get("schema") != SCHEMA:
             raise DataError(f"{path}:{number}: schema {record.get('schema')!r}; this version reads schema {SCHEMA}")
-        with picking(f"{path}:{number}", "a trajectory"):
+        with data_errors(f"{path}:{number}", "a trajectory"):
             logged = LoggedTrajectory(
                 step=record["step"],
                 trajectory=_trajectory(record),
@@ -174,5 +175,5 @@ def _turn(r: Record) -> Turn:
 
 
 def _number(value: float | str | None) -> float | None:
-    """A number as it was: non-finite ones were written as texts."""
+    """The original number: non-finite numbers were written as texts."""
     return float(value) if isinstance(value, str) else value

@@ -1,7 +1,7 @@
-"""Where a step's numbers go: metrics.jsonl for tools, and the terminal for people.
+"""The outputs for a step's metrics: metrics.jsonl for tools, and the terminal for users.
 
-rich belongs to the tools; the live display of a run is the one place outside them that imports it, and only when the
-output is a terminal.
+rich belongs to the tools; the live display of a run is the only other place that imports it, and only when the output
+is a terminal.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from typing import Any, Protocol, TextIO
 from meshrl.core.files import write_text
 from meshrl.core.types import SCHEMA, Metric
 from meshrl.monitor.curve import text_curve
-from meshrl.monitor.jsonl import picking, read_lines, to_line
+from meshrl.monitor.jsonl import data_errors, read_lines, to_line
 from meshrl.monitor.metrics import divide, merge, units
 
 
 class Sink(Protocol):
-    """Takes the numbers of a step, as `divide` and `units` give them; is closed once, with how the run ended."""
+    """An output for the values of each step, as `divide` and `units` return them. `close` is called once; failed: how
+    the run ended."""
 
     def write(self, step: int, values: Mapping[str, float], units: Mapping[str, str]) -> None: ...
 
@@ -30,7 +31,7 @@ class Sink(Protocol):
 
 
 def report(sinks: Sequence[Sink], step: int, metrics: Iterable[Metric]) -> dict[str, float]:
-    """Divide, once, and hand the step's numbers to every sink. Returns the numbers."""
+    """Compute the step's values, once, and write them to every sink. Returns the values."""
     merged = merge(metrics)
     values, names = divide(merged), units(merged)
     for sink in sinks:
@@ -40,10 +41,10 @@ def report(sinks: Sequence[Sink], step: int, metrics: Iterable[Metric]) -> dict[
 
 class JsonlSink:
     """metrics.jsonl: lines {"schema", "step", "time", "metrics"} and, before the first line that needs it, a header
-    {"schema", "units"} with the units of names not seen so far. Flushed line by line.
+    {"schema", "units"} with the units of new names. Each line is flushed.
 
-    An existing file is continued. first_step: the step that a resumed run starts with; what an interrupted run wrote
-    of it and of later steps is dropped, since those steps are made again.
+    An existing file is continued. first_step: the first step of a resumed run; lines of this and later steps are
+    dropped, because these steps are repeated.
     """
 
     def __init__(self, path: str | Path, first_step: int | None = None, clock: Callable[[], float] = time.time):
@@ -51,25 +52,25 @@ class JsonlSink:
         self._units: dict[str, str] = {}
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if self._path.exists():
-            self._keep(first_step)
+            self._load_lines(first_step)
         self._file = self._path.open("a", encoding="utf-8")
 
-    def _keep(self, first_step: int | None) -> None:
-        """Rewrite the file without a torn last line and without the steps that come again; atomically."""
-        kept = []
+    def _load_lines(self, first_step: int | None) -> None:
+        """Rewrite the file atomically, without a truncated last line and without the steps that are repeated."""
+        lines = []
         for number, record in enumerate(read_lines(self._path), start=1):
-            with picking(f"{self._path}:{number}", "a line of metrics.jsonl"):
+            with data_errors(f"{self._path}:{number}", "a line of metrics.jsonl"):
                 if "units" in record:
                     self._units.update(record["units"])
                 elif first_step is not None and record["step"] >= first_step:
                     continue
-                kept.append(to_line(record))
-        write_text(self._path, "".join(kept))
+                lines.append(to_line(record))
+        write_text(self._path, "".join(lines))
 
     def write(self, step: int, values: Mapping[str, float], units: Mapping[str, str]) -> None:
         """Append one step.
 
-        Raises: ValueError when a name comes with another unit than the file already gives it.
+        Raises: ValueError when a name has another unit than in earlier lines of the file.
         """
         changed = {n: (self._units[n], u) for n, u in units.items() if self._units.get(n, u) != u}
         if changed:
@@ -96,11 +97,11 @@ class MetricsLine:
 
 
 def read_metrics(path: str | Path) -> tuple[list[MetricsLine], dict[str, str]]:
-    """A metrics.jsonl as (lines, units). Raises: DataError naming file and line."""
+    """A metrics.jsonl as (lines, units). Raises: DataError, which names file and line."""
     lines: list[MetricsLine] = []
     units: dict[str, str] = {}
     for number, record in enumerate(read_lines(path), start=1):
-        with picking(f"{path}:{number}", "a line of metrics.jsonl"):
+        with data_errors(f"{path}:{number}", "a line of metrics.jsonl"):
             if "units" in record:
                 units |= {str(name): str(unit) for name, unit in record["units"].items()}
                 continue
@@ -112,15 +113,15 @@ def read_metrics(path: str | Path) -> tuple[list[MetricsLine], dict[str, str]]:
     return lines, units
 
 
-_MAX_STEP, _MAX_TIME = 1 << 40, 1e11  # beyond either a number is damage; a time of year 5138
+_MAX_STEP, _MAX_TIME = 1 << 40, 1e11  # a larger number means a damaged file; the time is in the year 5138
 
 
 class TerminalSink:
-    """A live panel with the curve of the reward (of the loss in SFT) on a terminal.
+    """On a terminal, a live panel with the curve of the reward (in SFT: of the loss).
 
-    Anywhere else, such as in a pipe or a file: a line for each 1 % of the steps, for the first step, for the last one,
-    and for the next finished step whenever the last line is 10 s old. An evaluation has no line here, because the loop
-    sends its result as a note; notes are always printed.
+    If the output is not a terminal, it prints a line for each 1 % of the steps, for the first and the last step, and
+    for a finished step when the last line is 10 s old. An evaluation has no line here, because the loop prints its
+    result as a note; notes are always printed.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class TerminalSink:
     ):
         self._num_steps, self._first, self._step = num_steps, first_step, first_step - 1
         self._stream, self._clock = stream or sys.stdout, clock
-        self._since, self._done_then = clock(), 0  # where the speed of steps is measured from
+        self._since, self._done_then = clock(), 0  # start of the measurement of steps per second
         self._measured = False
         self._eta_s: float | None = None
         self._phase = "start"
@@ -149,7 +150,7 @@ class TerminalSink:
             self._live.start()
 
     def note(self, text: str) -> None:
-        """A line of text about the run, above the live panel."""
+        """Print a line of text about the run, above the live panel."""
         if self._live is not None:
             self._live.console.print(text, markup=False, highlight=False)
         else:
@@ -157,13 +158,13 @@ class TerminalSink:
             self._stream.flush()
 
     def entered(self, phase: str) -> None:
-        """The run is in this phase from now on; "" between two, when the last one stays on display."""
+        """Show the phase that the run has entered; "" = between two phases, when the panel still shows the last one."""
         if phase and self._live is not None:
             self._phase = phase
             self._live.update(self._panel(), refresh=True)
 
     def write(self, step: int, values: Mapping[str, float], units: Mapping[str, str]) -> None:
-        """Show one finished step, or an evaluation after it; one before the first step comes as first_step - 1."""
+        """Show one finished step, or an evaluation after it; an evaluation before the first step has first_step - 1."""
         now = self._clock()
         self._step, self._eta_s = step, self._remaining(step, now)
         self._curve += [values[name] for name in ("reward/mean", "loss/nll") if name in values]
@@ -174,7 +175,7 @@ class TerminalSink:
             self._print(step_line(step, self._num_steps, values, self._eta_s), now)
 
     def _print(self, line: str, now: float) -> None:
-        """Print the line of the newest step if one is due, else keep it until the next one."""
+        """Print the line of the newest step if one is due, else store it until the next one."""
         percent = 100 * (self._step + 1) // self._num_steps
         if percent == self._printed_percent and now - self._printed_at < _PRINT_EVERY_S:
             self._skipped = line
@@ -183,8 +184,8 @@ class TerminalSink:
         self.note(line)
 
     def _remaining(self, step: int, now: float) -> float | None:
-        """Seconds to the end at the speed since the first thing written; None until then, as the start-up takes longer
-        than a step."""
+        """Seconds to the end at the speed since the first write; None before that. The start-up does not count, because
+        it takes longer than a step."""
         done = step + 1 - self._first
         if not self._measured:
             self._since, self._done_then, self._measured = now, done, True
@@ -218,13 +219,13 @@ class TerminalSink:
             self._phase = "failed" if failed else "done"
             self._live.update(self._panel(), refresh=True)
             self._live.stop()
-        elif self._skipped is not None:  # the last step of a run that ends early
+        elif self._skipped is not None:  # the line of the last step, if the run ends early
             self.note(self._skipped)
 
 
 def step_line(step: int, num_steps: int, values: Mapping[str, float], eta_s: float | None) -> str:
-    """One step as one line of about 120 characters; what was not measured is left out, and so is a clip fraction of
-    exactly 0, the only one that there is with one update a step. Steps are shown from 1."""
+    """One step as one line of about 120 characters, without missing metrics and without clip fractions of exactly 0
+    (the only value with one update per step). Steps count from 1."""
     width = len(str(num_steps))
     parts = [f"step {step + 1:>{width}}/{num_steps}"]
     for label, name, show in LINE_COLUMNS:
@@ -237,16 +238,16 @@ def step_line(step: int, num_steps: int, values: Mapping[str, float], eta_s: flo
 
 def duration(seconds: float) -> str:
     """Such as 42s, 3m07s, 2h05m."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    rounded = round(seconds)
+    if rounded < 60:
+        return f"{rounded}s"
+    if rounded < 3600:
+        return f"{rounded // 60}m{rounded % 60:02d}s"
+    return f"{rounded // 3600}h{rounded % 3600 // 60:02d}m"
 
 
 def _amount(value: float) -> str:
-    """With k, M, G, T from a thousand on; NaN and infinities as they are."""
+    """A number with k, M, G or T if it is 1000 or more; NaN and infinities unchanged."""
     if not math.isfinite(value):
         return str(value)
     for factor, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -265,7 +266,7 @@ def _speed(value: float) -> str:
 
 _PRINT_EVERY_S = 10.0
 
-# label, metric, how to show it; in this order
+# label, metric, format; in the order of display
 LINE_COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("reward", "reward/mean", "{:.3f}".format),
     ("length", "rollout/length_mean_tokens", "{:.1f}".format),
@@ -277,7 +278,7 @@ LINE_COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("clip_high", "loss/clip_fraction_high", "{:.2%}".format),
     ("grad", "train/grad_norm", "{:.3g}".format),
 )
-COLUMNS = (  # of the panel
+COLUMNS = (  # of the live panel
     *LINE_COLUMNS,
     ("eval", "eval/mean_at_k", "{:.3f}".format),
     ("loss", "loss/policy", "{:.4f}".format),

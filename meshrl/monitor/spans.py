@@ -1,4 +1,4 @@
-"""Where a step's wall time went, by phase name."""
+"""A step's wall time by phase."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ _open: list[str] = []
 
 
 def current_span() -> str:
-    """The innermost phase that the running task is in, or was in when it was created; "" outside all."""
+    """The innermost phase of the running task, or the phase in which it was created; "" outside all phases."""
     return _INNERMOST.get()
 
 
 def latest_span() -> str:
-    """The phase that any task of this process has entered last and not left; "" outside all."""
+    """The last phase that a task of this process has entered and not left yet; "" outside all phases."""
     return _open[-1] if _open else ""
 
 
 class Spans:
-    """Times phases: `with spans("rollout"): await ...`. For one event loop; phases may overlap and await.
+    """Measures phases: `with spans("rollout"): await ...`. For one event loop; phases may overlap and await.
 
-    A phase that several tasks are in at once counts the wall time during which at least one was: its seconds never
-    exceed the step's. Device work that was queued and not waited for ends up in the phase that waits.
+    If several tasks are in the same phase, it counts the wall time during which at least one task was in it, so its
+    seconds never exceed the step's. Queued device work counts in the phase that waits for it.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter, entered: Callable[[str], None] = lambda _: None):
-        """entered: told the phase that the run is in, at each change; "" between two phases."""
+        """entered: called with the new phase at each change; "" between two phases."""
         self._clock, self._entered = clock, entered
         self._inside: dict[str, int] = defaultdict(int)
         self._since: dict[str, float] = {}
@@ -59,10 +59,10 @@ class Spans:
             self._entered(latest_span())
 
     def seconds(self, phase: str) -> float:
-        """Seconds of a phase since the last `take`, finished blocks only."""
+        """Seconds of a phase in blocks that ended since the last `take`."""
         return self._seconds.get(phase, 0.0)
 
     def take(self) -> list[Metric]:
-        """`time/<phase>_s` of all finished blocks since the last call, which starts a new count."""
+        """`time/<phase>_s` of all blocks that ended since the last call; resets the times."""
         taken, self._seconds = self._seconds, {}
         return [Metric(name=f"time/{p}_s", sum=s, reduce="sum", unit="s") for p, s in taken.items()]

@@ -1,6 +1,6 @@
-"""TensorBoard and Weights & Biases as sinks, each imported only when a run asks for it.
+"""TensorBoard and Weights & Biases as sinks; each is imported only when a run uses it.
 
-Both count finished steps from 1, so that an evaluation before the first step stands at 0.
+Both count finished steps from 1, so an evaluation before the first step is at 0.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from meshrl.monitor.sinks import Sink
 def open_trackers(
     cfg: MonitorConfig, folder: Path, resolved: dict[str, Any], note: Callable[[str], None]
 ) -> list[Sink]:
-    """The configured sinks besides metrics.jsonl and the terminal.
+    """The configured sinks in addition to metrics.jsonl and the terminal.
 
-    folder: the run's; its name is the run's name there. resolved: the whole config as plain values, shown by W&B.
-    note: takes a line about where to look.
+    folder: the run's folder; its name is the run's name in W&B. resolved: the complete config as plain values, for W&B.
+    note: called with a line that contains the address of the curves.
 
     Raises: ConfigError when W&B can't be reached or the user is not logged in.
     """
@@ -39,7 +39,7 @@ def open_trackers(
 
 
 class TensorBoardSink:
-    """Event files in `folder`; each curve has the glossary's text as its description. Flushed after every step."""
+    """Event files in `folder`; the description of each curve is the glossary's text. Flushed after every step."""
 
     def __init__(self, folder: Path):
         from tensorboard.summary import Writer
@@ -65,9 +65,9 @@ def _describe(name: str, unit: str) -> str:
 
 
 class WandbSink:
-    """One W&B run, its files below `folder`/wandb. WANDB_MODE=offline keeps it on this machine until `wandb sync`.
+    """One W&B run, with its files in `folder`/wandb. WANDB_MODE=offline keeps it on this machine until `wandb sync`.
 
-    where: the run's page; offline, the command that uploads it.
+    where: the run's page; offline, the command that uploads the run.
     """
 
     def __init__(self, folder: Path, project: str | None, resolved: dict[str, Any]):
@@ -85,7 +85,7 @@ class WandbSink:
         except wandb.errors.Error as e:
             raise ConfigError(
                 f"monitor.sinks has wandb, which reports: {e}\nRun `wandb login` (or set WANDB_API_KEY), set "
-                "WANDB_MODE=offline to keep the run on this machine, or leave wandb out of monitor.sinks"
+                "WANDB_MODE=offline to keep the run on this machine, or remove wandb from monitor.sinks"
             ) from e
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
@@ -96,5 +96,5 @@ class WandbSink:
         self._run.log({"step": step + 1, **values})
 
     def close(self, failed: bool = False) -> None:
-        """End the run; one that failed is marked so."""
+        """End the W&B run; failed: mark it as failed."""
         self._run.finish(exit_code=int(failed))

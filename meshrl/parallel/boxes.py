@@ -1,7 +1,7 @@
-"""Which boxes of a tensor this rank holds: the one place that knows how DTensor, FSDP2 and TP cut a tensor.
+"""Which boxes of a tensor this rank holds. Only this file knows how DTensor, FSDP2 and TP cut a tensor.
 
-A box is a range of indices in every dim of the full tensor. FSDP2 leaves one box, a fused tensor that TP splits leaves
-several: of 8 rows that hold gate (0 to 3) and up (4 to 7), rank 0 of 2 holds rows 0, 1, 4 and 5.
+A box is a range of indices in every dim of the full tensor. With FSDP2 a rank holds one box, of a fused tensor that TP
+splits it holds several: of 8 rows, gate (0 to 3) and up (4 to 7), rank 0 of 2 holds rows 0, 1, 4 and 5.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, shape
-Ranges = list[tuple[int, int]]  # (first index, the one after the last), in the order in which they lie in the shard
+Ranges = list[tuple[int, int]]  # (start, end) of indices, in the order of the shard
 
 
 class LocalBox(NamedTuple):
-    """A box of the full tensor, and the view of this rank's shard that holds its values, outside of autograd."""
+    """A box of the full tensor, and its values: a view of this rank's shard, outside of autograd."""
 
     offsets: tuple[int, ...]
     tensor: torch.Tensor
@@ -32,20 +32,20 @@ class LocalBox(NamedTuple):
 
 
 def boxes(tensor: torch.Tensor) -> list[LocalBox]:
-    """What this rank holds of a tensor, as few boxes as possible, in the order of their offsets. A tensor that is not
-    sharded is one box; an empty shard is none.
+    """What this rank holds of a tensor, in as few boxes as possible, ordered by offsets. A tensor that is not sharded
+    is one box; an empty shard has no box.
 
-    Raises: ValueError when the placements are none that FSDP2, HSDP or TP leave, or disagree with the shard.
+    Raises: ValueError for placements that FSDP2, HSDP and TP never make, or that disagree with the shard.
     """
     if not isinstance(tensor, DTensor):
         return [LocalBox((0,) * tensor.dim(), tensor.detach())] if tensor.numel() else []
-    local = tensor.detach().to_local()
+    local = tensor.to_local().detach()
     mesh = tensor.device_mesh
     held = held_ranges(tuple(tensor.shape), tensor.placements, tuple(mesh.shape), _coordinate(mesh))
     if tuple(sum(stop - start for start, stop in ranges) for ranges in held) != tuple(local.shape):
         raise ValueError(
             f"a tensor of shape {tuple(tensor.shape)}, placed as {tensor.placements} on {mesh}, "
-            f"has a shard of shape {tuple(local.shape)}, but its placements leave {held}"
+            f"has a shard of shape {tuple(local.shape)}, but its placements mean {held}"
         )
     found = []
     for ranges in product(*[_with_starts(ranges) for ranges in held]):
@@ -57,13 +57,13 @@ def boxes(tensor: torch.Tensor) -> list[LocalBox]:
 
 
 def index_of(box: Box, origin: Sequence[int] | None = None) -> tuple[slice, ...]:
-    """How a box is taken from its tensor, or from the box of it that begins at `origin`."""
-    places = zip(*box, origin or (0,) * len(box[0]), strict=True)
-    return tuple(slice(at - first, at - first + size) for at, size, first in places)
+    """The index of a box in its tensor, or in the box of the tensor that starts at `origin`."""
+    dims = zip(*box, origin or (0,) * len(box[0]), strict=True)
+    return tuple(slice(at - first, at - first + size) for at, size, first in dims)
 
 
 def overlap(one: Box, other: Box) -> Box | None:
-    """What two boxes of a tensor share."""
+    """The box that two boxes of a tensor share."""
     offsets = tuple(map(max, one[0], other[0]))
     ends = [min(a + m, b + n) for a, m, b, n in zip(*one, *other, strict=True)]
     shape = tuple(end - at for at, end in zip(offsets, ends, strict=True))
@@ -71,11 +71,11 @@ def overlap(one: Box, other: Box) -> Box | None:
 
 
 def replica(tensor: torch.Tensor) -> tuple[int, int]:
-    """Of the ranks that hold the same boxes of a sharded tensor: the index of this one, and their number. Put together,
-    the boxes of the ranks of one index are the tensor, once.
+    """(index, number) of this rank among the ranks that hold the same boxes of a sharded tensor. The boxes of all ranks
+    with one index make up the tensor exactly once.
 
-    FSDP2 shards what TP leaves alone over a mesh without TP's axis, so that several meshes hold the same. Those without
-    rank 0 are left out: their ranks have an index beyond the others'.
+    FSDP2 shards tensors without TP over a mesh without TP's axis, so several meshes hold the same tensor. Only the mesh
+    with rank 0 counts: ranks of the others have an index that is out of range.
     """
     index, count = 0, 1
     if isinstance(tensor, DTensor):
@@ -89,8 +89,8 @@ def replica(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def owners(tensor: DTensor, near: int) -> dict[int, list[Box]]:
-    """Global rank -> what it holds, for the ranks that together hold the tensor once: rank `near` and those that share
-    its replica. Empty where `near` is not part of the tensor's mesh."""
+    """Global rank -> its boxes, for the ranks of one replica of the tensor: the replica of rank `near`. Empty if `near`
+    is not part of the tensor's mesh."""
     mesh, shape, found = tensor.device_mesh, tuple(tensor.shape), {}
     home = (mesh.mesh == near).nonzero().tolist()
     for coordinate in product(*[range(size) for size in mesh.shape]) if home else ():
@@ -107,9 +107,9 @@ def owners(tensor: DTensor, near: int) -> dict[int, list[Box]]:
 def held_ranges(
     shape: tuple[int, ...], placements: Sequence[Placement], sizes: Sequence[int], coordinate: Sequence[int]
 ) -> list[Ranges]:
-    """For each dim, the indices that the rank at this coordinate of a mesh of these sizes holds.
+    """For each dim, the indices held by the rank at this coordinate of a mesh of these sizes.
 
-    Raises: ValueError, as boxes.
+    Raises: ValueError, as `boxes`.
     """
     held: list[Ranges] = [[(0, size)] if size else [] for size in shape]
     for axis in _order_of_cuts(placements, sizes):
@@ -118,7 +118,8 @@ def held_ranges(
         dim = placement.dim
         groups = [held[dim]]
         if isinstance(placement, _StridedShard) and _shards_to_the_right(placements, sizes, axis) == 1:
-            groups = [_chunk(held[dim], placement.split_factor, i) for i in range(placement.split_factor)]
+            splits = int(placement.split_factor)
+            groups = [_chunk(held[dim], splits, i) for i in range(splits)]
         held[dim] = _joined([r for group in groups for r in _chunk(group, size, rank)])
     return held
 
@@ -132,26 +133,25 @@ def _coordinate(mesh: DeviceMesh) -> Sequence[int]:
 
 
 def _order_of_cuts(placements: Sequence[Placement], sizes: Sequence[int]) -> list[int]:
-    """The sharded axes of the mesh in the order in which they cut: from left to right, but FSDP2 cuts what TP, which
-    stands to its right, has left. torch notes that as a _StridedShard with as many splits as TP has ranks."""
-    first, last = [], []
+    """The sharded axes of the mesh in the order in which they cut: from left to right, but FSDP2 cuts the shards of TP,
+    whose axis is to its right. torch marks this by a _StridedShard with as many splits as TP has ranks."""
+    first: list[int] = []
+    last: list[int] = []
     for axis, placement in enumerate(placements):
         if placement.is_partial():
             raise ValueError(f"a tensor placed as {placements} is not reduced yet; only shards and replicas have boxes")
         if placement.is_replicate():
             continue
         right = _shards_to_the_right(placements, sizes, axis)
-        is_strided = isinstance(placement, _StridedShard)
-        if is_strided and right > 1 and placement.split_factor != right:
-            raise ValueError(
-                f"a tensor placed as {placements} on a mesh of {tuple(sizes)} is cut in an order that is not known"
-            )
-        (last if is_strided and right > 1 else first).append(axis)
+        cuts_last = isinstance(placement, _StridedShard) and right > 1
+        if isinstance(placement, _StridedShard) and right > 1 and placement.split_factor != right:
+            raise ValueError(f"a tensor placed as {placements} on a mesh of {tuple(sizes)} is cut in an unknown order")
+        (last if cuts_last else first).append(axis)
     return first + last[::-1]
 
 
 def _shards_to_the_right(placements: Sequence[Placement], sizes: Sequence[int], axis: int) -> int:
-    """Into how many shards the axes to the right of this one cut the same dim."""
+    """The number of shards into which the axes to the right of this one cut the same dim."""
     dim = placements[axis].dim  # type: ignore[attr-defined]
     return prod(sizes[other] for other in range(axis + 1, len(sizes)) if _cuts(placements[other], dim))
 
@@ -161,7 +161,7 @@ def _cuts(placement: Placement, dim: int) -> bool:
 
 
 def _chunk(ranges: Ranges, count: int, index: int) -> Ranges:
-    """The index-th of so many chunks, as torch.chunk cuts: all but the last ones are equally long."""
+    """Chunk `index` of `count`, as torch.chunk cuts: all but the last ones have the same length."""
     total = sum(stop - start for start, stop in ranges)
     low, found = -(-total // count) * index, []
     high = low + -(-total // count)
@@ -174,7 +174,7 @@ def _chunk(ranges: Ranges, count: int, index: int) -> Ranges:
 
 
 def _joined(ranges: Ranges) -> Ranges:
-    """Adjacent ranges as one."""
+    """Merge adjacent ranges."""
     found: Ranges = []
     for start, stop in ranges:
         if found and found[-1][1] == start:
@@ -185,7 +185,7 @@ def _joined(ranges: Ranges) -> Ranges:
 
 
 def _with_starts(ranges: Ranges) -> list[tuple[int, int, int]]:
-    """(index in the shard, first index, the one after the last)."""
+    """(index in the shard, start, end) of each range."""
     found, at = [], 0
     for start, stop in ranges:
         found.append((at, start, stop))

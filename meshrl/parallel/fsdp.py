@@ -1,4 +1,4 @@
-"""FSDP2 over a CausalModel: each block its own group, everything else (embedding, norm, head) the root's."""
+"""FSDP2 over a CausalModel: one group for each block, and the root group for embedding, norm and head."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def shard_model(
     compute_dtype: torch.dtype,
     reshard_after_forward: bool,
 ) -> None:
-    """Shard in place. Parameters keep their storage dtype (the masters'), compute runs in compute_dtype, gradients are
-    reduced in fp32 (or wider, if the masters are).
+    """Shard in place. Parameters keep the dtype of the master weights, compute runs in compute_dtype, gradients are
+    reduced in fp32 (or the masters' dtype, if that is wider).
 
     The root group holds the embedding and the head, so that tied weights share one group (P11).
     """
@@ -30,18 +30,18 @@ def shard_model(
 
 
 def reshard(root: torch.nn.Module) -> None:
-    """Free every whole parameter: after a forward without a backward nobody else does, and a whole parameter is no
-    shard of this rank to be saved, digested or sent. FSDP's own method reaches one group only."""
+    """Free all unsharded parameters. After a forward without a backward FSDP does not do this, and saving, digests and
+    syncs need this rank's shards. FSDP's own method reaches only one group."""
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def local_shard(p: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a parameter (or of its gradient)."""
+    """This rank's shard of a parameter (or of its gradient)."""
     return p.to_local() if isinstance(p, DTensor) else p
 
 
-def whole(p: torch.Tensor) -> torch.Tensor:
-    """The full tensor on every rank (a collective, when it is sharded)."""
+def full_tensor(p: torch.Tensor) -> torch.Tensor:
+    """The full tensor on every rank (a collective, if it is sharded)."""
     return p.full_tensor() if isinstance(p, DTensor) else p

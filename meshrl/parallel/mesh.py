@@ -1,4 +1,4 @@
-"""The one DeviceMesh: dp_replicate x dp_shard x ulysses x tp, and its resolution from the config."""
+"""The DeviceMesh, dp_replicate x dp_shard x ulysses x tp, and its shape from the config."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def resolve_shape(cfg: TrainMeshConfig, num_ranks: int, sharding_strategy: str) 
 
 
 def num_peers(cfg: TrainMeshConfig) -> int:
-    """Ranks that work on the same samples: those of one data index, which differ in their ulysses and tp index."""
+    """The number of ranks that work on the same samples: they differ only in their ulysses and tp index."""
     return cfg.ulysses * cfg.tp
 
 
 def data_index(cfg: TrainMeshConfig, rank: int) -> int:
-    """Which samples a global rank works on: its place among dp_replicate x dp_shard."""
+    """Which samples a global rank works on: its index in dp_replicate x dp_shard."""
     return rank // num_peers(cfg)
 
 
@@ -54,9 +54,9 @@ def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def forget_meshes() -> None:
-    """Drop what DTensor remembers of this thread's work: it holds meshes, and so process groups, for as long as the
-    thread lives. A process that forks from another thread would tear them down in the child, where the threads that
-    they join don't exist, and the child would crash before it became what it was to be (as Ray's servers are started).
+    """Clear DTensor's caches of this thread: they keep meshes, and so process groups, alive as long as the thread. A
+    fork from another thread would destroy these groups in the child, where the threads that they join don't exist, and
+    the child would crash before its exec (Ray starts its servers by such forks).
     """
     clear = getattr(debug, "_clear_sharding_prop_cache", None)  # private: another torch may lack it
     if clear is not None:

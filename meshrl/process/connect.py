@@ -1,8 +1,8 @@
 """TCP connections between the processes of a run on several machines: authentication, and detection of lost machines.
 
 Both sides prove that they know the run's token before either reads a pickle from the other (a pickle runs code). The
-token itself never crosses the connection. A machine that is switched off sends no end of the stream: the kernel's
-keepalive ends the connection after about LOST_AFTER_S of silence.
+token itself is never sent. A machine that is switched off does not close its connections: the kernel's keepalive closes
+them after about LOST_AFTER_S without an answer.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _PROOF_BYTES = hashlib.sha256().digest_size
 
 
 def listening_socket() -> socket.socket:
-    """A socket that listens on any free port of all interfaces, IPv4 and IPv6: a machine may know itself by another
-    address than others do."""
+    """A socket that listens on a free port of all interfaces, IPv4 and IPv6: other machines may reach this one at an
+    address that it does not know."""
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG)
     return socket.create_server(("", 0), backlog=_BACKLOG)
 
 
 def listen(serve: Callable[[socket.socket], None]) -> socket.socket:
-    """A listening socket; `serve` gets each connection in a thread of its own, and closes it. `stop_listening` ends
-    it."""
+    """A listening socket. `serve` is called with each connection in its own thread, and closes it. `stop_listening`
+    closes the listening socket."""
     listening = listening_socket()
     threading.Thread(target=_accept, args=(listening, serve), daemon=True).start()
     return listening
@@ -46,7 +46,7 @@ def listen(serve: Callable[[socket.socket], None]) -> socket.socket:
 def stop_listening(listening: socket.socket) -> None:
     """Accept no more connections; existing ones stay open."""
     with contextlib.suppress(OSError):  # macOS refuses it for a listening socket, but there close is enough
-        listening.shutdown(socket.SHUT_RDWR)  # close alone does not end an accept that another thread is in
+        listening.shutdown(socket.SHUT_RDWR)  # close alone does not end an accept in another thread
     listening.close()
 
 
@@ -54,7 +54,7 @@ class Listener:
     """The controller's end. Calls `connected(socket, hello)`, in a thread, for each connection that knows the token."""
 
     def __init__(self, host: str, token: bytes, connected: Callable[[socket.socket, Any], None]):
-        """host: the address under which other machines reach this one."""
+        """host: the address at which other machines reach this one."""
         self._token, self._connected = token, connected
         self._socket = listen(self._authenticate)
         self.address: tuple[str, int] = (host, self._socket.getsockname()[1])
@@ -81,22 +81,22 @@ class Listener:
 
 
 def connect(address: tuple[str, int], token: bytes, hello: Callable[[str], Any]) -> socket.socket:
-    """Connect to the controller. `hello` returns the first message, given this machine's address on the way there.
+    """Connect to the controller. `hello` gets this machine's address on this connection and returns the first message.
 
-    Raises: ConnectionError when no process listens there, or another than the run's controller.
+    Raises: ConnectionError when no process listens there, or a process that is not the run's controller.
     """
     sock = socket.create_connection(address, timeout=_HANDSHAKE_S)
     nonce, ours = _receive(sock, _NONCE_BYTES), secrets.token_bytes(_NONCE_BYTES)
     sock.sendall(ours + _prove(token, b"rank", nonce + ours))
     if not hmac.compare_digest(_receive(sock, _PROOF_BYTES), _prove(token, b"controller", nonce + ours)):
-        raise ConnectionError(f"what listens at {address[0]}:{address[1]} is not the controller of this run")
+        raise ConnectionError(f"the process at {address[0]}:{address[1]} is not the controller of this run")
     frames.send(sock, hello(sock.getsockname()[0]))
     _detect_loss(sock)
     return sock
 
 
 def interface_of(ip: str) -> str | None:
-    """Name of the network interface that has an address: gloo would choose one by the machine's name."""
+    """Name of the network interface with this address: gloo would choose one by the machine's name."""
     found = (name for name, all_of in psutil.net_if_addrs().items() for one in all_of if one.address == ip)
     return next(found, None)
 
@@ -124,11 +124,11 @@ def _receive(sock: socket.socket, size: int) -> bytes:
 
 
 def _detect_loss(sock: socket.socket) -> None:
-    """Block without limit, but fail when the other machine has been silent for LOST_AFTER_S."""
+    """Block without limit, but fail when the other machine has not answered for LOST_AFTER_S."""
     sock.settimeout(None)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # commands are small, and a caller waits for each
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     idle = "TCP_KEEPIDLE" if hasattr(socket, "TCP_KEEPIDLE") else "TCP_KEEPALIVE"  # macOS
     for name, value in ((idle, 5), ("TCP_KEEPINTVL", 3), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 1000 * LOST_AFTER_S)):
-        if hasattr(socket, name):  # the last exists on Linux; it does the same for bytes under way
+        if hasattr(socket, name):  # the last exists only on Linux; it is the same limit for unacknowledged bytes
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

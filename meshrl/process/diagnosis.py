@@ -1,4 +1,4 @@
-"""Diagnosis of a child process that failed or gives no answer: how it ended, what it wrote, where its threads are."""
+"""Diagnosis of a child process that failed or does not answer: how it ended, its output, and its threads' stacks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _INNERMOST = 4  # frames that show a wait in a collective: the call, its wrapper
 
 
 class Signalled(Protocol):
-    """What `snapshot` needs of a child process."""
+    """A child process for `snapshot`."""
 
     @property
     def pid(self) -> int: ...
@@ -29,16 +29,16 @@ class Signalled(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Where a process is. is_stopped: by a signal (SIGSTOP) or a debugger. stacks: of all threads; "" where the process
-    could not write them."""
+    """The state of a process. is_stopped: by a signal (SIGSTOP) or a debugger. stacks: of all threads; "" if it could
+    not write them."""
 
     is_stopped: bool = False
     stacks: str = ""
 
 
 def snapshot(process: Signalled, file: IO[bytes]) -> Snapshot:
-    """Have a process write its stacks, for which it has registered faulthandler with SIGUSR1 and this file. Blocks for
-    at most _DUMP_S. The handler is C: it needs neither the interpreter's lock nor a thread that answers."""
+    """Make a process write its stacks to this file: it has registered faulthandler for SIGUSR1. Blocks for at most
+    _DUMP_S. The handler is C code: it needs neither the GIL nor a thread that answers."""
     if is_stopped(process.pid):
         return Snapshot(is_stopped=True)
     if not handles(process.pid, signal.SIGUSR1):
@@ -63,8 +63,8 @@ def is_stopped(pid: int) -> bool:
 
 
 def handles(pid: int, number: int) -> bool:
-    """Whether the process has a handler for the signal yet, which would end it otherwise. True where that can't be
-    found out."""
+    """Whether the process has installed a handler for the signal; without one, the signal would end it. True if the
+    system does not report this."""
     status = Path(f"/proc/{pid}/status")
     if not status.parent.parent.joinpath("self").exists():
         return True
@@ -76,7 +76,7 @@ def handles(pid: int, number: int) -> bool:
 
 
 def exit_text(code: int) -> str:
-    """`exit code 3`, or the name of the signal that has killed the process: `SIGKILL`."""
+    """Text such as `exit code 3`, or the name of the signal that killed the process, such as `SIGKILL`."""
     return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
 
 
@@ -97,8 +97,8 @@ def how_it_ended(code: int, oom_kills_before: int | None) -> str:
 
 
 def oom_kills(system: Path = Path("/")) -> int | None:
-    """How many processes of this one's cgroup the kernel has killed for lack of memory; None where it is not counted.
-    system: the folder of /proc and /sys."""
+    """How many processes of this process's cgroup the kernel has killed for lack of memory; None if it does not count
+    them. system: the folder that contains /proc and /sys."""
     groups = system / "proc/self/cgroup"
     for line in groups.read_text().splitlines() if groups.exists() else ():
         _, controllers, path = line.split(":", 2)
@@ -116,7 +116,7 @@ def oom_kills(system: Path = Path("/")) -> int | None:
 
 
 def output_tail(output: IO[bytes], max_bytes: int) -> str:
-    """The end of what a process has written to a file."""
+    """The last bytes of a process's output file, as text."""
     size = os.fstat(output.fileno()).st_size
     return os.pread(output.fileno(), max_bytes, max(0, size - max_bytes)).decode(errors="replace").strip()
 
@@ -127,13 +127,13 @@ def waits_for_others(stacks: str) -> bool:
 
 
 def innermost_frames(stacks: str) -> str:
-    """Of the main thread."""
+    """The innermost frames of the main thread."""
     frames = _main_thread(stacks)
     more = [f"  ... {len(frames) - _FRAMES_SHOWN} more"] if len(frames) > _FRAMES_SHOWN else []
     return "\n".join(frames[:_FRAMES_SHOWN] + more)
 
 
 def _main_thread(stacks: str) -> list[str]:
-    """Its frames, innermost first: faulthandler lists it last."""
+    """The main thread's frames, innermost first. faulthandler lists the main thread last."""
     last = re.split(r"^(?:Current thread|Thread) 0x\w+.*\n", stacks, flags=re.MULTILINE)[-1]
     return [line for line in last.splitlines() if line.startswith("  ")]

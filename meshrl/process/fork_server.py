@@ -1,10 +1,10 @@
-"""The fork server: a process that has imported a program's modules (torch among them) and forks processes that run it,
-which then start in milliseconds.
+"""The fork server: a process that has imported a program's modules (torch is one) and forks processes that run the
+program. Such a process starts in milliseconds.
 
-`spawn.py` starts it, and requests each process over a socket. The process is a child of the fork server; a socket of
-its own reports its process id and its exit code to the process that has requested it, and takes signals, which so
-can't reach a later process of the same id. Forked processes end with the fork server, and it ends with the process that
-has started it, and after its last child when no more requests can come. Needs Linux.
+`spawn.py` starts it, and requests each process over a socket. A forked process is a child of the fork server. A second
+socket for each child carries its process id and its exit code to the process that requested it, and signals to the
+child, so that no signal can reach a later process with the same id. Forked processes end with the fork server. The fork
+server ends with the process that started it, or after its last child when no more requests can come. Needs Linux.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ _HARMLESS_DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom", "/
 
 @dataclass(slots=True)
 class _Forked:
-    """A child that has not ended. descriptor: of its process (pidfd)."""
+    """A child that has not ended. descriptor: its pidfd."""
 
     pid: int
     descriptor: int
     status: socket.socket
 
 
-class _Requests:
-    """Serves requests until the process that sends them ends, or all children once no more requests can come."""
+class _RequestServer:
+    """Serves requests until the process that sends them ends, or until no more can come and all children have ended."""
 
     def __init__(self, requests: socket.socket, may_fork: bool):
-        """may_fork: False executes a new interpreter in each forked process."""
+        """may_fork: False = each forked process executes a new interpreter."""
         self.requests, self.may_fork, self.pid = requests, may_fork, os.getpid()
         self.starter = os.pidfd_open(os.getppid())
         self.children: list[_Forked] = []
@@ -55,7 +55,7 @@ class _Requests:
 
     def serve(self) -> None:
         while self.children or self.requests.fileno() >= 0:
-            ready = self.selector.select()[0][0]  # one at a time: what it changes may concern the next
+            ready = self.selector.select()[0][0]  # only one: handling it may make the other events outdated
             if ready.fileobj is self.requests:
                 self.take_request()
             elif ready.fileobj == self.starter:
@@ -85,18 +85,18 @@ class _Requests:
         self.selector.register(child.status, selectors.EVENT_READ, child)
 
     def send_signal(self, child: _Forked) -> None:
-        """It is not reaped yet, so its id is still its own."""
+        """Send a child the requested signal. The child is not reaped yet, so no other process has its id."""
         try:
             number = child.status.recv(1)
         except ConnectionResetError:
             number = b""
         if number:
             os.kill(child.pid, number[0])
-        else:  # the other end is closed: no signal can come any more
+        else:  # the other end is closed: no more signals can come
             self.selector.unregister(child.status)
 
     def report(self, child: _Forked, number: int) -> None:
-        with contextlib.suppress(OSError):  # no process waits for it any more
+        with contextlib.suppress(OSError):  # no process waits for the report any more
             child.status.send(str(number).encode())
 
     def reap(self, child: _Forked) -> None:
@@ -113,7 +113,7 @@ class _Requests:
         child.status.close()
 
     def run_child(self, module: str, name: str, environment: dict[str, str], descriptors: Sequence[int]) -> NoReturn:
-        """In the child: drop what is the server's, and run the module as `python -m` would."""
+        """In the child: close the server's descriptors, and run the module as `python -m` would."""
         import numpy as np
 
         try:
@@ -133,7 +133,7 @@ class _Requests:
             if not self.may_fork:
                 os.execv(words[0], words)
             _set_title(f"{' '.join(words[:3])} {name}")
-            np.random.seed()  # Python's own generator does this by itself
+            np.random.seed()  # Python's random module does this by itself
             sys.argv = words[2:]
             importlib.import_module(module).main()
         except BaseException:
@@ -143,18 +143,18 @@ class _Requests:
 
 
 def _set_title(title: str) -> None:
-    """Overwrite this process's command line, which `ps` and monitor/processes.py read."""
+    """Overwrite this process's command line, which `ps` and process/family.py read."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[45]), int(fields[46])  # arg_start, arg_end of proc(5)
     text = title.encode()[: end - start - 2] + b"\0"
     if start:
-        ctypes.memset(start, ord(" "), end - start)  # the kernel reads up to the NUL where the last byte is none
+        ctypes.memset(start, ord(" "), end - start)  # if the last byte is not NUL, the kernel reads up to the first NUL
         ctypes.memmove(start, text, len(text))
 
 
 def _can_fork() -> bool:
-    """Whether a forked child works: with threads it may hang, with an initialised device it can't use that device."""
-    child = os.fork()  # OpenBLAS ends its threads at a fork, and starts them again when they are needed
+    """Whether a forked child works: with other threads it may hang; it can't use a device that is initialised here."""
+    child = os.fork()  # makes OpenBLAS end its threads; it starts them again when it needs them
     if child == 0:
         os._exit(0)
     os.waitpid(child, 0)
@@ -162,27 +162,27 @@ def _can_fork() -> bool:
 
 
 def _open_devices() -> list[str]:
-    """What this process has opened under /dev but for terminals and such: drivers of accelerators."""
+    """Open files of this process under /dev that are drivers of accelerators: all except terminals and similar."""
     opened = []
     for link in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # the descriptor by which this folder is listed
+        with contextlib.suppress(FileNotFoundError):  # the descriptor that lists this folder
             if stat.S_ISCHR(link.stat().st_mode):
                 opened.append(str(link.readlink()))
     return [path for path in opened if not path.startswith(_HARMLESS_DEVICES)]
 
 
 def main() -> None:
-    """Arguments: the descriptor of the socket on which the requests come, the id of the process that sends them, room
-    for the command lines of children, and the modules to import."""
+    """Arguments: the descriptor of the socket for requests, the id of the process that sends them, spaces that reserve
+    room for the command lines of children, and the modules to import."""
     descriptor, starter = int(sys.argv[1]), int(sys.argv[2])
     end_with_parent(starter)
     ignore_interrupts()
     for module in sys.argv[4:]:
         importlib.import_module(module)
     gc.collect()
-    gc.freeze()  # a collection in a child would write to, and so copy, the pages that children share
-    server = _Requests(socket.socket(fileno=descriptor), _can_fork())
-    end_with_parent(None)  # the kernel would end this process with the thread that has started it
+    gc.freeze()  # else a collection in a child would write to, and so copy, the pages that children share
+    server = _RequestServer(socket.socket(fileno=descriptor), _can_fork())
+    end_with_parent(None)  # else the kernel would end this process with the thread that started it
     server.serve()
     os._exit(0)
 

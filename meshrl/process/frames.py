@@ -1,12 +1,12 @@
 """Messages between two processes over a socket: Python objects with large arrays, or plain bytes.
 
-An object's frame is a header, the arrays' sizes and a pickle, then the arrays. Over a Unix socket the arrays travel in
-an unlinked file in memory, whose descriptor is sent with the header: no name exists that could be left behind, and the
-memory is freed when both sides have closed it. Over TCP the arrays follow in the stream, without a copy on either side.
-A frame of bytes is its length (4 bytes, big-endian) and the bytes.
+An object's frame is a header, the arrays' sizes and a pickle, then the arrays. Over a Unix socket the arrays are in an
+unlinked file in memory, and its descriptor is sent with the header: the file has no name that could be left behind, and
+the memory is freed when both sides have closed it. Over TCP the arrays follow in the stream, without a copy on either
+side. A frame of bytes is its length (4 bytes, big-endian) and the bytes.
 
-Reading a pickle runs its code. So read objects only from a process that is trusted: a child that was started here, its
-parent, or a connection made by `connect.py`.
+Reading a pickle runs its code. So read objects only from a trusted process: a child that was started here, the parent,
+or a connection made by `connect.py`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Any
 
 _HEADER = struct.Struct("<QQ")  # bytes that follow, number of arrays outside the pickle
 _LENGTH = struct.Struct("!I")
-_LARGE_BYTES = 1 << 16  # arrays of at least this size travel outside the pickle
+_LARGE_BYTES = 1 << 16  # arrays of at least this size are sent outside the pickle
 _MEMORY_FOLDER = "/dev/shm" if os.path.isdir("/dev/shm") and os.access("/dev/shm", os.W_OK) else None
 
 
 def send(sock: socket.socket, obj: Any) -> None:
-    """Write one object; blocks until the other side has read enough of it."""
+    """Write one object; blocks until the socket has accepted all of it."""
     buffers: list[memoryview] = []
 
     def stays_inside(buffer: pickle.PickleBuffer) -> bool:
@@ -54,7 +54,7 @@ def send(sock: socket.socket, obj: Any) -> None:
 
 
 def receive(sock: socket.socket) -> Any:
-    """Read one object; its large arrays are writable copies of this process. Raises: EOFError at the end."""
+    """Read one object; its large arrays are writable copies in this process. Raises: EOFError at the end."""
     head, fds, _, _ = socket.recv_fds(sock, _HEADER.size, 1)
     if not head:
         raise EOFError("the other side closed the channel")
@@ -76,12 +76,12 @@ def receive_bytes(sock: socket.socket, max_bytes: int = (1 << 32) - 1) -> bytes:
     """Read one frame of bytes. Raises: EOFError at the end, or when the frame is longer than max_bytes."""
     (length,) = _LENGTH.unpack(receive_exactly(sock, _LENGTH.size))
     if length > max_bytes:
-        raise EOFError(f"a frame of {length} bytes, allowed are {max_bytes}")
+        raise EOFError(f"a frame has {length} bytes; allowed: at most {max_bytes}")
     return bytes(receive_exactly(sock, length))
 
 
 def receive_exactly(sock: socket.socket, size: int) -> bytearray:
-    """Read so many bytes. Raises: EOFError when the stream ends before."""
+    """Read exactly `size` bytes. Raises: EOFError when the stream ends before."""
     data = bytearray(size)
     receive_into(sock, data)
     return data

@@ -1,11 +1,11 @@
-"""A child process that leaves nothing behind: all that descends from it ends with it, and it ends with this process.
+"""A child process that leaves nothing behind: its descendants end with it, and it ends with this process.
 
-In between runs a guard, in a session of its own. It waits for two things. When the other end of its standard input
-closes, because the parent has ended in whatever way, it kills all that descends from it. When its child ends, it kills
-what the child has left, and ends as the child did. On Linux it adopts the child's orphans, so that a process in a
-session of its own is killed, too.
+A guard process runs between this process and the child, in its own session. When its standard input closes, because the
+parent has ended for any reason, the guard kills all its descendants. When the child ends, the guard kills the child's
+descendants, and ends with the child's exit code or signal. On Linux it adopts the child's orphans, so that it also
+kills processes that have started another session.
 
-A module of ours has the guard fork its process (`fork_below_guard`); any other command is started by
+In a module of meshrl, the guard forks the child (`fork_below_guard`); any other command is started by
 `python -m meshrl.process.guard FOLDER COMMAND ...`.
 """
 
@@ -26,7 +26,7 @@ from meshrl.process.kill_tree import adopt_orphans, end_with_parent, kill_descen
 
 
 class GuardedProcess:
-    """A guard with its child, as the process sees it that has started them. Thread-safe."""
+    """A guard and its child, as an object of the process that started them. Thread-safe."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class GuardedProcess:
         pass_fds: Sequence[int] = (),
     ):
         """module: its `main` calls `fork_below_guard`. output: file for stdout and stderr. environment: added to this
-        process's own. pass_fds: descriptors that it inherits."""
+        process's environment. pass_fds: descriptors that the guard inherits."""
         self._killing = threading.Lock()
         self._guard = subprocess.Popen(
             [sys.executable, "-P", "-m", module, *arguments],
@@ -52,30 +52,30 @@ class GuardedProcess:
 
     @property
     def pid(self) -> int:
-        """Of the guard, from which all other processes descend."""
+        """Process id of the guard, the ancestor of the other processes."""
         return self._guard.pid
 
     def exit_code(self, timeout_s: float = 0.0) -> int | None:
-        """The child's, negative for a signal, waiting so long for it; None while it runs."""
+        """The child's exit code, negative for a signal; waits for it at most timeout_s. None while the child runs."""
         try:
             return self._guard.wait(timeout_s)
         except subprocess.TimeoutExpired:
             return None
 
     def kill(self) -> None:
-        """Kill the guard and all that descends from it, and wait for its end; safe to call again."""
+        """Kill the guard and all its descendants, and wait until it has ended; safe to call again."""
         with self._killing:
             if self._guard.poll() is None:
                 kill_descendants(self.pid)
-                with contextlib.suppress(ProcessLookupError, PermissionError):  # gone; macOS raises the second
+                with contextlib.suppress(ProcessLookupError, PermissionError):  # ended; macOS raises the second
                     os.killpg(self.pid, signal.SIGKILL)
             self._guard.communicate()  # closes its standard input and waits
 
 
 def fork_below_guard(folder: str = "") -> None:
-    """Fork, and return in the child alone; this process becomes its guard. folder: removed when the parent has ended.
+    """Fork, and return only in the child; this process becomes its guard. folder: removed when the parent has ended.
 
-    To be called before this process starts a thread.
+    Call it before this process starts a thread.
     """
     guard = os.getpid()
     adopt_orphans()
@@ -89,7 +89,7 @@ def fork_below_guard(folder: str = "") -> None:
 
 
 def _guard(child: int, folder: str) -> NoReturn:
-    ending = threading.Lock()  # acquired by the thread that ends this process, and never released
+    ending = threading.Lock()  # the thread that ends this process acquires it, and never releases it
     threading.Thread(target=_end_with_starter, args=(ending, folder), daemon=True).start()
     pid = 0
     while pid != child:  # others are orphans
@@ -98,7 +98,7 @@ def _guard(child: int, folder: str) -> NoReturn:
     kill_descendants(os.getpid())
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the core of a guard is of no use
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core file of the guard is useless
         with contextlib.suppress(OSError):  # SIGKILL has no handler
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
@@ -115,9 +115,9 @@ def _end_with_starter(ending: threading.Lock, folder: str) -> None:
 
 
 def main(folder: str, command: list[str]) -> NoReturn:
-    """Guard a command. The descriptors that the guard has inherited, such as a lease, are not passed on."""
+    """Guard a command. The command does not inherit the guard's descriptors, such as a lease."""
     fork_below_guard(folder)
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and the command would inherit that
         signal.signal(number, signal.SIG_DFL)
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     os.execvp(command[0], command)

@@ -1,4 +1,4 @@
-"""The end of a process together with all processes that descend from it."""
+"""Kill a process together with all its descendants."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h
 
 
 def kill_descendants(pid: int) -> None:
-    """SIGKILL to all that descends from a process, in whatever group or session, until nothing new shows up."""
+    """Send SIGKILL to all descendants of a process, in any process group or session, until no new ones appear."""
     killed: set[int] = set()
     while True:
         try:
@@ -30,8 +30,8 @@ def kill_descendants(pid: int) -> None:
 
 
 def end_with_parent(parent: int | None) -> None:
-    """Have the kernel kill this process when the parent's thread that has started it ends; None cancels that. Linux
-    only. parent: its process id; when it has ended already, so does this process."""
+    """Make the kernel kill this process when the parent's thread that started it ends; None cancels this. Linux only.
+    parent: its process id; if the parent has already ended, this process ends at once."""
     _prctl(_SET_PDEATHSIG, signal.SIGKILL if parent is not None else 0)
     if sys.platform == "linux" and parent is not None and os.getppid() != parent:
         os._exit(1)

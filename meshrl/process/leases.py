@@ -1,11 +1,11 @@
-"""Leases on what lies outside a run's folder and must not outlive the processes that use it: shared memory and
-temporary folders.
+"""Leases on resources outside a run's folder that must not outlive their processes: shared memory and temporary
+folders.
 
-The process that creates such a resource takes a lease: a lock (flock) on its descriptor, which the kernel releases when
-the last process that has the descriptor ends, however it ends. A resource without a lease belongs to no process, and
-the next run removes it. So no process id has to be checked, which a later process may have got, and no age has to be
-guessed. Names contain the kernel's boot id: a temporary folder may lie on a disk that several machines share, and locks
-of other machines are not visible here.
+The process that creates such a resource takes a lease: a lock (flock) on its descriptor. The kernel releases the lock
+when the last process that has the descriptor ends, for any reason. A resource without a lease belongs to no process,
+and the next run removes it. So no process ids (a later process may have the same one) and no ages are compared. Names
+contain the kernel's boot id: a temporary folder may be on a disk that several machines share, and the locks of other
+machines are not visible here.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 def new_name() -> str:
-    """A name for a resource that gets a lease; with a slash before it, it has the 31 characters that macOS allows."""
+    """A name for a resource with a lease. With a leading slash it has 31 characters, the maximum of macOS."""
     return f"meshrl_{_KERNEL or 'somehost'}_{secrets.token_hex(6)}"
 
 
 def take_lease(fd: int) -> bool:
-    """Lock a new resource for as long as the descriptor or a copy of it is open in any process.
+    """Lock a new resource as long as the descriptor or a copy of it is open in any process.
 
-    Returns False when a sweep has removed the resource before it was locked: create another. Always True where nothing
-    is swept.
+    Returns False when a sweep removed the resource before it was locked: create another. Always True on systems where
+    `sweep` does nothing.
     """
-    with contextlib.suppress(OSError):  # a file system without locks, where a sweep gets none either
+    with contextlib.suppress(OSError):  # a file system without locks; a sweep can't lock there either
         fcntl.flock(fd, fcntl.LOCK_EX)
     return _KERNEL is None or os.fstat(fd).st_nlink > 0
 
 
 class LeasedFolder:
-    """A new temporary folder, removed by `close`, with the object, or at the end of Python; else by a later sweep.
+    """A new temporary folder. It is removed by `close`, with the object, or when Python exits; else by a later sweep.
 
-    parent: where it is created; None = the system's folder for temporary files. fd: carries the lease; a child process
-    that inherits this descriptor shares the lease.
+    parent: the folder in which it is created; None = the system's folder for temporary files. fd: has the lease; a
+    child process that inherits this descriptor shares the lease.
     """
 
     def __init__(self, parent: Path | None = None) -> None:
@@ -60,9 +60,9 @@ class LeasedFolder:
 
 
 def sweep(*folders: Path) -> list[Path]:
-    """Remove what processes of this user have left in these folders without a lease, and return it. It never waits.
+    """Remove this user's resources without a lease from these folders, and return their paths. It never waits.
 
-    folders: none = shared memory and the system's folder for temporary files.
+    folders: none given = shared memory and the system's folder for temporary files.
     """
     return [path for path in _named(folders or (_SHARED_MEMORY, Path(tempfile.gettempdir()))) if _swept(path)]
 
@@ -76,7 +76,7 @@ def _named(folders: Sequence[Path]) -> Iterator[Path]:
 def _swept(path: Path) -> bool:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:  # it was removed meanwhile, or belongs to another user
+    except OSError:  # removed meanwhile, or it belongs to another user
         return False
     try:
         if os.fstat(fd).st_uid != os.geteuid():
@@ -87,7 +87,7 @@ def _swept(path: Path) -> bool:
         else:
             path.unlink()
         return not path.exists()
-    except OSError:  # it has a lease, or was removed meanwhile
+    except OSError:  # it has a lease, or another process has removed it
         return False
     finally:
         os.close(fd)

@@ -1,11 +1,10 @@
-"""Child processes that run a Python module of ours: forked from a fork server, or new interpreters where none can be.
+"""Child processes that run a Python module of meshrl: forked from a fork server, or new interpreters without one.
 
-A process that spawns has one fork server (fork_server.py), which it starts with its first child and keeps for later
-ones. What a child would inherit from this process (environment variables, working directory, CPU affinity, umask,
-resource limits), the fork server has inherited at its own start; when that has changed since, a new fork server
-replaces it.
+A process that spawns has one fork server (fork_server.py). It starts with the first child and serves later ones. The
+fork server inherits environment variables, working directory, CPU affinity, umask and resource limits when it starts;
+when one of them has changed in this process, a new fork server replaces it.
 
-The module's `main` begins with `inherited_channel()`. Imported without torch.
+The module's `main` calls `inherited_channel()` first. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -34,26 +33,26 @@ from meshrl.process.kill_tree import end_with_parent
 _OWN_VARIABLES = {
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("GLOO_SOCKET_IFNAME", "PYTEST_CURRENT_TEST"),
-}  # variables that no library reads when it is imported: each child gets its own values after the fork
+}  # no library reads them when it is imported: each child gets its own values after the fork
 _LIMITS = sorted({number for name, number in vars(resource).items() if name.startswith("RLIMIT_")})
-_TITLE_ROOM = " " * 64  # an argument of the fork server, so that the command line of a child fits into its own
+_TITLE_ROOM = " " * 64  # an argument of the fork server that reserves room for the command line of a child
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What a child runs: the `main` of a module. preload: modules that the fork server imports before."""
+    """The program of a child: the `main` of a module. preload: modules that the fork server imports before."""
 
     module: str
     preload: tuple[str, ...] = ()
 
 
 class SpawnedProcess:
-    """A child process with a channel to this one. No method waits for the process itself, but `ending` and `end` do."""
+    """A child process with a channel to this one. Only `ending` and `end` wait for the process."""
 
-    place = ""  # for people: it runs on this machine
+    place = ""  # for messages: it runs on this machine
 
     def __init__(self, program: Program, name: str, environment: Mapping[str, str], channel: socket.socket):
-        """name: for `ps`. environment: added to this process's own. channel: the child's end, which is handed over."""
+        """name: for `ps`. environment: added to this process's environment. channel: the child's end, closed here."""
         self._oom_kills = oom_kills()
         self._stacks = tempfile.TemporaryFile()  # noqa: SIM115, closed by `end`
         with channel:
@@ -62,22 +61,22 @@ class SpawnedProcess:
             )
 
     def ending(self, timeout_s: float | None = 0.0) -> str | None:
-        """How it ended, in one line, waiting so long for it (None = without limit); None while it runs."""
+        """How it ended, in one line; waits for that at most timeout_s (None = no limit). None while it runs."""
         try:
             return how_it_ended(self._process.wait(timeout_s), self._oom_kills)
         except subprocess.TimeoutExpired:
             return None
 
     def snapshot(self) -> Snapshot:
-        """Where it is; blocks for a few seconds at most."""
+        """Its stacks; blocks for a few seconds at most."""
         return snapshot(self._process, self._stacks)
 
     def kill(self) -> None:
-        """SIGKILL, whatever it does; safe to call again."""
+        """Send SIGKILL; safe to call again."""
         self._process.kill()
 
     def end(self, grace_s: float) -> None:
-        """Wait for its end, at most grace_s; then kill it."""
+        """Wait at most grace_s until it ends; then kill it."""
         if self.ending(grace_s) is None:
             self._process.kill()
             self._process.wait()
@@ -85,8 +84,8 @@ class SpawnedProcess:
 
 
 def inherited_channel() -> socket.socket:
-    """In a spawned process: its channel. The process ends with its parent, leaves interrupts to its parent, and writes
-    its stacks at SIGUSR1."""
+    """In a spawned process: its channel. From now on the process ends with its parent, ignores interrupts, and writes
+    its stacks on SIGUSR1."""
     channel, stacks, parent = (int(word) for word in sys.argv[1:4])
     end_with_parent(parent)
     ignore_interrupts()
@@ -95,19 +94,19 @@ def inherited_channel() -> socket.socket:
 
 
 def ignore_interrupts() -> None:
-    """Ctrl-C and SIGTERM go to a whole process group; the process that leads the run decides what they mean."""
+    """Ctrl-C and SIGTERM are sent to a complete process group; only the controller of the run handles them."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)  # not SIG_IGN, which a program that this one starts would inherit
 
 
 def command(module: str, channel: int, stacks: int, parent: int, name: str) -> list[str]:
-    """What starts a new interpreter: the descriptors of the channel and of the file for stacks, the id of the process
-    that it must not outlive, and the name for `ps`."""
+    """The command line of a new interpreter. channel, stacks: descriptors of the channel and of the file for stacks.
+    parent: the id of the process that it must not outlive. name: for `ps`."""
     return [sys.executable, "-m", module, str(channel), str(stacks), str(parent), name]
 
 
 def can_fork() -> bool:
-    """Whether this system can have a fork server: Linux from 5.3 on, where its seccomp profile allows pidfd_open."""
+    """Whether this system can have a fork server: Linux 5.3 or later, if its seccomp profile allows pidfd_open."""
     if sys.platform != "linux":
         return False
     try:
@@ -134,7 +133,7 @@ class ForkedProcess:
     """A child of the fork server, with the methods of subprocess.Popen. Thread-safe."""
 
     def __init__(self, status: socket.socket, server: subprocess.Popen[bytes]):
-        """status: the server sends the process id on it, then the exit code as Popen has it, and takes signals."""
+        """status: the server sends the process id on it, then the exit code (as Popen's), and receives signals."""
         self.returncode: int | None = None
         self._pid, self._server = 0, server
         self._status, self._reading = status, threading.Lock()
@@ -142,7 +141,7 @@ class ForkedProcess:
 
     @property
     def pid(self) -> int:
-        """0 until it has been forked."""
+        """Its process id; 0 until it has been forked."""
         self.poll()
         return self._pid
 
@@ -153,9 +152,9 @@ class ForkedProcess:
                     message = self._status.recv(32, socket.MSG_DONTWAIT)
                 except BlockingIOError:
                     break
-                except ConnectionResetError:  # the server has not read our last signal; what it sent can still be read
+                except ConnectionResetError:  # the server did not read our last signal; its messages are still readable
                     continue
-                if not message:  # the fork server has ended, by an error of its imports or with its children
+                if not message:  # the fork server has ended, by an error in its imports or with its children
                     self.returncode = -signal.SIGKILL if self._pid else self._server.wait()
                 elif not self._pid:
                     self._pid = int(message)
@@ -174,7 +173,7 @@ class ForkedProcess:
         return code
 
     def send_signal(self, number: int) -> None:
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process has ended
             self._status.send(bytes([number]))
 
     def kill(self) -> None:
@@ -183,7 +182,7 @@ class ForkedProcess:
 
 @dataclass(frozen=True, slots=True)
 class _Inherited:
-    """What a fork server has from the process that started it, and from the program."""
+    """The properties that a fork server's children inherit from it: a change needs another fork server."""
 
     preload: tuple[str, ...]
     environment: Mapping[str, str]
@@ -194,7 +193,7 @@ class _Inherited:
 
 
 class _ForkServer:
-    """The fork server, for the process that has started it."""
+    """The fork server, as an object of the process that started it."""
 
     def __init__(self, inherited: _Inherited):
         self.inherited = inherited
@@ -209,19 +208,19 @@ class _ForkServer:
             )
 
 
-_servers: list[_ForkServer] = []  # the last one takes requests; the others end when the last of their children has
+_servers: list[_ForkServer] = []  # only the last one gets requests; the others end after their last child
 _starting = threading.Lock()
 
 
 def fork(program: Program, name: str, environment: Mapping[str, str], channel: int, stacks: int) -> ForkedProcess:
-    """Request a process from the fork server; returns at once. environment: the child's own, complete. channel, stacks:
-    descriptors that it inherits beside this process's stdout and stderr."""
+    """Request a process from the fork server; returns at once. environment: the child's complete environment. channel,
+    stacks: descriptors that it inherits in addition to this process's stdout and stderr."""
     inherited = _Inherited(
         program.preload,
         {key: value for key, value in environment.items() if key not in _OWN_VARIABLES},
         os.getcwd(),
         frozenset(os.sched_getaffinity(0)),
-        Path("/proc/self/status").read_text().partition("Umask:")[2].split()[0],  # os.umask would change it
+        Path("/proc/self/status").read_text().partition("Umask:")[2].split()[0],  # os.umask can only read by writing
         tuple(resource.getrlimit(number) for number in _LIMITS),
     )
     own = {key: value for key, value in environment.items() if key in _OWN_VARIABLES}
@@ -232,7 +231,7 @@ def fork(program: Program, name: str, environment: Mapping[str, str], channel: i
         server = _server_with(inherited)
         try:
             socket.send_fds(server.requests, [request], descriptors)
-        except (BrokenPipeError, ConnectionResetError):  # it has died since it was last seen
+        except (BrokenPipeError, ConnectionResetError):  # it has died since `_server_with` checked it
             server.process.wait()
             server = _server_with(inherited)
             socket.send_fds(server.requests, [request], descriptors)
@@ -240,7 +239,7 @@ def fork(program: Program, name: str, environment: Mapping[str, str], channel: i
 
 
 def _server_with(inherited: _Inherited) -> _ForkServer:
-    """The fork server that takes requests, or a new one that replaces it."""
+    """The fork server for these inherited properties; a new one replaces a server with others."""
     _servers[:] = [server for server in _servers if server.process.poll() is None]
     if not _servers or _servers[-1].inherited != inherited or _servers[-1].requests.fileno() < 0:
         retire()
@@ -249,7 +248,7 @@ def _server_with(inherited: _Inherited) -> _ForkServer:
 
 
 def retire() -> None:
-    """Send the fork server no more requests: it ends when the last of its children has."""
+    """Send the fork server no more requests: it ends after its last child."""
     for server in _servers:
         if server.requests.fileno() >= 0:
             server.requests.close()

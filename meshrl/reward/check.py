@@ -1,4 +1,4 @@
-"""What can be found wrong with reward functions before a run starts. A config's check calls it (P30)."""
+"""Checks of reward functions before a run starts, made together with the checks of the config (P30)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from meshrl.reward.kinds import REWARDS, make_grader
 
 
 def check_graders(in_memory: Collection[str], case: Case) -> Iterator[Problem]:
-    """Reward functions that can't be imported, or called as a run calls them. in_memory: terms whose function a Python
-    caller gave. Kinds that lead nowhere are reported by the config's own check.
+    """Problems of reward functions that can't be imported, or that a run can't call. in_memory: terms whose function is
+    given by a Python caller. Kinds that name no function are reported by the config's own check.
 
-    Modules that only this check imports are removed from sys.modules, so that the next config of this process is
-    checked against the files as they are then.
+    Modules that only this check imports are removed from sys.modules, so that the check of the next config in this
+    process reads their files again.
     """
     assert isinstance(case.config, RunConfig)
     before = set(sys.modules)

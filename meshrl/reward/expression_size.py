@@ -1,6 +1,6 @@
-"""How large a mathematical expression becomes when it is evaluated, estimated without evaluating it.
+"""Estimates how large a mathematical expression becomes when it is evaluated, without evaluating it.
 
-A few characters can ask for more than any computer has: 9^{9^{9^{9}}}, 9!!!!!!, \\binom{10^9}{5 \\cdot 10^8}.
+A few characters can need more memory than any computer has: 9^{9^{9^{9}}}, 9!!!!!!, \\binom{10^9}{5 \\cdot 10^8}.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from sympy import Add, Float, MatrixBase, Mul, Pow, Product, Rational, Sum, bino
 from meshrl.reward.final_answer import box_contents, closing_brace
 
 MAX_DIGITS = 10_000
-"""Decimal digits of the largest number, and terms of a sum or product, that an answer may be evaluated to."""
+"""Limit of decimal digits of a number, and of terms of a sum or product; a larger answer is not evaluated."""
 MAX_EXPRESSION_CHARS = 1_000
 MAX_NESTED_BRACKETS = 10
-"""Brackets inside each other; the time of the parser grows faster than linearly with them."""
+"""Nesting depth of brackets; the time of the parser grows faster than linearly with it."""
 MAX_ELEMENTS = 100
 """Commas in an answer; math-verify compares the elements of two lists in every order."""
 _MAX_TREE_DEPTH = 100
@@ -29,7 +29,7 @@ _LARGE_ARGUMENT = re.compile(r"[0-9]{6}|[0-9]\s*[\^!]")
 
 
 def can_be_parsed(text: str) -> bool:
-    """Whether math-verify parses `text` fast. It evaluates binomials while it does so, hence they are judged here."""
+    """Whether math-verify parses `text` fast. Binomials are checked here, because parsing evaluates them."""
     boxes = [content for _, _, content in box_contents(text)]
     if any(len(content) > MAX_EXPRESSION_CHARS for content in boxes) or _SLOW_RUN.search(text):
         return False
@@ -39,10 +39,10 @@ def can_be_parsed(text: str) -> bool:
 
 
 def num_digits(expression: Any, depth: int = 0) -> float:
-    """An upper estimate of the digits before the decimal point of each number that evaluating `expression` computes.
+    """An upper estimate of the digits before the decimal point of each number in the evaluation of `expression`.
 
-    The inverse of a large number counts as that number, symbols as 1, so that x^{2024} is small, and a sum or product
-    over a range as its number of terms. A sum of n fractions can have a denominator with n times as many digits.
+    The inverse of a large number counts as the number; symbols count as 1, so that x^{2024} is small; a sum or product
+    over a range counts as its number of terms. A sum of n fractions can have a denominator with n times as many digits.
     """
     if depth > _MAX_TREE_DEPTH:
         return math.inf
@@ -80,7 +80,7 @@ def _log10(number: int) -> float:
 
 def _nested_brackets(text: str) -> int:
     deepest = 0
-    for paragraph in text.split("\n\n"):  # prose leaves some open, which must not add up
+    for paragraph in text.split("\n\n"):  # prose has unclosed brackets, whose number must not add up
         depth = 0
         for bracket in re.findall(r"[(\[{)\]}]", paragraph):
             depth = depth + 1 if bracket in "([{" else max(0, depth - 1)

@@ -1,8 +1,8 @@
 """The part of a completion that states its final answer, in a form that math-verify reads.
 
 Models write the same answer in many styles: after reasoning between think tags, between answer tags, in the last of
-several boxes, after the mark `#### ` of GSM8K, with Markdown emphasis, typographic dashes or Unicode operators. The
-answer in a sentence or beside a unit is read by meshrl.reward.plain_text.
+several boxes, after the mark `#### ` of GSM8K, with Markdown emphasis, typographic dashes or Unicode operators.
+meshrl.reward.plain_text reads answers in a sentence or with a unit.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from decimal import Decimal
 from meshrl.reward.plain_text import normalized_numbers, number_with_unit, stated_expression
 
 MAX_TEXT_CHARS = 8_000
-"""End of a completion without a box that is searched for the answer: the search is quadratic in some texts."""
+"""Without a box, only this much of the end of a completion is searched: the search is quadratic in some texts."""
 
 _CHARACTERS = str.maketrans(
     {
@@ -40,7 +40,7 @@ _MARKED_LINE = re.compile(r"####\s*(?![0-9]+[.):]\s)([-+$\\.0-9].*)")  # `#### 1
 
 
 def answer_section(completion: str) -> str:
-    """What follows the last `</think>`, and of that the content of the last <answer> element where there is one.
+    """The text after the last `</think>`, or the content of the last <answer> element in it.
 
     An <answer> element that is not closed extends to the end if no other one is closed.
     """
@@ -51,9 +51,9 @@ def answer_section(completion: str) -> str:
 
 
 def final_expression(section: str) -> str:
-    """The last boxes of `section`; the expression that its prose states, in a box, where there is no box.
+    """The last boxes of `section`; if there is no box, the expression that its prose states, put into a box.
 
-    Text that math-verify has to search itself is returned as it is, and an empty text for prose that states no value.
+    Text that math-verify has to search itself is returned as it is. For prose that states no value the result is empty.
     """
     boxes = _last_boxes(section)
     if boxes:
@@ -66,19 +66,19 @@ def final_expression(section: str) -> str:
 
 
 def normalized(text: str) -> str:
-    """`text` without Markdown emphasis and what only typesets a number, and with ASCII signs for Unicode operators."""
+    """`text` without Markdown emphasis and typesetting of numbers, and with ASCII signs for Unicode operators."""
     text = _DASH_AS_MINUS.sub("-", _EMPHASIS.sub(r"\2", text.strip().translate(_CHARACTERS)))
     text = _THIN_SPACE.sub("", _ESCAPED_DOLLAR.sub("", text))
     return normalized_numbers(_TIMES_TEN.sub("*", text))
 
 
 def with_decimals(text: str) -> str:
-    """`text` with 1.5e3 written as 1500, which math-verify would read as a product with Euler's number."""
+    """`text` with 1500 in place of 1.5e3, which math-verify would read as a product with Euler's number."""
     return _E_NOTATION.sub(lambda m: format(Decimal(m[1]), "f"), text)
 
 
 def marked_answer(text: str) -> str | None:
-    """What follows the mark `####` of GSM8K in the last line of `text`; None where that line has none.
+    """The text after the mark `####` of GSM8K in the last line of `text`; None if the line has no mark.
 
     A Markdown heading of the same level is a mark only if it begins with the answer.
     """
@@ -87,7 +87,7 @@ def marked_answer(text: str) -> str | None:
 
 
 def box_contents(text: str) -> list[tuple[int, int, str]]:
-    """(start, end, content) of each outermost \\boxed{...} of `text`; one that is not closed extends to the end."""
+    """(start, end, content) of each outermost \\boxed{...} in `text`; one that is not closed extends to the end."""
     found, position = [], 0
     while box := _BOX.search(text, position):
         position = closing_brace(text, box.end())
@@ -96,7 +96,7 @@ def box_contents(text: str) -> list[tuple[int, int, str]]:
 
 
 def closing_brace(text: str, start: int) -> int:
-    """The index of the brace that closes the one opened before `start`, or the length of `text`."""
+    """The index of the closing brace of a brace opened before `start`, or the length of `text`."""
     depth = 1
     for brace in re.compile(r"[{}]").finditer(text, start):
         depth += 1 if brace[0] == "{" else -1
@@ -106,7 +106,7 @@ def closing_brace(text: str, start: int) -> int:
 
 
 def _last_boxes(text: str) -> str:
-    """The last box and those joined to it by a comma, `and` or `or`; empty where there is none."""
+    """The last box and the boxes joined to it by a comma, `and` or `or`; empty if there is none."""
     boxes = box_contents(text)
     first = len(boxes) - 1
     while first > 0 and _BETWEEN_BOXES.fullmatch(text, boxes[first - 1][1] + 1, boxes[first][0]):

@@ -1,4 +1,4 @@
-"""Does a completion have the form that was asked for? 1.0 or 0.0, by a regular expression."""
+"""The reward for the form of a completion: 1.0 or 0.0, by a regular expression."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 
 def format_match(completion: str, answer: Any, *, regex: str, where: str = "full") -> float:
-    """1.0 when the stripped completion matches `regex`, else 0.0. The reference answer plays no part.
+    """1.0 when the stripped completion matches `regex`, else 0.0. The reference answer is not used.
 
-    regex: Python syntax; write (?s) in front where `.` should also match line breaks.
+    regex: Python syntax; begin with (?s) if `.` should also match line breaks.
     where: `full` = from the first to the last character, `anywhere` = some part of it.
 
     Example: format_match("<think>2+2</think> 4", None, regex="(?s)<think>.*</think> [0-9]+") is 1.0.
@@ -20,10 +20,7 @@ def format_match(completion: str, answer: Any, *, regex: str, where: str = "full
 
 
 def check_args(regex: str, where: str = "full") -> None:
-    """Refuse a broken expression or an unknown place before anything is graded.
-
-    Raises: ValueError.
-    """
+    """Check the arguments before anything is graded. Raises: ValueError for an invalid `regex` or `where`."""
     if where not in ("full", "anywhere"):
         raise ValueError(f"where is {where!r}; allowed: full, anywhere")
     try:

@@ -1,12 +1,12 @@
-"""What a reward's `kind` in the config stands for: a row of REWARDS, or a dotted path to a user's function.
+"""From a reward's `kind` in the config to its function: an entry of REWARDS, or the dotted path of a user's function.
 
-A reward function takes `(completion: str, answer, **keywords)` and returns a finite number, or is `async` and does
-so. Of these keywords it gets the ones it names:
+A reward function takes `(completion: str, answer, **keywords)` and returns a finite number; it may be `async`. It gets
+those of these keywords that its signature has:
 
     prompt      dict: id, messages, env, meta of the prompt
     messages    list of every parsed message of the trajectory's turns, in order
     stop_reason why the last turn ended: stop | length | context
-    num_tokens  tokens sampled in the whole trajectory
+    num_tokens  number of tokens sampled in all turns of the trajectory
 
 and the `args` of its config entry. This file imports the standard library only: it runs in the workers.
 """
@@ -33,7 +33,7 @@ RewardFn = Callable[..., Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grader:
-    """A reward function with its config arguments, and the offered keywords it takes."""
+    """A reward function with its config arguments, and the names of OFFERED keywords that it takes."""
 
     function: RewardFn
     args: dict[str, Any]
@@ -41,20 +41,20 @@ class Grader:
     is_async: bool
 
     def __call__(self, payload: dict[str, Any]) -> Any:
-        """Call the function on `payload`: completion, answer and everything OFFERED."""
+        """Call the function. payload: completion, answer and the values of all OFFERED keywords."""
         keywords = {name: payload[name] for name in self.takes}
         return self.function(payload["completion"], payload["answer"], **keywords, **self.args)
 
 
 def resolve_reward(kind: str) -> RewardFn:
-    """The function behind a name of REWARDS or a dotted path `package.module:function`. Raises: ConfigError."""
+    """The function of a name in REWARDS or of a dotted path `package.module:function`. Raises: ConfigError."""
     return look_up(kind, REWARDS, "reward kind")
 
 
 def make_grader(term: str, kind: str, args: dict[str, Any], pickled: bytes | None = None) -> Grader:
-    """Resolve a config entry and check that its function can be called as it will be.
+    """Resolve a config entry and check that its function accepts the arguments of a grading.
 
-    pickled: the function itself, where a Python caller gave one; `kind` is then only its name.
+    pickled: the function itself, if a Python caller gave one; `kind` is then only its name.
 
     Raises: ConfigError that names the term, for an unknown kind, wrong or missing arguments.
     """
@@ -90,8 +90,8 @@ def _unpickled(term: str, kind: str, pickled: bytes) -> RewardFn:
     try:
         return pickle.loads(pickled)
     except MemoryError:
-        raise  # says nothing about the function
-    except Exception as error:  # user code: what it imports may raise anything
+        raise  # not a fault of the function
+    except Exception as error:  # user code: its imports may raise anything
         raise ConfigError(
             f"reward.terms.{term}: the function {kind} can't be loaded in a worker process: {type(error).__name__}: "
             f"{error}; its modules are looked for in the working folder and on sys.path"
@@ -105,11 +105,11 @@ REWARDS: dict[str, RewardFn] = {
 """kind -> reward function."""
 
 NEEDS_ANSWER = frozenset({"math_answer", "meshrl.reward.math_answer:math_answer"})
-"""Kinds that compare a completion with the answer of its row, so that each row must have one."""
+"""Kinds that compare a completion with the answer of its row. With them, each row must have an answer."""
 
 CHECKS: dict[str, Callable[..., None]] = {
     "math_answer": check_math_answer,
     "format": check_format,
 }
-"""kind -> function of the config's args that raises ValueError on wrong ones and loads what grading needs, so that
-neither is met within the time limit of a grading."""
+"""kind -> function of the config's args. It raises ValueError for wrong ones, and imports the packages that grading
+needs, so that their import does not count in the time limit of a grading."""

@@ -1,13 +1,13 @@
-"""Is the final answer of a completion the right one? 1.0 or 0.0, by one of four rules.
+"""The reward for the right final answer: 1.0 or 0.0, by one of four rules.
 
-| rule | reads the completion as | right when |
+| rule | part of the completion that is read | right if |
 | --- | --- | --- |
-| gsm8k | its last `#### N` | N is the same string as the reference's, without commas, $ and a trailing period |
-| exact | the whole text | stripped texts are equal, or both are plain numbers of equal value (1.5e3 = 1,500) |
-| math_verify | the last boxed, LaTeX or plain expression in it | mathematically equal (1/2 = 0.5 = \\frac{1}{2}) |
-| auto | what follows `####` in its last line, or all of it without such a mark | exact or math_verify says so |
+| gsm8k | its last `#### N` | N is the same string as in the reference, without commas, $ and a trailing period |
+| exact | all of it | stripped texts are equal, or both are plain numbers of equal value (1.5e3 = 1,500) |
+| math_verify | the last boxed, LaTeX or plain expression | mathematically equal (1/2 = 0.5 = \\frac{1}{2}) |
+| auto | the text after `####` in its last line; without this mark, all of it | right by exact or by math_verify |
 
-auto and math_verify leave out what precedes `</think>`, and read the last <answer> element where there is one. A
+auto and math_verify ignore all text before `</think>`, and read the last <answer> element if there is one. A
 completion without a readable answer is wrong (0.0). A reference that can't be read is an error, not a wrong answer.
 """
 
@@ -35,7 +35,7 @@ _PLAIN_NUMBER = re.compile(
     r"[-+]?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,4})?"
 )
 _CURRENCY = re.compile(r"(?<![0-9.,])\$")
-_MULTIPLE_OF_E = re.compile(r"[0-9]\s*e")  # 2e-3 in the answer is then Euler's number, too
+_MULTIPLE_OF_E = re.compile(r"[0-9]\s*e")  # in the reference; e in the answer 2e-3 is then Euler's number, too
 _ALTERNATIVE = re.compile(r"\\(?:lor|vee)(?![a-zA-Z])")
 _CHOICES = tuple("ABCDEFGHIJ")
 _CHOICE = re.compile(r"\\boxed\{\s*(?:\\[a-z]+\s*\{\s*)?\(([A-J])\)")  # "(C) 5" states both the choice and its value
@@ -46,24 +46,24 @@ _LATEX_MARKS = ("$", "\\boxed", "\\(", "\\[")
 def math_answer(completion: str, answer: Any, *, rule: str = "auto") -> float:
     """1.0 when the completion's final answer equals the reference under `rule` (see the table above), else 0.0.
 
-    answer: the reference: a number, a text, LaTeX, or a whole GSM8K solution that ends in `#### N`.
+    answer: the reference: a number, a text, LaTeX, or a complete GSM8K solution that ends in `#### N`.
     Raises: ValueError for an unknown rule or a reference that the rule can't read.
     """
     return 1.0 if _rule(rule)(completion, str(answer)) else 0.0
 
 
 def check_args(rule: str = "auto") -> None:
-    """Refuse an unknown rule, and load math-verify where the rule may need it: it takes half a second to import."""
+    """Refuse an unknown rule, and import math-verify if the rule may need it: the import takes half a second."""
     _rule(rule)
     if rule in ("auto", "math_verify"):
         import math_verify  # noqa: F401
 
 
 def gsm8k(completion: str, answer: str) -> bool:
-    """The rule of the GSM8K benchmark: compare what stands after `#### `, as strings without commas.
+    """The rule of the GSM8K benchmark: compare the numbers after `#### `, as strings without commas.
 
-    Two additions that public evaluations share: the last `####` counts (the first of the benchmark's own script pays
-    a model for guessing several times), and a $ or a trailing period is ignored.
+    Two additions, as in public evaluations: the last `####` counts (the first one, as in the benchmark's own script,
+    rewards a model for guessing several times), and a $ or a trailing period is ignored.
     Source: github.com/openai/grade-school-math, dataset.py; lm-evaluation-harness, tasks/gsm8k (ignored characters).
     """
     marked = _MARKED.findall(completion)
@@ -82,9 +82,9 @@ def exact(completion: str, answer: str) -> bool:
 def math_verify(completion: str, answer: str) -> bool:
     """Equality by the math-verify package: fractions, roots, sets, intervals, equations, percentages.
 
-    Its own timeouts are off: they use SIGALRM, which can't end a hang in C; the worker's limit of CPU time can. What it
-    can't parse or compare, memory running out included, it calls unequal. Floats are compared to six decimals, and to
-    six significant digits where the reference is a number below 0.1.
+    Its own timeouts are off: they use SIGALRM, which can't end a hang in C; the worker's limit of CPU time can.
+    Expressions that it can't parse or compare, also for lack of memory, are unequal. Floats are compared to six
+    decimals, and to six significant digits if the reference is a number below 0.1.
 
     Source: github.com/huggingface/Math-Verify.
     """
@@ -103,7 +103,7 @@ def math_verify(completion: str, answer: str) -> bool:
 
 
 def auto(completion: str, answer: str) -> bool:
-    """Let the completion's form choose the rule; a GSM8K solution as reference is reduced to its number first."""
+    """Choose the rule by the completion's form. Of a GSM8K solution as reference, only its number is used."""
     reference = normalized(_gsm8k_reference(answer) if "####" in answer else answer)
     section = answer_section(completion)
     stated = normalized(marked_answer(section) or section)
@@ -148,7 +148,7 @@ def _math_reference(answer: str) -> list[Any]:
 
 
 def _parsed(text: str) -> list[Any]:
-    """The expressions that math-verify reads, then their text; the text alone for what is too large to evaluate."""
+    """The expressions that math-verify reads, then their text; only the text if they are too large to evaluate."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
     from meshrl.reward.expression_size import MAX_DIGITS, can_be_parsed, num_digits
@@ -158,7 +158,7 @@ def _parsed(text: str) -> list[Any]:
     text = _ALTERNATIVE.sub(", ", text)
     in_box = [LatexExtractionConfig(try_extract_without_anchor=False, boxed_match_priority=0)]
     anywhere = [LatexExtractionConfig(), ExprExtractionConfig()]
-    # Without the plain numbers: the last number of a box which can't be parsed is not its value.
+    # In boxes no plain numbers are searched: the last number of a box that can't be parsed is not its value.
     parsed = parse(text, extraction_config=in_box if box_contents(text) else anywhere, parsing_timeout=None)
     return [
         found
@@ -168,7 +168,7 @@ def _parsed(text: str) -> list[Any]:
 
 
 def _is_false_equation(expression: Any) -> bool:
-    """Whether both sides are numbers that differ by more than rounding: math-verify would take the right side."""
+    """Whether both sides are numbers that differ by more than rounding. math-verify would use only the right side."""
     if not getattr(expression, "is_Equality", False) or not expression.lhs.is_number or not expression.rhs.is_number:
         return False
     return bool(abs((expression.lhs - expression.rhs).evalf()) > 0.02 * abs(expression.rhs.evalf()))

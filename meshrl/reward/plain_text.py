@@ -1,7 +1,7 @@
 """The expression that plain text states: "the answer is minus 5", "5½ cups", "3 or 4", "$42 per week", "5 million".
 
-math-verify takes a number out of such text and ignores what surrounds it, so that "3π" would equal 3. Here a formula is
-taken as a whole, a number may have words around it, and text that states no single value is not read at all.
+math-verify takes a number out of such text and ignores the text around it, so that "3π" would equal 3. Here a formula
+is read completely, a number may have words around it, and text that states no single value is not read.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ def normalized_numbers(text: str) -> str:
 
 
 def stated_expression(text: str) -> str | None:
-    """The expression that the last "answer is" of `text` states, or else its last line.
+    """The expression that follows the last "answer is" in `text`, or else the expression in its last line.
 
-    Empty where that is read but states no single value ("at least 5"); None for text that math-verify has to search.
+    Empty for a statement without a single value ("at least 5"); None for text that math-verify has to search.
     """
     statements = list(_ANSWER_IS.finditer(text))
     if statements:
@@ -89,7 +89,7 @@ def stated_expression(text: str) -> str | None:
 
 
 def number_with_unit(text: str) -> str | None:
-    """The number of "18 dollars", as a box may hold; None for anything else."""
+    """The number in "18 dollars", which a box may contain; None for anything else."""
     match = re.fullmatch(rf"\$?({_PLAIN_NUMBER.pattern})\s+[^\W\d_]{{3,}}[^\d\\]*", text)
     return None if match is None or _CONNECTIVE.match(text, match.end(1) + 1) else match[1]
 
@@ -126,7 +126,7 @@ def _is_formula(text: str) -> bool:
 
 
 def _without_currency(text: str) -> str:
-    """`text` without dollar signs where they can't be delimiters of LaTeX, since their number is odd."""
+    """`text` without dollar signs if they can't be delimiters of LaTeX, because their number is odd."""
     return re.sub(r"\$ ?(?=-?[0-9.])", "", text) if text.count("$") % 2 else text
 
 

@@ -1,11 +1,11 @@
-"""Grading in processes that can be killed (P29): each item ends as a number or a typed Failure, whatever it does.
+"""Grading in processes that can be killed (P29): the result of each item is a number or a typed Failure, in any case.
 
-A thread for each worker process holds the conversation and the clock, so that a busy event loop neither delays a
-grader nor mistakes its own pause for a grader's. A worker that hangs, dies or runs out of memory is killed with all it
-started and replaced; only the item it was working on fails. One that dies may not have done so because of the item (the
-kernel picks any process when memory is short), so the item is graded once more before it fails. An answer that
-math_answer can't evaluate within its CPU time is wrong, not failed: its reward is 0.0. The isolation is against
-accidents, not malice: a grader has the user's rights and files.
+A thread for each worker process does the communication and measures the time, so that a busy event loop neither delays
+a grader nor counts its own pauses as a grader's. A worker that hangs, dies or runs out of memory is killed with all
+processes that it started, and is replaced; only the item that it was grading fails. The item need not be the cause of a
+worker's death (when memory is short, the kernel kills any process), so it is graded once more before it fails. An
+answer that math_answer can't evaluate within its CPU time is wrong, not failed: its reward is 0.0. The isolation is
+against accidents, not malice: a grader has the user's rights and files.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from meshrl.process.frames import receive_bytes, send_bytes
 from meshrl.process.guard import GuardedProcess
 
 Item = tuple[str, dict[str, Any]]
-"""(term, payload): payload holds completion, answer and the keywords OFFERED in kinds.py."""
+"""(term, payload): payload has completion, answer and the keywords OFFERED in kinds.py."""
 
-_START_TIMEOUT_S = 60.0  # imports of a user's module on a busy machine
-_END_TIMEOUT_S = 2.0  # the end of a process follows the end of its socket
-_ASYNC_GRACE_S = 1.0  # async graders are timed in the worker; past this much more, the loop itself hangs
+_START_TIMEOUT_S = 60.0  # enough for imports of a user's module on a busy machine
+_END_TIMEOUT_S = 2.0  # from the end of a socket to the end of its process
+_ASYNC_GRACE_S = 1.0  # the worker times async graders; if it takes this much longer, its event loop hangs
 _MAX_BATCH = 64  # items of one message, and async graders that wait together in one worker
 _MAX_REPLY_BYTES = 1 << 16
 
@@ -45,10 +45,10 @@ _MAX_REPLY_BYTES = 1 << 16
 class Sandbox:
     """A pool of worker processes that grade items with the functions of `terms`: {term: (kind, args)}.
 
-    functions: those that are Python objects, by term; they are sent to the workers by value where a worker can't import
-    them, as lambdas and what a script or a notebook defines.
+    functions: Python objects, by term. Functions that a worker can't import, such as lambdas and functions of a script
+    or a notebook, are sent by value.
     timeout_s: wall-clock seconds of one grading. max_memory_bytes: address space of one worker (enforced on Linux).
-    Workers look for a user's modules where this process does, then in the working folder; what they print is dropped.
+    Workers search a user's modules where this process does, then in the working folder; their output is dropped.
 
     Raises: ConfigError for a function that can't be sent.
     """
@@ -74,23 +74,23 @@ class Sandbox:
 
     @property
     def num_killed(self) -> int:
-        """Workers killed so far because of what they graded; each is replaced when it is next needed."""
+        """Workers killed so far because of an item; each is replaced when it is needed again."""
         return sum(worker.num_killed for worker in self._workers)
 
     @property
     def num_cpu_limited(self) -> int:
-        """Answers graded as wrong so far because math_answer used up its CPU time on them."""
+        """Answers graded as wrong so far because math_answer reached its limit of CPU time."""
         return sum(worker.num_cpu_limited for worker in self._workers)
 
     @property
     def num_redone(self) -> int:
-        """Gradings done again so far because their worker died."""
+        """Gradings repeated so far because their worker died."""
         return sum(worker.num_redone for worker in self._workers)
 
     async def start(self) -> None:
-        """Start all workers at once and wait until each has loaded every function; nothing to do the second time.
+        """Start all workers at once and wait until each has loaded every function; a second call does nothing.
 
-        Raises: ConfigError for a kind or arguments that can't work; RewardError when a worker doesn't come up.
+        Raises: ConfigError for a kind or arguments that can't work; RewardError when a worker does not start.
         """
         async with self._starting:
             if self._closed:
@@ -102,8 +102,8 @@ class Sandbox:
     async def grade(self, items: Sequence[Item]) -> list[float | Failure]:
         """One number or Failure for each item, in order; starts the workers if they have not been started.
 
-        Items travel in batches, so that many quick gradings cost few round trips; each item has its own clock.
-        Raises: ConfigError and RewardError as `start`; RewardError when closed, also in the middle of it.
+        Items are sent in batches, so that many quick gradings need few round trips; each item has its own timeout.
+        Raises: ConfigError and RewardError as `start`; RewardError when the sandbox is closed, also while it grades.
         """
         await self.start()
         batches = self._batches(items)
@@ -113,7 +113,8 @@ class Sandbox:
         return [results[i] for i in range(len(items))]
 
     async def close(self) -> None:
-        """Kill every worker with all it started. What is being graded raises RewardError. May be called twice."""
+        """Kill all workers and the processes that they started. Running gradings raise RewardError. A second call does
+        nothing."""
         if self._closed:
             return
         self._closed = True
@@ -123,7 +124,7 @@ class Sandbox:
         self._threads.shutdown()
 
     def _batches(self, items: Sequence[Item]) -> list[list[int]]:
-        """Indices of items by message: sync and async ones apart, sync ones in two rounds so that workers even out."""
+        """Item indices of each message: sync and async items separately, sync ones in two rounds to balance workers."""
         is_async = [term in self._workers[0].async_terms for term, _ in items]
         batches = []
         for kind, rounds in ((False, 2), (True, 1)):
@@ -133,15 +134,15 @@ class Sandbox:
         return batches
 
     def _with_worker(self, use: Callable[[_Worker], Any]) -> Any:
-        """Runs in a thread. First in, first out: N uses at once, as at the start, are N different workers."""
-        worker = self._idle.get()  # as many threads as workers, so there is one
+        """Runs in a thread. First in, first out: N calls at once, as at the start, use N different workers."""
+        worker = self._idle.get()  # there are as many threads as workers, so one is idle
         try:
             return use(worker)
         finally:
             self._idle.put(worker)
 
     def _dispose(self) -> None:
-        self._idle.get().release()  # waits for the thread that still holds it; its process is dead, so that ends soon
+        self._idle.get().release()  # waits for the thread that still uses it: not long, since its process was killed
 
     async def _in_threads(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
         loop = asyncio.get_running_loop()
@@ -150,18 +151,18 @@ class Sandbox:
 
 @dataclass(slots=True)
 class _Running:
-    """A started process and this side's end of the socket to it."""
+    """A started process, and the parent's end of the socket to it."""
 
     process: GuardedProcess
     link: socket.socket
 
 
 class _Worker:
-    """One worker process and the conversation with it. Used by one thread at a time; `end` may come from any."""
+    """One worker process and the communication with it. Used by one thread at a time; any thread may call `end`."""
 
     def __init__(self, setup: dict[str, Any]):
         self._setup = setup
-        self._lock = threading.Lock()  # guards _running and _ended: an `end` may come in the middle of a restart
+        self._lock = threading.Lock()  # guards _running and _ended: `end` may be called during a restart
         self._ended = False
         self._running: _Running | None = None
         self.async_terms: frozenset[str] = frozenset()
@@ -212,7 +213,7 @@ class _Worker:
             return self._running
 
     def grade(self, items: list[Item]) -> list[float | Failure]:
-        """Grade a batch that is all sync or all async, through as many processes as it breaks."""
+        """Grade a batch that is all sync or all async, with a new process after each one that breaks."""
         is_async = items[0][0] in self.async_terms
         results: dict[int, float | Failure] = {}
         todo = list(range(len(items)))
@@ -221,13 +222,13 @@ class _Worker:
         while todo:
             running = self.start()
             sent = todo[:1] if one_by_one else todo
-            answered, broken = self._converse(running, [items[i] for i in sent])
+            answered, broken = self._exchange(running, [items[i] for i in sent])
             if self._ended:
                 raise RewardError(_CLOSED)
             results |= {sent[place]: result for place, result in answered.items()}
             todo = [i for i in todo if i not in results]
             if broken is not None and is_async and len(sent) > 1:
-                one_by_one = True  # any of those in flight may have done it: each gets its own turn
+                one_by_one = True  # any of the running items may be the cause: each is graded alone
             elif broken is not None and broken.kind == "crash" and todo[0] not in again:
                 again.add(todo[0])
                 self.num_redone += 1
@@ -235,8 +236,8 @@ class _Worker:
                 results[todo.pop(0)] = broken
         return [results[i] for i in range(len(items))]
 
-    def _converse(self, running: _Running, items: list[Item]) -> tuple[dict[int, float | Failure], Failure | None]:
-        """Send items and collect answers by place, until all are there or the process breaks; then it is killed."""
+    def _exchange(self, running: _Running, items: list[Item]) -> tuple[dict[int, float | Failure], Failure | None]:
+        """Send items and collect answers by index, until all are complete or the process breaks; then it is killed."""
         timeout_s = self._setup["timeout_s"]
         answered: dict[int, float | Failure] = {}
         broken = None
@@ -255,7 +256,7 @@ class _Worker:
         except TimeoutError:
             broken = Failure(kind="timeout", message=f"no answer within {timeout_s:g} s; its worker was killed")
         except (ValueError, KeyError) as error:
-            broken = _broke_off(error)
+            broken = _incomplete(error)
         except (OSError, EOFError) as error:
             code = running.process.exit_code(_END_TIMEOUT_S)
             if code == -signal.SIGPROF and items[len(answered)][0] in self._cpu_limited_terms:
@@ -265,29 +266,29 @@ class _Worker:
             elif code is not None:
                 broken = Failure(kind="crash", message=f"the worker died with {exit_text(code)}")
             else:
-                broken = _broke_off(error)
+                broken = _incomplete(error)
         if broken or retire:
             self.release()
             self.num_killed += 1
         return answered, broken
 
     def end(self) -> None:
-        """Kill the process for good. A thread that waits for its answer gets an end of file, and no restart."""
+        """Kill the process and do not restart it. A thread that waits for an answer gets an end of file."""
         with self._lock:
             self._ended = True
             if self._running is not None:
                 self._running.process.kill()
 
     def release(self) -> None:
-        """Kill the process, close the socket and forget both; only by the thread that uses it."""
+        """Kill the process and close its socket; only for the thread that uses the worker."""
         if self._running is not None:
             self._running.process.kill()
             self._running.link.close()
             self._running = None
 
 
-def _broke_off(error: Exception) -> Failure:
-    return Failure(kind="crash", message=f"the worker's answer broke off: {type(error).__name__}: {error}")
+def _incomplete(error: Exception) -> Failure:
+    return Failure(kind="crash", message=f"the worker's answer is incomplete: {type(error).__name__}: {error}")
 
 
 def _pickled(term: str, function: Callable[..., Any]) -> bytes:
@@ -295,14 +296,14 @@ def _pickled(term: str, function: Callable[..., Any]) -> bytes:
 
     try:
         return cloudpickle.dumps(function)
-    except Exception as error:  # whatever the function refers to decides what pickling it raises
+    except Exception as error:  # pickling any object that the function uses may raise anything
         raise ConfigError(
             f"reward.terms.{term}: the function can't be sent to a worker process: {type(error).__name__}: {error}. "
-            "Let it make or import within its body what it now takes from outside"
+            "Let the function create or import such objects in its body"
         ) from error
 
 
 _CLOSED = "the reward workers are closed; start a new Scorer to grade more"
 
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-"""Numeric libraries reserve address space for each thread, which would eat the memory limit on a large machine."""
+"""Numeric libraries reserve address space for each thread, which could exceed the memory limit on a large machine."""

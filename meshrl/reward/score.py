@@ -1,4 +1,4 @@
-"""Trajectories -> rewards: every term of the config graded in the workers, then their weighted sum.
+"""Rewards of trajectories: the workers grade every term of the config; the reward is the weighted sum.
 
 G gradings = trajectories x terms.
 """
@@ -23,18 +23,18 @@ _ADVICE = {
     "memory": "Let the reward function use less memory, or raise reward.max_memory_bytes ({max_memory_bytes}).",
     "timeout": "Make the reward function faster, or raise reward.timeout_s ({timeout_s:g}).",
 }
-"""Kind of a failed grading -> what to change."""
+"""Kind of a failed grading -> advice to the user."""
 
 
 class Scorer:
-    """Fills `rewards` and `reward` of trajectories. One Scorer lives through a run and owns its worker processes.
+    """Fills `rewards` and `reward` of trajectories. One Scorer and its worker processes exist for all of a run.
 
-    `score` starts the workers if nobody did; calling `start` before any model is loaded finds a reward that can't
-    work when it costs nothing.
+    `score` starts the workers if they were not started. Call `start` before any model is loaded: a reward function that
+    can't work is then found early.
     """
 
     def __init__(self, cfg: RewardConfig, functions: Mapping[str, Callable[..., Any]] | None = None):
-        """functions: of the terms whose kind stands for a Python object. Raises: ConfigError, as Sandbox."""
+        """functions: Python objects given in place of a kind, by term. Raises: ConfigError, as Sandbox."""
         self._cfg = cfg
         self._sandbox = Sandbox(
             {name: (term.kind, dict(term.args)) for name, term in cfg.terms.items()},
@@ -45,14 +45,14 @@ class Scorer:
         )
 
     async def start(self) -> None:
-        """Start the workers. Raises: ConfigError for a term that can't work, RewardError when none comes up."""
+        """Start the workers. Raises: ConfigError for a term that can't work, RewardError if a worker does not start."""
         await self._sandbox.start()
 
     async def score(self, trajectories: Sequence[Trajectory]) -> list[Metric]:
         """Grade every trajectory that ended by itself or was truncated; failed and evicted ones get reward None.
 
-        A trajectory with a failed grading gets reward None as well, keeps the Failure in `rewards`, and is counted:
-        a grader's trouble is never a reward of 0.
+        A trajectory with a failed grading also gets reward None, has the Failure in `rewards`, and is counted: a
+        failure of a grader is never a reward of 0.
 
         Raises: RewardError when the share of failed gradings is above `max_failure_fraction`.
         """
@@ -76,14 +76,14 @@ class Scorer:
         ]
 
     async def grade(self, items: Sequence[tuple[str, Trajectory]]) -> list[float | Failure]:
-        """The result of each (term, trajectory), in order. The trajectories stay as they are and nothing is counted."""
+        """The result of each (term, trajectory), in order. Trajectories are not changed and nothing is counted."""
         payloads = [_payload(trajectory) for _, trajectory in items]
         asked = [(name, payload) for (name, _), payload in zip(items, payloads) if isinstance(payload, dict)]
         graded = iter(await self._sandbox.grade(asked))
         return [next(graded) if isinstance(payload, dict) else payload for payload in payloads]
 
     async def close(self) -> None:
-        """End the workers and everything they started."""
+        """End the workers and all processes that they started."""
         await self._sandbox.close()
 
     def _weighted_sum(self, rewards: dict[str, float | Failure]) -> float | None:
@@ -130,7 +130,7 @@ class Scorer:
 
 
 def _payload(trajectory: Trajectory) -> dict[str, Any] | Failure:
-    """What the workers are told about a trajectory; a Failure when its agent left no text to grade."""
+    """The data about a trajectory for the workers; a Failure when its agent left no text to grade."""
     turns = trajectory.turns
     if not turns or not turns[-1].messages:
         return Failure(kind="agent", message="the trajectory has no parsed message in its last turn")

@@ -1,5 +1,5 @@
-"""Reward functions are tried before a run depends on them: those of REWARDS on known completions, a user's on the
-answers of the data. Both are graded by the workers, as all completions of the run are.
+"""Tries reward functions before a run depends on them: built-in functions on known completions, a user's on the answers
+of the data. The workers grade them like the completions of the run.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from meshrl.reward.score import Scorer
 
 Note = Callable[[str], None]
 Pair = tuple[float | Failure, float | Failure]
-"""Results of one row's answer taken as the completion, and of the empty completion."""
+"""Result of one row's answer as the completion, and result of the empty completion."""
 
-NUM_ROWS = 4  # of the data that a user's functions are tried on
-_TRIAL_S = 0.2  # after this long no further row is tried: a judge, or a program that is run, may take seconds for each
+NUM_ROWS = 4  # rows of the data on which a user's functions are tried
+_TRIAL_S = 0.2  # no further row is tried after this time: a judge model may take seconds for each
 
 TEXTS = (
     "",
@@ -33,10 +33,10 @@ TEXTS = (
     '{"answer": 4}',
     "word " * 100,
 )
-"""Completions of different forms: a regular expression that fits all of them asks for no form."""
+"""Completions of different forms: a regular expression that fits all of them requires no form."""
 
 # Exceptions that a completion of the wrong form hardly ever causes. ValueError, IndexError, KeyError and everything
-# about NoneType are not among them: a function raises them where it looks for a mark and finds none.
+# about NoneType are not among them: a function raises them when it searches for a marker and finds none.
 _INDEPENDENT_OF_THE_TEXT = (
     "NameError",
     "ImportError",
@@ -49,7 +49,7 @@ _INDEPENDENT_OF_THE_TEXT = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Example:
-    """A completion that answers rightly and one that does not."""
+    """A completion with the right answer and one with a wrong answer."""
 
     answer: str
     right: str
@@ -61,13 +61,13 @@ MATH_EXAMPLES = {
     "exact": Example(answer="4", right="4", wrong="5"),
     "math_verify": Example(answer="0.5", right="$\\boxed{\\frac{1}{2}}$", wrong="$\\boxed{\\frac{1}{3}}$"),
 }
-"""rule -> example; the rule auto has to agree with all of them."""
+"""rule -> example; the rule auto must grade all of them right."""
 
 
 async def try_built_in(scorer: Scorer, terms: dict[str, RewardTerm], note: Note) -> None:
-    """Grade known completions with each term of SELF_TESTS.
+    """Grade known completions with each term that has an entry in SELF_TESTS.
 
-    Raises: ConfigError for a term that can't grade them, or scores a right one no higher than a wrong one.
+    Raises: ConfigError for a term that can't grade them, or that scores a right one no higher than a wrong one.
     """
     for name, term in terms.items():
         if term.kind in SELF_TESTS:
@@ -77,9 +77,9 @@ async def try_built_in(scorer: Scorer, terms: dict[str, RewardTerm], note: Note)
 async def try_on_answers(scorer: Scorer, cfg: RewardConfig, prompts: Sequence[Prompt], note: Note) -> None:
     """Grade the answers of these prompts, and empty completions, with every term that is a user's function.
 
-    Where none of the prompts has an answer, a note says which functions then grade every completion alike.
+    If none of the prompts has an answer, a note names the functions that then score different completions alike.
 
-    Raises: ConfigError for a function that fails on all of them in a way that no completion causes.
+    Raises: ConfigError for a function that fails on all of them with an error that does not depend on the completion.
     """
     users = [name for name, term in cfg.terms.items() if term.kind not in SELF_TESTS]
     if prompts and all(prompt.answer is None for prompt in prompts):
@@ -99,13 +99,13 @@ async def try_on_answers(scorer: Scorer, cfg: RewardConfig, prompts: Sequence[Pr
         if time.monotonic() - began > _TRIAL_S:
             break
     for name in users if tried else ():
-        found = judge(name, cfg.terms[name], pairs[name])
+        found = check_results(name, cfg.terms[name], pairs[name])
         if found is not None:
             note(f"note: {found} (tried on {', '.join(tried)})")
 
 
 async def _try_without_answers(scorer: Scorer, users: Sequence[str], prompt: Prompt, note: Note) -> None:
-    """A note for each function that can't tell a text of many forms from none while its answer is None."""
+    """Report each function whose result for a text of many forms equals the one for no text, with None as answer."""
     texts = ("\n".join(TEXTS), "")
     graded = await scorer.grade([(name, _attempt(prompt, text)) for name in users for text in texts])
     for name, some, empty in zip(users, graded[::2], graded[1::2]):
@@ -121,8 +121,8 @@ async def _try_without_answers(scorer: Scorer, users: Sequence[str], prompt: Pro
         )
 
 
-def judge(name: str, term: RewardTerm, pairs: Sequence[Pair]) -> str | None:
-    """What a user should know about a function with these results; None when they are as expected.
+def check_results(name: str, term: RewardTerm, pairs: Sequence[Pair]) -> str | None:
+    """A note for the user about a function with these results; None when they are as expected.
 
     Raises: ConfigError, as try_on_answers.
     """
@@ -133,24 +133,24 @@ def judge(name: str, term: RewardTerm, pairs: Sequence[Pair]) -> str | None:
         if _independent_of_the_text([*failures, *(empty for _, empty in pairs)]):
             raise ConfigError(
                 f"{which} failed on the data's own answers and on empty completions alike, with {first}. Fix the "
-                "function, or data.answer where it names a column of another type than the function expects"
+                "function, or data.answer if it names a column of another type than the function expects"
             )
         return (
             f"{which} failed on each of the data's own answers, with {first}; this is right only for a function that "
-            "can't grade a bare answer. Such failures are masked, not scored 0"
+            "can't grade an answer alone. Such failures are masked, not scored 0"
         )
     scored = [(own, empty) for own, empty in pairs if not isinstance(own, Failure) and not isinstance(empty, Failure)]
     if term.weight > 0 and scored and all(own <= empty for own, empty in scored):
         own, empty = scored[0]
         return (
             f"{which} scores the data's own answers no higher than an empty completion ({own:g} and {empty:g}); this "
-            "is right only for a function that does not judge the answer, or wants it in some form"
+            "is right only for a function that does not grade the answer, or that requires a form of it"
         )
     return None
 
 
 def _independent_of_the_text(results: Sequence[float | Failure]) -> bool:
-    """Whether all failed with one exception, which says nothing of the completion."""
+    """Whether all failed with the same exception, and the completion can't be its cause."""
     if len({repr(result) for result in results}) > 1 or not isinstance(results[0], Failure):
         return False
     kind, message = results[0].kind, results[0].message
@@ -168,7 +168,7 @@ async def _try_math_answer(scorer: Scorer, name: str, term: RewardTerm, note: No
                 f"reward.terms.{name} of kind {term.kind!r} with args {term.args} failed its self-test: for the answer "
                 f"{example.answer!r} it scored the right completion {example.right!r} {right:g} and the wrong one "
                 f"{example.wrong!r} {wrong:g}; the right one must score higher. Install meshrl and its requirements "
-                "(math-verify, latex2sympy2_extended, sympy) anew"
+                "(math-verify, latex2sympy2_extended, sympy) again"
             )
 
 
@@ -177,7 +177,7 @@ async def _try_format(scorer: Scorer, name: str, term: RewardTerm, note: Note) -
     if all(scores):
         note(
             f"note: reward.terms.{name} with regex {term.args['regex']!r} fits {len(TEXTS)} texts of different forms, "
-            "the empty one too; a term that fits every completion teaches no form"
+            "also the empty one; a term that fits every completion teaches no form"
         )
 
 
@@ -196,7 +196,7 @@ async def _scores(scorer: Scorer, name: str, term: RewardTerm, cases: Sequence[t
 
 
 def _attempt(prompt: Prompt, text: str) -> Trajectory:
-    """A trajectory of one turn that has this text, as if each character and the end were a token."""
+    """A trajectory of one turn with this text, as if each character and the end were a token."""
     size = len(text) + 1
     turn = Turn(
         context_ids=np.zeros(0, np.int32),

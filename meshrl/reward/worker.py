@@ -2,12 +2,12 @@
 (process/guard.py). It imports no torch. It reads batches from the socket FD and answers each item as soon as it is
 graded.
 
-math_answer evaluates what a model wrote, so its work is unbounded. A grading of it has a limit of CPU time, which the
-load of the machine doesn't change, and the kernel enforces it with SIGPROF, which also ends a hang in C. The
-process dies instead of raising an exception: one inside of SymPy leaves caches behind that change later results.
+math_answer evaluates expressions that a model wrote, so its work is unbounded. Each of its gradings has a limit of CPU
+time, which does not depend on the machine's load. The kernel enforces the limit with SIGPROF, which also ends a hang in
+C. The process dies and raises no exception: an exception inside SymPy leaves caches that change later results.
 
-Frames are bytes (process/frames.py): pickle towards the worker, which trusts its parent, and JSON back, so that no
-answer can run code in the parent.
+Frames are bytes (process/frames.py): pickle to the worker, which trusts its parent, and JSON back, so that no answer
+can run code in the parent.
 
     parent -> worker   dict(terms={term: (kind, args)}, functions={term: pickled function}, timeout_s,
                        max_memory_bytes), then lists of (term, payload)
@@ -37,20 +37,20 @@ from meshrl.reward.kinds import Grader, make_grader
 from meshrl.reward.math_answer import math_answer
 
 MATH_CPU_S = 1.0
-"""CPU seconds of one grading by math_answer; nearly all take less than a tenth."""
+"""CPU seconds of one grading by math_answer; nearly all gradings take less than a tenth of it."""
 
 _MAX_MESSAGE_CHARS = 400
 
 
 def main(fd: int) -> NoReturn:
-    """Serve below a guard, which ends as this process does."""
+    """Serve below a guard process, which ends with this process."""
     fork_below_guard()
     serve(socket.socket(fileno=fd))
     os._exit(0)
 
 
 def serve(link: socket.socket) -> None:
-    """Read the setup, say ready, grade batches until the parent closes the socket."""
+    """Read the setup, report ready, grade batches until the parent closes the socket."""
     setup = pickle.loads(receive_bytes(link))
     _limit(resource.RLIMIT_CORE, 0)
     _limit(resource.RLIMIT_AS, setup["max_memory_bytes"])
@@ -62,7 +62,7 @@ def serve(link: socket.socket) -> None:
         _send(link, config_error=str(error))
         return
     _drop_output()
-    cpu_s = min(MATH_CPU_S, setup["timeout_s"] / 2)  # before the parent's clock, also on a busy machine
+    cpu_s = min(MATH_CPU_S, setup["timeout_s"] / 2)  # ends before the parent's timeout, also on a busy machine
     cpu_limits = {term: cpu_s for term, grader in graders.items() if grader.function is math_answer}
     _send(link, ready=[term for term, grader in graders.items() if grader.is_async], cpu_limited=list(cpu_limits))
     keeps_children = _has_children()  # a user's module may start a helper process at import
@@ -76,7 +76,7 @@ def serve(link: socket.socket) -> None:
             _grade_in_order(link, graders, cpu_limits, batch, keeps_children)
             continue
         if loop is None:
-            import asyncio  # the slowest import here by far, and most workers never need it
+            import asyncio  # by far the slowest import here, and most workers do not need it
 
             loop = asyncio.new_event_loop()
         loop.run_until_complete(_grade_together(link, graders, batch, setup["timeout_s"]))
@@ -85,26 +85,26 @@ def serve(link: socket.socket) -> None:
 def _grade_in_order(
     link: socket.socket, graders: dict[str, Grader], cpu_limits: dict[str, float], batch: list, keeps_children: bool
 ) -> None:
-    """One item after the other; the parent holds the clock, which each answer restarts."""
+    """Grade one item after the other; the parent measures the time, from one answer to the next."""
     pid = os.getpid()
     for index, (term, payload) in enumerate(batch):
         try:
             signal.setitimer(signal.ITIMER_PROF, cpu_limits.get(term, 0.0))  # 0 = no limit
-            reply = _judged(graders[term](payload))
+            reply = _value_reply(graders[term](payload))
         except BaseException as error:  # user code: SystemExit and KeyboardInterrupt included
-            reply = _failed(error)
+            reply = _failure_reply(error)
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         if os.getpid() != pid:
-            os._exit(0)  # the function forked, and this is the child coming back from it
+            os._exit(0)  # the function forked, and this is its child process
         if not keeps_children and _has_children():
-            reply["retire"] = True  # what it left running is killed with this process group
+            reply["retire"] = True  # children that still run are killed with this process group
         _send(link, item=index, **reply)
         if "retire" in reply:
             return
 
 
 async def _grade_together(link: socket.socket, graders: dict[str, Grader], batch: list, timeout_s: float) -> None:
-    """All items at once: they mostly wait for an endpoint. Each has its own clock from now on."""
+    """Grade all items at once: they mostly wait for an endpoint. The time of each starts now."""
     import asyncio
 
     async def one(index: int, term: str, payload: dict[str, Any]) -> None:
@@ -112,9 +112,9 @@ async def _grade_together(link: socket.socket, graders: dict[str, Grader], batch
         try:
             async with clock:
                 value = await graders[term](payload)
-            reply = _judged(value)
+            reply = _value_reply(value)
         except BaseException as error:  # user code
-            reply = _failed(error)
+            reply = _failure_reply(error)
             if clock.expired():
                 reply = {"failure": ["timeout", f"no answer within {timeout_s:g} s"]}
         _send(link, item=index, **reply)
@@ -122,16 +122,16 @@ async def _grade_together(link: socket.socket, graders: dict[str, Grader], batch
     await asyncio.gather(*(one(index, term, payload) for index, (term, payload) in enumerate(batch)))
 
 
-def _judged(value: Any) -> dict[str, Any]:
-    """The reply for what a reward function returned: a finite number, or a failure that shows the value."""
+def _value_reply(value: Any) -> dict[str, Any]:
+    """The reply for a returned value: a finite number, or a failure that shows another value."""
     if isinstance(value, bool | numbers.Real) and math.isfinite(value):
         return {"value": float(value)}
     text = repr(value)[:100]
     return {"failure": ["bad_value", f"returned {text} ({type(value).__name__}); a reward is a finite number"]}
 
 
-def _failed(error: BaseException) -> dict[str, Any]:
-    """The reply for what a reward function raised, with the place in the user's code."""
+def _failure_reply(error: BaseException) -> dict[str, Any]:
+    """The reply for an exception of a reward function, with file and line of the user's code."""
     where = traceback.extract_tb(error.__traceback__)[-1:]
     place = f" at {where[0].filename}:{where[0].lineno}" if where else ""
     message = " ".join(f"{type(error).__name__}: {error}{place}".split())[:_MAX_MESSAGE_CHARS]
@@ -141,7 +141,7 @@ def _failed(error: BaseException) -> dict[str, Any]:
 
 
 def _has_children() -> bool:
-    """Whether this process has children, running or not yet waited for. Never True where waitid is missing."""
+    """Whether this process has children, running or not yet waited for. Always False where waitid is missing."""
     if not hasattr(os, "waitid"):
         return False
     try:
@@ -152,7 +152,7 @@ def _has_children() -> bool:
 
 
 def _drop_output() -> None:
-    """From here on, what a function prints goes nowhere; before, it explains why a worker did not start."""
+    """Discard all output from now on. Earlier output shows why a worker did not start."""
     sys.stdout.flush()
     sys.stderr.flush()
     null = os.open(os.devnull, os.O_WRONLY)

@@ -1,5 +1,5 @@
-"""The checks that every engine makes when a request arrives (ids, room, stop ids, sampling parameters, extras), so that
-no step can fail on them."""
+"""The checks that every engine makes when it gets a request (ids, room, stop ids, sampling parameters, extras), so that
+no step can fail because of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshrl.core.types import Request, SamplingParams, StopReason
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
-    """Where a request ends: at one of stop_ids, or after limit new tokens, with limit_reason."""
+    """Where a request ends: at one of stop_ids, or after `limit` new tokens, with the stop reason limit_reason."""
 
     stop_ids: frozenset[int]
     limit: int
@@ -23,7 +23,7 @@ class Bounds:
 
 
 def check_admission(request: Request, engine_id: str, version: int, closed: bool, unfinished: Container[str]) -> None:
-    """version: the one that the engine will sample with. unfinished: ids of requests.
+    """version: the weight version that the engine will sample with. unfinished: ids of unfinished requests.
 
     Raises: StaleWeightsError, RequestError.
     """
@@ -31,7 +31,7 @@ def check_admission(request: Request, engine_id: str, version: int, closed: bool
         raise StaleWeightsError(
             f"{engine_id} has weight version {version}, request {request.id} needs {request.min_version} or more (-1 = "
             "none is committed); sync weights first, or call trust_loaded_weights() to sample with the weights of the "
-            "folder"
+            "model folder"
         )
     if closed or request.id in unfinished:
         why = "this engine is closed" if closed else "a request with that id is not finished; ids must be unique"
@@ -41,9 +41,9 @@ def check_admission(request: Request, engine_id: str, version: int, closed: bool
 def check_supported(
     request: Request, engine: str, has_extra: Callable[[str], bool] = lambda name: False, extras: str = "none"
 ) -> None:
-    """What no engine does yet, and extras that this one does not return. engine, extras: as the error names them.
+    """Refuse what no engine supports yet, and extras that this one does not return.
 
-    Raises: CapabilityError.
+    engine, extras: their names in the error. Raises: CapabilityError.
     """
     if request.media or request.media_spans:
         raise CapabilityError(f"request {request.id} has media; {engine} takes text only")
@@ -61,8 +61,8 @@ def topk_of(name: str) -> int:
 
 
 def bounds_of(request: Request, stop_token_ids: tuple[int, ...], max_context_tokens: int, vocab_size: int) -> Bounds:
-    """A request ends at the engine's stop ids (unless ignore_eos) and at its own, at max_new_tokens ("length"), or
-    where max_context_tokens leaves no room ("context"). Stop strings are searched for beside it (stop_strings.py).
+    """A request ends at the engine's stop ids (unless ignore_eos) or its own, at max_new_tokens ("length"), or where
+    max_context_tokens leaves no room ("context"). Stop strings are searched separately (stop_strings.py).
 
     Raises: RequestError.
     """
@@ -76,14 +76,14 @@ def bounds_of(request: Request, stop_token_ids: tuple[int, ...], max_context_tok
     if request.max_new_tokens <= len(prefix):
         raise RequestError(
             f"request {request.id}: max_new_tokens is {request.max_new_tokens} and prefix_output already has "
-            f"{len(prefix)} tokens; max_new_tokens counts the whole output, so it must be larger"
+            f"{len(prefix)} tokens; max_new_tokens counts the prefix, too, so it must be larger"
         )
     room = max_context_tokens - len(context) - len(prefix)
     if room < 1:
         raise RequestError(
             f"request {request.id}: {len(context)} context + {len(prefix)} prefix tokens can never fit; this engine "
-            f"holds {max_context_tokens} tokens a request, one of them new. Shorten the context, or raise "
-            "rollout.max_context_tokens if the model allows"
+            f"takes {max_context_tokens} tokens per request, and at least one of them is new. Shorten the context, or "
+            "raise rollout.max_context_tokens if the model allows it"
         )
     _check_sampling(request.id, request.sampling)
     wanted = request.max_new_tokens - len(prefix)
@@ -112,4 +112,6 @@ def _check_sampling(request_id: str, p: SamplingParams) -> None:
         if not fits:
             raise RequestError(f"request {request_id}: sampling.{name} is {value}; allowed: {allowed}")
     if isinstance(p.stop, str) or not all(isinstance(text, str) and text for text in p.stop):
-        raise RequestError(f"request {request_id}: sampling.stop is {p.stop!r:.80}; allowed: texts, none of them empty")
+        raise RequestError(
+            f"request {request_id}: sampling.stop is {p.stop!r:.80}; allowed: a list of strings, none of them empty"
+        )

@@ -1,4 +1,4 @@
-"""The protocol that every rollout engine speaks, and the records of its answers.
+"""The protocol that every rollout engine implements, and its records.
 
 One contract suite (tests/contract/test_rollout_engines.py) runs over all implementations.
 """
@@ -16,21 +16,21 @@ from meshrl.core.types import Media, Request, Turn
 from meshrl.sync.receiver import WeightReceiver
 
 PauseMode = Literal["wait", "abort", "keep"]
-PARTS = ("weights", "kv_cache", "graphs")  # of an engine's memory
+PARTS = ("weights", "kv_cache", "graphs")  # parts of an engine's memory that can be released
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capabilities:
-    """What an engine can do besides sampling and taking weights; asking for anything else is a CapabilityError."""
+    """What an engine can do besides sampling and loading weights; anything else raises CapabilityError."""
 
-    release: bool = False  # its memory
-    in_flight: bool = False  # weights may change under running requests (pause mode keep)
+    release: bool = False  # it can release its memory
+    in_flight: bool = False  # weights may change while requests run (pause mode keep)
     score: bool = False
 
 
 @dataclass(kw_only=True, slots=True)
 class EngineStats:
-    """A snapshot: requests running and waiting, tokens held in the cache, room left, speed, weight version."""
+    """A snapshot: running and waiting requests, tokens in the cache, free rows, speed, weight version."""
 
     running: int = 0
     waiting: int = 0
@@ -44,27 +44,26 @@ class EngineStats:
 
 
 def check_parts(parts: set[str]) -> None:
-    """What `release` and `restore` are asked for. Raises: CapabilityError."""
+    """Check the argument of `release` and `restore`. Raises: CapabilityError."""
     if not parts <= set(PARTS):
         raise CapabilityError(f"parts {sorted(parts - set(PARTS))} are unknown; allowed: {', '.join(PARTS)}")
 
 
 class RolloutEngine(WeightReceiver, Protocol):
-    """token ids -> token ids + logprobs. Weights arrive through the WeightReceiver half of the protocol.
+    """token ids -> token ids + logprobs. Weights are loaded through the methods of WeightReceiver.
 
-    States of weights: none (version -1) -> begin .. commit -> version v. generate() with min_version above the
-    version raises StaleWeightsError; while a sync is open, the version is the one that is arriving, and requests wait
-    for it.
+    States of weights: none (version -1) -> begin .. commit -> version v. generate() raises StaleWeightsError when
+    min_version is above the version. While a sync is open, the version of that sync counts, and requests wait for it.
     """
 
     capabilities: Capabilities
 
     async def generate(self, request: Request) -> Turn:
-        """Sample one turn. Waits while paused. An aborted request returns all tokens so far, stop_reason "abort"."""
+        """Sample one turn. Waits while paused. An aborted request returns its tokens so far, stop_reason "abort"."""
         ...
 
     async def score(self, ids: np.ndarray, media: dict[str, Media] | None = None) -> np.ndarray:
-        """Teacher-forced logprobs at temperature 1, float32[T]; index 0 is 0. For probes of cache, load, mismatch."""
+        """Teacher-forced logprobs at temperature 1, float32[T]; index 0 is 0. Used to test cache, loading, mismatch."""
         ...
 
     async def abort(self, ids: Sequence[str] | None = None) -> int:
@@ -72,14 +71,14 @@ class RolloutEngine(WeightReceiver, Protocol):
         ...
 
     def trust_loaded_weights(self, version: int = 0) -> None:
-        """Sample with the weights of the model's folder, as this version, until a sync begins: for evaluation.
+        """Sample with the weights of the model folder, under this version number, until a sync begins: for evaluation.
 
-        Raises: StaleWeightsError when they have been replaced since.
+        Raises: StaleWeightsError when a sync or a release has replaced them.
         """
         ...
 
     async def pause(self, mode: PauseMode = "wait") -> None:
-        """Stop stepping: wait = running requests finish first, abort = they return, keep = they stay in place."""
+        """Stop sampling: wait = running requests finish first, abort = they return now, keep = they stay in place."""
         ...
 
     async def resume(self) -> None: ...
@@ -89,7 +88,7 @@ class RolloutEngine(WeightReceiver, Protocol):
         ...
 
     async def restore(self, parts: set[str]) -> int:
-        """Take them back; returns bytes taken. Restored weights are garbage until the next full sync."""
+        """Allocate released parts again; returns bytes. Restored weights are garbage until the next full sync."""
         ...
 
     def stats(self) -> EngineStats: ...

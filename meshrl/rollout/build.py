@@ -1,4 +1,4 @@
-"""`rollout.engine` -> the engine of a rank."""
+"""Build a rank's engine from `rollout.engine`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def build_rollout_engine(
     rank: int,
     stop_token_ids: tuple[int, ...],
 ) -> RolloutEngine:
-    """The engine of this rank's device, without a weight version. Blocks until it can take requests.
+    """The engine on this rank's device, without a weight version. Blocks until it can take requests.
 
     Raises: ConfigError when rollout.max_context_tokens is more than the model has positions; EngineFailure.
     """
@@ -47,6 +47,7 @@ def build_rollout_engine(
 
 
 def takes_adapters(cfg: RolloutConfig) -> bool:
-    """Whether LoRA adapters are sent beside the base; else the trainer merges them into it. A server has none, but the
-    rank beside it may keep both."""
+    """Whether LoRA adapters are sent separately from the base weights; else the trainer sends merged weights.
+
+    A server has no adapters, but the rank of its engine can keep base and adapters and merge them."""
     return cfg.engine == "embedded" or cfg.sync_mode == "delta"

@@ -1,9 +1,9 @@
-"""Any server with an OpenAI-like /v1/completions that takes ids and returns ids and logprobs (`rollout.engine:
-endpoint`), started by someone else.
+"""Any running server with an OpenAI-like /v1/completions that takes ids and returns ids and logprobs (`rollout.engine:
+endpoint`). meshrl does not start it.
 
-Little can be proven of such a server: that it continued the ids that it was sent, that each token has a logprob, and,
-in training, that the trainer's own scores of what was sampled agree. New weights reach it as folders, if it can load
-one. It can't be held in the middle of a request, so a sync waits for the running ones.
+Three things can be proven about such a server: it continued the ids that it was sent, each token has a logprob, and,
+in training, the logprobs agree with the trainer's own. It gets new weights as folders, if it can load one. It can't
+pause a request, so a sync waits until the running requests have finished.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from meshrl.process.leases import LeasedFolder
 from meshrl.rollout.admission import Bounds, check_supported
 from meshrl.rollout.base import Capabilities
 from meshrl.rollout.folder_weights import FolderWeights
-from meshrl.rollout.server.answer import Part, full_ids
+from meshrl.rollout.server.answer import AnswerPart, full_ids
 from meshrl.rollout.server.dialect import Dialect, check_stop_rule, sampling_body
 from meshrl.rollout.server.http import HttpClient, authorization, fetch
 
 RELOAD_PATH = "/update_weights_from_disk"
-_RELOAD_S = 1800.0  # for a server to read a large model from a slow disk
+_RELOAD_S = 1800.0  # a server may read a large model from a slow disk
 
 
 def connect_endpoint(
@@ -37,7 +37,7 @@ def connect_endpoint(
 ) -> CompletionsDialect:
     """Ask the running server for its model. Blocks. Raises: EngineFailure, ConfigError."""
     cfg = rollout_cfg.endpoint
-    assert cfg.url is not None, "the config check demands an address"
+    assert cfg.url is not None, "the config check requires an address"
     headers = authorization(cfg.api_key_env)
     return CompletionsDialect(
         HttpClient(engine_id, cfg.url, headers=headers),
@@ -51,7 +51,7 @@ def connect_endpoint(
 
 
 def only_model(answer: dict[str, Any], url: str) -> str:
-    """From /v1/models. Raises: EngineFailure when there are several."""
+    """The name of the one model in the answer of /v1/models. Raises: EngineFailure when there are several."""
     names = [str(entry["id"]) for entry in answer["data"]]
     if len(names) != 1:
         raise EngineFailure(f"{url} serves {', '.join(names) or 'no model'}; name one in rollout.endpoint.model")
@@ -59,7 +59,7 @@ def only_model(answer: dict[str, Any], url: str) -> str:
 
 
 class CompletionsDialect(Dialect):
-    """A completions server. At most max_running requests are sent at a time; closing its connection aborts one."""
+    """A completions server. At most max_running requests run at a time; closing the connection aborts a request."""
 
     name = "the endpoint"
     capabilities = Capabilities()
@@ -75,21 +75,21 @@ class CompletionsDialect(Dialect):
         versions: Path | None,
         max_running: int,
     ):
-        """versions: the folder in which a folder for each version is written; None = a temporary one, removed by
-        `close`."""
+        """versions: the folder in which each version is written as a folder; None = a temporary one, which `close`
+        removes."""
         super().__init__(http)
         self._model, self._takes_folders, self._reload_url = model, takes_folders, reload_url
         self._temporary = LeasedFolder() if versions is None else None
-        home = versions or (self._temporary.path if self._temporary else Path())
-        self._folders = FolderWeights(model_folder, home, self._reload, http.name)
+        folder = versions or (self._temporary.path if self._temporary else Path())
+        self._folders = FolderWeights(model_folder, folder, self._reload, http.name)
         self._connections = asyncio.Semaphore(max_running)
-        self._aborts: dict[str, asyncio.Future[None]] = {}  # of requests that were sent; done when aborted
+        self._aborts: dict[str, asyncio.Future[None]] = {}  # by id of each sent request; done when it is aborted
 
     def check(self, request: Request, bounds: Bounds) -> None:
         check_supported(request, self.name)
         check_stop_rule(request, bounds, self.name)
 
-    async def stream(self, request: Request, bounds: Bounds) -> AsyncGenerator[Part]:
+    async def stream(self, request: Request, bounds: Bounds) -> AsyncGenerator[AnswerPart]:
         aborted = self._aborts[request.id] = asyncio.get_running_loop().create_future()
         try:
             async with self._connections, aclosing(self._events(request, bounds, aborted)) as events:
@@ -97,7 +97,7 @@ class CompletionsDialect(Dialect):
                     if event["choices"]:
                         yield part_of(event, request.id)
             if aborted.done():
-                yield Part(context=full_ids(request), reason="abort")
+                yield AnswerPart(context=full_ids(request), reason="abort")
         finally:
             del self._aborts[request.id]
 
@@ -105,7 +105,7 @@ class CompletionsDialect(Dialect):
         """The events until the last one, or until the request is aborted."""
         body = sampling_body(request, bounds) | {
             "model": self._model,
-            "prompt": full_ids(request),  # as they are, so the server tokenizes and renders nothing (P21)
+            "prompt": full_ids(request),  # ids, so the server neither tokenizes nor applies a template (P21)
             "max_tokens": bounds.limit,
             "seed": request.seed,
             "logprobs": 0,  # of the sampled token only
@@ -133,7 +133,7 @@ class CompletionsDialect(Dialect):
     async def call_workers(self, step: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
         if not self._takes_folders:
             raise CapabilityError(
-                f"{self.http.name} takes no weights: rollout.endpoint.weights is none, which is for evaluation only"
+                f"{self.http.name} can't get weights: rollout.endpoint.weights is none, which is for evaluation only"
             )
         return await self._folders.call(step, arguments)
 
@@ -141,7 +141,7 @@ class CompletionsDialect(Dialect):
         answer = await self.http.post(self._reload_url, {"model_path": str(folder)}, timeout_s=_RELOAD_S)
         if not isinstance(answer, dict) or answer.get("success") is not True:
             raise EngineFailure(
-                f'{self.http.name}: {self._reload_url} answered {answer!r:.200} to {folder}, not {{"success": true}}'
+                f'{self.http.name}: {self._reload_url} answered {answer!r:.200} for {folder}, not {{"success": true}}'
             )
 
     async def close(self) -> None:
@@ -150,12 +150,12 @@ class CompletionsDialect(Dialect):
             self._temporary.close()
 
 
-def part_of(event: dict[str, Any], request_id: str) -> Part:
+def part_of(event: dict[str, Any], request_id: str) -> AnswerPart:
     (choice,) = event["choices"]
     tokens = choice.get("token_ids") or []
     if choice.get("text") and not tokens:
-        raise EngineFailure(f"request {request_id}: the endpoint gave text and no token ids (return_token_ids)")
-    return Part(
+        raise EngineFailure(f"request {request_id}: the endpoint returned text and no token ids (return_token_ids)")
+    return AnswerPart(
         tokens=tokens,
         logprobs=(choice.get("logprobs") or {}).get("token_logprobs") or [],
         context=choice.get("prompt_token_ids", event.get("prompt_token_ids")),

@@ -1,4 +1,4 @@
-"""One Turn out of the pieces that an aborted and continued request left behind."""
+"""Join the parts of an aborted and continued request to one Turn."""
 
 from __future__ import annotations
 
@@ -12,24 +12,28 @@ from meshrl.core.types import Times, Turn
 
 
 def join_turns(parts: Sequence[Turn]) -> Turn:
-    """The turn that would have come back had nothing interrupted it: outputs end to end, the last part's stop_reason.
+    """The turn that an uninterrupted request would have returned: concatenated outputs, the last part's stop_reason.
 
     Each part is an engine's answer to the same request, with all earlier outputs as its prefix_output; all but the
     last were aborted. Versions may rise from part to part. Routed experts that a part did not record are -1; times
-    add up; engine_id lists the engines in order. The parts are left as they are.
+    are summed; engine_id lists the engines in order. The parts are not modified.
 
-    Raises: MeshrlError when the parts are not pieces of one turn.
+    Raises: MeshrlError when the parts do not belong to one turn.
     """
     if not parts:
         raise MeshrlError("join_turns got no parts; a turn has at least one")
     first, last = parts[0], parts[-1]
     for i, part in enumerate(parts):
         if i < len(parts) - 1 and part.stop_reason != "abort":
-            raise MeshrlError(f"part {i} of {len(parts)} ended with {part.stop_reason!r}; only an aborted turn goes on")
+            raise MeshrlError(
+                f"part {i} of {len(parts)} ended with {part.stop_reason!r}; only an aborted turn can be continued"
+            )
         if not np.array_equal(part.context_ids, first.context_ids):
-            raise MeshrlError(f"part {i} answers another context than part 0: {part.context_ids} {first.context_ids}")
+            raise MeshrlError(
+                f"part {i} has another context than part 0: {part.context_ids} instead of {first.context_ids}"
+            )
         if (part.seed, part.sampling) != (first.seed, first.sampling):
-            raise MeshrlError(f"part {i} was drawn with another seed or other sampling parameters than part 0")
+            raise MeshrlError(f"part {i} was sampled with another seed or other sampling parameters than part 0")
     return dataclasses.replace(
         last,
         output_ids=np.concatenate([p.output_ids for p in parts]),
@@ -48,7 +52,7 @@ def join_turns(parts: Sequence[Turn]) -> Turn:
 
 
 def _join_routed(parts: Sequence[Turn]) -> np.ndarray | None:
-    """int16[C+R, L, K]: the context from the first part that recorded it, each part's own outputs after it."""
+    """int16[C+R, L, K]: the context from the first part that recorded it, then the outputs of each part."""
     recorded = [p.routed_experts for p in parts if p.routed_experts is not None]
     if not recorded:
         return None
@@ -63,9 +67,9 @@ def _join_routed(parts: Sequence[Turn]) -> np.ndarray | None:
 
 
 def _join_extras(parts: Sequence[Turn]) -> dict[str, np.ndarray]:
-    """Every extra over all outputs. A part that was aborted before its first token has nothing to add."""
+    """Every extra over all outputs. A part that was aborted before its first token has no extras."""
     sampled = [p for p in parts if len(p.output_ids)] or [parts[-1]]
     names = {frozenset(p.extras) for p in sampled}
     if len(names) > 1:
-        raise MeshrlError(f"the parts of a turn carry different extras: {[sorted(n) for n in names]}")
+        raise MeshrlError(f"the parts of a turn have different extras: {[sorted(n) for n in names]}")
     return {name: np.concatenate([p.extras[name] for p in sampled]) for name in sampled[0].extras}

@@ -1,7 +1,7 @@
-"""Weights for a server that takes them as a folder: each version is written as a model folder, beside the last one,
-from the transfers of its sync; then the server is asked to load it.
+"""Weights for a server that loads them from a folder. The transfers of each sync are written as a new model folder, and
+then the server gets a request to load it.
 
-It answers to the steps of `ServerWeights`, as a server's worker does.
+FolderWeights implements the same steps as a server's worker (`WorkerWeights`), for `ServerWeights`.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ import torch
 
 from meshrl.core.errors import SyncError
 from meshrl.model.weight_files import INDEX, stored_tensors, write_tensors
-from meshrl.rollout.foreign.assembly import Assembly
-from meshrl.sync.layout import Layout, SyncHeader, TensorSpec, layout_from
+from meshrl.rollout.server.assembly import Assembly
+from meshrl.sync.layout import Layout, SyncHeader, TensorSpec, layout_from_json
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
-_FILE_BYTES = 1 << 30  # a file is written when its tensors are that long
+_FILE_BYTES = 1 << 30  # a file is written when its tensors have that many bytes
 
 Reload = Callable[[Path], Awaitable[None]]
-"""`await reload(folder)` returns when the server computes with its weights. Raises: RequestError, EngineFailure."""
+"""`await reload(folder)` returns when the server has loaded its weights. Raises: RequestError, EngineFailure."""
 
 
 class FolderWeights:
-    """Writes files while the transfers come; holds the tensors of one file, and keeps one full version on disk beside
-    the one that arrives."""
+    """Writes files during a sync. It has the tensors of one file in memory, and the last version on disk until the
+    server has loaded the new one."""
 
     def __init__(self, model_folder: Path, versions: Path, reload: Reload, name: str):
-        """model_folder: what the server was started with; its config and tokenizer go along with every version."""
+        """model_folder: the server was started with it; its config and tokenizer are copied into every version."""
         self._model_folder, self._versions, self._reload, self._name = model_folder, versions, reload, name
         self._layout = Layout(tensors=(), senders=())
         self._assembly: Assembly | None = None
@@ -42,10 +42,10 @@ class FolderWeights:
         self._write_s = 0.0
 
     async def call(self, step: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
-        """As a server with one worker. Raises: SyncError."""
+        """Run a step, as a server with one worker. Raises: SyncError."""
         match step:
             case "reconcile":
-                return [self.reconcile(layout_from(arguments["layout"]))]
+                return [self.reconcile(layout_from_json(arguments["layout"]))]
             case "begin":
                 return [self.begin(SyncHeader(**arguments["header"]))]
             case "receive":
@@ -58,7 +58,7 @@ class FolderWeights:
         raise SyncError(f"{self._name}: unknown step {step!r}")
 
     def reconcile(self, layout: Layout) -> dict[str, Any]:
-        """Compare with the names in the files of the model's folder, which is all that the server is known to load."""
+        """Compare with the names in the files of the model folder: nothing else is known about the server's loader."""
         self._layout = layout
         dtypes = {tensor.name: tensor.dtype for tensor in layout.tensors}
         common = next(iter(dtypes.values()), "float32")
@@ -68,21 +68,21 @@ class FolderWeights:
         return {
             "refused": {},
             "dropped": [],
-            "hidden": fitting,  # what the server computes with can't be read back
+            "hidden": fitting,  # the server's parameters can't be read back
             "unfilled": {name: [list(shape), dtypes.get(name, common)] for name, shape in others.items()},
             "dtypes": {},
         }
 
     def begin(self, header: SyncHeader) -> dict[str, Any]:
-        """Start the folder of this version: everything but the weights is the model folder's own."""
+        """Create the folder of this version, with copies of all files of the model folder except the weights."""
         self._drop()
         self._assembly = Assembly(self._layout, header, self._name)
-        part = self._part
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
+        folder = self._incoming
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
         for file in self._model_folder.iterdir():
             if file.is_file() and file.suffix not in _WEIGHTS and file.name != INDEX:
-                shutil.copyfile(file, part / file.name)
+                shutil.copyfile(file, folder / file.name)
         self._write_s = 0.0
         return {}
 
@@ -92,17 +92,17 @@ class FolderWeights:
         return {}
 
     async def commit(self) -> dict[str, Any]:
-        """Put the folder in its place and have the server load it."""
+        """Rename the folder and have the server load it."""
         assembly = self._open()
         self._add(assembly.finish(), last=True)
         self._assembly = None
         began = time.perf_counter()
         total = sum(tensor.num_bytes for tensor in self._layout.tensors)
         index = {"metadata": {"total_size": total}, "weight_map": self._file_of}
-        (self._part / INDEX).write_text(json.dumps(index), encoding="utf-8")
+        (self._incoming / INDEX).write_text(json.dumps(index), encoding="utf-8")
         folder = self._versions / f"version_{assembly.header.version}"
-        shutil.rmtree(folder, ignore_errors=True)  # of a run before this one
-        self._part.rename(folder)
+        shutil.rmtree(folder, ignore_errors=True)  # an earlier run may have left one
+        self._incoming.rename(folder)
         last, self._current = self._current, folder
         await self._reload(folder)
         if last is not None and last != folder:
@@ -111,7 +111,7 @@ class FolderWeights:
         return {"differing": [], "seconds": {"load": load_s, "verify": assembly.progress.verify_s}}
 
     @property
-    def _part(self) -> Path:
+    def _incoming(self) -> Path:
         return self._versions / "arriving"
 
     def _open(self) -> Assembly:
@@ -124,7 +124,7 @@ class FolderWeights:
         self._waiting |= {spec.name: tensor for spec, tensor in tensors}
         if last or sum(tensor.nbytes for tensor in self._waiting.values()) >= _FILE_BYTES:
             name = f"model-{len(set(self._file_of.values())) + 1:05d}.safetensors"
-            write_tensors(self._waiting, self._part / name)
+            write_tensors(self._waiting, self._incoming / name)
             self._file_of |= dict.fromkeys(self._waiting, name)
             self._waiting = {}
         self._write_s += time.perf_counter() - began
@@ -134,4 +134,4 @@ class FolderWeights:
         if self._assembly is not None:
             self._assembly.close()
             self._assembly = None
-            shutil.rmtree(self._part, ignore_errors=True)
+            shutil.rmtree(self._incoming, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Checkpoints of one run: written in the background, one at a time; only the newest are kept."""
+"""Checkpoints of one run: they are written in the background, one at a time; only the newest are kept."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from meshrl.core.errors import MeshrlError
 from meshrl.train.checkpoint_files import (
     CONTROLLER,
     Manifest,
-    begin_aside,
     commit,
+    make_temporary_folder,
     prune,
     require_space,
     state_folder,
@@ -26,8 +26,8 @@ _HEADER_BYTES = 16 << 20  # of the files besides the tensors themselves
 
 
 class Checkpoints:
-    """Saves the checkpoints of one run, one at a time, and keeps the newest. An asynchronous context: at its end the
-    last checkpoint is on disk.
+    """Saves the checkpoints of one run, one at a time, and keeps the newest. An asynchronous context manager: when the
+    block ends, the last checkpoint is on disk.
 
     The ranks copy their state to host memory, and write it while training continues. An error of that write is raised
     by the next `save`, by `check`, or at the end.
@@ -35,17 +35,17 @@ class Checkpoints:
 
     def __init__(self, folder: Path, trainer: TrainGroup, keep: int, note: Callable[[str], None]):
         self.folder, self.trainer, self.keep, self.note = folder / "checkpoints", trainer, keep, note
-        self.saved_step = self.newest_on_disk()  # or newer, while that is being written
+        self.saved_step = self.newest_on_disk()  # also of a checkpoint that is still being written
         self._writing: asyncio.Task[None] | None = None
 
     def newest_on_disk(self) -> int:
-        """The step of the newest complete checkpoint; 0 = there is none."""
+        """The step of the newest complete checkpoint; 0 = none."""
         return max((step for step, _ in states(self.folder)), default=0)
 
     async def save(self, step: int, saved: dict[str, Any]) -> None:
-        """Save the state after `step` finished steps, unless it is saved already. Waits for the save before it.
+        """Save the state after `step` finished steps, unless it is saved already. Waits for the previous save.
 
-        Raises: CheckpointError when the disk is full, and what the save before it raises.
+        Raises: CheckpointError when the disk is full, and the error of the previous save.
         """
         if step == self.saved_step:
             return
@@ -53,15 +53,15 @@ class Checkpoints:
         self.folder.mkdir(exist_ok=True)
         require_space(self.folder, await self.trainer.state_bytes() + _HEADER_BYTES)
         final = state_folder(self.folder, step)
-        aside = begin_aside(final)
-        await self.trainer.save(str(aside))
+        temporary = make_temporary_folder(final)
+        await self.trainer.save(str(temporary))
         self.saved_step = step
-        self._writing = asyncio.create_task(self._commit(step, final, aside, saved))
+        self._writing = asyncio.create_task(self._commit(step, final, temporary, saved))
 
-    async def _commit(self, step: int, final: Path, aside: Path, saved: dict[str, Any]) -> None:
+    async def _commit(self, step: int, final: Path, temporary: Path, saved: dict[str, Any]) -> None:
         files = await self.trainer.finish_save()
         num_ranks = len(files)
-        files[CONTROLLER] = await asyncio.to_thread(write_json, aside / CONTROLLER, saved)
+        files[CONTROLLER] = await asyncio.to_thread(write_json, temporary / CONTROLLER, saved)
         await asyncio.to_thread(commit, final, Manifest(step=step, num_ranks=num_ranks, files=files))
         await asyncio.to_thread(prune, self.folder, self.keep)
         self.note(f"saved {final}")
@@ -72,20 +72,20 @@ class Checkpoints:
             self._writing.result()
 
     async def abandon(self, wait_s: float | None = None) -> None:
-        """Give up the current save, unless it succeeds within wait_s: its ranks are lost, or the run can't wait."""
+        """Abandon the current save, unless it finishes within wait_s: its ranks are lost, or the run can't wait."""
         if self._writing is not None:
             done, _ = await asyncio.wait({self._writing}, timeout=wait_s)
             if not done:
                 self._writing.cancel()
             elif not self._writing.cancelled():
-                self._writing.exception()  # lost ranks are known already; a full disk is reported by the next save
+                self._writing.exception()  # lost ranks are already reported; the next save reports a full disk
             self._writing = None
         self.saved_step = self.newest_on_disk()
 
     async def settle(self) -> None:
         """Wait until the current save, if there is one, is on disk. Raises: its error."""
         if self._writing is not None:
-            await asyncio.shield(self._writing)  # a run that is interrupted still finishes its checkpoint
+            await asyncio.shield(self._writing)  # an interrupted run still finishes its checkpoint
             self._writing = None
 
     async def __aenter__(self) -> Checkpoints:

@@ -1,4 +1,4 @@
-"""The folder of a run: which one a new run gets, which checkpoint it starts from, and what is removed before."""
+"""The folder of a run: its name, the checkpoint that the run starts from, and the removal of files of later steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meshrl.train.checkpoint_files import MANIFEST, read_controller, read_manife
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The checkpoint that a run starts from. folder: of its tensors. saved: the state of its controller."""
+    """The checkpoint that a run starts from. folder: contains its tensors. saved: the state of its controller."""
 
     step: int
     folder: Path
@@ -26,8 +26,8 @@ class Start:
 
 
 def run_name(loaded: Loaded[Any]) -> str:
-    """run.name. `auto` is the config's name and the time, with a number if a run began in the same second; the folder
-    is made at once, so that no other run can take the name."""
+    """run.name. `auto` = the config's name and the time, with a number if another run began in the same second; the
+    folder is created at once, so that no other run can take the name."""
     run = loaded.config.run
     if run.name != "auto":
         return str(run.name)
@@ -43,18 +43,18 @@ def run_name(loaded: Loaded[Any]) -> str:
 
 
 def choose_start(run: RunSection, folder: Path, kind: str, num_steps: int) -> Start | None:
-    """The checkpoint that run.resume means for the run in `folder`; None for a new run. Changes nothing.
+    """The checkpoint that run.resume selects for the run in `folder`; None for a new run. Changes no file.
 
     kind: "train" or "sft".
 
-    Raises: MeshrlError when the folder holds a run that would be overwritten; CheckpointError when the checkpoint is
-    damaged, of another command, or beyond num_steps.
+    Raises: MeshrlError when the folder contains a run that would be overwritten; CheckpointError when the checkpoint is
+    damaged, from another command, or beyond num_steps.
     """
     own = states(folder / "checkpoints")
     if run.resume == "never" and own:
         raise MeshrlError(
-            f"{folder} holds checkpoints up to step {own[-1][0]}; run.resume=auto continues from there. For a new run "
-            "choose another run.name, or remove that folder"
+            f"{folder} contains checkpoints up to step {own[-1][0]}; run.resume=auto continues from there. For a new "
+            "run, choose another run.name or remove that folder"
         )
     if run.resume == "auto":
         chosen = own[-1][1] if own else None
@@ -67,30 +67,30 @@ def choose_start(run: RunSection, folder: Path, kind: str, num_steps: int) -> St
     start = None if chosen is None else _read(chosen, kind, num_steps)
     if start is not None and is_own and own[-1][0] > start.step:
         raise MeshrlError(
-            f"{folder} has a newer checkpoint, after step {own[-1][0]}, which a run that starts from step {start.step} "
-            "would overwrite. Choose another run.name, or continue the newest with run.resume=auto"
+            f"{folder} has a newer checkpoint, after step {own[-1][0]}; a run that starts from step {start.step} would "
+            "overwrite it. Choose another run.name, or continue from the newest with run.resume=auto"
         )
     return start
 
 
 def claim(folder: Path, resume: str) -> None:
-    """Make the folder for a new run, or take over that of a run which ended before its first step.
+    """Create the folder for a new run, or take over the folder of a run that ended before its first step.
 
-    Raises: MeshrlError when another run has it: of several runs that start at once, one gets the folder.
+    Raises: MeshrlError when another run has it: if several runs start at once, only one gets the folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
     try:
         if resume == "auto":
             (folder / _RESULT).unlink(missing_ok=True)
         elif _ended_before_its_first_step(folder):
-            (folder / _RESULT).unlink()  # fails in all but one of several processes
+            (folder / _RESULT).unlink()  # of several processes, it succeeds in one only
         else:
             (folder / "metrics.jsonl").touch(exist_ok=False)
     except (FileNotFoundError, FileExistsError):
         raise _occupied(folder) from None
 
 
-_RESULT = "result.json"  # written when a run ends, so a folder without it may be that of a run which continues
+_RESULT = "result.json"  # written when a run ends; without it, a run may still use the folder
 
 
 def _ended_before_its_first_step(folder: Path) -> bool:
@@ -99,11 +99,11 @@ def _ended_before_its_first_step(folder: Path) -> bool:
 
 
 def _occupied(folder: Path) -> MeshrlError:
-    return MeshrlError(f"{folder} already holds a run; choose another run.name, or remove that folder")
+    return MeshrlError(f"{folder} already contains a run; choose another run.name, or remove that folder")
 
 
 def state_in(given: Path) -> Path:
-    """The folder of tensors: `given` itself, or the one inside a folder such as checkpoints/step_000100."""
+    """The folder of tensors: `given` itself, or `state` inside a folder such as checkpoints/step_000100."""
     return given if (given / MANIFEST).is_file() else given / "state"
 
 
@@ -113,20 +113,21 @@ def _read(folder: Path, kind: str, num_steps: int) -> Start:
         raise CheckpointError(f"{folder} is a checkpoint of `meshrl {saved.get('kind')}`, not of `meshrl {kind}`")
     step = read_manifest(folder).step
     if step > num_steps:
-        raise CheckpointError(f"{folder} is after step {step}, but this run ends at step {num_steps}; ask for more")
+        steps = "loop.num_steps" if kind == "train" else "sft.num_steps"
+        raise CheckpointError(f"{folder} is after step {step}, but this run ends at step {num_steps}; raise {steps}")
     return Start(step, folder, saved)
 
 
 def newest_start(folder: Path, kind: str, num_steps: int) -> Start | None:
-    """The newest checkpoint that the run in `folder` has itself. Raises: CheckpointError when it is damaged."""
+    """The newest checkpoint of the run in `folder`. Raises: CheckpointError when it is damaged."""
     own = states(folder / "checkpoints")
     return _read(own[-1][1], kind, num_steps) if own else None
 
 
 def remove_later_steps(folder: Path, start: Start | None) -> None:
-    """Remove what a run wrote after the checkpoint that it continues from, and will write again: unfinished saves,
-    rollouts, a later best model, and without a checkpoint its metrics (otherwise their sink removes them). Models stay:
-    each is complete, and they are not counted."""
+    """Remove the files that a run wrote after the checkpoint from which it continues, because it will write them again:
+    unfinished saves, rollouts, a later best model, and without a checkpoint its metrics (with one, the sink of the
+    metrics removes the later lines). Exported models are not removed: each is complete."""
     step = start.step if start is not None else 0
     if (folder / "checkpoints").is_dir():
         remove_leftovers(folder / "checkpoints")
@@ -142,7 +143,7 @@ def changed_keys(was: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
     before, after = dict(_leaves(was)), dict(_leaves(now))
     for key in sorted(before.keys() | after.keys()):
         if before.get(key) != after.get(key) and not key.startswith("run."):
-            yield f"changed since then: {key} was {before.get(key)!r}, is {after.get(key)!r}"
+            yield f"changed since the checkpoint: {key} was {before.get(key)!r}, is {after.get(key)!r}"
 
 
 def _leaves(config: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:

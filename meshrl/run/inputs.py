@@ -1,4 +1,5 @@
-"""The inputs of a run: a checked config and, from a Python caller, objects instead of names in the config. No torch."""
+"""The inputs of a run: a checked config and, from a Python caller, objects in place of names in the config. No torch is
+imported."""
 
 from __future__ import annotations
 
@@ -13,8 +14,10 @@ from typing import Any, Literal, cast
 import numpy as np
 
 from meshrl.agent.loop import AGENTS, Agent, AgentContext, resolve_agent
+from meshrl.config.check import Case
 from meshrl.config.load import InMemory, Loaded, Source, load_run_config, load_sft_config
 from meshrl.config.run import RunConfig, SftRunConfig
+from meshrl.config.source import Problem
 from meshrl.core.errors import ConfigError, MeshrlError
 from meshrl.core.types import Generate, Prompt, Trajectory
 from meshrl.data.check import check_data
@@ -30,8 +33,8 @@ ROWS = {"data.path": "data", "data.eval_path": "eval_data", "sft.path": "data"} 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Objects:
-    """rewards: reward functions by the name of their term. rows: by the key in ROWS that they replace. quiet: print
-    nothing."""
+    """The objects of a Python caller. rewards: reward functions by the name of their term. rows: by the key in ROWS
+    that they replace. quiet: print nothing."""
 
     rewards: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     agent: Agent | None = None
@@ -44,7 +47,7 @@ class Objects:
         return RowTable(ROWS[key], self.rows[key]) if key in self.rows else None
 
     def in_memory(self) -> InMemory:
-        """The objects as the resolved config shows them: functions and agents by name, rows by their number."""
+        """The texts for these objects in the resolved config: names of functions and agents, numbers of rows."""
         values: dict[str, Any] = {}
         for key, rows in self.rows.items():
             section, _, name = key.partition(".")
@@ -72,8 +75,8 @@ class FunctionAgent:
 
 class StepCallback:
     """A sink that calls `on_step` once for each training step, and `end_early` when that returns False. An evaluation
-    has no call of its own, so that the metrics of a step are always there: its eval/* are among the metrics of all
-    later steps, until the next evaluation. An exception of `on_step` ends the run as any error does."""
+    makes no separate call, so that a call always has the metrics of a step: the eval/* metrics are added to those of
+    all later steps, until the next evaluation. An exception of `on_step` ends the run like any other error."""
 
     def __init__(self, on_step: OnStep, end_early: Callable[[], None]):
         self._on_step, self._end_early = on_step, end_early
@@ -101,7 +104,7 @@ def objects_of(
     on_step: OnStep | None = None,
     quiet: bool = False,
 ) -> Objects:
-    """A caller's arguments, checked. rows: None for a key whose path the config names. Raises: ConfigError."""
+    """Check a caller's arguments. rows: None for a key = the config contains its path. Raises: ConfigError."""
     for term, function in (rewards or {}).items():
         if not callable(function):
             raise ConfigError(
@@ -120,14 +123,14 @@ def load_run(
     purpose: Literal["train", "eval"] = "train",
     objects: Objects = NO_OBJECTS,
 ) -> Loaded[RunConfig]:
-    """The checked config. Rewards and built-in agents are built from their args; a user's agent only when the run
-    starts. Raises: ConfigError that lists all problems at once."""
+    """The checked config. The check constructs rewards and built-in agents from their args, but not a user's agent.
+    Raises: ConfigError that lists all problems at once."""
     known = {
         "reward": {*REWARDS, *(_name_of(function) for function in objects.rewards.values())},
         "agent": {*AGENTS, *(() if objects.agent is None else (_name_of(objects.agent),))},
         "needs_answer": set(NEEDS_ANSWER),
     }
-    checks = [check_data, partial(check_graders, objects.rewards)]
+    checks: list[Callable[[Case], Iterable[Problem]]] = [check_data, partial(check_graders, objects.rewards)]
     loaded = load_run_config(source, overrides, known, purpose, objects.in_memory(), checks)
     if loaded.config.agent.kind in AGENTS:
         resolve_agent(loaded.config.agent)
@@ -135,7 +138,7 @@ def load_run(
 
 
 def load_sft(source: Source, overrides: Sequence[str] = (), objects: Objects = NO_OBJECTS) -> Loaded[SftRunConfig]:
-    """The checked config of a supervised run. Raises: ConfigError, as load_run."""
+    """The checked config of an SFT run. Raises: ConfigError, as load_run."""
     return load_sft_config(source, overrides, objects.in_memory(), [check_data])
 
 
@@ -169,7 +172,7 @@ def _as_agent(agent: Agent | AgentFunction | None) -> Agent | None:
 
 
 def _name_of(thing: Any) -> str:
-    """What the config shows for an object: module and name of the function, or of the object's class."""
+    """The text for an object in the resolved config: module and name of the function, or of the object's class."""
     thing = thing.function if isinstance(thing, FunctionAgent) else thing
     named = thing if hasattr(thing, "__qualname__") else type(thing)
     return f"{named.__module__}:{named.__qualname__}"

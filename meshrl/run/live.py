@@ -1,4 +1,4 @@
-"""A run while it goes on: its folder with everything that is written there, its checkpoints, and how it ends."""
+"""A running run: its folder with all output files, its checkpoints, and its end."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from meshrl.run.signals import Stop
 from meshrl.run.status import StatusFile
 
 WriteReport = Callable[[Path], object]
-"""Called with the run's folder when everything else is written there."""
+"""Called with the run's folder after all other files are written."""
 
 
 @dataclass(kw_only=True, slots=True)
 class LiveRun:
-    """What a loop needs (loops/job.py: RunServices), and what starts and ends it.
+    """The services for a loop (loops/job.py: RunServices), and the start and end of the run.
 
-    start: the checkpoint that the run continues from, None for a new run; until `continue_from`, a run that continues
-    has changed nothing in its folder, because it may still be refused. summary: what result.json holds besides how the
-    run ended; called once, at the end. chat_template: the text that replaces the tokenizer's own in written models.
-    exported_step: of the newest model; 0 = none yet.
+    start: the checkpoint from which the run continues, None for a new run; before `continue_from`, a resumed run
+    changes no file in its folder, because it may still be refused. summary: more entries for result.json; called once,
+    at the end. chat_template: the text that replaces the tokenizer's template in written models. exported_step: of the
+    newest model; 0 = none yet.
     """
 
     loaded: Loaded[Any]
@@ -56,7 +56,7 @@ class LiveRun:
     note: Callable[[str], None]
     spans: Spans
     objects: Objects
-    checkpoints: Checkpoints = field(init=False)  # set when the ranks are there
+    checkpoints: Checkpoints = field(init=False)  # set when the ranks have started
     is_open: bool = False
     restarts: int = 0
     ends_early: bool = False
@@ -88,7 +88,7 @@ class LiveRun:
         await self.save(job)
 
     async def save(self, job: Resumable) -> None:
-        """Begin a checkpoint of the last finished step, if there is one and it is not saved yet."""
+        """Start to save a checkpoint of the last finished step, unless it is saved or no step is finished."""
         if job.step == 0:
             return
         saved = {
@@ -121,26 +121,27 @@ class LiveRun:
         return path
 
     async def keep_best(self, step: int, score: float) -> None:
-        """Before the first step the best model is the one that the run began with."""
+        """Make the model of `step` the best one if its score is higher; for step 0 that is the model of model.path."""
         with self.spans("export"):
             if not is_best(self.folder, score):
                 return
             model = str(await self.export_model(step)) if step else self.loaded.config.model.path
-            await self.checkpoints.settle()  # a checkpoint that is being written may name a model that is beaten now
-            replace_best(self.folder, Best(step, score, model), self._is_kept)
+            await self.checkpoints.settle()  # the checkpoint that is being written may refer to the former best model
+            replace_best(self.folder, Best(step, score, model), self._is_retained)
 
-    def _is_kept(self, step: int) -> bool:
-        """Whether the model of a step stays, also when a better one is written."""
+    def _is_retained(self, step: int) -> bool:
+        """Whether the model of a step is retained when a better one is written."""
         every = self.loaded.config.loop.save_every_steps
         return step == self.num_steps or bool(every and step % every == 0)
 
     def newest_start(self) -> Start | None:
-        """The run's own newest checkpoint, else the one it began with. Raises: CheckpointError when it is damaged."""
+        """The newest checkpoint in the run's folder, else the one that it started from. Raises: CheckpointError when it
+        is damaged."""
         return newest_start(self.folder, self.kind, self.num_steps) or self.start
 
     def continue_from(self, start: Start | None) -> None:
-        """Remove what is there of later steps, and write from there on; None: from the beginning. Called again when the
-        run goes back to a checkpoint. Raises: ConfigError when a sink can't be opened."""
+        """Remove the output of later steps, and write from this checkpoint on; None: from the beginning. Called again
+        when the run returns to a checkpoint. Raises: ConfigError when a sink can't be opened."""
         if self.is_open:
             self.sinks.pop(0).close(failed=True)
         first_step = start.step if start is not None else 0
@@ -149,7 +150,7 @@ class LiveRun:
             remove_later_steps(self.folder, start)
         self.sinks.insert(0, JsonlSink(self.folder / "metrics.jsonl", first_step))
         self.status.go_back_to(first_step)
-        self.spans.take()  # of steps that are repeated
+        self.spans.take()  # drops the times of steps that are repeated
         if not self.is_open:
             self.is_open = True
             write_text(self.folder / "config.yaml", to_yaml(self.loaded))
@@ -158,7 +159,7 @@ class LiveRun:
                 self.sinks.append(StepCallback(self.objects.on_step, self.end_early))
 
     def keep_stacks(self, failure: RankFailure) -> Path | None:
-        """Write the stacks of all ranks at a failure to a file; None if no rank could report its own."""
+        """Write the stacks of all ranks at a failure to a file; None if no rank could report its stacks."""
         if not failure.stacks:
             return None
         path = self.folder / "stacks.txt"
@@ -167,7 +168,7 @@ class LiveRun:
 
     def write_result(self, status: str, error: str | None) -> None:
         result = {"status": status, "error": error, "wall_s": round(self.seconds, 2), **self.summary()}
-        strict = json.loads(to_line(result))  # with texts for what JSON has no number for
+        strict = json.loads(to_line(result))  # NaN and infinity become texts, as JSON has no numbers for them
         write_text(self.folder / "result.json", json.dumps(strict, indent=2) + "\n")
 
 
@@ -180,9 +181,9 @@ def live_run(
     write_report: WriteReport,
     objects: Objects = NO_OBJECTS,
 ) -> Iterator[LiveRun]:
-    """A run in the folder that run.resume means, with open sinks; a run that continues calls `restore` itself, when
-    nothing can refuse it any more. At the end, also of a run that fails or is interrupted, result.json is written, with
-    the keys status, error and wall_s and the run's own summary, and then the report. A refused run changes nothing.
+    """A run with its folder and open sinks. For a resumed run, the caller calls `restore` when no check can refuse it
+    any more. When the block ends, also by a failure or an interrupt, result.json is written, with the keys status,
+    error and wall_s and those of the run's summary, and then the report. A refused run changes no file.
 
     kind: "train" or "sft". Raises: MeshrlError and CheckpointError, as choose_start and claim; ConfigError when a sink
     can't be opened.

@@ -1,4 +1,4 @@
-"""The models that a run writes, as folders that `from_pretrained` loads, and which of them is the best."""
+"""The models that a run writes, as folders that `from_pretrained` loads, and the choice of the best one."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _OTHER_FILES_BYTES = 64 << 20  # a model's config, tokenizer and headers
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The highest held-out score of a run, the finished steps after which it was reached, and the model: its folder, or
-    for step 0 the value of model.path."""
+    """The highest held-out score of a run, the number of finished steps at that evaluation, and the model: its folder,
+    or for step 0 the value of model.path."""
 
     step: int
     score: float
@@ -34,7 +34,7 @@ def model_folder(run: Path, step: int) -> Path:
 
 
 async def export_to(trainer: TrainGroup, path: Path, tokenizer_from: str, chat_template: str | None = None) -> None:
-    """Write the trainer's model; a folder of this name is always complete. chat_template: replaces the tokenizer's own.
+    """Write the trainer's model; a folder of this name is always complete. chat_template: replaces the tokenizer's.
 
     Raises: CheckpointError when the disk is full.
     """
@@ -50,22 +50,22 @@ async def export_to(trainer: TrainGroup, path: Path, tokenizer_from: str, chat_t
 
 
 def write_template(model: Path, text: str | None) -> None:
-    """Replace the chat template in a written model's folder; None = keep the tokenizer's own."""
+    """Replace the chat template in a written model's folder; None = keep the tokenizer's template."""
     if text is not None:  # Transformers prefers this file to a template in tokenizer_config.json
         (model / "chat_template.jinja").write_text(text, encoding="utf-8", newline="")
 
 
 def is_best(run: Path, score: float) -> bool:
-    """Whether no earlier evaluation of the run has a score as high."""
+    """Whether the score is higher than those of all earlier evaluations of the run."""
     best = best_facts(run)
     return not math.isnan(score) and (best is None or score > best["score"])
 
 
-def replace_best(run: Path, best: Best, is_kept: Callable[[int], bool]) -> None:
-    """Name the best model in checkpoints/best.json, and remove the models that it beats, unless a checkpoint names them
-    as its best. is_kept: whether the model of a step stays in any case.
+def replace_best(run: Path, best: Best, is_retained: Callable[[int], bool]) -> None:
+    """Record the best model in checkpoints/best.json, and remove the former best models, unless a checkpoint records
+    them as its best. is_retained: whether the model of a step is retained in any case.
 
-    best.json always names a complete model: it is replaced after the new one is written and before an old one is
+    best.json always refers to a complete model: it is replaced after the new model is written and before an old one is
     removed. It is a file and not a link, so that it survives copies, archives and file systems without links.
     """
     beaten = best_facts(run)
@@ -77,14 +77,14 @@ def replace_best(run: Path, best: Best, is_kept: Callable[[int], bool]) -> None:
     _write_best(run, {"step": best.step, "score": best.score, "model": model, "beaten": sorted(needed)})
     for step in {*steps} - needed - {0, best.step}:
         folder = model_folder(run, step)
-        if not is_kept(step):
+        if not is_retained(step):
             shutil.rmtree(folder, ignore_errors=True)
         if folder.parent.is_dir() and not any(folder.parent.iterdir()):
             folder.parent.rmdir()
 
 
 def _is_needed(run: Path, step: int) -> bool:
-    """Whether a run that continues from one of the checkpoints would find that the model of `step` is its best."""
+    """Whether one of the checkpoints records the model of `step` as the best one."""
     for _, folder in states(run / "checkpoints") if step else ():
         try:
             best = read_controller(folder).get("best")
@@ -96,8 +96,8 @@ def _is_needed(run: Path, step: int) -> bool:
 
 
 def restore_best(run: Path, step: int, best: dict[str, Any] | None) -> None:
-    """If the run found its best model after its first `step` steps, make `best`, which it knew then, the best again.
-    The models that were beaten since then are kept until one is beaten again."""
+    """If the run found its best model later than step `step`, restore `best`, which was the best at that step. Other
+    former best models are removed when the best model changes again."""
     now = best_facts(run)
     if now is None or now["step"] <= step:
         return
@@ -108,7 +108,7 @@ def restore_best(run: Path, step: int, best: dict[str, Any] | None) -> None:
 
 
 def read_best(run: Path) -> Best | None:
-    """The best model that checkpoints/best.json names; None before the first evaluation."""
+    """The best model recorded in checkpoints/best.json; None before the first evaluation."""
     facts = best_facts(run)
     if facts is None:
         return None
@@ -117,7 +117,7 @@ def read_best(run: Path) -> Best | None:
 
 
 def best_facts(run: Path) -> dict[str, Any] | None:
-    """The contents of best.json: step, score, model, and beaten: steps whose models a checkpoint still needs."""
+    """The contents of best.json: step, score, model, beaten (steps of former best models that a checkpoint needs)."""
     path = _best_file(run)
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 

@@ -1,5 +1,5 @@
 """A run that loses train ranks starts new ones and continues from its last checkpoint. Ranks that only sample, reward
-workers and the loaded task stay."""
+workers and the loaded task are kept."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _CAUSE_WAIT_S = 5.0
 
 @contextmanager
 def failures_raised(groups: Groups) -> Iterator[None]:
-    """End the block as soon as a failure is known from which the groups can't recover by themselves, whatever the block
-    waits for; to the caller it looks as if the block had raised the failure."""
+    """Raise a failure from which the groups can't recover by themselves in this block, as soon as it is detected and
+    even while the block waits for something else."""
     task, failures = asyncio.current_task(), list[RankFailure]()
     assert task is not None
 
@@ -36,7 +36,7 @@ def failures_raised(groups: Groups) -> Iterator[None]:
     try:
         yield
     except (asyncio.CancelledError, RankFailure):
-        if not failures or task.uncancel() > 0:  # not our cancellation, or another one too: the run is to end
+        if not failures or task.uncancel() > 0:  # cancelled by another request, too: the run must end
             raise
         raise failures[0] from None
     finally:
@@ -46,7 +46,8 @@ def failures_raised(groups: Groups) -> Iterator[None]:
 async def run_to_end(
     run: LiveRun, job: Resumable, groups: Groups, layout: Layout | None, loop: Callable[[], Awaitable[None]]
 ) -> None:
-    """Run the loop of `job` to its end, from run.start, with restarts; a run that a signal ends is saved.
+    """Run the loop of `job` from run.start to its end, with restarts; a run that is ended by a signal saves a
+    checkpoint.
 
     layout: of the syncs, if the run samples. Raises: as `_with_restarts`.
     """
@@ -61,14 +62,14 @@ async def run_to_end(
 async def _with_restarts(
     run: LiveRun, job: Resumable, groups: Groups, layout: Layout | None, loop: Callable[[], Awaitable[None]]
 ) -> None:
-    """Raises: what restoring and the loop raise; a RankFailure that reports an exception, which would occur again, or
-    that comes before there is a checkpoint, after cluster.max_restarts, or under torchrun, whose --max-restarts is for
-    that. When ranks are lost again while new ones start, the first failure is raised."""
+    """Raises: errors of restoring and of the loop; a RankFailure that reports an exception (it would occur again), or
+    that occurs before the first checkpoint, after cluster.max_restarts restarts, or under torchrun (use its
+    --max-restarts). If ranks are lost again while new ones start, the first failure is raised."""
     start, began = run.start, 0.0
     first: RankFailure | None = None
     most = run.loaded.config.cluster.max_restarts
     while True:
-        run.stop.trainer_is_valid = start is None  # until the trainer holds the job's step
+        run.stop.trainer_is_valid = start is None  # else False until the trainer has loaded the checkpoint
         try:
             with failures_raised(groups):
                 if first is not None:
@@ -81,10 +82,10 @@ async def _with_restarts(
                 try:
                     return await loop()
                 except SyncError:
-                    await asyncio.sleep(_CAUSE_WAIT_S)  # a lost train rank may be the cause: its failure ends this wait
+                    await asyncio.sleep(_CAUSE_WAIT_S)  # if a lost train rank is the cause, its failure ends this wait
                     raise
         except RankFailure as failure:
-            if run.stop.signal is not None:  # the run was to end at the end of this very step
+            if run.stop.signal is not None:  # the run would have ended after this step
                 run.stop.trainer_is_valid = False
                 raise asyncio.CancelledError from failure
             if first is None:
@@ -100,16 +101,16 @@ async def _with_restarts(
 
 
 async def _next_start(run: LiveRun, groups: Groups, first: RankFailure, failure: RankFailure) -> Start:
-    """Where to continue from. Raises: `first`, with the reason why the run can't continue."""
+    """The checkpoint to continue from. Raises: `first`, with the reason why the run can't continue."""
     if not groups.can_restart_after(failure):
         raise first
     if run.restarts >= run.loaded.config.cluster.max_restarts:
-        first.add_note(f"the train ranks were started again {run.restarts} times before it (cluster.max_restarts)")
+        first.add_note(f"the train ranks had already been restarted {run.restarts} times (cluster.max_restarts)")
         raise first
     await run.checkpoints.abandon()
     start = run.newest_start()
     if start is None:
-        first.add_note("there is no checkpoint yet to start the train ranks again from")
+        first.add_note("the train ranks can't be restarted, because there is no checkpoint yet")
         raise first
     return start
 

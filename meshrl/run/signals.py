@@ -14,19 +14,19 @@ from meshrl.cluster.groups import TrainGroup
 from meshrl.core.errors import RankFailure
 from meshrl.run.checkpoints import Checkpoints
 
-GRACE_S = 4.0  # after Ctrl-C, for the command that the ranks execute; saving and ending take a few seconds more
-_LAST_SAVE_S = 1.0  # for a checkpoint that is almost written
+GRACE_S = 4.0  # after Ctrl-C, for the running command of the ranks; saving and ending take a few seconds more
+_LAST_SAVE_S = 1.0  # for a checkpoint that is almost complete
 
 
 class Stop:
-    """Turns a signal into the cancellation of one task, at a moment when trainer and controller agree on the step.
+    """Turns a signal into the cancellation of one task, at a time when trainer and controller agree on the step.
 
     Inside `updating`, once the weights have changed, and inside `saving`, the task is cancelled at the end of the
-    block. Everywhere else it is cancelled where it is, because the trainer still holds the last finished step.
+    block. Everywhere else it is cancelled at once, because the trainer still has the weights of the last finished step.
 
-    After Ctrl-C an update gets GRACE_S at most, if there is a checkpoint to fall back on (can_fall_back). SIGTERM has
-    no such limit: the scheduler that sends it has a limit of its own. trainer_is_valid: the trainer holds a finished
-    step, or will at the end of the block; otherwise there is nothing to save.
+    After Ctrl-C, an update gets at most GRACE_S, if there is a checkpoint (can_fall_back). SIGTERM has no such limit:
+    the scheduler that sends it has its own limit. trainer_is_valid: the trainer has the weights of a finished step, or
+    will have them at the end of the block; otherwise no checkpoint can be saved.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Stop:
         self.trainer_is_valid = True
         self.can_fall_back: Callable[[], bool] = lambda: False
         self._task: asyncio.Task[Any] | None = None
-        self._updates: list[Callable[[], bool]] = []  # whether the weights have changed, for each update under way
+        self._updates: list[Callable[[], bool]] = []  # for each running update: whether the weights have changed
         self._num_saves = 0
 
     @property
@@ -43,7 +43,7 @@ class Stop:
         return self.signal == signal.SIGINT and self.can_fall_back()
 
     def request(self, number: int) -> None:
-        """End the task, now or at the end of the block that delays it."""
+        """Cancel the task, now or at the end of the block that delays it."""
         self.signal = number
         if self._task is None:
             return
@@ -62,7 +62,7 @@ class Stop:
 
     @contextmanager
     def updating(self, trainer: TrainGroup) -> Iterator[None]:
-        """One step's update, which no signal interrupts after its first optimizer step, because that changes the
+        """Context of one step's update: no signal interrupts it after its first optimizer step, which changes the
         weights. Raises: CancelledError at its end, if the end of the run was requested meanwhile."""
         before = trainer.num_optim_steps
 
@@ -78,7 +78,7 @@ class Stop:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """A block that no signal interrupts. Raises: as `updating`."""
+        """Context of a save: no signal interrupts it. Raises: as `updating`."""
         self._num_saves += 1
         try:
             yield
@@ -92,13 +92,13 @@ class Stop:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Handle SIGINT and SIGTERM for the running task. A second Ctrl-C does not wait. Only the main thread receives
-        signals: a run in another thread handles none."""
+        """Handle SIGINT and SIGTERM for the running task. A second Ctrl-C ends it at once. Only the main thread
+        receives signals: a run in another thread handles none."""
         self._task, loop = asyncio.current_task(), asyncio.get_running_loop()
         first: list[int] = []
 
         def handle(number: int, frame: FrameType | None) -> None:
-            # Only `request` sets self.signal: a block that ended the task before it would have it cancelled twice.
+            # Only `request` sets self.signal: else a block that ends before `request` runs would cancel the task twice.
             if not first:
                 first.append(number)
                 loop.call_soon_threadsafe(self.request, number)
@@ -117,9 +117,9 @@ class Stop:
 async def save_at_the_end(
     stop: Stop, checkpoints: Checkpoints, step: int, save: Callable[[], Awaitable[None]], note: Callable[[str], None]
 ) -> None:
-    """What an interrupted run does last: save its last finished step, or report with which checkpoint it ends.
+    """The end of an interrupted run: save its last finished step, or report the last checkpoint.
 
-    Waits for the command that the ranks execute, after Ctrl-C at most GRACE_S.
+    Waits for the running command of the ranks, after Ctrl-C at most GRACE_S.
     """
     if stop.trainer_is_valid and step in (0, checkpoints.newest_on_disk()):
         note(f"interrupted after step {step}" + (", which is saved" if step else "; there is nothing to save yet"))
@@ -136,5 +136,5 @@ async def save_at_the_end(
             return
     await checkpoints.abandon(_LAST_SAVE_S)
     last = checkpoints.saved_step
-    ends_with = f"its last checkpoint, after step {last}" if last else "no checkpoint of its own"
-    note(f"the ranks do not hold a finished step and are not waited for; the run ends with {ends_with}")
+    ends_with = f"its last checkpoint, after step {last}" if last else "no checkpoint"
+    note(f"the ranks are in the middle of a step, which is not saved; the run ends with {ends_with}")

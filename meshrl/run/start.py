@@ -1,4 +1,4 @@
-"""`meshrl train`, `sft` and `eval`, from the command line or from Python: make the run's folder, load the task, start
+"""`meshrl train`, `sft` and `eval`, from the command line or from Python: create the run's folder, load the task, start
 the ranks, run the loop."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from meshrl.algo.trial import try_own_functions
+from meshrl.algo.trial import try_user_functions
 from meshrl.cluster.launch import launched
 from meshrl.cluster.torchrun import follow, is_follower
 from meshrl.config.cluster import ClusterConfig
@@ -51,8 +51,8 @@ def train(loaded: Loaded[RunConfig], write_report: WriteReport, objects: Objects
 
 
 def evaluate(loaded: Loaded[RunConfig], objects: Objects = NO_OBJECTS) -> tuple[dict[str, float], list[Trajectory]]:
-    """`meshrl eval`: answer the held-out prompts with the model of the config, train nothing. Returns the metrics and
-    the scored answers."""
+    """`meshrl eval`: answer the held-out prompts with the config's model, without training. Returns the metrics and the
+    scored answers."""
     return _run(loaded.config.cluster, lambda stop: _evaluate(loaded.config, objects))
 
 
@@ -62,18 +62,18 @@ def sft(loaded: Loaded[SftRunConfig], write_report: WriteReport, objects: Object
 
 
 def _run(cluster: ClusterConfig, main: Callable[[Stop], Coroutine[Any, Any, T]]) -> T:
-    """Run `main` to its end, after removing what dead runs have left on this machine. Ctrl-C and SIGTERM cancel it, so
-    that no rank outlives the run (P31). Of the processes that torchrun started, rank 0 does all this, and the others
-    hold its ranks.
+    """Remove temporary resources of dead runs on this machine, then run `main` to its end. Ctrl-C and SIGTERM cancel
+    it, so that no rank outlives the run (P31). Under torchrun only the process of rank 0 does this; the others are node
+    agents.
 
-    Raises: KeyboardInterrupt after Ctrl-C; SystemExit with 143 after SIGTERM, and in a process that held ranks for
-    another, with the exit code of that one.
+    Raises: KeyboardInterrupt after Ctrl-C; SystemExit with 143 after SIGTERM, and in a node agent's process with its
+    exit code.
     """
     sweep()
     if is_follower():
         raise SystemExit(follow())
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # dotted paths of the config may name a module in the working folder
+        sys.path.insert(0, os.getcwd())  # a dotted path in the config may name a module in the working folder
     if (notice := device_notice()) is not None:
         print(f"note: {notice}", file=sys.stderr)
 
@@ -94,12 +94,12 @@ def _run(cluster: ClusterConfig, main: Callable[[Stop], Coroutine[Any, Any, T]])
 
 async def _train(stop: Stop, loaded: Loaded[RunConfig], write_report: WriteReport, objects: Objects) -> Path:
     cfg = loaded.config
-    try_own_functions(cfg.algo)
+    try_user_functions(cfg.algo)
     with live_run(loaded, "train", cfg.loop.num_steps, stop, write_report, objects) as run:
         _note_start(run)
-        task = await asyncio.to_thread(load_task, cfg, objects, True)  # a bad row is found before any rank starts
+        task = await asyncio.to_thread(load_task, cfg, objects, True)  # detects bad rows before any rank starts
         async with (
-            reward_workers(cfg, objects, task, run.note) as (scorer, trial),  # and so is a reward that can't work
+            reward_workers(cfg, objects, task, run.note) as (scorer, trial),  # detects rewards that can't work
             launched(
                 cfg.model,
                 cfg.train,
@@ -109,30 +109,31 @@ async def _train(stop: Stop, loaded: Loaded[RunConfig], write_report: WriteRepor
                 num_rollout_ranks=cfg.cluster.num_rollout_ranks,
                 reference=cfg.algo.kl.coef > 0,
             ) as groups,
-            Checkpoints(run.folder, groups.trainer, cfg.run.keep_checkpoints, run.note) as run.checkpoints,
         ):
             assert groups.trainer is not None and groups.rollouts is not None
-            groups.rollouts.note = run.note
-            with failures_raised(groups):
-                layout = await groups.trainer.layout(cfg.rollout.sync_bucket_bytes)
-                await groups.rollouts.reconcile(layout)
-                await trial
-            if cfg.data.chat_template is not None:
-                run.chat_template = task.tokenizer.chat_template
-            noted = _note_left_out(run.note, task, cfg)
-            run.note(f"ready after {run.seconds:.1f} s")
-            job = Job(
-                cfg=cfg,
-                run=run,
-                task=task,
-                trainer=groups.trainer,
-                rollouts=groups.rollouts,
-                scorer=scorer,
-                layout=layout,
-                rollout_log=RolloutLog(run.folder, task.tokenizer.decode),
-            )
-            run.summary = partial(_summary, run, job)
-            await run_to_end(run, job, groups, layout, partial(LOOPS[cfg.loop.kind], job))
+            saving = Checkpoints(run.folder, groups.trainer, cfg.run.keep_checkpoints, run.note)
+            async with saving as run.checkpoints:
+                groups.rollouts.note = run.note
+                with failures_raised(groups):
+                    layout = await groups.trainer.layout(cfg.rollout.sync_bucket_bytes)
+                    await groups.rollouts.reconcile(layout)
+                    await trial
+                if cfg.data.chat_template is not None:
+                    run.chat_template = task.tokenizer.chat_template
+                noted = _note_left_out(run.note, task, cfg)
+                run.note(f"ready after {run.seconds:.1f} s")
+                job = Job(
+                    cfg=cfg,
+                    run=run,
+                    task=task,
+                    trainer=groups.trainer,
+                    rollouts=groups.rollouts,
+                    scorer=scorer,
+                    layout=layout,
+                    rollout_log=RolloutLog(run.folder, task.tokenizer.decode),
+                )
+                run.summary = partial(_summary, run, job)
+                await run_to_end(run, job, groups, layout, partial(LOOPS[cfg.loop.kind], job))
         save_curve(run.folder / "reward.png", list(range(1, job.step + 1)), job.rewards, job.evals)
         _note_left_out(run.note, task, cfg, noted)
         note_run_without_signal(job)
@@ -146,17 +147,18 @@ async def _sft(stop: Stop, loaded: Loaded[SftRunConfig], write_report: WriteRepo
         _note_start(run)
         source, left_out, run.chat_template = await asyncio.to_thread(load_sft_source, cfg, objects)
         ranks = cfg.cluster.num_train_ranks
-        async with (
-            launched(cfg.model, cfg.train, None, cfg.cluster, num_train_ranks=ranks, num_rollout_ranks=0) as groups,
-            Checkpoints(run.folder, groups.trainer, cfg.run.keep_checkpoints, run.note) as run.checkpoints,
-        ):
+        async with launched(
+            cfg.model, cfg.train, None, cfg.cluster, num_train_ranks=ranks, num_rollout_ranks=0
+        ) as groups:
             assert groups.trainer is not None
-            if left_out:
-                run.note(f"left out {left_out} rows over {cfg.sft.max_row_tokens} tokens")
-            run.note(f"ready after {run.seconds:.1f} s")
-            job = SftJob(cfg=cfg, run=run, trainer=groups.trainer, source=source)
-            run.summary = lambda: {"steps": job.step, "loss_curve": job.losses, "model": _newest_model(run)}
-            await run_to_end(run, job, groups, None, partial(sft_loop, job))
+            saving = Checkpoints(run.folder, groups.trainer, cfg.run.keep_checkpoints, run.note)
+            async with saving as run.checkpoints:
+                if left_out:
+                    run.note(f"left out {left_out} rows over {cfg.sft.max_row_tokens} tokens")
+                run.note(f"ready after {run.seconds:.1f} s")
+                job = SftJob(cfg=cfg, run=run, trainer=groups.trainer, source=source)
+                run.summary = lambda: {"steps": job.step, "loss_curve": job.losses, "model": _newest_model(run)}
+                await run_to_end(run, job, groups, None, partial(sft_loop, job))
         _note_end(run, job.step)
     return run.folder
 
@@ -168,7 +170,7 @@ async def _evaluate(cfg: RunConfig, objects: Objects) -> tuple[dict[str, float],
 
     task = await asyncio.to_thread(load_task, cfg, objects, False)
     if not task.eval_prompts:
-        raise MeshrlError("meshrl eval needs data.eval_path; set it to a JSONL file of held-out rows")
+        raise MeshrlError("meshrl eval needs data.eval_path; set it to a file of held-out rows")
     ranks = cfg.cluster.num_rollout_ranks or cfg.cluster.num_train_ranks
     async with (
         reward_workers(cfg, objects, task, note) as (scorer, trial),
@@ -186,7 +188,7 @@ async def _evaluate(cfg: RunConfig, objects: Objects) -> tuple[dict[str, float],
 
 
 def _label(name: str, num_samples: int) -> str:
-    """The glossary's label of a metric of the evaluation, with its short name: prompts with a right answer (pass@4)."""
+    """The glossary's label of an evaluation metric and its short name: prompts with a right answer (pass@4)."""
     meaning = meaning_of(name)
     measure, is_at_k, _ = name.partition("/")[2].partition("_at_k")
     return (meaning.label if meaning else name) + (f" ({measure}@{num_samples})" if is_at_k else "")
@@ -206,8 +208,8 @@ def _note_end(run: LiveRun, steps: int) -> None:
 
 
 def _note_left_out(note: Callable[[str], None], task: Task, cfg: RunConfig, noted: int | None = None) -> int:
-    """Note how many prompts are too long, and return the number of those for training. Called at the start and, with
-    what was noted then, at the end, because streaming finds them one by one."""
+    """Note how many prompts are too long, and return the number of training prompts among them. Called at the start
+    and, with that number as `noted`, at the end, because streaming finds them one by one."""
     assert task.train_prompts is not None
     found, limit = task.train_prompts.num_left_out, cfg.data.max_prompt_tokens
     if found > (noted or 0):
@@ -222,7 +224,7 @@ def _newest_model(run: LiveRun) -> str | None:
 
 
 def _summary(run: LiveRun, job: Job) -> dict[str, Any]:
-    """The run in a few numbers, for result.json."""
+    """The run's entries for result.json."""
     rss = next(m.sum for m in memory_metrics() if m.name == "memory/rss_bytes")
     best = read_best(run.folder)
     return {

@@ -1,4 +1,4 @@
-"""status.json in a run's folder: where the run is now, for other terminals."""
+"""status.json in a run's folder: the run's current step and phase, for `meshrl status` in another terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from meshrl.core.files import write_text
 from meshrl.monitor.jsonl import to_line
-from meshrl.monitor.processes import started_at
+from meshrl.process.family import started_at
 
 STATUS_FILE = "status.json"
 _SHOWN = ("reward/mean", "loss/nll")  # the main number of a run, by its kind
@@ -19,8 +19,8 @@ _SHOWN = ("reward/mean", "loss/nll")  # the main number of a run, by its kind
 
 @dataclass(kw_only=True, slots=True)
 class Status:
-    """Where a run is. step: finished steps. phase: the current one; "" between two. since: start of the phase, seconds
-    since 1970. value: of the metric `shown` at the last finished step. started: start of the process, which
+    """The state of a run. step: finished steps. phase: the current one; "" between two. since: start of the phase,
+    seconds since 1970. value: of the metric `shown` at the last finished step. started: start of the process, which
     distinguishes it from a later one with the same id."""
 
     host: str
@@ -50,17 +50,17 @@ class StatusFile:
         self.entered("start")
 
     def entered(self, phase: str) -> None:
-        """The run is in this phase from now on."""
+        """Record that the run has entered this phase."""
         self.status.phase, self.status.since = phase, time.time()
         self._write()
 
     def go_back_to(self, step: int) -> None:
-        """The run continues after its first `step` steps."""
+        """Record that the run continues after its first `step` steps."""
         self.status.step = step
         self._write()
 
     def restore_file(self) -> None:
-        """The file is as it was before this object existed, because the run did not begin."""
+        """Restore the file's former contents, because the run was refused."""
         if self._before is None:
             self._path.unlink()
         else:

@@ -1,4 +1,4 @@
-"""What a run loads before its ranks start: tokenizer, prompts and agent; and the reward workers, tried on them."""
+"""Loads a run's tokenizer, prompts and agent before the ranks start, and starts and tries the reward workers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from meshrl.run.inputs import Objects
 
 
 def load_task(cfg: RunConfig, objects: Objects, training: bool) -> Task:
-    """Tokenizer, prompts and agent. training: load the training rows too."""
+    """Load tokenizer, prompts and agent. training: also load the training rows."""
     tokenizer = load_tokenizer(cfg.model.path, cfg.data.chat_template, cfg.data.chat_template_kwargs)
     agent = resolve_agent(cfg.agent) if objects.agent is None else objects.agent
     answer_for = [name for name, term in cfg.reward.terms.items() if term.kind in NEEDS_ANSWER]
@@ -43,7 +43,7 @@ def load_task(cfg: RunConfig, objects: Objects, training: bool) -> Task:
 
 
 def load_sft_source(cfg: SftRunConfig, objects: Objects) -> tuple[SftSource, int, str | None]:
-    """The rows, how many of them are too long and left out, and the text of sft.chat_template."""
+    """The rows, the number of rows left out as too long, and the text of sft.chat_template."""
     path = cfg.model.path
     tokenizer = load_tokenizer(path, cfg.sft.chat_template, cfg.sft.chat_template_kwargs)
     table = objects.table("sft.path") or cfg.sft.path
@@ -66,8 +66,8 @@ def _max_context(cfg: RunConfig) -> int:
 async def reward_workers(
     cfg: RunConfig, objects: Objects, task: Task, note: Callable[[str], None]
 ) -> AsyncIterator[tuple[Scorer, asyncio.Task[None]]]:
-    """A started Scorer, whose workers end with the block, after the self-tests of its built-in terms; and the trial of
-    a user's reward functions on the task's rows, which goes on while the ranks start."""
+    """A started Scorer, after the self-tests of its built-in terms, and the trial of a user's reward functions on the
+    task's rows, a task that runs while the ranks start. The workers end with the block."""
     scorer = Scorer(cfg.reward, objects.rewards)
     try:
         await scorer.start()
@@ -82,8 +82,8 @@ async def reward_workers(
 
 
 async def _try_on_rows(cfg: RunConfig, scorer: Scorer, task: Task, note: Callable[[str], None]) -> None:
-    """A reward function may read what a user's agent wrote into the messages, which answers without an agent lack: then
-    nothing is tried."""
+    """Try the reward functions on the first prompts; not with a user's agent: a reward function may read messages that
+    only that agent writes."""
     if cfg.agent.kind in AGENTS:
         await try_on_answers(scorer, cfg.reward, _first_prompts(task), note)
 

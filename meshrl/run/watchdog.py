@@ -1,4 +1,4 @@
-"""The event loop of a run, and a watchdog over it: while one call blocks the loop, no deadline is noticed (P26)."""
+"""The event loop of a run and its watchdog: while one call blocks the loop, no deadline can be noticed (P26)."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from meshrl.monitor.spans import latest_span
 T = TypeVar("T")
 _CHECK_EVERY_S = 1.0
 _SLACK_S = 10.0
-_GRACE_S = 20.0  # for the run to end by itself after the DeadlineError
+_GRACE_S = 20.0  # after the DeadlineError, for the run to end by itself
 _FRAMES_SHOWN = 8
-_PHASES = {"save": "checkpoint"}  # spans that have another name than their phase
+_PHASES = {"save": "checkpoint"}  # spans with another name than their phase
 
 
 def run_in_own_loop(main: Coroutine[Any, Any, T]) -> T:
-    """asyncio.run, which also works where a loop runs in this thread, as in a notebook; that loop waits meanwhile. The
-    run stays in the caller's thread, because Ctrl-C and the watchdog need signals, which only the main thread handles.
-    """
+    """asyncio.run that also works where a loop already runs in this thread, as in a notebook; that loop waits
+    meanwhile. The run is in the caller's thread: Ctrl-C and the watchdog need signals, which only the main thread
+    handles."""
     with _outer_loop_suspended():
         return asyncio.run(main)
 
 
 @contextmanager
 def _outer_loop_suspended() -> Iterator[None]:
-    """As if no loop ran in this thread. asyncio has these functions for libraries with event loops of their own."""
+    """Hide this thread's running loop. asyncio has these functions for libraries that have their own event loops."""
     try:
         loop = asyncio.get_running_loop()
     except RuntimeError:
@@ -59,42 +59,44 @@ def _outer_loop_suspended() -> Iterator[None]:
 def watchdog(cluster: ClusterConfig) -> Iterator[None]:
     """End the run when one call blocks the running event loop for longer than its phase may take.
 
-    A thread raises DeadlineError in the main thread; the error's text has the place where that is blocked. If a call
-    outside Python can't be interrupted, the thread prints the error and ends the process; ranks and reward workers end
-    with it. A run in another thread than the main one has no watchdog, because no signal could interrupt it.
+    A thread raises DeadlineError in the main thread; the error's text contains the blocked stack. If a call outside
+    Python can't be interrupted, the thread prints the error and ends the process; ranks and reward workers end with it.
+    A run in a thread other than the main one has no watchdog, because no signal could interrupt it.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    watch, loop = _Watchdog(cluster), asyncio.get_running_loop()
+    checker, loop = _Watchdog(cluster), asyncio.get_running_loop()
+
+    timer: asyncio.Handle
 
     def beat() -> None:
-        watch.beat = time.monotonic()
+        checker.beat = time.monotonic()
         nonlocal timer
         timer = loop.call_later(_CHECK_EVERY_S, beat)
 
     timer = loop.call_soon(beat)
-    before = signal.signal(signal.SIGUSR1, watch.handle)
-    thread = threading.Thread(target=watch.run, daemon=True)
+    before = signal.signal(signal.SIGUSR1, checker.handle)
+    thread = threading.Thread(target=checker.run, daemon=True)
     thread.start()
     try:
         yield
     finally:
-        watch.over.set()
+        checker.over.set()
         thread.join()
         signal.signal(signal.SIGUSR1, before)
         timer.cancel()
 
 
 class _Watchdog:
-    """beat: when the event loop ran last."""
+    """beat: the last time when the event loop ran."""
 
     def __init__(self, cluster: ClusterConfig):
         self.cluster, self.beat, self.over = cluster, time.monotonic(), threading.Event()
         self._problem = ""
 
     def run(self) -> None:
-        """The thread's work."""
+        """The main function of the thread."""
         while not self.over.wait(_CHECK_EVERY_S):
             self._problem = self._find_problem()
             if not self._problem:
@@ -106,12 +108,12 @@ class _Watchdog:
             os._exit(1)
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """In the main thread, wherever it is blocked."""
+        """The signal handler: it runs in the main thread, which is blocked."""
         if self._problem and self._find_problem():
             raise DeadlineError(self._problem)
 
     def _find_problem(self) -> str:
-        """What is wrong, and where; "" while the loop runs."""
+        """A text with the phase and the blocked stack; "" while the loop runs."""
         phase = _PHASES.get(latest_span(), latest_span())
         known = phase in Deadlines.model_fields
         limit_s = (self.cluster.deadline_s(phase) if known else self.cluster.timeout_s) + _SLACK_S
@@ -123,6 +125,6 @@ class _Watchdog:
         key = f"cluster.deadlines.{phase}, or cluster.timeout_s," if known else "cluster.timeout_s"
         return (
             f"phase {phase or 'start'!r}: one call has blocked the controller for {blocked_s:.0f} s (allowed by {key} "
-            f"and {_SLACK_S:g}: {limit_s:g}). Code that waits must be async, or run in a thread of its own. It is "
+            f"plus {_SLACK_S:g} s: {limit_s:g} s). Code that waits must be async, or run in its own thread. It is "
             f"blocked at:\n{place}"
         )

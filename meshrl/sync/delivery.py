@@ -1,4 +1,4 @@
-"""One transfer with its bytes and digests: what a sender fills, a transport carries, and a receiver loads."""
+"""One transfer with its bytes and digests: a sender fills it, a transport carries it, a receiver loads it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from meshrl.core.errors import SyncError
 from meshrl.sync.digest import bits_of
 from meshrl.sync.layout import Layout, Part, Transfer, aligned
 
-ALL = -1  # in Delivery.counts: the part is there in full
-_PLACE_BYTES = 4  # of the place of one changed element: int32, counted from the part's first
+ALL = -1  # in Delivery.counts: the part is sent in full
+_INDEX_BYTES = 4  # the index of a changed element is an int32, counted from the part's first element
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
-    """A slot of a SharedRing of this machine: all that a process needs to open it (`shared_memory.SharedRingView`)."""
+class SlotAddress:
+    """A slot of a SharedRing of this machine: what another process needs to open it
+    (`shared_memory.SharedRingView`)."""
 
     ring: str
     num_slots: int
@@ -29,14 +30,14 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Delivery:
-    """payload: uint8[N], valid until the receiver has taken it; None = a sender in this process has written the
-    receiver's own tensors.
+    """payload: uint8[N], valid until the receiver has read it; None = a sender in this process has written directly
+    into the receiver's tensors.
 
-    digests: one for each part, of the bytes that the part has when it is in place.
-    counts: of a delta, the number of changed elements of each part (ALL = the part is there in full). For each part,
-    from a multiple of 16 bytes on: the new elements, then from a multiple of 4 on their places. payload_digest is then
-    that of the payload itself.
-    place: the slot of shared memory that the payload lies in, for an engine whose weights are in yet another process.
+    digests: one for each part, of the part's final bytes in the target tensor.
+    counts: in a delta, the number of changed elements of each part (ALL = the part is sent in full). The payload then
+    has for each part, from a multiple of 16 bytes on, the new elements and, from a multiple of 4 on, their indices.
+    payload_digest: in a delta, of the payload itself.
+    slot_address: the shared-memory slot of the payload, for an engine whose weights are in another process.
     """
 
     transfer: Transfer
@@ -44,18 +45,18 @@ class Delivery:
     digests: tuple[int, ...]
     counts: tuple[int, ...] | None = None
     payload_digest: int = 0
-    place: Place | None = None
+    slot_address: SlotAddress | None = None
 
     @property
     def num_bytes(self) -> int:
-        """That were sent or, without a payload, written."""
+        """Bytes that were sent or, without a payload, written."""
         if self.payload is not None:
             return self.payload.numel()
         counts = self.counts or [ALL] * len(self.digests)
         return sum(part.num_bytes for part, count in zip(self.transfer.parts, counts, strict=True) if count == ALL)
 
     def sections(self) -> Iterator[tuple[Part, int, torch.Tensor]]:
-        """Each part, how many of its elements are changed (ALL = all of them are there), and its bytes."""
+        """For each part: the part, its number of changed elements (ALL = sent in full), and its bytes."""
         assert self.payload is not None
         at = 0
         for number, part in enumerate(self.transfer.parts):
@@ -66,7 +67,7 @@ class Delivery:
             yield part, count, section
 
     def check(self, name: str, changes: bool) -> None:
-        """Length and kind of what is there. name: of the receiver; changes: the sync's mode is delta or adapter.
+        """Check length and kind of the payload. name: of the receiver. changes: the sync's mode is delta or adapter.
         Raises: SyncError."""
         transfer, parts = self.transfer, self.transfer.parts
         numbers = [len(each) for each in (self.digests, self.counts) if each is not None]
@@ -77,7 +78,7 @@ class Delivery:
             raise SyncError(f"{name}: {transfer} carries {kind} in a sync of {mode}")
         longer = [p for p, n in zip(parts, self.counts or ()) if n < ALL or section_bytes(p, n) > p.num_bytes]
         if longer:
-            raise SyncError(f"{name}: {transfer} states that the changes of {longer[0]} are longer than itself")
+            raise SyncError(f"{name}: {transfer} states that the changes of {longer[0]} are longer than the part")
         if self.payload is None:
             return
         wanted = transfer.num_bytes
@@ -90,7 +91,7 @@ class Delivery:
             )
 
     def facts(self) -> bytes:
-        """Everything but the payload, for a transport; `delivery_from` reads it."""
+        """Everything except the payload, for a transport; `delivery_from_facts` reads it."""
         counts = self.counts if self.counts is not None else ()
         head = [self.transfer.number, self.num_bytes, self.payload_digest, self.counts is not None]
         return np.array([*head, *self.digests, *(count & _MASK for count in counts)], dtype=np.uint64).tobytes()
@@ -100,8 +101,10 @@ _MASK = (1 << 64) - 1
 NUM_HEAD = 4  # numbers in `facts` before the digests
 
 
-def delivery_from(transfer: Transfer, facts: bytes, payload: torch.Tensor, place: Place | None = None) -> Delivery:
-    """payload: the slot that the bytes lie in. Raises: SyncError when the facts are of another transfer."""
+def delivery_from_facts(
+    transfer: Transfer, facts: bytes, payload: torch.Tensor, slot_address: SlotAddress | None = None
+) -> Delivery:
+    """payload: the slot with the bytes. Raises: SyncError when the facts are of another transfer."""
     number, num_bytes, payload_digest, has_counts, *numbers = np.frombuffer(facts, dtype=np.uint64).tolist()
     count = len(transfer.parts)
     if number != transfer.number or len(numbers) != count * (1 + has_counts) or num_bytes > payload.numel():
@@ -115,24 +118,24 @@ def delivery_from(transfer: Transfer, facts: bytes, payload: torch.Tensor, place
         digests=tuple(numbers[:count]),
         counts=counts if has_counts else None,
         payload_digest=payload_digest,
-        place=place,
+        slot_address=slot_address,
     )
 
 
-def delivery_to(delivery: Delivery, place: Place) -> dict[str, Any]:
-    """A full transfer in shared memory as JSON: digests as text, which no reader rounds."""
+def delivery_to_json(delivery: Delivery, slot_address: SlotAddress) -> dict[str, Any]:
+    """A full transfer in shared memory as JSON; digests as text, because a JSON reader may round large numbers."""
     return {
         "number": delivery.transfer.number,
         "digests": [f"{value:016x}" for value in delivery.digests],
-        "ring": place.ring,
-        "num_slots": place.num_slots,
-        "slot_bytes": place.slot_bytes,
-        "slot": place.slot,
+        "ring": slot_address.ring,
+        "num_slots": slot_address.num_slots,
+        "slot_bytes": slot_address.slot_bytes,
+        "slot": slot_address.slot,
     }
 
 
-def delivery_read(layout: Layout, message: dict[str, Any], payload: torch.Tensor) -> Delivery:
-    """The transfer of a message of `delivery_to`. payload: its slot. Raises: SyncError for a number that is none."""
+def delivery_from_json(layout: Layout, message: dict[str, Any], payload: torch.Tensor) -> Delivery:
+    """The transfer of a message of `delivery_to_json`. payload: its slot. Raises: SyncError for an unknown number."""
     transfers, number = layout.transfers, message["number"]
     if not 0 <= number < len(transfers):
         raise SyncError(f"transfer {number} was received; the layout has {len(transfers)}")
@@ -142,22 +145,22 @@ def delivery_read(layout: Layout, message: dict[str, Any], payload: torch.Tensor
 
 
 def section_bytes(part: Part, count: int) -> int:
-    """Bytes of a part in a delta's payload, or of the part itself."""
-    return part.num_bytes if count == ALL else places_at(part, count) + count * _PLACE_BYTES
+    """Bytes of a part in a delta's payload; `count` changed elements, or ALL."""
+    return part.num_bytes if count == ALL else indices_at(part, count) + count * _INDEX_BYTES
 
 
-def places_at(part: Part, count: int) -> int:
-    """Byte of the section at which the places begin."""
-    return -(-count * part.tensor.torch_dtype.itemsize // _PLACE_BYTES) * _PLACE_BYTES
+def indices_at(part: Part, count: int) -> int:
+    """Byte of the section at which the indices begin."""
+    return -(-count * part.tensor.torch_dtype.itemsize // _INDEX_BYTES) * _INDEX_BYTES
 
 
 def write_changes(part: Part, section: torch.Tensor, count: int, target: torch.Tensor) -> None:
-    """Put `count` new elements into their places in the view that the part fills."""
+    """Write `count` new elements at their indices into `target`, the part's view of a tensor."""
     if not count:
         return
     bits = bits_of(target.view(-1)) if target.is_contiguous() else bits_of(target.contiguous().view(-1))
     new = section[: count * bits.element_size()].view(bits.dtype)
-    places = section[places_at(part, count) :].view(torch.int32)
-    bits.scatter_(0, places.to(bits.device).long(), new.to(bits.device))
+    indices = section[indices_at(part, count) :].view(torch.int32)
+    bits.scatter_(0, indices.to(bits.device).long(), new.to(bits.device))
     if not target.is_contiguous():
         target.copy_(bits.view(target.dtype).view(target.shape))

@@ -1,21 +1,21 @@
-"""The 64-bit digest of a run of bytes: XXH3 in the memory of the host, a sum on every other device.
+"""64-bit digests of bytes: XXH3 in host memory, a weighted sum on every other device.
 
-The sum reads the bytes as little-endian 32-bit words w_0, w_1, ... (the last one filled up with zeros):
+The sum reads the bytes as little-endian 32-bit words w_0, w_1, ... (the last one padded with zeros):
 
     digest = sum over words k of (w_k + 0x01010101) * key(k)   mod 2^64,     key(k) odd, pseudo-random
 
-0x01010101 makes a zero byte count: zeros at another place, or fewer of them, have another digest.
-key(k) = COLUMN[k mod 16384] * row(k // 16384): 64 KiB of data are one row, whose keys are a table that stays in cache.
-A device computes it with one multiplication and one addition for each word, and many digests are read with one copy to
-the host (`values`).
+0x01010101 makes zero bytes count: zeros at another index, or fewer of them, have another digest.
+key(k) = COLUMN[k mod 16384] * row(k // 16384): 64 KiB of data are one row; the table of column keys stays in cache.
+A device computes one multiplication and one addition for each word, and one copy to the host reads many digests
+(`values`).
 
-What goes unnoticed. Let d_k be the changes of the words and 2^t the largest power of two that divides all of them
-(t <= 31; t = 0 as soon as the lowest bit of any word changes).
-- One word changed (any flip inside 4 bytes): never. d_k * odd is not 0 mod 2^64.
-- Several words of one row: with probability 2^-(63-t) over the keys, because the sum is uniform on a coset of
-  2^(t+1); over several rows at most 2^-(57-t), because the second factor can meet a sum that is already even.
-So corruption that does not know the keys is missed with 2^-57, and at worst, when nothing but the top bit of whole
-words changed (the signs of float32 values), with 2^-26. It is a proof against faults, not against an adversary.
+Probability that a change is missed. Let d_k be the changes of the words and 2^t the largest power of two that divides
+all of them (t <= 31; t = 0 as soon as the lowest bit of any word changes).
+- One word changed (any flip inside 4 bytes): 0. d_k * odd is not 0 mod 2^64.
+- Several words of one row: 2^-(63-t) over the keys, because the sum is uniform on a coset of 2^(t+1); over several rows
+  at most 2^-(57-t), because the second factor can multiply a sum that is already even.
+So random corruption is missed with probability 2^-57 and, at worst, if only top bits of words change (the signs of
+float32 values), 2^-26. The digest protects against faults, not against attacks.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ import xxhash
 DigestKind = Literal["sum64", "xxh3"]
 _MASK64 = (1 << 64) - 1
 _ROW_BITS = 14
-_ROW = 1 << _ROW_BITS  # words in one row of keys
+_ROW = 1 << _ROW_BITS  # words in a row
 _ONES = 0x01010101
-_ROW_SEED = 1 << 40  # row keys come from other counters than column keys
+_ROW_SEED = 1 << 40  # so that row keys and column keys use different counters
 
 Readable = torch.Tensor | memoryview
 
 
 def kind_for(device: torch.device) -> DigestKind:
-    """The faster digest of what lies in the memory of this device."""
+    """The faster kind of digest for data in the memory of this device."""
     return "xxh3" if device.type == "cpu" else "sum64"
 
 
@@ -50,7 +50,7 @@ def digest_bytes(kind: DigestKind, raw: torch.Tensor) -> int:
 
 
 class RunningDigest:
-    """The digest of bytes that come one piece after the other."""
+    """The digest of bytes that arrive in pieces."""
 
     def __init__(self, kind: DigestKind):
         self._position = 0
@@ -58,12 +58,12 @@ class RunningDigest:
         self._hash = xxhash.xxh3_64() if kind == "xxh3" else None
 
     def readable(self, raw: torch.Tensor) -> Readable:
-        """uint8[N], contiguous, as `update` takes slices of it; asked for once, where they are many. In the host's
-        memory it shows what is written later; xxh3 over any other would read a copy."""
+        """raw uint8[N], contiguous, in a form whose slices `update` takes; call it once for many slices. In host memory
+        it is a view, which shows later writes; for xxh3 of a device's memory it is a copy."""
         return raw if self._hash is None else raw.cpu().numpy().data
 
     def update(self, part: Readable) -> None:
-        """part: of what `readable` gave. sum64: whole words, but for the last part."""
+        """part: a slice of the result of `readable`. sum64: complete words, except in the last part."""
         if self._hash is not None:
             assert isinstance(part, memoryview)
             self._hash.update(part)
@@ -79,7 +79,7 @@ class RunningDigest:
 
 
 def values(running: Sequence[RunningDigest]) -> list[int]:
-    """All digests; those of a device by one copy to the host."""
+    """All digests, with one copy from the device to the host."""
     sums = [each._sum for each in running if each._sum is not None]
     found = iter(torch.stack(sums).tolist() if sums else ())
     return [
@@ -90,18 +90,18 @@ def values(running: Sequence[RunningDigest]) -> list[int]:
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor of any dtype and shape as uint8[num_bytes], outside of autograd."""
-    flat = tensor.detach().as_strided((tensor.numel(),), (1,))  # a size of 0 or 1 may carry any stride, view minds
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))  # a dim of size 0 or 1 may have any stride
     return flat.view(torch.uint8)
 
 
 def _chunk_words(device: torch.device) -> int:
-    """Words weighed at once. A core wants chunk and keys in its cache; an accelerator wants few, large launches."""
+    """Words in one operation: chunk and keys fit in a core's cache; accelerators get few, large launches."""
     return (8 if device.type == "cpu" else 256) * _ROW
 
 
 def _sum64(raw: torch.Tensor, first: int) -> torch.Tensor:
-    """Bytes of which the first is that of word `first`: int64[] with wrap-around, on the bytes' device, without waiting
-    for it. Extra memory: one chunk as int64."""
+    """The sum over bytes that start at word `first`: int64[] with wrap-around, on the bytes' device, without waiting
+    for the device. Extra memory: one chunk as int64."""
     body = raw.numel() // 4 * 4
     total = raw.new_zeros((), dtype=torch.int64)
     if body:
@@ -117,13 +117,13 @@ def _sum64(raw: torch.Tensor, first: int) -> torch.Tensor:
 
 
 def _weigh_words(raw: torch.Tensor, first: int) -> torch.Tensor:
-    """Whole words, raw[4 * N] bytes, of which the first has index `first`: the rows that are cut, then whole rows."""
+    """The sum over N words, raw[4 * N] bytes, the first with index `first`: incomplete rows, then complete rows."""
     end = first + raw.numel() // 4
     column, column_sum = _columns(raw.device)
     base = first >> _ROW_BITS
     rows = _rows(-(-end // _ROW), raw.device)[base:]
     sums = raw.new_zeros(rows.shape, dtype=torch.int64)
-    low, high = -(-first // _ROW) * _ROW, end // _ROW * _ROW  # words [low, high) are whole rows
+    low, high = -(-first // _ROW) * _ROW, end // _ROW * _ROW  # words [low, high) are complete rows
     for start, stop in ((first, min(low, end)), (max(low, high), end)):
         if stop > start:
             keys = column[start % _ROW :][: stop - start]
@@ -140,19 +140,19 @@ def _weigh_words(raw: torch.Tensor, first: int) -> torch.Tensor:
 
 
 def _words(raw: torch.Tensor) -> torch.Tensor:
-    """Bytes as int32. A cut inside a word of the memory (not of the stream) needs a copy of the chunk."""
+    """Bytes as int32. Memory that is not aligned to 4 bytes needs a copy of the chunk."""
     return (raw.clone() if raw.storage_offset() % 4 else raw).view(torch.int32)
 
 
 @lru_cache(maxsize=16)
 def _columns(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The column keys and their sum, which is what 0x01010101 in every word of a row is multiplied by."""
+    """The column keys and their sum, by which 0x01010101 of all words of a row is multiplied."""
     keys = _mix64(torch.arange(_ROW, device=device)) | 1
     return keys, keys.sum()
 
 
 def _rows(count: int, device: torch.device) -> torch.Tensor:
-    """The first `count` row keys: 8 bytes for 64 KiB of data, kept for the largest tensor seen."""
+    """The first `count` row keys: 8 bytes for 64 KiB of data, cached for the largest tensor so far."""
     return _row_table(max(count - 1, 0).bit_length(), device)[:count]
 
 
@@ -162,7 +162,7 @@ def _row_table(bits: int, device: torch.device) -> torch.Tensor:
 
 
 def _mix64(x: torch.Tensor) -> torch.Tensor:
-    """`core.types.mix64` on int64 tensors, whose sums and products wrap and whose right shifts have to be masked."""
+    """`core.types.mix64` on int64 tensors: sums and products wrap, right shifts have to be masked."""
     x = x + _signed(0x9E3779B97F4A7C15)
     x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _signed(0x94D049BB133111EB)

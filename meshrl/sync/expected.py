@@ -1,4 +1,4 @@
-"""What the receiver's tensors must be after a sync, by the trainer's digests, and the comparison with what they are."""
+"""The digests that the receiver's tensors must have after a sync, and the comparison with the tensors read back."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 from meshrl.core.errors import SyncError
 from meshrl.sync.digest import DigestKind, RunningDigest, as_bytes, values
 from meshrl.sync.layout import Layout, Part
-from meshrl.sync.threads import cores
+from meshrl.sync.threads import thread_pool
 
-_AHEAD_BYTES = 256 << 20  # of tensors read back beyond the one that is waited for
+_AHEAD_BYTES = 256 << 20  # of tensors that are read back while earlier ones are still digested
 
 
-class Expected:
-    """The digests of one version, of each part of each tensor."""
+class ExpectedDigests:
+    """The trainer's digests of one version, for each part of each tensor."""
 
     def __init__(self, layout: Layout, version: int):
         self.version = version
@@ -27,21 +27,25 @@ class Expected:
         self._digests: dict[str, list[int]] = {name: [] for name in layout.by_name}
 
     def add(self, parts: Iterable[Part], digests: Iterable[int]) -> None:
-        """What a transfer states about its parts."""
+        """Add the digests of a transfer's parts."""
         for part, digest in zip(parts, digests, strict=True):
             self._parts[part.tensor.name].append(part)
             self._digests[part.tensor.name].append(digest)
 
-    def num_changed(self, before: Expected) -> int:
-        """Tensors that are not as they were."""
+    def num_changed(self, before: ExpectedDigests) -> int:
+        """The number of tensors whose digests differ from `before`."""
         return sum(digests != before._digests[name] for name, digests in self._digests.items())
 
     def compare(
-        self, found: Iterable[tuple[str, torch.Tensor]], names: dict[str, str], receiver: str, before: Expected | None
+        self,
+        found: Iterable[tuple[str, torch.Tensor]],
+        names: dict[str, str],
+        receiver: str,
+        before: ExpectedDigests | None,
     ) -> None:
-        """Compare everything read back with what the trainer has. names: {name to be read back: name sent for it}.
+        """Compare everything read back with the trainer's digests. names: {name to be read back: name sent for it}.
 
-        Raises: SyncError naming all that differ, and whose values they have where that is known.
+        Raises: SyncError naming all tensors that differ and, if known, the tensor or version whose values they have.
         """
         faults, left = [], dict(names)
         for name, tensor, held in self._digested(found, names):
@@ -68,13 +72,13 @@ class Expected:
     def _digested(
         self, found: Iterable[tuple[str, torch.Tensor]], names: dict[str, str]
     ) -> Iterator[tuple[str, torch.Tensor, list[int]]]:
-        """Each tensor with the digests of its parts. A tensor read back may be a copy, so few are held at once. The
-        same object under two names, tied, is read once."""
-        read: dict[str, tuple[weakref.ref[torch.Tensor], list[Future[RunningDigest]]]] = {}  # by the name that was sent
+        """Each tensor with the digests of its parts. A tensor read back may be a copy, so only few are in memory at
+        once. The same object under two names (tied) is digested once."""
+        read: dict[str, tuple[weakref.ref[torch.Tensor], list[Future[RunningDigest]]]] = {}  # by the sent name
         ahead: deque[tuple[str, torch.Tensor, list[Future[RunningDigest]]]] = deque()
         held = 0
         kind = self._layout.digest
-        with cores(self._layout.num_bytes if kind == "xxh3" else 0) as pool:
+        with thread_pool(self._layout.num_bytes if kind == "xxh3" else 0) as pool:
             for name, tensor in found:
                 source = names.get(name, name)
                 if source not in read or read[source][0]() is not tensor:
@@ -90,14 +94,14 @@ class Expected:
             yield from _result(list(ahead))
 
     def _fitting(self, name: str, tensor: torch.Tensor) -> Sequence[Part]:
-        """The parts of what was sent under this name; nothing if the tensor's shape is another."""
+        """The sent parts of the tensor with this name; none if its shape or element size differs."""
         sent = self._layout.by_name.get(name)
         if sent is None or tuple(tensor.shape) != sent.shape or tensor.element_size() != sent.torch_dtype.itemsize:
             return []
         return self._parts[name]
 
-    def _explain(self, name: str, held: list[int], before: Expected | None) -> str:
-        """What the wrong values are, where their digests are known."""
+    def _explain(self, name: str, held: list[int], before: ExpectedDigests | None) -> str:
+        """A description of the wrong values, for the error."""
         if before is not None and before._digests[name] == held:
             return f"still has the values of version {before.version}"
         should = self._digests[name]
@@ -113,7 +117,7 @@ class Expected:
 
 
 def part_digest(kind: DigestKind, full: torch.Tensor, part: Part) -> RunningDigest:
-    """Of the bytes that a full tensor has where a part was put."""
+    """The digest of a part's bytes in the full tensor."""
     running = RunningDigest(kind)
     running.update(running.readable(as_bytes(part.of(full).contiguous())))
     return running

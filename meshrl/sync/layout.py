@@ -1,8 +1,8 @@
-"""What is sent (Layout, once a run), and what each sync states about it (SyncHeader, Ack). Names, boxes and bytes only.
+"""What a run's syncs send (Layout), and the header and acknowledgement of each sync (SyncHeader, Ack).
 
-A box is a block of one tensor: (name, offsets, shape). Every train rank lists the boxes that it holds, under the names
-that the model's files have, so sharding on any dimension or axis, replicas and tied tensors need no case of their own
-here. A transfer is what one sender sends at once: boxes of its own, packed up to a number of bytes.
+A box is a block of one tensor: (name, offsets, shape). Every train rank lists the boxes that it holds, by hub name, so
+sharding on any dim or mesh axis, replicas and tied tensors need no special code here. A transfer is what a sender sends
+at once: boxes of its own, packed up to a number of bytes.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ DTYPES = {
         *("int64", "int32", "int16", "int8", "uint8"),
     )
 }
-ALIGNMENT_BYTES = 16  # of each part's first byte in a transfer; the gaps are zero and have no meaning
+ALIGNMENT_BYTES = 16  # of each part's first byte in a transfer; the gaps are zero and unused
 
 
 class TensorSpec(NamedTuple):
-    """A tensor of the layout, by its name in the model's files, in the sampler's dtype."""
+    """A tensor of the layout: its hub name, and the sampler's dtype."""
 
     name: str
     shape: tuple[int, ...]
@@ -56,8 +56,8 @@ class Box(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A box in one transfer, from byte `at` of it on, its elements in order. first: its first element, counted in the
-    sender's box (which starts at `held`) of which it is a part."""
+    """A box, or a part of one, at byte `at` of a transfer, its elements in order. held: offsets of the sender's box
+    that it is part of. first: the index of its first element in that box."""
 
     tensor: TensorSpec
     offsets: tuple[int, ...]
@@ -92,8 +92,8 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """What one sender sends at once: at least one part. number: in the order of the layout's transfers. index: of
-    this sender's transfers."""
+    """What one sender sends at once: at least one part. number: its index in the layout's transfers. index: its index
+    in this sender's transfers."""
 
     number: int
     sender: int
@@ -112,11 +112,11 @@ class Transfer:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """What a run's syncs carry, agreed on once. Made by `make_layout`.
+    """What a run's syncs send; agreed on once. Made by `make_layout`.
 
-    senders: the boxes that each sender sends, in the order of the tensors; each element is sent once. tied: alias ->
-    the name that is sent for it. transfer_bytes: limit of the transfers of all senders that are under way together.
-    digest: how bytes are verified.
+    senders: the boxes of each sender, in the order of the tensors; each element is sent once. tied: alias -> the name
+    that is sent for it. transfer_bytes: limit for the sum of the concurrent transfers of all senders. digest: the kind
+    of digest that verifies the bytes.
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -131,8 +131,8 @@ class Layout:
 
     @cached_property
     def windows(self) -> tuple[tuple[Transfer, ...], ...]:
-        """All transfers: in one window at most one of each sender, and the windows in the order of the tensors, so that
-        a receiver of full tensors holds at most one incomplete tensor beyond the transfers."""
+        """All transfers: at most one of each sender in a window, and the windows in the order of the tensors. So a
+        receiver that needs full tensors holds at most one incomplete tensor in addition to the transfers."""
         return tuple(_windows(self))
 
     @cached_property
@@ -150,8 +150,8 @@ class Layout:
 
     @cached_property
     def hash(self) -> str:
-        """The same in every process; both sides compare it."""
-        return hashlib.sha256(json.dumps(layout_to(self), sort_keys=True).encode()).hexdigest()[:16]
+        """Equal in all processes for the same layout; both sides compare it."""
+        return hashlib.sha256(json.dumps(layout_to_json(self), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def make_layout(
@@ -161,8 +161,8 @@ def make_layout(
     transfer_bytes: int = 64 << 20,
     digest: DigestKind = "xxh3",
 ) -> Layout:
-    """tensors: {name: (shape, dtype)}, in the order in which they are sent. held: the boxes that each rank holds; of
-    equal ones the first rank sends. None = one sender holds everything.
+    """tensors: {name: (shape, dtype)}, in the order of sending. held: the boxes of each rank; if several ranks hold the
+    same box, the first one sends it. None = one sender holds everything.
 
     Raises: ValueError for an unknown dtype, a limit below the alignment, an alias of nothing, and boxes that overlap,
     leave a part of a tensor out, or do not lie inside it.
@@ -172,7 +172,7 @@ def make_layout(
     specs = {name: TensorSpec(name, tuple(shape), dtype) for name, (shape, dtype) in tensors.items()}
     for spec in specs.values():
         if spec.dtype not in DTYPES:
-            raise ValueError(f"{spec.name} has dtype {spec.dtype!r}, which can't be sent; known: {', '.join(DTYPES)}")
+            raise ValueError(f"{spec.name} has dtype {spec.dtype!r}, which can't be sent; allowed: {', '.join(DTYPES)}")
     for alias, source in (tied or {}).items():
         if source not in specs or alias in specs:
             fault = "is sent itself" if alias in specs else f"is tied to {source}, which is not sent"
@@ -184,7 +184,7 @@ def make_layout(
         for box in boxes:
             if box.name not in specs:
                 raise ValueError(
-                    f"a box of {box.name} is held, which is none of the {len(specs)} tensors of the layout"
+                    f"a rank holds a box of {box.name}, which is not one of the {len(specs)} tensors of the layout"
                 )
             if math.prod(box.shape):
                 sender_of.setdefault(box, sender)
@@ -204,13 +204,13 @@ def make_layout(
 
 
 def _interleaved(names: Sequence[str], sender_of: Mapping[Box, int]) -> list[str]:
-    """The names, but where successive tensors have one sender each, as the experts of a layer have, the senders take
-    turns: all of them then send at the same time."""
+    """The names, reordered where successive tensors have one sender each, like the experts of a layer: the senders then
+    alternate, so that all of them send at the same time."""
     senders: dict[str, set[int]] = {}
     for box, sender in sender_of.items():
         senders.setdefault(box.name, set()).add(sender)
     ordered: list[str] = []
-    for alone, run in groupby(names, key=lambda name: len(senders.get(name, ())) == 1):
+    for alone, group in groupby(names, key=lambda name: len(senders.get(name, ())) == 1):
         turns: dict[int, int] = {}
 
         def turn(name: str, alone: bool = alone, turns: dict[int, int] = turns) -> int:
@@ -218,12 +218,12 @@ def _interleaved(names: Sequence[str], sender_of: Mapping[Box, int]) -> list[str
             turns[sender] = turns.get(sender, -1) + 1
             return turns[sender] if alone else 0
 
-        ordered += sorted(run, key=turn)
+        ordered += sorted(group, key=turn)
     return ordered
 
 
 def _require_cover(specs: Mapping[str, TensorSpec], boxes: set[Box]) -> None:
-    """Every element of every tensor lies in exactly one box. Raises: ValueError."""
+    """Check that every element of every tensor is in exactly one box. Raises: ValueError."""
     of: dict[str, list[Box]] = {name: [] for name in specs}
     for box in boxes:
         of[box.name].append(box)
@@ -247,7 +247,7 @@ def _require_cover(specs: Mapping[str, TensorSpec], boxes: set[Box]) -> None:
 
 
 def _windows(layout: Layout) -> Iterator[tuple[Transfer, ...]]:
-    """Boxes of each sender, cut so that none exceeds a transfer, and packed while none exceeds it."""
+    """The boxes of each sender, cut and packed into transfers of at most the limit."""
     num_senders = len(layout.senders)
     limit = max(layout.transfer_bytes // max(num_senders, 1) // ALIGNMENT_BYTES, 1) * ALIGNMENT_BYTES
     waiting = [_cut_boxes(layout, boxes, limit) for boxes in layout.senders]
@@ -286,7 +286,7 @@ def _windows(layout: Layout) -> Iterator[tuple[Transfer, ...]]:
 
 
 def _cut_boxes(layout: Layout, boxes: Sequence[Box], limit: int) -> Iterator[Part]:
-    """Parts of at most `limit` bytes each, in order; `at` is still to be set."""
+    """Parts of at most `limit` bytes each, in order, with `at` still 0."""
     for box in boxes:
         tensor = layout.by_name[box.name]
         most = max(limit // tensor.torch_dtype.itemsize, 1)
@@ -306,11 +306,11 @@ def _cut_boxes(layout: Layout, boxes: Sequence[Box], limit: int) -> Iterator[Par
 
 
 def aligned(num_bytes: int) -> int:
-    """Rounded up to where the next part may begin."""
+    """num_bytes rounded up to the alignment, where the next part may start."""
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def layout_to(layout: Layout) -> dict[str, Any]:
+def layout_to_json(layout: Layout) -> dict[str, Any]:
     """The layout as JSON."""
     return {
         "tensors": [list(tensor) for tensor in layout.tensors],
@@ -321,7 +321,7 @@ def layout_to(layout: Layout) -> dict[str, Any]:
     }
 
 
-def layout_from(message: dict[str, Any]) -> Layout:
+def layout_from_json(message: dict[str, Any]) -> Layout:
     tensors = tuple(TensorSpec(name, tuple(shape), dtype) for name, shape, dtype in message["tensors"])
     senders = tuple(
         tuple(Box(name, tuple(offsets), tuple(shape)) for name, offsets, shape in boxes) for boxes in message["senders"]
@@ -331,7 +331,8 @@ def layout_from(message: dict[str, Any]) -> Layout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SyncHeader:
-    """Each sync: version (rises with every sync), base_version (None = mode full) and the layout it belongs to."""
+    """The header of one sync. version: rises with every sync. base_version: what a delta starts from; None = mode
+    full."""
 
     version: int
     base_version: int | None = None
@@ -341,21 +342,21 @@ class SyncHeader:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ack:
-    """The receiver's answer: which proofs held. A proof that failed is a SyncError, never an Ack.
+    """The receiver's acknowledgement: which proofs succeeded. A failed proof is a SyncError, never an Ack.
 
-    wire: every box arrived with the digest that it was sent with. resident: the parameters that the engine computes
-    with, read back, have the trainer's digests; None = the engine can't read back. num_bytes: received. num_changed:
-    tensors whose digest is another than at the last commit; None where there was none to compare with.
-    num_changed_elements: elements that differ from the version before, where the senders compared them (delta).
-    extra_bytes: memory of this sync, and what is stored for the next one, all senders together.
-    seconds: of the slowest rank in each stage: "cast" (into the sampler's dtype and the transfer, and the search for
-    changes), "load" (bytes into place), "verify" (digests), "wait" (for other ranks and their bytes).
+    wire: every box was received with the digest that it was sent with. read_back: the engine's parameters, read back,
+    have the trainer's digests; None = the engine can't read back. num_bytes: received. num_changed: tensors whose
+    digest differs from the last commit; None = no earlier commit. num_changed_elements: elements that differ from the
+    version before, if the senders compared them (delta). extra_bytes: memory of this sync and of the base for the next
+    one, all senders together. seconds: of the slowest rank in each stage: "cast" (to the sampler's dtype, into the
+    transfer, and the search for changes), "load" (into the target tensors), "verify" (digests), "wait" (for other ranks
+    and their bytes).
     """
 
     version: int
     receiver: str
     wire: bool
-    resident: bool | None
+    read_back: bool | None
     num_bytes: int
     num_tensors: int
     num_changed: int | None = None

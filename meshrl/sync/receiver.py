@@ -1,7 +1,7 @@
-"""The receiving half of a sync: the protocol that engines implement, and the state machine inside each of them.
+"""The receiving half of a sync: the protocol that engines implement, and the state machine that they use for it.
 
-`Receiver` is plain synchronous code that an engine composes: it writes transfers straight into the engine's own tensors
-and proves, before the new version becomes visible, that they hold what the trainer has.
+`Receiver` is plain synchronous code: it writes transfers directly into the engine's own tensors and proves, before the
+new version becomes visible, that they equal the trainer's.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import torch
 from meshrl.core.errors import SyncError
 from meshrl.sync.delivery import ALL, Delivery, write_changes
 from meshrl.sync.digest import RunningDigest, as_bytes, digest_bytes
-from meshrl.sync.expected import Expected
+from meshrl.sync.expected import ExpectedDigests
 from meshrl.sync.layout import Ack, Layout, Part, SyncHeader
 from meshrl.sync.reconcile import describe, reconcile
 
-_CHUNK_BYTES = 1 << 20  # digested and copied at once, while a core's cache holds it
+_CHUNK_BYTES = 1 << 20  # digested, then copied while it is still in a core's cache
 
 Targets = Mapping[str, torch.Tensor]
-"""{name: tensor of the sent shape and dtype}, to be written in place. An alias that has memory of its own is written
-too; one that is left out is taken to share its source's memory."""
+"""{name: tensor of the sent shape and dtype}, to be written in place. An alias with memory of its own is written, too;
+an alias that is left out shares its source's memory."""
 
 ReadBack = Callable[[], Iterable[tuple[str, torch.Tensor]]]
-"""Yields (name, parameter) for every sent name and every alias, from what the engine computes with. It may yield one
-object under several names; a copy is an object of its own, and stays as it is until the comparison ends."""
+"""Yields (name, parameter) for every sent name and every alias, from the tensors that the engine computes with. It may
+yield one object under several names. A copy must be a new object, which is not changed until the comparison ends."""
 
 
 class WeightReceiver(Protocol):
@@ -38,24 +38,25 @@ class WeightReceiver(Protocol):
         ...
 
     async def begin(self, header: SyncHeader) -> None:
-        """Close admission, flush every cache that depends on weights (P17), and expect this version's transfers."""
+        """Close admission, flush every cache that depends on the weights (P17), and expect this version's transfers."""
         ...
 
     async def receive(self, delivery: Delivery) -> None:
-        """Take one transfer; its payload is read before this returns."""
+        """Load one transfer; its payload is not used after this returns."""
         ...
 
     async def commit(self) -> Ack:
-        """Prove what arrived, make the version visible, open admission. Raises SyncError naming what differs."""
+        """Verify what was received, make the version visible, open admission. Raises SyncError naming what differs."""
         ...
 
     async def cancel(self) -> None:
-        """Give up: the weights are a mixture, nothing is generated before the next full sync. May come at any time."""
+        """Cancel the sync: the weights are a mixture, and unusable until the next full sync. May be called at any
+        time."""
         ...
 
 
 class Progress:
-    """Whether the transfers of one sync arrive in the layout's order, each as it was sent, to the last."""
+    """Checks that all transfers of one sync are received, in the layout's order and as they were sent."""
 
     def __init__(self, layout: Layout, header: SyncHeader, name: str):
         """name: of the receiver, in errors."""
@@ -65,8 +66,8 @@ class Progress:
         self._next = 0
 
     def check(self, delivery: Delivery) -> None:
-        """Raises: SyncError for a transfer that is not the next, or a payload of another length or digest. The digests
-        of full parts are checked where their bytes are read."""
+        """Raises: SyncError for a transfer that is not the next one, or a payload of another length or digest. The
+        digests of full parts are checked when their bytes are copied."""
         transfers, number = self.layout.transfers, delivery.transfer.number
         if number != self._next or number >= len(transfers) or delivery.transfer != transfers[number]:
             expected = transfers[self._next] if self._next < len(transfers) else "no more"
@@ -78,12 +79,12 @@ class Progress:
             self.verify_s += time.perf_counter() - began
             if arrived != delivery.payload_digest:
                 raise SyncError(
-                    f"{self.name}: {delivery.transfer} was sent with digest {delivery.payload_digest:016x} and arrived "
+                    f"{self.name}: {delivery.transfer} was sent with digest {delivery.payload_digest:016x}, received "
                     f"with {arrived:016x}"
                 )
 
     def loaded(self, delivery: Delivery) -> None:
-        """The transfer is in place."""
+        """Count a transfer that was loaded."""
         self.num_bytes += delivery.num_bytes
         self._next += 1
 
@@ -98,34 +99,35 @@ class Progress:
             )
 
     def require(self, delivery: Delivery, part: Part, arrived: int, sent: int) -> None:
-        """Raises: SyncError when the digest of a part is not that which it was sent with."""
+        """Raises: SyncError when a part was received with another digest than it was sent with."""
         if arrived != sent:
             raise SyncError(
-                f"{self.name}: {delivery.transfer} brought {part} with digest {arrived:016x}, sent was {sent:016x}"
+                f"{self.name}: {delivery.transfer}: {part} was sent with digest {sent:016x}, received with "
+                f"{arrived:016x}"
             )
 
 
 class Receiver:
     """idle -> begin -> open -> receive* -> commit -> idle, or cancelled until the next begin.
 
-    Whatever fails in begin, receive or commit leaves the state cancelled: a method marks it so before it starts and
-    removes the mark at its end. Only a commit that proved everything makes the weights usable.
+    Any error in begin, receive or commit leaves the state cancelled: each method sets the state to cancelled first and
+    to the next phase at its end. Only a commit that verified everything makes the weights usable.
 
-    Consumes: transfers in order, each valid during the call. Waits for nothing, owns no thread. References targets
-    only while a sync is open: an engine may release or move its weights in between.
+    Consumes: transfers in order, each valid during the call. Waits for nothing, has no thread. References targets only
+    while a sync is open: between syncs an engine may release or move its weights.
     """
 
     def __init__(self, layout: Layout, targets: Targets | Callable[[], Targets], name: str = "receiver"):
-        """targets: or what finds them, where they may be other tensors in the next sync.
+        """targets: the tensors, or a function that returns them if they may be other tensors in the next sync.
 
         Raises: UnloadedParamsError when targets and layout don't fit.
         """
         self.layout, self.name = layout, name
         self._find_targets = targets if callable(targets) else lambda: targets
         self._phase: Literal["idle", "open", "cancelled"] = "idle"
-        self._committed: Expected | None = None
+        self._committed: ExpectedDigests | None = None
         self._progress: Progress | None = None
-        self._expected: Expected | None = None
+        self._expected: ExpectedDigests | None = None
         self._load_s = 0.0
         self._bind()
         self._writes: dict[str, list[torch.Tensor]] = {}
@@ -137,11 +139,11 @@ class Receiver:
 
     @property
     def version(self) -> int:
-        """The weight version in place; -1 while there is none, also between begin and commit and after cancel."""
+        """The current weight version; -1 = none, also between begin and commit and after cancel."""
         return self._committed.version if self._committed is not None and self.usable else -1
 
     def targets(self) -> dict[str, torch.Tensor]:
-        """What a sender in this process may write itself while a sync is open, by the names that are sent."""
+        """By sent name, the tensors that a sender in this process may write into while a sync is open."""
         found = self._find_targets()
         return {name: found[name] for name in self.layout.by_name}
 
@@ -152,12 +154,12 @@ class Receiver:
         check_header(self.name, header, self.layout, had, last)
         self._writes = self._bind()
         self._progress = Progress(self.layout, header, self.name)
-        self._expected = Expected(self.layout, header.version)
+        self._expected = ExpectedDigests(self.layout, header.version)
         self._load_s = 0.0
         self._phase = "open"
 
     def receive(self, delivery: Delivery) -> None:
-        """Check one transfer's place, length and digests, and write it into the targets. Raises SyncError."""
+        """Check one transfer's order, length and digests, and write it into the targets. Raises SyncError."""
         self._leave(str(delivery.transfer), "open")
         progress, expected = self._progress, self._expected
         assert progress is not None and expected is not None
@@ -174,11 +176,11 @@ class Receiver:
         self._phase = "open"
 
     def _load(self, delivery: Delivery, progress: Progress) -> None:
-        """Write what the transfer carries; compare the digests of full parts on the way."""
+        """Write the transfer into the targets; compare the digests of full parts while they are copied."""
         for number, (part, count, section) in enumerate(delivery.sections()):
             views = [part.of(target) for target in self._writes[part.tensor.name]]
             if count == ALL:
-                check = delivery.counts is None  # else the payload's digest was compared
+                check = delivery.counts is None  # otherwise the payload's digest was compared
                 arrived = self._write(section, views, part, progress, check)
                 if check:
                     progress.require(delivery, part, arrived, delivery.digests[number])
@@ -191,7 +193,8 @@ class Receiver:
     def _write(
         self, section: torch.Tensor, views: list[torch.Tensor], part: Part, progress: Progress, check: bool
     ) -> int:
-        """Copy a part into its views; its digest, taken of what arrived while a core's cache holds it."""
+        """Copy a part into its views. Returns the digest of the received bytes, computed while they are in a core's
+        cache."""
         running = RunningDigest(self.layout.digest)
         readable = running.readable(section) if check else None
         in_chunks = section.device.type == "cpu" and all(view.is_contiguous() for view in views)
@@ -214,10 +217,10 @@ class Receiver:
         return running.value if check else 0
 
     def commit(self, read_back: ReadBack | None = None) -> Ack:
-        """Prove that everything arrived and is in place, then raise the version.
+        """Prove that everything was received and is in the right tensors, then raise the version.
 
-        read_back: the resident proof (P15). None = the engine can't; then the targets themselves are compared with
-        the trainer's digests, which still vouches for cutting and putting together, and the Ack states resident None.
+        read_back: for the read-back proof (P15). None = the engine can't read back; then the targets are compared with
+        the trainer's digests, which still verifies cutting and joining, and the Ack has read_back None.
         Raises: SyncError naming the first incomplete tensor, or every tensor that differs.
         """
         self._leave("commit", "open")
@@ -239,7 +242,7 @@ class Receiver:
             version=expected.version,
             receiver=self.name,
             wire=True,
-            resident=None if read_back is None else True,
+            read_back=None if read_back is None else True,
             num_bytes=progress.num_bytes,
             num_tensors=len(self.layout.tensors),
             num_changed=num_changed,
@@ -247,16 +250,16 @@ class Receiver:
         )
 
     def cancel(self) -> None:
-        """Make the weights unusable until the next full sync. May be called at any time, more than once."""
+        """Make the weights unusable until the next full sync. May be called at any time, and repeatedly."""
         self._phase, self._writes = "cancelled", {}
 
     def _leave(self, step: str, *allowed: str) -> None:
-        """Check that `step` may come now, and mark the state cancelled until the step's end."""
+        """Check that `step` is allowed now, and set the phase to cancelled until the step's end."""
         phase, self._phase = self._phase, "cancelled"
         require_phase(self.name, step, phase, *allowed)
 
     def _bind(self) -> dict[str, list[torch.Tensor]]:
-        """Where each sent tensor is written."""
+        """The target tensors of each sent tensor."""
         targets = self._find_targets()
         held = describe(targets)
         reconcile(self.layout, held, {a: source for a, source in self.layout.tied.items() if a not in held})
@@ -273,20 +276,20 @@ class Receiver:
 
 
 def require_phase(name: str, step: str, phase: str, *allowed: str) -> None:
-    """Raises: SyncError when a step of a sync comes out of order."""
+    """Raises: SyncError when a step of a sync is called out of order."""
     if phase not in allowed:
         raise SyncError(
-            f"{name}: {step} came while the receiver was {phase}; the order is begin, receive for each transfer, then "
-            "commit or cancel. A new begin starts over"
+            f"{name}: {step} is not allowed while the receiver is {phase}; the order is begin, receive for each "
+            "transfer, then commit or cancel. A new begin starts over"
         )
 
 
 def check_header(name: str, header: SyncHeader, layout: Layout, had: int, last: int) -> None:
-    """Whether a sync may begin. had: the version in place; last: that was received last; -1 = none.
+    """Check that a sync may begin. had: the current version. last: the version received last. -1 = none.
 
-    After a cancel the last version may come again, in full: that is a retry.
+    After a cancel the last version may be sent again, in full, as a retry.
 
-    Raises: SyncError for another layout, a version that does not rise, a base that isn't in place.
+    Raises: SyncError for another layout, a version that does not rise, or a base other than the current version.
     """
     if header.layout_hash != layout.hash:
         raise SyncError(
@@ -295,13 +298,13 @@ def check_header(name: str, header: SyncHeader, layout: Layout, had: int, last: 
         )
     if (header.mode != "full") != (header.base_version is not None):
         raise SyncError(
-            f"{name}: mode {header.mode!r} on base version {header.base_version} was asked for; 'full' has no base "
+            f"{name}: the header has mode {header.mode!r} and base version {header.base_version}; 'full' has no base "
             "version, 'delta' and 'adapter' need one"
         )
     if header.base_version is not None and header.base_version != had:
         raise SyncError(
-            f"{name}: a sync of mode {header.mode} on base version {header.base_version} came, but version {had} is in "
-            "place (-1 = none); send everything"
+            f"{name}: a sync of mode {header.mode} needs base version {header.base_version}, but the current "
+            f"version is {had} (-1 = none); send everything"
         )
     lowest = max(last + 1 if had >= 0 else last, 0)
     if header.version < lowest:

@@ -10,7 +10,7 @@ from meshrl.core.errors import UnloadedParamsError
 from meshrl.core.lookup import similar_names
 from meshrl.sync.layout import Layout
 
-_SHOWN = 8  # names listed of each kind of fault; the rest is counted
+_SHOWN = 8  # names listed for each kind of fault; the rest is counted
 
 
 def describe(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -21,12 +21,12 @@ def describe(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[tuple[int, 
 def reconcile(
     layout: Layout, own: Mapping[str, tuple[tuple[int, ...], str]], tied: Mapping[str, str] | None = None
 ) -> None:
-    """Compare what will be sent with what the receiver has, both ways, before anything runs (P16).
+    """Compare what will be sent with what the receiver has, in both directions, before anything runs (P16).
 
-    own: the receiver's parameters under their wire names: (shape, dtype). tied: its aliases -> the parameter whose
-    memory they share; an alias may stand in `own` too.
-    Raises: UnloadedParamsError with every fault: names never sent, names unknown to the receiver, other shapes or
-    dtypes, weights that the receiver ties and the trainer does not.
+    own: {wire name: (shape, dtype)} of the receiver's parameters. tied: its aliases -> the parameter whose memory they
+    share; an alias may be in `own`, too.
+    Raises: UnloadedParamsError with all faults: names never sent, names unknown to the receiver, other shapes or
+    dtypes, weights that are tied in the receiver but not in the trainer.
     """
     tied = tied or {}
     sent = layout.by_name
@@ -57,8 +57,8 @@ def reconcile(
             f"trainer and receiver disagree on {sum(len(names) for _, names in faults)} of their parameters, so "
             "nothing was sent:\n"
             + "\n".join(f"- {what}:\n{_listed(names)}" for what, names in faults if names)
-            + "\nBoth sides must be built from the same model folder. If they are, a name on one side only is a rule "
-            "that the model family's name map lacks; a dtype is changed where the trainer casts for the wire."
+            + "\nBoth sides must be built from the same model folder. If they are: for a name on only one side, the "
+            "model family's name map lacks a rule; for a dtype, check where the trainer casts for the wire."
         )
 
 

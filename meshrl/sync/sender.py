@@ -1,12 +1,12 @@
-"""The sending half of one train rank: its own boxes, cast straight into a transfer, with the digest of each part taken
-while the bytes are in a core's cache.
+"""The sending half of one train rank: casts its own boxes directly into a transfer, and computes the digest of each
+part while the bytes are in a core's cache.
 
-No rank gathers anything. Sends everything, or (delta) what has changed in the sampler's dtype since the version sent
-before, exact to the bit; a part that would not be smaller that way is sent in full.
+No rank gathers a tensor. A rank sends everything, or (delta) the elements that changed in the sampler's dtype since the
+last version, exact to the bit; a part whose changes would not be smaller is sent in full.
 
-Memory: with keep_base what was sent last, in the sampler's dtype: 2 bytes a parameter of this rank's boxes in bf16.
-(Digests of blocks in its place would take less, and find nothing: at 2 % of elements changed, scattered as an optimizer
-scatters them, every block of 512 has one, so that nearly everything would be sent.)
+Memory: keep_base stores what was sent last, in the sampler's dtype: 2 bytes for each parameter of this rank's boxes in
+bf16. (Digests of blocks would take less memory, but do not help: with 2 % of the elements changed, all over the tensor,
+nearly every block of 512 has a change, so nearly everything would be sent.)
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ import numpy as np
 import torch
 
 from meshrl.core.errors import SyncError
-from meshrl.sync.delivery import ALL, Delivery, places_at, section_bytes
+from meshrl.sync.delivery import ALL, Delivery, indices_at, section_bytes
 from meshrl.sync.digest import RunningDigest, as_bytes, bits_of, digest_bytes, values
 from meshrl.sync.layout import Layout, Part, Transfer, aligned
-from meshrl.sync.threads import cores
+from meshrl.sync.threads import thread_pool
 
 _Key = tuple[str, tuple[int, ...]]  # name and offsets, of a box or a part
-_CHUNK_BYTES = 512 << 10  # of one part at a time: cast, digested and compared while a core's cache holds it
+_CHUNK_BYTES = 2048 << 10  # cast, digested and compared while in a core's cache
 
 
 class Elements(Protocol):
-    """The elements of a box in order: a flat tensor, or what computes them when they are read."""
+    """The elements of a box in order: a flat tensor, or an object that computes them when they are read."""
 
     @property
     def device(self) -> torch.device: ...
@@ -42,7 +42,7 @@ class Elements(Protocol):
 
 
 class BlockElements:
-    """The elements of a block of any strides; only what is read is copied, and nothing if the block is contiguous."""
+    """The elements of a block with any strides; copies only what is read, and nothing if the block is contiguous."""
 
     def __init__(self, block: torch.Tensor):
         self.block, self.device = block, block.device
@@ -60,8 +60,8 @@ class BlockElements:
         return self.block[first : -(-high // inner)].reshape(-1)[low - first * inner : high - first * inner]
 
 
-class Held(NamedTuple):
-    """A box that a rank holds, by its place in the tensor."""
+class HeldBox(NamedTuple):
+    """A box that a rank holds, and its elements."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
@@ -70,8 +70,9 @@ class Held(NamedTuple):
 
 @dataclass(kw_only=True, slots=True)
 class SendReport:
-    """What one rank sent. num_changed: elements that differ from the version before, None when nothing was compared.
-    seconds: "cast" (into the sampler's dtype and the transfer, and the search for changes), "verify" (digests)."""
+    """What one rank sent. num_changed: elements that differ from the version before; None = nothing was compared.
+    extra_bytes: memory of the base. seconds: "cast" (to the sampler's dtype, into the transfer, and the search for
+    changes), "verify" (digests)."""
 
     num_bytes: int = 0
     num_changed: int | None = None
@@ -80,10 +81,11 @@ class SendReport:
 
 
 class WeightSender:
-    """One rank's transfers, sync after sync: begin, `fill` or `write` for each of them in order, finish.
+    """Makes the transfers of one rank for all syncs. Each sync: begin, then `fill` for each transfer in order or
+    `write` for all of them, then finish.
 
-    frozen: names of tensors that stay as they are; they are read and sent once. base_version: that which a sync of
-    changes alone would start from; None = none.
+    frozen: names of tensors that never change; they are read and sent once. base_version: the version that a delta
+    would start from; None = none.
     """
 
     def __init__(self, layout: Layout, sender: int, keep_base: bool, frozen: frozenset[str] = frozenset()):
@@ -98,16 +100,16 @@ class WeightSender:
         self._changes = False
         self._scratch: torch.Tensor | None = None
 
-    def begin(self, held: Mapping[str, Sequence[Held]], changes: bool = False) -> None:
-        """held: {name: this rank's boxes of it}, in any floating dtype. changes: send what has changed since
-        base_version: elements that a search finds, with keep_base; without it all tensors that are not frozen.
+    def begin(self, held: Mapping[str, Sequence[HeldBox]], changes: bool = False) -> None:
+        """held: {name: this rank's boxes of it}, in any floating dtype. changes: send what changed since
+        base_version: with keep_base the elements that differ, without it all tensors that are not frozen.
 
-        Raises: SyncError when a box is missing, or has another size than the layout states; ValueError for changes
-        since no base.
+        Raises: SyncError when a box is missing, or its size differs from the layout's; ValueError for changes without a
+        base.
         """
         if changes and self.base_version is None:
-            raise ValueError("only changes were asked for, but nothing was sent before; send everything first")
-        self.base_version = None  # until the last transfer, the base is of two versions
+            raise ValueError("a sync of changes was begun, but nothing was sent before; send everything first")
+        self.base_version = None  # until the last transfer, the base is a mix of two versions
         found = {(name, box.offsets): box.elements for name, boxes in held.items() for box in boxes}
         self._held = {}
         for box in self.layout.senders[self.sender]:
@@ -129,24 +131,24 @@ class WeightSender:
         )
 
     def finish(self, version: int) -> None:
-        """All transfers were sent, as this version."""
+        """Record that all transfers of this version were sent."""
         self._held = {}
         if self._keep_base or self._frozen:
             self.base_version = version
 
     def fill(self, transfer: Transfer, buffer: torch.Tensor) -> Delivery:
-        """Put a transfer, or what has changed of it, into uint8[slot_bytes]."""
+        """Write a transfer, or its changes, into buffer uint8[slot_bytes]."""
         payload = buffer[: transfer.num_bytes]
         delivery = self._fill_changes(transfer, payload) if self._changes else self._fill_all(transfer, payload)
         self.report.num_bytes += delivery.num_bytes
         return delivery
 
     def write(self, targets: Mapping[str, torch.Tensor]) -> Iterator[Delivery]:
-        """Cast straight into the tensors of a receiver in this process: deliveries without a payload. There is no
-        shorter way, so changes are not searched for: everything is written, or what is not frozen."""
+        """Cast directly into the tensors of a receiver in this process; yields deliveries without a payload. A search
+        for changes would not save anything, so all tensors are written, or those that are not frozen."""
         transfers = [t for t in self.layout.transfers if t.sender == self.sender]
-        moving = [p for t in transfers for p in t.parts if not (self._changes and p.tensor.name in self._frozen)]
-        self.report.num_bytes, self.report.num_changed = sum(part.num_bytes for part in moving), None
+        written = [p for t in transfers for p in t.parts if not (self._changes and p.tensor.name in self._frozen)]
+        self.report.num_bytes, self.report.num_changed = sum(part.num_bytes for part in written), None
 
         def into(part: Part) -> RunningDigest:
             target = part.of(targets[part.tensor.name])
@@ -158,10 +160,10 @@ class WeightSender:
             return running
 
         began = time.perf_counter()
-        with cores(self.report.num_bytes if self.layout.digest == "xxh3" else 0) as pool:
-            running = list(pool.map(into, moving))
-        found = self._digested(moving, running)
-        self._share(time.perf_counter() - began)
+        with thread_pool(self.report.num_bytes if self.layout.digest == "xxh3" else 0) as pool:
+            running = list(pool.map(into, written))
+        found = self._digested(written, running)
+        self._scale_seconds(time.perf_counter() - began)
         for transfer in transfers:
             keys = [_key(part) for part in transfer.parts]
             yield Delivery(
@@ -171,8 +173,8 @@ class WeightSender:
                 counts=tuple(ALL if key in found else 0 for key in keys) if self._changes else None,
             )
 
-    def _share(self, wall: float) -> None:
-        """Seconds of several threads as parts of those that went by."""
+    def _scale_seconds(self, wall: float) -> None:
+        """Scale the seconds that several threads have added up to wall time."""
         spent = self.report.seconds
         part = min(1.0, wall / max(sum(spent.values()), 1e-9))
         self.report.seconds = {stage: seconds * part for stage, seconds in spent.items()}
@@ -187,13 +189,13 @@ class WeightSender:
         return Delivery(transfer=transfer, payload=payload, digests=tuple(digests))
 
     def _digested(self, parts: Sequence[Part], running: Sequence[RunningDigest]) -> dict[_Key, int]:
-        """The digest of each part; those of frozen tensors are stored."""
+        """The digest of each part. Stores those of frozen tensors."""
         found = dict(zip(map(_key, parts), values(running), strict=True))
         self._digests |= {key: digest for key, digest in found.items() if key[0] in self._frozen}
         return found
 
     def _all_of(self, part: Part, payload: torch.Tensor) -> RunningDigest:
-        """Cast a part into its place; its digest."""
+        """Cast a part into `payload`. Returns its digest."""
         out = payload.view(part.tensor.torch_dtype)
         source = self._held[part.tensor.name, part.held]
         running = RunningDigest(self.layout.digest)
@@ -210,7 +212,7 @@ class WeightSender:
         return running
 
     def _fill_changes(self, transfer: Transfer, payload: torch.Tensor) -> Delivery:
-        """The changed elements of each part; one that would not be shorter that way is put there in full."""
+        """Write the changed elements of each part; a part whose changes would not be shorter is written in full."""
         at, counts = 0, []
         running: dict[Part, RunningDigest] = {}
         for part in transfer.parts:
@@ -223,19 +225,19 @@ class WeightSender:
                 running[part] = self._all_of(part, payload[at:end])
                 counts.append(ALL)
             else:
-                places, new, running[part] = found
-                end = at + section_bytes(part, len(places))
+                indices, new, running[part] = found
+                end = at + section_bytes(part, len(indices))
                 section = payload[at:end]
-                values_end = len(places) * new.element_size()
+                values_end = len(indices) * new.element_size()
                 section[:values_end].view(new.dtype).copy_(new)
-                section[values_end : places_at(part, len(places))].zero_()
-                section[places_at(part, len(places)) :].view(torch.int32).copy_(places)
-                counts.append(len(places))
+                section[values_end : indices_at(part, len(indices))].zero_()
+                section[indices_at(part, len(indices)) :].view(torch.int32).copy_(indices)
+                counts.append(len(indices))
             payload[end : min(aligned(end), len(payload))].zero_()
             at = aligned(end)
         payload = payload[: min(at, len(payload))]
         began = time.perf_counter()
-        whole = digest_bytes(self.layout.digest, payload)
+        payload_digest = digest_bytes(self.layout.digest, payload)
         self.report.seconds["verify"] += time.perf_counter() - began
         digests = self._digests | self._digested(list(running), list(running.values()))
         return Delivery(
@@ -243,21 +245,21 @@ class WeightSender:
             payload=payload,
             digests=tuple(digests[_key(part)] for part in transfer.parts),
             counts=tuple(counts),
-            payload_digest=whole,
+            payload_digest=payload_digest,
         )
 
     def _changes_of(self, part: Part) -> tuple[torch.Tensor, torch.Tensor, RunningDigest] | None:
-        """Places of changed elements and their new bits, int32[N] and [N], and the digest of the part; None when it is
-        shorter in full. The base is then as before: who sends the part in full writes it."""
+        """Indices of changed elements and their new bits, int32[N] and [N], and the digest of the part; None if the
+        part is shorter in full."""
         source, base = self._held[part.tensor.name, part.held], self._base[part.tensor.name, part.held]
         running, clock = RunningDigest(self.layout.digest), _Clock()
-        places, new, count = [], [], 0
+        indices, new, count = [], [], 0
         for low, high, before in self._chunks(part, source.device):
             assert before is not None
             now = self._cast(source[part.first + low : part.first + high], base.dtype)
             found, bits = _differing(bits_of(now), bits_of(before))
             count += len(found)
-            places.append((found + low).int())
+            indices.append((found + low).int())
             new.append(bits)
             bits_of(before).scatter_(0, found, bits)
             clock.lap("cast")
@@ -268,10 +270,10 @@ class WeightSender:
         self.report.num_changed += count
         if section_bytes(part, count) > part.num_bytes:
             return None
-        return torch.cat(places), torch.cat(new), running
+        return torch.cat(indices), torch.cat(new), running
 
     def _cast(self, elements: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """In this dtype; valid until the next call. Memory that is used again and again stays in a core's cache."""
+        """The elements in this dtype; valid until the next call. The reused memory stays in a core's cache."""
         if elements.device.type != "cpu":
             return elements.to(dtype)
         if self._scratch is None or self._scratch.dtype != dtype:
@@ -279,8 +281,8 @@ class WeightSender:
         return self._scratch[: elements.numel()].copy_(elements)
 
     def _chunks(self, part: Part, device: torch.device) -> Iterator[tuple[int, int, torch.Tensor | None]]:
-        """(first element in the part, the one after the last, the base of these elements). A core wants pieces that its
-        cache holds, an accelerator few and large ones."""
+        """(start, end, base) of chunks of the part's elements. On a CPU chunks fit in a core's cache, accelerators get
+        one large chunk."""
         base = self._base.get((part.tensor.name, part.held))
         count = part.numel
         step = _CHUNK_BYTES // part.tensor.torch_dtype.itemsize if device.type == "cpu" else max(count, 1)
@@ -312,10 +314,10 @@ def _key(part: Part) -> _Key:
 
 
 def _differing(now: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Places at which two rows of integers differ, int64[N], and what `now` has there. On a CPU by numpy, whose
-    comparison of short integers is eight times as fast as torch's on one core, and its search three times."""
+    """Indices at which two integer tensors differ, int64[N], and the values of `now` there. Uses numpy on a CPU: on one
+    core its comparison of short integers is eight times as fast as torch's, and its search three times."""
     if now.device.type != "cpu":
-        places = (now != before).nonzero()[:, 0]
-        return places, now[places]
+        indices = (now != before).nonzero()[:, 0]
+        return indices, now[indices]
     found = np.flatnonzero(now.numpy() != before.numpy())
     return torch.from_numpy(found), torch.from_numpy(now.numpy()[found])

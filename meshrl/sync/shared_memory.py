@@ -1,9 +1,9 @@
-"""Slots of shared memory, which processes of one machine map: no weight is pickled, and all read the same bytes.
+"""Slots of shared memory for the processes of one machine: nothing is pickled, and all processes read the same bytes.
 
-A segment is mapped by hand rather than with multiprocessing.shared_memory.SharedMemory, for three reasons: up to
-Python 3.12 attaching registers the segment with the attaching process's resource tracker, which unlinks it before its
-owner when that process ends; SharedMemory.close() fails while a tensor still looks at the memory; and a segment larger
-than /dev/shm is only noticed as a bus error in the middle of a write.
+This file maps segments itself instead of using multiprocessing.shared_memory.SharedMemory, for three reasons: up to
+Python 3.12 attaching registers the segment with the attaching process's resource tracker, which unlinks the segment
+when that process ends; SharedMemory.close() fails while a tensor still uses the memory; and a segment that is too large
+for /dev/shm causes a bus error in the middle of a write.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import torch
 
 from meshrl.core.errors import SyncError
 from meshrl.process.leases import new_name, take_lease
-from meshrl.sync.delivery import Place
+from meshrl.sync.delivery import SlotAddress
 
 
 class SharedRing:
-    """The sender's end: owns a segment of num_slots buffers and unlinks it. A context manager.
+    """The sender's end: creates a segment of num_slots buffers, and unlinks it. A context manager.
 
     slots: uint8[slot_bytes] each. Extra memory of a sync: num_slots * slot_bytes, once for all receivers.
-    After a SIGKILL of this process its resource tracker unlinks the segment; after one of both, the next run's sweep.
+    If this process is killed, its resource tracker unlinks the segment; if both are killed, the next run removes it.
     Raises: SyncError when the machine's shared memory is too small.
     """
 
@@ -41,18 +41,18 @@ class SharedRing:
         except OSError as error:
             self.close()
             raise SyncError(
-                f"{num_slots} slots of {slot_bytes} bytes of shared memory could not be had ({error}); make "
+                f"{num_slots} slots of {slot_bytes} bytes of shared memory could not be reserved ({error}); make "
                 "rollout.sync_bucket_bytes smaller, or /dev/shm larger (a container: --shm-size)"
             ) from error
         finally:
-            os.close(fd)  # the mapping has a copy, which holds the segment for as long as there are slots
+            os.close(fd)  # the mapping has its own copy, which keeps the segment and its lease
 
-    def place(self, slot: int) -> Place:
-        """How another process of this machine finds the slot."""
-        return Place(ring=self.name, num_slots=self.num_slots, slot_bytes=self.slot_bytes, slot=slot)
+    def slot_address(self, slot: int) -> SlotAddress:
+        """The address of a slot for other processes of this machine."""
+        return SlotAddress(ring=self.name, num_slots=self.num_slots, slot_bytes=self.slot_bytes, slot=slot)
 
     def close(self) -> None:
-        """Unlink the segment; safe to call twice. The memory goes when the last tensor that looks at it does."""
+        """Unlink the segment; safe to call twice. The memory is freed with the last tensor that uses it."""
         self.slots = []
         if self._linked:
             self._linked = False
@@ -67,7 +67,7 @@ class SharedRing:
 
 
 class SharedRingView:
-    """A receiver's end: looks at the sender's segment, never unlinks it."""
+    """A receiver's end: maps the sender's segment, never unlinks it."""
 
     def __init__(self, name: str, num_slots: int, slot_bytes: int):
         """Raises: FileNotFoundError when the sender has closed the ring."""
@@ -82,12 +82,12 @@ class SharedRingView:
         """uint8[slot_bytes]: the memory of a slot."""
         return self._slots[index]
 
-    def place(self, slot: int) -> Place:
-        """How another process of this machine finds the slot."""
-        return Place(ring=self.name, num_slots=self.num_slots, slot_bytes=self.slot_bytes, slot=slot)
+    def slot_address(self, slot: int) -> SlotAddress:
+        """The address of a slot for other processes of this machine."""
+        return SlotAddress(ring=self.name, num_slots=self.num_slots, slot_bytes=self.slot_bytes, slot=slot)
 
     def close(self) -> None:
-        """Let go of the segment; the memory is unmapped when no payload looks at it any more."""
+        """Release the segment; its memory is unmapped when no payload uses it any more."""
         self._slots = []
 
 
@@ -96,7 +96,7 @@ def _path(name: str) -> str:
 
 
 def _new_segment() -> tuple[str, int]:
-    """(name, descriptor) of an empty one, held by this process."""
+    """(name, descriptor) of an empty segment; the descriptor holds this process's lease on it."""
     while True:
         name = new_name()
         fd = _posixshmem.shm_open(_path(name), os.O_RDWR | os.O_CREAT | os.O_EXCL, mode=0o600)
@@ -106,12 +106,12 @@ def _new_segment() -> tuple[str, int]:
 
 
 def _map(fd: int, num_slots: int, slot_bytes: int, reserve: bool) -> list[torch.Tensor]:
-    """The slots as tensors. Each keeps the mapping alive through its array, so none can outlive its memory."""
-    stride = -(-slot_bytes // 64) * 64  # a slot starts on a cache line, and on a word for the digest
+    """The slots as tensors. Each keeps the mapping alive, so no tensor outlives its memory."""
+    stride = -(-slot_bytes // 64) * 64  # slots are aligned to cache lines, and to words for the digest
     size = max(1, num_slots * stride)
     if reserve and hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(fd, 0, size)  # takes the pages now: a full /dev/shm is an error here, a bus error later
+        os.posix_fallocate(fd, 0, size)  # reserves the pages now: a full /dev/shm would be a bus error later
     elif reserve:
         os.ftruncate(fd, size)
-    whole = torch.from_numpy(np.frombuffer(mmap.mmap(fd, size), dtype=np.uint8))
-    return [whole[slot * stride : slot * stride + slot_bytes] for slot in range(num_slots)]
+    segment = torch.from_numpy(np.frombuffer(mmap.mmap(fd, size), dtype=np.uint8))
+    return [segment[slot * stride : slot * stride + slot_bytes] for slot in range(num_slots)]

@@ -1,9 +1,10 @@
 """Transfers over sockets: each receiver has one connection to each sender. On one machine the bytes stay in the
-sender's shared memory, and the connection carries digests and turns; to another machine it carries the bytes, too.
+sender's shared memory, and the connection carries digests and acknowledgements; to another machine it carries the
+bytes, too.
 
-A sender fills a slot again when every receiver has answered that it has taken what was there. A blocked put or get ends
-when its task is cancelled, when either side closes the connection, or after a time limit, so that a rank that waits for
-one that hangs fails before it counts as silent itself.
+A sender fills a slot again when every receiver has acknowledged that it has read the slot. A blocked put or get ends
+when its task is cancelled, when either side closes the connection, or after a time limit: a rank that waits for a
+hanging rank then fails before it is itself taken for a hanging one.
 """
 
 from __future__ import annotations
@@ -21,30 +22,30 @@ import torch
 
 from meshrl.core.errors import SyncError, SyncInterrupted
 from meshrl.process.connect import listening_socket
-from meshrl.sync.delivery import Delivery, Place, delivery_from
+from meshrl.sync.delivery import Delivery, SlotAddress, delivery_from_facts
 from meshrl.sync.layout import Layout, Transfer
 from meshrl.sync.shared_memory import SharedRing, SharedRingView
 from meshrl.sync.transport import NUM_SLOTS, Address
 
-_HELLO = struct.Struct("<64s64s?")  # token, occasion, whether the receiver reads the shared memory itself
+_HELLO = struct.Struct("<64s64s?")  # token, connection_id, whether the receiver reads the shared memory itself
 _HEAD = struct.Struct("<QQ")  # bytes of the facts, bytes of the payload that follow on the connection
 _HELLO_S = 20.0
 
 
 class Sockets:
-    """One rank's end, of what it sends, of what it receives, or of both."""
+    """One rank's end of its connections: as a sender, a receiver, or both."""
 
     def __init__(self, layout: Layout, sender: int | None, host: str, machine: int, timeout_s: float = 600.0):
         """sender: this rank's number among the senders; None = it only receives. host: the address under which other
-        ranks reach this machine. machine: ranks of one number share memory. timeout_s: of each wait for another rank.
-        Raises: SyncError without shared memory."""
+        ranks reach this machine. machine: ranks of one number share memory. timeout_s: for each wait for another
+        rank. Raises: SyncError when shared memory is too small."""
         self._layout, self._machine, self._timeout_s = layout, machine, timeout_s
-        self._occasion = ""
+        self._connection_id = ""
         self._ring: SharedRing | None = None
         self._listening: socket.socket | None = None
         self._address: Address | None = None
-        self._receivers: list[tuple[socket.socket, bool]] = []  # and whether each reads the shared memory itself
-        self._not_taken = [False] * NUM_SLOTS
+        self._receivers: list[tuple[socket.socket, bool]] = []  # and whether it reads the shared memory itself
+        self._slots_in_use = [False] * NUM_SLOTS
         self._senders: dict[int, tuple[socket.socket, SharedRingView | None]] = {}
         self._buffer: torch.Tensor | None = None  # for what other machines send
         if sender is not None:
@@ -57,7 +58,7 @@ class Sockets:
 
     @property
     def collective(self) -> bool:
-        """False: each sender reaches its receivers alone."""
+        """False: only a sender and its receivers take part in a transfer."""
         return False
 
     @property
@@ -65,21 +66,23 @@ class Sockets:
         """Memory of the slots."""
         return 0 if self._ring is None else NUM_SLOTS * self._ring.slot_bytes
 
-    def prepare(self, occasion: str) -> Address | None:
-        """Where receivers find this rank in the next sync."""
+    def prepare(self, connection_id: str) -> Address | None:
+        """The address of this rank for its receivers."""
         return self._address
 
-    async def connect(self, occasion: str, senders: Mapping[int, Address], number: int, num_receivers: int) -> None:
-        """Have a connection to each of the senders, and one from each of the receivers. The same occasion keeps those
-        that there are. Waits for: the other ranks. Raises: SyncError when a sender can't be reached."""
-        if occasion == self._occasion:
+    async def connect(
+        self, connection_id: str, senders: Mapping[int, Address], number: int, num_receivers: int
+    ) -> None:
+        """Connect to each sender, and accept a connection of each receiver. With an unchanged connection_id, keep the
+        connections. Waits for: the other ranks. Raises: SyncError when a sender can't be reached."""
+        if connection_id == self._connection_id:
             return
         self.disconnect()
         sends = self._listening is not None
-        accepting = asyncio.ensure_future(self._accept(occasion, num_receivers if sends else 0))
+        accepting = asyncio.ensure_future(self._accept(connection_id, num_receivers if sends else 0))
         try:
             for sender, address in senders.items():
-                self._senders[sender] = await self._join(occasion, address)
+                self._senders[sender] = await self._join(connection_id, address)
             await asyncio.wait_for(accepting, self._timeout_s)
         except TimeoutError as error:
             raise SyncInterrupted(
@@ -87,19 +90,19 @@ class Sockets:
             ) from error
         finally:
             accepting.cancel()
-        self._occasion = occasion
+        self._connection_id = connection_id
 
     async def buffer(self, transfer: Transfer) -> torch.Tensor:
-        """The slot for a transfer of this rank, once every receiver has taken what was in it. Raises: SyncError."""
+        """The slot for a transfer of this rank, as soon as every receiver has released it. Raises: SyncError."""
         assert self._ring is not None
         slot = transfer.index % NUM_SLOTS
-        if self._not_taken[slot]:
+        if self._slots_in_use[slot]:
             await self._all(transfer, [_read(sock, bytearray(1)) for sock, _ in self._receivers])
-            self._not_taken[slot] = False
+            self._slots_in_use[slot] = False
         return self._ring.slots[slot]
 
     async def put(self, delivery: Delivery) -> None:
-        """Announce a transfer that is in its slot, and send it to receivers on other machines. Raises: SyncError."""
+        """Announce a transfer that is in its slot; also send its bytes to other machines. Raises: SyncError."""
         facts, payload = delivery.facts(), delivery.payload
         assert payload is not None
         raw = payload.numpy().data
@@ -111,10 +114,10 @@ class Sockets:
                 await loop.sock_sendall(sock, raw)
 
         await self._all(delivery.transfer, [send(sock, shares) for sock, shares in self._receivers])
-        self._not_taken[delivery.transfer.index % NUM_SLOTS] = bool(self._receivers)
+        self._slots_in_use[delivery.transfer.index % NUM_SLOTS] = bool(self._receivers)
 
     async def get(self, transfer: Transfer) -> Delivery:
-        """Wait for a transfer of another rank; valid until `taken`. Raises: SyncError."""
+        """Wait for a transfer of another rank; valid until `release_slot`. Raises: SyncError."""
         sock, view = self._senders[transfer.sender]
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -124,28 +127,28 @@ class Sockets:
                 facts = bytes(await _read(sock, bytearray(facts_bytes)))
                 if view is not None:
                     slot = transfer.index % NUM_SLOTS
-                    return delivery_from(transfer, facts, view.slot(slot), view.place(slot))
+                    return delivery_from_facts(transfer, facts, view.slot(slot), view.slot_address(slot))
                 if self._buffer is None:
                     self._buffer = torch.empty(self._layout.slot_bytes, dtype=torch.uint8)
                 await _read(sock, self._buffer.numpy().data[:payload_bytes])
-                return delivery_from(transfer, facts, self._buffer)
+                return delivery_from_facts(transfer, facts, self._buffer)
         except OSError as error:
-            raise SyncInterrupted(f"{transfer} did not arrive from its sender: {self._why(error)}") from error
+            raise SyncInterrupted(f"{transfer} was not received from its sender: {self._why(error)}") from error
 
-    async def taken(self, delivery: Delivery) -> None:
-        """Give the slot of a transfer of another rank back. A sender that has disconnected meanwhile needs no answer;
-        what is still to come from it fails in `get`."""
+    async def release_slot(self, delivery: Delivery) -> None:
+        """Acknowledge to its sender that this rank has read a transfer. A sender that has disconnected meanwhile needs
+        no answer; its further transfers fail in `get`."""
         sock, _ = self._senders[delivery.transfer.sender]
         with contextlib.suppress(OSError):
             await asyncio.get_running_loop().sock_sendall(sock, b"t")
 
-    def place(self, transfer: Transfer) -> Place | None:
-        """Where a transfer of this rank lies."""
-        return None if self._ring is None else self._ring.place(transfer.index % NUM_SLOTS)
+    def slot_address(self, transfer: Transfer) -> SlotAddress | None:
+        """The shared-memory slot of a transfer of this rank."""
+        return None if self._ring is None else self._ring.slot_address(transfer.index % NUM_SLOTS)
 
     def disconnect(self) -> None:
-        """End all connections, which ends whatever waits at their other ends."""
-        self._occasion, self._not_taken = "", [False] * NUM_SLOTS
+        """Close all connections, which ends all waits at their other ends."""
+        self._connection_id, self._slots_in_use = "", [False] * NUM_SLOTS
         for sock, _ in [*self._receivers, *self._senders.values()]:
             sock.close()
         for _, view in self._senders.values():
@@ -162,8 +165,8 @@ class Sockets:
 
     # ---- connections
 
-    async def _accept(self, occasion: str, num_receivers: int) -> None:
-        """Wait until so many receivers that know the token have connected for this occasion."""
+    async def _accept(self, connection_id: str, num_receivers: int) -> None:
+        """Accept receivers with the right token and connection_id until there are num_receivers."""
         loop, greetings = asyncio.get_running_loop(), set[asyncio.Task[None]]()
         accepting: asyncio.Task[tuple[socket.socket, Any]] | None = None
         try:
@@ -172,28 +175,28 @@ class Sockets:
                 accepting = accepting or loop.create_task(loop.sock_accept(self._listening))
                 done, _ = await asyncio.wait({accepting, *greetings}, return_when=asyncio.FIRST_COMPLETED)
                 if accepting in done:
-                    greetings.add(loop.create_task(self._greet(accepting.result()[0], occasion)))
+                    greetings.add(loop.create_task(self._greet(accepting.result()[0], connection_id)))
                     accepting = None
                 greetings -= done
         finally:
             for task in [*greetings, *([accepting] if accepting else [])]:
                 task.cancel()
 
-    async def _greet(self, sock: socket.socket, occasion: str) -> None:
-        """Add a receiver that knows the token; others are disconnected without an answer."""
+    async def _greet(self, sock: socket.socket, connection_id: str) -> None:
+        """Add a receiver with the right token and connection_id; others are disconnected without an answer."""
         try:
             async with asyncio.timeout(_HELLO_S):
                 token, theirs, shares = _HELLO.unpack(await _read(sock, bytearray(_HELLO.size)))
         except (OSError, TimeoutError):
             sock.close()
             return
-        if hmac.compare_digest(token, self._token.encode()) and theirs == _padded(occasion):
+        if hmac.compare_digest(token, self._token.encode()) and theirs == _padded(connection_id):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._receivers.append((sock, shares))
         else:
             sock.close()
 
-    async def _join(self, occasion: str, address: Address) -> tuple[socket.socket, SharedRingView | None]:
+    async def _join(self, connection_id: str, address: Address) -> tuple[socket.socket, SharedRingView | None]:
         shares = address.machine == self._machine
         try:
             found = await asyncio.get_running_loop().getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
@@ -203,7 +206,7 @@ class Sockets:
             async with asyncio.timeout(_HELLO_S):
                 await asyncio.get_running_loop().sock_connect(sock, where)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            hello = _HELLO.pack(address.token.encode(), _padded(occasion), shares)
+            hello = _HELLO.pack(address.token.encode(), _padded(connection_id), shares)
             await asyncio.get_running_loop().sock_sendall(sock, hello)
             view = SharedRingView(address.ring, NUM_SLOTS, self._layout.slot_bytes) if shares else None
         except (OSError, TimeoutError) as error:
@@ -214,7 +217,7 @@ class Sockets:
         return sock, view
 
     async def _all(self, transfer: Transfer, calls: list[Coroutine[Any, Any, Any]]) -> None:
-        """Wait for all calls; the first that fails cancels the others, so that nothing uses a socket that is closed."""
+        """Wait for all calls. The first that fails cancels the others, so that none uses a closed socket."""
         try:
             async with asyncio.timeout(self._timeout_s), asyncio.TaskGroup() as group:
                 for call in calls:
@@ -226,12 +229,12 @@ class Sockets:
             raise SyncInterrupted(f"{transfer} could not be sent to a receiver: {self._why(error)}") from error
 
     def _why(self, error: OSError) -> str:
-        """The error's text; that of a time limit has none."""
+        """The error's text; a timeout has no text of its own."""
         return f"not within {self._timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
 
 
-def _padded(occasion: str) -> bytes:
-    return occasion.encode()[:64].ljust(64, b"\0")
+def _padded(connection_id: str) -> bytes:
+    return connection_id.encode()[:64].ljust(64, b"\0")
 
 
 async def _read(sock: socket.socket, into: bytearray | memoryview) -> bytearray | memoryview:

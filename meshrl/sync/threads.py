@@ -1,4 +1,4 @@
-"""Work on runs of bytes, as many at once as torch has threads."""
+"""A thread pool for work on bytes, with as many threads as torch has."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from typing import Any
 
 import torch
 
-_SMALL_BYTES = 1 << 20  # threads are not worth their start below
+_SMALL_BYTES = 1 << 20  # below this, starting threads costs more than it gains
 
 
 @contextmanager
-def cores(num_bytes: int) -> Iterator[Executor]:
-    """Where to submit work on so many bytes. Each core takes a task of its own, and torch in it one thread: none waits
-    for the others after every operation, as it does where an operation is cut over all threads. A thread of the caller
-    that begins with torch meanwhile has one thread, too."""
+def thread_pool(num_bytes: int) -> Iterator[Executor]:
+    """An executor for work on `num_bytes` in total. Each core runs its own task, with one torch thread, so that cores
+    do not wait for each other after every operation, as they do when torch splits each operation. Other threads that
+    first use torch meanwhile have one torch thread, too."""
     num_threads = torch.get_num_threads()
     if num_threads == 1 or num_bytes < _SMALL_BYTES:
-        yield _Here()
+        yield _InlineExecutor()
         return
     try:
         with ThreadPoolExecutor(num_threads, initializer=partial(torch.set_num_threads, 1)) as pool:
             yield pool
     finally:
-        torch.set_num_threads(num_threads)  # a new thread's own number is also that of those that start after it
+        torch.set_num_threads(num_threads)  # set_num_threads in a thread also sets the default of later threads
 
 
-class _Here(Executor):
-    """Does what is submitted at once, in the caller's thread; an error is the caller's."""
+class _InlineExecutor(Executor):
+    """Runs each call at once in the caller's thread, and raises its errors there."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         done: Future[Any] = Future()

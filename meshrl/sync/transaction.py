@@ -1,4 +1,4 @@
-"""One rank's part in one sync: it sends, receives, or both, and walks the same list of transfers as all others."""
+"""One rank's part in one sync: it sends, receives, or both; all ranks handle the same list of transfers in order."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from meshrl.sync.transport import Address, Transport
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SyncState:
-    """What a rank brings to the next sync. sender: its number among the senders of its replica; None = it does not
-    train, or other ranks send in its place. address: where its receivers find it. base_version: that it could send the
-    changes since; None = none. version: that its sampler holds, -1 = none; None = it does not sample."""
+    """A rank's state before the next sync. sender: its number among the senders of its replica; None = it does not
+    train, or other ranks send its weights. address: for its receivers. base_version: the version on which it can send
+    changes; None = none. version: of its sampler, -1 = none; None = it does not sample."""
 
     sender: int | None = None
     replica: int = 0
@@ -30,12 +30,13 @@ class SyncState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SyncOrder:
-    """One rank's part in one sync. senders: those that it receives from. number: which of the samplers it is.
-    num_receivers: of what it sends, without itself; for a rank that only receives: of what its senders send. occasion:
-    another text where ranks have come or gone since the last sync, or that one was cancelled."""
+    """One rank's part in one sync. connection_id: changes when a rank was replaced or a sync was cancelled; connections
+    are kept while it stays the same. senders: the senders that this rank receives from. number: this rank's number
+    among the samplers. num_receivers: how many ranks receive what this rank sends, without itself; for a rank that only
+    receives, how many receive what its senders send."""
 
     header: SyncHeader
-    occasion: str
+    connection_id: str
     senders: Mapping[int, Address] = field(default_factory=dict)
     number: int = 0
     num_receivers: int = 0
@@ -49,11 +50,11 @@ async def sync_rank(
     receiver: WeightReceiver | None,
     targets: Mapping[str, torch.Tensor] | None = None,
 ) -> Ack | None:
-    """Walk all transfers, then prove what was received (`WeightReceiver.commit`).
+    """Send and receive all transfers, then verify what was received (`WeightReceiver.commit`).
 
-    sender: begun. targets: the receiver's own tensors, which a sender that holds everything writes itself; there is no
-    transport then. Waits for: the other ranks. Unblocked by: cancelling its task, or a rank that disconnects. Raises:
-    SyncError; the caller cancels the receiver and disconnects the transport then.
+    sender: after its `begin`. targets: the receiver's own tensors; a sender that holds all weights writes into them,
+    without a transport. Waits for: the other ranks. Unblocked by: cancelling its task, or a rank that disconnects.
+    Raises: SyncError; the caller then cancels the receiver and disconnects the transport.
     """
     began, waited = time.perf_counter(), 0.0
     if receiver is not None:
@@ -63,10 +64,10 @@ async def sync_rank(
             await receiver.receive(delivery)
     elif transport is not None:
         since = time.perf_counter()
-        await transport.connect(order.occasion, order.senders, order.number, order.num_receivers)
+        await transport.connect(order.connection_id, order.senders, order.number, order.num_receivers)
         waited += time.perf_counter() - since
         for window in layout.windows:
-            waited += await _walk(window, transport, sender, receiver)
+            waited += await _run_window(window, transport, sender, receiver)
     if sender is not None:
         sender.finish(order.header.version)
         sender.report.extra_bytes += 0 if transport is None else transport.num_bytes
@@ -78,17 +79,17 @@ async def sync_rank(
     return replace(ack, seconds={**ack.seconds, "wait": min(waited, max(rest, 0.0))})
 
 
-async def _walk(
+async def _run_window(
     window: Sequence[Transfer], transport: Transport, sender: WeightSender | None, receiver: WeightReceiver | None
 ) -> float:
-    """Send and receive one transfer of each sender; the seconds spent waiting. The own one is filled first, so that all
-    senders cast at the same time."""
+    """Send and receive one transfer of each sender; returns the seconds spent waiting. A sender fills its own transfer
+    first, so that all senders cast at the same time."""
     waited, since, filled = 0.0, time.perf_counter(), None
     for transfer in window:
         if sender is not None and transfer.sender == sender.sender:
             buffer = await transport.buffer(transfer)
             waited += time.perf_counter() - since
-            filled = replace(sender.fill(transfer, buffer), place=transport.place(transfer))
+            filled = replace(sender.fill(transfer, buffer), slot_address=transport.slot_address(transfer))
     for transfer in window:
         since = time.perf_counter()
         if filled is not None and transfer is filled.transfer:
@@ -101,13 +102,13 @@ async def _walk(
             waited += time.perf_counter() - since
             if receiver is not None:
                 await receiver.receive(delivery)
-            await transport.taken(delivery)
+            await transport.release_slot(delivery)
     return waited
 
 
 def make_header(layout: Layout, version: int, states: Sequence[SyncState], mode: SyncMode) -> SyncHeader:
-    """The header of one sync: of changes alone, if every sender remembers one version and every sampler holds it.
-    mode: of a sync of changes alone."""
+    """The header of one sync. It has this mode if all senders have the same base version and all samplers hold that
+    version, else mode full."""
     versions = {state.base_version for state in states if state.sender is not None}
     versions |= {state.version for state in states if state.version is not None}
     base = versions.pop() if len(versions) == 1 else None
@@ -117,15 +118,16 @@ def make_header(layout: Layout, version: int, states: Sequence[SyncState], mode:
 
 
 def with_reports(acks: Sequence[Ack], reports: Sequence[SendReport], header: SyncHeader) -> list[Ack]:
-    """The acknowledgements, with what the senders state about the same sync: each stage of the slowest rank.
+    """The acknowledgements, completed by the senders' reports of the same sync; seconds of the slowest rank in each
+    stage.
 
-    Raises: SyncError when one is not what the sync was for.
+    Raises: SyncError for an acknowledgement of another version, or without a proof.
     """
     for ack in acks:
-        if ack.version != header.version or ack.wire is not True or ack.resident is False:
+        if ack.version != header.version or ack.wire is not True or ack.read_back is False:
             raise SyncError(
-                f"{ack.receiver} acknowledged version {ack.version}, wire {ack.wire}, resident {ack.resident}; "
-                f"expected version {header.version}, wire True, resident True (or None from an engine that can't read "
+                f"{ack.receiver} acknowledged version {ack.version}, wire {ack.wire}, read_back {ack.read_back}; "
+                f"expected version {header.version}, wire True, read_back True (or None from an engine that can't read "
                 "back)"
             )
     slowest = {stage: 0.0 for stage in ("cast", "load", "verify", "wait")}

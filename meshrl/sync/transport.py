@@ -1,4 +1,4 @@
-"""What carries the transfers of a sync between ranks: put and get, whatever is below."""
+"""The protocol of transports, which carry the transfers of a sync between ranks."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Protocol
 
 import torch
 
-from meshrl.sync.delivery import Delivery, Place
+from meshrl.sync.delivery import Delivery, SlotAddress
 from meshrl.sync.layout import Transfer
 
-NUM_SLOTS = 2  # of each sender: one is filled while the other is read
+NUM_SLOTS = 2  # for each sender: one is filled while the other is read
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Address:
-    """Where receivers find a sender. ring: its shared memory, for receivers of the same machine."""
+    """How receivers reach a sender. ring: its shared memory, for receivers on the same machine."""
 
     host: str
     port: int
@@ -26,10 +26,11 @@ class Address:
 
 
 class Transport(Protocol):
-    """One rank's end. All ranks walk the layout's transfers in one order, so nothing waits in a circle: a sender calls
-    `buffer` and `put` for each of its own, a receiver `get` and `taken` for each of the others'.
+    """One rank's end of all its connections. All ranks handle the layout's transfers in the same order, so they can't
+    deadlock: a sender calls `buffer` and `put` for each of its own transfers, a receiver `get` and `release_slot` for
+    each transfer of the others.
 
-    Every wait ends when its task is cancelled; `disconnect` then ends what waits at other ranks.
+    Every wait ends when its task is cancelled; `disconnect` then ends the waits of other ranks.
     """
 
     @property
@@ -42,15 +43,15 @@ class Transport(Protocol):
         """Memory of this rank's slots."""
         ...
 
-    def prepare(self, occasion: str) -> Address | None:
-        """Where receivers find this rank in the next sync; None = it does not send, or needs no address. occasion:
-        another text where ranks have come or gone since the last sync, or that one was cancelled."""
+    def prepare(self, connection_id: str) -> Address | None:
+        """The address of this rank for the receivers of the next sync; None = it does not send, or needs no address.
+        connection_id: as in SyncOrder."""
         ...
 
-    async def connect(self, occasion: str, senders: Mapping[int, Address], number: int, num_receivers: int) -> None:
-        """Be ready for the sync. senders: those that this rank receives from. number: which of the receivers it is.
-        num_receivers: of what this rank sends, without itself; for a rank that only receives: of what its senders send.
-        Raises: SyncError."""
+    async def connect(
+        self, connection_id: str, senders: Mapping[int, Address], number: int, num_receivers: int
+    ) -> None:
+        """Connect to the other ranks of the sync. Arguments: as in SyncOrder. Raises: SyncError."""
         ...
 
     async def buffer(self, transfer: Transfer) -> torch.Tensor: ...
@@ -59,9 +60,9 @@ class Transport(Protocol):
 
     async def get(self, transfer: Transfer) -> Delivery: ...
 
-    async def taken(self, delivery: Delivery) -> None: ...
+    async def release_slot(self, delivery: Delivery) -> None: ...
 
-    def place(self, transfer: Transfer) -> Place | None: ...
+    def slot_address(self, transfer: Transfer) -> SlotAddress | None: ...
 
     def disconnect(self) -> None: ...
 

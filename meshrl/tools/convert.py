@@ -1,4 +1,4 @@
-"""From a checkpoint to a folder that `from_pretrained` loads: in one process, without the ranks that wrote it."""
+"""`meshrl convert`: from a checkpoint to a model folder that `from_pretrained` loads, in one process without ranks."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from meshrl.train.state import load_model
 
 
 def convert(checkpoint: Path, out: Path) -> None:
-    """Write the policy of `checkpoint` to `out`, in the dtype that its run computed in, with the run's tokenizer and
+    """Write the policy of `checkpoint` to `out`, in the run's compute dtype (model.dtype), with the run's tokenizer and
     chat template.
 
-    Needs the model folder that the run began with, and host memory for the full model in its master dtype, or, with
-    LoRA, twice in the dtype that the run computed in.
-    Raises: CheckpointError when the checkpoint is incomplete, or when `out` exists already.
+    Needs the model folder from which the run started, and host memory for the full model in its master dtype, or, with
+    LoRA, for two models in the compute dtype.
+    Raises: CheckpointError when the checkpoint is incomplete, or when `out` already exists.
     """
     if out.exists():
-        raise CheckpointError(f"{out} exists already; give the name of a new folder")
+        raise CheckpointError(f"{out} already exists; give the name of a new folder")
     folder = state_in(checkpoint)
     model, masters, template = _model_of(folder)
     lm = load_causal_lm(model.path, dtype=DTYPES[model.dtype if model.lora.enabled else masters])
@@ -33,14 +33,14 @@ def convert(checkpoint: Path, out: Path) -> None:
         add_adapters(lm, model.lora, DTYPES[masters], model.path)
     load_model(folder, lm)
     if not model.lora.enabled:
-        cast_parameters(lm, DTYPES[model.dtype])  # one by one, so that there is never a second model in memory
+        cast_parameters(lm, DTYPES[model.dtype])  # one by one, so that memory never has a second model
     with replacing(out) as aside:
         save_pretrained(lm, DTYPES[model.dtype], aside, model.path)
         write_template(aside, template)
 
 
 def _model_of(folder: Path) -> tuple[ModelConfig, str, str | None]:
-    """The run's model.*, the dtype of its masters, and the chat template that it was given, if any."""
+    """The run's model.*, the dtype of its master weights, and the chat template of its config, if there is one."""
     saved = read_controller(folder)
     try:
         given, masters = saved["config"]["model"], str(saved["config"]["train"]["master_dtype"])
@@ -52,7 +52,7 @@ def _model_of(folder: Path) -> tuple[ModelConfig, str, str | None]:
             raise ValueError(f"chat_template {template!r:.80}")
     except (KeyError, TypeError, ValueError) as cause:
         raise CheckpointError(
-            f"{folder / CONTROLLER} does not name the model that the run began with: {type(cause).__name__}: {cause}. "
-            "The file is of another version, or was changed"
+            f"{folder / CONTROLLER} does not contain the config of the run's model: {type(cause).__name__}: {cause}. "
+            "The file was changed, or another version of meshrl wrote it"
         ) from cause
     return model, masters, template

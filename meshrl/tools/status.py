@@ -1,4 +1,4 @@
-"""`meshrl status` and `meshrl stop`: a run as its status.json shows it to another terminal."""
+"""`meshrl status` and `meshrl stop`: show or end a run from another terminal, by its status.json."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 from meshrl.core.errors import MeshrlError
-from meshrl.monitor.jsonl import picking, read_object
-from meshrl.monitor.processes import family, started_at
+from meshrl.monitor.jsonl import data_errors, read_object
+from meshrl.process.family import family, started_at
 from meshrl.run.status import STATUS_FILE, Status
 
 _STOP_S = 60.0
@@ -22,26 +22,26 @@ _TYPES: dict[str, tuple[type, ...]] = {  # checked because another program may h
 
 
 def read_status(folder: Path) -> Status:
-    """Raises: MeshrlError for a folder without a run's status.json, or with a damaged one."""
+    """Read a run's status.json. Raises: MeshrlError when it is missing or damaged."""
     path = folder / STATUS_FILE
     if not path.exists():
-        raise MeshrlError(f"{folder} is not the folder of a run: it has no {STATUS_FILE}. Give one such as runs/NAME")
+        raise MeshrlError(f"{folder} is not a run's folder: it has no {STATUS_FILE}. Give a folder such as runs/NAME")
     found = read_object(path)
-    with picking(str(path), "the status of a run"):
+    with data_errors(str(path), "the status of a run"):
         status = Status(**found | {"value": None if found["value"] is None else float(found["value"])})
         for name, types in _TYPES.items():
             if type(getattr(status, name)) not in types:
                 raise TypeError(f"{name} is {getattr(status, name)!r:.80}")
-        if not 1 < status.pid < 1 << 31:  # `stop` sends it a signal, and 0, 1 and -1 would mean other processes
+        if not 1 < status.pid < 1 << 31:  # `stop` sends it a signal; 0, 1 and -1 would reach other processes
             raise ValueError(f"pid is {status.pid}")
     return status
 
 
 def is_running(status: Status) -> bool:
-    """Whether the run's controller still runs. Raises: MeshrlError when that is on another machine."""
+    """Whether the run's controller still runs. Raises: MeshrlError when it is on another machine."""
     if status.host != socket.gethostname():
         raise MeshrlError(
-            f"the run was started on {status.host}, and this is {socket.gethostname()}; use that machine for this"
+            f"the run was started on {status.host}, but this is {socket.gethostname()}; run the command there"
         )
     started = started_at(status.pid)
     return started is not None and abs(started - status.started) < 1.0
@@ -55,7 +55,7 @@ def describe(folder: Path) -> str:
     if runs:
         state = f"runs as process {status.pid}, since {time.strftime('%F %T', time.localtime(status.started))}"
     elif not here:
-        state = f"was started on {status.host} as process {status.pid}; only that machine knows whether it runs"
+        state = f"was started on {status.host} as process {status.pid}; use that machine to see whether it runs"
     else:
         state = _how_it_ended(folder, status)
     lines = [f"{folder}: {state}", f"step {status.step} of {status.num_steps}"]
@@ -72,27 +72,27 @@ def describe(folder: Path) -> str:
 def _how_it_ended(folder: Path, status: Status) -> str:
     path = folder / "result.json"
     if not path.is_file() or path.stat().st_mtime < status.started:
-        return f"process {status.pid} has ended without a result: it was killed, or the machine went down"
+        return f"process {status.pid} has ended without a result: it was killed, or the machine was switched off"
     result = read_object(path)
-    with picking(str(path), "the result of a run"):
+    with data_errors(str(path), "the result of a run"):
         error = f": {result['error'].splitlines()[0]}" if result["error"] else ""
         return f"{result['status']} after {result['wall_s']:.0f} s{error}"
 
 
 def stop(folder: Path) -> str:
-    """End a run with a checkpoint, and wait for it. Returns how it ended.
+    """End a run with a checkpoint, and wait until it has ended. Returns a text that describes the end.
 
-    Raises: MeshrlError when nothing runs, or when it still runs after a minute.
+    Raises: MeshrlError when the run does not run, or when it still runs after a minute.
     """
     status = read_status(folder)
     if not is_running(status):
-        raise MeshrlError(f"{folder}: nothing runs there; {_how_it_ended(folder, status)}")
+        raise MeshrlError(f"{folder}: the run is not running; {_how_it_ended(folder, status)}")
     os.kill(status.pid, signal.SIGTERM)
     until = time.monotonic() + _STOP_S
     while is_running(status):
         if time.monotonic() > until:
             raise MeshrlError(
-                f"process {status.pid} was asked to end {_STOP_S:.0f} s ago and still runs, in phase "
+                f"process {status.pid} got SIGTERM {_STOP_S:.0f} s ago and still runs, in phase "
                 f"{read_status(folder).phase}. It finishes its step before it ends; see `meshrl status {folder}`"
             )
         time.sleep(0.1)

@@ -1,12 +1,12 @@
-"""Tensors of all ranks to a folder and back, for any number of ranks and any layout.
+"""Save the tensors of all ranks in a folder and load them, with any number of ranks and any sharding.
 
-Each rank writes one safetensors file with the boxes that it holds; the file's metadata has the offsets of each and the
-shapes of the full tensors. The first box of a tensor has the tensor's name, further ones have NAME@OFFSETS, so that
-torch's own reader of distributed checkpoints understands the files of ranks that hold one box of each. Of replicas,
-which hold the same boxes, each writes a part. A rank that reads takes what it needs of each box, from any file; so no
-index exists beside the files, and no pickle.
+Each rank writes one safetensors file with the boxes that it holds; the file's metadata has the offsets of each box and
+the shapes of the full tensors. The first box of a tensor has the tensor's name, further boxes have NAME@OFFSETS, so
+that torch's own reader of distributed checkpoints can read the files of ranks that hold one box of each tensor.
+Replicas, which hold the same boxes, write a part each. A rank that loads reads what it needs of each box from any file;
+there is no separate index, and no pickle.
 
-Saving has two halves. `stage` (a collective) copies the boxes to host memory; training may go on from there. `write`
+Saving has two steps. `stage` (a collective) copies the boxes to host memory; training may continue after it. `write`
 needs no other rank, so a thread can do it.
 """
 
@@ -34,12 +34,12 @@ from meshrl.train.checkpoint_files import FileFact, faults, read_manifest, write
 
 Tensors = Mapping[str, torch.Tensor]
 _SHAPES = "shapes"  # in a file's metadata: name -> shape of the full tensor
-_OFFSETS = "DCP_SHARDING_INFO"  # in a file's metadata: key -> where the box begins, as torch's reader expects it
+_OFFSETS = "DCP_SHARDING_INFO"  # in a file's metadata: key -> offsets of the box, as torch's reader expects them
 _DTYPES = {kind: dtype for dtype, kind in KINDS.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class StoredSlice:
     """A box of a tensor, in host memory. shape: of the full tensor."""
 
     name: str
@@ -48,22 +48,22 @@ class Slice:
     data: torch.Tensor
 
 
-def stage(tensors: Tensors) -> list[Slice]:
-    """This rank's share of the tensors, copied to the host (a collective: names must be the same on all ranks, but
-    for plain tensors that only one rank has)."""
-    turns = _plain_turns(tensors)
+def stage(tensors: Tensors) -> list[StoredSlice]:
+    """This rank's share of the tensors, copied to the host (a collective: all ranks need the same names, except plain
+    tensors that only one rank has)."""
+    saves = _saves_plain(tensors)
     found = []
     for number, (name, tensor) in enumerate(tensors.items()):
         index, count = replica(tensor)
-        if turns[name] if name in turns else number % count == index:
+        if saves[name] if name in saves else number % count == index:
             for offsets, values in boxes(tensor):
                 data = values.contiguous().to("cpu", copy=True)
-                found.append(Slice(name, offsets, tuple(tensor.shape), data))
+                found.append(StoredSlice(name, offsets, tuple(tensor.shape), data))
     return found
 
 
-def _plain_turns(tensors: Tensors) -> dict[str, bool]:
-    """Plain tensor -> whether this rank saves it: the first rank that has it does."""
+def _saves_plain(tensors: Tensors) -> dict[str, bool]:
+    """Plain tensor -> whether this rank saves it, which is the first rank that has it."""
     plain = [name for name, tensor in tensors.items() if not isinstance(tensor, DTensor)]
     everywhere: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everywhere, plain)
@@ -72,23 +72,23 @@ def _plain_turns(tensors: Tensors) -> dict[str, bool]:
 
 
 class BackgroundWrite:
-    """`write` in a thread. finish() waits for it, and raises what it raised."""
+    """`write` in a thread. finish() waits for it and raises its error."""
 
-    def __init__(self, folder: Path, slices: list[Slice]):
+    def __init__(self, folder: Path, slices: list[StoredSlice]):
         self.name = f"rank_{dist.get_rank():05d}.safetensors"
         self._fact: FileFact | None = None
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, args=(folder / self.name, slices), daemon=True)
         self._thread.start()
 
-    def _run(self, path: Path, slices: list[Slice]) -> None:
+    def _run(self, path: Path, slices: list[StoredSlice]) -> None:
         try:
             self._fact = write(path, slices)
-        except Exception as error:  # a thread's edge: finish() raises it where somebody listens
+        except Exception as error:  # finish() raises it in the caller's thread
             self._error = error
 
     def finish(self) -> tuple[str, FileFact]:
-        """The file's name, and what was written. Raises: CheckpointError."""
+        """The file's name, size and hash. Raises: CheckpointError."""
         self._thread.join()
         if self._error is not None:
             raise self._error
@@ -96,8 +96,8 @@ class BackgroundWrite:
         return self.name, self._fact
 
 
-def write(path: Path, slices: list[Slice]) -> FileFact:
-    """One safetensors file. Raises: CheckpointError naming it."""
+def write(path: Path, slices: list[StoredSlice]) -> FileFact:
+    """Write one safetensors file. Raises: CheckpointError naming it."""
     header: dict[str, Any] = {}
     offsets: dict[str, Any] = {}
     at = 0
@@ -115,14 +115,14 @@ def write(path: Path, slices: list[Slice]) -> FileFact:
     def parts() -> Iterator[memoryview]:
         yield memoryview(struct.pack("<Q", len(text)) + text)
         for s in slices:
-            yield memoryview(s.data.reshape(-1).view(torch.uint8).numpy())
+            yield memoryview(s.data.reshape(-1).view(torch.uint8).numpy().data)
 
     return write_file(path, parts())
 
 
 @dataclass(slots=True)
 class SavedTensor:
-    """One tensor of a checkpoint. pieces: (file, key there, box) of each box that was saved."""
+    """One tensor of a checkpoint. pieces: (file, key in the file, box) of each saved box."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -130,9 +130,9 @@ class SavedTensor:
 
 
 class SavedTensors:
-    """What a checkpoint holds, proven file by file before anything of it is used.
+    """The tensors of a checkpoint. The constructor verifies every file before any of it is used.
 
-    Raises, when it is made: CheckpointError naming the file (a collective; every rank raises the same).
+    The constructor raises: CheckpointError naming the file (a collective; every rank raises the same).
     """
 
     def __init__(self, folder: Path):
@@ -151,14 +151,14 @@ class SavedTensors:
             try:
                 self._read_header(file)
             except (AttributeError, LookupError, TypeError, ValueError) as cause:
-                # The file is as it was written, but was never written by `write`.
+                # The hash is right, but the file was not written by `write`.
                 raise CheckpointError(f"{file} holds no tensors of a checkpoint: {cause}") from cause
 
     def _read_header(self, file: Path) -> None:
         with opened(file) as reader:
             shapes, places = (json.loads(reader.metadata()[what]) for what in (_SHAPES, _OFFSETS))
             if sorted(places) != sorted(reader.keys()):
-                raise ValueError(f"its metadata lists {len(places)} boxes, which are not those that it holds")
+                raise ValueError(f"its metadata lists {len(places)} boxes, but it holds others")
             for key, place in places.items():
                 name = key if key in shapes else key.rpartition("@")[0]
                 piece = reader.get_slice(key)
@@ -172,14 +172,13 @@ class SavedTensors:
                 entry.pieces.append((file, key, box))
 
     def require(self, tensors: Tensors) -> None:
-        """Raises: CheckpointError when these are not, in name, shape and dtype, among what was saved; or when boxes of
-        one are missing."""
+        """Raises: CheckpointError when a tensor was not saved with this name, shape and dtype, or lacks boxes."""
         missing = [name for name, tensor in tensors.items() if name not in self.entries and tensor.numel()]
         if missing:
             raise CheckpointError(f"{self.folder} lacks {len(missing)} tensors of this model: {_some(missing)}")
         wrong = []
         for name, tensor in tensors.items():
-            saved = self.entries.get(name, SavedTensor(tuple(tensor.shape), tensor.dtype))  # an empty one has no boxes
+            saved = self.entries.get(name, SavedTensor(tuple(tensor.shape), tensor.dtype))  # empty: no boxes
             if saved.shape != tuple(tensor.shape) or saved.dtype != tensor.dtype:
                 was, now = (saved.dtype, list(saved.shape)), (tensor.dtype, list(tensor.shape))
                 wrong.append(f"{name} was {was[0]} {was[1]}, is {now[0]} {now[1]}")
@@ -192,8 +191,8 @@ class SavedTensors:
 
     @torch.no_grad()
     def load(self, tensors: Tensors) -> None:
-        """Fill them in place, each rank its own boxes. Raises: CheckpointError, before any is touched, as `require`;
-        or when a file can't be read on."""
+        """Fill the tensors in place; each rank reads its own boxes. Raises: CheckpointError as `require`, before any
+        tensor is changed; or when a file can't be read."""
         self.require(tensors)
         with ExitStack() as stack:
             files: dict[Path, Any] = {}
@@ -206,9 +205,9 @@ class SavedTensors:
                         try:
                             if file not in files:
                                 files[file] = stack.enter_context(opened(file))
-                            # A slice of no dims is not known to safetensors.
-                            place = index_of(shared, saved[0])
-                            part = files[file].get_slice(key)[place] if place else files[file].get_tensor(key)
+                            # safetensors can't slice a tensor without dims.
+                            index = index_of(shared, saved[0])
+                            part = files[file].get_slice(key)[index] if index else files[file].get_tensor(key)
                         except Unreadable as cause:
                             raise CheckpointError(f"{file}: {cause}") from cause
                         local.tensor[index_of(shared, local.offsets)] = part.to(local.tensor.device)

@@ -1,13 +1,13 @@
-"""The files of a checkpoint: written aside, hashed, listed, renamed last; and what is proven before one is read.
+"""The files of a checkpoint: written to a temporary folder, hashed, listed, renamed; and verified before they are read.
 
     RUN/checkpoints/step_000012/state/
         rank_00000.safetensors ...   tensors, each rank its shards (train/checkpoint.py)
         controller.json              the state of run and loop (run/live.py)
-        manifest.json                size and hash of every other file, and a hash of itself
+        manifest.json                size and hash of every other file, and its own hash
 
-A folder of this name is whole: it is filled under another name, each file is flushed to disk and read back, the
-manifest is written when all others are there, and the rename comes last. A writer that was killed leaves a folder
-`state.aside`, which nothing reads and the next save removes.
+A folder named `state` is always complete: it is written as `state.aside`, each file is flushed to disk and read back,
+the manifest is written after all other files, and the folder is renamed last. A killed writer leaves a folder
+`state.aside`, which is never read and which the next save removes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _STEP_FOLDER = re.compile(r"step_(\d{6,})")
 
 @dataclass(frozen=True, slots=True)
 class FileFact:
-    """A file as it was written. blake2b: hexadecimal, of 16 bytes; at memory speed, and no accident meets it."""
+    """A file as it was written. blake2b: hexadecimal, 16 bytes; as fast as memory, and safe from accidental
+    collisions."""
 
     num_bytes: int
     blake2b: str
@@ -41,7 +42,7 @@ class FileFact:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """What manifest.json says. num_ranks: how many wrote the tensors; any number may read them."""
+    """The content of manifest.json. num_ranks: the ranks that wrote the tensors; any number may read them."""
 
     step: int
     num_ranks: int
@@ -49,12 +50,12 @@ class Manifest:
 
 
 def state_folder(checkpoints: Path, step: int) -> Path:
-    """Where the state after `step` finished steps lies."""
+    """The folder of the state after `step` finished steps."""
     return checkpoints / f"step_{step:06d}" / "state"
 
 
 def states(checkpoints: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of all checkpoints of a run, the newest last. Only complete ones bear the name."""
+    """(step, folder) of all complete checkpoints of a run, the newest last."""
     found = []
     for folder in checkpoints.glob("step_*"):
         named = _STEP_FOLDER.fullmatch(folder.name)
@@ -72,20 +73,20 @@ def require_space(folder: Path, num_bytes: int, what: str = "a checkpoint") -> N
     if free < num_bytes:
         raise CheckpointError(
             f"{what} below {folder} takes {num_bytes:,} bytes, but its disk has {free:,} free; nothing was "
-            "written, and what is there stays. Make room, lower run.keep_checkpoints, or save less often"
+            "written, and existing files stay. Make room, lower run.keep_checkpoints, or save less often"
         )
 
 
-def begin_aside(final: Path) -> Path:
-    """An empty folder to fill; what a killed writer left there is removed."""
-    aside = _aside(final)
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    return aside
+def make_temporary_folder(final: Path) -> Path:
+    """The temporary folder of `final`, emptied: a killed writer may have left files in it."""
+    temporary = _temporary(final)
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    return temporary
 
 
 def write_file(path: Path, parts: Iterable[memoryview]) -> FileFact:
-    """Write, flush to disk, read back. The hash is of what was to be written, so that a disk that lies is seen.
+    """Write, flush to disk, read back. The hash is of the data in memory, so that a faulty disk is noticed.
 
     Raises: CheckpointError naming the file.
     """
@@ -100,7 +101,7 @@ def write_file(path: Path, parts: Iterable[memoryview]) -> FileFact:
                 size += part.nbytes
             file.flush()
             os.fsync(file.fileno())
-            if hasattr(os, "posix_fadvise"):  # read back from the disk, not from memory
+            if hasattr(os, "posix_fadvise"):  # so that the read-back comes from the disk, not from the page cache
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     except OSError as cause:
         raise CheckpointError(f"{path} can't be written: {cause}") from cause
@@ -110,24 +111,24 @@ def write_file(path: Path, parts: Iterable[memoryview]) -> FileFact:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> FileFact:
-    """Plain JSON; NaN and infinities as Python spells them."""
+    """Plain JSON; NaN and infinities as Python writes them."""
     return write_file(path, [memoryview(json.dumps(content, indent=1).encode() + b"\n")])
 
 
 def commit(final: Path, manifest: Manifest) -> None:
-    """List the files that lie aside, and give the folder its name. From here on it is a checkpoint."""
-    aside = _aside(final)
+    """Write the manifest and rename the temporary folder to `final`. From now on it is a checkpoint."""
+    temporary = _temporary(final)
     content = {"schema": CHECKPOINT_SCHEMA, **asdict(manifest)}
-    write_json(aside / MANIFEST, {**content, "blake2b": _digest_of(content)})
-    _flush_folder(aside)
-    os.rename(aside, final)
+    write_json(temporary / MANIFEST, {**content, "blake2b": _digest_of(content)})
+    _flush_folder(temporary)
+    os.rename(temporary, final)
     _flush_folder(final.parent)
     _flush_folder(final.parent.parent)
 
 
 def prune(checkpoints: Path, keep: int) -> list[Path]:
-    """Remove the oldest states beyond the newest `keep`. Only those count as kept whose manifest is right and whose
-    files have their sizes, so a damaged newer one never costs the last good one. Models beside them stay."""
+    """Remove all but the newest `keep` states. A state counts only if its manifest is valid and its files have the
+    right sizes, so a damaged newer state never causes the removal of the last good one. Exported models stay."""
     removed, good = [], 0
     for _, folder in reversed(states(checkpoints)):
         if good >= keep:
@@ -137,27 +138,27 @@ def prune(checkpoints: Path, keep: int) -> list[Path]:
             removed.append(folder)
             if not any(folder.parent.iterdir()):
                 folder.parent.rmdir()
-        good += not list(_faults_at_a_glance(folder))
+        good += not list(_quick_faults(folder))
     return removed
 
 
 def remove_leftovers(checkpoints: Path) -> None:
-    """What a killed run was writing or removing."""
+    """Remove what a killed run was writing or removing."""
     for folder in checkpoints.glob("step_*"):
         state = folder / "state"
-        shutil.rmtree(_aside(state), ignore_errors=True)
+        shutil.rmtree(_temporary(state), ignore_errors=True)
         if state.is_dir() and not (state / MANIFEST).is_file():
             shutil.rmtree(state, ignore_errors=True)
         if not any(folder.iterdir()):
             folder.rmdir()
 
 
-def _aside(final: Path) -> Path:
+def _temporary(final: Path) -> Path:
     return final.with_name(final.name + ".aside")
 
 
 def _flush_folder(folder: Path) -> None:
-    """The names in it to disk: a rename is durable only with its folder."""
+    """Flush a folder's entries to disk: a rename is durable only after that."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -169,16 +170,16 @@ def _flush_folder(folder: Path) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest, proven by its own hash.
+    """The manifest, verified by its own hash.
 
     Raises: CheckpointError when there is none, when it is damaged, or when it is of another schema.
     """
     path = folder / MANIFEST
     try:
         content = read_json(path)
-        told = content.pop("blake2b")
-        if told != _digest_of(content):
-            raise ValueError("its content does not have the hash that it names")
+        expected = content.pop("blake2b")
+        if expected != _digest_of(content):
+            raise ValueError("its content does not have the hash that it states")
         if content["schema"] != CHECKPOINT_SCHEMA:
             raise ValueError(f"schema {content['schema']!r}; this version reads schema {CHECKPOINT_SCHEMA}")
         files = {name: FileFact(int(f["num_bytes"]), str(f["blake2b"])) for name, f in content["files"].items()}
@@ -192,7 +193,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def read_controller(folder: Path) -> dict[str, Any]:
-    """What the loop saved, proven by the manifest's hash. Raises: CheckpointError."""
+    """The saved state of the loop, verified by the manifest's hash. Raises: CheckpointError."""
     require_as_written(folder / CONTROLLER, read_manifest(folder).files[CONTROLLER])
     try:
         return read_json(folder / CONTROLLER)
@@ -201,9 +202,9 @@ def read_controller(folder: Path) -> dict[str, Any]:
 
 
 def faults(folder: Path, manifest: Manifest, share: int = 0, num_shares: int = 1) -> list[str]:
-    """What is wrong with the files, as texts that name each. Ranks divide the hashing: each takes every num_shares-th
-    file, and all look at names and sizes."""
-    found = list(_faults_at_a_glance(folder, manifest))
+    """The faults of the files, each as a text that names the file. Ranks share the hashing: each hashes every
+    num_shares-th file, and all check names and sizes."""
+    found = list(_quick_faults(folder, manifest))
     if not found:
         for name in sorted(manifest.files)[share::num_shares]:
             try:
@@ -214,7 +215,7 @@ def faults(folder: Path, manifest: Manifest, share: int = 0, num_shares: int = 1
 
 
 def require_as_written(path: Path, fact: FileFact) -> None:
-    """Raises: CheckpointError when the file is gone, cut, or holds another content than was written."""
+    """Raises: CheckpointError when the file is missing, truncated, or has another content than was written."""
     digest, size = _new_digest(), 0
     try:
         with open_plain(path) as file:
@@ -229,8 +230,8 @@ def require_as_written(path: Path, fact: FileFact) -> None:
         raise CheckpointError(f"{path} is damaged: its content is not what was written. {_WHAT_TO_DO}")
 
 
-def _faults_at_a_glance(folder: Path, manifest: Manifest | None = None) -> Iterator[str]:
-    """By names and sizes alone: cheap enough for each save."""
+def _quick_faults(folder: Path, manifest: Manifest | None = None) -> Iterator[str]:
+    """Faults by names and sizes only: fast enough for each save."""
     if manifest is None:
         try:
             manifest = read_manifest(folder)

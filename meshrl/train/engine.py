@@ -1,6 +1,6 @@
-"""TrainEngine: one FSDP2 model in one rank, whatever its role. Samples -> Batch -> gradients -> new weights.
+"""TrainEngine: one FSDP2 model in one rank, in any role. Samples -> Batch -> gradients -> new weights.
 
-All methods are collective: every rank of the mesh calls them in the same order, with equally many batches.
+All methods are collectives: every rank of the mesh calls them in the same order, with the same number of batches.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -38,8 +38,8 @@ from meshrl.model.lora import (
     without_adapters,
 )
 from meshrl.model.save import save_pretrained
-from meshrl.model.stream import Weights
-from meshrl.parallel.fsdp import local_shard, reshard, shard_model, whole
+from meshrl.model.stream import StoredWeights
+from meshrl.parallel.fsdp import full_tensor, local_shard, reshard, shard_model
 from meshrl.parallel.mesh import data_parallel_mesh
 from meshrl.train.checkpoint import BackgroundWrite, stage
 from meshrl.train.checkpoint_files import FileFact
@@ -49,6 +49,9 @@ from meshrl.train.probe import require_independent_rows
 from meshrl.train.state import load_state, state_bytes, state_tensors
 from meshrl.train.weights import HeldWeights, held_weights
 
+if TYPE_CHECKING:
+    from meshrl.model.causal import PreTrainedModel
+
 Role = Literal["policy", "reference"]
 MAX_SKIPPED_IN_A_ROW = 5
 RowArrays = dict[int, np.ndarray]  # step-wide row index -> float32[T]
@@ -56,8 +59,8 @@ RowArrays = dict[int, np.ndarray]  # step-wide row index -> float32[T]
 
 @dataclass(kw_only=True, slots=True)
 class ForwardBackward:
-    """metrics: this rank's, undivided. logprobs: what the forward computed, by row; on an on-policy update they are
-    the re-score of what was sampled, at no extra forward."""
+    """metrics: this rank's, undivided. logprobs: those of the forward, by row; in an on-policy update they verify the
+    sampler's logprobs without an extra forward."""
 
     metrics: list[Metric]
     logprobs: RowArrays = field(default_factory=dict)
@@ -65,7 +68,7 @@ class ForwardBackward:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepReport:
-    """grad_norm before clipping, equal on all ranks. skipped: it was not finite, and no parameter moved."""
+    """grad_norm: before clipping, equal on all ranks. skipped: it was not finite, so no parameter was updated."""
 
     grad_norm: float
     skipped: bool
@@ -74,7 +77,7 @@ class StepReport:
 
 
 class TrainEngine:
-    """Build with `TrainEngine.build`. version counts the weight changes that samplers have been given."""
+    """Build with `TrainEngine.build`. version counts the weight updates that were sent to samplers."""
 
     def __init__(
         self,
@@ -87,9 +90,8 @@ class TrainEngine:
     ):
         self.model, self.mesh, self.cfg, self.role, self.lora = model, mesh, cfg, role, lora
         self.compute_dtype = compute_dtype
-        self.device = torch.device(
-            mesh.device_type, None if mesh.device_type == "cpu" else torch.accelerator.current_device_index()
-        )
+        index = [] if mesh.device_type == "cpu" else [torch.accelerator.current_device_index()]
+        self.device = torch.device(mesh.device_type, *index)
         self.num_data_ranks = data_parallel_mesh(mesh).size()
         self.optimizer = build_optimizer(model, cfg.optimizer) if role == "policy" else None
         self.num_optimizer_steps = 0
@@ -101,8 +103,8 @@ class TrainEngine:
     def build(cls, model_cfg: ModelConfig, train_cfg: TrainConfig, mesh: DeviceMesh, role: Role) -> TrainEngine:
         """Shard, then read this rank's rows from the folder. Masters in train.master_dtype, compute in model.dtype.
 
-        Raises: ConfigError when the folder can't be loaded, when we would compute something else than Transformers
-        does, or when packed rows are not independent in the model.
+        Raises: ConfigError when the folder can't be loaded, when our forward differs from that of Transformers, or when
+        the model's packed rows are not independent.
         """
         compute, masters = DTYPES[model_cfg.dtype], DTYPES[train_cfg.master_dtype]
         lm, weights = open_causal_lm(model_cfg.path)
@@ -110,35 +112,35 @@ class TrainEngine:
         cast_parameters(lm, masters if role == "policy" and lora is None else compute)
         if lora is not None:
             add_adapters(lm, lora, masters, model_cfg.path)
-        twin = meta_copy(lm)
+        meta_lm = meta_copy(lm)
         engine = cls.wrap(lm, train_cfg, mesh, role, compute, weights, lora)
         init_adapters(lm)
-        require_same_scores(twin, engine.model.lm, data_parallel_mesh(mesh), model_cfg.path)
-        del twin
-        gc.collect()  # sharded modules are rings: shards that the twin had to pad would stay
+        require_same_scores(meta_lm, engine.model.lm, data_parallel_mesh(mesh), model_cfg.path)
+        del meta_lm
+        gc.collect()  # sharded modules are reference cycles: padded shards of meta_lm would stay in memory
         engine.require_independent_rows()
         return engine
 
     @classmethod
     def wrap(
         cls,
-        lm: torch.nn.Module,
+        lm: PreTrainedModel,
         cfg: TrainConfig,
         mesh: DeviceMesh,
         role: Role,
         compute_dtype: torch.dtype,
-        weights: Weights | None = None,
+        weights: StoredWeights | None = None,
         lora: LoraConfig | None = None,
     ) -> TrainEngine:
-        """An engine over a Transformers causal LM that is in memory, the same on every rank; or that is on the meta
-        device, and gets its values from `weights` once it is sharded. lora: what `add_adapters` gave it."""
+        """An engine over a Transformers causal LM, which has the same values on every rank, or is on the meta device
+        and gets its values from `weights` after it is sharded. lora: the config that `add_adapters` was called with."""
         device = current_device(mesh.device_type)
-        if weights is None:
-            lm.to(device)
-        lm.eval()  # for training too: in train mode some families sample experts, jitter routers or skip layers
-        if lora is None:  # else add_adapters has said what is trained
-            lm.requires_grad_(role == "policy")
         model = CausalModel(lm)
+        if weights is None:
+            model.to(device)
+        lm.eval()  # for training too: in train mode some families sample experts, jitter routers or skip layers
+        if lora is None:  # else add_adapters has chosen the trained parameters
+            lm.requires_grad_(role == "policy")
         if role == "policy" and cfg.activation_checkpointing:
             model.checkpoint_layers()
         shard_model(
@@ -155,11 +157,11 @@ class TrainEngine:
 
     @cached_property
     def names(self) -> HubNames:
-        """The names that the model's files have."""
+        """The hub names of the model's tensors."""
         return HubNames(self.model.lm)
 
     def require_independent_rows(self) -> None:
-        """As `probe.require_independent_rows`, of this model (a collective). Raises: ConfigError."""
+        """`probe.require_independent_rows` for this model (a collective). Raises: ConfigError."""
         require_independent_rows(
             type(self.model.lm).__name__,
             self.model.vocab_size,
@@ -172,11 +174,12 @@ class TrainEngine:
     def forward(
         self, batches: Sequence[Batch], entropy: bool = False, adapter: bool = True
     ) -> tuple[RowArrays, RowArrays]:
-        """Logprobs (and entropies, if asked for) of the masked tokens by row, 0 elsewhere. No gradient.
+        """Logprobs (and entropies, if requested) of the masked tokens by row, 0 elsewhere. No gradient.
 
-        adapter: with the LoRA adapter; without it this is the reference model.
+        adapter: with the LoRA adapters; without them this is the reference model.
         """
-        logprobs, entropies = {}, {}
+        logprobs: RowArrays = {}
+        entropies: RowArrays = {}
         with nullcontext() if adapter else without_adapters(self.model.lm):
             for batch in batches:
                 out = self._outputs(batch, entropy)
@@ -187,7 +190,7 @@ class TrainEngine:
         return logprobs, entropies
 
     def forward_backward(self, batches: Sequence[Batch], loss: LossFn, entropy: bool = True) -> ForwardBackward:
-        """Add the gradient of sum over ALL ranks of the loss's sums; may be called several times before optim_step.
+        """Add the gradient of the loss, summed over ALL ranks; may be called several times before optim_step.
 
         FSDP averages gradients over ranks, so each local sum is multiplied by their number (P1).
         """
@@ -205,7 +208,7 @@ class TrainEngine:
         return ForwardBackward(metrics=metrics, logprobs=logprobs)
 
     def optim_step(self, lr: float) -> StepReport:
-        """Clip, step, clear. A gradient norm that is not finite skips the step, on every rank alike (P12)."""
+        """Clip, step, clear. If the gradient norm is not finite, every rank skips the step (P12)."""
         if self.optimizer is None:
             raise ValueError(f"a {self.role} engine has no optimizer")
         norm = clip_gradients(self.model, self.cfg.optimizer.clip)
@@ -213,8 +216,8 @@ class TrainEngine:
         self.num_skipped_in_a_row = self.num_skipped_in_a_row + 1 if skipped else 0
         if self.num_skipped_in_a_row > MAX_SKIPPED_IN_A_ROW:
             raise MeshrlError(
-                f"the gradient norm was {norm} in {self.num_skipped_in_a_row} optimizer steps in a row, and none was "
-                "taken: the run can't learn any more. Look at loss/* of the last good step; a lower lr helps"
+                f"the gradient norm was {norm} in {self.num_skipped_in_a_row} optimizer steps in a row, and all "
+                "were skipped: the run can't learn any more. Look at loss/* of the last good step; a lower lr helps"
             )
         if not skipped:
             for group in self.optimizer.param_groups:
@@ -239,68 +242,68 @@ class TrainEngine:
             entropy,
             self._model_kwargs(batch),
         )
-        place = torch.zeros(batch.num_tokens, dtype=logp.dtype, device=logp.device)
-        full_ent = None if ent is None else place.index_copy(0, scored, ent)
-        return Outputs(logprobs=place.index_copy(0, scored, logp), entropy=full_ent)
+        zeros = torch.zeros(batch.num_tokens, dtype=logp.dtype, device=logp.device)
+        full_ent = None if ent is None else zeros.index_copy(0, scored, ent)
+        return Outputs(logprobs=zeros.index_copy(0, scored, logp), entropy=full_ent)
 
     def _model_kwargs(self, batch: Batch) -> dict[str, Any]:
-        """What the model takes beside tokens: processed media, and the sampler's expert choices to be replayed."""
+        """The model's inputs other than tokens: processed media, and the sampler's expert choices to be replayed."""
         if batch.routed_experts is None:
             return batch.model_kwargs
         if not self.model.replays_routing:
             raise ValueError(
-                f"samples carry routed_experts, but {type(self.model.lm).__name__} can't replay them; have the sampler "
-                "record none"
+                f"samples carry routed_experts, but {type(self.model.lm).__name__} can't replay them; turn off "
+                "their recording in the sampler"
             )
         return {**batch.model_kwargs, "routed_experts": batch.routed_experts}
 
-    # ---- weights out
+    # ---- weights for samplers and files
 
     def weights(self, merged: bool = False) -> HeldWeights:
-        """What this rank holds of each tensor that samplers need (with merged, a collective; see `held_weights`)."""
+        """This rank's boxes of each tensor that samplers need (with merged, a collective; see `held_weights`)."""
         reshard(self.model)
         return held_weights(self.model.lm, self.names, self.compute_dtype, merged)
 
     def frozen(self) -> frozenset[str]:
-        """Names, as samplers know them, of what no optimizer step moves."""
-        still = [name for name, p in named_weights(self.model.lm) if not p.requires_grad]
-        return frozenset(hub_name for name in still for hub_name in self.names.of(name))
+        """Hub names of the tensors that no optimizer step changes."""
+        frozen = [name for name, p in named_weights(self.model.lm) if not p.requires_grad]
+        return frozenset(hub_name for name in frozen for hub_name in self.names.of(name))
 
     def model_bytes(self) -> int:
         """Bytes of an exported model's weights."""
         return sum(p.numel() for p in self.model.parameters()) * self.compute_dtype.itemsize
 
     def export(self, path: str | Path, tokenizer_from: str | Path | None = None) -> None:
-        """Write a folder that `from_pretrained` loads, in the compute dtype (a collective). Each rank writes a file of
-        its own, with about as many bytes as the others', and holds no more of the model than these. LoRA adapters are
-        in these weights, and by themselves, for peft, in a folder below."""
+        """Write a folder that `from_pretrained` loads, in the compute dtype (a collective). Each rank writes one file,
+        all of about the same size, and gathers only the tensors in it. LoRA adapters are merged into these weights, and
+        also written for peft into a folder below."""
         reshard(self.model)
         save_pretrained(self.model.lm, self.compute_dtype, Path(path), tokenizer_from)
         if self.lora is not None:
-            tensors = {name: whole(p.detach()) for name, p in trained_weights(self.model.lm).items()}
+            tensors = {name: full_tensor(p.detach()) for name, p in trained_weights(self.model.lm).items()}
             if dist.get_rank() == 0:
-                save_adapter(tensors, self.lora, self.model.lm.config.name_or_path, Path(path) / ADAPTER_FOLDER)
+                save_adapter(tensors, self.lora, str(self.model.lm.config.name_or_path), Path(path) / ADAPTER_FOLDER)
 
     # ---- checkpoints
 
     def save(self, folder: str | Path) -> None:
-        """Copy the whole training state to host memory (a collective) and start to write it into `folder`; training
-        may go on. Raises: CheckpointError."""
+        """Copy the full training state to host memory (a collective) and start to write it into `folder`; training may
+        continue. Raises: CheckpointError."""
         reshard(self.model)
         counters = (self.num_optimizer_steps, self.num_skipped_in_a_row)
         state = state_tensors(self.model.lm, self.optimizer, counters, self.device)
         self._write = BackgroundWrite(Path(folder), stage(state))
 
     def finish_save(self) -> tuple[str, FileFact]:
-        """Wait until this rank's file is on disk; its name, size and hash. Raises: CheckpointError."""
-        assert self._write is not None, "finish_save comes after save"
+        """Wait until this rank's file is on disk. Returns its name, size and hash. Raises: CheckpointError."""
+        assert self._write is not None, "call save before finish_save"
         write, self._write = self._write, None
         return write.finish()
 
     def load(self, folder: str | Path) -> None:
-        """Take over the state that any number of ranks saved (a collective).
+        """Load a state that any number of ranks saved (a collective).
 
-        Raises: CheckpointError, before anything is touched, when a file is damaged or of another model.
+        Raises: CheckpointError, before anything is changed, when a file is damaged or of another model.
         """
         reshard(self.model)
         counters = load_state(Path(folder), self.model.lm, self.optimizer, self.device)
@@ -325,11 +328,11 @@ class TrainEngine:
 
 
 def _collect_rows(into: RowArrays, batch: Batch, values: torch.Tensor) -> None:
-    values = values.to("cpu", torch.float32).numpy()
+    array = values.to("cpu", torch.float32).numpy()
     cu = batch.cu_seqlens.tolist()
     for s, (row, offset) in enumerate(zip(batch.rows, batch.offsets, strict=True)):
         if row >= 0:
-            into[row] = np.concatenate([np.zeros(offset, np.float32), values[cu[s] : cu[s + 1]]])
+            into[row] = np.concatenate([np.zeros(offset, np.float32), array[cu[s] : cu[s + 1]]])
 
 
 def _num_bytes(tensors: Sequence[torch.Tensor]) -> int:

@@ -7,11 +7,11 @@ import math
 import torch
 
 from meshrl.config.train import OptimizerConfig, SchedulerConfig
-from meshrl.parallel.fsdp import whole
+from meshrl.parallel.fsdp import full_tensor
 
 
 def build_optimizer(model: torch.nn.Module, cfg: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW over the trainable parameters; weight decay touches matrices only, never norms and biases."""
+    """AdamW over the trainable parameters; weight decay only for matrices, never for norms and biases."""
     params = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in params if p.ndim >= 2], "weight_decay": cfg.weight_decay},
@@ -33,11 +33,12 @@ def learning_rate(step: int, num_steps: int, peak: float, cfg: SchedulerConfig) 
 
 
 def clip_gradients(model: torch.nn.Module, max_norm: float) -> float:
-    """Scale all gradients so that their global norm is at most max_norm (0 = leave them), and return the norm as it
-    was, equal on every rank. Sharded norms are combined by DTensor, never by hand (P12)."""
+    """Scale all gradients so that their global norm is at most max_norm (0 = no clipping). Returns the norm before
+    that, equal on every rank. DTensor combines the norms of shards (P12)."""
     params = [p for p in model.parameters() if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm([p.grad for p in params], norm_type=2.0, foreach=True)
-    norm = whole(norm)
+    grads = [p.grad for p in params if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(grads, norm_type=2.0, foreach=True)
+    norm = full_tensor(norm)
     if max_norm > 0 and torch.isfinite(norm):
         torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm, foreach=True)
     return float(norm)

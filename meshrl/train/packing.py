@@ -1,6 +1,6 @@
-"""From rows and their packing plan to a Batch: rows end to end, a group's prompt once.
+"""From rows and their batch plan to a Batch: rows end to end, a group's prompt once.
 
-The plan itself is made on the controller, from lengths alone (train/plan.py).
+The controller makes the batch plan from lengths alone (train/batch_plan.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _DUMMY_TOKENS = 2
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Tokens [start, stop) of a sample: a whole row, a prompt that several rows share (row -1), or what follows it."""
+    """Tokens [start, stop) of a sample: a full row, a prompt that several rows share (row -1), or the rest of a row."""
 
     sample: Sample
     start: int
@@ -29,7 +29,7 @@ class _Piece:
 
 
 def _pieces(samples: Sequence[Sample], rows: Sequence[int], share_prefix: bool) -> list[_Piece]:
-    """Cut rows of one group after their common prefix, where there are several of them in this micro-batch."""
+    """Cut the rows of a group after their common prefix if this micro-batch has several of them."""
     groups: dict[str, list[int]] = {}
     for i, s in enumerate(samples):
         groups.setdefault(s.group_id, []).append(i)
@@ -50,7 +50,7 @@ def _pieces(samples: Sequence[Sample], rows: Sequence[int], share_prefix: bool) 
 
 
 def _shares(s: Sample, first: Sample, n: int) -> bool:
-    """Whether the first n tokens of both are the same untrained context, media included, with something after them."""
+    """Whether both start with the same n untrained context tokens and media, and s has tokens after them."""
     return (
         len(s) > n
         and not s.mask[:n].any()
@@ -72,11 +72,11 @@ def pack(
     plan_hash: str = "",
     share_prefix: bool = True,
 ) -> Batch:
-    """Lay samples end to end as one Batch; no samples give a dummy that every rank can run (zero mask).
+    """Lay samples end to end as one Batch; without samples, a dummy that every rank can run (zero mask).
 
-    rows[s] is the step-wide index of samples[s]. share_prefix: rows of one group have their common prompt once, with
-    the same gradient. A field is None when no sample has it; a sample that lacks a field others have is an error,
-    since a silent fill would train on it.
+    rows[s]: index of samples[s] in the step. share_prefix: the common prompt of a group is in the batch once, with the
+    same gradient. A field is None when no sample has it; it is an error if only some samples have it, since filled-in
+    values would be trained on.
     """
     if not samples:
         return _dummy(device, plan_hash)
@@ -88,17 +88,17 @@ def pack(
     for s, piece in enumerate(pieces):
         previous[cu[s]] = cu[piece.parent + 1] - 1 if piece.parent >= 0 else 0
 
-    def cat(name: str, dtype: torch.dtype) -> torch.Tensor | None:
-        values = [(p, getattr(p.sample, name)) for p in pieces]
-        arrays = [None if a is None else a[p.start : p.stop] for p, a in values]
-        if all(a is None for a in arrays):
-            return None
-        if any(a is None for a in arrays):
-            have = [p.sample.trajectory_id for p, a in values if a is None]
-            raise ValueError(
-                f"samples {have[:3]} have no {name}, but others of the same batch do; annotate all or none"
-            )
+    def cat(name: str, dtype: torch.dtype) -> torch.Tensor:
+        arrays = [getattr(p.sample, name)[p.start : p.stop] for p in pieces]
         return torch.from_numpy(np.concatenate(arrays)).to(device=device, dtype=dtype)
+
+    def cat_if_annotated(name: str) -> torch.Tensor | None:
+        lacking = [p.sample.trajectory_id for p in pieces if getattr(p.sample, name) is None]
+        if lacking and len(lacking) < len(pieces):
+            raise ValueError(
+                f"samples {lacking[:3]} have no {name}, but others of the same batch do; annotate all or none"
+            )
+        return None if lacking else cat(name, torch.float32)
 
     per_row = np.repeat(np.arange(len(pieces), dtype=np.int32), lengths)
     temperature = np.array([p.sample.temperature for p in pieces], np.float32)[per_row]
@@ -115,12 +115,12 @@ def pack(
         loss_weight=_loss_weight(pieces, device),
         temperature=torch.from_numpy(temperature).to(device),
         rollout_logprobs=cat("rollout_logprobs", torch.float32),
-        old_logprobs=cat("old_logprobs", torch.float32),
-        ref_logprobs=cat("ref_logprobs", torch.float32),
-        values=cat("values", torch.float32),
-        advantages=cat("advantages", torch.float32),
-        returns=cat("returns", torch.float32),
-        correction=cat("correction", torch.float32),
+        old_logprobs=cat_if_annotated("old_logprobs"),
+        ref_logprobs=cat_if_annotated("ref_logprobs"),
+        values=cat_if_annotated("values"),
+        advantages=cat_if_annotated("advantages"),
+        returns=cat_if_annotated("returns"),
+        correction=cat_if_annotated("correction"),
         routed_experts=_routed_experts(pieces, device),
         token_extras=_token_extras(pieces, device),
         model_kwargs=_model_kwargs(pieces, device),
@@ -129,7 +129,7 @@ def pack(
 
 
 def _loss_weight(pieces: Sequence[_Piece], device: torch.device | str) -> torch.Tensor:
-    """fp64 weights stay fp64: the equality harness needs them; production writes fp32."""
+    """fp64 weights stay fp64, which the equality tests need; runs have fp32."""
     rows = [
         np.zeros(p.stop - p.start, np.float32)
         if p.sample.loss_weight is None
@@ -140,7 +140,7 @@ def _loss_weight(pieces: Sequence[_Piece], device: torch.device | str) -> torch.
 
 
 def _routed_experts(pieces: Sequence[_Piece], device: torch.device | str) -> torch.Tensor | None:
-    """[T, L, K]; rows whose sampler recorded none are filled with -1 (the router runs freely there)."""
+    """[T, L, K]; rows without recorded experts are filled with -1 (the router chooses there)."""
     shapes = {p.sample.routed_experts.shape[1:] for p in pieces if p.sample.routed_experts is not None}
     if not shapes:
         return None
@@ -173,7 +173,7 @@ def _token_extras(pieces: Sequence[_Piece], device: torch.device | str) -> dict[
 
 
 def _model_kwargs(pieces: Sequence[_Piece], device: torch.device | str) -> dict[str, torch.Tensor]:
-    """Processor outputs of all media, in the order their spans stand in the pack."""
+    """Processor outputs of all media, in the order of their spans in the pack."""
     parts: dict[str, list[np.ndarray]] = {}
     for p in pieces:
         for media_id, start, _ in sorted(p.sample.media_spans, key=lambda span: span[1]):

@@ -1,11 +1,11 @@
-"""The training state of one rank as tensors by name: what a checkpoint holds, and what a resume needs to the bit.
+"""The training state of one rank as tensors by name: a checkpoint holds it, and a resume restores it to the bit.
 
-model.NAME               parameters in their master dtype; with LoRA the adapters alone, for the rest never changes
+model.NAME               parameters in their master dtype; with LoRA only the adapters, since the rest never changes
 buffer.NAME              buffers that belong to a model's files, such as a router's correction bias
 optimizer.SLOT.NAME      the optimizer's state of a parameter: step, exp_avg, exp_avg_sq
-lora.base                int64[2], with LoRA: a digest of all that is not trained, and the bits of the adapters' scale
+lora.base                int64[2], with LoRA: a digest of all frozen parameters, and the bits of the adapters' scale
 counters                 int64[2]: optimizer steps, steps skipped in a row
-rng.RANK.DEVICE          states of the rank's random generators; a rank that is new keeps its own
+rng.RANK.DEVICE          states of the rank's random generators; a rank without saved states keeps its own
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Counters = tuple[int, int]
 _BASE = "lora.base"
 _DIGEST_ELEMENTS = 1 << 18  # at a time: their bits as int64 stay in a core's cache
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers by their bytes
-# What is not trained never changes, so its digest is computed once.
+# Frozen parameters never change, so their digest is computed once.
 _base_digests: weakref.WeakKeyDictionary[torch.nn.Module, torch.Tensor] = weakref.WeakKeyDictionary()
 _SLOTS_OF_ADAMW = 2  # tensors as large as the parameter; `step` is one number
 
@@ -36,7 +36,7 @@ _SLOTS_OF_ADAMW = 2  # tensors as large as the parameter; `step` is one number
 def state_tensors(
     lm: torch.nn.Module, optimizer: torch.optim.Optimizer | None, counters: Counters, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Everything, as views of what the engine holds: copy before the next optimizer step."""
+    """The full state of this rank, as views of the engine's tensors: copy them before the next optimizer step."""
     tensors = _model_tensors(lm) | _base(lm)
     for name, p in trained_weights(lm).items():
         for slot, value in (optimizer.state.get(p, {}) if optimizer else {}).items():
@@ -52,14 +52,13 @@ def load_state(
 ) -> Counters:
     """Fill a model and its optimizer in place, and set the generators (a collective). Returns the counters.
 
-    Raises: CheckpointError, before anything is touched, when the files are not as they were written or are of another
-    model.
+    Raises: CheckpointError, before anything is changed, when a file is damaged or of another model.
     """
     saved = SavedTensors(folder)
     tensors, counters = _model_tensors(lm), torch.zeros(2, dtype=torch.int64)
     for name in saved.entries:
         if name.startswith(("model.", "buffer.")) and name not in tensors:
-            lora = "; model.lora.enabled was another, too" if bool(_base(lm)) != (_BASE in saved.entries) else ""
+            lora = "; model.lora.enabled has changed, too" if bool(_base(lm)) != (_BASE in saved.entries) else ""
             raise CheckpointError(
                 f"{folder} holds {name}, which this model does not have; it is of another model{lora}"
             )
@@ -83,14 +82,14 @@ def load_state(
 
 
 def load_model(folder: Path, lm: torch.nn.Module) -> None:
-    """Fill a whole model in this one process, without a process group. Raises: CheckpointError, as load_state."""
+    """Fill an unsharded model in one process, without a process group. Raises: CheckpointError, as load_state."""
     saved = SavedTensors(folder)
     _require_same_base(saved, folder, lm)
     saved.load(_model_tensors(lm))
 
 
 def state_bytes(lm: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
-    """Bytes that this rank's share of a checkpoint takes, once the optimizer has made a step; headers not counted."""
+    """Bytes of this rank's share of a checkpoint after the first optimizer step, without headers."""
     copies = 1 + (_SLOTS_OF_ADAMW if optimizer else 0)
     return sum(
         copies * local_shard(p).numel() * p.element_size() for p in trained_weights(lm).values() if replica(p)[0] == 0
@@ -103,8 +102,8 @@ def _model_tensors(lm: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _base(lm: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Of a model with adapters: what the rest of it is, as two numbers: a digest of all that is not trained, and the
-    adapters' scale. Nothing of a model without (a collective, where there is a process group)."""
+    """The entry `lora.base`, which identifies the base model; empty for a model without adapters (a collective, if
+    there is a process group)."""
     adapters = adapters_of(lm)
     if not adapters:
         return {}
@@ -115,11 +114,11 @@ def _base(lm: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _digest_of_base(lm: torch.nn.Module) -> torch.Tensor:
-    """Of everything that is not trained, the same however it is sharded (a collective, as `_base`)."""
+    """The digest of all frozen parameters, independent of the sharding (a collective, as `_base`)."""
     total = torch.zeros((), dtype=torch.int64)
     for name, p in named_weights(lm):
         if not is_adapter(name) and replica(p)[0] == 0:
-            factor = 2 * zlib.crc32(name.encode()) + 1  # odd, so that swapped tensors show
+            factor = 2 * zlib.crc32(name.encode()) + 1  # odd, so that swapped tensors change the sum
             for local in boxes(p):
                 total = total + box_digest(local) * factor
     if dist.is_initialized():
@@ -128,8 +127,8 @@ def _digest_of_base(lm: torch.nn.Module) -> torch.Tensor:
 
 
 def box_digest(local: LocalBox) -> torch.Tensor:
-    """int64[]: a sum over elements, of their bits times a key of their place in the tensor; so the digests of any boxes
-    that make up a tensor add up to its digest, whatever its layout. It finds accidents, not adversaries."""
+    """int64[]: the sum over all elements of bits times a key of the element's index in the tensor. So the digests of
+    the boxes of a tensor add up to its digest for any sharding. It detects accidents, not attacks."""
     values = local.tensor
     rows = values.reshape(-1, values.shape[-1]) if values.dim() else values.view(1, 1)
     row_keys = torch.zeros((), dtype=torch.int64, device=values.device)
@@ -145,14 +144,14 @@ def box_digest(local: LocalBox) -> torch.Tensor:
 
 
 def _keys(start: int, count: int, dim: int, device: torch.device) -> torch.Tensor:
-    """int64[count]: odd numbers that look random, a function of the index and the dim."""
+    """int64[count]: odd pseudo-random numbers, a function of index and dim."""
     index = torch.arange(start, start + count, device=device) + (dim << 40)
     mixed = index * 0x1E3779B97F4A7C15
     return (mixed ^ (mixed >> 29)) * 0x3F58476D1CE4E5B9 | 1
 
 
 def _require_same_base(saved: SavedTensors, folder: Path, lm: torch.nn.Module) -> None:
-    """Adapters are nothing without what they were trained on. Raises: CheckpointError."""
+    """Adapters fit only the base model that they were trained with. Raises: CheckpointError."""
     mine = _base(lm).get(_BASE)
     if mine is None or _BASE not in saved.entries:
         return
@@ -160,11 +159,11 @@ def _require_same_base(saved: SavedTensors, folder: Path, lm: torch.nn.Module) -
     saved.load({_BASE: theirs})
     if not torch.equal(mine, theirs):
         what = "model.lora.alpha" if mine[0] == theirs[0] else "the model in model.path, or model.dtype,"
-        raise CheckpointError(f"{folder} holds adapters, and {what} is not what they were trained with; give it again")
+        raise CheckpointError(f"{folder} holds adapters, and {what} is not what they were trained with; restore it")
 
 
 def _empty_slot(saved: SavedTensor, p: torch.nn.Parameter) -> torch.Tensor:
-    """As AdamW makes it: like the parameter, or one number."""
+    """A tensor like AdamW's: of the parameter's shape, or one number."""
     if not saved.shape:
         return torch.zeros((), dtype=saved.dtype, device=local_shard(p).device)
     return torch.zeros_like(p.detach())

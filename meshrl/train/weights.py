@@ -1,4 +1,4 @@
-"""What one train rank holds of each tensor, for samplers: boxes under the names of the model's files."""
+"""What one train rank holds of the tensors that samplers need: boxes, by hub name."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from meshrl.model.lora import adapters_of, is_adapter, named_weights
 from meshrl.model.lora import merged as merged_with
 from meshrl.parallel.boxes import LocalBox, boxes
 from meshrl.sync.layout import Box
-from meshrl.sync.sender import BlockElements, Elements, Held
+from meshrl.sync.sender import BlockElements, Elements, HeldBox
 
 
 @dataclass(kw_only=True, slots=True)
 class HeldWeights:
-    """tensors: {name: (shape of the full tensor, dtype as sent)}. held: this rank's boxes of each. tied: alias -> the
-    name that is sent for it."""
+    """tensors: {name: (shape of the full tensor, dtype on the wire)}. held: this rank's boxes of each. tied: alias ->
+    the name that is sent for it."""
 
     tensors: dict[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)
-    held: dict[str, list[Held]] = field(default_factory=dict)
+    held: dict[str, list[HeldBox]] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
 
     def boxes(self) -> list[Box]:
-        """Without their elements."""
+        """The boxes without their elements."""
         return [Box(name, box.offsets, box.shape) for name, own in self.held.items() for box in own]
 
 
 @torch.no_grad()
 def held_weights(lm: torch.nn.Module, names: HubNames, dtype: torch.dtype, merged: bool = False) -> HeldWeights:
-    """This rank's boxes of each parameter, as the optimizer left them, in the masters' dtype, to be sent in `dtype`;
-    and of the buffers that belong to the model's files, in their own dtype. They are views.
+    """This rank's boxes of each parameter, as views in the master dtype, to be sent in `dtype`; and of the buffers that
+    belong to the model's files, in their own dtype.
 
-    merged (a collective): LoRA adapters are added to their weights where these are read, for a sampler without them.
+    merged (a collective): LoRA adapters are merged when the elements are read, for a sampler without adapters.
     """
     found = HeldWeights(tied=dict(names.tied))
     adapters = adapters_of(lm) if merged else {}
@@ -48,7 +48,7 @@ def held_weights(lm: torch.nn.Module, names: HubNames, dtype: torch.dtype, merge
         for offsets, local in boxes(full.detach()):
             for hub_name, start, view in names.split(name, offsets, local):
                 elements: Elements = BlockElements(view)
-                if elements_of is not None:  # of a layer that the files have as one tensor of the same shape
+                if elements_of is not None:  # a layer with an adapter is one tensor of the files
                     elements = elements_of(LocalBox(start, view))
-                found.held[hub_name].append(Held(start, tuple(view.shape), elements))
+                found.held[hub_name].append(HeldBox(start, tuple(view.shape), elements))
     return found

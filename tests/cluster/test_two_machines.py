@@ -239,7 +239,7 @@ def test_a_machine_that_is_gone_is_named_and_nothing_is_left(machines, ray_clust
         time.sleep(0.5)
 
 
-def test_two_machines_too_few_are_told_before_anything_starts(machines, ray_cluster, config):
+def test_too_few_machines_are_reported_before_anything_starts(machines, ray_cluster, config):
     run = _start_ray_run(machines, ray_cluster, config, "many", "cluster.num_train_ranks=4")
     text = run.communicate()[0]
     assert run.returncode == 2

@@ -1,4 +1,4 @@
-"""One run under every executor and layout: the same numbers (the contract of cluster/executor.py)."""
+"""A run gives the same numbers with every executor and layout (the contract of cluster/executor.py)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_run import steps_of, train, write_run
-from torchrun_runs import living, train_by_torchrun
+from torchrun_runs import processes_of_run, train_by_torchrun
 
 from meshrl.cluster.actors import RankWorker
 from meshrl.cluster.inline import InlineExecutor
@@ -26,7 +26,7 @@ from meshrl.core.errors import CheckpointError, SamplerMismatchError
 from meshrl.monitor.rollout_log import read_rollouts
 from meshrl.sync.transaction import SyncOrder
 
-pytestmark = pytest.mark.timeout(300)  # a test may make two runs of up to three processes
+pytestmark = pytest.mark.timeout(300)  # a test may start two runs with up to three processes each
 
 Run = Callable[..., Path]
 RAY = ("cluster.executor=ray", "cluster.address=local")
@@ -53,7 +53,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def threads() -> Any:
-    """An inline rank sets this process's threads."""
+    """Restore the number of threads, because an inline rank sets it for this process."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -61,9 +61,9 @@ def threads() -> Any:
 
 @pytest.fixture(scope="module")
 def run(config: Path) -> Run:
-    """The folder of a layout's run, made once."""
+    """The run folder of a layout; each layout runs once."""
     made: dict[str, Path] = {}
-    numbers = itertools.count()  # a run that failed leaves its folder, and the next test tries again
+    numbers = itertools.count()  # a failed run leaves its folder, and the next test tries again
 
     def get(layout: str) -> Path:
         if layout.startswith("ray"):
@@ -73,10 +73,8 @@ def run(config: Path) -> Run:
             if layout in NODES:
                 made[layout] = train_by_torchrun(config, name, *LAYOUTS[layout], nodes=NODES[layout], ranks=2)
             else:
-                folder = config.parent / "weights"
-                made[layout] = train(config, name, *(text.replace("FOLDER", str(folder)) for text in LAYOUTS[layout]))
-                assert not folder.exists() or not list(folder.iterdir())
-            assert living(name) == []
+                made[layout] = train(config, name, *LAYOUTS[layout])
+            assert processes_of_run(name) == []
         return made[layout]
 
     return get
@@ -87,7 +85,7 @@ def _weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _sampled(folder: Path) -> list[tuple[str, list[int], list[float], list[int]]]:
-    """What every trajectory of every step said, and with which weights."""
+    """The outputs, logprobs and weight versions of all trajectories."""
     out = []
     for path in sorted((folder / "rollouts").glob("*.jsonl")):
         for record in read_rollouts(path):
@@ -107,13 +105,12 @@ def _sampled(folder: Path) -> list[tuple[str, list[int], list[float], list[int]]
         ("two ranks", "ray"),
         ("two ranks", "torchrun"),
         ("split", "split, by broadcast"),
-        pytest.param("split", "split, by files", marks=pytest.mark.slow),
         pytest.param("split", "ray split", marks=pytest.mark.slow),
         pytest.param("two ranks", "torchrun on two nodes", marks=pytest.mark.slow),
     ],
 )
 def test_the_same_run_gives_the_same_numbers_to_the_bit(run: Run, a: str, b: str):
-    """Under another executor at the same world size, and twice under the same: metrics, tokens, logprobs, weights."""
+    """With another executor at the same world size, and twice with the same: metrics, tokens, logprobs, weights."""
     first, second = run(a), run(b)
     assert steps_of(first) == steps_of(second)
     assert len(steps_of(first)) == 2
@@ -129,7 +126,7 @@ def _model(folder: Path) -> Path:
 
 @pytest.mark.parametrize(("a", "b"), [("two ranks", "one process"), ("split", "two ranks")])
 def test_another_layout_gives_the_same_numbers_to_rounding(run: Run, a: str, b: str):
-    """Two ranks against one; samplers in processes of their own (weights through shared memory) against colocated."""
+    """Two ranks compared with one; samplers in separate processes (weights through shared memory) with colocated."""
     ours, theirs = steps_of(run(a)), steps_of(run(b))
     for mine, other in zip(ours, theirs, strict=True):
         shared = {k for k in mine.keys() & other.keys() if not k.startswith("proof/")}
@@ -141,12 +138,12 @@ def test_another_layout_gives_the_same_numbers_to_rounding(run: Run, a: str, b: 
         assert mine[:2] == other[:2] and mine[3] == other[3]
         np.testing.assert_allclose(mine[2], other[2], atol=1e-3)
     ours, theirs = _weights(run(a)), _weights(run(b))
-    for name in ours:  # AdamW's first steps are signs: a gradient of rounding size may turn one
+    for name in ours:  # AdamW's first steps are signs of gradients, and rounding may change the sign of a tiny gradient
         assert float((ours[name] - theirs[name]).abs().mean()) < 1e-4, name
 
 
 def _calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """What the loop asks of the ranks, by method; forwards by the role they are for."""
+    """Counts the loop's calls to the ranks by method, and calls of forward also by role."""
     seen: Counter[str] = Counter()
     call = InlineExecutor.call
 
@@ -167,7 +164,7 @@ def _calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     ],
 )
 def test_a_step_asks_for_no_forward_that_the_algorithm_does_not_need(config, monkeypatch, override, forwards):
-    """P7: none on a single on-policy update; old logprobs once for each of several; a reference only for a KL."""
+    """P7: none for a single on-policy update; old logprobs once for several updates; the reference only for a KL."""
     calls = _calls(monkeypatch)
     folder = train(config, "counted_" + "_".join(forwards).replace(" ", "_"), "cluster.executor=inline", override)
     assert {name: n for name, n in calls.items() if name.startswith("forward ")} == forwards
@@ -181,7 +178,7 @@ def test_a_step_asks_for_no_forward_that_the_algorithm_does_not_need(config, mon
 
 
 def test_a_sampler_that_kept_its_old_weights_is_caught_within_the_step(config, monkeypatch):
-    """P15: acknowledged, but not what it computes with. Nothing is trained on what it said."""
+    """P15: it acknowledged the new weights, but computes with the old ones. Nothing is trained on its samples."""
     sync, workers = RankWorker.sync, []
 
     @phase("sync")
@@ -196,21 +193,21 @@ def test_a_sampler_that_kept_its_old_weights_is_caught_within_the_step(config, m
         return ack
 
     monkeypatch.setattr(RankWorker, "sync", stale)
-    with pytest.raises(SamplerMismatchError, match="at weight version 1 the sampler's logprobs are"):
+    with pytest.raises(SamplerMismatchError, match="at weight version 1 the sampler's logprobs differ"):
         train(config, "stale", "cluster.executor=inline", "loop.num_steps=4")
     assert len(steps_of(config.parent / "runs" / "stale")) == 1
     assert workers[0].engines["policy"].num_optimizer_steps == 1
 
 
 def test_after_inline_runs_the_process_can_fork_in_another_thread(config: Path):
-    """As Ray starts its servers: with Python to run in the child. What the main thread still held of the runs' meshes
-    would be torn down there, and the child would end by SIGSEGV or never."""
+    """Ray starts its servers in this way, with Python code in the forked child. If the main thread still had meshes of
+    the runs, their destructors would run in the child, and it would crash with SIGSEGV or hang."""
     inline = (*LAYOUTS["inline"], "loop.save_every_steps=1", "run.resume=auto")
     train(config, "before_a_fork", *inline)
     with pytest.raises(CheckpointError):
         train(config, "before_a_fork", *inline, "train.master_dtype=bfloat16", "loop.num_steps=3")
     train(config, "before_a_fork", *inline, "loop.num_steps=3")
-    command, ended, before = [sys.executable, "-c", "print('I live')"], [], psutil.Process().children()
+    command, ended, before = [sys.executable, "-c", "print('alive')"], [], psutil.Process().children()
 
     def fork() -> None:
         ended.append(subprocess.run(command, capture_output=True, preexec_fn=lambda: None))
@@ -220,4 +217,4 @@ def test_after_inline_runs_the_process_can_fork_in_another_thread(config: Path):
     forking.join(60)
     for stuck in set(psutil.Process().children()) - set(before):
         stuck.kill()
-    assert [(each.returncode, each.stdout) for each in ended] == [(0, b"I live\n")], "the child never came to be"
+    assert [(each.returncode, each.stdout) for each in ended] == [(0, b"alive\n")], "the child did not run"

@@ -1,4 +1,4 @@
-"""What every rollout engine owes, through rollout.base.RolloutEngine alone. A new engine is a new row of ENGINES."""
+"""The contract of every rollout engine, tested through rollout.base.RolloutEngine. A new engine is a row of ENGINES."""
 
 import asyncio
 from typing import Any
@@ -18,7 +18,7 @@ from meshrl.sync.layout import make_layout
 from meshrl.sync.reconcile import describe
 
 ROOM = 1024  # tokens of context and answer
-LONG = 800  # of a turn that is to be cut: long enough to be heard of in time on a busy machine
+LONG = 800  # tokens of a turn that is to be interrupted: it must still run when the test interrupts it
 FACTS: dict[str, Any] = {"max_context_tokens": ROOM, "stop_strings": StopStrings(lambda: numbered_tokenizer(64))}
 
 
@@ -38,7 +38,7 @@ def endpoint(lm: torch.nn.Module, fixtures: pytest.FixtureRequest) -> RolloutEng
     return endpoint_client(fixtures.getfixturevalue("sglang_server"), keep_weights=True, **FACTS)
 
 
-ENGINES = {  # name -> an engine of FACTS without weights, stop id 2, that takes changes alone
+ENGINES = {  # name -> an engine with FACTS, stop id 2 and no weights, which also accepts deltas
     "embedded": embedded,
     "vllm": vllm,
     "sglang": sglang,
@@ -61,10 +61,10 @@ def name(request):
 
 @pytest.fixture
 def make(name, request, lm):
-    """Awaited: an engine that has reconciled and holds the model's weights as version 0."""
+    """Await it for an engine that has reconciled and has the model's weights as version 0."""
     server = {"vllm": "vllm_server", "sglang": "sglang_server", "endpoint": "sglang_server"}.get(name)
     if server is not None:
-        request.getfixturevalue(server)  # started outside of the test's own deadline, or the test is skipped
+        request.getfixturevalue(server)  # started outside of the test's deadline, or the test is skipped
 
     async def build():
         engine = ENGINES[name](lm, request)
@@ -76,13 +76,13 @@ def make(name, request, lm):
 
 
 def go(main):
-    """Run a test's coroutine against a deadline: a hang is a failure that says so."""
+    """Run a test's coroutine within a deadline, so that a hang fails."""
     asyncio.run(asyncio.wait_for(main(), 100))
 
 
 async def paused_within(engine, mode):
-    """A task with a turn of LONG tokens that was under way when the engine paused. On a busy machine a whole turn may
-    be over before this process hears of its first tokens."""
+    """A task with a turn of LONG tokens that was running when the engine paused. On a busy machine the turn may be
+    finished before this process receives its first tokens; then it tries again."""
     for attempt in range(10):
         turn = engine.generate(ask(f"within {attempt}", CONTEXT, max_new_tokens=LONG, ignore_eos=True))
         before, task = engine.stats().decode_tokens, asyncio.create_task(turn)
@@ -92,7 +92,7 @@ async def paused_within(engine, mode):
         if mode == "wait" or not task.done() or task.result().stop_reason == "abort":
             return task
         await engine.resume()
-    raise AssertionError("ten turns in a row were over before the engine paused")
+    raise AssertionError("ten turns in a row were finished before the engine paused")
 
 
 async def until_tokens(engine, count):
@@ -106,7 +106,7 @@ def test_a_turn_is_complete(make):
         requests = [ask(str(g), CONTEXT, seed=g, max_new_tokens=12) for g in range(6)]
         for request, turn in zip(requests, await asyncio.gather(*map(engine.generate, requests))):
             count = len(turn.output_ids)
-            assert turn.context_ids.tolist() == CONTEXT  # ids are echoed: nothing was rendered again
+            assert turn.context_ids.tolist() == CONTEXT  # the server has used the ids that it was sent
             assert 1 <= count <= 12 and turn.logprobs.shape == turn.versions.shape == (count,)
             assert turn.output_ids.dtype == turn.versions.dtype == np.int32 and turn.logprobs.dtype == np.float32
             assert (turn.logprobs <= 0).all() and set(turn.versions) == {0}
@@ -119,17 +119,17 @@ def test_a_turn_is_complete(make):
     go(main)
 
 
-def test_the_same_request_is_the_same_answer_and_another_seed_another(make):
+def test_equal_requests_get_equal_answers_and_another_seed_another_answer(make):
     """P14"""
 
     async def main():
         engine = await make()
         first = await engine.generate(ask("a", CONTEXT, seed=5, ignore_eos=True))
-        company = [ask(f"c{g}", CONTEXT[g:], seed=g, ignore_eos=True) for g in range(5)]
+        others = [ask(f"c{g}", CONTEXT[g:], seed=g, ignore_eos=True) for g in range(5)]
         again, other, *_ = await asyncio.gather(
             engine.generate(ask("b", CONTEXT, seed=5, ignore_eos=True)),
             engine.generate(ask("d", CONTEXT, seed=6, ignore_eos=True)),
-            *map(engine.generate, company),
+            *map(engine.generate, others),
         )
         assert first.output_ids.tolist() == again.output_ids.tolist() != other.output_ids.tolist()
 
@@ -138,7 +138,7 @@ def test_the_same_request_is_the_same_answer_and_another_seed_another(make):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 def test_logprobs_agree_with_score(make, temperature):
-    """Teacher-forced, from no cache; at temperature 0 and 1 they are the same distribution."""
+    """score() is teacher-forced and uses no cache; logprobs at temperatures 0 and 1 have the same distribution."""
 
     async def main():
         engine = await make()
@@ -156,24 +156,24 @@ def test_logprobs_agree_with_score(make, temperature):
 def test_abort_and_continuation_make_one_turn(make, name):
     async def main():
         engine = await make()
-        kept = {"seed": 3, "max_new_tokens": LONG, "ignore_eos": True}
-        whole = await engine.generate(ask("whole", CONTEXT, **kept))
-        for _ in range(10):  # on a busy machine the turn may be over before this process hears of its first tokens
+        same = {"seed": 3, "max_new_tokens": LONG, "ignore_eos": True}
+        full = await engine.generate(ask("full", CONTEXT, **same))
+        for _ in range(10):  # on a busy machine the turn may be finished before its first tokens are received
             before = engine.stats().decode_tokens
-            task = asyncio.create_task(engine.generate(ask("part", CONTEXT, **kept)))
+            task = asyncio.create_task(engine.generate(ask("part", CONTEXT, **same)))
             await until_tokens(engine, before + 5)
             count = await engine.abort(["part"])
             part = await task
             if part.stop_reason == "abort":
                 break
         assert count == 1 and part.stop_reason == "abort" and 0 < len(part.output_ids) < LONG
-        assert part.output_ids.tolist() == whole.output_ids.tolist()[: len(part.output_ids)]
-        rest = await engine.generate(ask("rest", CONTEXT, prefix_output=part.output_ids, **kept))
+        assert part.output_ids.tolist() == full.output_ids.tolist()[: len(part.output_ids)]
+        rest = await engine.generate(ask("rest", CONTEXT, prefix_output=part.output_ids, **same))
         joined = [*part.output_ids, *rest.output_ids]
         assert len(joined) == LONG and rest.stop_reason == "length" and len(rest.logprobs) == len(rest.output_ids)
         if name != "vllm":  # its random numbers start again with the continuation
-            assert joined == whole.output_ids.tolist()
-        if engine.capabilities.score:  # the logprobs after the cut are those of the whole row
+            assert joined == full.output_ids.tolist()
+        if engine.capabilities.score:  # the logprobs of the continuation are those of the full sequence
             scores = await engine.score(np.concatenate([CONTEXT, joined])[:-1])
             first = len(CONTEXT) + len(part.output_ids)
             np.testing.assert_allclose(rest.logprobs[:-1], scores[first:], atol=0.1)
@@ -182,28 +182,28 @@ def test_abort_and_continuation_make_one_turn(make, name):
 
 
 def text_of(ids: np.ndarray) -> str:
-    """What numbered_tokenizer decodes these ids to."""
+    """The text of these ids by numbered_tokenizer."""
     return "".join(f"<{i}>" for i in ids)
 
 
 def test_a_turn_ends_with_the_token_that_completes_a_stop_string(make):
-    """Ids, logprobs and versions end there in every engine, also where its server has sampled more: what is trained is
-    what was asked for, and the token stays whole."""
+    """Ids, logprobs and versions end there in every engine, even if its server has sampled more, and that token is not
+    cut."""
 
     async def main():
         engine = await make()
-        kept = {"max_new_tokens": 60, "ignore_eos": True}
-        free = [await engine.generate(ask(f"free {g}", CONTEXT, seed=g, **kept)) for g in range(6)]
+        same = {"max_new_tokens": 60, "ignore_eos": True}
+        free = [await engine.generate(ask(f"free {g}", CONTEXT, seed=g, **same)) for g in range(6)]
         stops, counts = [], []
         for g, turn in enumerate(free):
-            before, whole, after = turn.output_ids[3 + 8 * g :][:3].tolist()
-            stops.append(f"{before % 10}><{whole}><{str(after)[0]}")  # from the middle of a token to that of another
+            before, middle, after = turn.output_ids[3 + 8 * g :][:3].tolist()
+            stops.append(f"{before % 10}><{middle}><{str(after)[0]}")  # begins and ends in the middle of a token
             counts.append(next(n for n in range(60) if stops[g] in text_of(turn.output_ids[:n])))
-        asked = [ask(f"cut {g}", CONTEXT, seed=g, stop=("no such text", stops[g]), **kept) for g in range(6)]
-        for turn, whole, count in zip(await asyncio.gather(*map(engine.generate, asked)), free, counts, strict=True):
+        asked = [ask(f"cut {g}", CONTEXT, seed=g, stop=("no such text", stops[g]), **same) for g in range(6)]
+        for turn, full, count in zip(await asyncio.gather(*map(engine.generate, asked)), free, counts, strict=True):
             assert turn.stop_reason == "stop"
-            assert turn.output_ids.tolist() == whole.output_ids[:count].tolist()
-            np.testing.assert_allclose(turn.logprobs, whole.logprobs[:count], atol=1e-4)
+            assert turn.output_ids.tolist() == full.output_ids[:count].tolist()
+            np.testing.assert_allclose(turn.logprobs, full.logprobs[:count], atol=1e-4)
             assert turn.versions.tolist() == [0] * count
         assert engine.stats().running == 0
         assert max(counts) > 30 and min(counts) < 16
@@ -215,12 +215,12 @@ def test_a_turn_ends_with_the_token_that_completes_a_stop_string(make):
 def test_a_continued_turn_ends_at_a_stop_string_that_began_before_its_abort(make):
     async def main():
         engine = await make()
-        kept = {"temperature": 0.0, "max_new_tokens": 30, "ignore_eos": True}
-        ids = (await engine.generate(ask("whole", CONTEXT, **kept))).output_ids
+        same = {"temperature": 0.0, "max_new_tokens": 30, "ignore_eos": True}
+        ids = (await engine.generate(ask("full", CONTEXT, **same))).output_ids
         stop = text_of(ids[4:8])
         count = next(n for n in range(30) if stop in text_of(ids[:n]))
         for cut in (count - 1, count - 3):
-            rest = await engine.generate(ask("rest", CONTEXT, prefix_output=ids[:cut], stop=(stop,), **kept))
+            rest = await engine.generate(ask("rest", CONTEXT, prefix_output=ids[:cut], stop=(stop,), **same))
             assert rest.output_ids.tolist() == ids[cut:count].tolist() and rest.stop_reason == "stop"
         await engine.close()
 
@@ -228,13 +228,13 @@ def test_a_continued_turn_ends_at_a_stop_string_that_began_before_its_abort(make
 
 
 def test_a_stop_string_ends_a_turn_that_its_server_would_continue(make):
-    """A turn that would take LONG tokens returns, and the next one finds its place free."""
+    """A turn of up to LONG tokens returns early, and its row is free for the next turn."""
 
     async def main():
         engine = await make()
         turns = [
             await engine.generate(ask(f"{g}", CONTEXT, seed=g, max_new_tokens=LONG, ignore_eos=True, stop=("<",)))
-            for g in range(8)  # twice the rows that the engine runs together
+            for g in range(8)  # twice the number of rows that the engine runs together
         ]
         assert all(len(turn.output_ids) == 1 and turn.stop_reason == "stop" for turn in turns)
         assert engine.stats().decode_tokens == 8
@@ -244,7 +244,7 @@ def test_a_stop_string_ends_a_turn_that_its_server_would_continue(make):
 
 
 @pytest.mark.parametrize("mode", ["wait", "abort", "keep"])
-def test_pause_holds_and_resume_goes_on(make, mode):
+def test_pause_stops_and_resume_continues(make, mode):
     async def main():
         engine = await make()
         if mode == "keep" and not engine.capabilities.in_flight:
@@ -267,14 +267,14 @@ def test_pause_holds_and_resume_goes_on(make, mode):
     go(main)
 
 
-def test_weights_are_a_version(make, name, lm):
-    """P15, P17: after a sync, the old prompt is answered by the new weights; a version that is not there is refused."""
+def test_a_sync_replaces_the_weights_and_the_version(make, name, lm):
+    """P15, P17: after a sync, the new weights answer the old prompt; a version that does not exist is refused."""
 
     async def main():
         engine, other = await make(), tiny_vllm_lm(seed=1)
         before = await engine.generate(ask("a", CONTEXT, seed=1, ignore_eos=True))
         ack = await sync(other, engine, 1)
-        assert ack.wire and ack.resident == (None if name == "endpoint" else True)
+        assert ack.wire and ack.read_back == (None if name == "endpoint" else True)
         after = await engine.generate(ask("a", CONTEXT, seed=1, ignore_eos=True, min_version=1))
         assert set(after.versions) == {1} and after.output_ids.tolist() != before.output_ids.tolist()
         if engine.capabilities.score:
@@ -310,7 +310,7 @@ def test_running_requests_survive_new_weights_where_declared(make):
         await engine.resume()
         turn = await task
         assert len(turn.versions) == LONG and set(turn.versions) == {0, 1} and (np.diff(turn.versions) >= 0).all()
-        if engine.capabilities.score:  # those of the new version are exactly its own, cache and all (P17)
+        if engine.capabilities.score:  # the new weights have computed the cache again (P17)
             scores = (await engine.score(np.concatenate([CONTEXT, turn.output_ids])[:-1]))[len(CONTEXT) :]
             new = turn.versions[:-1] == 1
             np.testing.assert_allclose(turn.logprobs[:-1][new], scores[new], atol=1e-4)
@@ -318,7 +318,7 @@ def test_running_requests_survive_new_weights_where_declared(make):
     go(main)
 
 
-def test_released_memory_comes_back_where_declared(make, lm):
+def test_released_memory_can_be_restored_where_declared(make, lm):
     async def main():
         engine = await make()
         if not engine.capabilities.release:
@@ -331,10 +331,10 @@ def test_released_memory_comes_back_where_declared(make, lm):
             await engine.generate(ask("b", CONTEXT))
         num_tokens = engine.stats().decode_tokens
         assert await engine.restore({"weights", "kv_cache", "graphs"}) > 0
-        await engine.resume()  # this must not let it compute with weights that are garbage either
+        await engine.resume()  # must not sample with garbage weights
         await asyncio.sleep(0.3)
-        assert engine.stats().decode_tokens - num_tokens <= 2  # of those under way
-        versions = {0} if running.done() else {0, 1}  # an engine may let it finish first
+        assert engine.stats().decode_tokens - num_tokens <= 2  # tokens that were still in transit
+        versions = {0} if running.done() else {0, 1}  # an engine may finish it before it releases memory
         await sync(lm, engine, 1)
         await engine.generate(ask("b", CONTEXT))
         assert set((await running).versions) == versions and len((await running).output_ids) == LONG
@@ -343,7 +343,7 @@ def test_released_memory_comes_back_where_declared(make, lm):
 
 
 def test_names_that_do_not_fit_are_refused(make, lm):
-    """P16: before any training, both ways."""
+    """P16: in both directions, before any training."""
 
     async def main():
         engine = await make()
@@ -355,7 +355,7 @@ def test_names_that_do_not_fit_are_refused(make, lm):
     go(main)
 
 
-def test_what_an_engine_cannot_do_is_refused_on_arrival(make):
+def test_unsupported_requests_are_refused_at_once(make):
     async def main():
         engine = await make()
         with pytest.raises(RequestError, match=str(ROOM)):

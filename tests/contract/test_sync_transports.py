@@ -1,5 +1,6 @@
-"""What every transport owes, from train ranks' boxes into engines: all of it to the bit, changes alone too, and each
-injected fault caught within the sync and named (P15, P17, P26). A new transport is a new row of TRANSPORTS."""
+"""The contract of every transport, from the boxes of train ranks into engines: full syncs and deltas are exact to the
+bit, and each injected fault is caught within the sync and named (P15, P17, P26). A new transport is a row of
+TRANSPORTS."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from tiny_engines import ask, tiny_engine
 from tiny_models import tiny_lm
 from tiny_sync import Rank, sync_ranks
 
-from meshrl.core.device import lone_group
+from meshrl.core.device import separate_group
 from meshrl.core.errors import StaleWeightsError, SyncError, UnloadedParamsError
 from meshrl.model.hub_names import HubNames
 from meshrl.rollout.embedded.engine import EmbeddedEngine
@@ -32,12 +33,12 @@ from meshrl.sync.transport import Transport
 from meshrl.train.weights import held_weights
 
 NUM_SENDERS, TRANSFER_BYTES = 2, 8192
-GATHER_S = 6.0  # the others wait so long for a rank that never comes
+GATHER_S = 6.0  # time limit of the other ranks for a rank that never connects
 CPU = torch.device("cpu")
 CONTEXT = list(range(10, 40))
 
 Make = Callable[[Layout, int | None, int], Transport]
-"""The end of one rank, by its number among the senders, None if it only receives, and its number among all."""
+"""Make(layout, sender index or None, rank index) -> the transport of one rank."""
 
 
 def one_machine(layout: Layout, num_ranks: int) -> Make:
@@ -53,20 +54,20 @@ def own_groups(layout: Layout, num_ranks: int) -> Make:
 
 
 def shared_group(layout: Layout, num_ranks: int) -> Make:
-    """As the group of train ranks that sample."""
+    """Like the process group of train ranks that also sample."""
     timeout = datetime.timedelta(seconds=GATHER_S)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def join(rank: int) -> Any:
         own = dist.TCPStore("127.0.0.1", store.port, is_master=False)
-        return lone_group(own, rank, num_ranks, CPU, timeout)
+        return separate_group(own, rank, num_ranks, CPU, timeout)
 
     with ThreadPoolExecutor(num_ranks) as pool:
         groups = list(pool.map(join, range(num_ranks)))
     return lambda layout, sender, number: Broadcast(layout, sender, "127.0.0.1", CPU, GATHER_S, groups[number])
 
 
-TRANSPORTS: dict[str, tuple[Callable[[Layout, int], Make], int]] = {  # -> and samplers in ranks of their own, 0 = none
+TRANSPORTS: dict[str, tuple[Callable[[Layout, int], Make], int]] = {  # -> and the number of separate sampler ranks
     "one machine, colocated": (one_machine, 0),
     "one machine, apart": (one_machine, 2),
     "machines, colocated": (machines, 0),
@@ -77,7 +78,7 @@ TRANSPORTS: dict[str, tuple[Callable[[Layout, int], Make], int]] = {  # -> and s
 
 
 class Synced:
-    """Train ranks that hold half of the rows of each tensor in fp32, transports, and engines."""
+    """Train ranks with half of the rows of each tensor in fp32, their transports, and engines."""
 
     def __init__(self, transport: str):
         lm = tiny_lm("qwen2", tie_word_embeddings=True)
@@ -108,11 +109,11 @@ class Synced:
         for p in self.masters.values():
             p += 0.3 * (torch.rand(p.shape, generator=numbers) < 0.05)
 
-    async def sync(self, version: int, occasion: str = "first", ranks: list[Rank] | None = None) -> list[Any]:
-        return await sync_ranks(self.ranks if ranks is None else ranks, self.masters, version, occasion)
+    async def sync(self, version: int, connection_id: str = "first", ranks: list[Rank] | None = None) -> list[Any]:
+        return await sync_ranks(self.ranks if ranks is None else ranks, self.masters, version, connection_id)
 
     async def check(self, version: int, engines: list[EmbeddedEngine] | None = None) -> None:
-        """The engines compute with the masters, and answer as a cold engine of the same weights does (P17)."""
+        """The engines compute with the masters, and answer like a new engine with the same weights (P17)."""
         for engine in self.engines if engines is None else engines:
             held = dict(engine._weights.lm.named_parameters())
             assert all(torch.equal(held[name], p) for name, p in self.masters.items())
@@ -133,7 +134,7 @@ def synced(transport: str) -> Iterator[Synced]:
 
 
 def go(main: Any) -> None:
-    """A hang is a failure. A thread for each wait of each rank: elsewhere ranks are processes of their own."""
+    """Run a test within a deadline, with enough threads for the blocking waits of all ranks in this one process."""
 
     async def run() -> None:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(32))
@@ -143,14 +144,14 @@ def go(main: Any) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_all_of_it_and_then_changes_alone_arrive_to_the_bit(transport):
+def test_a_full_sync_and_then_deltas_are_exact_to_the_bit(transport):
     async def main(made: Synced) -> None:
         await made.reconcile()
         sizes = []
         for version in range(3):
             made.train(version)
             acks = await made.sync(version)
-            assert {(ack.version, ack.wire, ack.resident) for ack in acks} == {(version, True, True)}
+            assert {(ack.version, ack.wire, ack.read_back) for ack in acks} == {(version, True, True)}
             sizes.append(acks[0].num_bytes)
             await made.check(version)
         assert len(acks) == 2 and max(sizes[1:]) < sizes[0] / 3
@@ -160,7 +161,7 @@ def test_all_of_it_and_then_changes_alone_arrive_to_the_bit(transport):
 
 
 class Faulty(WeightSender):
-    """Its third transfer is not as it should be."""
+    """Its third transfer is faulty."""
 
     change: Callable[[Delivery, list[Delivery]], Delivery]
 
@@ -182,28 +183,28 @@ def scramble(delivery: Delivery, before: list[Delivery]) -> Delivery:
     return delivery
 
 
-def lose_power(delivery: Delivery, before: list[Delivery]) -> Delivery:
+def end_early(delivery: Delivery, before: list[Delivery]) -> Delivery:
     raise SyncError("the train rank has ended")
 
 
-FAULTS: dict[str, tuple[Any, str]] = {  # -> what happens to the transfer, what the error says
+FAULTS: dict[str, tuple[Any, str]] = {  # -> change of the transfer, expected error
     "digests of another": (
         lambda d, before: replace(d, digests=before[0].digests[:1] * len(d.digests)),
-        r"transfer \d+ of sender 0 .*brought model\.|model.* has digest",
+        r"transfer \d+ of sender 0 .*: model\.|model.* has digest",
     ),
-    "a bit flipped": (flip_a_bit, r"transfer \d+ of sender 0 .*(brought model\.|was sent with digest)"),
-    "scrambled": (scramble, r"transfer \d+ of sender 0 .*(brought model\.|was sent with digest)"),
+    "a bit flipped": (flip_a_bit, r"transfer \d+ of sender 0 .*was sent with digest"),
+    "scrambled": (scramble, r"transfer \d+ of sender 0 .*was sent with digest"),
     "cut short": (lambda d, _: replace(d, payload=d.payload[:-16]), r"\[\d+\] torch.uint8, expected|was expected"),
     "without its digests": (lambda d, _: replace(d, digests=d.digests[1:]), "digests and counts for|numbers was rec"),
-    "sender gone half-way": (lose_power, "the train rank has ended"),
+    "sender ends half-way": (end_early, "the train rank has ended"),
 }
 
 
 @pytest.mark.parametrize("mode", ["full", "delta"])
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_fault_on_the_way_is_caught_and_the_next_full_sync_repairs_it(transport, fault, mode):
-    """P15: the error names the tensor or the stage, and nothing is sampled with what was left behind."""
+def test_a_fault_in_transit_is_caught_and_the_next_full_sync_repairs_it(transport, fault, mode):
+    """P15: the error names the tensor or the stage, and nothing is sampled with the mixed weights."""
     change, complaint = FAULTS[fault]
 
     async def main(made: Synced) -> None:
@@ -220,7 +221,7 @@ def test_a_fault_on_the_way_is_caught_and_the_next_full_sync_repairs_it(transpor
             with pytest.raises(StaleWeightsError):
                 await engine.generate(ask("a", CONTEXT))
         if transport == "shared group":
-            return  # an unfinished broadcast stays in the train ranks' own group, so a run ends with such an error
+            return  # an unfinished broadcast would block the train ranks' group, so such an error ends a run
         sender.__class__ = WeightSender
         await made.sync(1, "after an error")
         await made.check(1)
@@ -230,7 +231,7 @@ def test_a_fault_on_the_way_is_caught_and_the_next_full_sync_repairs_it(transpor
 
 
 @pytest.mark.parametrize("transport", [name for name, (_, samplers) in TRANSPORTS.items() if samplers])
-def test_a_sampler_that_never_comes_is_left_out_of_the_next_sync(transport):
+def test_a_sampler_that_never_connects_is_left_out_of_the_next_sync(transport):
     """P26: the senders wait for it until the sync is cancelled; then the others get everything."""
 
     async def main(made: Synced) -> None:
@@ -257,8 +258,8 @@ async def _never(order: Any, weights: Any) -> None:
     await asyncio.Event().wait()
 
 
-def test_an_engine_whose_tensors_are_others_than_at_reconcile_gets_all_of_them_or_an_error():
-    """P11, P15: a head that is not tied any more, a parameter that was replaced, one of another dtype."""
+def test_an_engine_with_other_tensors_than_at_reconcile_gets_all_of_them_or_an_error():
+    """P11, P15: a head that is not tied any more, a replaced parameter, and a parameter with another dtype."""
 
     async def main(made: Synced) -> None:
         await made.reconcile()
@@ -282,7 +283,7 @@ def test_an_engine_whose_tensors_are_others_than_at_reconcile_gets_all_of_them_o
 
 
 def test_an_engine_that_lost_its_base_gets_everything():
-    """P15: a release leaves no version, so the next sync is not one of changes."""
+    """P15: after a release there is no version, so the next sync is a full sync."""
 
     async def main(made: Synced) -> None:
         await made.reconcile()

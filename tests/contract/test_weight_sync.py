@@ -1,5 +1,5 @@
-"""What a weight sync owes, whatever the engine: each injected fault is caught within the sync and named, nothing is
-sampled with what it left, and the next sync repairs it (P15, P17)."""
+"""The contract of a weight sync for every engine: each injected fault is caught within the sync and named, nothing is
+sampled with the mixed weights, and the next sync repairs them (P15, P17)."""
 
 import asyncio
 import copy
@@ -31,7 +31,7 @@ def models():
 
 @pytest.fixture(params=ENGINES)
 def make(request, models):
-    """Awaited: an engine with the first model's weights as version 0."""
+    """Await it for an engine with the first model's weights as version 0."""
     if request.param == "vllm":
         request.getfixturevalue("vllm_server")
 
@@ -45,7 +45,7 @@ def make(request, models):
 
 
 def reference(lm, ids):
-    """Logprobs of a row by Transformers' own forward: float32[T], index 0 is 0."""
+    """Logprobs of a sequence by Transformers' own forward: float32[T], index 0 is 0."""
     ids = torch.as_tensor(np.asarray(ids), dtype=torch.long)
     with torch.no_grad():
         logits = plain(lm)(input_ids=ids[None]).logits[0].float()
@@ -53,27 +53,27 @@ def reference(lm, ids):
 
 
 async def check_samples_from(engine, lm, name):
-    """What is sampled, and its logprobs, are the model's."""
+    """Logprobs of sampled tokens are the model's."""
     turn = await engine.generate(ask(name, LONG, seed=1, ignore_eos=True))
     expected = reference(lm, [*LONG, *turn.output_ids])[len(LONG) :]
     np.testing.assert_allclose(turn.logprobs, expected, atol=1e-4)
     return turn
 
 
-def test_the_new_weights_are_the_trainers_and_so_are_the_old_ones_again(make, models):
-    """P15: a tied head that keeps its packed copy is about 3 nats off; swapping back would hide it. P17: the prompt is
-    longer than a block of the cache, and was asked before."""
+def test_new_weights_are_the_trainers_also_after_a_swap_back(make, models):
+    """P15: a tied head with a stale packed copy is about 3 nats off, which the swap back alone would hide. P17: the
+    prompt is longer than a block of the cache, and was sent before."""
 
     async def main():
         engine = await make()
         for version, lm in enumerate([models[0], models[1], models[0]]):
             if version:
                 ack = await sync(lm, engine, version)
-                assert ack.wire and ack.resident == (None if engine.engine_id == "endpoint-0" else True)
+                assert ack.wire and ack.read_back == (None if engine.engine_id == "endpoint-0" else True)
                 assert ack.num_tensors == len(dict(lm.named_parameters()))
             turn = await check_samples_from(engine, lm, f"a{version}")
             assert set(turn.versions) == {version}
-            await check_samples_from(engine, lm, f"b{version}")  # from the cache, where there is one
+            await check_samples_from(engine, lm, f"b{version}")  # from the prefix cache, if there is one
         await engine.close()
 
     go(main)
@@ -96,17 +96,17 @@ def with_a_bit_flipped(delivery):
     return delivery
 
 
-FAULTS = {  # -> what happens to the deliveries, what the error says
+FAULTS = {  # -> change of the deliveries, expected error
     "dropped": (lambda sent: sent[:-1], "incomplete"),
     "out of order": (lambda sent: [sent[1], sent[0], *sent[2:]], "transfer 1 .* was received; expected transfer 0"),
     "twice": (lambda sent: [sent[0], *sent], "transfer 0 .* was received; expected transfer 1"),
     "cut short": (lambda sent: [*sent[:2], replace(sent[2], payload=sent[2].payload[:-16]), *sent[3:]], "expected"),
-    "a bit flipped": (lambda sent: [*sent[:2], with_a_bit_flipped(sent[2]), *sent[3:]], "brought model.*with digest"),
+    "a bit flipped": (lambda sent: [*sent[:2], with_a_bit_flipped(sent[2]), *sent[3:]], "model.*was sent with digest"),
     "digests of another": (
         lambda sent: [*sent[:2], replace(sent[2], digests=sent[3].digests[:1] * len(sent[2].digests)), *sent[3:]],
-        "brought model.*with digest",
+        "model.*was sent with digest",
     ),
-    "changes in a sync of everything": (
+    "a delta in a full sync": (
         lambda sent: [replace(each, counts=(0,) * len(each.digests)) for each in sent],
         "carries changes",
     ),
@@ -114,7 +114,7 @@ FAULTS = {  # -> what happens to the deliveries, what the error says
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_on_the_way_is_caught_and_the_next_sync_repairs_it(make, models, fault):
+def test_a_fault_in_transit_is_caught_and_the_next_sync_repairs_it(make, models, fault):
     mangle, complaint = FAULTS[fault]
 
     async def main():
@@ -135,7 +135,7 @@ def test_a_version_that_does_not_rise_or_another_layout_is_refused(make, models)
         engine = await make()
         with pytest.raises(SyncError, match="rise"):
             await sync(models[1], engine, 0)
-        await sync(models[1], engine, 0)  # a retry, after the refusal has left no usable weights
+        await sync(models[1], engine, 0)  # a retry; after the refusal the weights are unusable
         with pytest.raises(SyncError, match="layout"):
             await send(engine, layout_of(models[1], transfer_bytes=8192), [])
 
@@ -157,7 +157,7 @@ def test_requests_that_come_during_a_sync_wait_for_its_version(make, models):
     go(main)
 
 
-def test_a_sync_that_is_given_up_ends_the_requests_that_wait_for_it(make, models):
+def test_a_cancelled_sync_aborts_the_requests_that_wait_for_it(make, models):
     async def main():
         engine = await make()
         await engine.begin(header_of(layout_of(models[1]), 1))
@@ -173,7 +173,7 @@ def test_a_sync_that_is_given_up_ends_the_requests_that_wait_for_it(make, models
 
 
 class TwoRanks(Trainer):
-    """Each holds half of the rows of every tensor, and remembers what it sent."""
+    """A trainer on two ranks: each has half of the rows of every tensor, and the last sent values as base."""
 
     def __init__(self, lm):
         full = held_weights(lm, HubNames(lm), torch.float32)
@@ -194,7 +194,7 @@ class TwoRanks(Trainer):
 
 
 def trained(lm, seed):
-    """The model after a step that has moved about 2 % of its elements."""
+    """The model after a step that has changed about 2 % of its elements."""
     lm, generator = copy.deepcopy(lm), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in lm.parameters():
@@ -202,8 +202,8 @@ def trained(lm, seed):
     return lm
 
 
-def test_boxes_of_two_ranks_arrive_and_then_changes_alone(make, models):
-    """To the bit, by the engine's own proofs; P17 for a sync that touches few of the elements."""
+def test_boxes_of_two_ranks_are_loaded_and_then_deltas(make, models):
+    """Exact to the bit, by the engine's proofs; P17 for a sync that changes few elements."""
 
     async def main():
         engine, trainer, lm = await make(), TwoRanks(models[0]), models[1]
@@ -213,7 +213,7 @@ def test_boxes_of_two_ranks_arrive_and_then_changes_alone(make, models):
         for version in (1, 2):
             lm = trained(lm, version)
             ack = await trainer.sync(lm, engine, version, base=version - 1)
-            assert ack.wire and ack.resident == full.resident and ack.num_bytes < full.num_bytes / 5
+            assert ack.wire and ack.read_back == full.read_back and ack.num_bytes < full.num_bytes / 5
             turn = await check_samples_from(engine, lm, str(version))
             assert set(turn.versions) == {version} == {engine.stats().version}
         await engine.close()
@@ -227,7 +227,7 @@ def wrong_payload(delivery):
 
 
 def wrong_change(delivery):
-    """Wrong before the transfer was closed: the payload's digest is right, that of the part is not."""
+    """Damage before the payload's digest was computed: only the digest of the part detects it."""
     wrong_payload(delivery)
     return replace(delivery, payload_digest=digest_bytes("xxh3", delivery.payload))
 

@@ -1,8 +1,8 @@
-"""The equality harness: the gradient of a set of samples under any layout against the unsharded model's.
+"""The equality harness: compares the gradient of a set of samples, for any sharding, with the unsharded model's.
 
-`partitioned` runs in ranks and returns whole gradients, metrics and the gradient norm; `unsharded` computes the same
-in one process with a plain, unpacked, row-by-row reference that shares no code with the engine's packing, attention
-or head. Usable for each later layout: give it another mesh shape or train config.
+`partitioned` runs in ranks and returns full gradients, metrics and the gradient norm; `unsharded` computes the same in
+one process with an unpacked reference, row by row, which shares no code with the engine's packing, attention or head.
+Other shardings need only another mesh shape or train config.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from meshrl.config.model import LoraConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.types import Sample
 from meshrl.model.lora import adapters_of
-from meshrl.parallel.fsdp import whole
+from meshrl.parallel.fsdp import full_tensor
 from meshrl.parallel.mesh import build_mesh, resolve_shape
 from meshrl.train.engine import TrainEngine
 from meshrl.train.packing import pack
 
-LORA = LoraConfig(enabled=True, rank=3, alpha=6)  # of models that have adapters
+LORA = LoraConfig(enabled=True, rank=3, alpha=6)  # for models with adapters
 
 
 def engine_over(
     lm: torch.nn.Module, world: int, train: dict[str, Any] | None = None, dtype: torch.dtype | None = None
 ) -> TrainEngine:
-    """A policy engine over `lm` on all ranks; dtype: what it computes in, by default what its weights are."""
+    """A policy engine over `lm` on all ranks. dtype: compute dtype, by default the dtype of the weights."""
     cfg = TrainConfig(**(train or {}))
     mesh = build_mesh(resolve_shape(cfg.mesh, world, cfg.sharding_strategy), "cpu")
     lora = LORA if adapters_of(lm) else None
@@ -49,7 +49,7 @@ def partitioned(
     engine = engine_over(make_model(**model_args), world, train)
     batches = [pack([samples[i] for i in micro], micro) for micro in partition[rank]]
     result = engine.forward_backward(batches, loss)
-    grads = {n: whole(p.grad).numpy().copy() for n, p in engine.model.lm.named_parameters() if p.requires_grad}
+    grads = {n: full_tensor(p.grad).numpy().copy() for n, p in engine.model.lm.named_parameters() if p.requires_grad}
     local = sum(p.to_local().numel() for p in engine.model.parameters())
     report = engine.optim_step(0.0)
     return {
@@ -62,7 +62,7 @@ def partitioned(
 
 
 def unsharded(lm: torch.nn.Module, samples: list[Sample], loss: Any) -> dict[str, Any]:
-    """Row by row through plain Transformers: logits, dense log_softmax, the loss on a batch of one row."""
+    """Row by row with plain Transformers: logits, dense log_softmax, the loss on a batch of one row."""
     from meshrl.core.batch import Outputs
 
     metrics: list[Any] = []
@@ -92,7 +92,7 @@ def norm_of(grads: dict[str, np.ndarray]) -> float:
 
 
 def worst(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> tuple[float, str]:
-    """The largest distance of a tensor, relative to its norm, and its name (elementwise comparison fails on noise)."""
+    """The largest distance of a tensor, relative to its norm, and its name (single elements may be noise)."""
     assert got.keys() == want.keys()
     distances = [(float(np.linalg.norm(got[n] - want[n]) / np.linalg.norm(want[n])), n) for n in want]
     return max((math.inf if math.isnan(d) else d, n) for d, n in distances)  # a NaN would hide in max

@@ -1,5 +1,5 @@
-"""Weight syncs between the ranks of a pool, each of which has a train engine and a sampler and plays the controller's
-part: all ranks exchange their states, and compute the same orders."""
+"""Weight syncs between the ranks of a pool. Each rank has a train engine and a sampler, and does the controller's part:
+all ranks exchange their states and compute the same orders."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from tiny_specs import worker_spec
 
-from meshrl.cluster import groups
 from meshrl.cluster.rank_sync import RankSync
+from meshrl.cluster.weight_sync import sync_order
 from meshrl.config.rollout import RolloutConfig
 from meshrl.rollout.embedded.engine import EmbeddedEngine
 from meshrl.sync.layout import Ack, Layout, make_layout
@@ -20,9 +20,9 @@ from meshrl.sync.transaction import SyncState, make_header, with_reports
 from meshrl.train.engine import TrainEngine
 
 WAYS: dict[str, dict[str, Any]] = {
-    "shared memory": {},  # the sampler is in the train rank's process, and gets the other ranks' boxes
+    "shared memory": {},  # the sampler is in the train rank's process and gets the other ranks' boxes
     "collective": {"nodes": 2},
-    "sockets": {"apart": True},  # the sampler is a rank of its own, and gets everything from the train ranks
+    "sockets": {"apart": True},  # the sampler is a separate rank and gets everything from the train ranks
     "other machine": {"apart": True, "nodes": 2},
     "broadcast": {"apart": True, "transport": "broadcast"},
 }
@@ -65,15 +65,15 @@ class SyncedRank:
             await sync.set_layout(self.layout)
 
     async def sync(self, version: int) -> Ack:
-        """Of this process's sampler. Raises: SyncError."""
-        occasion = str(self._num_failed)
-        states: dict[int, SyncState] = _gathered({rank: sync.state(occasion) for rank, sync in self.own.items()})
+        """Returns the Ack of this process's sampler. Raises: SyncError."""
+        connection_id = str(self._num_failed)
+        states: dict[int, SyncState] = _gathered({rank: sync.state(connection_id) for rank, sync in self.own.items()})
         header = make_header(self.layout, version, list(states.values()), self._mode)
         active = {
             rank: sync for rank, sync in self.own.items() if states[rank].sender is not None or rank in self._samplers
         }
         calls = [
-            sync.sync(groups._order(header, occasion, rank, states, self._samplers)) for rank, sync in active.items()
+            sync.sync(sync_order(header, connection_id, rank, states, self._samplers)) for rank, sync in active.items()
         ]
         try:
             parts = dict(zip(active, await asyncio.gather(*calls), strict=True))
@@ -93,7 +93,7 @@ _USUAL: dict[str, Any] = {"apart": False, "transport": "auto", "nodes": 1}
 
 
 def layout_over_ranks(trainer: TrainEngine, transfer_bytes: int) -> Layout:
-    """What all ranks of the first replica hold."""
+    """The layout of what all ranks of the first replica hold."""
     held, mesh = trainer.weights(), trainer.mesh
     found = _gathered({(mesh["dp_replicate"].get_local_rank(), mesh["dp_shard"].get_local_rank()): held.boxes()})
     senders = [boxes for (replica, _), boxes in sorted(found.items()) if replica == 0]

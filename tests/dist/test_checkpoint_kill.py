@@ -1,4 +1,4 @@
-"""SIGKILL while a checkpoint is written, at random moments: what bears the name is always whole (P27, P28)."""
+"""SIGKILL at random moments while checkpoints are written: a folder `state` is always complete (P27, P28)."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from meshrl.train.checkpoint import BackgroundWrite, SavedTensors, stage
 from meshrl.train.checkpoint_files import (
     CONTROLLER,
     Manifest,
-    begin_aside,
     commit,
     faults,
+    make_temporary_folder,
     prune,
     read_controller,
     read_manifest,
@@ -36,22 +36,22 @@ NAMES = [f"layer.{i}" for i in range(4)]
 
 
 def save_for_ever(checkpoints: Path) -> None:
-    """One small checkpoint after the other, each filled with its step's number."""
+    """Write small checkpoints without end, each filled with the number of its step."""
     first = max((step for step, _ in states(checkpoints)), default=0) + 1
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
         for step in range(first, first + 10_000):
             final = state_folder(checkpoints, step)
-            aside = begin_aside(final)
-            write = BackgroundWrite(aside, stage({name: torch.full((60, 1000), float(step)) for name in NAMES}))
+            temporary = make_temporary_folder(final)
+            write = BackgroundWrite(temporary, stage({name: torch.full((60, 1000), float(step)) for name in NAMES}))
             files = dict([write.finish()])
-            files[CONTROLLER] = write_json(aside / CONTROLLER, {"step": step})
+            files[CONTROLLER] = write_json(temporary / CONTROLLER, {"step": step})
             commit(final, Manifest(step=step, num_ranks=1, files=files))
             prune(checkpoints, KEEP)
 
 
 def kill_and_look(checkpoints: Path, rounds: int, seed: int) -> None:
-    """In a process that has torch: children save until they are killed; prints what each left."""
+    """In a process that has imported torch: forked children save until they are killed; prints what each left."""
     moments, newest = random.Random(seed), 0
     for _ in range(rounds):
         child = os.fork()
@@ -78,7 +78,7 @@ def kill_and_look(checkpoints: Path, rounds: int, seed: int) -> None:
         newest = found[-1][0]
 
 
-def test_a_kill_at_any_moment_leaves_the_checkpoints_before_it_good(tmp_path):
+def test_a_kill_at_any_moment_leaves_earlier_checkpoints_valid(tmp_path):
     code = (
         f"import sys; sys.path[:0] = {sys.path!r}\n"
         "from pathlib import Path\nfrom test_checkpoint_kill import kill_and_look\n"
@@ -90,22 +90,22 @@ def test_a_kill_at_any_moment_leaves_the_checkpoints_before_it_good(tmp_path):
     rounds = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(rounds) == 12
     newest = [r["steps"][-1] for r in rounds]
-    assert newest == sorted(set(newest)), "every round goes on behind the one before"
-    assert all(len(r["steps"]) in (1, 2, 3) for r in rounds), "killed between commit and prune there is one more"
-    assert any(r["half_written"] for r in rounds), "no kill fell into a save: the test shows nothing"
+    assert newest == sorted(set(newest)), "every round continues after the previous one"
+    assert all(len(r["steps"]) in (1, 2, 3) for r in rounds), "there is one more after a kill between commit and prune"
+    assert any(r["half_written"] for r in rounds), "no kill interrupted a save, so the test shows nothing"
 
 
 def _checkpoint(checkpoints: Path, step: int) -> Path:
     """A checkpoint without tensors."""
     final = state_folder(checkpoints, step)
-    aside = begin_aside(final)
-    files = {CONTROLLER: write_json(aside / CONTROLLER, {"step": step})}
+    temporary = make_temporary_folder(final)
+    files = {CONTROLLER: write_json(temporary / CONTROLLER, {"step": step})}
     commit(final, Manifest(step=step, num_ranks=1, files=files))
     return final
 
 
-def test_keeping_n_counts_only_good_ones_and_leaves_models(tmp_path):
-    """P28: two damaged newer ones do not cost the last good one; a model beside a state is no state."""
+def test_pruning_counts_only_valid_checkpoints_and_leaves_models(tmp_path):
+    """P28: damaged newer states do not cause the removal of the last valid one; a model folder does not count."""
     folders = {step: _checkpoint(tmp_path, step) for step in (1, 2, 3, 4, 5)}
     (folders[1].with_name("model")).mkdir()
     (folders[5] / CONTROLLER).unlink()
@@ -117,7 +117,7 @@ def test_keeping_n_counts_only_good_ones_and_leaves_models(tmp_path):
 
 
 def test_a_removal_that_was_interrupted_is_finished(tmp_path):
-    whole, half = _checkpoint(tmp_path, 1), _checkpoint(tmp_path, 2)
+    complete, half = _checkpoint(tmp_path, 1), _checkpoint(tmp_path, 2)
     (half / "manifest.json").unlink()
     remove_leftovers(tmp_path)
-    assert [step for step, _ in states(tmp_path)] == [1] and not half.parent.exists() and whole.is_dir()
+    assert [step for step, _ in states(tmp_path)] == [1] and not half.parent.exists() and complete.is_dir()

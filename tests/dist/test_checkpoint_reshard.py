@@ -1,4 +1,4 @@
-"""The training state through checkpoints: equal to the bit on any number of ranks, and refused when it is not whole."""
+"""Checkpoints of the training state: equal to the bit on any number of ranks, and refused when damaged."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ from meshrl.algo.losses import sft_loss
 from meshrl.core.errors import CheckpointError
 from meshrl.model.save import gathered
 from meshrl.parallel.boxes import boxes, index_of
-from meshrl.parallel.fsdp import whole
+from meshrl.parallel.fsdp import full_tensor
+from meshrl.train.batch_plan import make_batch_plan
 from meshrl.train.checkpoint import BackgroundWrite, SavedTensors, stage
 from meshrl.train.checkpoint_files import (
     CONTROLLER,
     MANIFEST,
     FileFact,
     Manifest,
-    begin_aside,
     commit,
+    make_temporary_folder,
     read_manifest,
     state_folder,
     states,
@@ -43,40 +44,39 @@ from meshrl.train.checkpoint_files import (
 )
 from meshrl.train.engine import TrainEngine
 from meshrl.train.packing import pack
-from meshrl.train.plan import make_plan
 from meshrl.train.state import load_model
 
 LENGTHS = [12, 3, 40, 7, 7, 21, 2, 30]
-UNEVEN = {"hidden_size": 40, "intermediate_size": 50, "vocab_size": 61}  # rows that 4 ranks do not share evenly
+UNEVEN = {"hidden_size": 40, "intermediate_size": 50, "vocab_size": 61}  # 4 ranks get different numbers of rows
 
 
 def _step(engine: TrainEngine, rank: int, world: int, seed: int) -> None:
     samples = weigh(random_samples(seed, LENGTHS, vocab=60))
-    plan = make_plan([len(s) for s in samples], world, 40)
+    plan = make_batch_plan([len(s) for s in samples], world, 40)
     engine.forward_backward([pack([samples[i] for i in m], m) for m in plan.micro_batches[rank]], sft_loss())
     engine.optim_step(1e-2)
 
 
-def _whole_state(engine: TrainEngine) -> dict[str, torch.Tensor]:
+def _full_state(engine: TrainEngine) -> dict[str, torch.Tensor]:
     engine.model.reshard()
-    state = {name: whole(p.detach()).clone() for name, p in engine.model.lm.named_parameters()}
+    state = {name: full_tensor(p.detach()).clone() for name, p in engine.model.lm.named_parameters()}
     for name, p in engine.model.lm.named_parameters():
         for slot, value in engine.optimizer.state[p].items():
-            state[f"{slot} of {name}"] = whole(value).clone()
+            state[f"{slot} of {name}"] = full_tensor(value).clone()
     state["steps"] = torch.tensor([engine.num_optimizer_steps, engine.num_skipped_in_a_row])
     return state
 
 
 def save(engine: TrainEngine, final: Path, step: int = 1) -> None:
-    """As the controller does it: all files aside, then the manifest and the name."""
+    """As the controller: first all files in a temporary folder, then the manifest and the rename."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    aside = begin_aside(final) if rank == 0 else final.with_name("state.aside")
+    temporary = make_temporary_folder(final) if rank == 0 else final.with_name("state.aside")
     dist.barrier()
-    engine.save(aside)
+    engine.save(temporary)
     files: list[Any] = [None] * world
     dist.all_gather_object(files, engine.finish_save())
     if rank == 0:
-        own = {CONTROLLER: write_json(aside / CONTROLLER, {})}
+        own = {CONTROLLER: write_json(temporary / CONTROLLER, {})}
         commit(final, Manifest(step=step, num_ranks=world, files={**own, **dict(files)}))
     dist.barrier()
 
@@ -86,10 +86,10 @@ def _trained(rank: int, world: int, model: dict[str, Any], train: dict[str, Any]
     for seed in range(2):
         _step(engine, rank, world, seed)
     engine.num_skipped_in_a_row = 3
-    state = _whole_state(engine)
+    state = _full_state(engine)
     save(engine, final)
     _step(engine, rank, world, 2)
-    return {"saved": state, "next": _whole_state(engine), "num_bytes": engine.state_bytes()}
+    return {"saved": state, "next": _full_state(engine), "num_bytes": engine.state_bytes()}
 
 
 def _carried(
@@ -97,11 +97,11 @@ def _carried(
 ) -> dict[str, Any]:
     engine = engine_over(tiny_qwen2(seed=7, **model), world, train)
     engine.load(source)
-    state = _whole_state(engine)
+    state = _full_state(engine)
     if final is not None:
         save(engine, final)
     _step(engine, rank, world, 2)
-    return {"saved": state, "next": _whole_state(engine)}
+    return {"saved": state, "next": _full_state(engine)}
 
 
 def _assert_equal(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
@@ -112,7 +112,7 @@ def _assert_equal(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -
 
 @pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
 def test_four_to_two_to_one_to_four_ranks_is_equal_to_the_bit(pool, tmp_path, tie):
-    """P27, P28: parameters, moments and counters; and on the same world size the step after it, too."""
+    """P27, P28: parameters, moments and counters; at the same world size also the next step."""
     model = {**UNEVEN, "tie": tie}
     first = pool.run(_trained, 4, model, {}, state_folder(tmp_path, 0))[0]
     assert {"exp_avg of model.norm.weight", "exp_avg_sq of model.norm.weight"} < first["saved"].keys()
@@ -134,13 +134,13 @@ def test_four_to_two_to_one_to_four_ranks_is_equal_to_the_bit(pool, tmp_path, ti
     ids=lambda t: t["sharding_strategy"],
 )
 def test_replicas_are_saved_once_and_another_strategy_reads_them(pool, tmp_path, train):
-    """P28: two copies of each shard, one of them on disk, and room asked for one."""
+    """P28: of two replicas of each shard, one is on disk, and state_bytes counts one."""
     answers = pool.run(_trained, 4, UNEVEN, train, state_folder(tmp_path, 0))
     first = answers[0]
     _assert_equal(pool.run(_carried, 2, UNEVEN, {}, state_folder(tmp_path, 0), None)[0]["saved"], first["saved"])
     numbers = sum(t.numel() for t in first["saved"].values())
     on_disk = sum(p.stat().st_size for p in state_folder(tmp_path, 0).glob("*.safetensors"))
-    assert 4 * numbers <= on_disk < 5 * numbers + 4 * 50_000  # headers and generator states
+    assert 4 * numbers <= on_disk < 5 * numbers + 4 * 50_000  # plus headers and generator states
     counters = sum(t.numel() for name, t in first["saved"].items() if name.startswith("step"))
     assert sum(answer["num_bytes"] for answer in answers) == 4 * (numbers - counters)
 
@@ -159,7 +159,7 @@ def test_one_process_reads_the_model_without_a_process_group(saved):
         assert torch.equal(p, want[name]), name
 
 
-def test_torchs_own_reader_reads_the_files_without_meshrl(saved):
+def test_torchs_own_reader_can_read_the_files(saved):
     folder, want = saved
     got = {f"model.{name}": torch.zeros_like(t) for name, t in want.items() if " of " not in name and name != "steps"}
     dcp.load(got, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
@@ -179,7 +179,7 @@ def _generators(rank: int, world: int, final: Path) -> tuple[list[float], list[f
 
 
 def test_each_rank_gets_its_own_random_state_back(pool, tmp_path):
-    """P27: before the first optimizer step, too, when there are no moments."""
+    """P27: also before the first optimizer step, when there are no moments."""
     answers = pool.run(_generators, 2, state_folder(tmp_path, 0))
     assert all(before == after for before, after in answers)
     assert answers[0] != answers[1]
@@ -187,11 +187,11 @@ def test_each_rank_gets_its_own_random_state_back(pool, tmp_path):
 
 def _refused(rank: int, world: int, folder: Path, model: dict[str, Any]) -> tuple[str, bool]:
     engine = engine_over(tiny_qwen2(seed=7, **model), world)
-    before = {name: whole(p.detach()).clone() for name, p in engine.model.lm.named_parameters()}
+    before = {name: full_tensor(p.detach()).clone() for name, p in engine.model.lm.named_parameters()}
     try:
         engine.load(folder)
     except CheckpointError as error:
-        same = all(torch.equal(whole(p.detach()), before[n]) for n, p in engine.model.lm.named_parameters())
+        same = all(torch.equal(full_tensor(p.detach()), before[n]) for n, p in engine.model.lm.named_parameters())
         return str(error), same and not engine.optimizer.state
     return "", False
 
@@ -223,10 +223,8 @@ DAMAGES: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_what_is_not_as_it_was_written_is_refused_by_every_rank_before_anything_is_touched(
-    pool, saved, tmp_path, damage
-):
-    """P28: the error names the file, on ranks that did not look into it, too."""
+def test_a_damaged_checkpoint_is_refused_by_every_rank_before_anything_is_changed(pool, saved, tmp_path, damage):
+    """P28: the error names the file, also on ranks that did not read it."""
     harm, words = DAMAGES[damage]
     folder = _copy(saved[0], tmp_path / "state")
     harm(folder)
@@ -260,17 +258,17 @@ class _Bomb:
 
 
 def test_nothing_of_a_checkpoint_is_unpickled(pool, saved, tmp_path, monkeypatch):
-    """P28: a pickle that stands where DCP's own storage keeps one, or in place of a file, is never read as one."""
+    """P28: a pickle is never read, neither in the place of DCP's own metadata nor instead of a file."""
     monkeypatch.chdir(tmp_path)
     folder = _copy(saved[0], tmp_path / "state")
     assert not [path for path in folder.iterdir() if path.suffix not in (".safetensors", ".json")]
     (folder / ".metadata").write_bytes(pickle.dumps(_Bomb()))
     _assert_equal(pool.run(_carried, 2, UNEVEN, {}, folder, None)[0]["saved"], saved[1])
-    # Files of a hostile author, who can make a manifest that fits.
+    # An attacker can also write a manifest that fits.
     (folder / SECOND).write_bytes(pickle.dumps(_Bomb()))
-    told = json.loads((folder / MANIFEST).read_text())
+    manifest = json.loads((folder / MANIFEST).read_text())
     (folder / MANIFEST).unlink()
-    facts = {name: FileFact(**fact) for name, fact in told["files"].items()}
+    facts = {name: FileFact(**fact) for name, fact in manifest["files"].items()}
     facts[SECOND] = write_file(folder / SECOND, [memoryview(pickle.dumps(_Bomb()))])
     folder.rename(folder.with_name("state.aside"))
     commit(folder, Manifest(step=1, num_ranks=2, files=facts))
@@ -288,7 +286,7 @@ def test_only_complete_checkpoints_have_the_name(pool, saved, tmp_path):
 
 
 SHAPES = {"rows": (13, 3), "columns": (3, 8), "fused": (24, 5), "plain": (7, 2), "expert": (3, 4, 6)}
-PLACED = {  # over tp; FSDP2 then cuts the rows of what is left
+PLACED = {  # over tp; FSDP2 then cuts the rows of these shards
     "rows": Shard(0),
     "columns": Shard(1),
     "fused": _StridedShard(0, split_factor=3),
@@ -314,12 +312,12 @@ def _over_two_axes(dp: int, tp: int, value: float | None) -> tuple[Any, dict[str
 def _through_files(rank: int, world: int, final: Path) -> dict[str, bool]:
     """Saved from 2 x 2, read by 2 x 2, 4 x 1 and 1 x 4; and gathered on each rank."""
     module, numbers = _over_two_axes(2, 2, None)
-    aside = begin_aside(final) if rank == 0 else final.with_name("state.aside")
+    temporary = make_temporary_folder(final) if rank == 0 else final.with_name("state.aside")
     dist.barrier()
     files: list[Any] = [None] * world
-    dist.all_gather_object(files, BackgroundWrite(aside, stage(dict(module.named_parameters()))).finish())
+    dist.all_gather_object(files, BackgroundWrite(temporary, stage(dict(module.named_parameters()))).finish())
     if rank == 0:
-        own = {CONTROLLER: write_json(aside / CONTROLLER, {})}
+        own = {CONTROLLER: write_json(temporary / CONTROLLER, {})}
         commit(final, Manifest(step=1, num_ranks=world, files={**own, **dict(files)}))
     dist.barrier()
     found = {}
@@ -339,7 +337,7 @@ def _through_files(rank: int, world: int, final: Path) -> dict[str, bool]:
 
 
 def test_tensors_cut_by_two_axes_are_saved_read_and_gathered_to_the_bit(pool, tmp_path):
-    """P38: rows that tp does not divide, a second dim, and a fused tensor of which each rank holds two boxes."""
+    """P38: rows that tp does not divide, a second dim, and a fused tensor with two boxes on each rank."""
     for found in pool.run(_through_files, 4, state_folder(tmp_path, 0)):
         assert [what for what, equal in found.items() if not equal] == []
     written = [file for file in state_folder(tmp_path, 0).glob("*.safetensors")]

@@ -37,8 +37,8 @@ def _check(got: list[dict], want: dict, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_gradient_does_not_depend_on_ranks_micro_batches_or_packs(pool, world, dtype):
-    """P1, P13: random partitions, all-masked rows and empty (dummy) micro-batches included."""
+def test_the_gradient_does_not_depend_on_ranks_micro_batches_or_packs(pool, world, dtype):
+    """P1, P13: random partitions, also with fully masked rows and empty (dummy) micro-batches."""
     samples = weigh(random_samples(1, LENGTHS))
     loss = make_policy_loss(LOSS)
     want = unsharded(tiny_qwen2(dtype), samples, loss)
@@ -66,9 +66,9 @@ def test_every_sharding_strategy_gives_the_same_gradient(pool, train):
     partition = random_partition(np.random.default_rng(0), len(samples), 4, 2)
     got = pool.run(partitioned, 4, tiny_qwen2, {"dtype": torch.float64}, samples, partition, loss, train)
     _check(got, want, torch.float64)
-    whole = sum(p.numel() for p in tiny_qwen2().parameters())
+    full_numel = sum(p.numel() for p in tiny_qwen2().parameters())
     shards = {"NO_SHARD": 1, "HYBRID_SHARD": 2}.get(train.get("sharding_strategy", ""), 4)
-    assert max(r["local_numel"] for r in got) < 1.3 * whole / shards
+    assert max(r["local_numel"] for r in got) < 1.3 * full_numel / shards
 
 
 def test_untied_heads_and_ranks_without_any_row(pool):
@@ -82,7 +82,7 @@ def test_untied_heads_and_ranks_without_any_row(pool):
 
 @pytest.mark.parametrize("poison", [float("nan"), 1e6, float("inf")])
 def test_masked_positions_are_never_read(pool, poison):
-    """P5: poison in every masked place of every array changes nothing, to the bit."""
+    """P5: poison at every masked position of every array changes no bit of the result."""
     clean = weigh(random_samples(4, LENGTHS))
     poisoned = weigh(random_samples(4, LENGTHS))
     for s in poisoned:
@@ -101,8 +101,8 @@ def test_masked_positions_are_never_read(pool, poison):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_group_that_shares_its_prompt_gives_the_same_gradient(pool, world, dtype):
-    """The prompt is computed once, every answer sees it, and its gradient is the sum of theirs; whatever part of a
-    group a micro-batch holds, a single row included."""
+    """The prompt is computed once, every answer sees it, and its gradient is the sum over the answers, for any part of
+    a group in a micro-batch, also a single row."""
     samples = random_groups(6, [9, 1, 30], [1, 12, 5, 40])
     loss = make_policy_loss(LOSS)
     want = unsharded(tiny_qwen2(dtype), samples, loss)

@@ -1,4 +1,4 @@
-"""A model written as a file a rank, and read by Transformers (P28)."""
+"""A model of which each rank writes one file, read by Transformers (P28)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from harness import engine_over
 from tiny_models import tiny_lm
 
-from meshrl.model.save import save_pretrained, spread
+from meshrl.model.save import assign_files, save_pretrained
 
 
 def _written(rank: int, world: int, family: str, path: Path) -> None:
@@ -22,7 +22,7 @@ FAMILIES = ["qwen2", "gemma2", "mixtral", "glm4_moe"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_in_one_file_a_rank_is_the_model_that_transformers_reads(pool, tmp_path, family):
+def test_transformers_reads_a_model_that_each_rank_wrote_one_file_of(pool, tmp_path, family):
     from safetensors import safe_open
     from transformers import AutoModelForCausalLM
 
@@ -44,15 +44,15 @@ def test_a_model_in_one_file_a_rank_is_the_model_that_transformers_reads(pool, t
         assert torch.equal(got, want), name
 
 
-def test_files_hold_whole_layers_and_about_the_same_bytes():
+def test_files_hold_complete_layers_and_about_the_same_bytes():
     layers = [(f"model.layers.{i}.{part}", 100) for i in range(8) for part in ("attention", "mlp", "norm")]
     sizes = [("model.embed.weight", 500), *layers, ("model.norm.weight", 1), ("head", 500)]
     for ranks in (1, 2, 3, 4, 50):
-        file_of = spread(sizes, ranks, 1)
+        file_of = assign_files(sizes, ranks, 1)
         numbers = list(file_of.values())
         assert numbers == sorted(numbers) and set(numbers) == set(range(max(numbers) + 1)) and max(numbers) < ranks
         assert all(len({file_of[n] for n, _ in layers if f".{i}." in n}) == 1 for i in range(8))
         if ranks <= 4:
             held = [sum(size for name, size in sizes if file_of[name] == number) for number in range(ranks)]
             assert max(held) <= 3401 / ranks + 500
-    assert set(spread(sizes, 4, 4000).values()) == {0}
+    assert set(assign_files(sizes, 4, 4000).values()) == {0}

@@ -1,4 +1,4 @@
-"""LoRA in the train engine: gradients, what leaves it, its reference model, checkpoints (P6, P9, P18)."""
+"""LoRA in the train engine: gradients, sent and exported weights, reference model, checkpoints (P6, P9, P18)."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from meshrl.config.algo import AlgoConfig
 from meshrl.config.model import LoraConfig, ModelConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.errors import ConfigError
-from meshrl.model.lora import adapters_of, add_adapters, is_adapter, merged, named_weights, scatter_adapters
+from meshrl.model.lora import adapters_of, add_adapters, is_adapter, merged, named_weights, randomize_adapters
 from meshrl.parallel.boxes import LocalBox
-from meshrl.parallel.fsdp import whole
+from meshrl.parallel.fsdp import full_tensor
 from meshrl.parallel.mesh import build_mesh, resolve_shape
 from meshrl.train.checkpoint_files import state_folder
 from meshrl.train.engine import TrainEngine
@@ -32,11 +32,11 @@ UNEVEN: dict[str, Any] = dict(vocab_size=67, hidden_size=30, intermediate_size=5
 UNEVEN |= dict(num_key_value_heads=1)
 
 
-def adapted(dtype: torch.dtype = torch.float32, **changes: Any) -> torch.nn.Module:
-    """A tiny model whose adapters do something."""
+def with_adapters(dtype: torch.dtype = torch.float32, **changes: Any) -> torch.nn.Module:
+    """A tiny model with random adapters."""
     lm = tiny_qwen2(dtype, **changes)
     add_adapters(lm, LORA, dtype, "tiny")
-    scatter_adapters(lm)
+    randomize_adapters(lm)
     return lm
 
 
@@ -46,14 +46,14 @@ def _samples() -> Any:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_the_gradient_of_adapters_is_the_unsharded_models_and_nothing_else_has_one(pool, world, dtype):
-    """P1, with ranks that hold no row of an A of three."""
+def test_only_adapters_have_gradients_and_they_equal_the_unsharded_models(pool, world, dtype):
+    """P1: also with ranks that hold none of the three rows of an A."""
     samples, loss = _samples(), make_policy_loss(AlgoConfig())
-    want = unsharded(adapted(dtype), samples, loss)
+    want = unsharded(with_adapters(dtype), samples, loss)
     assert all("lora_" in name for name in want["grads"]) and len(want["grads"]) == 2 * 2 * 7
     partition = random_partition(np.random.default_rng(world), len(samples), world, 2)
     train = {"activation_checkpointing": world == 2}
-    for got in pool.run(partitioned, world, adapted, {"dtype": dtype}, samples, partition, loss, train):
+    for got in pool.run(partitioned, world, with_adapters, {"dtype": dtype}, samples, partition, loss, train):
         distance, name = worst(got["grads"], want["grads"])
         assert distance < TOLERANCE[dtype], f"{name} is {distance:.2e} of its norm off"
 
@@ -67,12 +67,12 @@ def test_the_gradient_of_adapters_is_the_unsharded_models_and_nothing_else_has_o
     ],
     ids=lambda train: train["sharding_strategy"],
 )
-def test_every_sharding_strategy_gives_the_same_gradient_and_the_same_sum(pool, train):
-    """P13: and what a server gets is W + s B A on each rank that sends."""
+def test_every_sharding_strategy_gives_the_same_gradient_and_merged_weights(pool, train):
+    """P13: a server gets W + s B A from each rank that sends."""
     samples, loss = _samples(), make_policy_loss(AlgoConfig())
-    want = unsharded(adapted(), samples, loss)
+    want = unsharded(with_adapters(), samples, loss)
     partition = random_partition(np.random.default_rng(4), len(samples), 4, 2)
-    for got in pool.run(partitioned, 4, adapted, {}, samples, partition, loss, train):
+    for got in pool.run(partitioned, 4, with_adapters, {}, samples, partition, loss, train):
         distance, name = worst(got["grads"], want["grads"])
         assert distance < 1e-5, f"{name} is {distance:.2e} of its norm off"
     sums = _merged_by_peft()
@@ -84,28 +84,28 @@ def test_every_sharding_strategy_gives_the_same_gradient_and_the_same_sum(pool, 
 
 
 def _trained(rank: int, world: int, path: Path, out: Path, dtype: str) -> dict[str, Any]:
-    """Two steps from a folder: what was scored before and after, with and without adapters; all weights."""
+    """Two steps from a folder: scores before and after, with and without adapters, and all weights."""
     cfg = TrainConfig()
     mesh = build_mesh(resolve_shape(cfg.mesh, world, cfg.sharding_strategy), "cpu")
     engine = TrainEngine.build(ModelConfig(path=str(path), dtype=dtype, lora=LORA), cfg, mesh, "policy")
     samples = _samples()
     batches = [pack([s], [i]) for i, s in enumerate(samples)]
 
-    def scored(adapted: bool) -> dict[int, np.ndarray]:
-        return engine.forward(batches, adapter=adapted)[0]
+    def scored(adapter: bool) -> dict[int, np.ndarray]:
+        return engine.forward(batches, adapter=adapter)[0]
 
     def weights() -> dict[str, torch.Tensor]:
-        return {name: whole(p.detach()).clone() for name, p in named_weights(engine.model.lm)}
+        return {name: full_tensor(p.detach()).clone() for name, p in named_weights(engine.model.lm)}
 
-    told = {"first": scored(True), "first_reference": scored(False), "start": weights()}
+    results = {"first": scored(True), "first_reference": scored(False), "start": weights()}
     for _ in range(2):
         engine.forward_backward(batches, make_policy_loss(AlgoConfig()))
         engine.optim_step(0.05)
-    told |= {"last": scored(True), "last_reference": scored(False), "end": weights()}
-    told["memory"] = engine.memory()
-    told["optimizer"] = sum(len(group["params"]) for group in engine.optimizer.param_groups)
+    results |= {"last": scored(True), "last_reference": scored(False), "end": weights()}
+    results["memory"] = engine.memory()
+    results["optimizer"] = sum(len(group["params"]) for group in engine.optimizer.param_groups)
     engine.export(out)
-    return told
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -125,40 +125,40 @@ def of_one_rank(pool, uneven, tmp_path_factory) -> dict[str, Any]:
     [(1, "float32"), (2, "float32"), (4, "float32"), (2, "bfloat16")],
     ids=["1-fp32", "2-fp32", "4-fp32", "2-bf16"],
 )
-def test_adapters_train_the_base_stays_and_without_them_it_is_the_reference(
+def test_only_adapters_are_trained_and_without_them_the_model_is_the_reference(
     pool, uneven, of_one_rank, tmp_path, world, dtype
 ):
-    """P6: the KL is 0 at step 0. Two steps later the base is the folder's to the bit, in the compute dtype. Adapters
-    begin with the same values on any number of ranks."""
+    """P6: the KL is 0 at step 0. After two steps the base model still equals the folder to the bit, in the compute
+    dtype. Adapters start with the same values on any number of ranks."""
     answers = pool.run(_trained, world, uneven, tmp_path, dtype)
     begun = {n: t for n, t in answers[0]["start"].items() if is_adapter(n)}
     assert len(begun) == 28 and all(torch.equal(t, of_one_rank["start"][n]) for n, t in begun.items())
     file = {n: p.to(getattr(torch, dtype)) for n, p in tiny_qwen2(**UNEVEN).named_parameters()}
-    for told in answers:
-        base = {name: t for name, t in told["end"].items() if not is_adapter(name)}
+    for result in answers:
+        base = {name: t for name, t in result["end"].items() if not is_adapter(name)}
         assert base.keys() == file.keys()
         for name, want in file.items():
             assert base[name].dtype == want.dtype and torch.equal(base[name], want), name
-        moved = {n: t for n, t in told["end"].items() if is_adapter(n)}
-        assert len(moved) == 28 == told["optimizer"] and all(t.dtype == torch.float32 for t in moved.values())
-        assert all(not torch.equal(t, told["start"][n]) for n, t in moved.items()), "never delivered"
-        for i, row in told["first"].items():
-            assert np.array_equal(row, told["first_reference"][i])
-            assert np.array_equal(row, told["last_reference"][i])
-        assert any(not np.array_equal(row, told["last"][i]) for i, row in told["first"].items())
-        assert all(torch.equal(t, answers[0]["end"][n]) for n, t in told["end"].items())
+        moved = {n: t for n, t in result["end"].items() if is_adapter(n)}
+        assert len(moved) == 28 == result["optimizer"] and all(t.dtype == torch.float32 for t in moved.values())
+        assert all(not torch.equal(t, result["start"][n]) for n, t in moved.items()), "not updated"
+        for i, row in result["first"].items():
+            assert np.array_equal(row, result["first_reference"][i])
+            assert np.array_equal(row, result["last_reference"][i])
+        assert any(not np.array_equal(row, result["last"][i]) for i, row in result["first"].items())
+        assert all(torch.equal(t, answers[0]["end"][n]) for n, t in result["end"].items())
     assert all(
         bool((t == 0).all()) == n.endswith("lora_B.weight") for n, t in answers[0]["start"].items() if "lora" in n
     )
 
 
-def test_an_exported_folder_is_the_merged_model_and_its_adapter_is_one_that_peft_loads(pool, tmp_path):
-    """P9: both by strangers."""
+def test_an_exported_folder_is_the_merged_model_and_peft_loads_its_adapter(pool, tmp_path):
+    """P9: loaded by Transformers and peft."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
     tiny_qwen2().save_pretrained(tmp_path / "model")
-    told = pool.run(_trained, 2, tmp_path / "model", tmp_path / "out", "float32")[0]
+    result = pool.run(_trained, 2, tmp_path / "model", tmp_path / "out", "float32")[0]
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     tokens = torch.from_numpy(_samples()[2].tokens.astype(np.int64))[None]
@@ -170,14 +170,14 @@ def test_an_exported_folder_is_the_merged_model_and_its_adapter_is_one_that_peft
     one = peft.merge_and_unload()
     for (name, got), (_, want) in zip(merged.named_parameters(), one.named_parameters(), strict=True):
         torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-5, msg=name)
-    assert told["memory"]["optimizer"] < told["memory"]["params"]
+    assert result["memory"]["optimizer"] < result["memory"]["params"]
 
 
 def _rows(
     rank: int, world: int, dtype: torch.dtype, train: dict[str, Any]
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """This rank's merged rows, read in odd numbers of elements, and the full tensors that an export gathers."""
-    engine = engine_over(adapted(**UNEVEN), world, train, dtype)
+    """This rank's merged rows, read in chunks of 37 elements, and the full tensors that an export gathers."""
+    engine = engine_over(with_adapters(**UNEVEN), world, train, dtype)
     rows = {}
     for name, boxes in engine.weights(merged=True).held.items():
         elements = [box.elements for box in boxes]
@@ -188,7 +188,7 @@ def _rows(
     adapters = adapters_of(lm)
     for name, p in named_weights(lm):
         if not is_adapter(name):
-            box = LocalBox((0,) * p.dim(), whole(p.detach()).float())
+            box = LocalBox((0,) * p.dim(), full_tensor(p.detach()).float())
             full[name] = merged(adapters[name])(box)[:].view(p.shape) if name in adapters else box.tensor
     return rows, full
 
@@ -196,7 +196,7 @@ def _rows(
 def _merged_by_peft() -> dict[str, torch.Tensor]:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    lm = adapted(**UNEVEN)
+    lm = with_adapters(**UNEVEN)
     for module in lm.modules():
         if isinstance(module, BaseTunerLayer):
             module.merge()
@@ -204,7 +204,7 @@ def _merged_by_peft() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_merged_rows_are_those_of_pefts_own_merge_wherever_they_are_cut(pool, world):
+def test_merged_weights_equal_pefts_own_merge_for_any_cuts(pool, world):
     want = _merged_by_peft()
     answers = pool.run(_rows, world, torch.float32, {})
     for _, gathered in answers:
@@ -228,11 +228,11 @@ def _resumed(rank: int, world: int, path: Path, folder: Path, begin: bool) -> di
         save(engine, folder)
     else:
         engine.load(folder)
-    return {name: whole(p.detach()).clone() for name, p in named_weights(engine.model.lm)}
+    return {name: full_tensor(p.detach()).clone() for name, p in named_weights(engine.model.lm)}
 
 
-def test_a_checkpoint_has_the_adapters_alone_and_brings_them_back_on_other_ranks(pool, tmp_path):
-    """P25, and what `meshrl convert` makes of it."""
+def test_a_checkpoint_has_only_the_adapters_and_restores_them_on_other_ranks(pool, tmp_path):
+    """P25: also what `meshrl convert` reads."""
     from safetensors import safe_open
 
     tiny_qwen2().save_pretrained(tmp_path / "model")
@@ -242,8 +242,9 @@ def test_a_checkpoint_has_the_adapters_alone_and_brings_them_back_on_other_ranks
     for file in args[1].glob("*.safetensors"):
         with safe_open(file, "pt") as opened:
             names |= set(opened.keys())
-    kept = {name.partition("@")[0] for name in names}
-    assert any("lora_B" in name for name in kept) and not any("embed_tokens" in name for name in kept), kept
+    saved_names = {name.partition("@")[0] for name in names}
+    assert any("lora_B" in name for name in saved_names), saved_names
+    assert not any("embed_tokens" in name for name in saved_names), saved_names
     for world in (1, 4):
         for tensors in pool.run(_resumed, world, *args, False):
             for name, t in tensors.items():
@@ -251,21 +252,21 @@ def test_a_checkpoint_has_the_adapters_alone_and_brings_them_back_on_other_ranks
 
 
 @pytest.mark.parametrize(
-    ("targets", "told"),
+    ("targets", "complaint"),
     [
         (["lm_head"], "is called lm_head"),
         (["embed_tokens"], "is called embed_tokens"),
         (["q_proj", "v_porj"], "is called v_porj.*There are down_proj, gate_proj"),
-        (["q_proj", "all-linear"], "is called all-linear.*alone"),
+        (["q_proj", "all-linear"], "is called all-linear.*only all-linear"),
         ([], "is called nothing"),
     ],
 )
-def test_a_target_that_is_no_linear_layer_is_refused_beside_others_that_are(targets, told):
-    with pytest.raises(ConfigError, match=told):
+def test_a_target_that_is_no_linear_layer_is_refused(targets, complaint):
+    with pytest.raises(ConfigError, match=complaint):
         add_adapters(tiny_qwen2(tie=False), LoraConfig(enabled=True, targets=targets), torch.float32, "tiny")
 
 
-def test_of_a_mixture_the_experts_and_routers_stay_as_they_are():
+def test_experts_and_routers_get_no_adapters():
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     shape = dict(vocab_size=64, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2)

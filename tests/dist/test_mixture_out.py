@@ -1,5 +1,5 @@
-"""A mixture of experts that two ranks train: its joint tensors are sent as the tensors of the model's files, and what
-the samplers then sample is what the trainer computes (P15, P16)."""
+"""A mixture of experts that two ranks train: its joint tensors are sent as the tensors of the model's files, and the
+samplers' logprobs are the trainer's (P15, P16)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from meshrl.algo.losses import make_policy_loss
 from meshrl.config.algo import AlgoConfig
 from meshrl.core.types import Prompt, Sample, Trajectory, Turn
 from meshrl.model.lora import named_weights
-from meshrl.parallel.fsdp import whole
+from meshrl.parallel.fsdp import full_tensor
 from meshrl.train.packing import pack
 
 MIXTURE: dict[str, Any] = dict(hidden_size=64, num_experts=4)
@@ -35,8 +35,8 @@ def _sample_of(turn: Turn, advantage: float) -> Sample:
 
 
 def _trained(rank: int, world: int, way: str) -> dict[str, Any]:
-    """Send, sample and train in turn: what each sync proved, how far the trainer's logprobs are from the sampled ones,
-    and whether the sampler has the trainer's weights."""
+    """Sync, sample and train in turn: the acks, the differences of sampler's and trainer's logprobs, and whether the
+    sampler has the trainer's weights."""
     trainer = engine_over(tiny_lm("qwen3_moe", **MIXTURE), world)
     sampler = tiny_engine(tiny_lm("qwen3_moe", seed=1, **MIXTURE), trusted=False)
     synced = SyncedRank(trainer, sampler, way)
@@ -49,7 +49,7 @@ def _trained(rank: int, world: int, way: str) -> dict[str, Any]:
         for version in range(NUM_STEPS):
             before = {name: p.detach().clone() for name, p in held.items()}
             found["acks"].append(await synced.sync(version))
-            full = {name: whole(p.detach()) for name, p in named_weights(trainer.model.lm)}
+            full = {name: full_tensor(p.detach()) for name, p in named_weights(trainer.model.lm)}
             found["equal"].append(held.keys() == full.keys() and all(torch.equal(held[n], full[n]) for n in full))
             found["moved"].append(sum(not torch.equal(p, before[name]) for name, p in held.items()) / len(held))
             turn = await sampler.generate(ask("a", range(5, 25), seed=NUM_STEPS * rank + version, ignore_eos=True))
@@ -65,11 +65,11 @@ def _trained(rank: int, world: int, way: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("way", ["shared memory", "sockets"])
 def test_all_proofs_hold_while_a_mixture_is_trained(pool, way):
-    """P15: the wire, the tensors read back, and the logprobs of what was sampled, after each of several steps."""
+    """P15: the wire, the read-back, and the logprobs of sampled tokens, after each of several steps."""
     for found in pool.run(_trained, 2, way):
         experts = {name.split("experts.")[1] for name in found["names"] if ".layers.1.mlp.experts." in name}
         assert experts == {f"{e}.{part}_proj.weight" for e in range(4) for part in ("gate", "up", "down")}
-        proofs = [(ack.version, ack.wire, ack.resident) for ack in found["acks"]]
+        proofs = [(ack.version, ack.wire, ack.read_back) for ack in found["acks"]]
         assert proofs == [(version, True, True) for version in range(NUM_STEPS)]
         assert found["equal"] == [True] * NUM_STEPS
         assert min(found["moved"][1:]) > 0.9, found["moved"]  # at first, norms are 1 in both models

@@ -18,8 +18,8 @@ from meshrl.core.types import Metric, Prompt, Request, SamplingParams, Trajector
 from meshrl.model.causal import CausalModel
 from meshrl.monitor.metrics import divide, merge
 from meshrl.rollout.embedded.engine import EmbeddedEngine
+from meshrl.train.batch_plan import make_batch_plan
 from meshrl.train.packing import pack
-from meshrl.train.plan import make_plan
 
 LENGTHS = [12, 3, 40, 7, 7, 21, 2, 30]
 
@@ -27,10 +27,10 @@ LENGTHS = [12, 3, 40, 7, 7, 21, 2, 30]
 def _updates(
     rank: int, world: int, dtype: torch.dtype, checkpointing: bool, score_first: bool
 ) -> tuple[list[Metric], list[Metric], int, int]:
-    """Two optimizer steps on the same samples: their metrics, the forwards of the first, its micro-batches."""
+    """Two optimizer steps on the same samples: metrics of both, and forwards and micro-batches of the first."""
     engine = engine_over(tiny_qwen2(), world, {"activation_checkpointing": checkpointing}, dtype)
     samples = weigh(random_samples(0, LENGTHS))
-    plan = make_plan([len(s) for s in samples], world, 40)
+    plan = make_batch_plan([len(s) for s in samples], world, 40)
     forwards: list[int] = []
     engine.model.register_forward_pre_hook(lambda module, args: forwards.append(1))
 
@@ -54,9 +54,9 @@ def _updates(
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("score_first", [False, True], ids=["one update", "several updates"])
-def test_the_first_update_has_ratio_one_and_no_forward_too_many(pool, dtype, score_first, checkpointing):
-    """P7: to the bit, on a single on-policy update (no old logprobs exist, none are computed) and on the first of
-    several (old logprobs were scored in the same plan). The second of several has moved."""
+def test_the_first_update_has_ratio_one_and_no_extra_forward(pool, dtype, score_first, checkpointing):
+    """P7: exactly one, in a single on-policy update (without old logprobs) and in the first of several (with old
+    logprobs that were scored with the same batch plan). In the second of several updates the ratio differs."""
     answers = pool.run(_updates, 2, dtype, checkpointing, score_first)
     for _, _, forwards, micro_batches in answers:
         assert forwards == micro_batches > 1
@@ -64,7 +64,7 @@ def test_the_first_update_has_ratio_one_and_no_forward_too_many(pool, dtype, sco
     exact = ("loss/ratio_mean", "loss/ratio_max", "loss/approx_kl", "loss/clip_fraction_low", "loss/clip_fraction_high")
     assert [first[name] for name in exact] == [1, 1, 0, 0, 0]
     moved = second["loss/ratio_mean"] != 1 and second["loss/approx_kl"] > 0
-    assert moved == score_first, "without old logprobs every update is its own start"
+    assert moved == score_first, "without old logprobs the ratio is always one"
 
 
 def _rescored(rank: int, world: int, temperature: float, trained_at: float | None) -> float:
@@ -100,7 +100,7 @@ def _rescored(rank: int, world: int, temperature: float, trained_at: float | Non
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.3])
-def test_the_trainer_scores_at_the_temperature_that_was_sampled_at(pool, temperature):
-    """P2: at lr 0 the ratio of trainer and sampler is 1 at every temperature, and only at that one."""
+def test_the_trainer_scores_at_the_temperature_of_sampling(pool, temperature):
+    """P2: the ratio of trainer and sampler is 1 at the temperature of sampling, and at no other."""
     assert pool.run(_rescored, 1, temperature, None)[0] < 2e-5
     assert pool.run(_rescored, 1, temperature, temperature + 0.2)[0] > 0.05

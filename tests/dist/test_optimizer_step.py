@@ -13,37 +13,37 @@ from tiny_models import tiny_qwen2
 from tiny_samples import random_samples, weigh
 
 from meshrl.algo.losses import sft_loss
-from meshrl.parallel.fsdp import local_shard, whole
+from meshrl.parallel.fsdp import full_tensor, local_shard
+from meshrl.train.batch_plan import make_batch_plan
 from meshrl.train.engine import TrainEngine
 from meshrl.train.packing import pack
-from meshrl.train.plan import make_plan
 
 LENGTHS = [12, 3, 40, 7, 7, 21, 2, 30]
 
 
 def _backward(engine: TrainEngine, rank: int, world: int, samples: list[Any]) -> None:
-    plan = make_plan([len(s) for s in samples], world, 40)
+    plan = make_batch_plan([len(s) for s in samples], world, 40)
     batches = [pack([samples[i] for i in micro], micro) for micro in plan.micro_batches[rank]]
     engine.forward_backward(batches, sft_loss())
 
 
-def _whole(engine: TrainEngine) -> list[torch.Tensor]:
-    return [whole(p).clone() for p in engine.model.parameters()]
+def _full_parameters(engine: TrainEngine) -> list[torch.Tensor]:
+    return [full_tensor(p).clone() for p in engine.model.parameters()]
 
 
 def _clipped(rank: int, world: int, clip: float) -> tuple[float, float]:
     engine = engine_over(tiny_qwen2(torch.float64), world, {"optimizer": {"clip": clip}})
     engine.optimizer = torch.optim.SGD(engine.model.parameters(), lr=1.0)  # its step IS the clipped gradient
-    before = _whole(engine)
+    before = _full_parameters(engine)
     _backward(engine, rank, world, weigh(random_samples(0, LENGTHS)))
     norm = engine.optim_step(1.0).grad_norm
-    moved = math.sqrt(sum(float(((a - b) ** 2).sum()) for a, b in zip(before, _whole(engine), strict=True)))
+    moved = math.sqrt(sum(float(((a - b) ** 2).sum()) for a, b in zip(before, _full_parameters(engine), strict=True)))
     return norm, moved
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_norm_and_clipping_are_those_of_the_unsharded_gradient(pool, world):
-    """P12: the norm before clipping on every rank; what is applied has the norm asked for, or its own when below."""
+def test_norm_and_clipping_equal_those_of_the_unsharded_gradient(pool, world):
+    """P12: every rank returns the norm before clipping; the applied gradient has the clip norm, or a smaller norm."""
     want = norm_of(unsharded(tiny_qwen2(torch.float64), weigh(random_samples(0, LENGTHS)), sft_loss())["grads"])
     for clip, applied in ((want / 3, want / 3), (want * 3, want), (0.0, want)):
         for norm, moved in pool.run(_clipped, world, clip):
@@ -56,21 +56,21 @@ def _poisoned(rank: int, world: int, where: str, train: dict[str, Any]) -> dict[
     samples = weigh(random_samples(0, LENGTHS))
     _backward(engine, rank, world, samples)
     first = engine.optim_step(1e-3)
-    before = _whole(engine)
+    before = _full_parameters(engine)
     if where == "loss":  # an infinite weight in one row, so on one rank
         samples[2].loss_weight = np.where(samples[2].mask, np.inf, 0.0)
         _backward(engine, rank, world, samples)
-    else:  # a damaged shard of one rank's gradient, after the ranks have met
+    else:  # a damaged shard of one rank's gradient, after the reduction
         _backward(engine, rank, world, samples)
         if rank == world - 1:
             local_shard(next(iter(engine.model.parameters())).grad).view(-1)[0] = float(where)
     skipped = engine.optim_step(1e-3)
-    unchanged = all(torch.equal(a, b) for a, b in zip(before, _whole(engine), strict=True))
+    unchanged = all(torch.equal(a, b) for a, b in zip(before, _full_parameters(engine), strict=True))
     _backward(engine, rank, world, weigh(random_samples(0, LENGTHS)))
     after = engine.optim_step(1e-3)
-    changed = any(not torch.equal(a, b) for a, b in zip(before, _whole(engine), strict=True))
+    changed = any(not torch.equal(a, b) for a, b in zip(before, _full_parameters(engine), strict=True))
     counts = [r.num_optimizer_steps for r in (first, skipped, after)]
-    finite = all(bool(torch.isfinite(p).all()) for p in _whole(engine))
+    finite = all(bool(torch.isfinite(p).all()) for p in _full_parameters(engine))
     return {
         "skipped": [r.skipped for r in (first, skipped, after)],
         "norm": skipped.grad_norm,
@@ -91,8 +91,8 @@ def _poisoned(rank: int, world: int, where: str, train: dict[str, Any]) -> dict[
         (2, "loss", {"sharding_strategy": "NO_SHARD"}),
     ],
 )
-def test_a_norm_that_is_no_number_skips_the_step_on_every_rank_alike(pool, world, where, train):
-    """P12: no parameter moves, no moment is poisoned, the next step works."""
+def test_a_norm_that_is_not_finite_skips_the_step_on_every_rank(pool, world, where, train):
+    """P12: no parameter and no moment changes, and the next step works."""
     for report in pool.run(_poisoned, world, where, train):
         assert report["skipped"] == [False, True, False]
         assert not math.isfinite(report["norm"])
@@ -111,11 +111,11 @@ def _memory(rank: int, world: int) -> list[dict[str, int]]:
 
 def test_memory_of_a_rank_shrinks_with_the_number_of_ranks(pool):
     """Parameters, gradients and moments are 1/W each; every dim of the tiny model divides by 4."""
-    whole_bytes = 4 * sum(p.numel() for p in tiny_qwen2().parameters())
+    full_bytes = 4 * sum(p.numel() for p in tiny_qwen2().parameters())
     counters = 4 * len(list(tiny_qwen2().parameters()))  # AdamW's step of each parameter, a scalar
     buffers = sum(b.numel() * b.element_size() for b in tiny_qwen2().buffers())
     for world in (1, 2, 4):
-        share = whole_bytes // world
+        share = full_bytes // world
         for built, backward, stepped in pool.run(_memory, world):
             assert built == {"params": share, "grads": 0, "optimizer": 0, "buffers": buffers}
             assert backward == {**built, "grads": share}

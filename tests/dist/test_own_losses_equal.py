@@ -1,5 +1,5 @@
-"""A user-defined loss gives the gradient of the unsharded model under every aggregation and partition (P1), and
-truncated answers that are masked change nothing."""
+"""A user-defined loss gives the unsharded model's gradient for every aggregation and partition (P1), and masked
+truncated answers change nothing."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tiny_samples import random_groups
 
 from meshrl.algo.losses import make_policy_loss
 from meshrl.algo.reduce import AGGREGATIONS, assign_loss_weights
-from meshrl.config.algo import AlgoConfig, KlConfig, OwnLossConfig
+from meshrl.config.algo import AlgoConfig, KlConfig, UserLossConfig
 from meshrl.core.batch import Batch, Outputs
 from meshrl.core.types import Metric, Sample
 
 CLIP_LOW, CLIP_HIGH, KL_COEF = 0.9, 1.5, 0.1
-LOSS = OwnLossConfig(kind="own_algorithms:gspo", clip_low=CLIP_LOW, clip_high=CLIP_HIGH)
+LOSS = UserLossConfig(kind="own_algorithms:gspo", clip_low=CLIP_LOW, clip_high=CLIP_HIGH)
 
 
 def _cfg(**changes: Any) -> AlgoConfig:
@@ -27,7 +27,7 @@ def _cfg(**changes: Any) -> AlgoConfig:
 
 
 def _of_one_row(outputs: Outputs, batch: Batch) -> tuple[torch.Tensor, list[Metric]]:
-    """GSPO and a k2 KL on a batch of one row, from the paper; nothing of meshrl.algo."""
+    """GSPO and a k2 KL on a batch of one row, written from the paper without meshrl.algo."""
     at = batch.mask
     assert batch.old_logprobs is not None and batch.ref_logprobs is not None and batch.advantages is not None
     new, advantages = outputs.logprobs[at], batch.advantages[at].double()
@@ -40,7 +40,7 @@ def _of_one_row(outputs: Outputs, batch: Batch) -> tuple[torch.Tensor, list[Metr
 
 
 def _samples(aggregation: str) -> list[Sample]:
-    """Rows of groups that share prompts, in fp64 weights of this aggregation; some ratios are clipped, some not."""
+    """Rows of groups that share prompts, with this aggregation's weights in fp64; some ratios are clipped."""
     samples = random_groups(6, [9, 1, 30], [1, 12, 5, 40])
     for s in samples:
         s.old_logprobs = np.where(s.mask, s.old_logprobs - 2, np.nan).astype(np.float32)
@@ -51,7 +51,7 @@ def _samples(aggregation: str) -> list[Sample]:
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_a_loss_of_whole_rows_gives_the_unsharded_gradient(pool, aggregation: str):
+def test_a_loss_of_complete_rows_gives_the_unsharded_gradient(pool, aggregation: str):
     samples = _samples(aggregation)
     want = unsharded(tiny_qwen2(torch.float64), samples, _of_one_row)["grads"]
     rng = np.random.default_rng(len(aggregation))
@@ -64,15 +64,15 @@ def test_a_loss_of_whole_rows_gives_the_unsharded_gradient(pool, aggregation: st
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_answers_that_were_cut_off_are_as_good_as_absent(pool, aggregation: str):
-    """algo.truncated mask: neither their tokens nor their number enter, at the same advantages; the rest of a group
-    still shares its prompt with them. Whole micro-batches of cut answers are among them."""
+def test_masked_truncated_answers_change_nothing(pool, aggregation: str):
+    """algo.truncated=mask: neither their tokens nor their number count, and advantages stay the same; they still share
+    the prompt with their group. Some micro-batches have only truncated answers."""
     samples, cfg = _samples(aggregation), _cfg(aggregation=aggregation, truncated="mask")
     for i, s in enumerate(samples):
         s.truncated = i % 3 == 1 or i > 9
-    kept = [s for s, marked in zip(_samples(aggregation), samples) if not marked.truncated]
-    assert assign_loss_weights(samples, cfg, 40) == assign_loss_weights(kept, _cfg(aggregation=aggregation), 40)
-    want = unsharded(tiny_qwen2(torch.float64), kept, _of_one_row)["grads"]
+    complete = [s for s, marked in zip(_samples(aggregation), samples) if not marked.truncated]
+    assert assign_loss_weights(samples, cfg, 40) == assign_loss_weights(complete, _cfg(aggregation=aggregation), 40)
+    want = unsharded(tiny_qwen2(torch.float64), complete, _of_one_row)["grads"]
     for partition in ([[list(range(10)), [10, 11]]], [[[0, 3, 10], [11]], [[1, 2, 4, 5], [6, 7, 8, 9]]]):
         world = len(partition)
         args = (tiny_qwen2, {"dtype": torch.float64}, samples, partition, make_policy_loss(cfg), {})
@@ -82,7 +82,7 @@ def test_answers_that_were_cut_off_are_as_good_as_absent(pool, aggregation: str)
 
 
 @pytest.mark.parametrize("truncated", ["train", "mask"])
-def test_a_step_of_cut_answers_alone_gives_no_nan(pool, truncated: str):
+def test_a_step_of_only_truncated_answers_gives_no_nan(pool, truncated: str):
     samples = _samples("token_mean")
     for s in samples:
         s.truncated = True
@@ -93,4 +93,4 @@ def test_a_step_of_cut_answers_alone_gives_no_nan(pool, truncated: str):
     (rank,) = pool.run(partitioned, 1, *args)
     assert all(np.isfinite(g).all() for g in rank["grads"].values())
     assert (rank["norm"] == 0) == (truncated == "mask")
-    assert len(rank["logprobs"]) == 12, "what was sampled is still re-scored, for the sampler's proof"
+    assert len(rank["logprobs"]) == 12, "sampled tokens are still scored again, for the sampler's proof"

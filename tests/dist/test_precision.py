@@ -1,4 +1,4 @@
-"""Dtypes, buffers and ties through the life of a train engine (P9, P10, P11)."""
+"""Dtypes, buffers and ties in all stages of a train engine (P9, P10, P11)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meshrl.config.train import TrainConfig
 from meshrl.core.errors import ConfigError
 from meshrl.model.causal import CausalModel
 from meshrl.model.load import load_causal_lm
-from meshrl.parallel.fsdp import shard_model, whole
+from meshrl.parallel.fsdp import full_tensor, shard_model
 from meshrl.parallel.mesh import build_mesh, data_parallel_mesh, resolve_shape
 from meshrl.rollout.embedded.engine import build_embedded_engine
 from meshrl.train.engine import TrainEngine
@@ -26,7 +26,8 @@ from meshrl.train.packing import pack
 
 
 def _away_from_zero() -> torch.nn.Module:
-    """Parameters of size 0.1 and more: bf16's next number is 5e-4 away or more, hundreds of steps of lr 1e-6."""
+    """All parameters are at least 0.1 in size: bf16's next number is at least 5e-4 away, hundreds of steps at lr
+    1e-6."""
     lm = tiny_qwen2()
     for p in lm.parameters():
         p.data += 0.1 * torch.where(p >= 0, 1.0, -1.0)
@@ -88,14 +89,14 @@ def test_masters_moments_and_gradients_are_fp32_and_the_wire_has_the_compute_dty
 
 def _twenty_steps(rank: int, world: int, folder: Path, master: str) -> float:
     engine = _built(world, folder, "bfloat16", master_dtype=master)
-    before = [whole(p).clone() for p in engine.model.parameters()]
+    before = [full_tensor(p).clone() for p in engine.model.parameters()]
     for _ in range(20):
         _step(engine, rank)
-    return max(float((whole(p) - b).abs().max()) for p, b in zip(engine.model.parameters(), before, strict=True))
+    return max(float((full_tensor(p) - b).abs().max()) for p, b in zip(engine.model.parameters(), before, strict=True))
 
 
 def test_fp32_masters_move_at_lr_1e_6_and_bf16_masters_do_not(pool, folder):
-    """P9: twenty steps of AdamW; why train.master_dtype is float32 unless somebody asks."""
+    """P9: twenty steps of AdamW; this is why train.master_dtype is float32 by default."""
     assert pool.run(_twenty_steps, 1, folder, "float32")[0] == pytest.approx(2e-5, rel=0.2)
     assert pool.run(_twenty_steps, 1, folder, "bfloat16")[0] == 0.0
 
@@ -109,7 +110,7 @@ def _buffers_in_rank(rank: int, world: int, folder: Path, dtype: str, role: str)
 
 @pytest.mark.parametrize(("dtype", "role"), [("bfloat16", "policy"), ("bfloat16", "reference"), ("float32", "policy")])
 def test_buffers_equal_a_fresh_fp32_models(pool, folder, dtype, role):
-    """P10: after build, shard and a step, for W = 1 and 2, trainer and reference."""
+    """P10: after build, sharding and a step, on 1 and 2 ranks, for policy and reference."""
     fresh = dict(load_causal_lm(folder).named_buffers())
     assert fresh
     for world in (1, 2):
@@ -148,7 +149,7 @@ def _ties_in_rank(rank: int, world: int, tie: bool, strategy: str) -> list[bool]
     look()
     assert ("lm_head.weight" in held.tensors) != tie, "a tied head is sent once, under its embedding's name"
     assert held.tied == ({"lm_head.weight": "model.embed_tokens.weight"} if tie else {})
-    head, embedding = whole(lm.lm_head.weight), whole(lm.model.embed_tokens.weight)
+    head, embedding = full_tensor(lm.lm_head.weight), full_tensor(lm.model.embed_tokens.weight)
     assert torch.equal(head, embedding) == tie
     return seen
 
@@ -156,7 +157,7 @@ def _ties_in_rank(rank: int, world: int, tie: bool, strategy: str) -> list[bool]
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
 def test_tied_weights_stay_one_parameter_at_every_stage(pool, tie, strategy):
-    """P11: after build, forward, backward, step and sending."""
+    """P11: after build, forward, backward, step and sync."""
     assert pool.run(_ties_in_rank, 2, tie, strategy) == [[tie] * 5] * 2
 
 
@@ -171,12 +172,12 @@ def _tied_in_two_groups(rank: int, world: int) -> str:
 
 
 def test_tied_weights_in_two_groups_are_refused(pool):
-    """P11: so a change of grouping that splits a tie can't pass unnoticed."""
+    """P11: so a grouping that splits a tie is an error."""
     assert all("lm.model.embed_tokens.weight" in message for message in pool.run(_tied_in_two_groups, 2))
 
 
-def test_layers_that_are_no_softmax_attention_are_refused_by_name(tmp_path):
-    """P22: a convolution's or linear attention's state would leak over packs and be missing from the KV cache."""
+def test_layers_without_softmax_attention_are_refused_by_name(tmp_path):
+    """P22: the state of convolutions or linear attention would leak between packed rows and is not in the KV cache."""
     from transformers import Lfm2Config, Lfm2ForCausalLM
 
     config = Lfm2Config(

@@ -1,8 +1,8 @@
-"""The records keep their word: forks, aborts, mixed versions, images and routed experts, from agent to gradient.
+"""All records from agent to gradient, with forks, aborts, mixed versions, images and routed experts.
 
-A scripted agent and engine produce trajectories that hold all of these. They go through flatten -> advantages ->
-packing -> the engine on two ranks; the reference walks the turns of the trees one by one through plain Transformers
-and knows neither rows, masks nor packs.
+A scripted agent and engine produce trajectories with all of these. They go through flatten -> advantages -> packing ->
+the engine on two ranks; the reference scores the turns of the trees one by one with plain Transformers, without rows,
+masks and packs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from harness import partitioned, worst
 from scripted_agent import scripted_trajectories
-from tiny_models import tiny_seeing_qwen2
+from tiny_models import tiny_vision_qwen2
 
 from meshrl.agent.flatten import flatten
 from meshrl.algo.advantages import assign_advantages
@@ -35,7 +35,7 @@ def _path(trajectory: Trajectory, index: int) -> list[int]:
 
 def _reference(trajectories: list[Trajectory]) -> tuple[dict[str, np.ndarray], dict[str, float]]:
     """Gradient of -sum(advantage * logprob) / tokens, each turn scored once in its own full context."""
-    lm: Any = tiny_seeing_qwen2()
+    lm: Any = tiny_vision_qwen2()
     lm.config._attn_implementation = "sdpa"
     rewards: dict[str, list[float]] = {}
     for t in trajectories:
@@ -56,15 +56,15 @@ def _reference(trajectories: list[Trajectory]) -> tuple[dict[str, np.ndarray], d
                 routed_experts=torch.from_numpy(routes),
             ).last_hidden_state[0]
             logq = torch.log_softmax(lm.lm_head(h), dim=-1)
-            places = torch.arange(len(ids) - len(turn.output_ids), len(ids))
-            logp = logq[places - 1, tokens[places]]
+            positions = torch.arange(len(ids) - len(turn.output_ids), len(ids))
+            logp = logq[positions - 1, tokens[positions]]
             logprobs[f"{t.id}/{number}"] = float(logp.detach().sum())
             total = total - advantage * logp.sum() / count
     total.backward()
     return {n: p.grad.numpy().copy() for n, p in lm.named_parameters()}, logprobs
 
 
-def test_a_gradient_step_on_every_shape_of_trajectory_equals_the_unsharded_reference(pool):
+def test_a_gradient_step_on_every_kind_of_trajectory_equals_the_unsharded_reference(pool):
     """P20, P23: image span, fork in history, continued aborts, mixed versions, routed experts."""
     trajectories = scripted_trajectories(num_prompts=2, samples_per_prompt=2, media_outputs={"pixel_values": PIXELS})
     samples, _ = flatten(trajectories)
@@ -76,7 +76,7 @@ def test_a_gradient_step_on_every_shape_of_trajectory_equals_the_unsharded_refer
     for s in samples:  # fp64 weights, as in the reference
         s.loss_weight = np.where(s.mask, 1.0 / sum(int(x.mask.sum()) for x in samples), 0.0)
     partition = [[[0, 3, 7], [1]], [[2, 4, 10, 11], [5, 6, 8, 9]]]
-    got = pool.run(partitioned, 2, tiny_seeing_qwen2, {}, samples, partition, make_policy_loss(cfg), {})
+    got = pool.run(partitioned, 2, tiny_vision_qwen2, {}, samples, partition, make_policy_loss(cfg), {})
     want, logprobs = _reference(trajectories)
     distance, name = worst(got[0]["grads"], want)
     assert distance < 1e-6, f"{name} is {distance:.2e} of its norm off"  # advantages are rounded to fp32

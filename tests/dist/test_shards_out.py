@@ -1,4 +1,4 @@
-"""Each rank's boxes into samplers, in the same process and in others, without a gather (P15, P16)."""
+"""Each rank's boxes to samplers, in the same process and in others, without a gather (P15, P16)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from meshrl.core.errors import SyncError
 from meshrl.model.hub_names import HubNames
 from meshrl.model.load import cast_parameters
 from meshrl.model.lora import named_weights
-from meshrl.parallel.fsdp import local_shard, whole
+from meshrl.parallel.fsdp import full_tensor, local_shard
 from meshrl.sync.delivery import Delivery
 from meshrl.sync.layout import Ack, Layout, SyncHeader, Transfer, make_layout
 from meshrl.sync.receiver import Receiver
@@ -31,7 +31,7 @@ from meshrl.sync.transport import NUM_SLOTS
 from meshrl.train.engine import TrainEngine
 from meshrl.train.weights import held_weights
 
-UNEVEN: dict[str, Any] = dict(  # no dim divides by 4; a dim of 5 leaves the last of four ranks empty
+UNEVEN: dict[str, Any] = dict(  # 4 divides no dim; with a dim of 5 the last of four ranks is empty
     vocab_size=61, hidden_size=30, intermediate_size=5, num_attention_heads=3, num_key_value_heads=1
 )
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -45,19 +45,19 @@ APART = ("sockets", "other machine", "broadcast")
 
 
 def _synced_rank(engine: TrainEngine, way: str, tie: bool = True, **changes: Any) -> SyncedRank:
-    """With a sampler in bf16 whose weights are others than the trainer's."""
+    """A rank with a sampler in bf16 that has other weights than the trainer."""
     other = tiny_qwen2(tie=tie, seed=9, **UNEVEN)
     sampler = tiny_engine(cast_parameters(other, torch.bfloat16), trusted=False)
     return SyncedRank(engine, sampler, way, **changes)
 
 
 def _weights(engine: TrainEngine) -> dict[str, torch.Tensor]:
-    """Gathered, in the sampler's dtype (a collective)."""
-    return {name: whole(p.detach()).to(engine.compute_dtype) for name, p in named_weights(engine.model.lm)}
+    """All weights, gathered, in the sampler's dtype (a collective)."""
+    return {name: full_tensor(p.detach()).to(engine.compute_dtype) for name, p in named_weights(engine.model.lm)}
 
 
 def _train(engine: TrainEngine, step: int) -> None:
-    """Move a few masters by more than bf16 rounds, the same on every replica."""
+    """Change a few masters by more than bf16 rounding, equally on every replica."""
     for number, p in enumerate(engine.model.parameters()):
         flat = local_shard(p.detach()).view(-1)
         flat[(step + number) % 17 :: 23] += 0.25
@@ -66,7 +66,7 @@ def _train(engine: TrainEngine, step: int) -> None:
 def _synced(
     rank: int, world: int, train: dict[str, Any], way: str, mode: str = "delta", tie: bool = True
 ) -> tuple[list[tuple[bool, Ack]], Layout]:
-    """Several syncs with training in between: whether the sampler then holds the gathered weights, and its ack."""
+    """Several syncs with training in between: whether the sampler has the gathered weights, and its ack."""
     engine = engine_over(tiny_qwen2(tie=tie, **UNEVEN), world, train, torch.bfloat16)
     engine.require_independent_rows()  # a forward without a backward must not leave gathered parameters behind
     synced, found = _synced_rank(engine, way, tie, mode=mode), []
@@ -76,7 +76,7 @@ def _synced(
         for version in range(NUM_SYNCS):
             _train(engine, version)
             if version == NUM_SYNCS - 1 and rank == 0:
-                await synced.sampler.cancel()  # one of them has lost its weights: all get everything again
+                await synced.sampler.cancel()  # one sampler has lost its weights: all get everything
             ack = await synced.sync(version)
             lm: Any = synced.sampler._weights.lm
             same = [torch.equal(lm.get_parameter(name), full) for name, full in _weights(engine).items()]
@@ -88,52 +88,53 @@ def _synced(
     return found, synced.layout
 
 
-def _check(answers: list[tuple[list[tuple[bool, Ack]], Layout]], changes_alone: bool) -> None:
+def _check(answers: list[tuple[list[tuple[bool, Ack]], Layout]], only_changes: bool) -> None:
     for found, _ in answers:
         assert [holds for holds, _ in found] == [True] * NUM_SYNCS
         acks = [ack for _, ack in found]
-        assert [(a.version, a.wire, a.resident) for a in acks] == [(v, True, True) for v in range(NUM_SYNCS)]
+        assert [(a.version, a.wire, a.read_back) for a in acks] == [(v, True, True) for v in range(NUM_SYNCS)]
         sizes = [ack.num_bytes for ack in acks]
         fewer = [size < sizes[0] / 2 for size in sizes]
-        assert fewer == [False, changes_alone, changes_alone, False]
+        assert fewer == [False, only_changes, only_changes, False]
 
 
 @pytest.mark.parametrize("way", ["shared memory", "collective", *APART])
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_the_samplers_hold_the_trainers_weights_to_the_bit_after_every_sync(pool, world, way):
-    """P16: full, then changes alone, then full again by itself when one sampler has lost its version."""
-    in_place = world == 1 and way not in APART  # written in place: there is nothing to save
-    _check(pool.run(_synced, world, {}, way), changes_alone=not in_place)
+def test_after_every_sync_the_samplers_hold_the_trainers_weights_to_the_bit(pool, world, way):
+    """P16: full, then only changes, then full again because one sampler has lost its version."""
+    in_place = world == 1 and way not in APART  # written in place, without a delta
+    _check(pool.run(_synced, world, {}, way), only_changes=not in_place)
 
 
 @pytest.mark.parametrize(("world", "way"), [(1, "shared memory"), (2, "shared memory"), (2, "sockets")])
-def test_a_head_that_is_not_tied_gets_weights_of_its_own(pool, world, way):
-    """P11, P16: sent under its own name, and read back apart from the embedding."""
-    _check(pool.run(_synced, world, {}, way, "delta", False), changes_alone=world > 1)
+def test_an_untied_head_gets_its_own_weights(pool, world, way):
+    """P11, P16: sent under its own name, and read back separately from the embedding."""
+    _check(pool.run(_synced, world, {}, way, "delta", False), only_changes=world > 1)
 
 
 @pytest.mark.parametrize("way", ["shared memory", "collective", "sockets"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_sharding_strategy_sends_each_shard_once(pool, strategy, way):
-    """P16: replicas of a shard are not sent twice, and every rank's sampler still gets everything."""
+    """P16: a shard with replicas is sent once, and every rank's sampler gets everything."""
     train = {"sharding_strategy": strategy, **STRATEGIES[strategy]}
     in_place = strategy == "NO_SHARD" and way not in APART
     answers = pool.run(_synced, 4, train, way)
-    _check(answers, changes_alone=not in_place)
+    _check(answers, only_changes=not in_place)
     for found, layout in answers:
         assert layout.num_bytes <= found[0][1].num_bytes < 1.1 * layout.num_bytes  # gaps between parts
 
 
-def test_nothing_is_remembered_unless_asked_for(pool):
-    """P19: no copy of the weights, and so no changes."""
+def test_without_delta_no_base_is_stored(pool):
+    """P19: no copy of the weights, so no deltas."""
     answers = pool.run(_synced, 2, {}, "shared memory", "full")
-    _check(answers, changes_alone=False)
+    _check(answers, only_changes=False)
     for found, layout in answers:
         assert {ack.extra_bytes for _, ack in found} == {2 * NUM_SLOTS * layout.slot_bytes}
 
 
 def _ten_syncs(rank: int, world: int, folder: str, way: str) -> list[str]:
-    """AdamW steps between syncs, then an export; names that differ between the sampler and a fresh load of it."""
+    """AdamW steps between syncs, then an export; names of tensors that differ between sampler and a load of the
+    export."""
     from meshrl.model.load import load_causal_lm
 
     engine = engine_over(tiny_qwen2(**UNEVEN), world, {"optimizer": {"lr": 1e-3}}, torch.bfloat16)
@@ -160,17 +161,19 @@ def _ten_syncs(rank: int, world: int, folder: str, way: str) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["shared memory", "sockets"])
 @pytest.mark.parametrize("world", [1, 2])
-def test_after_ten_syncs_with_training_in_between_a_sampler_is_a_fresh_load_of_the_export(pool, tmp_path, world, way):
-    """P15, P16: changes of changes add up to exactly the weights."""
+def test_after_ten_syncs_with_training_in_between_a_sampler_equals_a_fresh_load_of_the_export(
+    pool, tmp_path, world, way
+):
+    """P15, P16: successive deltas add up to exactly the weights."""
     assert pool.run(_ten_syncs, world, str(tmp_path), way) == [[]] * world
 
 
 def _wrong(rank: int, world: int) -> str:
-    """A bit of the other rank's shard changes on its way to rank 0."""
+    """A bit of the other rank's shard changes on the way to rank 0."""
     synced = _synced_rank(engine_over(tiny_qwen2(**UNEVEN), world, {}, torch.bfloat16), "shared memory")
     get = Sockets.get
 
-    async def spoiled(self: Sockets, transfer: Transfer) -> Delivery:
+    async def damaged(self: Sockets, transfer: Transfer) -> Delivery:
         found = await get(self, transfer)
         if rank != 0 or transfer.index != 1:
             return found
@@ -189,21 +192,21 @@ def _wrong(rank: int, world: int) -> str:
         return "no error"
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Sockets, "get", spoiled)
+        patch.setattr(Sockets, "get", damaged)
         answer = asyncio.run(run())
         synced.close()
     return answer
 
 
-def test_a_bit_that_changes_between_two_ranks_names_its_tensor(pool):
-    """P15: digests are taken where the shard is, before it is sent. The other rank's sync ends, too."""
+def test_a_bit_that_changes_between_two_ranks_is_an_error_with_its_tensor(pool):
+    """P15: the sender computes digests before it sends. The other rank's sync ends, too."""
     first, second = pool.run(_wrong, 2)
-    assert "of sender 1" in first and "brought model." in first and "sent was" in first
+    assert "of sender 1" in first and ": model." in first and "was sent with digest" in first
     assert "from its sender" in second or "to a receiver" in second
 
 
 class Model:
-    """A receiver of full tensors that starts with zeros; of tied ones it has one."""
+    """A receiver of full tensors that starts with zeros; tied tensors are one."""
 
     def __init__(self, layout: Layout):
         self.tensors = {t.name: torch.zeros(t.shape, dtype=t.torch_dtype) for t in layout.tensors}
@@ -211,7 +214,7 @@ class Model:
         self.receiver = Receiver(layout, self.tensors)
 
     async def reconcile(self, layout: Layout) -> None:
-        """The tensors are the layout's own."""
+        """Nothing to compare: the tensors come from the layout."""
 
     async def begin(self, header: SyncHeader) -> None:
         self.receiver.begin(header)
@@ -231,10 +234,10 @@ MIXTURE: dict[str, Any] = dict(vocab_size=61, num_experts=3, moe_intermediate_si
 
 
 def _placements(name: str, shape: tuple[int, ...]) -> list[Any]:
-    """Each way of cutting a tensor on a mesh of 2 x 2."""
+    """The placements of a tensor on a mesh of 2 x 2; together, all kinds are used."""
     if len(shape) == 1:
         return [Replicate(), Shard(0)]
-    if "experts.gate_up_proj" in name:  # several experts, and of each some rows of gate and of up
+    if "experts.gate_up_proj" in name:  # several experts, each with some rows of gate and of up
         return BLOCKS
     if "experts.down_proj" in name:
         return [Shard(2), Shard(0)]
@@ -244,7 +247,7 @@ def _placements(name: str, shape: tuple[int, ...]) -> list[Any]:
 
 
 def _shard(lm: torch.nn.Module) -> dict[str, list[Any]]:
-    """Replace each parameter by a DTensor on a mesh of 2 x 2; the placements."""
+    """Replace each parameter by a DTensor on a mesh of 2 x 2. Returns the placements."""
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     chosen, sharded = {}, dict[int, torch.nn.Parameter]()  # a tied parameter stays one
     for name, p in list(lm.named_parameters(remove_duplicate=False)):
@@ -258,7 +261,7 @@ def _shard(lm: torch.nn.Module) -> dict[str, list[Any]]:
 
 
 def _cut_in_two_dims(rank: int, world: int) -> list[str]:
-    """Names of tensors that differ from those that were cut, after one sync."""
+    """Names of tensors that differ from the original ones after one sync."""
     lm = tiny_lm("qwen3_moe", **MIXTURE)
     names = HubNames(lm)
     full = {name: held[0].elements for name, held in held_weights(lm, names, torch.bfloat16).held.items()}
@@ -277,20 +280,20 @@ def _cut_in_two_dims(rank: int, world: int) -> list[str]:
     sender.begin(held.held)
     order = SyncOrder(
         header=SyncHeader(version=0, layout_hash=layout.hash),
-        occasion="first",
+        connection_id="first",
         senders={other: address for other, address in enumerate(addresses) if other != rank},
         number=rank,
         num_receivers=world - 1,
     )
     ack = asyncio.run(sync_rank(order, layout, transport, sender, model))
-    assert ack is not None and (ack.wire, ack.resident) == (True, True)
+    assert ack is not None and (ack.wire, ack.read_back) == (True, True)
     dist.barrier()
     transport.close()
     assert model.tensors.keys() == wanted.keys()
     return [name for name, tensor in wanted.items() if not torch.equal(model.tensors[name], tensor)]
 
 
-def test_tensors_that_are_cut_by_columns_or_by_two_axes_arrive_in_full(pool):
-    """P16: sharded on dim 1, on two axes of a mesh, both of them on one dim, and a joint tensor of experts; over shared
+def test_tensors_that_are_cut_by_columns_or_by_two_axes_are_received_in_full(pool):
+    """P16: sharded on dim 1, by two mesh axes, by both axes on one dim, and a joint tensor of experts; over shared
     memory and, between the two halves of the ranks, over TCP."""
     assert pool.run(_cut_in_two_dims, 4) == [[]] * 4

@@ -1,4 +1,4 @@
-"""Each rank reads its own rows of a model's files, and no more: to the bit what a whole load would give it."""
+"""Each rank reads only its own rows of a model's files, with the same result to the bit as a full load."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from meshrl.parallel.fsdp import local_shard, shard_model
 from meshrl.parallel.mesh import build_mesh, data_parallel_mesh, resolve_shape
 from meshrl.train.engine import TrainEngine
 
-UNEVEN: dict[str, Any] = dict(  # no dim divides by 4; a dim of 5 leaves the last of four ranks empty
+UNEVEN: dict[str, Any] = dict(  # 4 divides no dim; with a dim of 5 the last of four ranks is empty
     vocab_size=61, hidden_size=30, intermediate_size=5, num_attention_heads=3, num_key_value_heads=1
 )
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -53,7 +53,7 @@ STRATEGIES = {
 
 
 def _saved(path: Path, family: str, dtype: torch.dtype = torch.float32, files: int = 1, **changes: Any) -> Path:
-    """A folder of a model whose every tensor is random, norms and biases too."""
+    """A folder of a model with random values in all tensors, also in norms and biases."""
     lm = tiny_lm(family, **changes)
     with torch.no_grad():
         for p in lm.parameters():
@@ -64,18 +64,18 @@ def _saved(path: Path, family: str, dtype: torch.dtype = torch.float32, files: i
 
 
 def _by_transformers(folder: Path, dtype: torch.dtype) -> torch.nn.Module:
-    """The whole model as Transformers itself loads it."""
+    """The full model, loaded by Transformers."""
     from transformers import AutoModelForCausalLM
 
     attention.register()
-    whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention.NAME)
-    return cast_parameters(whole, dtype)
+    lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention.NAME)
+    return cast_parameters(lm, dtype)
 
 
 def _differences(
     rank: int, world: int, folder: Path, model: dict[str, Any], train: dict[str, Any], role: Any
 ) -> tuple[list[str], int]:
-    """Names of what differs between a streamed engine and one over the whole model, and the smallest shard's size."""
+    """Names of what differs between a streamed engine and one over a full load, and the size of the smallest shard."""
     cfg = TrainConfig(**train)
     mesh = build_mesh(resolve_shape(cfg.mesh, world, cfg.sharding_strategy), "cpu")
     got = TrainEngine.build(ModelConfig(path=str(folder), **model), cfg, mesh, role)
@@ -102,8 +102,8 @@ def _differences(
 
 
 @pytest.mark.parametrize(("world", "model"), [(2, name) for name in MODELS] + [(1, "qwen2 tied"), (4, "uneven")])
-def test_a_streamed_model_equals_the_whole_one_to_the_bit(pool, tmp_path, world, model):
-    """P10, P11: parameters, buffers, dtypes and ties, also of ranks that hold little or nothing of a tensor."""
+def test_a_streamed_model_equals_transformers_model_to_the_bit(pool, tmp_path, world, model):
+    """P10, P11: parameters, buffers, dtypes and ties, also on ranks with little or nothing of a tensor."""
     family, changes = MODELS[model]
     answers = pool.run(_differences, world, _saved(tmp_path, family, **changes), {"dtype": "float32"}, {}, "policy")
     assert [wrong for wrong, _ in answers] == [[]] * world
@@ -111,7 +111,7 @@ def test_a_streamed_model_equals_the_whole_one_to_the_bit(pool, tmp_path, world,
 
 
 @pytest.mark.parametrize("strategy", list(STRATEGIES)[1:])
-def test_every_sharding_strategy_streams(pool, tmp_path, strategy):
+def test_every_sharding_strategy_reads_its_own_shards(pool, tmp_path, strategy):
     folder = _saved(tmp_path, "qwen2", tie_word_embeddings=True, **UNEVEN)
     train = {"sharding_strategy": strategy, **STRATEGIES[strategy]}
     answers = pool.run(_differences, 4, folder, {"dtype": "float32"}, train, "policy")
@@ -127,7 +127,7 @@ def test_every_sharding_strategy_streams(pool, tmp_path, strategy):
     ],
 )
 def test_files_of_any_dtype_and_number_fill_masters_and_references(pool, tmp_path, written, files, train, role):
-    """P9: bf16 files into fp32 masters, fp16 ones into bf16 masters, fp32 ones into a reference in compute dtype."""
+    """P9: bf16 files to fp32 masters, fp16 files to bf16 masters, fp32 files to a reference in compute dtype."""
     folder = _saved(tmp_path, "llama", DTYPES[written], files)
     assert (len(list(folder.glob("*.safetensors"))) > 1) == (files > 1)
     answers = pool.run(_differences, 2, folder, {"dtype": "bfloat16"}, train, role)
@@ -142,7 +142,7 @@ EXPERTS: dict[str, Any] = dict(
 
 
 def test_a_rank_reads_the_experts_it_holds(pool, tmp_path):
-    """The files hold an expert's matrices one by one, the model all of a layer's in one tensor; five do not divide."""
+    """The files hold each expert's matrices separately, the model joins those of a layer; 2 ranks share 5 experts."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -156,7 +156,7 @@ def test_a_rank_reads_the_experts_it_holds(pool, tmp_path):
     assert [wrong for wrong, _ in answers] == [[]] * 2
 
 
-def test_what_only_transformers_can_load_is_loaded_whole_and_is_the_same(pool, tmp_path):
+def test_a_model_that_only_transformers_can_load_is_loaded_in_full_and_is_equal(pool, tmp_path):
     """P11: config.json ties two tensors that differ in the file, so the trained model has two."""
     folder = _saved(tmp_path, "llama", tie_word_embeddings=True)
     tensors = load_file(folder / "model.safetensors")
@@ -180,13 +180,13 @@ def _through_a_small_bucket(rank: int, world: int, folder: Path, bucket_bytes: i
 
 
 @pytest.mark.parametrize("bucket_bytes", [8, 1000])
-def test_tensors_larger_than_the_bucket_come_in_pieces(pool, tmp_path, bucket_bytes):
-    """Pieces end in the middle of a row, and of a bucket."""
+def test_tensors_larger_than_the_bucket_are_read_in_pieces(pool, tmp_path, bucket_bytes):
+    """Pieces end inside a row, and inside a bucket."""
     folder = _saved(tmp_path, "llama", torch.bfloat16, vocab_size=31)
     assert pool.run(_through_a_small_bucket, 2, folder, bucket_bytes) == [True, True]
 
 
-# ---- what we would compute differently is refused, without a whole copy
+# ---- models that we would compute differently are refused, without a full copy
 
 
 def _counted_on(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -196,31 +196,32 @@ def _counted_on(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> t
 
 def _compared(rank: int, world: int, folder: Path, fault: str, compute: str) -> str:
     lm, weights = open_causal_lm(folder)
-    twin = meta_copy(lm)
-    if fault == "leak":  # as a recurrent state over the pack would
-        twin.model.norm.register_forward_hook(lambda module, args, out: out + out.mean(1, keepdim=True))
-    if fault == "position":  # counted through the pack, as a model does that makes its own
-        twin.base_model.register_forward_pre_hook(_counted_on, with_kwargs=True)
-    if fault == "head":  # something between hidden state and logits that our head does not do
-        twin.lm_head.register_forward_hook(lambda module, args, out: out.tanh())
+    meta_lm = meta_copy(lm)
+    if fault == "leak":  # as by a recurrent state over the pack
+        meta_lm.model.norm.register_forward_hook(lambda module, args, out: out + out.mean(1, keepdim=True))
+    if fault == "position":  # counted over the pack, as in a model that computes its own positions
+        meta_lm.base_model.register_forward_pre_hook(_counted_on, with_kwargs=True)
+    if fault == "head":  # an operation between hidden states and logits that our head does not have
+        meta_lm.lm_head.register_forward_hook(lambda module, args, out: out.tanh())
     cfg = TrainConfig()
     mesh = build_mesh((1, world, 1, 1), "cpu")
     engine = TrainEngine.wrap(lm, cfg, mesh, "policy", DTYPES[compute], weights)
     before = {name: local_shard(p).clone() for name, p in engine.model.named_parameters()}
     try:
-        require_same_scores(twin, engine.model.lm, data_parallel_mesh(mesh), folder)
-        said = "same"
+        require_same_scores(meta_lm, engine.model.lm, data_parallel_mesh(mesh), folder)
+        result = "same"
     except ConfigError as error:
-        said = str(error)
+        result = str(error)
     engine.require_independent_rows()
     assert all(torch.equal(before[name], local_shard(p)) for name, p in engine.model.named_parameters())
-    return said
+    return result
 
 
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 @pytest.mark.parametrize("world", [1, 4])
-def test_a_sharded_model_that_scores_as_transformers_does_is_taken(pool, tmp_path, world, compute):
-    """P22: in fp32, whatever the engine computes in; the shards are borrowed, uneven ones too, and stay as they are."""
+def test_a_sharded_model_with_transformers_scores_is_accepted(pool, tmp_path, world, compute):
+    """P22: in fp32 for any compute dtype; the comparison uses the shards, also uneven ones, and does not change
+    them."""
     folder = _saved(tmp_path, "qwen2", **UNEVEN)
     assert pool.run(_compared, world, folder, "none", compute) == ["same"] * world
 
@@ -230,8 +231,8 @@ def test_a_sharded_model_that_scores_as_transformers_does_is_taken(pool, tmp_pat
 )
 def test_a_sharded_model_that_scores_differently_is_refused(pool, tmp_path, family, fault):
     """P22, P35"""
-    said = pool.run(_compared, 2, _saved(tmp_path, family), fault, "bfloat16")
-    assert all("nats away from Transformers' own" in text for text in said)
+    results = pool.run(_compared, 2, _saved(tmp_path, family), fault, "bfloat16")
+    assert all("nats away from Transformers' own" in text for text in results)
 
 
 def _built(rank: int, world: int, folder: Path) -> str:
@@ -243,8 +244,8 @@ def _built(rank: int, world: int, folder: Path) -> str:
     return "built"
 
 
-def test_build_asks_for_the_same_scores(pool, tmp_path):
-    """P22: a family whose attention depends on what our packed forward does not give it (alibi)."""
+def test_build_compares_the_scores(pool, tmp_path):
+    """P22: a family whose attention needs an input that our packed forward does not have (alibi)."""
     from transformers import BloomConfig, BloomForCausalLM
 
     config = BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.2)
@@ -259,31 +260,31 @@ _ALLOWANCE = 12 << 20  # module objects, headers and buffers of gloo; seen: less
 
 
 def _written(path: Path, family: str, **changes: Any) -> Path:
-    """A folder of a wide model in bf16, written tensor by tensor in two files."""
+    """A folder of a wide model in bf16, in two files."""
     with torch.device("meta"):
         lm = tiny_lm(family, **changes)
     lm.config.save_pretrained(path)
-    names, place = list(lm.state_dict().items()), {}
-    for number, half in enumerate((names[::2], names[1::2])):
+    tensors, file_of = list(lm.state_dict().items()), {}
+    for number, half in enumerate((tensors[::2], tensors[1::2])):
         file = f"model-0000{number + 1}-of-00002.safetensors"
         save_file({name: torch.full(t.shape, 0.01, dtype=torch.bfloat16) for name, t in half}, path / file)
-        place |= dict.fromkeys((name for name, _ in half), file)
-    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": place}))
+        file_of |= dict.fromkeys((name for name, _ in half), file)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": file_of}))
     return path
 
 
-def _resident(field: str) -> int:
+def _memory_bytes(field: str) -> int:
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
     return int(line.split()[1]) << 10
 
 
-def _growth(rank: int, world: int, folder: Path, warm_up: Path, whole: bool) -> tuple[int, int]:
-    """(bytes by which this process was at its peak larger than before, bytes of its shard)."""
-    _through_a_small_bucket(rank, world, warm_up, _BUCKET)  # imports, and what a first group of processes takes
-    before = _resident("VmRSS")
-    if whole:
+def _growth(rank: int, world: int, folder: Path, warm_up: Path, full: bool) -> tuple[int, int]:
+    """(growth of this process at its peak, in bytes; bytes of its shard)."""
+    _through_a_small_bucket(rank, world, warm_up, _BUCKET)  # memory of imports and of a first process group
+    before = _memory_bytes("VmRSS")
+    if full:
         load_causal_lm(folder)
-        return _resident("VmHWM") - before, 0
+        return _memory_bytes("VmHWM") - before, 0
     lm, weights = open_causal_lm(folder)
     model = CausalModel(lm)
     mesh = data_parallel_mesh(build_mesh((1, world, 1, 1), "cpu"))
@@ -291,22 +292,22 @@ def _growth(rank: int, world: int, folder: Path, warm_up: Path, whole: bool) -> 
     materialize(model, torch.device("cpu"))
     weights.fill(lm, _BUCKET)
     shard = sum(local_shard(p).numel() * p.element_size() for p in model.parameters())
-    return _resident("VmHWM") - before, shard
+    return _memory_bytes("VmHWM") - before, shard
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="measures through /proc")
-def test_the_host_holds_the_shard_and_one_bucket(tmp_path):
-    """P19: at the peak of a load into two ranks, of a model with tensors of several buckets; a whole load can't."""
+def test_loading_takes_host_memory_for_the_shard_and_one_bucket(tmp_path):
+    """P19: the peak of a load by two ranks of a model with tensors of several buckets; a full load takes more."""
     wide = dict(vocab_size=8000, hidden_size=2048, intermediate_size=2048, num_attention_heads=16, head_dim=128)
     folder = _written(tmp_path / "wide", "llama", tie_word_embeddings=False, **wide)
     warm_up = _saved(tmp_path / "tiny", "llama")
     fresh = RankPool(2)
     try:
         streamed = fresh.run(_growth, 2, folder, warm_up, False)
-        ((growth_of_whole, _),) = fresh.run(_growth, 1, folder, warm_up, True)
+        ((growth_of_full_load, _),) = fresh.run(_growth, 1, folder, warm_up, True)
     finally:
         fresh.close()
     for growth, shard in streamed:
         assert shard > 100 << 20
         assert growth <= shard + _BUCKET + _ALLOWANCE, f"{growth:,} bytes for a shard of {shard:,}"
-        assert growth_of_whole > shard + _BUCKET + _ALLOWANCE, "the limit would not see a whole load"
+        assert growth_of_full_load > shard + _BUCKET + _ALLOWANCE, "the limit would not detect a full load"

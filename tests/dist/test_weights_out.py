@@ -1,4 +1,4 @@
-"""What leaves the train engine: names, values, and folders that Transformers loads (P11, P16)."""
+"""Weights out of the train engine: names, values, and folders that Transformers loads (P11, P16)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshrl.model.load import cast_parameters
 from meshrl.parallel.fsdp import local_shard
 from meshrl.train.weights import HeldWeights
 
-UNEVEN: dict[str, Any] = dict(  # no dim divides by 4; a dim of 5 leaves the last of four ranks empty
+UNEVEN: dict[str, Any] = dict(  # 4 divides no dim; with a dim of 5 the last of four ranks is empty
     vocab_size=61, hidden_size=30, intermediate_size=5, num_attention_heads=3, num_key_value_heads=1
 )
 STRATEGIES = {
@@ -28,14 +28,14 @@ STRATEGIES = {
 def _held(
     rank: int, world: int, model: dict[str, Any], train: dict[str, Any], dtype: torch.dtype
 ) -> tuple[HeldWeights, int]:
-    """What this rank holds, and the size of its smallest shard."""
+    """This rank's boxes, and the size of its smallest shard."""
     engine = engine_over(tiny_qwen2(**model), world, train, dtype)
     engine.require_independent_rows()  # a forward without a backward must not leave gathered parameters behind
     return engine.weights(), min(local_shard(p).numel() for p in engine.model.parameters())
 
 
 def _check(answers: list[tuple[HeldWeights, int]], model: dict[str, Any], dtype: torch.dtype) -> None:
-    """Each box is a block of a fresh model's tensor, and the boxes of all ranks together are all of it."""
+    """Each box is a block of a fresh model's tensor, and the boxes of all ranks cover the tensor."""
     fresh = dict(cast_parameters(tiny_qwen2(**model), dtype).named_parameters())
     covered = {name: torch.zeros(want.shape, dtype=torch.bool) for name, want in fresh.items()}
     for held, _ in answers:
@@ -53,7 +53,7 @@ def _check(answers: list[tuple[HeldWeights, int]], model: dict[str, Any], dtype:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_names_and_values_equal_a_fresh_model_to_the_bit(pool, world, dtype):
-    """P16: with dims that do not divide, and ranks that hold nothing of a tensor."""
+    """P16: with dims that the ranks do not divide, and ranks without a part of a tensor."""
     model = {"tie": False, **UNEVEN}
     answers = pool.run(_held, world, model, {}, dtype)
     _check(answers, model, dtype)
@@ -62,7 +62,7 @@ def test_names_and_values_equal_a_fresh_model_to_the_bit(pool, world, dtype):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_sharding_strategy_holds_all_of_the_weights(pool, strategy):
-    """P16: in shards, and in copies of shards."""
+    """P16: in shards and in replicas of shards."""
     train = {"sharding_strategy": strategy, **STRATEGIES[strategy]}
     _check(pool.run(_held, 4, UNEVEN, train, torch.bfloat16), UNEVEN, torch.bfloat16)
 
@@ -77,7 +77,7 @@ def _exported(rank: int, world: int, family: str, path: Path, tokenizer: Path, d
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("family", ["qwen2", "gemma2"])
 def test_from_pretrained_of_an_exported_folder_gives_the_same_logits(pool, tmp_path, family, dtype):
-    """P9, P11: loaded by a stranger, with Transformers' own attention, cache and dtype; the tie survives."""
+    """P9, P11: loaded with Transformers' own attention, cache and dtype; tied tensors stay tied."""
     from transformers import AutoModelForCausalLM
 
     tokenizer = tmp_path / "tokenizer"
@@ -109,7 +109,7 @@ def _export_with_buffer(rank: int, world: int, folder: str) -> None:
 
 
 def test_persistent_buffers_are_exported_with_the_parameters(pool, tmp_path):
-    """P28: a router's correction bias is no parameter, and the exported model is another one without it."""
+    """P28: a router's correction bias is not a parameter, but the exported model would be wrong without it."""
     from safetensors import safe_open
 
     pool.run(_export_with_buffer, 2, str(tmp_path))

@@ -1,4 +1,4 @@
-"""Every benchmark runs: in its smoke mode, and with a last line that a machine can read."""
+"""Every benchmark runs in its smoke mode, and its last line is machine-readable."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VLLM = BENCHMARKS.parent / ".venv-vllm" / "bin" / "python"
 
 
 def smoke(name: str, results: Path, *arguments: str) -> dict[str, Any]:
-    """Run one benchmark at tiny sizes; its last line, after a look at the raw samples it left."""
+    """Run one benchmark at tiny sizes and check the raw samples that it writes. Returns its last line."""
     command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--smoke", "--threads", "1", "--results", str(results)]
     done = subprocess.run([*command, *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
@@ -45,7 +45,7 @@ def smoke(name: str, results: Path, *arguments: str) -> dict[str, Any]:
 
 
 def refusal(name: str, *arguments: str) -> str:
-    """What a benchmark says that refuses its arguments. In this process, which has imported what benchmarks import."""
+    """The error text of a benchmark with wrong arguments. It runs in this process, where its imports are loaded."""
     printed, before = io.StringIO(), set(sys.modules)
     with (
         mock.patch.object(sys, "path", [str(BENCHMARKS), *sys.path]),
@@ -56,7 +56,7 @@ def refusal(name: str, *arguments: str) -> str:
         runpy.run_path(str(BENCHMARKS / f"{name}.py"), run_name="__main__")
     for module in set(sys.modules) - before:
         if (getattr(sys.modules[module], "__file__", None) or "").startswith(str(BENCHMARKS)):
-            del sys.modules[module]  # its names are too common to stay
+            del sys.modules[module]  # names such as `runs` could hide other modules
     return printed.getvalue()
 
 
@@ -76,14 +76,14 @@ def test_where_time_goes(tmp_path: Path) -> None:
     assert abs(sum(shares.values()) - 1) < 0.01 and shares["share_training_float32_matrix_products"] > 0
 
 
-def test_overhead_of_the_engine(tmp_path: Path) -> None:
+def test_engine_overhead(tmp_path: Path) -> None:
     line = smoke("engine_overhead", tmp_path, "--only", "engine")
     assert bars(line) == {"engine_overhead"}
     assert {"engine_overhead_low", "engine_overhead_high", "entropy_cost"} <= line["figures"].keys()
 
 
 @pytest.mark.slow
-def test_share_of_the_controller(tmp_path: Path) -> None:
+def test_controller_share(tmp_path: Path) -> None:
     line = smoke("engine_overhead", tmp_path, "--only", "controller")
     assert bars(line) == {"controller_share"}
     assert 0 < line["figures"]["controller_share"] < 1
@@ -100,14 +100,14 @@ def test_rollout(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_rollout_with_transformers_continuous_batching(tmp_path: Path) -> None:
+def test_rollout_against_generate_batch(tmp_path: Path) -> None:
     line = smoke("rollout", tmp_path)
     assert {f"ratio_{cell}_over_generate_batch" for cell in CELLS} <= line["figures"].keys()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.skipif(not VLLM.exists(), reason="vLLM has an environment of its own: make setup-vllm")
+@pytest.mark.skipif(not VLLM.exists(), reason="there is no .venv-vllm: make setup-vllm")
 def test_rollout_against_vllm(tmp_path: Path) -> None:
     line = smoke("rollout", tmp_path, "--rivals", "vllm", "--vllm-python", str(VLLM))
     figures, rows = line["figures"], [f"ratio_0.9M_float32_16_{kind}_over_vllm" for kind in ("mixed", "equal")]
@@ -120,13 +120,13 @@ def test_rollout_against_vllm(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [("--rivals", "vllm"), ("--vllm-python", "no/python")])
-def test_without_vllm_it_says_where_to_get_it(arguments: tuple[str, ...]) -> None:
+def test_without_vllm_the_error_names_the_command_that_installs_it(arguments: tuple[str, ...]) -> None:
     assert "make setup-vllm" in refusal("rollout", *arguments)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.skipif(not TRL.exists(), reason="TRL has an environment of its own; benchmarks/README.md installs it")
+@pytest.mark.skipif(not TRL.exists(), reason="there is no .venv-trl: see benchmarks/README.md")
 def test_grpo_vs_trl(tmp_path: Path) -> None:
     line = smoke("grpo_vs_trl", tmp_path)
     assert bars(line) == {"ratio_samples_per_s", "reward_gap"}
@@ -138,16 +138,16 @@ def test_grpo_vs_trl(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 def test_weight_sync(tmp_path: Path) -> None:
     line = smoke("weight_sync", tmp_path)
-    shares = {f"share_{who}_{name}" for who in ("proven", "wire") for name in ("colocated_1", "sockets_2_1")}
+    shares = {f"share_{proofs}_{name}" for proofs in ("proven", "wire") for name in ("colocated_1", "sockets_2_1")}
     delta = {"delta_fewer_bytes_sockets_2_1", "delta_over_scan_sockets_2_1"}
     assert bars(line) == shares | delta | {"extra_buckets_colocated_1", "extra_buckets_sockets_2_1"}
-    assert line["figures"]["delta_fewer_bytes_sockets_2_1"] > 5  # even of tensors that are small
+    assert line["figures"]["delta_fewer_bytes_sockets_2_1"] > 5  # even with small tensors
 
 
-def test_without_trl_it_says_where_to_get_it(tmp_path: Path) -> None:
+def test_without_trl_the_error_names_the_page_that_explains_its_installation(tmp_path: Path) -> None:
     assert "benchmarks/README.md" in refusal("grpo_vs_trl", "--trl-python", str(tmp_path / "python"))
 
 
-def test_the_bare_loop_stays_bare() -> None:
-    """The engine is measured against a loop that anybody would write: no more than 60 lines."""
+def test_the_bare_loop_is_short() -> None:
+    """The engine is compared with a simple loop, as users would write it: at most 60 lines."""
     assert len((BENCHMARKS / "bare_fsdp2.py").read_text().splitlines()) <= 60

@@ -1,4 +1,4 @@
-"""What the documents say is run."""
+"""The code of the documents runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tiny_samples import random_groups
 from meshrl.algo.advantages import assign_advantages
 from meshrl.algo.losses import make_policy_loss
 from meshrl.algo.reduce import assign_loss_weights
-from meshrl.algo.trial import try_own_functions
+from meshrl.algo.trial import try_user_functions
 from meshrl.config.load import load_run_config
 from meshrl.core.batch import Outputs
 from meshrl.train.packing import pack
@@ -34,16 +34,16 @@ def test_follow_one_prompt_runs_from_top_to_bottom():
     assert done.returncode == 0, done.stderr
 
 
-def test_the_six_files_that_the_walk_names_exist():
+def test_the_six_files_that_follow_one_prompt_lists_exist():
     text = (ROOT / "docs" / "follow_one_prompt.md").read_text(encoding="utf-8")
     files = re.findall(r"^\d\. `(meshrl/[a-z_/]+\.py)`", text, re.MULTILINE)
     assert len(files) == 6
     assert all((ROOT / name).is_file() for name in files)
 
 
-def test_an_algorithm_is_added_as_its_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """docs/add_an_algorithm.md: its blocks run, and its GSPO, from the config to the gradient of packed rows that share
-    a prompt, is that of the paper's equations 5 to 7, here in plain floats with differences for the gradient."""
+def test_the_page_about_adding_an_algorithm_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """docs/add_an_algorithm.md: its blocks run. Its GSPO, from the config to the gradient of packed rows that share a
+    prompt, equals the paper's equations 5 to 7, computed here in plain floats with finite differences."""
     text = (ROOT / "docs" / "add_an_algorithm.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```(python|yaml)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     (_, gspo), (_, config), (_, trial), (_, batch_scaled), (_, advantage) = blocks
@@ -55,10 +55,10 @@ def test_an_algorithm_is_added_as_its_page_says(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     exec(gspo + trial + batch_scaled, {})
-    try_own_functions(load_run_config(tmp_path / "own_advantage.yaml").config.algo)
+    try_user_functions(load_run_config(tmp_path / "own_advantage.yaml").config.algo)
 
     algo = load_run_config(tmp_path / "paper.yaml").config.algo
-    try_own_functions(algo)
+    try_user_functions(algo)
     samples = random_groups(0, [5], [2, 3, 1, 4])
     log_ratios = [
         [0.1, 0.3],

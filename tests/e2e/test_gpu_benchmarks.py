@@ -1,4 +1,4 @@
-"""The GPU's command runs through on a machine without one, says that its tests were skipped, and sums up its parts."""
+"""The GPU benchmark h200.sh runs on a machine without a GPU, reports its tests as skipped, and sums up its parts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_one_command_for_a_gpu(tmp_path: Path) -> None:
+def test_h200_sh_runs_in_smoke_mode(tmp_path: Path) -> None:
     command = ["bash", str(BENCHMARKS / "h200.sh"), "--smoke", "--results", str(tmp_path)]
     env = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=env)
@@ -43,8 +43,8 @@ def test_the_one_command_for_a_gpu(tmp_path: Path) -> None:
     assert written["raw"]["gpu_step"]["raw"]["steps"] and written["raw"]["device"]["type"] == "cpu"
 
 
-def test_a_part_that_left_nothing_is_named(tmp_path: Path) -> None:
-    """A part that was ended, and a test that failed, are no silent gaps: both are named, and the command fails."""
+def test_a_part_without_a_record_is_named(tmp_path: Path) -> None:
+    """A part that was ended early and a failed test are both named, and the command fails."""
     (tmp_path / "tests.xml").write_text(
         '<testsuites><testsuite tests="3" time="1.5"><testcase classname="a" name="good"/><testcase classname="a" '
         'name="bad"><failure message="off by one"/></testcase><testcase classname="a" name="no"><skipped/></testcase>'
@@ -60,9 +60,9 @@ def test_a_part_that_left_nothing_is_named(tmp_path: Path) -> None:
     assert "FAILED a::bad: off by one" in done.stdout and "MISSING gpu_step" in done.stdout
 
 
-def test_the_flop_of_a_step_are_those_of_its_products() -> None:
-    """Against FLOP counted by PyTorch while a model runs forward and backward: products exactly, attention by half,
-    since causality needs no more."""
+def test_step_flop_equals_the_flop_that_pytorch_counts() -> None:
+    """PyTorch counts while a model runs forward and backward. Matrix products agree exactly; attention counts half of
+    PyTorch's number, because it is causal."""
     code = """
 import torch, gpu_workload
 from torch.utils.flop_counter import FlopCounterMode

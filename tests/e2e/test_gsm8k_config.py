@@ -1,4 +1,4 @@
-"""The GSM8K examples as the documentation tells them, on the rows in examples/data and a model made on the spot."""
+"""The GSM8K examples run as documented, with the rows in examples/data and a tiny model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HERE = ["cluster.executor=inline", "cluster.num_train_ranks=1", "model.dtype=flo
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A working folder with runs/gsm8k as the preparing scripts leave it, the model smaller."""
+    """A working folder with runs/gsm8k as after the preparing scripts, with a smaller model."""
     work = tmp_path_factory.mktemp("work")
     data = work / "runs" / "gsm8k"
     runpy.run_path(str(EXAMPLES / "data_preprocess" / "gsm8k.py"))["write"](data, ROWS)
@@ -36,7 +36,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return work
 
 
-def test_the_main_job_runs_from_random_weights_to_a_model_with_reward_curve_and_evaluation(
+def test_gsm8k_training_runs_from_random_weights_to_a_model_with_reward_curve_and_evaluation(
     work: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     from transformers import AutoModelForCausalLM
@@ -63,8 +63,7 @@ def test_the_main_job_runs_from_random_weights_to_a_model_with_reward_curve_and_
     assert AutoModelForCausalLM.from_pretrained(result["model"]).config.model_type == "qwen2"
 
 
-def test_the_configs_lead_into_each_other(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The warm-up's last model is where the main job looks for it."""
+def test_the_rl_config_loads_the_last_model_of_the_sft_config(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(work)
     sft = load_sft_config(CONFIGS / "gsm8k_sft_from_nothing.yaml").config
     made = Path(sft.run.folder) / sft.run.name / "checkpoints" / f"step_{sft.sft.num_steps:06d}" / "model"
@@ -88,7 +87,7 @@ def test_the_configs_lead_into_each_other(work: Path, monkeypatch: pytest.Monkey
         ("#### ", 0.0, 0.0),
     ],
 )
-def test_the_rewards_pay_a_right_answer_and_a_little_for_its_form(
+def test_the_rewards_are_for_a_right_answer_and_with_a_small_weight_for_its_form(
     work: Path, monkeypatch: pytest.MonkeyPatch, completion: str, answer: float, form: float
 ) -> None:
     monkeypatch.chdir(work)
@@ -105,7 +104,7 @@ def test_the_rewards_pay_a_right_answer_and_a_little_for_its_form(
     assert next(iter(terms)) == "answer"  # the term that evaluations report
 
 
-def test_every_published_solution_in_the_repository_has_the_form_that_is_rewarded() -> None:
+def test_every_published_solution_in_the_repository_has_the_rewarded_form() -> None:
     import yaml
 
     config = yaml.safe_load((CONFIGS / "gsm8k_tiny_cpu.yaml").read_text())
@@ -115,7 +114,7 @@ def test_every_published_solution_in_the_repository_has_the_form_that_is_rewarde
     assert all(grader({"completion": row["answer"], "answer": None}) == 1.0 for row in rows)
 
 
-def test_preprocessing_keeps_the_published_rows_and_their_licence(work: Path) -> None:
+def test_preprocessing_does_not_change_the_published_rows_and_their_licence(work: Path) -> None:
     for name in ("train.jsonl", "test.jsonl", "LICENSE"):
         assert (work / "runs" / "gsm8k" / name).read_bytes() == (ROWS / name).read_bytes()
     assert "32 rows of train, 16 rows of test" in (work / "runs" / "gsm8k" / "README.md").read_text()
@@ -126,14 +125,14 @@ def preprocess(*arguments: str, **environment: str) -> subprocess.CompletedProce
     return subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
 
 
-def test_preprocessing_without_a_network_says_what_to_do(tmp_path: Path) -> None:
+def test_preprocessing_without_a_network_explains_what_to_do(tmp_path: Path) -> None:
     done = preprocess("--out", str(tmp_path / "out"), HF_HUB_OFFLINE="1")
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "openai/gsm8k" in done.stderr and "--from FOLDER" in done.stderr
     assert not (tmp_path / "out").exists()
 
 
-def test_preprocessing_refuses_a_row_that_is_no_gsm8k_by_file_and_line(tmp_path: Path) -> None:
+def test_preprocessing_refuses_a_wrong_row_and_names_its_file_and_line(tmp_path: Path) -> None:
     for name in ("train", "test"):
         (tmp_path / f"{name}.jsonl").write_bytes((ROWS / f"{name}.jsonl").read_bytes())
     with (tmp_path / "test.jsonl").open("a") as file:
@@ -151,14 +150,14 @@ def run_7b(folder: Path, *arguments: str, **environment: str) -> subprocess.Comp
     return subprocess.run([str(script), *arguments, "--explain"], cwd=folder, env=env, capture_output=True, text=True)
 
 
-def test_the_7b_run_is_planned_from_any_folder_without_model_or_data_at_hand(tmp_path: Path) -> None:
+def test_the_7b_run_is_explained_from_any_folder_without_its_model_and_data(tmp_path: Path) -> None:
     done = run_7b(tmp_path)
     assert done.returncode == 0, done.stderr
     assert "path: Qwen/Qwen2-7B-Instruct" in done.stdout and "path: openai/gsm8k" in done.stdout
     assert "dp_replicate 1 x dp_shard 8 x ulysses 1 x tp 1" in done.stdout
 
 
-def test_the_7b_script_honours_its_environment_and_passes_overrides_through(tmp_path: Path) -> None:
+def test_the_7b_script_uses_its_environment_variables_and_overrides(tmp_path: Path) -> None:
     folder = tmp_path / "my out's: data"
     folder.mkdir()
     for name in ("train.jsonl", "test.jsonl"):
@@ -173,7 +172,7 @@ def test_the_7b_script_honours_its_environment_and_passes_overrides_through(tmp_
     assert "of 32 rows" in done.stdout
 
 
-def test_several_nodes_are_planned_on_a_ray_cluster(tmp_path: Path) -> None:
+def test_with_several_nodes_the_7b_script_uses_a_ray_cluster(tmp_path: Path) -> None:
     done = run_7b(tmp_path, NNODES="4")
     assert done.returncode == 0, done.stderr
     words = [" ".join(line.split(" # ")[0].split()) for line in done.stdout.splitlines()]

@@ -1,4 +1,4 @@
-"""scripts/install.sh and the pins that it installs by. Nothing is installed here."""
+"""scripts/install.sh and its pinned versions. These tests install nothing."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def install(*options: str, **environment: str) -> subprocess.CompletedProcess[st
 
 
 def commands(*options: str, **environment: str) -> list[str]:
-    """What a dry run prints as commands."""
+    """The commands that a dry run prints."""
     done = install(*options, "--dry-run", **environment)
     assert done.returncode == 0, done.stderr
     return [line.removeprefix("+ ") for line in done.stdout.splitlines() if line.startswith("+ ")]
 
 
 def pins(name: str) -> dict[str, Requirement]:
-    """The lines of a requirements file by package."""
+    """The lines of a requirements file, by package."""
     lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
     found = [Requirement(line) for line in lines if line and not line.startswith("#")]
     return {re.sub("[-_.]+", "-", pin.name).lower(): pin for pin in found}
@@ -72,8 +72,8 @@ def test_a_dry_run_prints_a_pinned_install_from_wheels_with_torch_first(tmp_path
     assert not venv.exists()
 
 
-def test_without_an_option_the_driver_decides(tmp_path):
-    """A PATH that has nothing but what the script calls, and then a driver too."""
+def test_without_an_option_the_presence_of_nvidia_smi_decides(tmp_path):
+    """PATH first contains only the commands that the script calls, and then also nvidia-smi."""
     for tool in ("bash", "dirname", "uname"):
         (tmp_path / tool).symlink_to(str(shutil.which(tool)))
     machine = {"PATH": str(tmp_path), "PYTHON": sys.executable}
@@ -91,14 +91,14 @@ def test_without_an_option_the_driver_decides(tmp_path):
         (["--cpu"], {"PYTHON": "false"}, "meshrl needs Python 3.11 or newer; false is: . Name another one: PYTHON="),
     ],
 )
-def test_what_is_wrong_is_refused_before_anything_is_installed(tmp_path, options, environment, words):
+def test_wrong_options_are_refused_before_anything_is_installed(tmp_path, options, environment, words):
     done = install(*options, VENV=str(tmp_path / "venv"), **environment)
     assert done.returncode == 2 and words in done.stderr and done.stdout == ""
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_pins_for_cuda_cover_every_requirement_within_its_range():
-    """A requirement without a pin would be whatever is newest on the day of the install."""
+    """Without a pin, a requirement would be installed in its newest version."""
     pinned = pins("requirements-cuda.txt")
     for name, wanted in (pins("requirements.txt") | pins("requirements-ray.txt")).items():
         assert name in pinned, f"{name} has no pin in requirements-cuda.txt"

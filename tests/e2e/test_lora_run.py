@@ -1,4 +1,4 @@
-"""`meshrl train` with LoRA: adapters alone travel, the sampler is the trainer, the KL begins at 0 (P6, P15, P18)."""
+"""`meshrl train` with LoRA: only adapters are sent, sampler and trainer agree, the KL starts at 0 (P6, P15, P18)."""
 
 from __future__ import annotations
 
@@ -20,40 +20,40 @@ LAYOUTS = {
     "one process": ("cluster.executor=inline",),
     "two ranks": ("cluster.num_train_ranks=2",),
     "split": SPLIT,
-    "split, changes searched": (*SPLIT, "rollout.sync_mode=delta"),
+    "split, delta": (*SPLIT, "rollout.sync_mode=delta"),
     "split, broadcast": (*SPLIT, "rollout.sync_transport=broadcast"),
 }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_adapters_alone_travel_and_the_sampler_is_the_trainer(layout, tmp_path: Path):
-    adapters_alone_travel(steps_of(train(write_run(tmp_path), "lora", *LORA, *LAYOUTS[layout]), ()))
+def test_only_adapters_are_sent_and_the_sampler_equals_the_trainer(layout, tmp_path: Path):
+    check_that_only_adapters_are_sent(steps_of(train(write_run(tmp_path), "lora", *LORA, *LAYOUTS[layout]), ()))
 
 
-@pytest.mark.parametrize("ranks", [("cluster.executor=inline",), SPLIT], ids=["beside", "split"])
-def test_a_rank_beside_a_server_keeps_the_base_and_hands_the_sum_on(ranks, tmp_path: Path, monkeypatch):
+@pytest.mark.parametrize("ranks", [("cluster.executor=inline",), SPLIT], ids=["colocated", "split"])
+def test_the_rank_of_a_server_stores_the_base_and_passes_on_the_merged_weights(ranks, tmp_path: Path, monkeypatch):
     config, folder = write_run(tmp_path), tmp_path / "launcher"
     more = ("rollout.engine=sglang", "rollout.max_running_requests=16", "rollout.sync_mode=delta")
     with launcher_in(folder):
         monkeypatch.syspath_prepend(folder)
-        adapters_alone_travel(steps_of(train(config, "sglang", *LORA, *ranks, *more), ()))
+        check_that_only_adapters_are_sent(steps_of(train(config, "sglang", *LORA, *ranks, *more), ()))
 
 
-def adapters_alone_travel(steps: list[dict[str, float]]) -> None:
+def check_that_only_adapters_are_sent(steps: list[dict[str, float]]) -> None:
     assert len(steps) == 3
     first = steps[0]["first_sync/num_bytes"]
     for number, step in enumerate(steps):
         assert step["proof/logprob_abs_diff_mean"] < 1e-5, number
-        assert step["sync/proven_wire"] == step["sync/proven_resident"] == 1
+        assert step["sync/proven_wire"] == step["sync/proven_read_back"] == 1
         assert 0 < step["sync/num_bytes"] < 0.5 * first  # the tiny model's adapters are a third of it
-        # Each A and B, and no other; in the first step no A has a gradient, because B is 0.
+        # Only the A and B; in the first step no A has a gradient, because B is 0.
         assert step["sync/changed_tensors"] == pytest.approx((28 if number else 14) / 54)
     kl = [step["loss/kl"] for step in steps]
     assert kl[0] == 0 and 0 < kl[1] < kl[2]
 
 
-def test_a_server_without_adapters_samples_from_their_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Merged into what is sent, and proven by digests of the sums."""
+def test_a_server_without_adapters_samples_with_the_merged_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The merged weights are sent, and proven by their digests."""
     config, folder = write_run(tmp_path), tmp_path / "launcher"
     more = ("cluster.executor=inline", "rollout.engine=sglang", "rollout.max_running_requests=16")
     with launcher_in(folder):
@@ -61,20 +61,20 @@ def test_a_server_without_adapters_samples_from_their_sum(tmp_path: Path, monkey
         steps = steps_of(train(config, "sglang", *LORA, *more), ())
     for step in steps:
         assert step["proof/logprob_abs_diff_mean"] < 1e-5
-        assert step["sync/proven_wire"] == step["sync/proven_resident"] == 1
+        assert step["sync/proven_wire"] == step["sync/proven_read_back"] == 1
         assert step["sync/num_bytes"] >= steps[0]["first_sync/num_bytes"]
 
 
-def test_supervised_training_moves_the_adapters_alone(tmp_path: Path):
-    """The exported model has the base's embedding to the bit, and its adapter beside it."""
+def test_supervised_training_changes_only_the_adapters(tmp_path: Path):
+    """The exported model has the base's embedding to the bit; its folder also contains the adapter."""
     from safetensors.torch import load_file
 
-    told = json.loads(write_run(tmp_path).read_text())
+    config = json.loads(write_run(tmp_path).read_text())
     chats = [[{"role": "user", "content": f"{i}+1"}, {"role": "assistant", "content": str(i + 1)}] for i in range(10)]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
-    told = {key: told[key] for key in ("model", "train", "run")}
-    told["sft"] = {"path": "chats.jsonl", "rows_per_step": 4, "num_steps": 6, "max_row_tokens": 99}
-    (tmp_path / "sft.yaml").write_text(json.dumps(told))
+    config = {key: config[key] for key in ("model", "train", "run")}
+    config["sft"] = {"path": "chats.jsonl", "rows_per_step": 4, "num_steps": 6, "max_row_tokens": 99}
+    (tmp_path / "sft.yaml").write_text(json.dumps(config))
     adapters = ("model.lora.enabled=true", "model.lora.targets=[q_proj, v_proj]", "run.name=sft")
     assert main(["sft", str(tmp_path / "sft.yaml"), *adapters]) == 0
     folder = tmp_path / "runs" / "sft"
@@ -89,24 +89,24 @@ def test_supervised_training_moves_the_adapters_alone(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_to_the_bit_and_its_checkpoint_becomes_the_folder_that_it_exported(tmp_path: Path):
-    """P27: on two ranks, from a checkpoint that holds the adapters alone."""
+def test_a_resume_is_bit_identical_and_convert_makes_the_same_folder_as_the_export(tmp_path: Path):
+    """P27: on two ranks, from a checkpoint that has only the adapters."""
     from transformers import AutoModelForCausalLM
 
     config, ranks = write_run(tmp_path), ("cluster.num_train_ranks=2", "loop.save_every_steps=1")
-    whole = train(config, "whole", *LORA, *ranks)
+    full = train(config, "full", *LORA, *ranks)
     half = train(config, "half", *LORA, *ranks, "loop.num_steps=2")
     train(config, "half", *LORA, *ranks, "run.resume=auto")
-    left, right = (folder / "checkpoints" / "step_000003" for folder in (whole, half))
-    assert steps_of(whole)[2] == steps_of(half)[2]
-    for override, told in {
+    left, right = (folder / "checkpoints" / "step_000003" for folder in (full, half))
+    assert steps_of(full)[2] == steps_of(half)[2]
+    for override, words in {
         "model.lora.alpha=9": "holds adapters, and model.lora.alpha is not what they were trained with",
         f"model.path={left / 'model'}": "and the model in model.path",
         "model.dtype=bfloat16": "or model.dtype, is not what they were trained with",
-        "model.lora.enabled=false": "model.lora.enabled was another",
+        "model.lora.enabled=false": "model.lora.enabled has changed",
     }.items():
         lora = LORA if "enabled" not in override else LORA[3:]
-        with pytest.raises(CheckpointError, match=told):
+        with pytest.raises(CheckpointError, match=words):
             train(config, "half", *lora, *ranks, "run.resume=auto", "loop.num_steps=4", override)
     assert main(["convert", str(right), str(tmp_path / "converted")]) == 0
     models = [

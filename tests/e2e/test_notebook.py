@@ -1,4 +1,4 @@
-"""The Python entry's page and the notebook run as they are printed."""
+"""docs/python.md and the example notebook run."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def _output_of(code: str) -> str:
 
 
 @pytest.mark.timeout(210)
-def test_the_notebook_teaches_its_reward_inside_a_running_event_loop():
-    """Cell by cell, as a kernel runs them; the function that they define grades in a worker process."""
+def test_the_notebook_trains_inside_a_running_event_loop():
+    """The cells run one by one, as in a kernel; the function that they define grades in a worker process."""
     output = _output_of(KERNEL)
     before, after = re.findall(r"held-out reward (\S+) before, (\S+) after", output)[0]
     assert float(before) < 0.1 and float(after) > 0.9, output

@@ -1,4 +1,4 @@
-"""`meshrl train` with a user-defined loss and advantage, and with answers that are all truncated."""
+"""`meshrl train` with a user-defined loss and advantage, and with steps of truncated answers only."""
 
 from __future__ import annotations
 
@@ -25,10 +25,8 @@ def standardized(groups):
 RANKS = ("cluster.num_train_ranks=2", "train.updates_per_step=2", "algo.kl.coef=0.05")
 
 
-def test_ranks_import_it_from_the_working_folder_and_compute_what_it_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """Copies of ppo_clip and grpo in a user's module give the numbers of the built-in ones to the bit, on two ranks."""
+def test_ranks_import_user_defined_functions_from_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """On two ranks, copies of ppo_clip and grpo in a user's module give bit-identical results to the built-in ones."""
     config = write_run(tmp_path)
     (tmp_path / "algorithm_of_a_user.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
@@ -46,13 +44,13 @@ def test_a_loss_that_fails_ends_the_run_before_it_begins(tmp_path: Path):
     assert not (tmp_path / "runs" / "mean").exists()
 
 
-def test_steps_of_cut_answers_alone_leave_the_model_and_say_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    """With algo.truncated mask there is nothing to learn from, not even the optimizer's momentum to follow.
-    In some step of this run all answers of one token are cut off, in another one of them ends by itself."""
+def test_steps_with_only_truncated_answers_do_not_change_the_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    """With algo.truncated mask such a step has no gradient, and the optimizer's momentum must not move the weights.
+    In this run answers have one token: in some steps all are truncated, in others at least one ends by itself."""
     cut = ("cluster.executor=inline", "algo.truncated=mask", "rollout.sampling.max_new_tokens=1")
     steps = steps_of(train(write_run(tmp_path), "cut", *cut))
-    told = capfd.readouterr()
-    assert "step 2: 16 of 16 rows were cut off and algo.truncated is mask" in told.out + told.err
+    printed = capfd.readouterr()
+    assert "step 2: 16 of 16 rows were cut off and algo.truncated is mask" in printed.out + printed.err
     trained = [step["rollout/truncated_fraction"] < 1 for step in steps]
     assert set(trained) == {True, False}
     for name in ("loss/policy", "train/grad_norm"):

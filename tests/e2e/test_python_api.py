@@ -1,4 +1,4 @@
-"""`meshrl.train`, `sft` and `evaluate`: the runs of the commands, from a script or a notebook."""
+"""`meshrl.train`, `sft` and `evaluate` do the same runs as the commands, from a script or a notebook."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def config(home: Path) -> Callable[..., dict[str, Any]]:
-    """config(name, key=section, ...) is a config in Python, without data and rewards, of a run with this name."""
+    """config(name, section={key: value}) is a dict config of a run with this name, without data and rewards."""
 
     def make(name: str, **changes: dict[str, Any]) -> dict[str, Any]:
         made = json.loads((home / "config.yaml").read_text()) | INLINE
@@ -57,15 +57,15 @@ def share(completion: str, answer: Any) -> float:
     return ascii_share(completion, answer)
 
 
-class Mine(SingleTurn):
-    """An agent with a state of its own, which the caller can read afterwards."""
+class RecordingAgent(SingleTurn):
+    """An agent with state that the caller can read afterwards."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked: list[str] = []
+        self.prompt_ids: list[str] = []
 
     async def run(self, prompt, index, generate, ctx):
-        self.asked.append(prompt.id)
+        self.prompt_ids.append(prompt.id)
         return await super().run(prompt, index, generate, ctx)
 
 
@@ -76,9 +76,9 @@ async def one_turn(prompt, index, generate, ctx):
 
 
 def test_a_run_from_python_has_the_numbers_of_the_command(home, config):
-    """To the bit: with functions, an agent and rows in memory, inside a running event loop as in a notebook."""
+    """To the bit, with functions, an agent and rows in memory, inside a running event loop as in a notebook."""
     command = tiny_run.train(home / "config.yaml", "command", "cluster.executor=inline")
-    agent, seen = Mine(), list[tuple[int, float]]()
+    agent, seen = RecordingAgent(), list[tuple[int, float]]()
 
     async def cell() -> meshrl.Run:
         run = meshrl.train(
@@ -98,9 +98,10 @@ def test_a_run_from_python_has_the_numbers_of_the_command(home, config):
     assert [line.step for line in run.lines] == [0, 1]
     assert seen == list(enumerate(run.metrics["reward/mean"])) == list(enumerate(run.summary["reward_curve"]))
     last = run.trajectories()
-    assert len(last) == 16 and len(agent.asked) == 32
+    assert len(last) == 16 and len(agent.prompt_ids) == 32
     assert sum(t.reward for t in last) / 16 == pytest.approx(seen[-1][1])
-    assert {t.prompt.id for t in last} == set(agent.asked[16:]) and run.trajectories(0)[0].prompt.id == agent.asked[0]
+    assert {t.prompt.id for t in last} == set(agent.prompt_ids[16:])
+    assert run.trajectories(0)[0].prompt.id == agent.prompt_ids[0]
     assert (run.model / "config.json").is_file() and run.model.is_relative_to(run.folder)
     assert meshrl.Run(str(run.folder)).metrics == run.metrics
 
@@ -114,10 +115,10 @@ def test_quiet_prints_nothing_and_otherwise_the_lines_of_the_command_are_printed
     assert "step 1/1" in capsys.readouterr().out
 
 
-def test_false_from_on_step_ends_the_run_as_its_last_step_would(config):
-    """With evaluation, model and checkpoint; from there it goes on to the bit (P27)."""
+def test_false_from_on_step_ends_the_run_as_after_its_last_step(config):
+    """With evaluation, model and checkpoint; a resume from there is bit-identical (P27)."""
     arguments = {"rewards": {"ascii": share}, "data": ROWS, "eval_data": ROWS[:2], "quiet": True}
-    whole = meshrl.train(config("whole", loop={"num_steps": 3}), **arguments)
+    full = meshrl.train(config("full", loop={"num_steps": 3}), **arguments)
     metrics_seen = list[dict[str, float]]()
 
     def enough(step: int, metrics: dict[str, float]) -> bool:
@@ -130,11 +131,11 @@ def test_false_from_on_step_ends_the_run_as_its_last_step_would(config):
     assert run.model == run.folder / "checkpoints" / "step_000002" / "model" and run.model.is_dir()
     assert [m["eval/mean_at_k"] for m in metrics_seen] == [run.metrics["eval/mean_at_k"][0]] * 2
     resumed = meshrl.train(config("ended", loop={"num_steps": 3}), ["run.resume=auto"], **arguments)
-    assert resumed.metrics["reward/mean"] == whole.metrics["reward/mean"]
-    assert resumed.metrics["train/grad_norm"] == whole.metrics["train/grad_norm"]
+    assert resumed.metrics["reward/mean"] == full.metrics["reward/mean"]
+    assert resumed.metrics["train/grad_norm"] == full.metrics["train/grad_norm"]
 
 
-def test_what_on_step_raises_ends_the_run(home, config):
+def test_an_exception_of_on_step_ends_the_run(home, config):
     def broken(step: int, metrics: dict[str, float]) -> None:
         raise KeyError("mine")
 
@@ -185,7 +186,7 @@ def test_a_run_in_another_thread_needs_no_signals(config):
     assert runs[0].summary["status"] == "done"
 
 
-def test_supervised_training_and_evaluation_of_what_it_made(config):
+def test_supervised_training_and_evaluation_of_its_model(config):
     made = config("sft")
     made = {key: made[key] for key in ("model", "train", "run", "cluster")}
     made["sft"] = {"rows_per_step": 4, "num_steps": 9, "max_row_tokens": 99}
@@ -202,18 +203,18 @@ def test_supervised_training_and_evaluation_of_what_it_made(config):
     assert len(scores) == 3 and evaluation.metrics["eval/mean_at_k"] == pytest.approx(sum(scores) / 3)
 
 
-def test_what_can_not_run_is_raised_before_anything_is_written(home, config):
+def test_errors_of_the_config_are_raised_before_anything_is_written(home, config):
     with pytest.raises(ConfigError, match=r"loop.num_step = 3   \[config-dict\]"):
         meshrl.train(config("never", loop={"num_step": 3}), rewards={"ascii": share}, data=ROWS)
     with pytest.raises(ConfigError, match="agent is type"):
-        meshrl.train(config("never"), rewards={"ascii": share}, data=ROWS, agent=Mine)
+        meshrl.train(config("never"), rewards={"ascii": share}, data=ROWS, agent=RecordingAgent)
     with pytest.raises(ConfigError, match=r"data\.path"):
         meshrl.train(config("never"), rewards={"ascii": share})
     assert not (home / "runs" / "never").exists()
 
 
-def test_a_script_needs_no_guard_around_its_main_part(home, tmp_path):
-    """Ranks do not import the script again, and its function grades in workers that can't import it."""
+def test_a_script_needs_no_main_guard(home, tmp_path):
+    """Ranks do not import the script again; its function grades in workers, which can't import the script."""
     script = tmp_path / "mine.py"
     script.write_text(
         f"""
@@ -240,11 +241,11 @@ print("ended", run.metrics["reward/mean"], run.trajectories()[0].rewards)
     assert done.stdout.startswith("ended [") and done.stdout.count("ended") == 1
 
 
-def test_the_names_of_the_package_survive_the_import_of_its_subpackages():
-    """meshrl.train is a function, and meshrl/train/ a package that every run imports."""
+def test_imports_of_subpackages_do_not_replace_the_functions_of_the_package():
+    """meshrl.train is a function, and meshrl/train/ is a package that every run imports."""
     code = (
-        "import meshrl\nimport meshrl.train.plan\nfrom meshrl.train.plan import Plan\n"
-        "import pickle\nassert pickle.loads(pickle.dumps(Plan)) is Plan\n"
+        "import meshrl\nimport meshrl.train.batch_plan\nfrom meshrl.train.batch_plan import BatchPlan\n"
+        "import pickle\nassert pickle.loads(pickle.dumps(BatchPlan)) is BatchPlan\n"
         "assert callable(meshrl.train) and callable(meshrl.sft) and callable(meshrl.evaluate)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""The quickstart as a user runs it: the real commands, two FSDP2 ranks. What it learns is in the slow tests."""
+"""The quickstart runs as for a user: the real commands, two FSDP2 ranks. The slow tests check that it learns."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KEYS = {"seed", "eval_before", "eval_after", "wall_s", "peak_rss_bytes", "steps"
 
 
 def quickstart(out: Path, *arguments: str) -> tuple[dict[str, Any], str]:
-    """Run it; its report.json and what it printed."""
+    """Run it. Returns its report.json and its output."""
     command = [sys.executable, str(FOLDER / "quickstart.py"), "--out", str(out), *arguments]
     done = subprocess.run(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -36,7 +36,7 @@ def quickstart(out: Path, *arguments: str) -> tuple[dict[str, Any], str]:
 
 
 @pytest.mark.timeout(300)
-def test_every_part_runs_and_leaves_what_the_docstring_says(tmp_path: Path) -> None:
+def test_every_part_runs_and_writes_its_results(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     out = tmp_path / "quickstart"
@@ -63,7 +63,7 @@ def test_the_three_sets_of_problems_are_disjoint() -> None:
 
 
 def test_a_digit_of_the_answer_is_twice_its_column_plus_the_carry_from_the_right() -> None:
-    """And the careless demonstrations forget every carry, but nothing else."""
+    """The wrong demonstrations forget every carry, and are right otherwise."""
     without_carry = runpy.run_path(str(FOLDER / "task.py"))["double_without_carry"]
     assert without_carry(38471) == 66842
     assert without_carry(12340) == 2 * 12340
@@ -71,8 +71,8 @@ def test_a_digit_of_the_answer_is_twice_its_column_plus_the_carry_from_the_right
     assert without_carry(38471) + sum(carry * 10**place for place, carry in zip((4, 3, 2, 1, 0), carries)) == 2 * 38471
 
 
-def test_the_printed_answers_can_be_checked_by_eye(capsys: pytest.CaptureFixture[str]) -> None:
-    """Digits in reading order, beside the solution, with the verdict of the rule."""
+def test_the_printed_answers_are_readable(capsys: pytest.CaptureFixture[str]) -> None:
+    """Digits are in reading order, next to the solution, with the result of the rule."""
     module = runpy.run_path(str(FOLDER / "quickstart.py"))
     old, new = trajectory(0, "66842", "eval"), trajectory(0, "76942", "eval")
     for t, reward in ((old, 0.0), (new, 1.0)):
@@ -83,7 +83,7 @@ def test_the_printed_answers_can_be_checked_by_eye(capsys: pytest.CaptureFixture
     assert "2*38471       76942   66842 (wrong)    76942 (right)" in capsys.readouterr().out
 
 
-def test_a_folder_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_that_the_quickstart_did_not_make_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
     command = [sys.executable, str(FOLDER / "quickstart.py"), "--out", str(tmp_path)]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
@@ -94,8 +94,8 @@ def test_a_folder_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_nothing_of_it_lives_on_after_it_was_told_to_end(tmp_path: Path) -> None:
-    """P31: the ranks of the running step go with it."""
+def test_sigterm_ends_all_its_processes(tmp_path: Path) -> None:
+    """P31: including the ranks of the command that runs."""
     out = tmp_path / "quickstart"
     process = subprocess.Popen(
         [sys.executable, str(FOLDER / "quickstart.py"), "--out", str(out)],
@@ -104,7 +104,7 @@ def test_nothing_of_it_lives_on_after_it_was_told_to_end(tmp_path: Path) -> None
         stderr=subprocess.DEVNULL,
     )
     family: list[psutil.Process] = []
-    while len(family) < 3:  # the step's own process and its two ranks
+    while len(family) < 3:  # the command's process and its two ranks
         assert process.poll() is None
         family = psutil.Process(process.pid).children(recursive=True)
         time.sleep(0.1)
@@ -127,7 +127,7 @@ def trajectory(index: int, text: str, purpose: Any) -> Trajectory:
     return Trajectory(prompt=prompt, group_id=str(index), index=0, purpose=purpose, turns=[turn])
 
 
-def test_the_control_pays_as_many_answers_as_the_rule_but_others() -> None:
+def test_the_control_rewards_as_many_answers_as_the_rule_but_others() -> None:
     shuffling = runpy.run_path(str(FOLDER / "shuffled_rewards.py"))["ShufflingScorer"]
     train = [trajectory(i, "2" if i < 20 else "3", "train") for i in range(40)]
     held_out = [trajectory(i, "2" if i < 20 else "3", "eval") for i in range(40)]
@@ -161,7 +161,7 @@ def test_it_learns_in_minutes(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_random_rewards_teach_nothing(tmp_path: Path) -> None:
-    """The control: were the lesson in the warm-up, the sampling or the schedule, it would be learned here too."""
+    """The control: if the accuracy came from the warm-up, the sampling or the schedule, it would rise here too."""
     report, _ = quickstart(tmp_path / "quickstart", "--shuffle-rewards")
     assert 0.10 <= report["eval_before"] <= 0.35
     assert report["eval_after"] <= 0.45

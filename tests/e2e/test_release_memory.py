@@ -1,4 +1,4 @@
-"""`rollout.release_memory`: samplers lend their memory to the trainer beside them, and nothing else changes."""
+"""`rollout.release_memory`: samplers release their memory for the colocated trainer, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshrl.core.errors import CapabilityError
 from meshrl.rollout.embedded.engine import EmbeddedEngine
 
 pytestmark = pytest.mark.timeout(400)
-LENT = "memory/lent_bytes"
+RELEASED = "memory/released_bytes"
 
 
 def model_bytes(folder: Path) -> int:
@@ -32,60 +32,60 @@ def model_bytes(folder: Path) -> int:
     ],
     ids=["one rank", "two ranks", "LoRA"],
 )
-def test_a_run_whose_samplers_lend_their_memory_is_the_same_to_the_bit(tmp_path: Path, layout: tuple[str, ...]):
-    """P19: after each step the samplers hold no weights until the sync brings them all."""
+def test_a_run_that_releases_memory_is_the_same_to_the_bit(tmp_path: Path, layout: tuple[str, ...]):
+    """P19: during each step's update the samplers have no weights; a full sync restores them."""
     config = write_run(tmp_path)
-    kept = train(config, "kept", *layout)
-    lent = train(config, "lent", *layout, "rollout.release_memory=true")
-    assert steps_of(lent) == steps_of(kept)
+    without = train(config, "without_release", *layout)
+    with_release = train(config, "with_release", *layout, "rollout.release_memory=true")
+    assert steps_of(with_release) == steps_of(without)
     ranks = 2 if "cluster.num_train_ranks=2" in layout else 1
     with_bytes = ("s", "tokens/s", "GB/s")
-    assert all(step[LENT] >= ranks * model_bytes(tmp_path) for step in steps_of(lent, with_bytes))
-    assert all(LENT not in step for step in steps_of(kept, with_bytes))
+    assert all(step[RELEASED] >= ranks * model_bytes(tmp_path) for step in steps_of(with_release, with_bytes))
+    assert all(RELEASED not in step for step in steps_of(without, with_bytes))
 
 
 def test_the_memory_is_free_while_the_gradient_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     held: list[int] = []
     forward_backward = RankWorker.forward_backward
 
-    def watched(worker: RankWorker, *args: object) -> object:
+    def recording(worker: RankWorker, *args: object) -> object:
         assert isinstance(worker.sampler, EmbeddedEngine)
         held.append(sum(p.untyped_storage().nbytes() for p in worker.sampler._weights.lm.parameters()))
         return forward_backward(worker, *args)
 
-    monkeypatch.setattr(RankWorker, "forward_backward", watched)
+    monkeypatch.setattr(RankWorker, "forward_backward", recording)
     config = write_run(tmp_path)
-    train(config, "lent", "cluster.executor=inline", "rollout.release_memory=true")
-    train(config, "kept", "cluster.executor=inline")
+    train(config, "with_release", "cluster.executor=inline", "rollout.release_memory=true")
+    train(config, "without_release", "cluster.executor=inline")
     assert held[:2] == [0, 0] and min(held[2:]) >= model_bytes(tmp_path)
 
 
-def test_the_trainer_gives_its_cached_memory_back_before_samplers_take_theirs(
+def test_the_trainer_frees_its_cached_memory_before_samplers_restore_theirs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """A server's allocator is another one than the trainer's: what that only keeps is missing there."""
+    """A server can't allocate memory that the trainer's allocator caches."""
     seen: list[str] = []
     restore = EmbeddedEngine.restore
 
-    async def watched(engine: EmbeddedEngine, parts: set[str]) -> int:
+    async def recording(engine: EmbeddedEngine, parts: set[str]) -> int:
         seen.extend(parts)
         return await restore(engine, parts)
 
-    monkeypatch.setattr(EmbeddedEngine, "restore", watched)
-    monkeypatch.setattr(rank_sync, "empty_cache", lambda device: seen.append("given back"))
-    train(write_run(tmp_path), "lent", "cluster.executor=inline", "rollout.release_memory=true")
-    assert len(seen) >= 8 and seen == ["given back", "weights", "given back", "kv_cache"] * (len(seen) // 4)
+    monkeypatch.setattr(EmbeddedEngine, "restore", recording)
+    monkeypatch.setattr(rank_sync, "empty_cache", lambda device: seen.append("freed"))
+    train(write_run(tmp_path), "release", "cluster.executor=inline", "rollout.release_memory=true")
+    assert len(seen) >= 8 and seen == ["freed", "weights", "freed", "kv_cache"] * (len(seen) // 4)
 
 
-def test_a_server_lends_its_memory_in_the_order_that_its_weights_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Weights back, sync, caches back; a server that can't is refused before anything is sampled."""
+def test_a_server_restores_weights_before_the_sync_and_caches_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A server without this capability is refused before anything is sampled."""
     monkeypatch.setenv("KEY_OF_THE_SERVER", KEY)
     config = write_run(tmp_path)
     lm = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="float32")
     server = ["rollout.engine=sglang", "rollout.sglang.api_key_env=KEY_OF_THE_SERVER", "cluster.executor=inline"]
     with serving(lm, tmp_path / "server", "--enable-memory-saver") as url:
         released = (*server, f"rollout.sglang.url={url}", "rollout.release_memory=true")
-        steps = steps_of(train(config, "lent", *released), ("s",))
+        steps = steps_of(train(config, "release", *released), ("s",))
         with broken(url, "no_memory_saver"), pytest.raises(CapabilityError, match="needs --enable-memory-saver"):
             train(config, "refused", *released)
-    assert len(steps) == 2 and all(step[LENT] > 0 and step["proof/logprob_abs_diff_mean"] < 1e-4 for step in steps)
+    assert len(steps) == 2 and all(step[RELEASED] > 0 and step["proof/logprob_abs_diff_mean"] < 1e-4 for step in steps)

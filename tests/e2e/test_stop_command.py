@@ -1,4 +1,4 @@
-"""`meshrl status` and `meshrl stop` from another terminal, on a real run."""
+"""`meshrl status` and `meshrl stop` from another process, on a real run."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from meshrl.train.checkpoint_files import states
 
 
 @pytest.mark.timeout(600)
-def test_a_run_reports_where_it_is_and_ends_with_a_checkpoint_when_asked(tmp_path: Path, capsys):
-    """P31: its processes end with it."""
+def test_status_prints_the_state_of_a_run_and_stop_ends_it_with_a_checkpoint(tmp_path: Path, capsys):
+    """P31: all its processes end."""
     config, folder, output = write_run(tmp_path), tmp_path / "runs" / "long", tmp_path / "output.txt"
     command = [sys.executable, "-m", "meshrl", "train", str(config), "loop.num_steps=100000", "run.name=long"]
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
@@ -35,9 +35,9 @@ def test_a_run_reports_where_it_is_and_ends_with_a_checkpoint_when_asked(tmp_pat
                 time.sleep(0.1)
             children = psutil.Process(run.pid).children(recursive=True)
             assert main(["status", str(folder)]) == 0
-            said = capsys.readouterr().out
-            assert f"runs as process {run.pid}" in said and "of 100000" in said and "reward/mean" in said
-            assert all(f"  {name}  " in said for name in ("controller", "rank_0", "reward"))
+            printed = capsys.readouterr().out
+            assert f"runs as process {run.pid}" in printed and "of 100000" in printed and "reward/mean" in printed
+            assert all(f"  {name}  " in printed for name in ("controller", "rank_0", "reward"))
             assert main(["stop", str(folder)]) == 0
             assert "interrupted after" in capsys.readouterr().out
             assert run.wait() == 143 and "ended by SIGTERM" in output.read_text()
@@ -47,4 +47,4 @@ def test_a_run_reports_where_it_is_and_ends_with_a_checkpoint_when_asked(tmp_pat
     assert steps == [read_status(folder).step] and steps[0] >= 2, output.read_text()
     assert not psutil.wait_procs(children, timeout=20)[1]
     assert main(["stop", str(folder)]) == 1
-    assert "nothing runs there" in capsys.readouterr().err
+    assert "the run is not running" in capsys.readouterr().err

@@ -1,5 +1,4 @@
-"""`data.chat_template`, its variables and `rollout.sampling.stop`: from the config into what is sampled, trained and
-saved."""
+"""`data.chat_template`, its variables and `rollout.sampling.stop` apply to sampling, training and saved models."""
 
 from __future__ import annotations
 
@@ -22,14 +21,14 @@ GIVEN = ("chat_template=chat.jinja", "chat_template_kwargs={enable_thinking: fal
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    """A run, and a template beside it which is not the one of its tokenizer."""
+    """A run, and a file with a chat template that differs from its tokenizer's."""
     path = write_run(tmp_path)
     (tmp_path / "chat.jinja").write_text(THINKING, newline="")
     assert AutoTokenizer.from_pretrained(tmp_path / "model").chat_template != THINKING
     return path
 
 
-def test_a_run_renders_samples_and_saves_as_its_config_says(config: Path, tmp_path: Path):
+def test_a_run_uses_and_saves_the_template_and_the_stop_strings_of_its_config(config: Path, tmp_path: Path):
     more = ("rollout.sampling.max_new_tokens=60", "data.max_prompt_tokens=90", "train.max_tokens_per_microbatch=400")
     given = [f"data.{value}" for value in GIVEN] + [f"rollout.sampling.stop={json.dumps(STOP)}"]
     folder = train(config, "run", *INLINE, *given, *more, "loop.num_steps=1")
@@ -46,18 +45,18 @@ def test_a_run_renders_samples_and_saves_as_its_config_says(config: Path, tmp_pa
         ended += has_stop[-1]
     assert ended > 8  # of 16 answers of a random model
     saved = folder / "checkpoints" / "step_000001"
-    shutil.move(tmp_path / "chat.jinja", tmp_path / "moved.jinja")  # the run has it, and needs the file no more
+    shutil.move(tmp_path / "chat.jinja", tmp_path / "moved.jinja")  # the run has a copy and does not need the file
     assert main(["convert", str(saved), str(tmp_path / "converted")]) == 0
     for model in (saved / "model", tmp_path / "converted"):
         assert AutoTokenizer.from_pretrained(model).chat_template == THINKING
 
 
 def test_supervised_training_takes_the_same_keys_and_saves_the_template(config: Path, tmp_path: Path):
-    told = json.loads(config.read_text())
+    values = json.loads(config.read_text())
     chat = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
     sft = {"path": "chats.jsonl", "num_steps": 1, "rows_per_step": 1, "max_row_tokens": 99}
-    config.write_text(json.dumps({**{key: told[key] for key in ("model", "train", "run")}, "sft": sft}))
+    config.write_text(json.dumps({**{key: values[key] for key in ("model", "train", "run")}, "sft": sft}))
     overrides = [*INLINE, *(f"sft.{value}" for value in GIVEN), "run.name=sft"]
     assert main(["sft", str(config), *overrides]) == 0
     saved = tmp_path / "runs" / "sft" / "checkpoints" / "step_000001"

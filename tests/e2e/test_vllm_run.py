@@ -22,15 +22,14 @@ VLLM = (
     "rollout.max_running_requests=16",
     "rollout.vllm.args=[--enforce-eager]",
 )
-ALONE = (f"rollout.vllm.python={sys.executable}",)
-LENT = (*ALONE, "rollout.release_memory=true")
+RELEASING = (f"rollout.vllm.python={sys.executable}", "rollout.release_memory=true")
 PARALLEL = ("cluster.num_train_ranks=2", "rollout.mesh.infer_tp=2")
 SPLIT = ("cluster.num_train_ranks=2", "cluster.num_rollout_ranks=1")
-LORA = (
+LORA = (  # only adapters are sent; the server's rank merges them
     *SPLIT,
     "model.lora.enabled=true",
     "rollout.sync_mode=delta",
-)  # adapters alone are sent, and added beside the server
+)
 
 
 @pytest.fixture
@@ -43,12 +42,12 @@ def config(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def others() -> set[int]:
-    """Processes that belong to servers of other tests."""
+    """The ids of processes of other tests' servers."""
     return {process.pid for process in of_vllm(set())}
 
 
 def of_vllm(others: set[int]) -> list[psutil.Process]:
-    """Processes of vLLM below this one, but for those of others."""
+    """Processes of vLLM below this process, without `others`."""
     found = []
     for process in psutil.Process().children(recursive=True):
         if process.pid in others:
@@ -65,24 +64,24 @@ def of_vllm(others: set[int]) -> list[psutil.Process]:
     "layout",
     [
         pytest.param(SPLIT, id="split", marks=pytest.mark.slow),
-        pytest.param(LENT, id="colocated, lending"),
+        pytest.param(RELEASING, id="colocated, releasing memory"),
         pytest.param(PARALLEL, id="tensor parallel", marks=pytest.mark.slow),
-        pytest.param(LORA, id="LoRA"),  # a split too
+        pytest.param(LORA, id="split, LoRA"),
     ],
 )
 def test_a_run_samples_with_vllm_and_proves_its_weights(config: Path, layout: tuple[str, ...], others: set[int]):
-    """P15: the trainer's own forward of what vLLM sampled agrees to rounding, after each update, with a tied head."""
+    """P15: after each update, the trainer's logprobs of vLLM's samples agree to rounding, with a tied head."""
     steps = steps_of(train(config, "vllm", *VLLM, *layout), ("s", "tokens/s", "GB/s"))
-    assert len(steps) == 2 and all(("memory/lent_bytes" in step) == (layout == LENT) for step in steps)
+    assert len(steps) == 2 and all(("memory/released_bytes" in step) == (layout == RELEASING) for step in steps)
     for step in steps:
-        assert step["sync/proven_wire"] == step["sync/proven_resident"] == 1
+        assert step["sync/proven_wire"] == step["sync/proven_read_back"] == 1
         assert step["proof/logprob_abs_diff_mean"] < 1e-4
     assert of_vllm(others) == []
 
 
 @pytest.mark.slow
 def test_a_killed_server_is_replaced_with_its_rank(config: Path, others: set[int]):
-    """P26: the rank that stood for it ends, another takes its place and gets the weights; the run goes on."""
+    """P26: the server's rank ends, a new rank replaces it and gets the weights, and the run continues."""
     killed = []
 
     def kill_one(metrics: Path) -> None:

@@ -1,4 +1,4 @@
-"""Faults planted by hook/sitecustomize.py in real runs of real processes, and what they may leave: nothing."""
+"""Faults that hook/sitecustomize.py injects into real runs; nothing may be left after them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from meshrl.process import leases, spawn
 
 @pytest.fixture
 def planted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
-    """Plants faults in the runs of this process, each once; all of them must be met, and at the end nothing of the runs
-    may be left."""
+    """Injects faults into the runs of this process, each once. All of them must occur, and at the end no process and no
+    resource of the runs may be left."""
     mark = uuid.uuid4().hex
     monkeypatch.setenv("MESHRL_TEST_RUN", mark)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -37,7 +37,7 @@ def planted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
         monkeypatch.setenv("MESHRL_TEST_FAULTS", json.dumps(faults))
 
     yield plant
-    assert [fault for fault in faults if not Path(fault["marker"]).exists()] == [], "never met"
+    assert [fault for fault in faults if not Path(fault["marker"]).exists()] == [], "never occurred"
     spawn.retire()  # it would serve later runs of this process
     end = time.monotonic() + 20
     while (left := _processes_of(mark)) and time.monotonic() < end:
@@ -48,12 +48,12 @@ def planted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
 
 
 def _processes_of(mark: str) -> list[str]:
-    """Processes with this text in their environment, whoever's children they are; a process that has a port is one."""
+    """All processes with this text in their environment; processes with open ports are among them."""
     found = []
     for process in psutil.process_iter():
         try:
             if process.pid != os.getpid() and process.environ().get("MESHRL_TEST_RUN") == mark:
                 found.append(f"{process.pid} {' '.join(process.cmdline())}")
-        except (psutil.NoSuchProcess, psutil.AccessDenied):  # it has ended meanwhile, or is somebody else's
+        except (psutil.NoSuchProcess, psutil.AccessDenied):  # it has ended meanwhile, or belongs to another user
             continue
     return found

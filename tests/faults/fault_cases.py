@@ -1,23 +1,18 @@
-"""Which faults are planted in which phase, and what the run then has to do and say: the table of docs/faults.md.
+"""The injected faults by phase, and the expected behaviour and error of the run: the table of docs/faults.md.
 
-`test_named_faults.py` runs every case; `scripts/make_faults_docs.py` writes the page from what is said here.
+`test_named_faults.py` runs every case; `scripts/make_faults_docs.py` writes the page from this file.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-DEADLINE_S = (
-    8  # of the phase that a rank is silent in; a tiny model needs a fraction of a second, on a busy machine too
-)
-START_DEADLINE_S = 40  # of processes that come up: each imports torch
-
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a fault is planted: the call of a RankWorker method; "" = before there is one. split: with a rank that only
-    samples, in which the fault then is; else in the second of two train ranks. deadline_s: of the phase, where the rank
-    is silent; a tiny model needs a fraction of a second, but a process that comes up imports torch."""
+    """The place of a fault: a call of a RankWorker method; "" = before the RankWorker exists. split: in a rank that
+    only samples; else in the second of two train ranks. deadline_s: of the phase, for a rank that does not answer; a
+    tiny model needs a fraction of a second, but a new process imports torch."""
 
     phase: str
     method: str
@@ -36,8 +31,8 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fault:
-    """cause: what the first line says about it, after rank and phase; PHASE and LIMIT stand for the case's."""
+class InjectedFault:
+    """cause: the text of the first line after rank and phase; PHASE and LIMIT are replaced by those of the case."""
 
     how: str
     text: str
@@ -47,7 +42,7 @@ class Fault:
 @dataclass(frozen=True, kw_only=True)
 class Case:
     place: Place
-    fault: Fault
+    fault: InjectedFault
     fast: bool = False  # part of the quick suite
 
     @property
@@ -56,12 +51,12 @@ class Case:
 
     @property
     def needs_cgroup(self) -> bool:
-        """Whether the run has to be in a memory cgroup of its own."""
+        """Whether the run must have its own memory cgroup."""
         return self.fault.how == "hog"
 
     @property
-    def is_mended(self) -> bool:
-        """Whether the run goes on with a new rank."""
+    def is_replaced(self) -> bool:
+        """Whether the run replaces the rank and continues."""
         return self.place.split and self.fault.how != "raise"
 
     @property
@@ -73,7 +68,7 @@ class Case:
 
     @property
     def first_line(self) -> str:
-        """What the run says first, or, where it goes on, what its note says."""
+        """The first line of the run's error, or of its note if the run continues."""
         return f"rank {self.place.rank} failed in phase '{self.place.phase}': {self.cause}"
 
 
@@ -98,17 +93,21 @@ PLACES = (
 FAULTS = {
     fault.how: fault
     for fault in (
-        Fault(how="raise", text="an exception", cause="raised RuntimeError: planted by a test"),
-        Fault(how="exit", text="`os._exit(7)`", cause="its process ended with exit code CODE"),
-        Fault(how="kill", text="SIGKILL, as from the kernel's OOM killer", cause="its process was killed by SIGKILL"),
-        Fault(
+        InjectedFault(how="raise", text="an exception", cause="raised RuntimeError: planted by a test"),
+        InjectedFault(how="exit", text="`os._exit(7)`", cause="its process ended with exit code CODE"),
+        InjectedFault(
+            how="kill", text="SIGKILL, as from the kernel's OOM killer", cause="its process was killed by SIGKILL"
+        ),
+        InjectedFault(
             how="stop",
             text="SIGSTOP",
             cause="no answer within cluster.deadlines.PHASE = LIMIT s; its process is stopped (SIGSTOP, or a debugger)",
         ),
-        Fault(how="sleep", text="asleep past the deadline", cause="no answer within cluster.deadlines.PHASE = LIMIT s"),
-        Fault(how="memory", text="more memory than its limit", cause="raised MemoryError"),
-        Fault(
+        InjectedFault(
+            how="sleep", text="sleeps past the deadline", cause="no answer within cluster.deadlines.PHASE = LIMIT s"
+        ),
+        InjectedFault(how="memory", text="more memory than its limit", cause="raised MemoryError"),
+        InjectedFault(
             how="hog",
             text="more memory than its cgroup has, so that the kernel kills it",
             cause="its process was killed by SIGKILL, by the kernel for lack of memory (its cgroup counts 1 such kill)",
@@ -116,8 +115,8 @@ FAULTS = {
     )
 }
 
-# Everywhere: what raises, what dies and what is silent. The other ways to do so are the same to the parent, so a few
-# places stand for all.
+# Everywhere: an exception, a death and a missed deadline. The parent can't distinguish the other faults from these, so
+# they are tested in a few places only.
 EVERYWHERE = ("raise", "kill", "stop")
 ALSO = {"exit": ("start", "rollout", "sync", "end"), "sleep": ("rollout", "train", "sync", "checkpoint")}
 ALSO |= {"memory": ("load", "train", "export"), "hog": ("load", "train", "rollout-split")}
@@ -125,7 +124,7 @@ FAST = {"rollout-raise", "train-kill", "sync-stop", "rollout-split-kill"}
 
 
 def cases() -> list[Case]:
-    """All of them, in the order of a run."""
+    """All cases, in the order of the phases of a run."""
     made = []
     for place in PLACES:
         for fault in FAULTS.values():
@@ -140,7 +139,7 @@ def page() -> str:
     lines = [_HEAD]
     for case in cases():
         kind = "samples only" if case.place.split else "trains"
-        outcome = "the rank is replaced, the run goes on" if case.is_mended else "the run ends, exit code 1"
+        outcome = "the rank is replaced, the run continues" if case.is_replaced else "the run ends, exit code 1"
         where = f"`{case.place.method}`" if case.place.method else "before it can be called"
         lines.append(
             f"| {case.place.phase} | {kind} | {where} | {case.fault.text} | {case.cause.replace('|', '')} | {outcome} |"
@@ -150,70 +149,74 @@ def page() -> str:
 
 _HEAD = """# What happens when something breaks
 
-This page is written by `scripts/make_faults_docs.py` from `tests/faults/fault_cases.py`; `tests/faults` plants every
-fault below in a real run and checks what is said here: the first line of output, the exit code, and that no process,
-listening port, shared memory or temporary folder is left.
+This page is written by `scripts/make_faults_docs.py` from `tests/faults/fault_cases.py`. `tests/faults` injects every
+fault below into a real run and checks the first line of output, the exit code, and that no process, listening port,
+shared memory or temporary folder is left.
 
-A failed run says first which rank failed, in which phase, and why:
+A failed run first prints which rank failed, in which phase, and why:
 
     meshrl: RankFailure: rank 1 failed in phase 'train': its process was killed by SIGKILL (...)
 
-Below it stand the traceback of what was raised, and where the other ranks stood; `stacks.txt` in the run's folder has
-all threads of all ranks. A phase's deadline is `cluster.deadlines.<phase>`, else `cluster.timeout_s`. A rank that is
-silent is named even when another rank, which only waits for it, misses its deadline first: stopped processes are seen
-as such, and ranks that stand in a collective of torch.distributed are not to blame while one does not.
+Below this line are the traceback of the exception and the stacks of the other ranks; `stacks.txt` in the run's folder
+has all threads of all ranks. The deadline of a phase is `cluster.deadlines.<phase>`, else `cluster.timeout_s`. If a
+rank does not answer, another rank that only waits for it may miss its deadline first. The error still names the right
+rank: it detects stopped processes, and ranks that wait in a collective of torch.distributed are not the cause as long
+as one rank is not in a collective.
 
-A death by SIGKILL says whether the memory controller of the run's cgroup has counted a kill since the start. Where the
-table says that the kernel kills, it really does: the test puts the run into a memory cgroup of its own, or is skipped
-where the system allows none.
+After a death by SIGKILL, the error states whether the memory controller of the run's cgroup has counted a kill since
+the start. For the faults in which the kernel kills a rank, the test puts the run into its own memory cgroup, so that
+the kernel really kills it; the test is skipped on systems that do not allow this.
 
-| phase | the rank | in | fault | what is said after "rank 1 failed in phase ...:" | outcome |
+| phase | the rank | in | fault | text after "rank 1 failed in phase ...:" | outcome |
 | --- | --- | --- | --- | --- | --- |"""
 
 _TAIL = """
 ## Ranks that only sample
 
-With `cluster.num_rollout_ranks` above 0, a sampler that dies or gives no answer is replaced, from the moment that it is
-lost: a new process loads the model, gets the trainer's weights with the same proofs as at any sync, and is asked again
-what the lost one was asked. Seeds belong to prompts and positions, so the answers are the same. `cluster.max_restarts`
-bounds it; `rollout/ranks_replaced` and `rollout/requests_redone` count it. An exception is not mended: it would come
-again.
+With `cluster.num_rollout_ranks` above 0, a sampler that dies or does not answer is replaced as soon as the loss is
+detected: a new process loads the model, gets the trainer's weights with the same proofs as in any sync, and processes
+the requests of the lost one again. Seeds depend on prompts and positions, so the answers are the same. The limit is
+`cluster.max_restarts`; the metrics `rollout/ranks_replaced` and `rollout/requests_redone` count replacements and
+repeated requests. A rank that raises an exception is not replaced: the exception would be raised again.
 
 ## Ranks that train
 
-When a train rank dies or gives no answer, all of them are ended, for their process group is broken, and new ones take
-their place and load the newest checkpoint of the run. Samplers in ranks of their own, reward workers and the loaded
-data stay: the samplers drop what they were asked, and sample again once they have the checkpoint's weights, by a full
-sync with all proofs; a sync that the death has cut in the middle is of no consequence. At the same number of ranks the
-run ends to the bit as one in which nothing happened. (The table's runs have `cluster.max_restarts: 0`.)
+When a train rank dies or does not answer, all train ranks are ended, because their process group is broken. New ones
+replace them and load the newest checkpoint of the run. Samplers in their own ranks, reward workers and the loaded data
+are kept: the samplers drop their requests, and sample again when they have the checkpoint's weights, from a full sync
+with all proofs. A sync that the loss has interrupted has no effect. On the same number of ranks, the results of the
+run equal those of an undisturbed run to the bit. (The runs of the table have `cluster.max_restarts: 0`.)
 
     rank 1 failed in phase 'train': its process was killed by SIGKILL (...); starting the train ranks again after step
     40, restart 1 of 3
     the train ranks are back after 21.3 s
 
-`cluster.max_restarts` bounds it, and `train/restarts` counts it. Ranks that are lost again while they start count as
-one more; when all are used up, the run ends with the first of these failures, and names the others below it. Without a
-checkpoint the run ends, too: `loop.save_every_steps` says how much a loss may cost. Under Ray the actor of a lost rank
-is replaced as well, and the rank moves with it when its machine is gone and Ray has another. Under torchrun the run
-ends, and torchrun's `--max-restarts` starts it anew.
+The limit is `cluster.max_restarts`; the metric `train/restarts` counts the restarts. If ranks are lost again while
+they start, this counts as one more. When all restarts are used up, the run ends with the first of these failures and
+lists the others below it. Without a checkpoint the run ends, too: `loop.save_every_steps` limits how many steps are
+lost. Under Ray the actor of a lost rank is replaced as well; if its machine is lost and Ray has another, the rank
+moves there. Under torchrun the run ends, and torchrun's `--max-restarts` starts it again.
 
-A death is noticed at once, whatever the controller waits for; a silence by the deadline of what the rank was asked.
+A death is detected at once, also while the controller waits for something else; a rank that does not answer is
+detected when its command misses its deadline.
 
 ## Graders
 
-Reward functions run in processes of their own, each grading with `reward.timeout_s` and `reward.max_memory_bytes`.
-A worker that dies is replaced and its grading done once more (`reward/gradings_redone`); one that hangs is killed with
-everything it started, also in sessions of their own. What can't be graded is a typed failure, masked and counted, never
-a reward of 0; above `reward.max_failure_fraction` the run ends and says why. The exception is an answer that
-`math_answer` can't evaluate in 1 s of CPU time: it is wrong, and counted in `reward/math_timeouts`.
+Reward functions run in their own processes, each grading with `reward.timeout_s` and `reward.max_memory_bytes`. A
+worker that dies is replaced and its grading repeated once (`reward/gradings_redone`). A worker that hangs is killed
+with all processes that it started, also those in their own sessions. A grading that fails is a typed failure, masked
+and counted, never a reward of 0; above `reward.max_failure_fraction` the run ends with an error that states the
+failures. The exception is an answer that `math_answer` can't evaluate in 1 s of CPU time: it is graded as wrong, and
+counted in `reward/math_timeouts`.
 
-## The run as a whole
+## The entire run
 
-When the parent is killed, ranks end with it (the kernel sees to it) and so do reward workers (their standard input
-closes). Ctrl-C and SIGTERM end the run with a checkpoint; see [checkpoints](checkpoints.md#ctrl-c-and-sigterm).
+When the controller is killed, the ranks end with it (by a setting of the kernel) and the reward workers, too (their
+standard input closes). Ctrl-C and SIGTERM end the run with a checkpoint; see
+[checkpoints](checkpoints.md#ctrl-c-and-sigterm).
 
-When all processes are killed at once, nobody is left to remove the segments of shared memory (`/dev/shm/meshrl_*`) and
-the folders in the temporary folder that ranks have made. The next run of the same user on that machine does it at its
-start (Linux). Who makes them holds a lock on them, which the kernel lets go of at its death: what is in use stays,
-whichever run or container it belongs to.
+When all processes are killed at the same time, no process is left that could remove the segments of shared memory
+(`/dev/shm/meshrl_*`) and the temporary folders of the ranks. The next run of the same user on that machine removes
+them at its start (Linux). The process that creates such a resource holds a lock on it, which the kernel releases when
+the process dies; so resources in use are never removed, also those of other runs and containers.
 """

@@ -1,6 +1,6 @@
-"""P26: a rank that the kernel kills for memory, in a memory cgroup that the run has for itself, is named as just that.
+"""P26: the error names a rank that the kernel kills for lack of memory, and this cause. The run is in its own cgroup.
 
-The rank is the kernel's choice among the processes of the cgroup, and the count of kills is the kernel's own.
+The kernel chooses the rank among the processes of the cgroup, and counts the kills.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class MemoryCgroup:
     folder: Path
 
     def run(self, *command: str) -> subprocess.CompletedProcess[str]:
-        """A command in the cgroup, to its end, with all paths of this process."""
+        """Run a command in the cgroup until it ends, with all module paths of this process."""
         paths = os.pathsep.join(path for path in sys.path if path)
         enter = ["sh", "-c", ENTER, str(self.folder / "cgroup.procs"), *command]
         return subprocess.run(enter, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths})
@@ -42,7 +42,7 @@ class MemoryCgroup:
         return [int(line) for line in (self.folder / "cgroup.procs").read_text().split()]
 
     def num_kills(self) -> int:
-        """By the kernel, for lack of memory."""
+        """Number of processes that the kernel has killed for lack of memory."""
         text = "".join((self.folder / name).read_text() for name in os.listdir(self.folder) if name in COUNTS)
         return int(re.findall(r"^oom_kill (\d+)$", text, re.MULTILINE)[0])
 
@@ -52,7 +52,7 @@ COUNTS = ("memory.events", "memory.oom_control")  # of cgroups v2 and v1
 
 @pytest.fixture
 def cgroup(planted) -> Iterator[MemoryCgroup]:
-    """A memory cgroup below this process's own, or, in v2, below the nearest that hands memory on; without swap."""
+    """A memory cgroup without swap, below this process's cgroup, or, in v2, below the nearest that delegates memory."""
     folder = _parent() / f"meshrl_{uuid.uuid4().hex}"
     try:
         folder.mkdir()
@@ -80,21 +80,21 @@ def _parent() -> Path:
         return inside if inside.is_dir() else MOUNT / "memory"
     inside = MOUNT / own.get("", "").lstrip("/")
     for folder in (inside, *inside.parents):
-        handed_on = folder / "cgroup.subtree_control"
-        if folder.is_relative_to(MOUNT) and handed_on.is_file() and "memory" in handed_on.read_text().split():
+        delegated = folder / "cgroup.subtree_control"
+        if folder.is_relative_to(MOUNT) and delegated.is_file() and "memory" in delegated.read_text().split():
             return folder
-    pytest.skip("no cgroup of this system hands its memory controller on")
+    pytest.skip("no cgroup of this system delegates its memory controller")
 
 
 def _remove(cgroup: MemoryCgroup) -> None:
-    """With what a failed test has left in it."""
+    """Remove the cgroup and kill processes that a failed test has left in it."""
     end = time.monotonic() + 20
     while True:
         for pid in cgroup.processes():
             os.kill(pid, signal.SIGKILL)
         try:
             return cgroup.folder.rmdir()
-        except OSError:  # busy until the kernel has buried the last process
+        except OSError:  # busy until the kernel has removed the last process
             if time.monotonic() > end:
                 raise
             time.sleep(0.1)
@@ -103,25 +103,25 @@ def _remove(cgroup: MemoryCgroup) -> None:
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = write_run(tmp_path_factory.mktemp("kernel_kills"))
-    told = json.loads(path.read_text())
-    told["loop"] |= {"num_steps": 1, "prompts_per_step": 2, "samples_per_prompt": 2}
-    path.write_text(json.dumps(told))
+    sections = json.loads(path.read_text())
+    sections["loop"] |= {"num_steps": 1, "prompts_per_step": 2, "samples_per_prompt": 2}
+    path.write_text(json.dumps(sections))
     return path
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory cgroups are Linux's")
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.id) for case in CASES])
-def test_a_rank_that_the_kernel_kills_for_memory_is_named_as_that(case: Case, config: Path, planted, cgroup):
-    """One that trains ends the run; one that only samples is replaced, and the run goes on."""
+def test_a_rank_that_the_kernel_kills_for_memory_is_named_with_this_cause(case: Case, config: Path, planted, cgroup):
+    """If it trains, the run ends; if it only samples, it is replaced and the run continues."""
     place = case.place
     planted({"rank": place.rank, "method": place.method, "call": place.call, "how": case.fault.how})
     layout = ("cluster.num_rollout_ranks=1",) if place.split else ("cluster.num_train_ranks=2",)
-    restarts = () if case.is_mended else ("cluster.max_restarts=0",)
+    restarts = () if case.is_replaced else ("cluster.max_restarts=0",)
     ran = cgroup.run(*(sys.executable, "-m", "meshrl", "train", str(config)), *layout, *restarts, f"run.name={case.id}")
     folder = config.parent / "runs" / case.id
     assert cgroup.num_kills() == 1, ran.stdout + ran.stderr
     assert cgroup.processes() == []
-    if case.is_mended:
+    if case.is_replaced:
         assert ran.returncode == 0, ran.stderr
         assert case.first_line in ran.stdout + ran.stderr and "rank 1 is back after" in ran.stdout + ran.stderr
         assert [step["rollout/ranks_replaced"] for step in steps_of(folder)] == [1]

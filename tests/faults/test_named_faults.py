@@ -1,6 +1,6 @@
-"""P26, P31: whatever a rank does in whatever phase, the run ends or goes on as docs/faults.md says, and names it.
+"""P26, P31: after a fault in any phase, the run ends or continues as in docs/faults.md, and names the rank.
 
-The faults are planted by `hook/sitecustomize.py`, in real runs of real processes.
+`hook/sitecustomize.py` injects the faults into real runs.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ LAYOUT = {False: ("cluster.num_train_ranks=2",), True: ("cluster.num_rollout_ran
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = write_run(tmp_path_factory.mktemp("faults"))
-    told = json.loads(path.read_text())
-    told["loop"] |= {"num_steps": 1, "prompts_per_step": 2, "samples_per_prompt": 2}
-    path.write_text(json.dumps(told))
+    sections = json.loads(path.read_text())
+    sections["loop"] |= {"num_steps": 1, "prompts_per_step": 2, "samples_per_prompt": 2}
+    path.write_text(json.dumps(sections))
     return path
 
 
@@ -45,7 +45,7 @@ def _run(config: Path, case: Case) -> tuple[int, Path]:
     silent = case.fault.how in ("stop", "sleep")
     deadline = (f"cluster.deadlines.{case.place.phase}={case.place.deadline_s}",) if silent else ()
     threads = torch.get_num_threads()
-    restarts = () if case.is_mended else ("cluster.max_restarts=0",)
+    restarts = () if case.is_replaced else ("cluster.max_restarts=0",)
     arguments = (*LAYOUT[case.place.split], *deadline, *restarts, *case.place.overrides, f"run.name={case.id}")
     try:
         return main(["train", str(config), *arguments]), config.parent / "runs" / case.id
@@ -57,34 +57,34 @@ def _marks(case: Case) -> Any:
     return pytest.param(case, id=case.id, marks=() if case.fast else pytest.mark.slow)
 
 
-@pytest.mark.parametrize("case", [_marks(case) for case in CASES if not case.is_mended])
+@pytest.mark.parametrize("case", [_marks(case) for case in CASES if not case.is_replaced])
 def test_a_fault_in_a_rank_ends_the_run_and_is_named(case, config, planted, capfd):
-    """Rank, phase and cause stand in the first line; the others' stacks below it and in the run's folder."""
+    """Rank, phase and cause are in the first line; the stacks of the others are below it and in the run's folder."""
     planted(planted_by(case))
     code, folder = _run(config, case)
     assert code == 1
-    said = capfd.readouterr().err
-    ours = said[said.index("meshrl: ") :].splitlines()
+    printed = capfd.readouterr().err
+    ours = printed[printed.index("meshrl: ") :].splitlines()
     assert ours[0].startswith(f"meshrl: RankFailure: {case.first_line}"), ours[0]
     result = json.loads((folder / "result.json").read_text())
     assert result["status"] == "failed" and result["error"].startswith(f"RankFailure: {case.first_line}")
     if case.place.phase != "start":
         other = 0
-        assert f"rank {other}, in phase" in said
+        assert f"rank {other}, in phase" in printed
         assert 'File "' in (folder / "stacks.txt").read_text()
         assert ours[-1] == f"the stacks of all ranks at the failure: {folder / 'stacks.txt'}"
     if case.fault.how in ("raise", "memory") and case.place.phase != "start":
-        assert "sitecustomize.py" in said, "the traceback is told"
+        assert "sitecustomize.py" in printed, "the traceback is printed"
 
 
-@pytest.mark.parametrize("case", [_marks(case) for case in CASES if case.is_mended])
-def test_a_rank_that_only_samples_is_replaced_and_the_run_says_the_same(case, config, planted, undisturbed, capfd):
-    """Its requests are done again, by a rank with the same weights and the same seeds."""
+@pytest.mark.parametrize("case", [_marks(case) for case in CASES if case.is_replaced])
+def test_a_lost_sampler_is_replaced_and_the_run_has_the_same_metrics(case, config, planted, undisturbed, capfd):
+    """A rank with the same weights and seeds processes its requests again."""
     planted(planted_by(case))
     code, folder = _run(config, case)
     assert code == 0
-    said = capfd.readouterr()
-    assert f"{case.first_line}" in said.out + said.err and "rank 1 is back after" in said.out + said.err
+    printed = capfd.readouterr()
+    assert f"{case.first_line}" in printed.out + printed.err and "rank 1 is back after" in printed.out + printed.err
     (step,), (expected,) = steps_of(folder), steps_of(undisturbed)
     replaced, redone = step.pop("rollout/ranks_replaced"), step.pop("rollout/requests_redone")
     assert replaced == 1 and (redone > 0) == (case.place.phase == "rollout")
@@ -95,32 +95,32 @@ def test_a_rank_that_only_samples_is_replaced_and_the_run_says_the_same(case, co
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["kill", "stop"])
 @pytest.mark.parametrize("transport", ["auto", "broadcast"])
-def test_a_sampler_lost_in_a_sync_is_replaced_whatever_the_transport(transport, how, config, planted, capfd):
-    """The other ranks of a broken broadcast wait for nothing, and the new one has a group of its own."""
+def test_a_sampler_that_is_lost_in_a_sync_is_replaced_with_every_transport(transport, how, config, planted, capfd):
+    """The other ranks of a broken broadcast do not wait for it, and a new group forms."""
     planted({"rank": 2, "method": "receive", "call": 12, "how": how})
     arguments = (
         *("cluster.num_train_ranks=1", "cluster.num_rollout_ranks=2", "cluster.deadlines.sync=10"),
         *(f"rollout.sync_transport={transport}", f"run.name={transport}_{how}", "rollout.sync_bucket_bytes=4096"),
     )
     assert main(["train", str(config), *arguments]) == 0
-    said = capfd.readouterr()
-    assert "rank 2 failed in phase 'sync'" in said.out + said.err and "rank 2 is back after" in said.out + said.err
+    printed = "".join(capfd.readouterr())
+    assert "rank 2 failed in phase 'sync'" in printed and "rank 2 is back after" in printed
     (step,) = steps_of(config.parent / "runs" / f"{transport}_{how}")
-    assert step["rollout/ranks_replaced"] == 1 and step["sync/proven_resident"] == 1
+    assert step["rollout/ranks_replaced"] == 1 and step["sync/proven_read_back"] == 1
 
 
-def test_a_sampler_that_is_lost_once_too_often_ends_the_run(config, planted, capfd):
-    """cluster.max_restarts is the bound."""
+def test_a_lost_sampler_beyond_max_restarts_ends_the_run(config, planted, capfd):
+    """cluster.max_restarts is the limit."""
     (case,) = [case for case in CASES if case.id == "rollout-split-kill"]
     planted(planted_by(case))
     arguments = (*LAYOUT[True], "cluster.max_restarts=0", "run.name=too_often")
     assert main(["train", str(config), *arguments]) == 1
-    said = capfd.readouterr().err
-    assert f"meshrl: RankFailure: {case.first_line}" in said
-    assert "0 lost ranks were replaced before it (cluster.max_restarts)" in said
+    printed = capfd.readouterr().err
+    assert f"meshrl: RankFailure: {case.first_line}" in printed
+    assert "0 lost ranks had already been replaced (cluster.max_restarts)" in printed
 
 
-def test_the_page_is_what_the_cases_say():
+def test_the_faults_page_is_up_to_date():
     """docs/faults.md is what scripts/make_faults_docs.py writes."""
     script = runpy.run_path(str(ROOT / "scripts" / "make_faults_docs.py"))
     assert (ROOT / "docs" / "faults.md").read_text(encoding="utf-8") == script["page"]()

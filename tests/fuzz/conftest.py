@@ -18,13 +18,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def finished(tiny: Path) -> Path:
-    """The folder of a run of one step, in this process; its model lies in `tiny`."""
+    """The folder of a run of one step, in this process; its model is in `tiny`."""
     return train(tiny / "config.yaml", "one", "cluster.executor=inline", "loop.num_steps=1")
 
 
 @pytest.fixture(autouse=True, scope="session")
 def quiet() -> None:
-    """Transformers and torch comment on hundreds of damaged files."""
+    """No log messages: Transformers and torch would log about hundreds of damaged files."""
     from transformers.utils import logging
 
     logging.set_verbosity(logging.CRITICAL)

@@ -1,6 +1,6 @@
-"""Files as accidents and enemies leave them: cut, flipped, edited, or with something else in their place.
+"""Damaged and malicious files: cut, with flipped bits, edited, or replaced by something that is not a file.
 
-All of it follows from a seed. MESHRL_FUZZ_ROUNDS=50 makes fifty rounds of the random part, each with a seed of its own.
+All damage follows from a seed. MESHRL_FUZZ_ROUNDS=50 makes fifty rounds of the random part.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _STRUCTURE = re.compile(rb'[{}\[\],:"\n]')
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """put: does it at a path, where the intact file lies.
+    """One kind of damage. put: damages the intact file at a path.
 
-    kind: harmless (has to be read as if it were intact), doubtful (the same, or refused), cut, content, place.
+    kind: harmless (must be read as if it were intact), doubtful (the same, or refused), cut, content, place.
     """
 
     name: str
@@ -39,25 +39,25 @@ def written(name: str, kind: str, data: bytes) -> Damage:
 
 
 def of_text(data: bytes, seed: int, mark: str = "harmless") -> Iterator[Damage]:
-    """Damage to any file of text; what only a parser of JSON sees is of_json's. mark: what a byte order mark is."""
+    """Damage to any text file; of_json has the damage for JSON parsers. mark: the kind of a byte order mark."""
     yield from cuts(data, seed, [found.start() for found in _STRUCTURE.finditer(data)])
     yield from flips(data, seed)
     yield written("a byte order mark before it", mark, b"\xef\xbb\xbf" + data)
     yield written("CRLF line ends", "harmless", data.replace(b"\n", b"\r\n"))
     yield written("UTF-16", "content", data.decode().encode("utf-16"))
     rng = random.Random(seed)
-    for what, inserted in (("NUL", b"\0"), ("a byte that is no UTF-8", b"\xff"), ("a control character", b"\x1b[2J")):
+    for what, inserted in (("NUL", b"\0"), ("a byte that is not UTF-8", b"\xff"), ("a control character", b"\x1b[2J")):
         at = rng.randrange(len(data))
         yield written(f"{what} at byte {at}", "content", data[:at] + inserted + data[at:])
     yield written("noise after its end", "content", data + bytes(rng.randrange(256) for _ in range(64)))
     yield written("only noise", "content", bytes(rng.randrange(256) for _ in range(512)))
     yield written("zeros of its length", "content", bytes(len(data)))
-    yield written("100,000 lists in each other", "content", b"[" * 100_000)
-    yield written("100,000 objects in each other", "content", b'{"a":' * 100_000 + b"1" + b"}" * 100_000)
+    yield written("100,000 nested lists", "content", b"[" * 100_000)
+    yield written("100,000 nested objects", "content", b'{"a":' * 100_000 + b"1" + b"}" * 100_000)
 
 
 def cuts(data: bytes, seed: int, marks: list[int], count: int = 8) -> Iterator[Damage]:
-    """The file ends too early: at its structure and one byte beside it."""
+    """The file ends too early: at its structural bytes and one byte after them."""
     rng = random.Random(seed)
     chosen = {0, 1, len(data) - 1, len(data) // 2}
     for mark in rng.sample(marks, min(count * ROUNDS, len(marks))):
@@ -67,7 +67,7 @@ def cuts(data: bytes, seed: int, marks: list[int], count: int = 8) -> Iterator[D
 
 
 def flips(data: bytes, seed: int, count: int = 12, within: int | None = None) -> Iterator[Damage]:
-    """Single bits, one at a time, in the first `within` bytes."""
+    """One flipped bit at a time, in the first `within` bytes."""
     rng = random.Random(seed)
     for _ in range(count * ROUNDS):
         at, bit = rng.randrange(min(within or len(data), len(data))), rng.randrange(8)
@@ -82,7 +82,7 @@ ODD_VALUES: tuple[Any, ...] = (
 
 
 def of_json(data: bytes, seed: int, count: int = 30, mark: str = "harmless") -> Iterator[Damage]:
-    """Other values, missing keys and keys that stand twice, anywhere in a file that is one JSON object."""
+    """Other values, missing keys and keys that occur twice, anywhere in a file with one JSON object."""
     rng = random.Random(seed)
     yield from of_text(data, seed, mark)
     places = list(_places(json.loads(data)))
@@ -102,7 +102,7 @@ def of_json(data: bytes, seed: int, count: int = 30, mark: str = "harmless") -> 
 
 
 def of_place() -> Iterator[Damage]:
-    """Something that is no file, in its place. A reader must neither hang nor read without end."""
+    """Something that is not a file, in place of the file. A reader must neither hang nor read without end."""
 
     def put(make: Callable[[Path], Any]) -> Callable[[Path], None]:
         def damage(path: Path) -> None:
@@ -117,7 +117,7 @@ def of_place() -> Iterator[Damage]:
     yield Damage("a link to itself", "place", put(lambda path: path.symlink_to(path.name)))
     yield Damage("a link to nowhere", "place", put(lambda path: path.symlink_to("nowhere")))
     yield Damage("a device without end", "place", put(lambda path: path.symlink_to("/dev/zero")))
-    # Readable by nobody, root included: its first page is mapped nowhere.
+    # No user can read it, not even root: its first page is not mapped.
     yield Damage("a file that can't be read", "place", put(lambda path: path.symlink_to("/proc/self/mem")))
 
 
@@ -132,12 +132,12 @@ def _places(value: Any, where: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]
 
 
 def _with(data: bytes, where: tuple[Any, ...], value: Any) -> bytes:
-    whole = json.loads(data)
-    inner = whole
+    content = json.loads(data)
+    inner = content
     for key in where[:-1]:
         inner = inner[key]
     if value is _REMOVED:
         del inner[where[-1]]
     else:
         inner[where[-1]] = value
-    return json.dumps(whole).encode()
+    return json.dumps(content).encode()

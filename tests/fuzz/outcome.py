@@ -1,4 +1,4 @@
-"""What came of reading damaged files: one of our errors that names the file, or a value; anything else is a finding."""
+"""The results of reading damaged files: an error of meshrl that names the file, or a value; all else is a finding."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from damage import Damage
 
 from meshrl.core.errors import MeshrlError
 
-LIMIT_S = 20.0  # of processor time for one reading, which takes milliseconds
-PATIENCE_S = 100.0  # of waiting, where nothing is computed, as for the other end of a pipe
-ROOM_BYTES = 3 << 30  # of address space beyond what the process has when it begins to read
+CPU_LIMIT_S = 20.0  # CPU seconds for one reading, which takes milliseconds
+WAIT_LIMIT_S = 100.0  # seconds for one reading that waits, as for the other end of a pipe
+ROOM_BYTES = 3 << 30  # address space for one reading, in addition to the process's
 
 
 class Hung(BaseException):
-    """No Exception, so that nothing takes it for the error of a library."""
+    """Not an Exception, so that no code handles it as an error of a library."""
 
 
 def check(*args: Any, **kwargs: Any) -> None:
-    """Fails with what `findings` finds, in few words."""
+    """Fails with a summary of `findings`."""
     found = findings(*args, **kwargs)
     if found:
         raise AssertionError("\n".join(f"{text:.700}" for text in found[:20]) + f"\n({len(found)} findings)")
@@ -37,27 +37,27 @@ def findings(
     damages: Iterable[Damage],
     read: Callable[[Path], Any],
     judge: Callable[[Damage, Any], str | None] = lambda damage, value: None,
-    told: Iterable[str] = (),
+    named: Iterable[str] = (),
 ) -> list[str]:
-    """Damage the file `name` of a copy of `folder` in every way, one at a time, and read. What must not be, in words.
+    """Damage the file `name` in a copy of `folder`, with one damage at a time, and read the copy. Returns the faults.
 
-    read: gets the copy. judge: what is wrong with a value that was read, None when it is all right. told: texts of
-    which an error must hold one; by default the file's name.
+    read: gets the copy. judge: the fault of a value that was read, None when it is right. named: texts; an error must
+    contain one of them; by default the file's name.
     """
-    found, told = [], [*told] or [Path(name).name]
+    found, named = [], [*named] or [Path(name).name]
     copy = folder.with_name(folder.name + "-damaged")
     for damage in damages:
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(folder, copy, symlinks=True)
         damage.put(copy / name)
-        fault = _fault_of(damage, copy, read, judge, told)
+        fault = _fault_of(damage, copy, read, judge, named)
         if fault is not None:
             found.append(f"{name}, {damage.name}: {fault}")
     shutil.rmtree(copy, ignore_errors=True)
     return found
 
 
-def _fault_of(damage: Damage, copy: Path, read: Any, judge: Any, told: list[str]) -> str | None:
+def _fault_of(damage: Damage, copy: Path, read: Any, judge: Any, named: list[str]) -> str | None:
     began, before = time.monotonic(), listing(copy)
     try:
         with limits():
@@ -67,8 +67,8 @@ def _fault_of(damage: Damage, copy: Path, read: Any, judge: Any, told: list[str]
             return f"refused, but left {sorted(listing(copy) ^ before)}"
         if damage.kind == "harmless":
             return f"refused, although nothing is wrong: {error}"
-        if not any(text in str(error) for text in told):
-            return f"the error does not name {' or '.join(told)}: {type(error).__name__}: {error}"
+        if not any(text in str(error) for text in named):
+            return f"the error does not name {' or '.join(named)}: {type(error).__name__}: {error}"
         return None if len(str(error)) < 20_000 else f"an error of {len(str(error))} characters"
     except Hung:
         return f"no answer in {time.monotonic() - began:.0f} s"
@@ -85,14 +85,14 @@ def listing(folder: Path) -> set[str]:
 
 @contextlib.contextmanager
 def limits() -> Iterator[None]:
-    """Of time and address space, on what this thread does."""
+    """Limits of time and address space for the block, which must run in the main thread."""
 
     def hung(*_: Any) -> None:
         raise Hung
 
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    timers = {signal.SIGPROF: (signal.ITIMER_PROF, LIMIT_S), signal.SIGALRM: (signal.ITIMER_REAL, PATIENCE_S)}
+    timers = {signal.SIGPROF: (signal.ITIMER_PROF, CPU_LIMIT_S), signal.SIGALRM: (signal.ITIMER_REAL, WAIT_LIMIT_S)}
     previous = {number: signal.signal(number, hung) for number in timers}
     resource.setrlimit(resource.RLIMIT_AS, (size + ROOM_BYTES, hard))
     for timer, seconds in timers.values():

@@ -1,6 +1,6 @@
-"""Damaged configs: refused with the file's name, or read as what they say; and the same again from what is explained.
+"""Damaged configs are refused with the file's name, or read; the output of --explain, read again, is the same config.
 
-P30: everything checkable is checked before torch is imported, of files that are not configs too.
+P30: all checks are made before torch is imported, also for files that are not configs.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
 )
 HOSTILE = {
     "a billion values behind aliases": BOMB,
-    "an alias that holds itself": "model: &m {path: *m}\n",
-    "an alias that holds itself under an empty key": "&a {'': *a}\n",
+    "an alias that contains itself": "model: &m {path: *m}\n",
+    "an alias that contains itself under an empty key": "&a {'': *a}\n",
     "a thousand lists": "model: " + "[" * 1000,
     "a thousand blocks": "".join(" " * i + "a:\n" for i in range(600)),
     "code to be run": "model: {path: !!python/object/apply:os.system ['touch ran']}\n",
@@ -51,7 +51,7 @@ HOSTILE = {
     "a NUL in a path": 'model: {path: "a\\0b"}\ndata: {path: "a\\0b/c"}\nrun: {resume: "a\\0b"}\n',
     "a model of 5,000 characters": f"model: {{path: {'x' * 5000}}}\n",
     "rows of 5,000 characters": f"data: {{path: a/{'x' * 5000}, eval_path: {'y' * 300}}}\n",
-    "nobody's home": "model: {path: ~nobody-of-this-name/model}\n",
+    "the home of an unknown user": "model: {path: ~no-such-user/model}\n",
     "a base that can't be": 'base: "a\\0b"\n',
     "a base of 5,000 characters": f"base: {'b' * 5000}\n",
     "a version of YAML with digits without end": f"%YAML 1.{'9' * 5000}\n---\nmodel: {{}}\n",
@@ -83,7 +83,7 @@ def home(tiny: Path) -> Path:
 
 
 def read(folder: Path) -> tuple[dict[str, Any], str]:
-    """The config, and its explanation; which, read as a config, must say the same."""
+    """The config and its explanation. The resolved config, read again, must be the same."""
     loaded = load_run_config(folder / "run.yaml")
     content = loaded.config.model_dump(mode="json")
     again = folder / "again.yaml"
@@ -99,13 +99,13 @@ def same_if_harmless(intact: Path):
     def judge(damage: Damage, value: Any) -> str | None:
         if damage.kind == "place":
             return "was read, although no file is there"
-        told = json.dumps(value[0]).replace(f"{intact}-damaged/", f"{intact}/")
-        return "another config" if damage.kind == "harmless" and json.loads(told) != content else None
+        text = json.dumps(value[0]).replace(f"{intact}-damaged/", f"{intact}/")
+        return "another config" if damage.kind == "harmless" and json.loads(text) != content else None
 
     return judge
 
 
-def test_a_damaged_config_is_refused_by_name_or_explained_as_it_reads(home: Path):
+def test_a_damaged_config_is_refused_by_name_or_explained_consistently(home: Path):
     judge = same_if_harmless(home)
     check(home, "run.yaml", [*of_text(CONFIG.encode(), seed=1), *of_place()], read, judge)
     base = (home / "base.yaml").read_bytes()
@@ -121,7 +121,7 @@ def test_hostile_yaml_is_refused_within_seconds_and_runs_nothing(home: Path, mon
 
 @pytest.mark.parametrize("sft", [False, True])
 def test_numbers_of_any_size_are_refused_or_explained(home: Path, sft: bool, capsys: pytest.CaptureFixture[str]):
-    """Each number of the config in turn; what the arithmetic of --explain can't do has to be refused before."""
+    """Each number of the config; values that the arithmetic of --explain can't handle must be refused before."""
     from meshrl.config.run import RunConfig, SftRunConfig
     from meshrl.config.schema import all_keys
 
@@ -144,18 +144,20 @@ def test_numbers_of_any_size_are_refused_or_explained(home: Path, sft: bool, cap
             capsys.readouterr()
 
 
-def test_a_damaged_config_json_of_the_model_is_told_by_the_check(home: Path):
+def test_a_damaged_config_json_of_the_model_is_reported_by_the_check(home: Path):
     data = (home / "model" / "config.json").read_bytes()
     damages = [*of_json(data, seed=3), *of_place()]
-    check(home, "model/config.json", damages, read, told=["config.json", "model.path", "max_position"])
+    check(home, "model/config.json", damages, read, named=["config.json", "model.path", "max_position"])
 
 
-def test_damaged_rows_are_told_by_the_check(home: Path):
+def test_damaged_rows_are_reported_by_the_check(home: Path):
     damages = [*of_text((home / "rows.jsonl").read_bytes(), seed=4), *of_place()]
-    check(home, "rows.jsonl", damages, read, told=["rows.jsonl", "data.path"])
+    check(home, "rows.jsonl", damages, read, named=["rows.jsonl", "data.path"])
 
 
-def test_the_command_ends_with_2_and_words_for_whatever_is_no_config(home: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_command_exits_with_2_and_an_error_for_anything_but_a_config_file(
+    home: Path, capsys: pytest.CaptureFixture[str]
+):
     for damage in of_place():
         copy = home / "odd.yaml"
         copy.write_text("x")
@@ -169,8 +171,8 @@ def test_the_command_ends_with_2_and_words_for_whatever_is_no_config(home: Path,
             copy.unlink(missing_ok=True)
 
 
-def test_a_random_mixture_of_lines_is_no_exception(home: Path):
-    """Lines of the config shuffled, doubled and left out: indentation and duplicate keys of every kind."""
+def test_a_random_mixture_of_lines_is_refused_or_read(home: Path):
+    """Lines of the config shuffled, repeated and left out: indentation and duplicate keys of every kind."""
     import random
 
     damages = []
@@ -182,15 +184,15 @@ def test_a_random_mixture_of_lines_is_no_exception(home: Path):
     check(home, "run.yaml", damages, read)
 
 
-def test_the_harness_sees_an_error_of_another_kind(home: Path):
-    """What is asserted above could fail: a reader that raises, hangs on or says nothing of the file is a finding."""
+def test_the_harness_reports_other_errors(home: Path):
+    """So the checks above can fail: a reader that raises another error, or does not name the file, is a finding."""
 
     def raises(folder: Path) -> None:
         raise ValueError((folder / "run.yaml").read_text())
 
-    def says_nothing(folder: Path) -> None:
+    def names_no_file(folder: Path) -> None:
         raise ConfigError("something is wrong")
 
     damages = list(of_text(CONFIG.encode(), 1))[:2]
     assert len(findings(home, "run.yaml", damages, raises)) == 2
-    assert len(findings(home, "run.yaml", damages, says_nothing)) == 2
+    assert len(findings(home, "run.yaml", damages, names_no_file)) == 2

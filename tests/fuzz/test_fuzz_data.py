@@ -1,6 +1,6 @@
-"""Damaged rows: JSONL, parquet, and folders of save_to_disk. What is read is what was written, up to the damage.
+"""Damaged rows in JSONL, parquet, and folders of save_to_disk: rows before the damage are read as they were written.
 
-A bit in a text that stays a text can't be seen; a row that is lost, joined or made up can.
+A flipped bit in a text that stays valid can't be found; a row that is lost, joined or invented can.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def table_of(name: str):
-    """All that a run does with a table: look, count, render in memory and streamed."""
+    """All operations of a run on a table: first row, count, rendering in memory and streamed."""
 
     def read(folder: Path) -> list[dict[str, Any]]:
         path = folder / name
@@ -65,7 +65,7 @@ def judge(damage: Damage, rows: list[dict[str, Any]]) -> str | None:
     return None
 
 
-def test_damaged_jsonl_is_told_by_line(folder: Path):
+def test_damaged_jsonl_is_reported_with_its_line(folder: Path):
     data = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
     (folder / "rows.jsonl").write_bytes(data)
     check(folder, "rows.jsonl", [*of_text(data, 1), *of_place()], table_of("rows.jsonl"), judge)
@@ -82,7 +82,7 @@ def test_damaged_jsonl_is_told_by_line(folder: Path):
         '{"question": "a", "answer": "1", "n": ' + "[" * 500 + "]" * 500 + "}",
         '{"question": ["a"], "answer": "1"}',
         '{"question": [{"role": "user"}], "answer": "1"}',
-        '{"question": [{"role": "nobody", "content": {}}], "answer": "1"}',
+        '{"question": [{"role": "unknown", "content": {}}], "answer": "1"}',
         '{"question": null, "answer": "1"}',
         '{"answer": "1"}',
         '["question", "answer"]',
@@ -90,7 +90,7 @@ def test_damaged_jsonl_is_told_by_line(folder: Path):
         '{"question": "a", "answer": "1"} {"question": "b", "answer": "2"}',
     ],
 )
-def test_a_row_that_is_none_is_told_by_its_line(folder: Path, row: str):
+def test_an_invalid_row_is_reported_with_its_line(folder: Path, row: str):
     lines = [json.dumps(row) for row in ROWS[:3]]
     (folder / "rows.jsonl").write_text("\n".join([*lines, row, *lines]) + "\n")
     with limits(), pytest.raises(DataError, match=r"rows\.jsonl:4: "):
@@ -98,7 +98,7 @@ def test_a_row_that_is_none_is_told_by_its_line(folder: Path, row: str):
         open_feed(PromptMaker(cfg, TOKENIZER), seed=0)
 
 
-def test_a_line_that_goes_on_and_on_is_not_read_to_its_end(folder: Path):
+def test_a_line_above_the_limit_is_not_read_to_its_end(folder: Path):
     with (folder / "rows.jsonl").open("wb") as file:
         file.write(json.dumps(ROWS[0]).encode() + b"\n")
         file.truncate(1 << 40)  # a hole of a terabyte
@@ -106,7 +106,7 @@ def test_a_line_that_goes_on_and_on_is_not_read_to_its_end(folder: Path):
         list(open_table(folder / "rows.jsonl").rows())
 
 
-def test_damaged_conversations_are_told_by_line(folder: Path):
+def test_damaged_conversations_are_reported_with_their_line(folder: Path):
     name = "sft.jsonl"
     rows = [
         {"messages": [{"role": "user", "content": f"{i}"}, {"role": "assistant", "content": "b"}]} for i in range(9)
@@ -122,8 +122,8 @@ def test_damaged_conversations_are_told_by_line(folder: Path):
 
 
 @pytest.mark.parametrize("checksums", [True, False])
-def test_damaged_parquet_is_told_by_file_and_row(folder: Path, checksums: bool):
-    """With checksums in its pages no flipped bit of a row gets through."""
+def test_damaged_parquet_is_reported_with_file_and_row(folder: Path, checksums: bool):
+    """With checksums in its pages every flipped bit of a row is found."""
     path = folder / "rows.parquet"
     pq.write_table(pa.Table.from_pylist(ROWS), path, row_group_size=16, write_page_checksum=checksums)
     data = path.read_bytes()
@@ -152,7 +152,7 @@ def _flipped(data: bytes, seed: int) -> list[tuple[Damage, bytes]]:
     return found
 
 
-def test_columns_of_parquet_that_are_no_text_are_refused(folder: Path):
+def test_columns_of_parquet_that_are_not_valid_text_are_refused(folder: Path):
     bad = pa.array([b"\xff\xfe"] * 3, pa.binary()).view(pa.string())
     pq.write_table(pa.table({"question": bad, "answer": ["1"] * 3}), folder / "rows.parquet")
     with limits(), pytest.raises(DataError, match=r"rows\.parquet: row 0 \(from 0\)"):
@@ -160,7 +160,7 @@ def test_columns_of_parquet_that_are_no_text_are_refused(folder: Path):
 
 
 def test_an_arrow_type_that_is_a_pickle_is_not_unpickled(folder: Path):
-    """Old pyarrow ran it (CVE-2023-47248)."""
+    """Old versions of pyarrow executed it (CVE-2023-47248)."""
     mark = folder / "ran"
     payload = b"cbuiltins\nopen\n(S'" + str(mark).encode() + b"'\nS'w'\ntR."
     field = pa.field(
@@ -186,13 +186,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", ["state.json", "dataset_info.json"])
-def test_a_damaged_file_beside_a_saved_set_is_told(saved: Path, name: str):
+def test_a_damaged_json_file_of_a_saved_set_is_reported(saved: Path, name: str):
     data = (saved / "set" / name).read_bytes()
     damages = [*of_json(data, 7, 20, "doubtful"), *of_place()]
     check(saved, f"set/{name}", damages, table_of("set"), _saved_judge, [name, "/set"])
 
 
-def test_damaged_arrow_files_are_told(saved: Path):
+def test_damaged_arrow_files_are_reported(saved: Path):
     name = "data-00000-of-00001.arrow"
     data = (saved / "set" / name).read_bytes()
     damages = [*cuts(data, 8, [8, 16, len(data) // 3]), *flips(data, 9, 24), *of_place()]
@@ -201,7 +201,7 @@ def test_damaged_arrow_files_are_told(saved: Path):
 
 def _saved_judge(damage: Damage, rows: list[dict[str, Any]]) -> str | None:
     if damage.kind == "place" and rows == ROWS:
-        return None  # what dataset_info.json says, the Arrow file says too
+        return None  # the Arrow file has the information of dataset_info.json, too
     return judge(damage, rows)
 
 
@@ -209,9 +209,9 @@ def _saved_judge(damage: Damage, rows: list[dict[str, Any]]) -> str | None:
 def test_a_saved_set_is_read_from_its_own_folder_only(saved: Path, tmp_path: Path, index: Any):
     shutil.copytree(saved, tmp_path / "copy")
     state = tmp_path / "copy" / "set" / "state.json"
-    told = json.loads(state.read_text())
+    intact = json.loads(state.read_text())
     name = f"{index}/data-00000-of-00001.arrow" if isinstance(index, str) else index
-    state.write_text(json.dumps(told | {"_data_files": [{"filename": name}]}))
+    state.write_text(json.dumps(intact | {"_data_files": [{"filename": name}]}))
     with limits():
         if index == ".":
             assert table_of("set")(tmp_path / "copy") == ROWS
@@ -224,7 +224,7 @@ def test_a_saved_set_is_read_from_its_own_folder_only(saved: Path, tmp_path: Pat
         open_table(tmp_path / "copy", split=index if isinstance(index, str) else None)
 
 
-def test_a_shard_that_is_no_file_is_named(folder: Path):
+def test_a_shard_that_is_not_a_file_is_named(folder: Path):
     lines = "".join(json.dumps(row) + "\n" for row in ROWS[:20])
     for name in ("part-0.jsonl", "part-1.jsonl"):
         (folder / name).write_text(lines)

@@ -1,6 +1,6 @@
-"""Damaged model folders: nothing is run, nothing is half-loaded, and what is wrong is told by file and tensor.
+"""Damaged model folders: no code runs, nothing is loaded in part, and errors name file and tensor.
 
-A bit in a weight that stays a weight can't be seen; a tensor that is missing, moved, cut or of another model can.
+A flipped bit in a weight can't be found; a tensor that is missing, moved, cut or of another model can.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def read(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def same(intact: Path, num_changed: int = 0) -> Callable[[Damage, Any], str | None]:
-    """A judge: what is read has the values of the intact folder, but for so many of them."""
+    """A judge: the values that are read equal those of the intact folder, except num_changed of them."""
     before = read(intact)
 
     def judge(damage: Damage, now: dict[str, torch.Tensor]) -> str | None:
@@ -87,7 +87,7 @@ def test_cut_and_flipped_weights(folder: Path):
     check(folder, "model.safetensors", flips(data[:start] + data[start:], 4, 10), read, same(folder, 1), NAMES)
 
 
-def test_a_header_that_lies_is_refused_before_anything_is_read(folder: Path):
+def test_an_inconsistent_header_is_refused_before_weights_are_read(folder: Path):
     header, data = header_of(folder / "model.safetensors")
     first, second = sorted((n for n in header if n != "__metadata__"), key=lambda n: header[n]["data_offsets"])[:2]
     lies: dict[str, Any] = {
@@ -99,11 +99,11 @@ def test_a_header_that_lies_is_refused_before_anything_is_read(folder: Path):
         "beyond 64 bits": {first: header[first] | {"data_offsets": [0, 1 << 70], "shape": [1 << 68]}},
         "another shape": {first: header[first] | {"shape": [*header[first]["shape"], 2]}},
         "a shape without end": {first: header[first] | {"shape": [1] * 10_000}},
-        "whole numbers": {first: header[first] | {"dtype": "I32"}},
+        "integers": {first: header[first] | {"dtype": "I32"}},
         "no such dtype": {first: header[first] | {"dtype": "F33"}},
-        "a dtype that is none": {first: header[first] | {"dtype": {}}},
+        "a dtype that is not text": {first: header[first] | {"dtype": {}}},
         "a list": {first: []},
-        "another name": {"nobody": header[first], first: None},
+        "another name": {"unknown": header[first], first: None},
         "names exchanged": {first: header[second], second: header[first]},
     }
     damages = []
@@ -153,14 +153,14 @@ def _no_place(folder: Path) -> Callable[[Damage, Any], str | None]:
     return lambda damage, now: judge(Damage(damage.name, "content", damage.put), now)
 
 
-def test_a_damaged_generation_config_is_no_missing_one(folder: Path):
+def test_a_damaged_generation_config_is_not_treated_as_missing(folder: Path):
     data = (folder / "generation_config.json").read_bytes()
     damages = [d for d in [*of_json(data, 6, 15, "doubtful"), *of_place()] if d.name not in ("nothing there",)]
-    told = [*NAMES, "generation_config.json"]
-    check(folder, "generation_config.json", damages, read, _no_place(folder), told)
+    named = [*NAMES, "generation_config.json"]
+    check(folder, "generation_config.json", damages, read, _no_place(folder), named)
 
 
-def test_a_damaged_index_is_refused_and_leads_nowhere_else(sharded: Path):
+def test_a_damaged_index_is_refused_and_no_file_outside_is_read(sharded: Path):
     name = "model.safetensors.index.json"
     data = (sharded / name).read_bytes()
     check(sharded, name, [*of_json(data, 7, 30, "doubtful"), *of_place()], read, _no_place(sharded), NAMES)
@@ -180,7 +180,7 @@ def test_a_damaged_index_is_refused_and_leads_nowhere_else(sharded: Path):
     check(sharded, name, damages, read, same(sharded), NAMES)
 
 
-def test_a_shard_in_another_ones_place_is_refused(sharded: Path):
+def test_a_shard_under_another_shards_name_is_refused(sharded: Path):
     first, second = sorted(path.name for path in sharded.glob("model-*.safetensors"))
     for name, other in ((first, second), (second, first)):
         swapped = [written("the other shard", "cut", (sharded / other).read_bytes()), *of_place()]
@@ -209,8 +209,8 @@ def test_pickled_weights_are_never_opened(folder: Path):
     assert not mark.exists()
 
 
-def test_code_that_a_model_brings_is_not_run(folder: Path):
-    """A class of Transformers is used in its own code's place; without one the model is refused."""
+def test_code_in_the_models_folder_is_not_run(folder: Path):
+    """A class of Transformers is used in place of its code; if there is none, the model is refused."""
     mark = folder / "ran"
     for module in ("configuration_evil", "modeling_evil"):
         (folder / f"{module}.py").write_text(f"open({str(mark)!r}, 'w')\n")
@@ -226,7 +226,7 @@ def test_code_that_a_model_brings_is_not_run(folder: Path):
     assert not mark.exists()
 
 
-def test_a_folder_leads_to_no_other_model(folder: Path):
+def test_a_folder_does_not_load_another_model(folder: Path):
     adapter = folder / "adapter_config.json"
     adapter.write_text(json.dumps({"base_model_name_or_path": "/nowhere/else", "peft_type": "LORA"}))
     with limits(), pytest.raises(ConfigError, match=r"adapter_config\.json: this folder holds an adapter"):

@@ -1,4 +1,4 @@
-"""Damaged folders of runs: `meshrl report`, `status`, `stop` and `convert` end in words about the file, or go well."""
+"""Damaged folders of runs: `meshrl report`, `status`, `stop` and `convert` succeed, or fail with the file's name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from meshrl.train.checkpoint_files import CONTROLLER, MANIFEST
 
 
 def report(folder: Path) -> int:
-    """The page goes beside the damaged files; what is compared is that nothing else does."""
+    """The size of the report, which is removed again: the test checks that no other file is left in the folder."""
     page = write_report(folder)
     size = page.stat().st_size
     page.unlink()
@@ -29,8 +29,8 @@ def report(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "result.json", "config.yaml", "checkpoints/best.json"])
-def test_the_report_of_a_damaged_run(told: Path, name: str):
-    data = (told / name).read_bytes()
+def test_the_report_of_a_damaged_run(records: Path, name: str):
+    data = (records / name).read_bytes()
     is_json = name.endswith(".json")
     damages = [*(of_json(data, 1, 12) if is_json else of_text(data, 2)), *of_place()]
     if not is_json:
@@ -38,13 +38,13 @@ def test_the_report_of_a_damaged_run(told: Path, name: str):
         numbers = [str(value).encode() for value in odd]
         at = data.find(b'"step": ') + 8 if name == "metrics.jsonl" else 0
         damages += [written(f"a step of {n!r:.20}", "content", data[:at] + n + data[at + 1 :]) for n in numbers]
-    check(told, name, damages, report, told=[Path(name).name, "metrics.jsonl"])
+    check(records, name, damages, report, named=[Path(name).name, "metrics.jsonl"])
 
 
 @pytest.fixture(scope="module")
-def told(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the run tells, without its tensors; two lines of a step's rollouts, and the same as an evaluation's."""
-    folder = tmp_path_factory.mktemp("told") / "one"
+def records(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run's folder without tensors, with two rollouts of a step, and the same rollouts as an evaluation's."""
+    folder = tmp_path_factory.mktemp("records") / "one"
     shutil.copytree(finished, folder, ignore=lambda where, names: names if Path(where).name == "checkpoints" else ())
     best = {"step": 1, "score": 0.5, "model": "step_000001/model", "beaten": []}
     (folder / "checkpoints" / "best.json").write_text(json.dumps(best))
@@ -54,14 +54,14 @@ def told(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_damaged_rollouts(told: Path):
-    (path,) = sorted((told / "rollouts").glob("step_*.jsonl"))
+def test_damaged_rollouts(records: Path):
+    (path,) = sorted((records / "rollouts").glob("step_*.jsonl"))
     lines = path.read_bytes().splitlines(keepends=True)
     damages = [*of_text(b"".join(lines), 3), *of_place(), *_one_line(lines[0], lines[1])]
     name = f"rollouts/{path.name}"
-    check(told, name, damages, lambda copy: len(list(read_rollouts(copy / name))))
+    check(records, name, damages, lambda copy: len(list(read_rollouts(copy / name))))
     name = "rollouts/eval_000001.jsonl"
-    check(told, name, [damage for damage in damages if damage.name != "nothing there"], report)
+    check(records, name, [damage for damage in damages if damage.name != "nothing there"], report)
 
 
 def _one_line(line: bytes, rest: bytes):
@@ -76,20 +76,20 @@ def _one_line(line: bytes, rest: bytes):
             yield written(damage.name, "content", changed + b"\n" + rest)
 
 
-def test_the_status_of_a_damaged_run(told: Path):
+def test_the_status_of_a_damaged_run(records: Path):
     from meshrl.tools.status import describe
 
     for name in ("status.json", "result.json"):
-        data = (told / name).read_bytes()
-        check(told, name, [*of_json(data, 5, 25), *of_place()], describe, told=[name, "status.json"])
+        data = (records / name).read_bytes()
+        check(records, name, [*of_json(data, 5, 25), *of_place()], describe, named=[name, "status.json"])
 
 
 @pytest.mark.parametrize("pid", [-1, 0, 1, True, 2**31, 10**40, "1", None, 1.5])
-def test_nobody_is_stopped_by_a_damaged_status(told: Path, tmp_path: Path, pid: object, capsys):
-    """Signals to -1 and 0 go to everybody."""
+def test_no_process_is_stopped_by_a_damaged_status(records: Path, tmp_path: Path, pid: object, capsys):
+    """Signals to -1 and 0 are sent to many processes."""
     from meshrl.tools.status import stop
 
-    folder = Path(shutil.copytree(told, tmp_path / "run"))
+    folder = Path(shutil.copytree(records, tmp_path / "run"))
     status = json.loads((folder / "status.json").read_text())
     (folder / "status.json").write_text(json.dumps(status | {"pid": pid}))
     with limits(), pytest.raises(MeshrlError, match=r"status\.json: not the status of a run"):
@@ -98,9 +98,9 @@ def test_nobody_is_stopped_by_a_damaged_status(told: Path, tmp_path: Path, pid: 
     assert "status.json" in capsys.readouterr().err
 
 
-def test_a_run_goes_on_behind_damaged_metrics_with_an_error_or_all_of_them(told: Path):
-    """What resumes rewrites the file: an error has to come before that."""
-    data = (told / "metrics.jsonl").read_bytes()
+def test_a_resume_with_damaged_metrics_fails_or_keeps_all_of_them(records: Path):
+    """A resume rewrites the file; an error must be raised before that."""
+    data = (records / "metrics.jsonl").read_bytes()
 
     def resume(folder: Path) -> None:
         before = (folder / "metrics.jsonl").read_bytes()
@@ -110,11 +110,11 @@ def test_a_run_goes_on_behind_damaged_metrics_with_an_error_or_all_of_them(told:
             assert (folder / "metrics.jsonl").read_bytes() == before
             raise
 
-    check(told, "metrics.jsonl", of_text(data, 6), resume)
+    check(records, "metrics.jsonl", of_text(data, 6), resume)
 
 
 def test_a_damaged_checkpoint_is_not_converted_and_leaves_nothing(finished: Path):
-    """The manifest knows every byte, so that whatever goes through is what was saved."""
+    """The manifest has a hash of every file, so that converted weights equal the saved ones."""
     state = finished / "checkpoints" / "step_000001" / "state"
 
     def read(folder: Path) -> bytes:
@@ -148,21 +148,28 @@ def _few(data: bytes):
 
 
 def test_a_forged_controller_is_refused_by_name(finished: Path, tmp_path: Path):
-    """With the manifest's hashes made anew, as who means harm would."""
-    from meshrl.train.checkpoint_files import Manifest, begin_aside, commit, read_controller, read_manifest, write_json
+    """With new hashes in the manifest, as an attacker would write them."""
+    from meshrl.train.checkpoint_files import (
+        Manifest,
+        commit,
+        make_temporary_folder,
+        read_controller,
+        read_manifest,
+        write_json,
+    )
 
     state = finished / "checkpoints" / "step_000001" / "state"
     manifest, saved = read_manifest(state), read_controller(state)
     unknown = saved["config"] | {"model": {"path": "x", "dtype": "int4"}}
     for number, config in enumerate(({}, None, [], {"model": 1}, unknown)):
         forged = tmp_path / str(number) / "state"
-        aside = begin_aside(forged)
+        aside = make_temporary_folder(forged)
         for name in manifest.files:
             if name != CONTROLLER:
                 shutil.copy(state / name, aside / name)
         fact = write_json(aside / CONTROLLER, saved | {"config": config})
         files = {**manifest.files, CONTROLLER: fact}
         commit(forged, Manifest(step=manifest.step, num_ranks=manifest.num_ranks, files=files))
-        with limits(), pytest.raises(MeshrlError, match=rf"{CONTROLLER} does not name the model"):
+        with limits(), pytest.raises(MeshrlError, match=rf"{CONTROLLER} does not contain the config of the run"):
             convert(forged, tmp_path / "out")
         assert not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""Damaged tokenizers, and templates that are programs of somebody else: no code runs, no file is read, none goes on."""
+"""Damaged tokenizers, and malicious chat templates: no code runs, no file is read, and none runs without end."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ EVIL = {
     "a range without end": "{% for i in range(10**12) %}x{% endfor %}",
     "memory without end": "{{ 'a' * 10**14 }}",
     "a macro that calls itself": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
-    "what is not there": "{{ nobody.knows.this }}",
+    "an undefined variable": "{{ no.such.variable }}",
     "no Jinja": "{% for m in messages %}{{ m.content",
     "a number": "{{ messages[7]['role'] }}{{ 1 | join(2) }}",
 }
@@ -62,18 +62,18 @@ def test_a_damaged_tokenizer_is_refused_or_gives_tokens(folder: Path, name: str)
     check(folder, name, [*damages, *of_place()], read, judge, [*NAMES, name])
 
 
-def test_files_of_two_tokenizers_do_not_go_together_in_silence(folder: Path):
-    """A template without the end of turn that the tokenizer names would train a model that never stops."""
+def test_files_of_two_tokenizers_together_are_refused(folder: Path):
+    """With a template that does not write the tokenizer's end of turn, the trained model would never stop."""
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         for other in ("config.json", "chat_template.jinja", "tokenizer_config.json"):
             if name != other:
                 swapped = written(f"{other} in its place", "content", (folder / other).read_bytes())
-                check(folder, name, [swapped], read, told=[*NAMES, str(folder)])
+                check(folder, name, [swapped], read, named=[*NAMES, str(folder)])
 
 
 @pytest.mark.parametrize("what", EVIL)
-def test_a_template_can_do_nothing_but_write(folder: Path, what: str, monkeypatch: pytest.MonkeyPatch):
-    """Transformers' sandbox, and what it lets through: every error of a template is one of ours."""
+def test_a_template_can_only_write_text(folder: Path, what: str, monkeypatch: pytest.MonkeyPatch):
+    """In Transformers' sandbox; every error that a template raises becomes a DataError."""
     monkeypatch.chdir(folder)
     (folder / "chat_template.jinja").write_text(EVIL[what])
     tokenizer = load_tokenizer(folder)
@@ -82,7 +82,7 @@ def test_a_template_can_do_nothing_but_write(folder: Path, what: str, monkeypatc
     assert not (folder / "ran").exists()
 
 
-def test_a_template_that_hardly_ends_is_stopped_and_the_line_named(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_template_that_takes_too_long_is_stopped_and_the_line_named(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(chat, "TEMPLATE_LIMIT_S", 0.3)
     loops = "\n".join("{% for " + letter + " in range(99999) %}" for letter in "abcd")
     (folder / "chat_template.jinja").write_text(CHATML + loops + "{% set x = a %}" + "{% endfor %}" * 4)
@@ -93,7 +93,7 @@ def test_a_template_that_hardly_ends_is_stopped_and_the_line_named(folder: Path,
     assert len(render(tokenizer, MESSAGES)) > 0
 
 
-def test_a_time_limit_ends_with_its_stretch():
+def test_a_time_limit_ends_with_its_block():
     with pytest.raises(TooLongError), time_limit(0.1):
         while True:
             pass
@@ -103,22 +103,22 @@ def test_a_time_limit_ends_with_its_stretch():
         assert sum(range(10_000_000)) > 0
 
 
-def test_code_that_a_tokenizer_brings_is_not_run(folder: Path):
-    """Asked at a terminal, Transformers would offer to run it."""
+def test_code_in_the_tokenizers_folder_is_not_run(folder: Path):
+    """At a terminal, Transformers would ask whether to run it."""
     mark = folder / "ran"
     (folder / "evil.py").write_text(f"open({str(mark)!r}, 'w')\nclass Evil: pass\n")
     config = json.loads((folder / "tokenizer_config.json").read_text())
     config |= {"auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}, "tokenizer_class": "Evil"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     with limits():
-        assert load_tokenizer(folder).encode("ab 12")  # by tokenizer.json alone
+        assert load_tokenizer(folder).encode("ab 12")  # from tokenizer.json only
     (folder / "tokenizer.json").unlink()
     with limits(), pytest.raises(DataError, match=r"tokenizer_config\.json: auto_map asks for code of its own"):
         load_tokenizer(folder)
     assert not mark.exists()
 
 
-def test_tokens_of_messages_that_are_no_text_are_refused(folder: Path):
+def test_messages_that_are_not_valid_text_are_refused(folder: Path):
     tokenizer = load_tokenizer(folder)
     for content in ("\ud800", "a\udfffb"):
         with pytest.raises(DataError):

@@ -1,4 +1,4 @@
-"""Tests that need an accelerator: skipped, with the reason, where there is none. The equality harness is shared."""
+"""Tests that need an accelerator; skipped with a reason if there is none. They share the equality harness."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from meshrl.parallel.mesh import build_mesh
 
 @pytest.fixture(scope="session")
 def accelerator() -> torch.device:
-    """The first accelerator of this machine, made current."""
+    """The first accelerator of this machine, as the current device."""
     if device_type() == "cpu":
         pytest.skip("needs an accelerator; this machine has none (or MESHRL_DEVICE=cpu hides it)")
     return local_device(0)

@@ -1,4 +1,4 @@
-"""Packed attention on the accelerator, against its definition in fp64: values, gradients, no leaks (P22)."""
+"""Packed attention on the accelerator, compared with its definition in fp64: values, gradients, no leaks (P22)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from meshrl.model.attention import How, PackedAttention
+from meshrl.model.attention import AttentionSpec, PackedAttention
 
 pytestmark = pytest.mark.gpu
 
@@ -17,7 +17,11 @@ LENGTHS = [1, 300, 2, 17, 300, 3, 900, 1, 64, 5, 0, 17, 20]
 ROWS = ([0, *itertools.accumulate(LENGTHS)], [-1] * len(LENGTHS))
 PIECES = [(200, -1), (1, 0), (37, 0), (0, 0), (400, 0), (130, -1), (3, -1), (50, 6), (5, 6)]  # (tokens, continues)
 FAMILIES = ([0, *itertools.accumulate(n for n, _ in PIECES)], [parent for _, parent in PIECES])
-HOWS = {"all": How(0.125), "window": How(0.125, window=40), "softcap": How(0.125, softcap=5.0)}
+SPECS = {
+    "all": AttentionSpec(0.125),
+    "window": AttentionSpec(0.125, window=40),
+    "softcap": AttentionSpec(0.125, softcap=5.0),
+}
 OFF = {torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float32: 1e-4}  # of the norm
 
 
@@ -26,19 +30,21 @@ def _qkv(tokens: int, heads: int, kv_heads: int, size: int, dtype: torch.dtype) 
     return [torch.randn(tokens, h, size, generator=g).to(dtype) for h in (heads, kv_heads, kv_heads)]
 
 
-def _definition(pack: tuple[list[int], list[int]], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: How):
+def _definition(
+    pack: tuple[list[int], list[int]], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
+):
     cu, parents = pack
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     outs = []
     for (a, b), parent in zip(itertools.pairwise(cu), parents, strict=True):
         before = range(cu[parent], cu[parent + 1]) if parent >= 0 else range(0)
         seen = torch.tensor([*before, *range(a, b)], dtype=torch.int64, device=q.device)
-        scores = torch.einsum("qhd,khd->hqk", q[a:b], k[seen]) * how.scale
-        if how.softcap is not None:
-            scores = how.softcap * torch.tanh(scores / how.softcap)
-        places = torch.arange(len(seen), device=q.device)
-        behind = places[len(seen) - (b - a) :, None] - places
-        hidden = (behind < 0) | (behind >= (how.window or len(seen) + 1))
+        scores = torch.einsum("qhd,khd->hqk", q[a:b], k[seen]) * spec.scale
+        if spec.softcap is not None:
+            scores = spec.softcap * torch.tanh(scores / spec.softcap)
+        positions = torch.arange(len(seen), device=q.device)
+        behind = positions[len(seen) - (b - a) :, None] - positions
+        hidden = (behind < 0) | (behind >= (spec.window or len(seen) + 1))
         outs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v[seen]))
     return torch.cat(outs)
 
@@ -57,16 +63,16 @@ def _run(function, qkv: list[torch.Tensor]) -> list[torch.Tensor]:
     [(torch.bfloat16, True), (torch.float16, True), (torch.bfloat16, False), (torch.float32, False)],
     ids=["bf16 one call", "fp16 one call", "bf16 buckets", "fp32 buckets"],
 )
-@pytest.mark.parametrize("how", HOWS.values(), ids=HOWS.keys())
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
 @pytest.mark.parametrize("pack", [ROWS, FAMILIES], ids=["rows", "families"])
 @pytest.mark.parametrize("heads", [(14, 2, 64), (4, 4, 128)], ids=str)
-def test_values_and_gradients_are_those_of_the_definition(accelerator, heads, pack, how, dtype, use_varlen):
-    """With and without query heads that share a key head. What the kernel can't compute goes to the buckets anyway."""
+def test_values_and_gradients_are_those_of_the_definition(accelerator, heads, pack, spec, dtype, use_varlen):
+    """With and without query heads that share a key head. Buckets compute what the kernel does not support."""
     qkv = [x.to(accelerator) for x in _qkv(pack[0][-1], *heads, dtype)]
-    want = _run(lambda q, k, v: _definition(pack, q, k, v, how), [x.double() for x in qkv])
+    want = _run(lambda q, k, v: _definition(pack, q, k, v, spec), [x.double() for x in qkv])
     packed = PackedAttention(pack[0], accelerator, pack[1])
     packed.use_varlen &= use_varlen
-    got = _run(lambda q, k, v: packed.attend(0, q, k, v, how), qkv)
+    got = _run(lambda q, k, v: packed.attend(0, q, k, v, spec), qkv)
     for name, one, other in zip(("output", "dq", "dk", "dv"), got, want, strict=True):
         off = float((one - other).norm() / other.norm())
         assert off < OFF[dtype], f"{name} is {off:.2e} of its norm off"
@@ -82,27 +88,26 @@ def test_a_row_does_not_depend_on_its_neighbours(accelerator, dtype, use_varlen)
     qkv = [x.to(accelerator) for x in _qkv(cu[-1], 14, 2, 64, dtype)]
     a, b = cu[4], cu[5]
     changed = [torch.cat([x[:a] * 3, x[a:b], x[b:] - 1]) for x in qkv]
-    one, other = (packed.attend(0, *x, HOWS["all"])[a:b] for x in (qkv, changed))
+    one, other = (packed.attend(0, *x, SPECS["all"])[a:b] for x in (qkv, changed))
     assert torch.equal(one, other)
 
 
-def test_the_kernel_for_packed_rows_is_used_where_it_is_known(accelerator, monkeypatch):
-    """bf16 rows never reach SDPA, whose kernels are planned anew for each shape."""
+def test_the_kernel_for_packed_rows_is_used_where_it_is_supported(accelerator, monkeypatch):
+    """bf16 rows do not use SDPA, which chooses a kernel again for each shape."""
     packed = PackedAttention(FAMILIES[0], accelerator, FAMILIES[1])
     if not packed.use_varlen:
         pytest.skip("PyTorch has no kernel for packed rows on this accelerator; buckets compute the same")
     monkeypatch.setattr(F, "scaled_dot_product_attention", None)
     qkv = [x.to(accelerator) for x in _qkv(FAMILIES[0][-1], 14, 2, 64, torch.bfloat16)]
-    assert packed.attend(0, *qkv, HOWS["all"]).isfinite().all()
+    assert packed.attend(0, *qkv, SPECS["all"]).isfinite().all()
 
 
 def test_buckets_of_equal_rows_reach_a_fused_kernel(accelerator):
-    """Query heads that share a key head are no reason to spell scores out. With every other kernel forbidden, SDPA
-    raises when it can't use the one that is left."""
+    """Also with query heads that share a key head. With only one kernel allowed, SDPA raises if it can't use it."""
     if accelerator.type != "cuda":
         pytest.skip(f"{accelerator.type} has kernels of its own")
     packed = PackedAttention([0, 128, 256], accelerator)
     packed.use_varlen = False
     qkv = [x.to(accelerator) for x in _qkv(256, 14, 2, 64, torch.bfloat16)]
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        assert packed.attend(0, *qkv, HOWS["all"]).isfinite().all()
+        assert packed.attend(0, *qkv, SPECS["all"]).isfinite().all()

@@ -1,4 +1,5 @@
-"""The equality harness on the accelerator: the engine's gradient is the unsharded, unpacked model's (P1, P8, P11)."""
+"""The equality harness on the accelerator: the engine's gradient equals the unsharded, unpacked model's (P1, P8,
+P11)."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from meshrl.algo.losses import make_policy_loss
 from meshrl.config.algo import AlgoConfig, KlConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.types import Sample
-from meshrl.parallel.fsdp import whole
+from meshrl.parallel.fsdp import full_tensor
 from meshrl.train.engine import TrainEngine
 from meshrl.train.packing import pack
 
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.gpu
 LENGTHS = [12, 3, 40, -6, 7, 7, 21, 2, 64, -2, 12, 12]
 LOSS = make_policy_loss(AlgoConfig(entropy_coef=0.01, kl=KlConfig(coef=0.1, estimator="k3")))
 OFF = {torch.float64: 1e-10, torch.float32: 5e-5}  # of a tensor's norm
-SHAPE = {"hidden_size": 64}  # heads of 16: what kernels for bf16 take
+SHAPE = {"hidden_size": 64}  # heads of 16, which kernels for bf16 support
 
 
 def _rows(shared: bool) -> list[Sample]:
@@ -47,13 +48,13 @@ def _rows(shared: bool) -> list[Sample]:
 
 
 def _gradient(lm: torch.nn.Module, samples: list[Sample], mesh: Any, dtype: torch.dtype, micro: int) -> dict[str, Any]:
-    """The engine's whole gradients on the mesh's device, computing in dtype, over `micro` random micro-batches."""
+    """The engine's full gradients on the mesh's device, in compute dtype `dtype`, over `micro` random micro-batches."""
     cfg = TrainConfig(activation_checkpointing=micro > 1, logprob_chunk_tokens=50)
     engine = TrainEngine.wrap(lm, cfg, mesh, "policy", dtype)
     (partition,) = random_partition(np.random.default_rng(0), len(samples), 1, micro)
     batches = [pack([samples[i] for i in rows], rows, engine.device) for rows in partition]
     result = engine.forward_backward(batches, LOSS)
-    grads = {n: whole(p.grad).double().cpu().numpy().copy() for n, p in engine.model.lm.named_parameters()}
+    grads = {n: full_tensor(p.grad).double().cpu().numpy().copy() for n, p in engine.model.lm.named_parameters()}
     return {"grads": grads, "logprobs": result.logprobs, "norm": engine.optim_step(0.0).grad_norm}
 
 
@@ -73,8 +74,8 @@ def test_the_gradient_is_the_unsharded_models(meshes, accelerator, dtype, micro,
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["rows", "groups"])
-def test_in_bf16_it_is_as_near_as_on_the_cpu(meshes, accelerator, shared):
-    """How far rounding to bf16 may take a gradient is what it does on the CPU, whose path other tests prove."""
+def test_in_bf16_the_gradient_is_as_exact_as_on_the_cpu(meshes, accelerator, shared):
+    """The limit for rounding to bf16 is the error on the CPU, whose code other tests verify."""
     samples = _rows(shared)
     want = unsharded(tiny_qwen2(torch.float64, **SHAPE), samples, LOSS)["grads"]
     off = {}
@@ -86,7 +87,7 @@ def test_in_bf16_it_is_as_near_as_on_the_cpu(meshes, accelerator, shared):
 
 
 def test_neighbours_in_a_pack_change_no_logprob(meshes, accelerator):
-    """P22: the engine's own probe, which refuses models whose rows leak, passes in each dtype."""
+    """P22: the engine's probe, which refuses models with leaking rows, passes in each dtype."""
     for dtype in (torch.float32, torch.bfloat16):
         cfg = TrainConfig(activation_checkpointing=False)
         lm = tiny_qwen2(**SHAPE)
@@ -94,16 +95,16 @@ def test_neighbours_in_a_pack_change_no_logprob(meshes, accelerator):
 
 
 def test_training_learns_and_keeps_its_dtypes(meshes, accelerator):
-    """P9: bf16 compute over fp32 masters; at lr 1e-6 they move, by far less than bf16 could hold."""
+    """P9: bf16 compute over fp32 masters; at lr 1e-6 these change by far less than bf16 can represent."""
     engine = TrainEngine.wrap(tiny_qwen2(**SHAPE), TrainConfig(), meshes[accelerator.type], "policy", torch.bfloat16)
     samples = weigh(random_samples(3, [40, 21, 30]))
     for s in samples:
         s.old_logprobs, s.advantages = None, np.where(s.mask, 1, 0).astype(np.float32)
     batch = pack(samples, range(3), engine.device)
-    before = {n: whole(p).detach().clone() for n, p in engine.model.named_parameters()}
+    before = {n: full_tensor(p).detach().clone() for n, p in engine.model.named_parameters()}
     engine.forward_backward([batch], LOSS)
     engine.optim_step(1e-6)
-    moved = {n: float((whole(p) - before[n]).abs().max()) for n, p in engine.model.named_parameters()}
+    moved = {n: float((full_tensor(p) - before[n]).abs().max()) for n, p in engine.model.named_parameters()}
     assert all(0 < m < 2e-6 for m in moved.values()), moved
 
     def mean_logprob() -> float:

@@ -1,4 +1,4 @@
-"""What never lies in the accelerator's memory: [T, V] logits, [T, T] scores, the weights once more (P8, P19)."""
+"""What the accelerator's memory never holds: [T, V] logits, [T, T] scores, a second copy of the weights (P8, P19)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tiny_models import tiny_qwen2
 
 from meshrl.config.train import TrainConfig
 from meshrl.core.device import memory_stats, reset_peak_memory
-from meshrl.model.attention import How, PackedAttention
+from meshrl.model.attention import AttentionSpec, PackedAttention
 from meshrl.model.causal import CausalModel
 from meshrl.model.load import cast_parameters
 from meshrl.model.logprob import Head, token_logprobs
@@ -30,7 +30,7 @@ MIB = 1 << 20
 
 
 def _peak(device: torch.device, work: Callable[[], Any]) -> int:
-    """Bytes that the work took on top of what was there, at its worst moment."""
+    """The peak of the bytes that `work` allocates."""
     gc.collect()
     before = memory_stats(device)["allocated_bytes"]
     reset_peak_memory(device)
@@ -38,7 +38,7 @@ def _peak(device: torch.device, work: Callable[[], Any]) -> int:
     return memory_stats(device)["peak_bytes"] - before
 
 
-def test_the_head_holds_a_chunk_of_logits_at_a_time(accelerator):
+def test_the_head_holds_one_chunk_of_logits_at_a_time(accelerator):
     """P8: 16,384 tokens of a vocabulary of 65,536 would be 4 GiB of fp32 logits, and as much again in backward."""
     n, d, v, chunk = 16384, 64, 65536, 512
     weight = torch.randn(v, d, device=accelerator, dtype=torch.bfloat16, requires_grad=True)
@@ -55,8 +55,8 @@ def test_the_head_holds_a_chunk_of_logits_at_a_time(accelerator):
 
 @pytest.mark.parametrize("kind", ["rows", "family"])
 def test_attention_holds_no_scores(accelerator, kind):
-    """Rows of up to 16,384 tokens in bf16, and eight answers of 4,096 to a prompt of as many: scores of the four heads
-    would be 2 GiB in either case."""
+    """Rows of up to 16,384 tokens in bf16, and eight answers of 4,096 tokens to a prompt of 4,096: the scores of the
+    four heads would be 2 GiB in both cases."""
     lengths = [16384, 8192] if kind == "rows" else [4096] * 9
     cu = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
     packed = PackedAttention(cu, accelerator, None if kind == "rows" else [-1, *[0] * 8])
@@ -64,11 +64,11 @@ def test_attention_holds_no_scores(accelerator, kind):
         pytest.skip("PyTorch has no kernel for packed rows on this accelerator")
     qkv = [torch.randn(cu[-1], h, 64, device=accelerator, dtype=torch.bfloat16) for h in (4, 2, 2)]
     leaves = [x.requires_grad_() for x in qkv]
-    assert _peak(accelerator, lambda: packed.attend(0, *leaves, How(0.125)).sum().backward()) < 400 * MIB
+    assert _peak(accelerator, lambda: packed.attend(0, *leaves, AttentionSpec(0.125)).sum().backward()) < 400 * MIB
 
 
 def _wide(seed: int = 0) -> torch.nn.Module:
-    """About 90 M parameters, 180 MiB in bf16; the largest tensor has 8."""
+    """About 90 M parameters, 180 MiB in bf16; the largest tensor has 8 MiB."""
     shape = dict(vocab_size=8192, hidden_size=512, intermediate_size=2048, num_hidden_layers=24)
     return tiny_qwen2(seed=seed, initializer_range=0.02, **shape)
 
@@ -80,8 +80,8 @@ def _sampler(device: torch.device) -> EmbeddedEngine:
     )
 
 
-def test_a_sync_in_place_takes_what_its_digests_take(meshes, accelerator):
-    """P19: never the weights a second time."""
+def test_a_sync_in_place_takes_only_the_memory_of_its_digests(meshes, accelerator):
+    """P19: never a second copy of the weights."""
     engine = TrainEngine.wrap(_wide(), TrainConfig(), meshes[accelerator.type], "policy", torch.bfloat16)
     sampler = _sampler(accelerator)
     held = engine.weights()
@@ -92,18 +92,18 @@ def test_a_sync_in_place_takes_what_its_digests_take(meshes, accelerator):
         if version == 0:
             await sampler.reconcile(layout)
         sender.begin(engine.weights().held)
-        order = SyncOrder(header=SyncHeader(version=version, layout_hash=layout.hash), occasion="")
+        order = SyncOrder(header=SyncHeader(version=version, layout_hash=layout.hash), connection_id="")
         await sync_rank(order, layout, None, sender, sampler, sampler.targets())
 
-    asyncio.run(sync(0))  # the digest's tables of keys are made once, and stay
-    # No slots and nothing gathered: what is digested, a transfer at most, has its words as int64, twice as long. One
-    # after the other that is 8 MiB; reading back takes as many at once as torch has threads: up to 72 with 16.
+    asyncio.run(sync(0))  # creates the digest's key tables, which stay in memory
+    # No slots and no gathered tensors: the digest of at most one transfer converts its words to int64, twice as long.
+    # One at a time, that is 8 MiB; the read-back digests as many at once as torch has threads: up to 72 MiB with 16.
     assert _peak(accelerator, lambda: asyncio.run(sync(1))) < 80 * MIB < layout.num_bytes / 2
     assert sampler.stats().version == 1
 
 
-def test_released_memory_comes_back(accelerator):
-    """Weights and cache are lent out while the trainer works, and taken back."""
+def test_released_memory_is_restored(accelerator):
+    """Weights and KV cache are released while the trainer works, and restored afterwards."""
     sampler = _sampler(accelerator)
     weights = sum(p.numel() * p.element_size() for p in sampler._weights.lm.parameters())
 
@@ -120,8 +120,8 @@ def test_released_memory_comes_back(accelerator):
     assert abs(again - full) < MIB
 
 
-def test_the_engine_counts_what_it_holds(meshes, accelerator):
-    """TrainEngine.memory() is what the allocator says the engine took: fp32 masters, gradients, two moments."""
+def test_the_engine_reports_the_memory_that_it_holds(meshes, accelerator):
+    """TrainEngine.memory() equals what the allocator reports for the engine: fp32 masters, gradients, two moments."""
     gc.collect()
     before = memory_stats(accelerator)["allocated_bytes"]
     engine = TrainEngine.wrap(_wide(), TrainConfig(), meshes[accelerator.type], "policy", torch.bfloat16)

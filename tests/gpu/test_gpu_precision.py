@@ -1,4 +1,4 @@
-"""Logits come out of their product in fp32, and logprobs are as exact as that makes them (P8)."""
+"""Logits are the fp32 results of their matrix product, and logprobs have the precision of fp32 (P8)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_product_of_16_bit_matrices_is_not_rounded_to_16_bits(accelerator, d
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def test_logprobs_entropies_and_gradients_are_those_of_fp64(accelerator, dtype, softcap):
-    """Chunked, at two temperatures, against a dense computation of the same 16-bit numbers."""
+    """Chunked, at two temperatures, compared with a dense computation from the same 16-bit numbers."""
     weight, hidden = _head_and_hidden(dtype)
     g = torch.Generator().manual_seed(1)
     targets = torch.randint(0, V, (N,), generator=g)
@@ -62,7 +62,7 @@ def test_logprobs_entropies_and_gradients_are_those_of_fp64(accelerator, dtype, 
 
 @pytest.mark.parametrize("shape", [(7,), (300, 401), (3, 70_001), (1 << 20,)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-def test_a_digest_is_the_same_wherever_it_is_taken(accelerator, dtype, shape):
+def test_a_digest_is_the_same_on_all_devices(accelerator, dtype, shape):
     """P15: trainer and sampler may hold the same weights on different devices."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     assert digest_bytes("sum64", as_bytes(x.to(accelerator))) == digest_bytes("sum64", as_bytes(x))

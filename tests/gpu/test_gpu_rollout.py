@@ -1,4 +1,4 @@
-"""The embedded engine on the accelerator, and whole steps of trainer and sampler there (P14, P15, P17)."""
+"""The embedded engine on the accelerator, and full steps of trainer and sampler (P14, P15, P17)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tiny_engines import ask, layout_of, plain, run, sync
 from tiny_models import tiny_qwen2
 
 from meshrl.algo.losses import make_policy_loss
-from meshrl.cluster.groups import sync_weights
 from meshrl.cluster.launch import launched
+from meshrl.cluster.weight_sync import sync_weights
 from meshrl.config.algo import AlgoConfig
 from meshrl.config.cluster import ClusterConfig
 from meshrl.config.model import ModelConfig
@@ -50,23 +50,23 @@ def _requests(**changes) -> list:
 
 
 @pytest.mark.parametrize(("dtype", "nats"), [(torch.float32, 1e-3), (torch.bfloat16, 0.2)], ids=["fp32", "bf16"])
-def test_what_it_says_of_its_tokens_is_what_a_whole_forward_says(accelerator, dtype, nats):
-    """Groups that share a prompt, rows of mixed lengths, more of them than run at a time."""
+def test_its_logprobs_are_those_of_a_full_forward(accelerator, dtype, nats):
+    """Groups that share a prompt, rows of mixed lengths, and more rows than run at the same time."""
     engine = _engine(accelerator, dtype)
     for turn in run(engine, _requests()).values():
         ids = np.concatenate([turn.context_ids, turn.output_ids])
-        whole = asyncio.run(engine.score(ids))[len(turn.context_ids) :]
-        assert np.abs(turn.logprobs - whole).max() < nats
-        assert np.abs(turn.logprobs - whole).mean() < nats / 5
+        scored = asyncio.run(engine.score(ids))[len(turn.context_ids) :]
+        assert np.abs(turn.logprobs - scored).max() < nats
+        assert np.abs(turn.logprobs - scored).mean() < nats / 5
 
 
 def test_greedy_answers_are_those_of_generate(accelerator):
     lm = tiny_qwen2(**SHAPE)
     turns = run(_engine(accelerator, torch.float32), _requests(temperature=0.0))
-    twin = plain(lm).to(accelerator)
+    reference = plain(lm).to(accelerator)
     for p, prompt in enumerate(PROMPTS):
         ids = torch.tensor([prompt], device=accelerator)
-        want = twin.generate(
+        want = reference.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=20,
@@ -77,21 +77,21 @@ def test_greedy_answers_are_those_of_generate(accelerator):
         assert turns[f"{p}-0"].output_ids.tolist() == want[0, len(prompt) :].tolist()
 
 
-def test_draws_are_those_of_the_cpu(accelerator):
-    """P14: (seed, position) decides, not the device."""
+def test_sampled_tokens_are_those_of_the_cpu(accelerator):
+    """P14: they depend on (seed, position), not on the device."""
     here, there = (run(_engine(d, torch.float32), _requests()) for d in (accelerator, torch.device("cpu")))
     same = [np.array_equal(here[name].output_ids, turn.output_ids) for name, turn in there.items()]
-    assert np.mean(same) > 0.8  # a draw within rounding of a boundary may fall to the neighbour
+    assert np.mean(same) > 0.8  # near a boundary, rounding may choose the neighbouring token
 
 
-def test_weights_sent_from_the_cpu_arrive_whole(accelerator):
-    """P15, P17: digests of both devices agree, and nothing of the old weights is left in a cache."""
+def test_weights_sent_from_the_cpu_are_received_completely(accelerator):
+    """P15, P17: digests of both devices are equal, and no cache has anything of the old weights."""
     engine, new = _engine(accelerator, torch.float32, trusted=False), tiny_qwen2(seed=1, **SHAPE)
 
     async def send() -> tuple[int, bool | None]:
         await engine.reconcile(layout_of(new))
         ack = await sync(new, engine, 0)
-        return ack.version, ack.resident
+        return ack.version, ack.read_back
 
     assert asyncio.run(send()) == (0, True)
     turn = run(engine, [ask("a", PROMPTS[0], temperature=0.0)])["a"]
@@ -134,8 +134,8 @@ def _sample(name: str, turn: Turn, advantage: float, weight: float) -> Sample:
     [("inline", 0, "float32"), ("inline", 0, "bfloat16"), ("processes", 0, "bfloat16"), ("processes", 1, "bfloat16")],
 )
 def test_steps_of_trainer_and_sampler(accelerator, tmp_path: Path, executor, samplers, dtype):
-    """In this process, in another, and with the sampler in one of its own: three steps, each sampled with the weights
-    of the last, each re-scored to within rounding by the trainer before its update (P15)."""
+    """In this process, in another, and with the sampler in a separate one: three steps; each samples with the weights
+    of the last one, and the trainer scores the tokens again, equal up to rounding, before its update (P15)."""
     tiny_qwen2(**SHAPE).save_pretrained(tmp_path)
     limit = 1e-4 if dtype == "float32" else 0.05
 
@@ -155,7 +155,7 @@ def test_steps_of_trainer_and_sampler(accelerator, tmp_path: Path, executor, sam
             await rollouts.reconcile(layout)
             for step in range(3):
                 (ack,) = await sync_weights(trainer, rollouts, layout)
-                assert (ack.version, ack.wire, ack.resident) == (step, True, True)
+                assert (ack.version, ack.wire, ack.read_back) == (step, True, True)
                 requests = _requests(min_version=step)
                 turns = await asyncio.gather(*(rollouts.generate(r) for r in requests))
                 total = sum(len(t.output_ids) for t in turns)
@@ -163,7 +163,9 @@ def test_steps_of_trainer_and_sampler(accelerator, tmp_path: Path, executor, sam
                     _sample(r.id, t, 1.0 if i % 2 else -1.0, 1 / total)
                     for i, (r, t) in enumerate(zip(requests, turns, strict=True))
                 ]
-                report = await trainer.forward_backward(samples, trainer.plan(samples), make_policy_loss(AlgoConfig()))
+                report = await trainer.forward_backward(
+                    samples, trainer.batch_plan(samples), make_policy_loss(AlgoConfig())
+                )
                 found.append(divide(merge(report.mismatch))["proof/logprob_abs_diff_mean"])
                 assert (await trainer.optim_step(1e-3)).grad_norm > 0
         return found

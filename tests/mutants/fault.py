@@ -1,4 +1,4 @@
-"""What a fault of `make mutants` is."""
+"""The description of a fault of `make mutants` (mutation testing)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 
 class Fault(NamedTuple):
+    """One edit, `old` to `new`, of one file. tests: at least one of them must fail with this edit."""
+
     name: str
     file: str
     old: str

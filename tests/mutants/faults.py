@@ -1,14 +1,14 @@
-"""Faults that must not pass the tests: each is one edit of one file, and the tests that have to turn red for it.
+"""Faults that the tests must catch. Each is one edit of one file, with the tests that must fail for it.
 
-`old` stands exactly once in the file. What a fault breaks is a trap of its own: silent, plausible, and met by users.
+`old` occurs exactly once in the file. Each fault is a trap that users can meet: silent, with plausible results.
 """
 
 from __future__ import annotations
 
 from fault import Fault
-from foreign_faults import FOREIGN_FAULTS
 from reward_faults import REWARD_FAULTS
 from run_faults import RUN_FAULTS
+from server_weight_faults import SERVER_WEIGHT_FAULTS
 from turn_faults import TURN_FAULTS
 from weight_faults import WEIGHT_FAULTS
 
@@ -32,21 +32,21 @@ _ENGINE = "tests/unit/rollout/test_embedded_weights.py::"
 FAULTS = [
     # ---- numbers
     Fault(
-        "the shift by one is left out",
+        "logprobs are not shifted by one token",
         "meshrl/train/packing.py",
         "previous = np.arange(-1, cu[-1] - 1)",
         "previous = np.arange(0, cu[-1])",
-        ("tests/unit/model/test_causal_model.py::test_the_logprob_of_a_token_is_read_one_place_before_it",),
+        ("tests/unit/model/test_causal_model.py::test_the_logprob_of_a_token_comes_from_the_position_before_it",),
     ),
     Fault(
-        "FSDP's mean over ranks is not undone",
+        "the gradient is FSDP's mean over ranks instead of the sum",
         "meshrl/train/engine.py",
         "(total * self.num_data_ranks).backward()",
         "total.backward()",
-        (_EQUALITY + "test_gradient_does_not_depend_on_ranks_micro_batches_or_packs[2-fp32]",),
+        (_EQUALITY + "test_the_gradient_does_not_depend_on_ranks_micro_batches_or_packs[2-fp32]",),
     ),
     Fault(
-        "a denominator of its own for each micro-batch",
+        "each micro-batch has its own denominator",
         "meshrl/algo/losses.py",
         "return (weight * loss).sum(), _sums(terms, weight)",
         "return (weight * loss).sum() / weight.sum(), _sums(terms, weight)",
@@ -74,7 +74,7 @@ FAULTS = [
         (_LOSSES + "test_sft_golden_value",),
     ),
     Fault(
-        "what is only measured is weighted as the loss is",
+        "metrics of a user-defined loss get the weights of the loss",
         "meshrl/algo/losses.py",
         "_sums(seen, torch.ones_like(weight))",
         "_sums(seen, weight)",
@@ -102,18 +102,18 @@ FAULTS = [
         (_LOSSES + "test_on_policy_ratio_is_exactly_one",),
     ),
     Fault(
-        "the mean of a row is that of its micro-batch",
+        "row_mean is the mean of the micro-batch",
         "meshrl/algo/losses.py",
         "[row.mean().expand(len(row)) for row in values.split(self.row_lengths)]",
         "[row.mean().expand(len(row)) for row in values.split(len(values))]",
-        ("tests/dist/test_own_losses_equal.py::test_a_loss_of_whole_rows_gives_the_unsharded_gradient[token_mean]",),
+        ("tests/dist/test_own_losses_equal.py::test_a_loss_of_complete_rows_gives_the_unsharded_gradient[token_mean]",),
     ),
     Fault(
         "masked answers reach a user-defined loss",
         "meshrl/algo/losses.py",
         "(batch.mask & (batch.loss_weight != 0))",
         "batch.mask",
-        (_OWN_LOSSES + "test_what_is_not_trained_is_never_seen",),
+        (_OWN_LOSSES + "test_untrained_tokens_are_never_read",),
     ),
     Fault(
         "masked answers count in the denominator",
@@ -127,31 +127,33 @@ FAULTS = [
         "meshrl/loops/step.py",
         "            continue\n        report =",
         "        report =",
-        ("tests/e2e/test_own_algorithm_run.py::test_steps_of_cut_answers_alone_leave_the_model_and_say_so",),
+        ("tests/e2e/test_own_algorithm_run.py::test_steps_with_only_truncated_answers_do_not_change_the_model",),
     ),
     Fault(
         "an unknown key of a user-defined loss is ignored",
         "meshrl/config/algo.py",
         "elif not takes_any:",
         "elif takes_any:",
-        ("tests/unit/config/test_own_algorithm.py::test_an_algorithm_that_can_not_work_is_refused_in_words_that_help",),
+        (
+            "tests/unit/config/test_own_algorithm.py::test_an_algorithm_that_can_not_work_is_refused_with_a_helpful_error",
+        ),
     ),
     Fault(
-        "a user-defined advantage gets rewards before the KL",
+        "a user-defined advantage gets rewards without the KL penalty",
         "meshrl/algo/advantages.py",
         "rewards=np.array([t.penalized for t in members], dtype=np.float64),",
         "rewards=np.array([t.reward for t in members], dtype=np.float64),",
-        ("tests/unit/algo/test_own_advantages.py::test_rewards_are_less_the_kl_that_stands_in_the_reward",),
+        ("tests/unit/algo/test_own_advantages.py::test_the_function_gets_rewards_less_the_kl",),
     ),
     Fault(
-        "eps stands inside the root of the variance",
+        "eps is added to the variance instead of the deviation",
         "meshrl/algo/advantages.py",
         "return (rewards - rewards.mean()) / (rewards.std(ddof=1) + eps)",
         "return (rewards - rewards.mean()) / np.sqrt(rewards.var(ddof=1) + eps)",
         (_GROUPS + "test_eps_is_added_to_the_deviation_and_not_to_the_variance",),
     ),
     Fault(
-        "groups go by position",
+        "groups are formed by position",
         "meshrl/algo/advantages.py",
         "groups.setdefault(trajectory.group_id, []).append(trajectory)",
         "groups.setdefault(str(trajectories.index(trajectory) // 4), []).append(trajectory)",
@@ -179,15 +181,15 @@ FAULTS = [
         ("tests/unit/model/test_causal_model.py::test_casting_keeps_buffers_in_fp32_and_ties",),
     ),
     Fault(
-        "a gradient that is no number is stepped with",
+        "the optimizer steps with a gradient that is not finite",
         "meshrl/train/engine.py",
         "skipped = not np.isfinite(norm)",
         "skipped = False",
-        (_STEP + "test_a_norm_that_is_no_number_skips_the_step_on_every_rank_alike[1-inf-train0]",),
+        (_STEP + "test_a_norm_that_is_not_finite_skips_the_step_on_every_rank[1-inf-train0]",),
     ),
     # ---- tokens and packs
     Fault(
-        "attention runs over the whole pack",
+        "attention runs over the entire pack",
         "meshrl/model/attention.py",
         "self.num_tokens = cu_seqlens[-1]\n",
         "self.num_tokens = cu_seqlens[-1]\n        cu_seqlens, parents = [0, cu_seqlens[-1]], None\n",
@@ -201,7 +203,7 @@ FAULTS = [
         (_PACKED + "test_answers_after_a_shared_prompt_equal_plain_transformers_one_row_at_a_time[qwen2]",),
     ),
     Fault(
-        "positions run on through the pack",
+        "positions count through the entire pack",
         "meshrl/train/packing.py",
         "np.concatenate([np.arange(p.start, p.stop) for p in pieces])",
         "np.arange(cu[-1])",
@@ -215,8 +217,8 @@ FAULTS = [
         (_PACKING + "test_a_dummy_is_a_batch_that_trains_nothing",),
     ),
     Fault(
-        "a budget that counts no shared prompt",
-        "meshrl/train/plan.py",
+        "the token budget does not count a shared prompt",
+        "meshrl/train/batch_plan.py",
         "return row_cost(row.length) - row_cost(here), row.length - here",
         "return row_cost(row.length) - row_cost(here), row.length - row.prefix",
         (_PACKING + "test_a_plan_of_groups_counts_each_prompt_once_in_a_micro_batch",),
@@ -238,20 +240,20 @@ FAULTS = [
     Fault(
         "sampled end tokens are not trained",
         "meshrl/agent/flatten.py",
-        "mask[end - r : end] = i not in owned",
-        "mask[end - r : end - 1] = i not in owned",
+        "mask[end - r : end] = i not in trained_before",
+        "mask[end - r : end - 1] = i not in trained_before",
         (_FLATTEN + "test_every_sampled_token_is_trained_whatever_its_value",),
     ),
     Fault(
         "the prompt is trained",
         "meshrl/agent/flatten.py",
-        "mask[end - r : end] = i not in owned",
-        "mask[1:end] = i not in owned",
+        "mask[end - r : end] = i not in trained_before",
+        "mask[1:end] = i not in trained_before",
         (_FLATTEN + "test_one_turn_becomes_the_row_of_the_worked_example",),
     ),
     # ---- the sampler
     Fault(
-        "seeds do not know the sample's index",
+        "seeds do not depend on the sample's index",
         "meshrl/core/types.py",
         "for part in (ordinal, index, turn):",
         "for part in (ordinal, turn):",
@@ -262,7 +264,7 @@ FAULTS = [
         "meshrl/rollout/embedded/sampler.py",
         "bits = _mix64(seeds ^ _mix64(positions.astype(np.uint64)))",
         "bits = _mix64(seeds[:1] ^ _mix64(positions.astype(np.uint64)))",
-        (_SAMPLER + "test_a_row_is_drawn_alike_in_any_company",),
+        (_SAMPLER + "test_a_draw_does_not_depend_on_the_other_rows",),
     ),
     Fault(
         "the sampler's logprobs ignore the temperature",
@@ -272,7 +274,7 @@ FAULTS = [
         (_SAMPLER + "test_logprobs_are_those_of_the_tempered_distribution_and_draws_follow_it",),
     ),
     Fault(
-        "caches survive new weights",
+        "KV caches of old weights are used after a sync",
         "meshrl/rollout/embedded/engine.py",
         "        self._flush()\n        self._weights.begin(header)",
         "        self._weights.begin(header)",
@@ -288,14 +290,14 @@ FAULTS = [
         (_RUN + "test_a_sampler_that_kept_its_old_weights_is_caught_within_the_step",),
     ),
     Fault(
-        "the sampler's proof passes NaN",
+        "the sampler's proof accepts NaN",
         "meshrl/algo/mismatch.py",
         ".nan_to_num(nan=math.inf, posinf=math.inf)",
         ".nan_to_num(nan=0.0, posinf=math.inf)",
         ("tests/unit/loops/test_sampler_proof.py::test_broken_numbers_are_a_mismatch_at_any_step",),
     ),
     Fault(
-        "the newest model of a run is chosen by the alphabet",
+        "the newest model of a run is chosen alphabetically",
         "meshrl/config/model.py",
         "return max(models, key=lambda path: (len(path.parent.name), path))",
         "return max(models, key=str)",
@@ -305,7 +307,7 @@ FAULTS = [
         ),
     ),
     Fault(
-        "null is recommended as the name of a column",
+        "an error recommends to quote null as the name of a column",
         "meshrl/config/load.py",
         'if error["type"] == "string_type" and isinstance(value, (bool, int, float)):',
         'if error["type"] == "string_type":',
@@ -317,11 +319,11 @@ FAULTS = [
         'extra="forbid"',
         'extra="ignore"',
         (
-            "tests/unit/config/test_config_refusals.py::test_everything_wrong_is_shown_at_once_with_file_line_and_command_line",
+            "tests/unit/config/test_config_refusals.py::test_all_problems_are_reported_at_once_with_file_line_and_command_line",
         ),
     ),
     Fault(
-        "the call that failed waits for its deadline",
+        "a failed call waits for its deadline",
         "meshrl/cluster/processes.py",
         "for call in rank.pending.values():\n        if not",
         "for call in list(rank.pending.values())[1:]:\n        if not",
@@ -330,7 +332,7 @@ FAULTS = [
         ),
     ),
     Fault(
-        "whole parameters of a block are taken for this rank's shard",
+        "a block's full parameters are used as this rank's shard",
         "meshrl/parallel/fsdp.py",
         "if isinstance(module, FSDPModule):",
         "if module is root:",
@@ -344,11 +346,11 @@ FAULTS = [
         ("tests/unit/loops/test_sampler_proof.py::test_one_stale_row_among_many_ends_the_run",),
     ),
     Fault(
-        "the widened head survives a sync",
+        "the fp32 copy of the head is not replaced by a sync",
         "meshrl/rollout/embedded/runner.py",
         "        self._head = None\n        if",
         "        if",
-        ("tests/unit/rollout/test_embedded_weights.py::test_nothing_made_of_the_old_weights_survives_a_sync_in_bf16",),
+        ("tests/unit/rollout/test_embedded_weights.py::test_no_copy_of_the_old_weights_survives_a_sync_in_bf16",),
     ),
     Fault(
         "files of a checkpoint are not compared with their hashes",
@@ -357,7 +359,7 @@ FAULTS = [
         "    if False:",
         (
             _RESHARD
-            + "test_what_is_not_as_it_was_written_is_refused_by_every_rank_before_anything_is_touched"
+            + "test_a_damaged_checkpoint_is_refused_by_every_rank_before_anything_is_changed"
             + "[a flipped bit of a tensor]",
         ),
     ),
@@ -366,67 +368,67 @@ FAULTS = [
         "meshrl/loops/job.py",
         '        self.feed.load_state(saved["data"])\n',
         "",
-        ("tests/e2e/test_resume.py::test_a_run_that_goes_on_equals_one_that_was_not_interrupted[mid-epoch]",),
+        ("tests/e2e/test_resume.py::test_a_resumed_run_equals_one_that_was_not_interrupted[mid-epoch]",),
     ),
-    # ---- files that somebody else wrote
+    # ---- files from outside the run
     Fault(
-        "a pipe is read as a file",
+        "a pipe is read like a file",
         "meshrl/core/files.py",
         "if not stat.S_ISREG(found.st_mode):",
         "if stat.S_ISSOCK(found.st_mode):",
-        ("tests/fuzz/test_fuzz_config.py::test_the_command_ends_with_2_and_words_for_whatever_is_no_config",),
+        ("tests/fuzz/test_fuzz_config.py::test_the_command_exits_with_2_and_an_error_for_anything_but_a_config_file",),
     ),
     Fault(
-        "a key that stands twice in an object is taken once",
+        "a duplicate key of a JSON object is accepted",
         "meshrl/core/files.py",
         "if len(made) != len(pairs):",
         "if len(made) > len(pairs):",
-        (_FUZZ_DATA + "test_a_row_that_is_none_is_told_by_its_line",),
+        (_FUZZ_DATA + "test_an_invalid_row_is_reported_with_its_line",),
     ),
     Fault(
-        "a row of any length is read to its end",
+        "a line without an end is read without a limit",
         "meshrl/core/files.py",
         "line = file.readline(max_bytes + 1)",
         "line = file.readline()",
-        (_FUZZ_DATA + "test_a_line_that_goes_on_and_on_is_not_read_to_its_end",),
+        (_FUZZ_DATA + "test_a_line_above_the_limit_is_not_read_to_its_end",),
     ),
     Fault(
-        "an index of weights leads out of its folder",
+        "an index of weights names files outside its folder",
         "meshrl/model/weight_files.py",
         "isinstance(file, str) and Path(file).name == file and",
         "isinstance(file, str) and",
-        (_FUZZ_MODEL + "test_a_damaged_index_is_refused_and_leads_nowhere_else",),
+        (_FUZZ_MODEL + "test_a_damaged_index_is_refused_and_no_file_outside_is_read",),
     ),
     Fault(
-        "an adapter leads to another model",
+        "an adapter's config loads another model",
         "meshrl/model/folder.py",
         "if adapter.exists():",
         "if not folder.exists():",
-        (_FUZZ_MODEL + "test_a_folder_leads_to_no_other_model",),
+        (_FUZZ_MODEL + "test_a_folder_does_not_load_another_model",),
     ),
     Fault(
-        "aliases of a config stand for as many values as they like",
+        "YAML aliases expand to any number of values",
         "meshrl/config/source.py",
         "if self._num_values > MAX_VALUES:",
         "if self._num_values < 0:",
         ("tests/fuzz/test_fuzz_config.py::test_hostile_yaml_is_refused_within_seconds_and_runs_nothing",),
     ),
     Fault(
-        "a chat template may loop for ever",
+        "a chat template may run for ever",
         "meshrl/data/time_limit.py",
         "if now > block.deadline:",
         "if now < 0:",
-        ("tests/fuzz/test_fuzz_tokenizer.py::test_a_template_that_hardly_ends_is_stopped_and_the_line_named",),
+        ("tests/fuzz/test_fuzz_tokenizer.py::test_a_template_that_takes_too_long_is_stopped_and_the_line_named",),
     ),
     Fault(
-        "a status file may have everybody stopped",
+        "a damaged status file makes `meshrl stop` signal all processes",
         "meshrl/tools/status.py",
         "if not 1 < status.pid < 1 << 31:",
         "if status.pid > 1 << 31:",
-        ("tests/fuzz/test_fuzz_run_folder.py::test_nobody_is_stopped_by_a_damaged_status",),
+        ("tests/fuzz/test_fuzz_run_folder.py::test_no_process_is_stopped_by_a_damaged_status",),
     ),
     *RUN_FAULTS,
     *REWARD_FAULTS,
-    *FOREIGN_FAULTS,
+    *SERVER_WEIGHT_FAULTS,
     *TURN_FAULTS,
 ]

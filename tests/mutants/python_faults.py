@@ -1,4 +1,4 @@
-"""Faults of the entry from Python: objects that are lost in silence, and runs that end otherwise than they should."""
+"""Faults of the Python API: objects that are silently ignored, and runs that end in a wrong way."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _ROWS = "tests/unit/data/test_rows_in_memory.py::"
 
 PYTHON_FAULTS = [
     Fault(
-        "the import of a subpackage takes the place of meshrl.train",
+        "the import of a subpackage replaces meshrl.train",
         "meshrl/__init__.py",
         "from meshrl import train as _subpackage",
         "from meshrl import sync as _subpackage",
-        (_API + "test_the_names_of_the_package_survive_the_import_of_its_subpackages",),
+        (_API + "test_imports_of_subpackages_do_not_replace_the_functions_of_the_package",),
     ),
     Fault(
-        "a value of the config is lost beside a Python object",
+        "a value of the config that a Python object replaces is silently ignored",
         "meshrl/config/load.py",
         "return [Problem((key,), text, given[key].origin) for key in also]",
         "return []",
@@ -29,34 +29,34 @@ PYTHON_FAULTS = [
         "meshrl/run/watchdog.py",
         "            asyncio._enter_task(loop, task)",
         "            pass",
-        (_LOOP + "test_inside_a_running_loop_it_is_another_one_in_the_same_thread",),
+        (_LOOP + "test_inside_a_running_loop_a_run_has_another_loop_in_the_same_thread",),
     ),
     Fault(
-        "a run that its caller ends is not evaluated",
+        "a run that on_step ends is not evaluated",
         "meshrl/loops/evaluate.py",
         "job.step == 0 or job.is_over or",
         "job.step in (0, job.cfg.loop.num_steps) or",
-        (_API + "test_false_from_on_step_ends_the_run_as_its_last_step_would",),
+        (_API + "test_false_from_on_step_ends_the_run_as_after_its_last_step",),
     ),
     Fault(
-        "a run that its caller ends writes no model",
+        "a run that on_step ends writes no model",
         "meshrl/run/live.py",
         "not (job.is_over or",
         "not (job.step == self.num_steps or",
-        (_API + "test_false_from_on_step_ends_the_run_as_its_last_step_would",),
+        (_API + "test_false_from_on_step_ends_the_run_as_after_its_last_step",),
     ),
     Fault(
         "an evaluation calls on_step as if it were a step",
         "meshrl/run/inputs.py",
         "            return\n",
         "",
-        (_API + "test_false_from_on_step_ends_the_run_as_its_last_step_would",),
+        (_API + "test_false_from_on_step_ends_the_run_as_after_its_last_step",),
     ),
     Fault(
-        "rows in memory go on where they are others",
+        "a run resumes with other rows in memory",
         "meshrl/data/order.py",
         'total.update(name.encode() + b"\\0" + (b"" if ids is None else ids.tobytes()) + b"\\0")',
         'total.update(name.encode() + b"\\0")',
-        (_ROWS + "test_other_rows_do_not_continue_a_run",),
+        (_ROWS + "test_a_resume_with_other_rows_is_refused",),
     ),
 ]

@@ -1,4 +1,4 @@
-"""Faults of the graders: a right answer that is graded 0, a wrong one that is graded 1, and neither raises an error."""
+"""Faults of the graders: a right answer gets 0 or a wrong one gets 1, without an error."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ REWARD_FAULTS = [
         (_REWARD + "test_scorer.py::test_a_failed_grading_leaves_no_reward_and_is_counted",),
     ),
     Fault(
-        "the advice for a timeout follows every failed grading",
+        "every failed grading gets the advice for a timeout",
         "meshrl/reward/score.py",
         "_ADVICE[kind] for kind in sorted({f.kind for _, _, f in failures})",
         '_ADVICE["timeout"] for _ in failures',
-        (_REWARD + "test_scorer.py::test_the_advice_after_failures_is_that_for_their_kind",),
+        (_REWARD + "test_scorer.py::test_the_error_for_failures_advises_by_their_kind",),
     ),
     Fault(
-        "a Markdown heading is taken for the answer mark",
+        "a Markdown heading counts as the answer mark",
         "meshrl/reward/final_answer.py",
         'marked = _MARKED_LINE.fullmatch(text.rstrip().rpartition("\\n")[2].strip())',
         'marked = re.search("#### ([0-9]+)", text)',
@@ -37,7 +37,7 @@ REWARD_FAULTS = [
         (_STYLES + "test_the_rule_math_verify_reads_the_same_styles",),
     ),
     Fault(
-        "a number in prose is read without what surrounds it",
+        "a number in prose is read without the formula around it",
         "meshrl/reward/plain_text.py",
         "    if _is_formula(listed):\n        return listed\n",
         "    if _is_formula(listed) and (number := re.search(_NUMBER, listed)):\n        return number[0]\n",
@@ -51,7 +51,7 @@ REWARD_FAULTS = [
         (_STYLES + "test_the_default_rule_grades_the_answer_that_is_stated",),
     ),
     Fault(
-        "the last number of a box that can't be parsed is its value",
+        "the last number of an unparsable box counts as its value",
         "meshrl/reward/math_answer.py",
         "in_box if box_contents(text) else anywhere",
         "anywhere",
@@ -62,7 +62,7 @@ REWARD_FAULTS = [
         "meshrl/reward/expression_size.py",
         " or _SLOW_RUN.search(text)",
         "",
-        (_REWARD + "test_expression_size.py::test_what_is_too_large_is_wrong_unless_the_reference_is_the_same_text",),
+        (_REWARD + "test_expression_size.py::test_a_too_large_expression_is_wrong_unless_it_equals_the_reference",),
     ),
     Fault(
         "numbers below 1e-6 are all equal",
@@ -76,10 +76,10 @@ REWARD_FAULTS = [
         "meshrl/reward/expression_size.py",
         "return max(sizes[0] * _value(sizes[1]), largest)",
         "return largest",
-        (_REWARD + "test_expression_size.py::test_what_is_too_large_is_wrong_unless_the_reference_is_the_same_text",),
+        (_REWARD + "test_expression_size.py::test_a_too_large_expression_is_wrong_unless_it_equals_the_reference",),
     ),
     Fault(
-        "an answer that can't be evaluated is a failed grading",
+        "an answer that exceeds the CPU time counts as a failed grading",
         "meshrl/reward/worker.py",
         "cpu_limited=list(cpu_limits)",
         "cpu_limited=[]",

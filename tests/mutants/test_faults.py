@@ -1,4 +1,4 @@
-"""The faults of `make mutants` still fit the code; trying them takes minutes and is a command of its own."""
+"""The faults of `make mutants` match the code. Testing them takes minutes and is a separate command."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.name)
-def test_a_fault_is_one_edit_of_code_that_is_there_and_leaves_it_readable(fault: Fault):
+def test_the_code_of_a_fault_occurs_once_and_the_edited_file_is_valid_python(fault: Fault):
     text = (ROOT / fault.file).read_text(encoding="utf-8")
     assert text.count(fault.old) == 1 and fault.old != fault.new
     ast.parse(text.replace(fault.old, fault.new))
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.name)
-def test_the_tests_that_catch_a_fault_are_there(fault: Fault):
+def test_the_tests_that_catch_a_fault_exist(fault: Fault):
     assert fault.tests
     for test in fault.tests:
         file, _, name = test.partition("::")
@@ -29,5 +29,5 @@ def test_the_tests_that_catch_a_fault_are_there(fault: Fault):
         assert name.partition("[")[0] in functions, test
 
 
-def test_names_are_told_apart():
+def test_the_names_of_faults_are_unique():
     assert len({f.name for f in FAULTS}) == len(FAULTS) >= 25

@@ -1,4 +1,4 @@
-"""Faults of a turn's two ends: how a chat template renders what comes before it, and where sampling stops."""
+"""Faults at the begin and end of a turn: how a chat template renders its context, and where sampling stops."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ _RUN = "tests/e2e/test_template_and_stops.py::"
 
 TURN_FAULTS = [
     Fault(
-        "the chat template's variables are left out",
+        "the chat template does not get its variables",
         "meshrl/data/chat.py",
         "**tokenizer.init_kwargs.get(_VARIABLES, {}),",
         "**{},",
         (_TEMPLATE + "test_variables_reach_prompts_continuations_and_sft_rows_alike",),
     ),
     Fault(
-        "a misspelt variable of a chat template is passed on in silence",
+        "a misspelt variable of a chat template is silently accepted",
         "meshrl/data/chat.py",
         "        if name not in reads:",
         "        if not name:",
-        (_TEMPLATE + "test_a_misspelt_variable_names_what_the_template_reads",),
+        (_TEMPLATE + "test_the_error_for_a_misspelt_variable_lists_the_templates_variables",),
     ),
     Fault(
-        "a model is saved with another chat template than it was trained with",
+        "a model is saved without the chat template of its training",
         "meshrl/run/models.py",
         "        write_template(aside, chat_template)",
         "        write_template(aside, None)",
@@ -38,7 +38,7 @@ TURN_FAULTS = [
         ("tests/unit/data/test_chat.py::test_the_token_with_which_the_template_ends_a_turn_is_a_stop_id",),
     ),
     Fault(
-        "a stop string that lies in two tokens is not seen",
+        "a stop string that spans two tokens is not found",
         "meshrl/rollout/stop_strings.py",
         "        self._tail += self._bytes_of(token)",
         "        self._tail = self._bytes_of(token)",
@@ -49,26 +49,20 @@ TURN_FAULTS = [
         "meshrl/rollout/stop_strings.py",
         "            search.skip(request.prefix_output)",
         "            pass",
-        (_STOP + "test_a_continuation_ends_where_the_whole_turn_would_have[3]",),
+        (_STOP + "test_a_continuation_ends_where_the_uninterrupted_turn_ends[3]",),
     ),
     Fault(
-        "what a server samples after a stop string is trained",
+        "tokens that a server samples after a stop string are trained",
         "meshrl/rollout/server/answer.py",
-        "self._tokens += part.tokens[:kept]",
+        "self._tokens += part.tokens[:num_output]",
         "self._tokens += part.tokens",
-        (
-            "tests/unit/rollout/test_sglang_engine.py::"
-            "test_what_the_server_samples_after_a_stop_string_is_no_part_of_the_turn",
-        ),
+        ("tests/unit/rollout/test_sglang_engine.py::test_tokens_after_a_stop_string_are_not_part_of_the_turn",),
     ),
     Fault(
-        "the turn after a stop string follows without an end of turn between them",
+        "no end-of-turn token follows a turn that a stop string ended",
         "meshrl/agent/loop.py",
         "ended_by_id=int(so_far[-1]) in stops",
         "ended_by_id=True",
-        (
-            "tests/unit/agent/test_agents.py::"
-            "test_a_turn_that_a_stop_string_ended_is_closed_by_the_template_and_not_trained_to_be",
-        ),
+        ("tests/unit/agent/test_agents.py::test_after_a_stop_string_the_template_ends_the_turn_with_untrained_tokens",),
     ),
 ]

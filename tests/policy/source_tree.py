@@ -10,7 +10,7 @@ FOLDERS = ("meshrl", "tests", "scripts", "examples", "benchmarks")
 
 
 def python_files(*folders: str) -> list[Path]:
-    """All Python files below these folders of the repository, by default below every one that holds code."""
+    """All Python files below these folders of the repository; by default below all folders with code."""
     return sorted(path for folder in folders or FOLDERS for path in (ROOT / folder).rglob("*.py"))
 
 
@@ -25,7 +25,7 @@ def syntax(path: Path) -> ast.Module:
 
 
 def imports(path: Path) -> Iterator[tuple[str, int]]:
-    """(module, line) of every import of a file, those inside functions and under TYPE_CHECKING too."""
+    """(module, line) of every import of a file, including imports in functions and under TYPE_CHECKING."""
     for node in ast.walk(syntax(path)):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)

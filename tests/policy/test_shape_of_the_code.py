@@ -1,4 +1,4 @@
-"""Sizes, names and places that keep the house small: each stop has its exceptions listed by name, with the reason."""
+"""Limits of size, and rules for names and places, that keep the code small. Exceptions are listed with the reason."""
 
 import ast
 import re
@@ -15,7 +15,7 @@ MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 100
 LONG_FILES: dict[str, str] = {}  # file -> why it may be longer
 LONG_FUNCTIONS: dict[str, str] = {}  # "file:function" -> why it may be longer
-SHORTER: dict[str, int] = {"examples/one_file_grpo.py": 300}  # file -> its own stop
+SHORTER: dict[str, int] = {"examples/one_file_grpo.py": 300}  # file -> its own limit of lines
 
 FORBIDDEN_NAMES = {"utils", "util", "common", "misc", "helpers", "helper", "manager", "managers"}
 DEVICE_WORDS = re.compile(r"(?<![a-z])(cuda|npu|hip|xpu)(?![a-z])", re.IGNORECASE)
@@ -33,7 +33,7 @@ def functions(path: Path) -> Iterator[tuple[str, int]]:
 
 
 def device_words(tree: ast.AST) -> Iterator[tuple[str, int]]:
-    """(word, line) of identifiers and texts that name a device. Docstrings may: they are for people."""
+    """(word, line) of identifiers and texts that name a device. Docstrings may name devices."""
     prose = {
         id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     }
@@ -52,15 +52,15 @@ def device_words(tree: ast.AST) -> Iterator[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("folder", ["meshrl", "tests", "scripts", "examples", "benchmarks"])
-def test_files_and_functions_stay_within_their_stops(folder: str):
+def test_files_and_functions_stay_within_their_limits(folder: str):
     faults = []
     for path in python_files(folder):
         name, lines = name_of(path), len(path.read_text(encoding="utf-8").splitlines())
-        stop = SHORTER.get(name, MAX_FILE_LINES)
-        if lines > stop and name not in LONG_FILES:
-            faults.append(f"{name} has {lines} lines, the stop is {stop}: split it by what it answers")
+        limit = SHORTER.get(name, MAX_FILE_LINES)
+        if lines > limit and name not in LONG_FILES:
+            faults.append(f"{name} has {lines} lines, the limit is {limit}: split it by topic")
         faults += [
-            f"{name}:{function} has {length} lines, the stop is {MAX_FUNCTION_LINES}"
+            f"{name}:{function} has {length} lines, the limit is {MAX_FUNCTION_LINES}"
             for function, length in functions(path)
             if length > MAX_FUNCTION_LINES and f"{name}:{function}" not in LONG_FUNCTIONS
         ]
@@ -78,8 +78,8 @@ def test_no_exception_outlives_its_reason():
         assert reason and list(device_words(syntax(ROOT / name))), name
 
 
-def test_every_init_file_is_empty_but_the_packages_own_which_exports_the_python_entry():
-    """A name has one address, and what a script calls has a short one."""
+def test_every_init_file_is_empty_except_the_packages_own_which_exports_the_python_api():
+    """Every name is imported from one place; the names of the Python API have a short path."""
     filled = [p for p in python_files() if p.name == "__init__.py" and p.read_text().strip()]
     assert [name_of(p) for p in filled] == ["meshrl/__init__.py"]
     _docstring, *statements, names = syntax(filled[0]).body
@@ -87,21 +87,21 @@ def test_every_init_file_is_empty_but_the_packages_own_which_exports_the_python_
     assert len(statements) == 2 and ast.unparse(names).startswith("__all__ = ")
 
 
-def test_no_file_or_folder_has_a_name_that_says_nothing():
+def test_no_file_or_folder_has_a_meaningless_name():
     names = {part for path in python_files() for part in path.relative_to(ROOT).with_suffix("").parts}
     assert {name for name in names if FORBIDDEN_NAMES.intersection(name.lower().split("_"))} == set()
 
 
-def test_only_one_file_spells_an_accelerators_name():
+def test_only_one_file_contains_the_names_of_accelerators():
     faults = []
     for path in python_files("meshrl"):
         name = name_of(path)
         if name != DEVICE_FILE and name not in DEVICE_EXCEPTIONS:
             faults += [f"{name}:{line}: {word!r}" for word, line in device_words(syntax(path))]
-    assert faults == [], f"ask {DEVICE_FILE}"
+    assert faults == [], f"use a function of {DEVICE_FILE}"
 
 
-def test_the_device_rule_sees_identifiers_and_texts_but_not_prose():
+def test_the_device_rule_finds_identifiers_and_texts_but_not_docstrings():
     def seen(code: str) -> list[str]:
         return [word for word, _ in device_words(ast.parse(code))]
 
@@ -114,7 +114,7 @@ def test_the_device_rule_sees_identifiers_and_texts_but_not_prose():
     assert seen("'''CUDA and CPU'''\nchip = 'ship'") == []
 
 
-def test_nothing_is_left_unfinished():
+def test_no_comment_marks_unfinished_code():
     faults = []
     for path in python_files():
         if path.name == Path(__file__).name:
@@ -125,19 +125,19 @@ def test_nothing_is_left_unfinished():
     assert faults == []
 
 
-def test_test_files_have_names_of_their_own():
-    """pytest imports test files by base name: two of one name hide each other."""
+def test_test_files_have_unique_names():
+    """pytest imports test files by base name, so two files with one name hide each other."""
     names = [path.name for path in python_files("tests") if path.name not in ("__init__.py", "conftest.py")]
     assert {name for name in names if names.count(name) > 1} == set()
     assert [name_of(path) for path in python_files("tests") if path.name == "__init__.py"] == []
 
 
-def test_every_file_that_starts_early_is_there():
+def test_every_file_in_the_order_of_files_exists():
     assert [name for group in LONGEST_FIRST for name in group if not (ROOT / name).exists()] == []
 
 
 def test_no_folder_of_tests_is_left_out(pytestconfig):
-    """pytest's own list of folders to skip has `dist`, where the proofs of equality are."""
+    """pytest's default list of folders to skip contains `dist`, and tests/dist has the tests of equality."""
     skipped = pytestconfig.getini("norecursedirs")
     folders = {path.parent.name for path in (ROOT / "tests").rglob("test_*.py")}
     assert "dist" in folders
@@ -145,7 +145,7 @@ def test_no_folder_of_tests_is_left_out(pytestconfig):
 
 
 def test_every_data_file_of_the_package_is_in_the_wheel():
-    """setuptools takes no file by itself that is not Python."""
+    """setuptools packages only Python files by itself."""
     shipped = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     listed = {f"{package.replace('.', '/')}/{name}" for package, names in shipped.items() for name in names}
     files = (path for path in (ROOT / "meshrl").rglob("*.*") if path.is_file() and path.suffix not in (".py", ".pyc"))

@@ -1,7 +1,8 @@
-"""What one step of the engine means by "the past": whole contexts side by side, then one new token a running row.
+"""Attention of one engine step: causal attention inside the new contexts, and one new token of each running row over
+its KV cache.
 
 Letters: T tokens of the step, N running rows, H query heads, K key/value heads, D head size, C columns of scores
-(the places of all tiles that are read), W places of a tile.
+(the positions of all tiles that are read), W positions of a tile.
 """
 
 from __future__ import annotations
@@ -12,29 +13,31 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from meshrl.model.attention import How, PackedAttention, visible
+from meshrl.model.attention import AttentionSpec, PackedAttention, visible
 from meshrl.rollout.embedded.kv_cache import STARTS, KVStore, Write, plan_writes, rows_of_tiles
 
 
 class PrefillAttention(PackedAttention):
-    """Packed causal attention whose keys and values stay behind in the stores."""
+    """Packed causal attention that also writes its keys and values to the stores."""
 
     def __init__(self, cu_seqlens: list[int], device: torch.device, writes: Sequence[tuple[KVStore, list[Write]]]):
         super().__init__(cu_seqlens, device)
         self.writes = writes
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: How) -> torch.Tensor:
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
+    ) -> torch.Tensor:
         for store, writes in self.writes:
             store.write(layer, k, v, writes)
-        return super().attend(layer, q, k, v, how)
+        return super().attend(layer, q, k, v, spec)
 
 
 class DecodeAttention:
     """One new token for each of the N leading rows of a store: its key and value are written, then it attends to all
-    places of its row. lengths int[N]: places of each row, the new token's included.
+    positions of its row. lengths int[N]: positions of each row, including the new token.
 
-    Batched matrix products over whole tiles, softmax in fp32: on CPUs 1.4 (float32) to 6 times (bfloat16, a key head
-    for each query head) as fast as SDPA, which is made for many queries a row.
+    Batched matrix products over full tiles, softmax in fp32: on CPUs 1.4 (float32) to 6 times (bfloat16, a key head
+    for each query head) as fast as SDPA, which is optimized for many queries per row.
     """
 
     def __init__(self, store: KVStore, lengths: np.ndarray, device: torch.device):
@@ -46,58 +49,62 @@ class DecodeAttention:
         self._lengths = torch.from_numpy(lengths).to(device)[:, None]
         self._biases: dict[tuple[int | None, int], list[torch.Tensor]] = {}
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: How) -> torch.Tensor:
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
+    ) -> torch.Tensor:
         self.store.write(layer, k, v, self.writes)
         num_rows, heads, size = q.shape
         kv_heads = k.shape[1]
         tiles = [self.store.read(layer, t, rows) for t, (rows, _) in enumerate(self.tiles)]
         held = tiles[0][1].dtype
         q = q.to(held).reshape(num_rows * kv_heads, -1, size)  # query heads of one key head share a product
-        scores = self._scores(q, [keys for keys, _ in tiles], kv_heads, how)
+        scores = self._scores(q, [keys for keys, _ in tiles], kv_heads, spec)
         probs = torch.softmax(scores, dim=-1, dtype=torch.promote_types(held, torch.float32)).to(held)
-        out = torch.bmm(probs[:, :, self.tiles[0][1]], tiles[0][1])  # every row has a place in the first tile
+        out = torch.bmm(probs[:, :, self.tiles[0][1]], tiles[0][1])  # every row has a position in the first tile
         for (_, values), (rows, columns) in zip(tiles[1:], self.tiles[1:], strict=True):
             part = slice(rows * kv_heads)
             out[part].baddbmm_(probs[part, :, columns], values)
         return out.to(v.dtype).view(num_rows, heads, -1)
 
-    def _scores(self, q: torch.Tensor, tiles: list[torch.Tensor], kv_heads: int, how: How) -> torch.Tensor:
-        """How much each row looks at each place of the tiles [N * K, H / K, C], -inf where it may not."""
+    def _scores(self, q: torch.Tensor, tiles: list[torch.Tensor], kv_heads: int, spec: AttentionSpec) -> torch.Tensor:
+        """Attention scores [N * K, H / K, C] of each row over the positions of the tiles, -inf where masked."""
         scores = []
-        for keys, bias in zip(tiles, self._bias(how.window, kv_heads, q.dtype), strict=True):
+        for keys, bias in zip(tiles, self._bias(spec.window, kv_heads, q.dtype), strict=True):
             part = q if len(keys) == len(q) else q[: len(keys)]
-            if how.softcap is None:
-                scores.append(torch.baddbmm(bias, part, keys, alpha=how.scale))
+            if spec.softcap is None:
+                scores.append(torch.baddbmm(bias, part, keys, alpha=spec.scale))
             else:
-                capped = torch.tanh(torch.bmm(part, keys).float() * (how.scale / how.softcap))
-                scores.append(capped.mul_(how.softcap).add_(bias))
+                capped = torch.tanh(torch.bmm(part, keys).float() * (spec.scale / spec.softcap))
+                scores.append(capped.mul_(spec.softcap).add_(bias))
         if any(len(s) < len(q) for s in scores):
             scores = [F.pad(s, (0, 0, 0, 0, 0, len(q) - len(s)), value=-torch.inf) for s in scores]
         return scores[0] if len(scores) == 1 else torch.cat(scores, dim=-1)
 
     def _bias(self, window: int | None, kv_heads: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """For each tile [its rows * K, 1, W]: 0 where the new token may look, -inf elsewhere; made once a step for
-        each window."""
+        """The mask of each tile [its rows * K, 1, W]: 0 where the new token may attend, -inf elsewhere; made once per
+        step and window."""
         if (window, kv_heads) not in self._biases:
-            places = torch.arange(self.tiles[-1][1].stop, device=self._lengths.device)
-            seen = visible(self._lengths - 1, places, window)
-            bias = torch.zeros(seen.shape, dtype=dtype, device=places.device).masked_fill_(~seen, -torch.inf)
+            positions = torch.arange(self.tiles[-1][1].stop, device=self._lengths.device)
+            seen = visible(self._lengths - 1, positions, window)
+            bias = torch.zeros(seen.shape, dtype=dtype, device=positions.device).masked_fill_(~seen, -torch.inf)
             bias = bias.expand(-1, kv_heads, -1).reshape(len(bias) * kv_heads, 1, -1)
             self._biases[window, kv_heads] = [bias[: rows * kv_heads, :, columns] for rows, columns in self.tiles]
         return self._biases[window, kv_heads]
 
 
 class StepAttention:
-    """The first tokens of the step are contexts to prefill, the rest are the running rows' new tokens."""
+    """The first tokens of the step are contexts to prefill, the others are the new tokens of the running rows."""
 
     def __init__(self, prefill: PrefillAttention, decode: DecodeAttention):
         self.prefill, self.decode = prefill, decode
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: How) -> torch.Tensor:
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
+    ) -> torch.Tensor:
         n = self.prefill.num_tokens
         return torch.cat(
             [
-                self.prefill.attend(layer, q[:n], k[:n], v[:n], how),
-                self.decode.attend(layer, q[n:], k[n:], v[n:], how),
+                self.prefill.attend(layer, q[:n], k[:n], v[:n], spec),
+                self.decode.attend(layer, q[n:], k[n:], v[n:], spec),
             ]
         )

@@ -1,10 +1,10 @@
 """The embedded engine: continuous batching over the model's own Transformers module, in this process and thread.
 
-Two ways in: `await generate(request)`, or `submit` and `step` for callers without an event loop.
+Callers use `await generate(request)`, or `submit` and `step` without an event loop.
 
-Weights that change under running requests (pause "keep", sync, resume): their keys and values are dropped with the
-old weights, and computed again from their tokens with the new ones. So every logprob is exactly that of the version
-written beside it, which a cache of mixed versions could not give.
+Weights may change while requests run (pause "keep", sync, resume): the KV cache is dropped with the old weights and
+computed again from the tokens with the new ones. So every logprob belongs exactly to the recorded weight version, which
+a cache of mixed versions could not guarantee.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from meshrl.core.device import empty_cache
 from meshrl.core.errors import CapabilityError, MeshrlError, StaleWeightsError
 from meshrl.core.types import Media, Request, StopReason, Turn
 from meshrl.model.causal import CausalModel
-from meshrl.model.lean import LeanDecoder, lean_decoder
+from meshrl.model.fast_decoder import FastDecoder, fast_decoder
 from meshrl.model.limits import limits_of
 from meshrl.model.load import DTYPES, cast_parameters, load_causal_lm
-from meshrl.model.lora import add_adapters, init_adapters, scatter_adapters
+from meshrl.model.lora import add_adapters, init_adapters, randomize_adapters
 from meshrl.rollout.admission import bounds_of, check_admission, check_supported, topk_of
 from meshrl.rollout.base import Capabilities, EngineStats, PauseMode, check_parts
 from meshrl.rollout.embedded.runner import Runner
@@ -37,7 +37,7 @@ from meshrl.rollout.stop_strings import StopStrings, stop_strings_of
 from meshrl.sync.delivery import Delivery
 from meshrl.sync.layout import Ack, Layout, SyncHeader
 
-PREFILL_TOKENS = 4096  # of new contexts in one step
+PREFILL_TOKENS = 4096  # tokens of new contexts in one step
 
 
 def build_embedded_engine(
@@ -55,14 +55,14 @@ def build_embedded_engine(
     lm = load_causal_lm(model_cfg.path)
     if model_cfg.lora.enabled:
         add_adapters(lm, model_cfg.lora, torch.float32, model_cfg.path)
-        scatter_adapters(lm)  # so that the lean forward is compared with adapters that do something
+        randomize_adapters(lm)  # so that the fast decoder is compared with adapters that do something
     model = CausalModel(lm.eval().requires_grad_(False))
-    lean = lean_decoder(model)
+    fast = fast_decoder(model)
     init_adapters(lm)
-    cast_parameters(model.lm, DTYPES[model_cfg.dtype]).to(device)
+    cast_parameters(model, DTYPES[model_cfg.dtype]).to(device)
     return EmbeddedEngine(
         model,
-        lean=lean,
+        fast=fast,
         stop_token_ids=stop_token_ids,
         max_running=rollout_cfg.max_running_requests,
         max_context_tokens=max_context_tokens,
@@ -75,8 +75,8 @@ def build_embedded_engine(
 class EmbeddedEngine:
     """rollout.base.RolloutEngine over a CausalModel.
 
-    Consumes requests as they come; those of one event-loop tick are admitted together. One task steps while there is
-    work and nothing holds it (a pause, a sync, released memory) and gives the loop a turn after each step; `generate`,
+    Consumes requests; the requests of one event-loop tick are admitted together. One task steps while there is work and
+    neither a pause, a sync nor released memory prevents it. It yields to the event loop after each step; `generate`,
     `resume`, `commit` and `restore` start it again.
     """
 
@@ -89,24 +89,24 @@ class EmbeddedEngine:
         max_context_tokens: int,
         engine_id: str,
         device: torch.device,
-        lean: LeanDecoder | None = None,
+        fast: FastDecoder | None = None,
         prefill_tokens_per_step: int = PREFILL_TOKENS,
         stop_strings: StopStrings | None = None,
     ):
-        if lean is not None:
-            lean.fuse()
+        if fast is not None:
+            fast.fuse()
         self.capabilities = Capabilities(release=True, in_flight=True, score=True)
         self.engine_id, self.max_context_tokens = engine_id, max_context_tokens
         self._stop_token_ids, self._vocab_size, self._device = stop_token_ids, model.vocab_size, device
         self._stop_strings = stop_strings or StopStrings()
-        self._weights = EngineWeights(model.lm, engine_id, lean)
+        self._weights = EngineWeights(model.lm, engine_id, fast)
         self._scheduler = Scheduler(max_running, prefill_tokens_per_step)
-        self._runner = Runner(model, device, lean)
-        self._sampling: RowSampling | None = None  # of the rows as they stand
+        self._runner = Runner(model, device, fast)
+        self._sampling: RowSampling | None = None  # None when the rows have changed
         self._totals = EngineStats()
         self._ids: set[str] = set()
         self._futures: dict[str, asyncio.Future[Turn]] = {}
-        self._pump: asyncio.Task[None] | None = None
+        self._step_task: asyncio.Task[None] | None = None
         self._pause: PauseMode | None = None
         self._released: set[str] = set()
         self._closed = False
@@ -140,7 +140,7 @@ class EmbeddedEngine:
 
     @torch.inference_mode()
     def step(self) -> list[tuple[str, Turn]]:
-        """Admit requests that fit, draw one token for every running request, and return those that are done."""
+        """Admit requests that fit, sample one token for every running request, and return the finished ones."""
         if not self._may_step:
             return []
         began = time.perf_counter()
@@ -157,7 +157,7 @@ class EmbeddedEngine:
             sequence.times.prefill_s += sequence.lap()
         finished = [(rows[row].request.id, self._turn(rows[row], reason)) for row, reason in done.items()]
         if done or admission.joined:
-            self._settle(done.keys())
+            self._compact(done.keys())
         self._count(admission, len(rows), time.perf_counter() - began)
         return finished
 
@@ -168,14 +168,14 @@ class EmbeddedEngine:
         logprobs: list[float],
         extras: dict[int, dict[str, np.ndarray]],
     ) -> dict[int, StopReason]:
-        """Append one token to each row; returns the rows that end with it, and why."""
+        """Append one token to each row; returns the rows that end with it, and their stop reasons."""
         version = self._weights.version
         done: dict[int, StopReason] = {}
         for row, (sequence, token, logprob) in enumerate(zip(rows, map(int, tokens), logprobs, strict=True)):
             if logprob != logprob:
                 raise MeshrlError(
                     f"request {sequence.request.id}: the logits of token {len(sequence.tokens)} are not numbers (NaN) "
-                    f"at weight version {version}; the weights or the model's precision are broken"
+                    f"at weight version {version}; the weights are damaged, or the dtype has too little range"
                 )
             sequence.tokens.append(token)
             sequence.logprobs.append(logprob)
@@ -208,13 +208,13 @@ class EmbeddedEngine:
             times=s.times,
         )
 
-    def _settle(self, gone: Collection[int]) -> None:
-        self._runner.follow(*self._scheduler.settle(gone))
+    def _compact(self, gone: Collection[int]) -> None:
+        self._runner.move_rows(*self._scheduler.compact(gone))
         self._sampling = None
 
     def _count(self, admission: Admission, num_rows: int, seconds: float) -> None:
-        """A step computes contexts and new tokens together; its time is split by the tokens computed."""
-        prefilled = sum(len(fill.ids) for fill in admission.fills)
+        """A step computes contexts and new tokens together; its time is split in proportion to their tokens."""
+        prefilled = sum(len(prefill.ids) for prefill in admission.prefills)
         share = prefilled / max(1, prefilled + num_rows - len(admission.joined))
         self._totals.prefill_tokens += prefilled
         self._totals.decode_tokens += num_rows
@@ -222,33 +222,33 @@ class EmbeddedEngine:
         self._totals.decode_s += seconds * (1 - share)
 
     def _withdraw(self, ids: Collection[str] | None) -> list[tuple[str, Turn]]:
-        """End these requests (None = all) with what they have."""
+        """End these requests (None = all) with their tokens so far."""
         left, rows = self._scheduler.withdraw(ids)
         ended = left + [self._scheduler.running[row] for row in rows]
         if ended:
-            self._settle(set(rows))
+            self._compact(set(rows))
         return [(s.request.id, self._turn(s, "abort")) for s in ended]
 
     def _flush(self) -> None:
         """Drop all keys and values; running requests wait at the head of the queue with their tokens."""
-        self._scheduler.requeue_all()
+        self._scheduler.preempt_all()
         self._runner.flush()
 
-    # ---- generation, with one
+    # ---- generation, with an event loop
 
     async def generate(self, request: Request) -> Turn:
         """Sample one turn. Waits while paused or while a sync is open."""
         self.submit(request)
         future: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
         self._futures[request.id] = future
-        future.add_done_callback(lambda f: self._deliver(self._withdraw({request.id})) if f.cancelled() else None)
-        self._wake()
+        future.add_done_callback(lambda f: self._return_turns(self._withdraw({request.id})) if f.cancelled() else None)
+        self._start_steps()
         return await future
 
     async def abort(self, ids: Seq[str] | None = None) -> int:
-        """End these requests (None = all), running or waiting; returns how many there were."""
+        """Abort these requests (None = all), running or waiting; returns their number."""
         ended = self._withdraw(None if ids is None else set(ids))
-        self._deliver(ended)
+        self._return_turns(ended)
         return len(ended)
 
     async def pause(self, mode: PauseMode = "wait") -> None:
@@ -257,32 +257,32 @@ class EmbeddedEngine:
         if mode == "abort":
             await self.abort()
         while mode == "wait" and self._pause == "wait" and self._scheduler.running:
-            self._wake()
+            self._start_steps()
             await asyncio.sleep(0)
 
     async def resume(self) -> None:
         self._pause = None
-        self._wake()
+        self._start_steps()
 
     @property
     def _may_step(self) -> bool:
         held = self._released or self._weights.version < 0 or self._pause in ("abort", "keep")
         return not held and bool(self._scheduler.running or (self._pause is None and self._scheduler.waiting))
 
-    def _wake(self) -> None:
-        if self._may_step and (self._pump is None or self._pump.done()):
-            self._pump = asyncio.create_task(self._run())
-            self._pump.add_done_callback(self._failed)
+    def _start_steps(self) -> None:
+        if self._may_step and (self._step_task is None or self._step_task.done()):
+            self._step_task = asyncio.create_task(self._run())
+            self._step_task.add_done_callback(self._on_step_error)
 
     async def _run(self) -> None:
-        await asyncio.sleep(0)  # requests of this tick of the loop join the first step
+        await asyncio.sleep(0)  # requests of this event-loop tick join the first step
         while self._may_step:
-            self._deliver(self.step())
+            self._return_turns(self.step())
             await asyncio.sleep(0)
 
-    def _failed(self, pump: asyncio.Task[None]) -> None:
-        """A step that raised ends every request with its error: no caller waits for an answer that can't come."""
-        error = None if pump.cancelled() else pump.exception()
+    def _on_step_error(self, task: asyncio.Task[None]) -> None:
+        """After a step raised, every request ends with its error, so that no caller waits for ever."""
+        error = None if task.cancelled() else task.exception()
         if error is not None:
             futures, self._futures = self._futures, {}
             self._withdraw(None)
@@ -290,14 +290,14 @@ class EmbeddedEngine:
                 if not future.done():
                     future.set_exception(error)
 
-    def _deliver(self, turns: Iterable[tuple[str, Turn]]) -> None:
+    def _return_turns(self, turns: Iterable[tuple[str, Turn]]) -> None:
         for request_id, turn in turns:
             future = self._futures.pop(request_id, None)
             if future is not None and not future.done():
                 future.set_result(turn)
 
     async def score(self, ids: np.ndarray, media: dict[str, Media] | None = None) -> np.ndarray:
-        """Teacher-forced logprobs at temperature 1, float32[T], from no cache at all; index 0 is 0."""
+        """Teacher-forced logprobs at temperature 1, float32[T], computed without a cache; index 0 is 0."""
         if media:
             raise CapabilityError("score() was given media; the embedded engine takes text only")
         if self._weights.version < 0 or self._released:
@@ -307,20 +307,20 @@ class EmbeddedEngine:
     # ---- weights
 
     def trust_loaded_weights(self, version: int = 0) -> None:
-        """Sample with the weights that were loaded from the folder, as this version, until a sync begins."""
+        """Sample with the weights of the model folder, under this version number, until a sync begins."""
         self._weights.trust(version)
 
     async def reconcile(self, layout: Layout) -> None:
-        """Compare the layout with the model's own parameters, both ways. Raises UnloadedParamsError."""
+        """Compare the layout with the model's parameters, in both directions. Raises: UnloadedParamsError."""
         self._weights.reconcile(layout)
 
     def targets(self) -> dict[str, torch.Tensor]:
-        """The tensors that the next sync has to fill, by the names that are sent: a trainer in this process may write
-        them itself between begin and commit (`ShardSender.in_place`)."""
+        """The tensors that the next sync has to fill, by wire name. A trainer in this process may write them directly
+        between begin and commit (`ShardSender.in_place`)."""
         return self._weights.targets()
 
     async def begin(self, header: SyncHeader) -> None:
-        """Hold all requests, drop every cache (P17), and take this version's buckets."""
+        """Pause all requests, drop every cache (P17), and expect the transfers of this version."""
         self._flush()
         self._weights.begin(header)
 
@@ -328,23 +328,23 @@ class EmbeddedEngine:
         self._weights.receive(delivery)
 
     async def commit(self) -> Ack:
-        """Read every parameter back, make the version visible, go on."""
+        """Read every parameter back, make the version visible, and resume."""
         ack = self._weights.commit()
-        self._wake()
+        self._start_steps()
         return ack
 
     async def cancel(self) -> None:
-        """The weights are a mixture now: all requests return what they have (abort), and none is taken until the
-        next full sync."""
+        """Give the sync up: its weights are mixed. All requests are aborted, and new ones are refused until the next
+        full sync."""
         self._weights.cancel()
         await self.abort()
 
     # ---- memory and the rest
 
     async def release(self, parts: set[str]) -> int:
-        """Free parts of {weights, kv_cache, graphs}; requests in place wait, and their caches are computed again.
+        """Free parts of {weights, kv_cache, graphs}; running requests wait, and their KV cache is computed again.
 
-        Returns bytes freed. graphs frees nothing: this engine has none.
+        Returns bytes freed; 0 for graphs, which this engine does not have.
         """
         check_parts(parts)
         freed = 0
@@ -358,11 +358,11 @@ class EmbeddedEngine:
         return freed
 
     async def restore(self, parts: set[str]) -> int:
-        """Take parts back; returns bytes taken. The cache grows with use; weights wait for the next full sync."""
+        """Allocate parts again; returns bytes. The cache grows with use; weights need a full sync."""
         check_parts(parts)
         taken = self._weights.restore() if "weights" in parts & self._released else 0
         self._released -= parts
-        self._wake()
+        self._start_steps()
         return taken
 
     def stats(self) -> EngineStats:
@@ -380,7 +380,7 @@ class EmbeddedEngine:
         )
 
     async def close(self) -> None:
-        """End all requests (abort), free the cache, take no more."""
+        """Abort all requests, free the cache, and refuse new requests."""
         self._closed = True
         await self.abort()
         self._runner.flush()

@@ -1,6 +1,6 @@
-"""From scheduled sequences to logits: one call of the model a step, for new contexts and running rows together.
+"""From scheduled sequences to logits: one model call per step, for new contexts and running rows together.
 
-Letters: T tokens of the step, N rows that draw a token, V vocabulary.
+Letters: T tokens of the step, N rows that sample a token, V vocabulary.
 """
 
 from __future__ import annotations
@@ -10,59 +10,61 @@ import torch
 
 from meshrl.model.attention import AttentionContext, PackedAttention
 from meshrl.model.causal import CausalModel
-from meshrl.model.lean import LeanDecoder
+from meshrl.model.fast_decoder import FastDecoder
 from meshrl.model.logprob import Head, token_logprobs
 from meshrl.rollout.embedded.cached_attention import DecodeAttention, PrefillAttention, StepAttention
 from meshrl.rollout.embedded.kv_cache import KVStore, plan_writes
-from meshrl.rollout.embedded.scheduler import Admission, Fill, Move, Sequence
+from meshrl.rollout.embedded.scheduler import Admission, Move, Prefill, Sequence
 
 
 class Runner:
-    """Owns the cache: `running` has a row for each running sequence, `prompts` one for each prompt of a group."""
+    """Owns the KV cache: `running` has a row for each running sequence, `prompts` one for each shared prompt."""
 
-    def __init__(self, model: CausalModel, device: torch.device, lean: LeanDecoder | None):
+    def __init__(self, model: CausalModel, device: torch.device, fast: FastDecoder | None):
         self.model, self.device = model, device
-        self._lean, self._hidden = lean, model.hidden if lean is None else lean.hidden
-        self._head: Head | None = None  # made ready for these weights, as the lean forward is
+        self._fast, self._hidden = fast, model.hidden if fast is None else fast.hidden
+        self._head: Head | None = None  # prepared for these weights, like the fast decoder
         self.running, self.prompts = KVStore(), KVStore()
 
     @torch.inference_mode()
     def step(self, running: list[Sequence], admission: Admission) -> torch.Tensor:
-        """Compute the new contexts, and the last token of every row that ran before -> logits float[N, V] for all
+        """Compute the new contexts, and the last token of every row that ran before. Returns logits float[N, V] for all
         running rows, in their order."""
         if self._head is None:
             self._head = self.model.head().ready()
-            if self._lean is not None:
-                self._lean.pack()
+            if self._fast is not None:
+                self._fast.pack()
         rows = running[: len(running) - len(admission.joined)]
-        hidden = self._compute(rows, admission.fills)
+        hidden = self._compute(rows, admission.prefills)
         for sequence in rows:
             sequence.cached += 1
         return self._head.logits(self._last_states(hidden, len(rows), admission))
 
-    def _compute(self, rows: list[Sequence], fills: list[Fill]) -> torch.Tensor:
-        """Final hidden states [T, D] of all contexts end to end, then of one token a row."""
-        if not rows and not fills:  # all running rows have just joined a prompt that is there
+    def _compute(self, rows: list[Sequence], prefills: list[Prefill]) -> torch.Tensor:
+        """Final hidden states [T, D]: of all contexts, concatenated, then of one token per row."""
+        if not rows and not prefills:  # all running rows have just joined, with a prompt that is computed already
             weight = self.model.head().weight
             return weight.new_empty(0, weight.shape[1])
-        tokens = [fill.ids for fill in fills] + [np.array([s.tokens[-1] for s in rows], np.int64)]
-        places = [np.arange(len(fill.ids)) for fill in fills] + [np.array([s.cached for s in rows], np.int64)]
+        tokens = [prefill.ids for prefill in prefills] + [np.array([s.tokens[-1] for s in rows], np.int64)]
+        positions = [np.arange(len(prefill.ids)) for prefill in prefills] + [
+            np.array([s.cached for s in rows], np.int64)
+        ]
         return self._hidden(
             torch.from_numpy(np.concatenate(tokens)).to(self.device),
-            torch.from_numpy(np.concatenate(places)).to(self.device),
-            self._context(rows, fills),
+            torch.from_numpy(np.concatenate(positions)).to(self.device),
+            self._context(rows, prefills),
         )
 
     def _last_states(self, hidden: torch.Tensor, num_rows: int, admission: Admission) -> torch.Tensor:
-        """The state that each running row draws from: its newest token's, or that of its context's end when it joins.
-        Members of a group get their copy of the prompt here."""
+        """The state from which each running row samples: of its newest token, or of its last context token when it
+        joins. Sequences that share a prompt get their copy of its keys and values here."""
         end, alone = 0, []
-        for fill in admission.fills:
-            end += len(fill.ids)
-            if fill.prompt is None:
+        for prefill in admission.prefills:
+            end += len(prefill.ids)
+            if prefill.prompt is None:
                 alone.append(hidden[end - 1])
             else:
-                fill.prompt.last_hidden = hidden[end - 1].clone()
+                prefill.prompt.last_hidden = hidden[end - 1].clone()
         if not admission.joined:
             return hidden[end:]
         own = iter(alone)
@@ -71,38 +73,38 @@ class Runner:
         self.running.copy_rows(self.prompts, copies, self.device)
         return torch.cat([hidden[end:], torch.stack(states)])
 
-    def _context(self, rows: list[Sequence], fills: list[Fill]) -> AttentionContext:
+    def _context(self, rows: list[Sequence], prefills: list[Prefill]) -> AttentionContext:
         if not rows:
-            return self._prefill(fills)
+            return self._prefill(prefills)
         decode = DecodeAttention(self.running, np.array([s.cached + 1 for s in rows], np.int64), self.device)
-        return StepAttention(self._prefill(fills), decode) if fills else decode
+        return StepAttention(self._prefill(prefills), decode) if prefills else decode
 
-    def _prefill(self, fills: list[Fill]) -> PrefillAttention:
-        lengths = [len(fill.ids) for fill in fills]
+    def _prefill(self, prefills: list[Prefill]) -> PrefillAttention:
+        lengths = [len(prefill.ids) for prefill in prefills]
         bounds = np.concatenate([[0], np.cumsum(lengths)])
         writes = []
         for store, shared in ((self.running, False), (self.prompts, True)):
-            part = [i for i, fill in enumerate(fills) if (fill.prompt is not None) == shared]
+            part = [i for i, prefill in enumerate(prefills) if (prefill.prompt is not None) == shared]
             if part:
-                rows = np.concatenate([np.full(lengths[i], fills[i].row, np.int64) for i in part])
-                places = np.concatenate([np.arange(lengths[i]) for i in part])
+                rows = np.concatenate([np.full(lengths[i], prefills[i].row, np.int64) for i in part])
+                positions = np.concatenate([np.arange(lengths[i]) for i in part])
                 source = np.concatenate([np.arange(bounds[i], bounds[i + 1]) for i in part])
-                writes.append((store, plan_writes(rows, places, self.device, source)))
+                writes.append((store, plan_writes(rows, positions, self.device, source)))
         return PrefillAttention(bounds.tolist(), self.device, writes)
 
     @torch.inference_mode()
-    def follow(self, running: Move | None, prompts: Move | None) -> None:
-        """Move rows as `Scheduler.settle` decided."""
+    def move_rows(self, running: Move | None, prompts: Move | None) -> None:
+        """Move rows as `Scheduler.compact` decided."""
         for store, move in ((self.running, running), (self.prompts, prompts)):
             if move is not None:
                 store.move(move.order, move.lengths, self.device)
 
     @torch.inference_mode()
     def score(self, ids: np.ndarray) -> np.ndarray:
-        """Logprobs of ids[1:] given what stands before each, at temperature 1, without any cache; float32[T]."""
+        """Logprobs of ids[1:] given all earlier ids, at temperature 1, without a cache; float32[T], index 0 is 0."""
         tokens = torch.from_numpy(np.asarray(ids, np.int64)).to(self.device)
-        places = torch.arange(len(ids), device=self.device)
-        hidden = self._hidden(tokens, places, PackedAttention([0, len(ids)], self.device))
+        positions = torch.arange(len(ids), device=self.device)
+        hidden = self._hidden(tokens, positions, PackedAttention([0, len(ids)], self.device))
         ones = torch.ones(len(ids) - 1, device=self.device)
         logprobs, _ = token_logprobs(hidden[:-1], self.model.head(), tokens[1:], ones)
         return np.concatenate([np.zeros(1, np.float32), logprobs.float().cpu().numpy()])
@@ -112,9 +114,9 @@ class Runner:
         return self.running.num_bytes + self.prompts.num_bytes
 
     def flush(self) -> None:
-        """Drop every key and value, and every copy made of the weights: they belong to one version (P11, P17)."""
+        """Drop all keys and values, and all copies of the weights: they belong to one version (P11, P17)."""
         self._head = None
-        if self._lean is not None:
-            self._lean.unpack()
+        if self._fast is not None:
+            self._fast.unpack()
         self.running.clear()
         self.prompts.clear()

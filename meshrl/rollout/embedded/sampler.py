@@ -1,7 +1,7 @@
-"""From logits to tokens: exact logprobs, and draws that depend on (seed, output position) alone (P14).
+"""From logits to tokens: exact logprobs, and random draws that depend on (seed, output position) alone (P14).
 
-A draw is the inverse of the cumulative distribution at u(seed, position), a counter-based uniform number that is
-computed in 64-bit integers on the host: bit-equal on every device, whatever the batch, the row or the engine.
+A draw is the inverse of the cumulative distribution at u(seed, position). u is a counter-based uniform number, computed
+in 64-bit integers on the host: the same bits on every device and in every batch, row and engine.
 
 Letters: N rows, V vocabulary, B tokens of a block.
 """
@@ -18,16 +18,16 @@ import torch.nn.functional as F
 from meshrl.core.types import Request, SamplingParams
 from meshrl.rollout.admission import topk_of
 
-_ALMOST_ONE = 1 - 2.0**-53  # a positive fp64 number times this is the number next below it
-BLOCK = 128  # tokens whose weights are summed before the fp64 cumulative sum: it reads [N, V] once, in fp32
+_ALMOST_ONE = 1 - 2.0**-53  # a positive fp64 number times this is the next smaller number
+BLOCK = 128  # tokens; blocks are summed in fp32, so that the fp64 cumulative sum runs over V / 128 numbers only
 
 History = Callable[[int], np.ndarray]
-"""row -> every token that its sequence holds so far; asked for only by rows with a repetition penalty."""
+"""row -> all tokens of its sequence so far; called only for rows with a repetition penalty."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """tokens int64[N] and float32[N] logprobs, on the device; extras: row -> {name: its value for this token}."""
+    """tokens int64[N] and logprobs float32[N], on the device; extras: row -> {name: its value for this token}."""
 
     tokens: torch.Tensor
     logprobs: torch.Tensor
@@ -35,7 +35,7 @@ class Drawn:
 
 
 class RowSampling:
-    """How each of N rows is drawn; made anew when the rows change, not at every token."""
+    """Sampling parameters of N rows as tensors; made again when the rows change, not for every token."""
 
     def __init__(self, requests: Sequence[Request], device: torch.device):
         params = [r.sampling for r in requests]
@@ -69,10 +69,10 @@ def _mix64(x: np.ndarray) -> np.ndarray:
 
 
 def draw(logits: torch.Tensor, rows: RowSampling, positions: np.ndarray, history: History) -> Drawn:
-    """One token for each row of logits float[N, V], which are overwritten; positions int[N] count output tokens.
+    """Draw one token for each row of logits float[N, V], which are overwritten; positions int[N] count output tokens.
 
-    Logprobs are those of softmax(logits / temperature), at temperature 1 where it is 0 (greedy), before any filter
-    or penalty: what a trainer that knows no filters computes. A token of probability 0 is never drawn.
+    Logprobs come from softmax(logits / temperature), with 1 in the place of temperature 0 (greedy), before any filter
+    or penalty, as the trainer computes them. A token of probability 0 is never drawn.
     """
     z = logits if rows.unit_temperature else logits.div_(rows.temperature)
     top = z.amax(-1, keepdim=True)
@@ -95,7 +95,7 @@ def draw(logits: torch.Tensor, rows: RowSampling, positions: np.ndarray, history
 
 
 def _blocks(weights: torch.Tensor) -> torch.Tensor:
-    """[N, V] -> [N, blocks, B], filled up with zeros."""
+    """[N, V] -> [N, blocks, B], padded with zeros."""
     missing = -weights.shape[1] % BLOCK
     return (F.pad(weights, (0, missing)) if missing else weights).view(len(weights), -1, BLOCK)
 
@@ -108,9 +108,9 @@ def block_ends(weights: torch.Tensor) -> torch.Tensor:
 def inverse_cdf(weights: torch.Tensor, ends: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     """The token at which the cumulative sum of weights [N, V] exceeds u * total; u float64[N] in [0, 1) -> int64[N].
 
-    Block sums (ends, of `block_ends`) first, then the one block that holds the answer. Both searches look for the
-    first sum ABOVE the target, and targets stay below the last sum, so a token of weight 0 can't be the answer,
-    whatever the rounding. Rows of NaN give some valid id, and a NaN logprob for the caller to see.
+    It searches the block sums (ends, of `block_ends`) first, then inside one block. Both searches look for the first
+    sum ABOVE the target, and targets stay below the last sum, so rounding can't select a token of weight 0. A row of
+    NaN gives some valid id, and a NaN logprob that the caller can detect.
     """
     target = _below(u * ends[:, -1], ends[:, -1])
     block = torch.searchsorted(ends, target[:, None], right=True).clamp_(max=ends.shape[1] - 1)
@@ -141,7 +141,7 @@ def _filtered(logits: torch.Tensor, p: SamplingParams, history: History, row: in
     probs = torch.softmax(z, -1)
     if p.top_p < 1:
         ranked, order = probs.sort(descending=True, stable=True)
-        dropped = ranked.cumsum(-1) - ranked >= p.top_p  # the token that crosses top_p stays
+        dropped = ranked.cumsum(-1) - ranked >= p.top_p  # the token that crosses top_p is retained
         probs[order[dropped]] = 0
     if p.min_p > 0:
         probs[probs < p.min_p * probs.max()] = 0
@@ -149,7 +149,7 @@ def _filtered(logits: torch.Tensor, p: SamplingParams, history: History, row: in
 
 
 def _extras(logprobs: torch.Tensor, want: tuple[str, ...]) -> dict[str, np.ndarray]:
-    """What `Request.want` names, of the distribution float[V] that the reported logprob comes from."""
+    """The extras in `Request.want`, of the distribution float[V] from which the reported logprob comes."""
     extras: dict[str, np.ndarray] = {}
     for name in want:
         if name == "entropy":

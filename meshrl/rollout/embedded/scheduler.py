@@ -1,6 +1,6 @@
-"""Which requests run next: a first-in first-out queue, a bounded set of running sequences, and prompts of groups.
+"""The scheduler: a first-in first-out queue, a bounded set of running sequences, and shared prompts of groups.
 
-Pure Python over ids and lengths; no tensor and no model. Row i of the running store belongs to `running[i]`, row j of
+Pure Python over ids and lengths, without tensors. Row i of the running store belongs to `running[i]`, and row j of
 the prompt store to `prompts[j]`.
 """
 
@@ -21,9 +21,9 @@ from meshrl.rollout.stop_strings import StopSearch
 
 @dataclass(eq=False, slots=True)
 class SharedPrompt:
-    """A context that several sequences wait with: computed once, kept until none of them waits, copied to each.
+    """The equal context of several waiting sequences: computed once, copied to each, dropped when none of them waits.
 
-    last_hidden: the final hidden state of its last token, from which every member draws its first token.
+    last_hidden: the final hidden state of its last token, from which every sequence samples its first token.
     """
 
     key: bytes
@@ -34,15 +34,15 @@ class SharedPrompt:
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """One request on its way. tokens, logprobs, versions, extras: what was sampled for it here."""
+    """One unfinished request. tokens, logprobs, versions, extras: sampled by this engine, without prefix_output."""
 
     request: Request
     stop_ids: frozenset[int]
-    limit: int  # tokens it may still sample when it arrives
+    limit: int  # tokens that this engine may sample for it
     limit_reason: StopReason
     stop_search: StopSearch | None = None
-    key: bytes = b""  # its whole context, prefix and sampled tokens included: equal keys share
-    cached: int = 0  # tokens in its row of the store
+    key: bytes = b""  # context, prefix and sampled tokens; sequences with equal keys share a prompt
+    cached: int = 0  # tokens in its row of the KV cache
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -52,26 +52,26 @@ class Sequence:
 
     @property
     def first_position(self) -> int:
-        """Output position of the first token sampled here: a continuation goes on where its prefix ends."""
+        """Output position of the first token sampled here: a continuation starts where its prefix ends."""
         prefix = self.request.prefix_output
         return 0 if prefix is None else len(prefix)
 
     def ids(self) -> np.ndarray:
-        """Everything the next token depends on: int64[context + prefix + sampled]."""
+        """All tokens so far: int64[context + prefix + sampled]."""
         parts = [self.request.context_ids, self.tokens]
         if self.request.prefix_output is not None:
             parts.insert(1, self.request.prefix_output)
         return np.concatenate([np.asarray(part, dtype=np.int64) for part in parts])
 
     def lap(self) -> float:
-        """Seconds since the last lap."""
+        """Seconds since the last call."""
         before, self.clock = self.clock, time.perf_counter()
         return self.clock - before
 
 
 @dataclass(slots=True)
-class Fill:
-    """A context to compute, int64[C] ids: into a row of the running store, or of the prompt store."""
+class Prefill:
+    """A context to compute, int64[C] ids, into a row of the running store, or of the prompt store."""
 
     ids: np.ndarray
     row: int
@@ -80,24 +80,24 @@ class Fill:
 
 @dataclass(slots=True)
 class Admission:
-    """What joins in this step: sequences in the order of their rows, each with the prompt it copies (None = its
-    context is computed in its own row), and the contexts to compute."""
+    """The sequences that join in this step, in the order of their rows, each with the prompt that it copies (None = its
+    context is computed in its own row); and the contexts to compute."""
 
     joined: list[tuple[Sequence, SharedPrompt | None]] = field(default_factory=list)
-    fills: list[Fill] = field(default_factory=list)
+    prefills: list[Prefill] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Row order[i] becomes row i; lengths: of the rows in their old places."""
+    """Row order[i] becomes row i; lengths: of the rows in their old order."""
 
     order: list[int]
     lengths: list[int]
 
 
 class Scheduler:
-    """max_running: rows decoded together. prefill_tokens: contexts computed in one step, so that a wave of long
-    prompts does not delay running requests; a single longer context is still admitted, alone."""
+    """max_running: rows decoded together. prefill_tokens: context tokens computed in one step, so that many long
+    prompts do not delay running requests; a single longer context is still admitted, alone."""
 
     def __init__(self, max_running: int, prefill_tokens: int):
         self.max_running, self.prefill_tokens = max_running, prefill_tokens
@@ -112,10 +112,10 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def admit(self) -> Admission:
-        """Take the head of the queue while there are rows and prefill budget.
+        """Admit requests from the head of the queue while there are rows and prefill budget.
 
-        Sequences that wait with equal contexts share a prompt: it is computed for the first, the others copy it, now
-        or when there is a row for them.
+        Waiting sequences with equal contexts share a prompt: it is computed for the first one, and the others copy it,
+        now or when they get a row.
         """
         admission, budget = Admission(), self.prefill_tokens
         while self.waiting and len(self.running) < self.max_running:
@@ -125,14 +125,14 @@ class Scheduler:
             if prompt is not None:
                 sequence.times.cached_tokens += len(ids)
             else:
-                if admission.fills and len(ids) > budget:
+                if admission.prefills and len(ids) > budget:
                     break
                 budget -= len(ids)
                 if self._waiting_of_key[sequence.key] > 1:
                     prompt = SharedPrompt(sequence.key, len(ids), len(self.prompts))
                     self.prompts.append(prompt)
                     self._prompt_of_key[sequence.key] = prompt
-                admission.fills.append(Fill(ids, prompt.row if prompt else len(self.running), prompt))
+                admission.prefills.append(Prefill(ids, prompt.row if prompt else len(self.running), prompt))
             self._dequeue(self.waiting.popleft())
             sequence.times.queue_s += sequence.lap()
             sequence.cached = len(ids)
@@ -140,10 +140,11 @@ class Scheduler:
             admission.joined.append((sequence, prompt))
         return admission
 
-    def settle(self, gone: Collection[int]) -> tuple[Move | None, Move | None]:
-        """Let the rows in `gone` leave, drop prompts that no sequence waits for, and close the gaps.
+    def compact(self, gone: Collection[int]) -> tuple[Move | None, Move | None]:
+        """Remove the rows in `gone`, drop prompts that no sequence waits for, and close the gaps.
 
-        Returns how running rows and prompt rows move (None = they stay); the stores follow before the next step.
+        Returns how running rows and prompt rows move (None = they stay); the caller must move the rows of the KV cache
+        before the next step.
         """
         running = _move([s.cached for s in self.running], gone)
         if running is not None:
@@ -159,15 +160,16 @@ class Scheduler:
         return running, prompts
 
     def withdraw(self, ids: Collection[str] | None) -> tuple[list[Sequence], list[int]]:
-        """Take these requests (None = all) out of the queue, and name the rows of those that run, for `settle`."""
+        """Remove these requests (None = all) from the queue; returns them, and the rows of those that run, for
+        `compact`."""
         left = [s for s in self.waiting if ids is None or s.request.id in ids]
         self.waiting = deque(s for s in self.waiting if ids is not None and s.request.id not in ids)
         for sequence in left:
             self._dequeue(sequence)
         return left, [row for row, s in enumerate(self.running) if ids is None or s.request.id in ids]
 
-    def requeue_all(self) -> None:
-        """Forget every cached token: running sequences return to the head of the queue, with what they have sampled."""
+    def preempt_all(self) -> None:
+        """Preempt all running sequences: they return to the head of the queue with their tokens, without a cache."""
         for sequence in reversed(self.running):
             sequence.cached = 0
             sequence.times.decode_s += sequence.lap()

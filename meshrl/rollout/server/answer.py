@@ -1,4 +1,4 @@
-"""A server's answer to one request, from the parts of its stream to the Turn."""
+"""A server's answer to one request: parts of a stream, joined to a Turn."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from meshrl.core.types import Request, StopReason, Times, Turn
 from meshrl.rollout.admission import Bounds, topk_of
 from meshrl.rollout.stop_strings import StopSearch
 
-MIXED = "mixed"  # the label of weights of which only a part has arrived
+MIXED = "mixed"  # the label of weights after an incomplete sync
 
 Labels = Mapping[str, int]
-"""The label that a server gives to its weights -> their version."""
+"""A server's label for its weights -> their version."""
 
 
 @dataclass(kw_only=True, slots=True)
-class Part:
-    """One event of a stream, in terms that all servers share.
+class AnswerPart:
+    """One event of a stream, in a form that all servers share.
 
-    logprob_ids: the tokens that the logprobs are of, where the server names them. top: the most likely (logprob, token)
-    at each position. context: the ids that the server has continued; it must come with the first part. label_spans:
-    {"version", "start", "end"} over all tokens so far. reason: why the answer ended, in the server's words.
+    logprob_ids: the tokens to which the logprobs belong, if the server returns them. top: the most likely (logprob,
+    token) at each position. context: the ids that the server has continued; required in the first part. label_spans:
+    {"version", "start", "end"} over all tokens so far. reason: the server's finish reason.
 
-    Example: Part(tokens=[7, 2], logprobs=[-0.1, -0.3], logprob_ids=[7, 2], reason="stop")
+    Example: AnswerPart(tokens=[7, 2], logprobs=[-0.1, -0.3], logprob_ids=[7, 2], reason="stop")
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -42,49 +42,49 @@ class Part:
 
 
 class Answer:
-    """The parts of one answer as they arrive. Tokens after the one that completes a stop string are left out."""
+    """Collects the parts of one answer. Tokens after the one that completes a stop string are left out."""
 
     def __init__(
         self, request: Request, bounds: Bounds, server: str, versions: Labels | int, search: StopSearch | None = None
     ):
-        """server: its name in errors. versions: by label, or one for all tokens of this answer."""
+        """server: its name in errors. versions: {label: version}, or one version for all tokens of this answer."""
         self.request, self._bounds, self._server = request, bounds, server
         self._versions, self._search = versions, search
         self.reason: StopReason | None = None
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
         self._top: list[list[tuple[float, int]]] = []
-        self._num_sampled = 0  # by the server, also after a stop string
+        self._num_sampled = 0  # tokens that the server has sampled, also after a stop string
         self._label_spans: list[dict[str, Any]] = []
         self._sent_ids, self._has_context = full_ids(request), False
         self._times = Times()
         self._sent_at = time.perf_counter()
 
-    def add(self, part: Part) -> int:
+    def add(self, part: AnswerPart) -> int:
         """Returns how many tokens the part added to the output. Raises: RequestError, EngineFailure."""
         self._check_context(part)
         is_complete = len(part.logprobs) == len(part.tokens) and None not in part.logprobs
         if not is_complete or part.logprob_ids not in (None, part.tokens):
             self._fail(
-                f"gave {len(part.tokens)} token ids and {len(part.logprobs)} logprobs, or logprobs of other tokens; it "
-                "must return both for each token (of an endpoint: return_token_ids, logprobs)"
+                f"returned {len(part.tokens)} token ids and {len(part.logprobs)} logprobs, or logprobs of other "
+                "tokens; both are needed for each token (for an endpoint: return_token_ids, logprobs)"
             )
         if part.tokens and not self._tokens:
             self._times.prefill_s = time.perf_counter() - self._sent_at
         self._num_sampled += len(part.tokens)
-        kept = len(part.tokens) if self._search is None else self._search.num_kept(part.tokens)
-        self._tokens += part.tokens[:kept]
-        self._logprobs += part.logprobs[:kept]
-        self._top += part.top[:kept]
+        num_output = len(part.tokens) if self._search is None else self._search.count_output(part.tokens)
+        self._tokens += part.tokens[:num_output]
+        self._logprobs += part.logprobs[:num_output]
+        self._top += part.top[:num_output]
         self._times.cached_tokens = part.cached_tokens or self._times.cached_tokens
         self._label_spans = part.label_spans or self._label_spans
         if part.reason is not None and self.reason is None:
             self.reason = self._reason_of(part.reason)
-        return kept
+        return num_output
 
     @property
-    def is_over(self) -> bool:
-        """Whether a stop string is complete and the server, which does not get stop strings, samples on."""
+    def needs_abort(self) -> bool:
+        """Whether a stop string is complete, but the server, which does not know stop strings, is still sampling."""
         return self._found_stop and self.reason is None
 
     @property
@@ -112,27 +112,27 @@ class Answer:
             times=self._times,
         )
 
-    def _check_context(self, part: Part) -> None:
-        """P21: the server has continued the ids that it was sent."""
+    def _check_context(self, part: AnswerPart) -> None:
+        """P21: the server must have continued the ids that it was sent."""
         sent = self._sent_ids
         if part.context != sent and not (self._has_context and part.context is None):
             echoed = "no ids at all" if part.context is None else f"{len(part.context)} ids that differ"
             raise RequestError(
-                f"request {self.request.id}: {self._server} was sent {len(sent)} ids and echoed {echoed}; a template "
-                "or a tokenizer stands between meshrl and the model"
+                f"request {self.request.id}: {self._server} was sent {len(sent)} ids and echoed {echoed}; it must pass "
+                "the ids to the model without a template or a tokenizer"
             )
         self._has_context = True
 
     def _reason_of(self, reason: str) -> StopReason:
-        if reason == "length":  # a server that reserves places of its context ends before the limit
+        if reason == "length":  # a server that reserves positions of its context ends before the limit
             return self._bounds.limit_reason if self._num_sampled == self._bounds.limit else "context"
         if reason not in ("stop", "abort"):
-            self._fail(f"ended it with {reason!r}")
+            self._fail(f"ended it with the unknown finish reason {reason!r}")
         return cast(StopReason, reason)
 
     def _token_versions(self) -> np.ndarray:
         """int32[R]. Weights change only while the server is paused, so the boundaries of its spans are exact. Tokens
-        of mixed weights, sampled before the request was aborted, are left out."""
+        that mixed weights sampled before the request was aborted are left out."""
         if isinstance(self._versions, int):
             return np.full(len(self._tokens), self._versions, np.int32)
         versions = np.full(len(self._tokens), -1, np.int32)
@@ -144,8 +144,8 @@ class Answer:
         if (versions < 0).any():
             labels = ", ".join(str(span["version"]) for span in self._label_spans) or "none"
             self._fail(
-                f"did not sample every token with weights that this engine knows; it named {labels}. Does another "
-                "program update this server?"
+                f"sampled tokens with weights that this engine does not know; labels of the answer: {labels}. Does "
+                "another program update this server?"
             )
         return versions
 
@@ -164,6 +164,6 @@ class Answer:
 
 
 def full_ids(request: Request) -> list[int]:
-    """The ids that the server continues: the context, and what was sampled before an abort."""
+    """The ids that the server continues: the context, and tokens that were sampled before an abort."""
     prefix = [] if request.prefix_output is None else [np.asarray(request.prefix_output)]
     return np.concatenate([np.asarray(request.context_ids), *prefix]).tolist()

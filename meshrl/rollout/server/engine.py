@@ -1,10 +1,10 @@
 """The engine of every sampler that is a server: vLLM, SGLang, or any endpoint. A Dialect describes the server.
 
-Ids go in and come out; nothing is tokenized. Logprobs are those of the distribution that was sampled from, temperature
-applied (P2).
+Servers get and return token ids; nothing is tokenized. Logprobs belong to the distribution that was sampled from, with
+temperature applied (P2).
 
-Weights that change under running requests (pause "keep", sync, resume): the server drops their keys and values with
-its cache and computes them again with the new weights, so every logprob is exactly that of the version beside it.
+Weights may change while requests run (pause "keep", sync, resume): the server drops its KV cache and computes it again
+with the new weights, so every logprob belongs exactly to the recorded weight version.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from meshrl.core.errors import CapabilityError, EngineEnded, StaleWeightsError
 from meshrl.core.types import Media, Request, Turn
 from meshrl.rollout.admission import Bounds, bounds_of, check_admission
 from meshrl.rollout.base import EngineStats, PauseMode, check_parts
-from meshrl.rollout.foreign.weights import ServerWeights
 from meshrl.rollout.server.answer import Answer, Labels
 from meshrl.rollout.server.dialect import Dialect
 from meshrl.rollout.server.gate import Gate
+from meshrl.rollout.server.weights import ServerWeights
 from meshrl.rollout.stop_strings import StopSearch, StopStrings
 from meshrl.sync.delivery import Delivery
 from meshrl.sync.layout import Ack, Layout, SyncHeader
 
-RELEASABLE = {"weights", "kv_cache"}  # parts whose memory a server can release; it keeps its graphs
+RELEASABLE = {"weights", "kv_cache"}  # parts that a server can release; its graphs stay
 
 
 class ServerEngine:
     """rollout.base.RolloutEngine over a server.
 
-    Consumes requests as they come; each is a stream of the server. A pause, a sync and released memory shut a gate in
-    this process, where requests wait; `resume`, `commit`, `cancel` and `restore` open it. When a server that is a child
-    of this process ends, all calls raise EngineEnded.
+    Consumes requests; each one is a stream from the server. A pause, a sync and released memory shut a gate in this
+    process, at which requests wait; `resume`, `commit`, `cancel` and `restore` open it. After a server that is a child
+    of this process has ended, all calls raise EngineEnded.
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class ServerEngine:
         adapter_scale: float | None = None,
         stop_strings: StopStrings | None = None,
     ):
-        """keep_weights: also in this machine's memory, for syncs that carry changes only. adapter_scale: alpha / rank
-        of the adapters that such syncs carry, which this process merges into the base; None = they carry none."""
+        """keep_weights: keep a copy in this machine's memory, for syncs of changes only. adapter_scale: alpha / rank of
+        the adapters in such syncs, which this process merges into the base; None = there are no adapters."""
         self.engine_id, self.capabilities = dialect.http.name, dialect.capabilities
         self.max_context_tokens = max_context_tokens
         self._dialect = dialect
@@ -59,10 +59,10 @@ class ServerEngine:
         self._stop_strings = stop_strings or StopStrings()
         self._gate = Gate(dialect.abort)
         self._weights = ServerWeights(dialect.call_workers, self.engine_id, keep_weights, adapter_scale)
-        self._run = secrets.token_hex(4)  # in the labels, so that another client's weights have other ones
+        self._run = secrets.token_hex(4)  # part of the labels, so that weights of another client have other labels
         self._labels: dict[str, int] = {}
         self._released: set[str] = set()
-        self._awaits_sync = False  # the weights' memory was released: nothing may be computed before a full sync
+        self._awaits_sync = False  # the weights' memory was released: nothing may be sampled before a full sync
 
     # ---- generation
 
@@ -85,79 +85,82 @@ class ServerEngine:
         async with aclosing(self._dialect.stream(request, bounds)) as parts:
             async for part in parts:
                 self._gate.count_tokens(answer.add(part))
-                if answer.is_over:
+                if answer.needs_abort:
                     await self._dialect.abort([request.id])
         turn = answer.turn(self.engine_id)
         self._gate.count_turn(request, turn)
         return turn
 
     async def score(self, ids: np.ndarray, media: dict[str, Media] | None = None) -> np.ndarray:
-        """Teacher-forced logprobs at temperature 1, float32[T], from no cache at all; index 0 is 0.
+        """Teacher-forced logprobs at temperature 1, float32[T], computed without a cache; index 0 is 0.
 
-        Servers need room for one more token, so a row may have max_context_tokens - 1 ids at most.
+        Servers need room for one more token, so a row can have at most max_context_tokens - 1 ids.
         """
         if media:
             raise CapabilityError(f"score() was given media; {self._dialect.name} takes text only")
         if self.capabilities.score and (self._weights.version < 0 or self._released):
             need = f"restore {', '.join(sorted(self._released))}" if self._released else "sync weights"
-            raise StaleWeightsError(f"{self.engine_id} has nothing usable to score with; {need} first")
+            raise StaleWeightsError(f"{self.engine_id} has no usable weights or cache to score with; {need} first")
         row = np.asarray(ids)
         bounds_of(Request(id="score", context_ids=row), (), self.max_context_tokens, self._vocab_size)
         return await self._dialect.score(row.tolist())
 
     async def abort(self, ids: Sequence[str] | None = None) -> int:
-        """End these requests (None = all), sent or not; returns how many there were."""
+        """Abort these requests (None = all), sent or waiting; returns their number."""
         return await self._gate.abort(ids)
 
     async def pause(self, mode: PauseMode = "wait") -> None:
         """Stop: wait = running requests finish first, abort = all return now, keep = all stay in place.
 
-        Raises: CapabilityError where requests can't be kept in place.
+        Raises: CapabilityError when requests can't stay in place.
         """
         if mode == "keep" and not self.capabilities.in_flight:
-            raise CapabilityError(f"{self.engine_id} can't hold requests in place (capabilities.in_flight)")
+            raise CapabilityError(
+                f"{self.engine_id} can't pause running requests in place (capabilities.in_flight); use mode wait or "
+                "abort"
+            )
         await self._gate.pause(mode)
         if mode == "keep":
-            await self._dialect.hold()
+            await self._dialect.pause()
 
     async def resume(self) -> None:
         self._gate.pause_mode = None
-        await self._go_on()
+        await self._resume_if_allowed()
 
-    async def _hold(self) -> None:
-        """From here on nothing is sent or computed; running requests stay in place, or have finished."""
+    async def _pause_server(self) -> None:
+        """After this nothing is sent or sampled; running requests stay in place, or have finished."""
         self._gate.shut()
         if not self.capabilities.in_flight:
             await self._gate.drained()
-        await self._dialect.hold()
+        await self._dialect.pause()
 
-    async def _go_on(self) -> None:
-        """Let the server compute and requests in, unless something else still holds them."""
+    async def _resume_if_allowed(self) -> None:
+        """Resume the server and open the gate, unless a release, a sync or a pause still prevents it."""
         if self._released or self._awaits_sync or self._weights.expected != self._weights.version:
             return
         if self._gate.pause_mode != "keep":
-            await self._dialect.go_on()
+            await self._dialect.resume()
         if self._gate.pause_mode is None:
             self._gate.open()
 
     # ---- weights
 
     def trust_loaded_weights(self, version: int = 0) -> None:
-        """Sample with the weights that the server loaded at its start, as this version, until a sync begins."""
+        """Sample with the weights that the server loaded at its start, under this version number, until a sync."""
         self._weights.trust(version)
         self._labels = {self._dialect.loaded_label or "": version}
 
     async def reconcile(self, layout: Layout) -> None:
-        """Compare the layout with what the server would load of it, both ways. Raises: UnloadedParamsError."""
-        await self._hold()
+        """Compare the layout with the server's parameters, in both directions. Raises: UnloadedParamsError."""
+        await self._pause_server()
         try:
             await self._weights.reconcile(layout)
         finally:
-            await self._go_on()
+            await self._resume_if_allowed()
 
     async def begin(self, header: SyncHeader) -> None:
-        """Hold all requests, and take this version's transfers."""
-        await self._hold()
+        """Pause all requests, drop the cache, and expect the transfers of this version."""
+        await self._pause_server()
         await self._dialect.begin_update(self._label(header.version), "kv_cache" not in self._released)
         await self._weights.begin(header)
 
@@ -165,24 +168,24 @@ class ServerEngine:
         await self._weights.receive(delivery)
 
     async def commit(self) -> Ack:
-        """Read every parameter back, make the version visible, go on. By then every cache was dropped (P17)."""
+        """Read every parameter back, make the version visible, and resume. Every cache has been dropped (P17)."""
         ack = await self._weights.commit()
         await self._dialect.end_update(self._label(ack.version))
         self._labels[self._label(ack.version)] = ack.version
         self._awaits_sync = False
-        await self._go_on()
+        await self._resume_if_allowed()
         return ack
 
     async def cancel(self) -> None:
-        """The weights are mixed now: all requests return what they have (abort), and none is taken until the next full
-        sync."""
+        """Give the sync up: its weights are mixed. All requests are aborted, and new ones are refused until the next
+        full sync."""
         self._gate.shut()
         try:
             await self._weights.cancel()
-        finally:  # also when that failed, requests must not wait for ever
+        finally:  # requests must not wait for ever, even if the cancel has failed
             await self.abort()
-            self._awaits_sync = False  # no request is left that could be computed
-            await self._go_on()
+            self._awaits_sync = False  # no request is left that could be sampled
+            await self._resume_if_allowed()
 
     def _label(self, version: int) -> str:
         return f"{self._run}:{version}"
@@ -190,9 +193,9 @@ class ServerEngine:
     # ---- memory and the rest
 
     async def release(self, parts: set[str]) -> int:
-        """Free parts of {weights, kv_cache, graphs}; returns bytes freed, over all workers. graphs frees nothing.
+        """Free parts of {weights, kv_cache, graphs}; returns bytes freed, over all workers; 0 for graphs.
 
-        Running requests stay in place and lose their cache, or finish first; later ones wait.
+        Running requests stay in place and lose their cache, or finish first; later requests wait.
         """
         self._check_parts(parts)
         new = parts & RELEASABLE - self._released
@@ -201,7 +204,7 @@ class ServerEngine:
         self._gate.shut()
         if self._dialect.drains_before_release:
             await self._gate.drained()
-        await self._hold()
+        await self._pause_server()
         if "weights" in new:
             self._weights.drop()
             self._awaits_sync = True
@@ -209,12 +212,12 @@ class ServerEngine:
         return await self._dialect.release(new)
 
     async def restore(self, parts: set[str]) -> int:
-        """Take parts back; returns bytes taken. Weights wait for the next full sync."""
+        """Allocate parts again; returns bytes. Weights are garbage until the next full sync."""
         self._check_parts(parts)
         back = parts & self._released
         taken = await self._dialect.restore(back) if back else 0
         self._released -= back
-        await self._go_on()
+        await self._resume_if_allowed()
         return taken
 
     def _check_parts(self, parts: set[str]) -> None:
@@ -226,7 +229,7 @@ class ServerEngine:
         return self._gate.stats(self._weights.version, self._max_running)
 
     async def close(self) -> None:
-        """End all requests (abort), and the server if it is this engine's own."""
+        """Abort all requests, and stop the server if this engine has started it."""
         self._gate.closed = True
         try:
             with suppress(EngineEnded):

@@ -1,4 +1,4 @@
-"""The admission gate of a server's engine: which requests wait in this process, and which were sent."""
+"""The admission gate of ServerEngine: which requests wait in this process, and which were sent."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from contextlib import contextmanager
 from meshrl.core.types import Request, Turn
 from meshrl.rollout.base import EngineStats, PauseMode
 
-_ABORT_AGAIN_S = 0.1  # a request that had not reached the server's scheduler when it was aborted is aborted again
+_ABORT_AGAIN_S = 0.1  # aborts are repeated: a request may not have reached the server's scheduler yet
 
 
 class Gate:
-    """Requests from their arrival to the end of their answer.
+    """Tracks requests from `admitted` to the end of their answer.
 
-    The gate holds requests back during a pause, during a sync, and while the engine's memory is released. They wait in
-    this process and not in the server, so that each of them can be aborted, and none is sampled with weights that it
-    must not see. Waits for: the gate. Unblocked by: `open`, `abort`.
+    During a pause, during a sync, and while memory is released, requests wait in this process and not in the server. So
+    each of them can be aborted, and none is sampled with weights of a wrong version. Waits for: the gate. Unblocked by:
+    `open`, `abort`.
     """
 
     def __init__(self, abort: Callable[[list[str]], Awaitable[None]]):
-        """abort: has the server end these requests, all of which were sent."""
+        """abort: makes the server abort these requests, which were all sent."""
         self.pause_mode: PauseMode | None = None
-        self.closed = False  # for ever
+        self.closed = False  # never opened again
         self._abort = abort
         self._open = asyncio.Event()
         self._open.set()
@@ -34,7 +34,7 @@ class Gate:
 
     @property
     def ids(self) -> Collection[str]:
-        """Of all requests that wait or were sent."""
+        """The ids of all requests that wait or were sent."""
         return self._sent.keys() | self._waiting.keys()
 
     def shut(self) -> None:
@@ -44,7 +44,7 @@ class Gate:
         self._open.set()
 
     async def pause(self, mode: PauseMode) -> None:
-        """Shut the gate; wait = until running requests have finished, abort = abort all, keep = at once."""
+        """Shut the gate. wait: until running requests have finished; abort: abort all; keep: return at once."""
         self.pause_mode = mode
         self.shut()
         if mode == "abort":
@@ -53,7 +53,7 @@ class Gate:
             await self.drained()
 
     async def admitted(self, request_id: str) -> bool:
-        """Wait until the gate is open; False when the request was aborted before."""
+        """Wait until the gate is open; returns False when the request was aborted before."""
         aborted = self._waiting[request_id] = asyncio.get_running_loop().create_future()
         try:
             while not self._open.is_set() and not aborted.done():
@@ -66,7 +66,7 @@ class Gate:
 
     @contextmanager
     def sending(self, request_id: str) -> Iterator[None]:
-        """Around the exchange with the server."""
+        """The context in which a request is sent and its answer is read."""
         ended = self._sent[request_id] = asyncio.get_running_loop().create_future()
         try:
             yield
@@ -75,7 +75,7 @@ class Gate:
             ended.set_result(None)
 
     async def abort(self, ids: Collection[str] | None = None) -> int:
-        """Abort these requests (None = all), sent or not, and wait for their end; returns how many there were."""
+        """Abort these requests (None = all), sent or waiting, and wait for their end; returns their number."""
         waiting = [f for name, f in self._waiting.items() if (ids is None or name in ids) and not f.done()]
         for future in waiting:
             future.set_result(None)
@@ -93,17 +93,17 @@ class Gate:
             await asyncio.wait(self._sent.values())
 
     def count_tokens(self, num_new: int) -> None:
-        """Tokens that a stream has brought."""
+        """Count new tokens of a stream."""
         self._totals.decode_tokens += num_new
 
     def count_turn(self, request: Request, turn: Turn) -> None:
-        """A turn whose stream has ended."""
+        """Count a finished turn."""
         self._totals.prefill_tokens += len(request.context_ids) - turn.times.cached_tokens
         self._totals.prefill_s += turn.times.prefill_s
         self._totals.decode_s += turn.times.decode_s
 
     def stats(self, version: int, max_running: int) -> EngineStats:
-        """As this process knows them: a request in the server's own queue counts as running."""
+        """The engine's stats, as far as this process knows: a request in the server's own queue counts as running."""
         running = len(self._sent)
         return dataclasses.replace(
             self._totals,

@@ -1,6 +1,6 @@
-"""HTTP to a rollout server: JSON in, JSON or a stream of it out, with typed errors.
+"""The HTTP client of a rollout server: it sends JSON, reads JSON or a stream of JSON events, and raises typed errors.
 
-No request is ever repeated: a request that was sampled and whose answer was lost would be sampled a second time.
+No request is ever repeated: if only its answer was lost, it would be sampled a second time.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import httpx2
 from meshrl.core.errors import ConfigError, EngineEnded, EngineFailure, RequestError
 from meshrl.rollout.server.process import ServerProcess
 
-CONTROL_S = 600.0  # for one command; the phases of a run have deadlines of their own, which expire earlier
+CONTROL_S = 600.0  # time limit of one command; the deadlines of a run's phases expire earlier
 _CONNECT_S = 30.0
-_IDLE_S = 2.0  # less than servers keep an idle connection; otherwise a request could meet one that is being closed
-_EXIT_S = 30.0  # a server whose engine has died exits by itself, on a busy machine within this time
+_IDLE_S = 2.0  # servers keep idle connections longer; otherwise a request could use a connection that is being closed
+_EXIT_S = 30.0  # after its engine has died, a server exits within this time, also on a busy machine
 _DONE = "[DONE]"
 
 
 class HttpClient:
     """A client of one server, for one event loop.
 
-    socket: of a server on this machine, in place of a TCP port. server: its process, where it is a child of this one:
-    an EngineFailure becomes an EngineEnded that reports how the process ended, where that is the reason.
+    socket: a Unix socket of a server on this machine, instead of a TCP port. server: the server's process if it is a
+    child of this one: if it has ended, an EngineFailure becomes an EngineEnded that reports how.
     """
 
     def __init__(
@@ -56,9 +56,9 @@ class HttpClient:
         return await self._call("GET", path, CONTROL_S)
 
     async def post(self, path: str, body: Any = None, *, timeout_s: float = CONTROL_S, **params: Any) -> Any:
-        """The JSON of the answer; None where it is empty. params: of the query string.
+        """The JSON of the answer; None if it is empty. params: the query string.
 
-        Raises: RequestError when the server refuses, EngineFailure when it can't answer, or not in time.
+        Raises: RequestError when the server refuses, EngineFailure when it fails or does not answer in time.
         """
         return await self._call("POST", path, timeout_s, json=body, params=params or None)
 
@@ -73,9 +73,9 @@ class HttpClient:
         return answer.json() if answer.content else None
 
     async def stream(self, path: str, body: Any) -> AsyncGenerator[Any]:
-        """The JSON of each server-sent event. Waits for as long as the connection is open: a queue may be long.
+        """The JSON of each server-sent event. There is no time limit while the connection is open: a queue may be long.
 
-        Raises: RequestError, EngineFailure; also when the stream breaks off.
+        Raises: RequestError; EngineFailure, also when the stream ends early.
         """
         timeout = httpx2.Timeout(None, connect=_CONNECT_S)
         async with self._diagnosed():
@@ -117,8 +117,8 @@ class HttpClient:
 
 
 def is_up(path: str, base_url: str = "http://localhost", socket: Path | None = None) -> bool:
-    """Whether a server of this machine answers GET `path` with 200. Blocks."""
-    try:  # plain HTTP: to load the certificates for TLS takes 40 ms of CPU time, at each of many attempts
+    """Whether a server on this machine answers GET `path` with 200. Blocks."""
+    try:  # without TLS: loading the certificates takes 40 ms of CPU time for each of many attempts
         _get(path, base_url, socket, timeout_s=5.0, verify=False)
     except EngineFailure:
         return False
@@ -152,12 +152,12 @@ def _get(
 
 
 def authorization(variable: str | None) -> dict[str, str]:
-    """The header with the key that an environment variable holds. Raises: ConfigError."""
+    """The Authorization header with the key of an environment variable. Raises: ConfigError."""
     if variable is None:
         return {}
     if not os.environ.get(variable):
         raise ConfigError(
-            f"the environment variable {variable} (api_key_env) is not set; export the server's key in it"
+            f"the environment variable {variable} (api_key_env) is not set; set it to the server's API key"
         )
     return {"Authorization": f"Bearer {os.environ[variable]}"}
 
@@ -167,7 +167,7 @@ def _cause(error: Exception) -> str:
 
 
 def _message(text: str) -> str:
-    """The message in an error's body, without its wrapping."""
+    """The message in the body of an error answer."""
     try:
         body = json.loads(text)
     except ValueError:

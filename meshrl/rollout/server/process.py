@@ -1,7 +1,7 @@
-"""A server as a child of this process: start it, wait until it is ready, diagnose its end, and leave nothing behind.
+"""A server as a child process: start it, wait until it is ready, diagnose its end, and clean up.
 
-Any program that listens will do. It runs below a guard (process/guard.py), so it ends with this process, however that
-ends.
+The server may be any program that listens. It is a child of a guard (process/guard.py), so it also ends when this
+process is killed.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ from meshrl.process.guard import GuardedProcess
 from meshrl.process.leases import LeasedFolder
 
 _POLL_S = 0.1
-_SHOWN_BYTES = 3000  # of what a server that has ended wrote last
+_OUTPUT_BYTES = 3000  # the end of a server's output, shown in errors
 
 
 class ServerProcess:
-    """A server process, its log and a private folder, which is a good place for a socket.
+    """A server process, its log and a private folder, which may contain its socket.
 
-    name: for people, as "vllm-2". folder: removed by `close`.
+    name: used in errors, for example "vllm-2". folder: removed by `close`.
     """
 
     def __init__(self, name: str, command: Callable[[Path], Sequence[str]], environment: Mapping[str, str]):
-        """command: made from the private folder. environment: added to this process's own."""
+        """command: gets the private folder. environment: added to the environment of this process."""
         self.name = name
-        self._home = LeasedFolder()
-        self.folder = self._home.path  # short: a Unix socket's path has 107 characters at most
+        self._folder_lease = LeasedFolder()
+        self.folder = self._folder_lease.path  # short: a Unix socket's path has 107 characters at most
         self._log = (self.folder / "log.txt").open("w+b")
         self._process = GuardedProcess(
             "meshrl.process.guard",
             [str(self.folder), *command(self.folder)],
             output=self._log,
             environment=environment,
-            pass_fds=[self._home.fd],  # after this process's end the guard has the lease, until it removes the folder
+            pass_fds=[self._folder_lease.fd],  # the guard has the lease, too, until it removes the folder
         )
 
     @property
     def pid(self) -> int:
-        """Of the guard, from which everything of the server descends."""
+        """The pid of the guard, the ancestor of all processes of the server."""
         return self._process.pid
 
     def wait_until(self, ready: Callable[[], bool], deadline_s: float, key: str = "the deadline") -> None:
-        """Block until the server is ready. Raises: EngineFailure when it ends before, or misses the deadline, which is
-        the value of that key."""
+        """Block until the server is ready. key: the config key of the deadline, for the error. Raises: EngineFailure
+        when the server ends before it is ready, or misses the deadline."""
         until = time.monotonic() + deadline_s
         while not ready():
             failure = ""
@@ -64,18 +64,18 @@ class ServerProcess:
         return self._process.exit_code() is not None
 
     def ends_within(self, seconds: float) -> bool:
-        """Whether it ends by itself in that time, or has. Blocks."""
+        """Whether the server has ended, or ends by itself within that time. Blocks."""
         return self._process.exit_code(seconds) is not None
 
     def diagnosis(self) -> str:
-        """How it ended, if it did, and the end of what it wrote: for the tail of an error."""
+        """The exit status of the server, if it has ended, and the end of its output: for the end of an error text."""
         code = self._process.exit_code()
         how = "" if code is None else f" ({exit_text(code)})"
-        wrote = "" if self._log.closed else output_tail(self._log, _SHOWN_BYTES)
-        return f"{how}; it wrote last:\n{wrote}" if wrote else f"{how}; it wrote nothing"
+        wrote = "" if self._log.closed else output_tail(self._log, _OUTPUT_BYTES)
+        return f"{how}; the end of its output:\n{wrote}" if wrote else f"{how}; it wrote no output"
 
     def close(self) -> None:
-        """Kill the server and all that it started, and remove its folder; safe to call twice."""
+        """Kill the server and all processes that it started, and remove its folder; safe to call twice."""
         self._process.kill()
         self._log.close()
-        self._home.close()
+        self._folder_lease.close()

@@ -1,7 +1,8 @@
-"""An SGLang server, of release 0.5.19 or later: how it is started, its endpoint (`/generate`) and its commands.
+"""An SGLang server of release 0.5.19 or later: its command line, its endpoint (`/generate`) and its commands.
 
-Ids go in as they are, so the server tokenizes and renders nothing (P21). Logprobs are those of the distribution that
-was sampled from, temperature applied (P2), which is what SGLang returns unless SGLANG_RETURN_ORIGINAL_LOGPROB is set.
+The server gets token ids, so it neither tokenizes nor applies a template (P21). Logprobs belong to the distribution
+that was sampled from, with temperature applied (P2), as SGLang returns them unless SGLANG_RETURN_ORIGINAL_LOGPROB is
+set.
 """
 
 from __future__ import annotations
@@ -24,28 +25,28 @@ from meshrl.core.errors import ConfigError, EngineFailure, RequestError, SyncErr
 from meshrl.core.types import Request
 from meshrl.rollout.admission import Bounds, check_supported
 from meshrl.rollout.base import Capabilities
-from meshrl.rollout.server.answer import MIXED, Part, full_ids
+from meshrl.rollout.server.answer import MIXED, AnswerPart, full_ids
 from meshrl.rollout.server.dialect import Dialect, check_stop_rule, command_line, sampling_body, stream_interval
 from meshrl.rollout.server.http import HttpClient, authorization, fetch, is_up
 from meshrl.rollout.server.process import ServerProcess
 from meshrl.rollout.sglang.workers import LOADER, Workers
 
-OLDEST = (0, 5, 19)  # the first release that names the weights of each token (weight_versions)
-_WITH_SESSIONS = (0, 5, 21)  # takes weights between a begin and an end
-_MEMORY_KEYS = {"weights": "weight", "kv_cache": "kvcache"}  # GiB on each rank, in SGLang's memory_usage
+OLDEST = (0, 5, 19)  # the first release that returns a weight label for each token (weight_versions)
+_WITH_SESSIONS = (0, 5, 21)  # the first release that needs begin_weight_update and end_weight_update
+_MEMORY_KEYS = {"weights": "weight", "kv_cache": "kvcache"}  # keys of SGLang's memory_usage, in GiB on each rank
 _GIB = 1 << 30
 _BAD_REQUEST = 400
 _ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false"}
 
 
 class SglangDialect(Dialect):
-    """An SGLang server that this process has started, or that was running before."""
+    """An SGLang server that this process has started, or that was already running."""
 
     name = "SGLang"
     no_release = "the server runs without --enable-memory-saver"
 
     def __init__(self, http: HttpClient, info: dict[str, Any], loaded_label: str, server: ServerProcess | None = None):
-        """info: the server's answer to /server_info. server: ended by `close`; None = it is not this engine's own."""
+        """info: the server's answer to /server_info. server: stopped by `close`; None = another process started it."""
         super().__init__(http)
         self.capabilities = Capabilities(release=bool(info.get("enable_memory_saver")), in_flight=True, score=True)
         self.loaded_label = loaded_label
@@ -53,7 +54,7 @@ class SglangDialect(Dialect):
         self._tp_size, self._server = int(info["tp_size"]), server
         self._gib = (info.get("internal_states") or [{}])[0].get("memory_usage") or {}
         self._run, self._num_rids = secrets.token_hex(4), 0
-        self._rids: dict[str, str] = {}  # of requests that were sent
+        self._rids: dict[str, str] = {}  # request id -> SGLang's rid, of sent requests
         self._workers = Workers(self.http.post, self._tp_size)
         self._in_session = False
         self._is_first_client = server is not None
@@ -64,7 +65,7 @@ class SglangDialect(Dialect):
         check_supported(request, self.name)
         check_stop_rule(request, bounds, self.name)
 
-    async def stream(self, request: Request, bounds: Bounds) -> AsyncGenerator[Part]:
+    async def stream(self, request: Request, bounds: Bounds) -> AsyncGenerator[AnswerPart]:
         rid, num_sampled = self._new_rid(), 0
         self._rids[request.id] = rid
         try:
@@ -77,7 +78,7 @@ class SglangDialect(Dialect):
             del self._rids[request.id]
 
     def _new_rid(self) -> str:
-        """Of a fixed length: SGLang aborts by prefix, so "a-1" would take "a-10" along."""
+        """It has a fixed length: SGLang aborts by prefix, so an abort of "a-1" would also abort "a-10"."""
         self._num_rids += 1
         return f"{self._run}-{self._num_rids:012d}"
 
@@ -89,7 +90,8 @@ class SglangDialect(Dialect):
             await asyncio.gather(*(self.http.post("/abort_request", {"rid": rid}) for rid in rids))
 
     async def score(self, ids: list[int]) -> np.ndarray:
-        """No new token, and logprobs of the prompt from its start, which SGLang computes without its prefix cache."""
+        """A request for no new token and the logprobs of the full prompt, which SGLang computes without its prefix
+        cache."""
         body = {
             "rid": self._new_rid(),
             "input_ids": ids,
@@ -100,21 +102,21 @@ class SglangDialect(Dialect):
         answer = await self.http.post("/generate", body)
         pairs = answer["meta_info"].get("input_token_logprobs") or []
         if [pair[1] for pair in pairs] != ids:
-            raise EngineFailure(f"SGLang scored {len(pairs)} ids, which are not the {len(ids)} that it was sent")
+            raise EngineFailure(f"SGLang scored {len(pairs)} ids, which are not the {len(ids)} ids that it was sent")
         return np.minimum(np.array([0.0, *(pair[0] for pair in pairs[1:])], np.float32), 0)
 
     # ---- commands
 
-    async def hold(self) -> None:
-        """Running requests wait in the server's queue with their tokens. The other mode, in_place, would let them
-        continue over keys and values of old weights."""
+    async def pause(self) -> None:
+        """Running requests wait in the server's queue with their tokens. With the mode in_place, they would continue
+        with keys and values of the old weights."""
         await self.http.post("/pause_generation", {"mode": "retract"})
 
-    async def go_on(self) -> None:
+    async def resume(self) -> None:
         await self.http.post("/continue_generation", {})
 
     async def call_workers(self, step: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
-        """The loader has nothing to undo, so a cancelled sync concerns the server alone."""
+        """A cancelled sync is no call to the workers: the loader has nothing to undo."""
         if step == "cancel":
             await self._mark_mixed()
             return []
@@ -126,9 +128,9 @@ class SglangDialect(Dialect):
         return answers
 
     async def begin_update(self, label: str, has_cache: bool) -> None:
-        """The label is set and the cache is dropped by the last request of the sync, after which the weights are
-        complete; a refusal of either ends the sync."""
-        self._workers.finishing = {"weight_version": label, "flush_cache": has_cache}
+        """The last request of the sync, which completes the weights, also sets the label and drops the cache; if either
+        is refused, the sync fails."""
+        self._workers.commit_fields = {"weight_version": label, "flush_cache": has_cache}
 
     async def end_update(self, label: str) -> None:
         held = (await self.http.get("/model_info"))["weight_version"]
@@ -136,18 +138,18 @@ class SglangDialect(Dialect):
             raise SyncError(f"{self.http.name}: the weights were labelled {label!r}, and SGLang has {held!r}")
 
     async def _mark_mixed(self) -> None:
-        """Label the weights before anything is computed with them, then compute: a request that came during the pause
-        can't be aborted in it."""
+        """Label the weights as mixed before anything is sampled with them, then resume: SGLang can't abort a request
+        during the pause in which it came."""
         await self._close_session()
         await self.http.post("/update_weight_version", {"new_version": MIXED, "abort_all_requests": False})
-        await self.go_on()
+        await self.resume()
 
     async def _open_session(self) -> None:
         if self.has_sessions:
             await self._close_session()
             if not self._is_first_client:
                 self._is_first_client = True
-                with suppress(RequestError):  # none is open, unless a client that died has left one
+                with suppress(RequestError):  # refused unless a dead client has left an open session
                     await self.http.post("/end_weight_update", {})
             await self.http.post("/begin_weight_update", {})
             self._in_session = True
@@ -158,7 +160,7 @@ class SglangDialect(Dialect):
             await self.http.post("/end_weight_update", {})
 
     async def release(self, parts: set[str]) -> int:
-        """The bytes are those that SGLang measured when it took them."""
+        """Returns the bytes that SGLang measured when it allocated them."""
         await self.http.post("/release_memory_occupation", {"tags": sorted(parts)})
         return self._num_bytes(parts)
 
@@ -179,7 +181,7 @@ class SglangDialect(Dialect):
 def _body(request: Request, bounds: Bounds, rid: str) -> dict[str, Any]:
     sampling = sampling_body(request, bounds) | {
         "max_new_tokens": bounds.limit,
-        "sampling_seed": request.seed,  # drawn by place in the row, so a continuation goes on with the same (P14)
+        "sampling_seed": request.seed,  # draws depend on seed and position, so a continuation uses the same seed (P14)
         "stream_interval": stream_interval(request),
     }
     return {
@@ -192,21 +194,21 @@ def _body(request: Request, bounds: Bounds, rid: str) -> dict[str, Any]:
     }
 
 
-def part_of(event: dict[str, Any], num_sampled: int, request_id: str) -> Part:
-    """An event holds the tokens since the last one, or all since the first; one of an abort in the queue may repeat the
-    last token. So what is new follows from the count of all. num_sampled: tokens of earlier events."""
+def part_of(event: dict[str, Any], num_sampled: int, request_id: str) -> AnswerPart:
+    """An event has the tokens since the last event, or all tokens; the event of an abort in the queue may repeat the
+    last token. So the total count determines which tokens are new. num_sampled: tokens of earlier events."""
     meta = event["meta_info"]
     new, ids = meta["completion_tokens"] - num_sampled, event.get("output_ids") or []
     if not 0 <= new <= len(ids):
         raise EngineFailure(
-            f"request {request_id}: SGLang has {meta['completion_tokens']} tokens and sent {len(ids)} after "
-            f"{num_sampled}; some are lost"
+            f"request {request_id}: SGLang has sampled {meta['completion_tokens']} tokens, but after {num_sampled} "
+            f"tokens it sent {len(ids)}; some are lost"
         )
     pairs = meta.get("output_token_logprobs") or []
     pairs = pairs[max(0, len(pairs) - new) :]
     reason = meta["finish_reason"] or {}
     is_failure = reason.get("type") == "abort" and (reason.get("status_code") or 0) >= _BAD_REQUEST
-    return Part(
+    return AnswerPart(
         tokens=ids[len(ids) - new :],
         logprobs=[pair[0] for pair in pairs],
         logprob_ids=[pair[1] for pair in pairs],
@@ -220,14 +222,14 @@ def part_of(event: dict[str, Any], num_sampled: int, request_id: str) -> Part:
 def connect_sglang(
     model_cfg: ModelConfig, rollout_cfg: RolloutConfig, device: torch.device, engine_id: str, max_context_tokens: int
 ) -> SglangDialect:
-    """Start the server and wait for it, unless the config names one. Blocks.
+    """Start the server and wait until it is ready, unless the config has the url of a running one. Blocks.
 
     Raises: ConfigError for a server that does not fit the config; EngineFailure.
     """
     cfg = rollout_cfg.sglang
     server, url, headers = None, cfg.url, authorization(cfg.api_key_env)
     if url is None:
-        key = secrets.token_hex(16)  # other users of this machine can reach its ports
+        key = secrets.token_hex(16)  # other users of this machine can connect to its ports
         headers = {"Authorization": f"Bearer {key}"}
         server, url = start_server(model_cfg, rollout_cfg, device, engine_id, max_context_tokens, key)
     info = fetch("/server_info", url, headers)
@@ -237,16 +239,16 @@ def connect_sglang(
 
 
 def require_fit(info: dict[str, Any], engine_id: str, deterministic: bool, max_context_tokens: int, dtype: str) -> None:
-    """Raises: ConfigError for a server that this engine can't work with, or that does not fit the config."""
+    """Raises: ConfigError for a server that this engine can't use, or that does not fit the config."""
     if _release_of(info) < OLDEST:
         raise ConfigError(
             f"{engine_id} runs SGLang {info['version']}; this engine needs {'.'.join(map(str, OLDEST))} or later, "
-            "which name the weights that made each token"
+            "which return the weight version of each token"
         )
     if LOADER not in (info.get("custom_weight_loader") or []):
         raise ConfigError(
-            f"{engine_id} was started without --custom-weight-loader {LOADER}, through which weights reach it; it has "
-            f"{info.get('custom_weight_loader')}. meshrl must be installed beside SGLang"
+            f"{engine_id} was started without --custom-weight-loader {LOADER}, which loads meshrl's weights; it has "
+            f"{info.get('custom_weight_loader')}. Install meshrl in SGLang's environment and add the argument"
         )
     if bool(info.get("enable_deterministic_inference")) != deterministic:
         raise ConfigError(
@@ -255,11 +257,11 @@ def require_fit(info: dict[str, Any], engine_id: str, deterministic: bool, max_c
         )
     if int(info.get("context_length") or max_context_tokens) < max_context_tokens:
         raise ConfigError(
-            f"{engine_id} holds {info['context_length']} tokens a request, and rollout.max_context_tokens is "
+            f"{engine_id} takes {info['context_length']} tokens per request, but rollout.max_context_tokens is "
             f"{max_context_tokens}; start it with --context-length {max_context_tokens}, or lower the key"
         )
     if info.get("dtype") not in (None, "auto", dtype):
-        raise ConfigError(f"{engine_id} computes in {info['dtype']}, and model.dtype is {dtype}; make them agree")
+        raise ConfigError(f"{engine_id} computes in {info['dtype']}, but model.dtype is {dtype}. Make them agree")
 
 
 def _release_of(info: dict[str, Any]) -> tuple[int, ...]:
@@ -274,8 +276,8 @@ def start_server(
     max_context_tokens: int,
     key: str,
 ) -> tuple[ServerProcess, str]:
-    """A server that answers, and its address. The command line's flags are those that config/rollout.py refuses
-    in rollout.sglang.args. Raises: EngineFailure."""
+    """A server that is ready, and its address. config/rollout.py refuses the flags that are set here in
+    rollout.sglang.args. Raises: EngineFailure."""
     cfg = rollout_cfg.sglang
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

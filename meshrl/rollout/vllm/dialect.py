@@ -1,7 +1,7 @@
-"""A vLLM server: how it is started, its token endpoint (`/inference/v1/generate`) and its commands.
+"""A vLLM server: its command line, its token endpoint (`/inference/v1/generate`) and its commands.
 
-Ids go in as they are, so the server tokenizes and renders nothing (P21). vLLM's own end-of-text is switched off: the
-turn ends at the ids that meshrl gives, as with every engine. Logprobs are those of the distribution that was sampled
+The server gets token ids, so it neither tokenizes nor applies a template (P21). vLLM's own EOS check is switched off: a
+turn ends at the stop ids that meshrl sends, as with every engine. Logprobs belong to the distribution that was sampled
 from (`--logprobs-mode processed_logprobs`, P2).
 """
 
@@ -22,19 +22,19 @@ from meshrl.core.errors import CapabilityError, EngineFailure, SyncError
 from meshrl.core.types import Request, mix64
 from meshrl.rollout.admission import Bounds, check_supported, topk_of
 from meshrl.rollout.base import Capabilities
-from meshrl.rollout.server.answer import Part, full_ids
+from meshrl.rollout.server.answer import AnswerPart, full_ids
 from meshrl.rollout.server.dialect import Dialect, command_line, sampling_body, stream_interval
 from meshrl.rollout.server.http import HttpClient, is_up
 from meshrl.rollout.server.process import ServerProcess
 from meshrl.rollout.vllm import cpu_build
 
-MAX_TOPK = 19  # vLLM returns 20 with each token, one of which may be the sampled one
+MAX_TOPK = 19  # vLLM returns at most 20 logprobs with each token, and one of them may be the sampled token
 _GENERATE = "/inference/v1/generate"
-_ID_PREFIX = "generate-tokens-"  # vLLM puts it before the ids of requests to that endpoint
-_LEAST_TEMPERATURE = 0.01  # vLLM raises smaller ones to it, so it would sample another distribution than it reports
+_ID_PREFIX = "generate-tokens-"  # vLLM prepends it to the ids of requests to that endpoint
+_LEAST_TEMPERATURE = 0.01  # vLLM raises lower ones to it, and would sample from another distribution than requested
 
 _ENVIRONMENT = {
-    "VLLM_SERVER_DEV_MODE": "1",  # the commands of pause, abort, cache and weights; only this user can reach the socket
+    "VLLM_SERVER_DEV_MODE": "1",  # endpoints for pause, abort, cache and weights; only this user can use the socket
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "TOKENIZERS_PARALLELISM": "false",
@@ -46,11 +46,11 @@ class VllmDialect(Dialect):
 
     name = "vLLM"
     loaded_label = "default"
-    drains_before_release = True  # vLLM has died over requests that it held in place while its memory was released
+    drains_before_release = True  # vLLM crashed when its memory was released with requests in place
     no_release = "the server runs without --enable-sleep-mode; use rollout.release_memory"
 
     def __init__(self, http: HttpClient, server: ServerProcess | None, can_release: bool):
-        """server: ended by `close`; None = it stays."""
+        """server: stopped by `close`; None = it continues to run."""
         super().__init__(http)
         self._server = server
         self.capabilities = Capabilities(release=can_release, in_flight=True, score=True)
@@ -67,7 +67,7 @@ class VllmDialect(Dialect):
                 f"(greedy) or {_LEAST_TEMPERATURE} and more"
             )
 
-    async def stream(self, request: Request, bounds: Bounds) -> AsyncGenerator[Part]:
+    async def stream(self, request: Request, bounds: Bounds) -> AsyncGenerator[AnswerPart]:
         async with aclosing(self.http.stream(_GENERATE, _body(request, bounds))) as events:
             async for event in events:
                 yield part_of(event)
@@ -86,10 +86,10 @@ class VllmDialect(Dialect):
 
     # ---- commands
 
-    async def hold(self) -> None:
+    async def pause(self) -> None:
         await self.http.post("/pause", mode="keep", clear_cache=False)
 
-    async def go_on(self) -> None:
+    async def resume(self) -> None:
         await self.http.post("/resume")
 
     async def call_workers(self, step: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
@@ -120,7 +120,7 @@ class VllmDialect(Dialect):
         return sum(answer["num_bytes"] for answer in answers)
 
     async def _drop_caches(self) -> None:
-        """Drop the cached keys and values of all tokens; those of running requests are computed again."""
+        """Drop the KV cache; keys and values of running requests are computed again."""
         answer = await self.http.post("/reset_prefix_cache", reset_running_requests=True)
         if not answer["success"]:
             raise SyncError(f"{self.http.name}: vLLM could not drop its prefix cache, which belongs to the old weights")
@@ -152,16 +152,16 @@ def _body(request: Request, bounds: Bounds) -> dict[str, Any]:
 
 
 def _seed_of(request: Request) -> int:
-    """vLLM's generators start with the request. A continuation with the same seed would repeat the random numbers of
-    the tokens before it, so it gets another one."""
+    """vLLM seeds a generator for each request. A continuation with the same seed would repeat the random numbers of the
+    earlier tokens, so it gets another seed."""
     done = 0 if request.prefix_output is None else len(request.prefix_output)
     return mix64(request.seed ^ mix64(done)) >> 1 if done else request.seed
 
 
-def part_of(event: dict[str, Any]) -> Part:
+def part_of(event: dict[str, Any]) -> AnswerPart:
     """The first event echoes the prompt, and the last one has no choices."""
     details = (event.get("usage") or {}).get("prompt_tokens_details") or {}
-    part = Part(context=event.get("prompt_token_ids"), cached_tokens=details.get("cached_tokens") or 0)
+    part = AnswerPart(context=event.get("prompt_token_ids"), cached_tokens=details.get("cached_tokens") or 0)
     for choice in event["choices"]:
         content = (choice["logprobs"] or {}).get("content") or []
         part.tokens = choice["token_ids"] or []
@@ -176,7 +176,7 @@ def part_of(event: dict[str, Any]) -> Part:
 def start_vllm(
     model_cfg: ModelConfig, rollout_cfg: RolloutConfig, device: torch.device, engine_id: str, max_context_tokens: int
 ) -> VllmDialect:
-    """Start the server and wait for it. Blocks. Raises: EngineFailure."""
+    """Start the server and wait until it is ready. Blocks. Raises: EngineFailure."""
     server = start_server(model_cfg, rollout_cfg, device, engine_id, max_context_tokens)
     return VllmDialect(http_of(server), server, can_release=device.type == "cpu" or rollout_cfg.release_memory)
 
@@ -184,7 +184,7 @@ def start_vllm(
 def start_server(
     model_cfg: ModelConfig, rollout_cfg: RolloutConfig, device: torch.device, name: str, max_context_tokens: int
 ) -> ServerProcess:
-    """A server that answers. Raises: EngineFailure."""
+    """A server that is ready. Raises: EngineFailure."""
     threads = cpu_build.threads() if device.type == "cpu" else {}
     server = ServerProcess(
         name,
@@ -207,7 +207,7 @@ def _socket_in(folder: Path) -> Path:
 def _command(
     model_cfg: ModelConfig, rollout_cfg: RolloutConfig, device: torch.device, max_context_tokens: int, folder: Path
 ) -> list[str]:
-    """The command line. Its flags are those that config/rollout.py refuses in rollout.vllm.args."""
+    """The command line. config/rollout.py refuses the flags that are set here in rollout.vllm.args."""
     cfg, on_cpu = rollout_cfg.vllm, device.type == "cpu"
     values: dict[str, object] = {
         "--model": model_cfg.path,
@@ -217,8 +217,8 @@ def _command(
         "--max-num-seqs": rollout_cfg.max_running_requests,
         "--tensor-parallel-size": rollout_cfg.tp_size,
         "--worker-extension-cls": "meshrl.rollout.vllm.worker.WeightsExtension",
-        "--logprobs-mode": "processed_logprobs",  # of the distribution that was sampled from (P2)
-        "--generation-config": "vllm",  # no filters from the model's folder
+        "--logprobs-mode": "processed_logprobs",  # logprobs of the distribution that was sampled from (P2)
+        "--generation-config": "vllm",  # no sampling parameters from the model folder
         "--seed": 0,
     }
     kv_cache_bytes = cfg.kv_cache_bytes or (cpu_build.KV_CACHE_BYTES if on_cpu else None)
@@ -228,7 +228,7 @@ def _command(
         values["--gpu-memory-utilization"] = cfg.gpu_memory_utilization
     flags = [
         "--skip-tokenizer-init",
-        "--enable-scale-out",  # the endpoint that takes and returns ids
+        "--enable-scale-out",  # enables the endpoint that takes and returns ids
         "--enable-prefix-caching",
         "--enable-prompt-tokens-details",
         "--disable-log-stats",

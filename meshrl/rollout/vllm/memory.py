@@ -1,6 +1,6 @@
-"""Memory of a vLLM worker that is released while the trainer beside it works.
+"""Releases the memory of a vLLM worker while the trainer on the same device works.
 
-On an accelerator this is vLLM's own sleep mode (`--enable-sleep-mode`), of level 2: nothing is kept. Runs in vLLM's
+On an accelerator this is vLLM's sleep mode (`--enable-sleep-mode`), level 2, which discards everything. Runs in vLLM's
 worker.
 """
 
@@ -15,34 +15,34 @@ from meshrl.rollout.vllm.cpu_build import CpuMemory
 
 
 class WorkerMemory:
-    """asleep: the parts of {weights, kv_cache} that are released. Weights that were restored are garbage until a full
-    reload; caches are empty."""
+    """released: the released parts of {weights, kv_cache}. Restored weights are garbage until a full reload; restored
+    caches are empty."""
 
     def __init__(self, worker: Any):
-        self.asleep: set[str] = set()
+        self.released: set[str] = set()
         self._worker = worker
         self._cpu = CpuMemory(worker) if worker.device.type == "cpu" else None
 
     def release(self, parts: set[str]) -> int:
-        """Release these parts, except what is asleep already; returns bytes freed."""
-        new, before = parts - self.asleep, set(self.asleep)
-        self.asleep |= new  # whatever fails from here on has made them unusable
+        """Release these parts, except parts that are already released; returns bytes freed."""
+        new, before = parts - self.released, set(self.released)
+        self.released |= new  # first: after any failure below they are unusable
         if self._cpu is not None:
-            return self._cpu.empty(new)
+            return self._cpu.release(new)
         return -self._taken(lambda: self._sleep(new, before))
 
     def restore(self, parts: set[str]) -> int:
-        """Take these back, as far as they are asleep; returns bytes taken."""
-        back = parts & self.asleep
+        """Allocate these parts again, if they are released; returns bytes."""
+        back = parts & self.released
         taken = 0
         if back:
-            taken = self._cpu.fill(back) if self._cpu is not None else self._taken(lambda: self._wake(back))
-        self.asleep -= back
+            taken = self._cpu.restore(back) if self._cpu is not None else self._taken(lambda: self._wake(back))
+        self.released -= back
         return taken
 
     def _sleep(self, parts: set[str], before: set[str]) -> None:
         if "weights" in parts:
-            self._worker.sleep(level=2)  # takes everything, and keeps the buffers, which no sync could bring back
+            self._worker.sleep(level=2)  # releases everything except the buffers, which no sync could restore
             if "kv_cache" not in parts | before:
                 self._worker.wake_up(tags=["kv_cache"])
         elif parts:

@@ -1,8 +1,9 @@
-"""What meshrl adds to vLLM's worker: weights out of shared memory, through vLLM's own loader, and back for the proof.
+"""meshrl's code in vLLM's workers: it reads weights from shared memory, loads them with vLLM's own loader, and reads
+them back for the proof.
 
 The server is started with `--worker-extension-cls meshrl.rollout.vllm.worker.WeightsExtension`; each of its workers
-then has the `meshrl_*` methods. `/collective_rpc` calls them with JSON, and they answer with JSON: `{"error": text}`
-for what failed.
+then has the `meshrl_*` methods. `/collective_rpc` calls them with JSON, and they answer with JSON, `{"error": text}`
+after a failure.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from typing import Any
 import torch
 
 from meshrl.core.errors import SyncError
-from meshrl.rollout.foreign.worker_weights import WorkerWeights
+from meshrl.rollout.server.worker_weights import WorkerWeights
 from meshrl.rollout.vllm.memory import WorkerMemory
 from meshrl.rollout.vllm.packed import PackedExperts, PackedLayers
-from meshrl.rollout.vllm.twins import without_data
+from meshrl.rollout.vllm.placeholders import without_data
 from meshrl.sync.layout import SyncHeader
 
 
 class WeightsExtension:
-    """Mixed into vLLM's worker class, whose attributes it uses: get_model(), model_config, vllm_config."""
+    """A mixin of vLLM's worker class. It uses the worker's get_model(), model_config and vllm_config."""
 
     def meshrl_weights(self, step: str, arguments: dict[str, Any]) -> dict[str, Any]:
         if step == "reconcile" or not hasattr(self, "_meshrl_weights"):
@@ -38,7 +39,7 @@ class WeightsExtension:
 
 
 class VllmWeights(WorkerWeights):
-    """The weights of one worker, by vLLM's layer-by-layer reload."""
+    """The weights of one worker, loaded by vLLM's layer-by-layer reload."""
 
     def __init__(self, worker: Any):
         super().__init__(worker.get_model(), f"vllm worker {worker.rank}", without_data)
@@ -56,7 +57,7 @@ class VllmWeights(WorkerWeights):
     def before_loading(self, header: SyncHeader) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-        if "weights" in _memory_of(self.worker).asleep:
+        if "weights" in _memory_of(self.worker).released:
             raise SyncError(f"{self.name}: the weights' memory is released; restore it before a sync")
         self._packed = PackedLayers(self.model, header.version)
         with self.loading():
@@ -111,7 +112,7 @@ def _memory_of(worker: Any) -> WorkerMemory:
 
 
 def _answer(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The edge of the process: an exception here would only reach the other side as "500"."""
+    """The process boundary: an exception here would reach the client only as status 500."""
     try:
         return run()
     except Exception as error:

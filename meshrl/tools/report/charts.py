@@ -1,4 +1,4 @@
-"""Curves and stacked bars as SVG texts. Colours are the page's CSS classes, so that they follow light and dark."""
+"""Curves and stacked bars as SVG texts. Colours are the page's CSS classes, which have a light and a dark mode."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from meshrl.monitor.sinks import duration
 
 WIDTH, HEIGHT = 460, 220
 LEFT, RIGHT, TOP, BOTTOM = 50, WIDTH - 16, 10, HEIGHT - 24
-MAX_POINTS = 240  # more are averaged in equal parts
-SMOOTH_FROM = 12  # points; fewer are drawn as they are
-SMOOTH_SHARE = 30  # a smoothed point is the mean of one such part of the curve to each side
+MAX_POINTS = 240  # if there are more, equal parts are averaged
+SMOOTH_FROM = 12  # points; a shorter curve is not smoothed
+SMOOTH_SHARE = 30  # a smoothed point is the mean over 1/30 of the curve on each side
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """style: noisy (pale, with its moving average), plain, dots, or limit (dashed). Values that are not finite leave a
-    gap."""
+    """style: noisy (pale, with its moving average), plain, dots, or limit (dashed). Non-finite values are gaps."""
 
     label: str
     steps: Sequence[int]
@@ -32,7 +31,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class _Scale:
-    """From a value to its place between two edges of the drawing."""
+    """Converts a value to its position between two edges of the drawing."""
 
     low: float
     high: float
@@ -50,7 +49,7 @@ class _Scale:
 
 
 def number(value: float, unit: str = "") -> str:
-    """A value as people read it: three digits, k and M from a thousand on, 2e-7, 1.2 GB, 40 ms, 2m07s."""
+    """A readable number with three digits: 1.2k, 2e-7, 1.2 GB, 40 ms, 2m07s."""
     if not math.isfinite(value):
         return str(value)
     if unit == "s" and value >= 100:
@@ -68,9 +67,9 @@ def number(value: float, unit: str = "") -> str:
 
 
 def line_chart(lines: Sequence[Line], unit: str, log: bool = False) -> str:
-    """Lines over finished steps, with axes. The values lie in the element too, for the page's script.
+    """Lines over finished steps, with axes. The element also contains the values, for the page's script.
 
-    log: a logarithmic axis; values of 0 or less stand at its lower end.
+    log: a logarithmic axis; values of 0 or less are at its lower end.
     """
     drawn = [_thinned(line) for line in lines]
     steps = sorted({s for line in drawn for s in line.steps})
@@ -91,7 +90,7 @@ def line_chart(lines: Sequence[Line], unit: str, log: bool = False) -> str:
 
 
 def stacked_chart(layers: Mapping[str, Mapping[int, float]], colours: Sequence[int], max_bars: int = 60) -> str:
-    """One bar for each step (for several when there are many: their mean), its layers stacked in the given order.
+    """One bar for each step (with many steps, one bar for the mean of several), with layers stacked in the given order.
 
     layers: seconds by name and finished steps. colours: one for each layer.
     """
@@ -120,7 +119,7 @@ def stacked_chart(layers: Mapping[str, Mapping[int, float]], colours: Sequence[i
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """A curve without axes, the size of a word."""
+    """A small curve without axes."""
     thin = _thinned(Line("", range(len(values)), values)).values
     known = [v for v in thin if math.isfinite(v)]
     if len(known) < 2:
@@ -154,7 +153,7 @@ def _range(values: Sequence[float], unit: str, log: bool) -> tuple[float, float]
         return 0.0, 1.0
     if log:
         return 10 ** math.floor(math.log10(low) - 0.01), 10 ** math.ceil(math.log10(high) + 0.01)
-    if 0 <= low <= 0.6 * high:  # the axis of a curve whose level matters starts at 0
+    if 0 <= low <= 0.6 * high:  # the axis starts at 0, unless the curve would then be almost flat
         return 0.0, high * 1.05
     pad = (high - low) * 0.08 or abs(high) * 0.1 or 1.0
     return low - pad, high + pad
@@ -186,7 +185,7 @@ def _path(steps: Sequence[int], values: Sequence[float], across: _Scale, up: _Sc
         if math.isfinite(value):
             moves.append(f"{'L' if pen_down else 'M'}{across(step):g} {up(value):g}")
         pen_down = math.isfinite(value)
-    if len(moves) == 1:  # a single point is drawn as a short dash to be visible
+    if len(moves) == 1:  # a single point is drawn as a short line, so that it is visible
         moves.append("h3")
     return f'<path class="{css}" d="{"".join(moves)}"/>'
 
@@ -211,7 +210,7 @@ def _axes(across: _Scale, up: _Scale, unit: str) -> list[str]:
 
 
 def _ticks(low: float, high: float, about: int) -> list[float]:
-    """Round values between low and high, about so many."""
+    """Round values between low and high, approximately `about` of them."""
     if high <= low:
         return [low]
     raw = (high - low) / about

@@ -1,4 +1,4 @@
-"""Reads a run's folder for its report; the run may have failed or still go on."""
+"""Reads a run's folder for its report; the run may have failed or still be running."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 from meshrl.core.errors import MeshrlError
 from meshrl.core.files import Unreadable, read_text
-from meshrl.monitor.jsonl import picking, read_lines, read_object
+from meshrl.monitor.jsonl import data_errors, read_lines, read_object
 from meshrl.monitor.sinks import MetricsLine, read_metrics
 
-PAUSE_S = 600.0  # more time than that between two lines, beyond their phases, means that the run was resumed later
+PAUSE_S = 600.0  # if the time between two lines exceeds their phases by more than this, the run was resumed later
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One metric. steps: finished steps at each value, rising; an evaluation before the first step is at 0."""
+    """One metric. steps: finished steps at each value, in rising order; an evaluation before the first step is at 0."""
 
     unit: str
     steps: list[int] = field(default_factory=list)
@@ -34,8 +34,8 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """score: of the first reward term; None when its grading failed. status: as in a Trajectory."""
+class LoggedAnswer:
+    """score: the first reward term; None when its grading failed. status: as in a Trajectory."""
 
     text: str
     score: float | None
@@ -43,28 +43,28 @@ class Answer:
 
     @property
     def is_right(self) -> bool:
-        """As in pass@k: the score is 1 or more."""
+        """Whether the score is 1 or more, as in pass@k."""
         return self.score is not None and self.score >= 1
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A held-out prompt and what one evaluation answered to it. question: (role, text) of its messages."""
+class LoggedPrompt:
+    """A held-out prompt and the answers to it in one evaluation. question: (role, text) of its messages."""
 
     question: list[tuple[str, str]]
     truth: str
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[LoggedAnswer] = field(default_factory=list)
 
     @property
     def is_right(self) -> bool:
-        """At least half of the answers are."""
+        """Whether at least half of the answers are right."""
         return 2 * sum(answer.is_right for answer in self.answers) >= len(self.answers)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFolder:
-    """result: result.json, empty before the run's end. phases: seconds by phase and finished steps, "other" being the
-    time between them. first_eval, last_eval: (finished steps, prompts by id), None for what is not there."""
+    """result: result.json, empty before the run's end. phases: seconds by phase and finished steps; "other" is the time
+    between the phases. first_eval, last_eval: (finished steps, prompts by id), None if missing."""
 
     folder: Path
     result: dict[str, Any]
@@ -73,12 +73,12 @@ class RunFolder:
     phases: dict[str, dict[int, float]]
     wall_s: float
     settings: list[Setting]
-    first_eval: tuple[int, dict[str, Asked]] | None
-    last_eval: tuple[int, dict[str, Asked]] | None
+    first_eval: tuple[int, dict[str, LoggedPrompt]] | None
+    last_eval: tuple[int, dict[str, LoggedPrompt]] | None
 
     @property
     def num_steps(self) -> int:
-        """Steps that are finished."""
+        """Number of finished steps."""
         return max((steps for series in self.series.values() for steps in series.steps), default=0)
 
     def setting(self, key: str) -> str | None:
@@ -86,7 +86,8 @@ class RunFolder:
 
 
 def read_run(folder: Path) -> RunFolder:
-    """Raises: MeshrlError when it is not a run's folder, or one of its files is damaged; names file and line."""
+    """Read the files of a run. Raises: MeshrlError when it is not a run's folder, or a file is damaged; it names file
+    and line."""
     path = folder / "metrics.jsonl"
     if not path.exists():
         raise MeshrlError(f"{folder} has no metrics.jsonl; give the folder of a run, such as runs/NAME")
@@ -113,9 +114,9 @@ def read_run(folder: Path) -> RunFolder:
 
 
 def _result(path: Path) -> dict[str, Any]:
-    """Empty when there is none."""
+    """The contents of result.json; empty when there is no such file."""
     result = read_object(path) if path.exists() else {}
-    with picking(str(path), "the result of a run"):
+    with data_errors(str(path), "the result of a run"):
         for key, kinds in (("status", str), ("error", str), ("wall_s", (int, float))):
             if not isinstance(result.get(key), (kinds, type(None))):
                 raise TypeError(f"{key} is {result[key]!r:.80}")
@@ -126,14 +127,14 @@ def _best(path: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     best = read_object(path)
-    with picking(str(path), "the best model of a run"):
+    with data_errors(str(path), "the best model of a run"):
         return best | {"step": int(best["step"]), "score": float(best["score"])}
 
 
 def _phases(lines: list[MetricsLine]) -> dict[str, dict[int, float]]:
     phases: dict[str, dict[int, float]] = {}
     for before, line in zip([None, *lines], lines):
-        step = max(line.step + 1, 1)  # an evaluation before the first step is shown with it
+        step = max(line.step + 1, 1)  # an evaluation before the first step is shown with that step
         spent = {n[5:-2]: s for n, s in line.metrics.items() if n.startswith("time/") and n.endswith("_s")}
         rest = line.time - before.time - sum(spent.values()) if before else 0.0
         spent["other"] = rest if 0 < rest < PAUSE_S else 0.0
@@ -144,7 +145,7 @@ def _phases(lines: list[MetricsLine]) -> dict[str, dict[int, float]]:
 
 
 def _settings(path: Path) -> list[Setting]:
-    """The lines of a resolved config: `key: value   # origin`, nested by two blanks; "# key: value" is unused."""
+    """The lines of a resolved config: `key: value   # origin`, indented by two spaces; "# key: value" is unused."""
     found: list[Setting] = []
     above: list[str] = []
     try:
@@ -163,18 +164,18 @@ def _settings(path: Path) -> list[Setting]:
     return found
 
 
-def _evaluation(path: Path) -> tuple[int, dict[str, Asked]]:
-    asked: dict[str, Asked] = {}
+def _evaluation(path: Path) -> tuple[int, dict[str, LoggedPrompt]]:
+    asked: dict[str, LoggedPrompt] = {}
     for number, record in enumerate(read_lines(path), start=1):
-        with picking(f"{path}:{number}", "a trajectory"):
+        with data_errors(f"{path}:{number}", "a trajectory"):
             prompt = record["prompt"]
             if prompt["id"] not in asked:
-                asked[prompt["id"]] = Asked([_message(m) for m in prompt["messages"]], _plain(prompt["answer"]))
+                asked[prompt["id"]] = LoggedPrompt([_message(m) for m in prompt["messages"]], _plain(prompt["answer"]))
             score = next(iter(record["rewards"].values()), None)
             text = "\n".join(turn["text"] for turn in record["turns"])
             known = None if score is None or isinstance(score, dict) else float(score)
-            asked[prompt["id"]].answers.append(Answer(text, known, str(record["status"])))
-    with picking(str(path), "the rollouts of an evaluation"):
+            asked[prompt["id"]].answers.append(LoggedAnswer(text, known, str(record["status"])))
+    with data_errors(str(path), "the rollouts of an evaluation"):
         return int(path.stem.rpartition("_")[2]), asked
 
 

@@ -1,4 +1,4 @@
-"""report.html: a run on one page that needs no other file, written at the run's end and by `meshrl report`."""
+"""report.html: a page about a run that needs no other file, written at the run's end and by `meshrl report`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from meshrl.tools.report.sections import (
 
 
 def write_report(folder: Path) -> Path:
-    """Write `folder`/report.html from the run's files so far. Raises: MeshrlError when `folder` is not a run's."""
+    """Write `folder`/report.html from the run's files so far. Raises: MeshrlError when it is not a run's folder."""
     run = read_run(folder)
     path = folder / "report.html"
     write_text(path, page(run))
@@ -29,7 +29,7 @@ def write_report(folder: Path) -> Path:
 
 
 def page(run: RunFolder) -> str:
-    """The whole page."""
+    """The complete page."""
     name = escape(run.folder.resolve().name)
     parts = [headline(run), learning(run), samples(run), stability(run), proofs(run), timing(run), settings(run)]
     if not run.series:
@@ -39,7 +39,7 @@ def page(run: RunFolder) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{name}</title><style>{_data('style.css')}</style></head>\n<body>{_header(run, name)}\n"
         + "\n".join(part for part in [*parts, every_number(run)] if part)
-        + f"\n<footer>Curves show each step, pale, and its moving average. Written from the files in this folder; "
+        + f"\n<footer>Pale curves show each step, the others the moving average. Made from the files in this folder; "
         f"<code>meshrl report {name}</code> writes it again.</footer>"
         f"<script>{_data('script.js')}</script></body></html>\n"
     )

@@ -1,4 +1,4 @@
-"""The parts of report.html, each a function of the run's files. A part without data is empty."""
+"""The sections of report.html, each a function of the run's files. A section without data is empty."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from html import escape
 from meshrl.monitor.glossary import Entry, meaning_of
 from meshrl.monitor.sinks import duration
 from meshrl.tools.report.charts import Line, line_chart, number, sparkline, stacked_chart
-from meshrl.tools.report.folder import Asked, RunFolder
+from meshrl.tools.report.folder import LoggedPrompt, RunFolder
 
 SAMPLES_OF_A_KIND = 3
 OTHER = 6  # the grey among the colours
-PHASES = ("rollout", "reward", "train", "sync", "eval", "export")  # in a step's order; others follow
+PHASES = ("rollout", "reward", "train", "sync", "eval", "export")  # in the order of a step; others follow
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """names: metrics that share an axis, as far as the run logged them. noisy: drawn with a moving average."""
+    """names: metrics on the same axis, if the run logged them. noisy: drawn with a moving average."""
 
     title: str
     names: tuple[str, ...]
@@ -29,7 +29,7 @@ class Chart:
 
 
 def headline(run: RunFolder) -> str:
-    """The run in a handful of numbers."""
+    """The most important numbers of the run."""
     tiles = [*_scores(run), *_cost(run)]
     cells = (
         f'<div class="tile"><span>{escape(name)}</span><b>{escape(value)}</b><small>{escape(more)}</small></div>'
@@ -124,13 +124,13 @@ def _meanings(names: Sequence[str]) -> str:
 
 
 def _prose(text: str) -> str:
-    """The glossary's text: `code` in backquotes, a capital at its start."""
+    """The glossary's text as HTML: `code` in backquotes becomes <code>, the first letter a capital."""
     shown = re.sub("`([^`]+)`", r"<code>\1</code>", escape(text, quote=False))
     return shown[:1].upper() + shown[1:]
 
 
 def proofs(run: RunFolder) -> str:
-    """That the sampler was the trainer: digests acknowledged at each sync, and what was sampled re-scored."""
+    """Proofs that the sampler had the trainer's weights: digests of each sync, and re-scored samples."""
     facts = [*_sync_facts(run), *_score_facts(run)]
     if not facts:
         return ""
@@ -142,8 +142,8 @@ def proofs(run: RunFolder) -> str:
 def _sync_facts(run: RunFolder) -> Iterable[tuple[bool, str]]:
     version = run.series.get("sync/version")
     for name, what in (
-        ("wire", "the bytes that arrived had the digests they were sent with"),
-        ("resident", "the parameters that the samplers compute with, read back, had the trainer's digests"),
+        ("wire", "the received bytes had the sender's digests"),
+        ("read_back", "the sampler's parameters, read back after loading, had the trainer's digests"),
     ):
         series = run.series.get(f"sync/proven_{name}")
         if series and version:
@@ -159,13 +159,13 @@ def _score_facts(run: RunFolder) -> Iterable[tuple[bool, str]]:
         worst, allowed = max(mean.values), limit.values[-1]
         yield (
             worst <= allowed,
-            f"<b>behaviour</b> {len(mean.values)} steps re-scored by the trainer before they were trained on: the mean "
-            f"difference of log-probabilities was at most {number(worst)} nats a token; allowed are {number(allowed)}.",
+            f"<b>behaviour</b> the trainer re-scored the samples of {len(mean.values)} steps before training on them: "
+            f"the mean difference of logprobs was at most {number(worst)} nats per token; allowed: {number(allowed)}.",
         )
 
 
 def samples(run: RunFolder) -> str:
-    """The same held-out prompts before and after: learned, unlearned, still wrong."""
+    """Answers to the same held-out prompts before and after training: learned, unlearned, still wrong."""
     if run.first_eval is None or run.last_eval is None:
         return ""
     (first, before), (last, after) = run.first_eval, run.last_eval
@@ -185,7 +185,7 @@ def samples(run: RunFolder) -> str:
     return f"<section><h2>Samples</h2>{''.join(parts)}</section>"
 
 
-def _sample(before: Asked, after: Asked) -> str:
+def _sample(before: LoggedPrompt, after: LoggedPrompt) -> str:
     question = "".join(
         f"<div><small>{escape(role)}</small><pre>{escape(text)}</pre></div>" for role, text in before.question
     )
@@ -193,8 +193,8 @@ def _sample(before: Asked, after: Asked) -> str:
     return f'<div class="sample"><div>{question}{truth}</div>{_answer("before", before)}{_answer("after", after)}</div>'
 
 
-def _answer(when: str, asked: Asked) -> str:
-    """One answer of the kind that most of them are."""
+def _answer(when: str, asked: LoggedPrompt) -> str:
+    """One answer of the majority: right, or wrong."""
     shown = next((a for a in asked.answers if a.is_right == asked.is_right), asked.answers[0])
     score = "not graded" if shown.score is None else f"score {shown.score:.3g}"
     right = sum(answer.is_right for answer in asked.answers)
@@ -205,17 +205,17 @@ def _answer(when: str, asked: Asked) -> str:
 
 
 def timing(run: RunFolder) -> str:
-    """Where the seconds went, and the speeds and sizes that explain them."""
+    """The time of each phase, with speeds and memory."""
     order = [*PHASES, *(p for p in run.phases if p not in PHASES and p != "other"), "other"]
     layers = {phase: run.phases[phase] for phase in order if sum(run.phases.get(phase, {}).values()) > 0}
     colours = [OTHER if phase == "other" else i % OTHER for i, phase in enumerate(layers)]
     drawing = stacked_chart(layers, colours)
     totals = {phase: sum(by_step.values()) for phase, by_step in layers.items()}
-    whole = sum(totals.values())
+    total = sum(totals.values())
     bars = "".join(
         f'<tr><td><i class="k{colour}"></i>{escape(phase)}</td><td class="num">{number(seconds, "s")}</td>'
-        f'<td class="num">{seconds / whole:.1%}</td>'
-        f'<td class="bar"><i class="b{colour}" style="width:{seconds / whole:.1%}"></i></td></tr>'
+        f'<td class="num">{seconds / total:.1%}</td>'
+        f'<td class="bar"><i class="b{colour}" style="width:{seconds / total:.1%}"></i></td></tr>'
         for colour, (phase, seconds) in zip(colours, totals.items())
     )
     figure = (
@@ -228,7 +228,7 @@ def timing(run: RunFolder) -> str:
 
 
 def settings(run: RunFolder) -> str:
-    """What was set for this run, and the rest folded away."""
+    """The values that were set for this run; the defaults are collapsed."""
     if not run.settings:
         return ""
     chosen = [s for s in run.settings if not s.origin.startswith(("default", "unused"))]
@@ -274,7 +274,7 @@ KINDS = {
     (False, True): "Wrong, then right",
     (True, False): "Right, then wrong",
     (False, False): "Still wrong",
-    (True, True): "Right all along",
+    (True, True): "Right before and after",
 }
 
 LEARNING = (

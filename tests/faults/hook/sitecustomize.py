@@ -1,8 +1,8 @@
-"""Python loads this by itself in every process whose path begins with this folder: it plants faults in ranks.
+"""Python loads this file in every process that has this folder first in its path: it injects faults into ranks.
 
-MESHRL_TEST_FAULTS holds a JSON list of them: rank, method (a RankWorker method, or `receive` of its embedded engine;
-"" = before the rank exists), call (the number of the process's call that goes wrong, from 1), how (a key of DEEDS) and
-marker, a file that exists when it has happened. The package itself knows nothing of this.
+MESHRL_TEST_FAULTS contains a JSON list of them: rank, method (a RankWorker method, or `receive` of its embedded engine;
+"" = before the rank exists), call (the number of the call in which the fault occurs, from 1), how (a key of ACTIONS)
+and marker, a file that exists after the fault. The package itself has no code for this.
 """
 
 import functools
@@ -18,12 +18,12 @@ import sys
 import time
 
 MODULE = "meshrl.cluster.actors"
-SERVER = "meshrl.process.fork_server"  # whose ranks take over what it has loaded
-HOG_BYTES = 8 << 30  # where the limit of the cgroup does not hold, the machine's other work must not suffer
+SERVER = "meshrl.process.fork_server"  # its ranks inherit the modules that it has loaded
+HOG_BYTES = 8 << 30  # a limit, in case that of the cgroup does not work
 
 
 def allocate() -> None:
-    """More than this process may have: what a limit on its address space makes of a leak."""
+    """Allocate more memory than this process may have: a leak under a limit of the address space."""
     with open("/proc/self/statm") as file:
         now = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(resource.RLIMIT_AS, (now + (64 << 20), resource.RLIM_INFINITY))
@@ -31,11 +31,11 @@ def allocate() -> None:
 
 
 def hog() -> None:
-    """Memory that is really there, until the kernel kills: this process, by its score, before any other."""
+    """Write to memory until the kernel kills a process: this one, because of its score."""
     with open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
     held = [b"\1" * (32 << 20) for _ in range(HOG_BYTES >> 25)]
-    raise RuntimeError(f"{len(held) << 25} bytes were written, and the kernel has killed nobody")
+    raise RuntimeError(f"{len(held) << 25} bytes were written, and the kernel has killed no process")
 
 
 def fail() -> None:
@@ -43,7 +43,7 @@ def fail() -> None:
 
 
 def orphan() -> None:
-    """Kill the process that has started this rank."""
+    """Kill the process that started this rank."""
     import psutil
 
     starter = next(p for p in psutil.Process().parents() if SERVER not in p.cmdline())
@@ -51,13 +51,13 @@ def orphan() -> None:
     time.sleep(3600)
 
 
-DEEDS = {
+ACTIONS = {
     "raise": fail,
     "exit": lambda: os._exit(7),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "sleep": lambda: time.sleep(3600),
-    "dawdle": lambda: time.sleep(40),
+    "sleep 40 s": lambda: time.sleep(40),
     "memory": allocate,
     "hog": hog,
     "orphan": orphan,
@@ -65,7 +65,7 @@ DEEDS = {
 
 
 class Planter(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Changes the rank's module once it is loaded."""
+    """Changes the rank's module after it is loaded."""
 
     def __init__(self, faults):
         self.faults = faults
@@ -93,7 +93,7 @@ class Planter(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class Marked:
-    """Stands for the module `secrets` where names of shared memory are made: they begin with the mark of the test."""
+    """Replaces the module `secrets` in names of shared memory, so that they begin with the mark of the test."""
 
     def __init__(self, mark):
         self.mark = mark
@@ -103,7 +103,7 @@ class Marked:
 
 
 def never_made(init, fault):
-    """The constructor with the fault before it."""
+    """The constructor, with the fault before it."""
 
     def disturbed(worker, spec):
         if spec.rank == fault["rank"]:
@@ -114,7 +114,7 @@ def never_made(init, fault):
 
 
 def changed(owner, fault):
-    """The method with the fault in it."""
+    """The method, with the fault before it."""
     method, calls = getattr(owner, fault["method"]), []
 
     def pass_through(worker):
@@ -138,12 +138,12 @@ def changed(owner, fault):
 
 
 def act(fault):
-    """Once in a run: a rank that is replaced behaves."""
+    """Execute the fault, only once in a run: the replaced rank has none."""
     try:
         os.close(os.open(fault["marker"], os.O_CREAT | os.O_EXCL))
     except FileExistsError:
         return
-    DEEDS[fault["how"]]()
+    ACTIONS[fault["how"]]()
 
 
 if os.environ.get("MESHRL_TEST_FAULTS") and {"meshrl.cluster.worker", SERVER} & set(sys.orig_argv):

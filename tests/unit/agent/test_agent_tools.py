@@ -27,7 +27,7 @@ def test_the_calculator_calculates(expression, value):
 
 
 @pytest.mark.parametrize(
-    ("expression", "told"),
+    ("expression", "expected"),
     [
         ("__import__('os').system('true')", "only numbers"),
         ("(1).__class__", "only numbers"),
@@ -50,8 +50,8 @@ def test_the_calculator_calculates(expression, value):
         (7, "at most 256"),
     ],
 )
-def test_the_calculator_refuses_all_else_before_it_costs_anything(expression, told):
-    with pytest.raises(ToolError, match=told):
+def test_the_calculator_refuses_other_expressions_before_evaluating_them(expression, expected):
+    with pytest.raises(ToolError, match=expected):
         calculate(expression)
 
 
@@ -71,7 +71,7 @@ def test_calls_are_found_in_order_among_other_text():
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "expected"),
     [
         ("{", "not valid JSON"),
         ("[" * 100_000, "not valid JSON"),
@@ -80,16 +80,16 @@ def test_calls_are_found_in_order_among_other_text():
         ('{"name": "a", "arguments": [1]}', '"arguments" must be a JSON object'),
     ],
 )
-def test_a_malformed_call_carries_its_reason(body, told):
+def test_a_malformed_call_has_an_error(body, expected):
     (call,) = parse_tool_calls(f"<tool_call>{body}</tool_call>")
-    assert told in call.error
+    assert expected in call.error
 
 
 def answer(**facts):
     return asyncio.run(call_tool(TOOLS, ToolCall(**facts)))
 
 
-def test_a_call_is_answered_with_text_whatever_it_asks():
+def test_every_call_is_answered_with_text():
     assert answer(name="calculator", arguments={"expression": "6*7"}) == "42"
     assert answer(name="calculator", arguments={"expression": "1/0"}) == "error: division by zero"
     assert answer(name="calculator", arguments={}) == "error: calculator takes the arguments ['expression'], got []"
@@ -107,7 +107,7 @@ def test_async_tools_are_awaited_and_long_answers_cut():
     assert text == "x" * MAX_ANSWER_CHARS + "..."
 
 
-def test_a_tool_that_crashes_is_no_answer():
+def test_an_exception_of_a_tool_propagates():
     """A bug in a tool must not look like a model's mistake."""
 
     def crash(expression):

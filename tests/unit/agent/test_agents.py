@@ -6,7 +6,7 @@ import dataclasses
 import numpy as np
 import pytest
 from scripted_agent import ScriptedEngine, scripted_context
-from tiny_tokenizers import FORGETFUL, tiny_tokenizer
+from tiny_tokenizers import DROPS_THINKING, tiny_tokenizer
 
 from meshrl.agent.flatten import flatten
 from meshrl.agent.loop import MultiTurn, SingleTurn, resolve_agent
@@ -21,9 +21,9 @@ USER = {"role": "user", "content": "ab?"}
 CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "3*4"}}</tool_call>'
 
 
-class Parrot:
-    """A policy that says given texts, token by character: never as the tokenizer would encode them. stop_text: a text
-    of which a turn ends with the last character, without a stop token."""
+class ScriptedPolicy:
+    """A policy that samples the given texts with one token per character, unlike the tokenizer's encoding. stop_text: a
+    turn that ends with this text has no stop token."""
 
     def __init__(self, tokenizer, *texts, stop_reason="stop", stop_id=None, stop_text=None):
         self.tokenizer, self.texts = tokenizer, list(texts)
@@ -60,53 +60,53 @@ def run(agent, generate, ctx, prompt=None, index=0):
     return asyncio.run(agent.run(prompt, index, generate, ctx))
 
 
-def test_a_single_turn_holds_what_was_sampled_and_its_text():
+def test_a_single_turn_has_the_sampled_tokens_and_their_text():
     tokenizer = tiny_tokenizer()
-    parrot = Parrot(tokenizer, "ab12")
-    t = run(SingleTurn(), parrot.generate, context(tokenizer, purpose="eval"), index=2)
+    policy = ScriptedPolicy(tokenizer, "ab12")
+    t = run(SingleTurn(), policy.generate, context(tokenizer, purpose="eval"), index=2)
     assert (t.status, t.purpose, t.group_id, t.index, t.reward) == ("done", "eval", "p-0", 2, None)
     (turn,) = t.turns
-    assert turn.messages == [{"role": "assistant", "content": "ab12"}]  # the end token is no text
+    assert turn.messages == [{"role": "assistant", "content": "ab12"}]  # without the end token
     np.testing.assert_array_equal(turn.context_ids, render(tokenizer, [USER]))
     assert turn.parent == -1
     assert not turn.output_ids.flags.writeable
-    request = parrot.requests[0]
+    request = policy.requests[0]
     assert (request.session, request.max_new_tokens) == ("p-0", 200)
 
 
-def test_ids_that_data_rendered_are_sent_as_they_are():
+def test_ids_that_data_rendered_are_sent_unchanged():
     """P20, P21: a prompt is rendered once."""
     tokenizer = tiny_tokenizer()
-    parrot = Parrot(tokenizer, "ab")
+    policy = ScriptedPolicy(tokenizer, "ab")
     odd = np.array([9, 9, 9], np.int32)
-    run(SingleTurn(), parrot.generate, context(tokenizer), Prompt(id="p", ordinal=0, messages=[USER], ids=odd))
-    assert parrot.requests[0].context_ids.tolist() == [9, 9, 9]
+    run(SingleTurn(), policy.generate, context(tokenizer), Prompt(id="p", ordinal=0, messages=[USER], ids=odd))
+    assert policy.requests[0].context_ids.tolist() == [9, 9, 9]
 
 
 def test_sampled_ids_that_no_tokenizer_would_choose_are_trained_to_the_bit():
-    """P20: "ab" and "12" are one token each for the tokenizer and two for this policy, over two turns."""
+    """P20: "ab" and "12" are one token each for the tokenizer, and two tokens each for this policy, in two turns."""
     tokenizer = tiny_tokenizer()
-    parrot = Parrot(tokenizer, CALL + "ab", "12")
-    t = run(MultiTurn(), parrot.generate, context(tokenizer))
+    policy = ScriptedPolicy(tokenizer, CALL + "ab", "12")
+    t = run(MultiTurn(), policy.generate, context(tokenizer))
     t.reward = 1.0
     (sample,), _ = flatten([t])
-    spoken = [*(tokenizer(c, add_special_tokens=False).input_ids[0] for c in CALL + "ab"), 2]
-    spoken += [*(tokenizer(c, add_special_tokens=False).input_ids[0] for c in "12"), 2]
-    assert sample.tokens[sample.mask].tolist() == spoken
+    expected = [*(tokenizer(c, add_special_tokens=False).input_ids[0] for c in CALL + "ab"), 2]
+    expected += [*(tokenizer(c, add_special_tokens=False).input_ids[0] for c in "12"), 2]
+    assert sample.tokens[sample.mask].tolist() == expected
     canonical = tokenizer(tokenizer.decode(sample.tokens.tolist()), add_special_tokens=False).input_ids
-    assert len(canonical) < len(sample.tokens)  # encoding the text anew would have lost them
+    assert len(canonical) < len(sample.tokens)  # encoding the text again would give other ids
 
 
 def test_a_tool_turn_appends_the_templates_tokens_to_the_sampled_ones():
-    """P20: the second context begins with the first's ids and output, and ends as the template says."""
+    """P20: the second context begins with the ids and the output of the first turn, then has the template's tokens."""
     tokenizer = tiny_tokenizer()
-    parrot = Parrot(tokenizer, CALL, "12")
-    t = run(MultiTurn(), parrot.generate, context(tokenizer))
+    policy = ScriptedPolicy(tokenizer, CALL, "12")
+    t = run(MultiTurn(), policy.generate, context(tokenizer))
     assert [turn.parent for turn in t.turns] == [-1, 0]
     assert tokenizer.decode(t.turns[1].context_ids.tolist()) == (
         "\n<|im_start|>tool\n12<|im_end|>\n<|im_start|>assistant\n"
     )
-    np.testing.assert_array_equal(parrot.requests[1].context_ids[: -len(t.turns[1].context_ids)], path_ids(t.turns, 0))
+    np.testing.assert_array_equal(policy.requests[1].context_ids[: -len(t.turns[1].context_ids)], path_ids(t.turns, 0))
     assert t.turns[1].messages == [{"role": "tool", "content": "12"}, {"role": "assistant", "content": "12"}]
     assert t.status == "done"
     history = [USER, *t.turns[0].messages, *t.turns[1].messages]
@@ -115,21 +115,21 @@ def test_a_tool_turn_appends_the_templates_tokens_to_the_sampled_ones():
     )
 
 
-def test_a_turn_that_ended_with_another_stop_id_goes_on_from_it():
-    """P3: several EOS ids; what was sampled stays, although the template would have written another."""
+def test_a_turn_that_ended_with_another_stop_id_is_continued_after_it():
+    """P3: several EOS ids; the sampled one stays, although the template would have written another."""
     tokenizer = tiny_tokenizer()
-    parrot = Parrot(tokenizer, CALL, "12", stop_id=3)
-    t = run(MultiTurn(), parrot.generate, context(tokenizer))
+    policy = ScriptedPolicy(tokenizer, CALL, "12", stop_id=3)
+    t = run(MultiTurn(), policy.generate, context(tokenizer))
     assert [turn.parent for turn in t.turns] == [-1, 0]
     assert t.turns[0].output_ids[-1] == 3
     assert t.turns[1].context_ids[0] == tokenizer("\n", add_special_tokens=False).input_ids[0]
 
 
-def test_a_turn_that_a_stop_string_ended_is_closed_by_the_template_and_not_trained_to_be():
-    """P3, P20: the string is sampled and trained; the end of turn, which was not sampled, is context of the next."""
+def test_after_a_stop_string_the_template_ends_the_turn_with_untrained_tokens():
+    """P3, P20: the string is sampled and trained; the end of turn was not sampled, and is context of the next turn."""
     tokenizer = tiny_tokenizer()
-    parrot = Parrot(tokenizer, CALL, "12", stop_text="</tool_call>")
-    t = run(MultiTurn(), parrot.generate, context(tokenizer))
+    policy = ScriptedPolicy(tokenizer, CALL, "12", stop_text="</tool_call>")
+    t = run(MultiTurn(), policy.generate, context(tokenizer))
     assert [turn.parent for turn in t.turns] == [-1, 0]
     assert t.turns[0].messages[-1]["content"] == CALL  # an agent reads the stop string
     assert tokenizer.decode(t.turns[1].context_ids.tolist()) == (
@@ -138,17 +138,17 @@ def test_a_turn_that_a_stop_string_ended_is_closed_by_the_template_and_not_train
     t.reward = 1.0
     (sample,), _ = flatten([t])
     assert tokenizer.decode(sample.tokens[sample.mask].tolist()) == CALL + "12<|im_end|>"
-    again = run(MultiTurn(), Parrot(tokenizer, CALL, "12").generate, context(tokenizer))
+    again = run(MultiTurn(), ScriptedPolicy(tokenizer, CALL, "12").generate, context(tokenizer))
     np.testing.assert_array_equal(path_ids(t.turns, 1), path_ids(again.turns, 1))  # as if it had sampled the end
 
 
 def test_a_template_that_rewrites_history_starts_a_new_row_and_trains_both():
-    """P20: the template drops earlier thinking; both rows train what was sampled, the second on what it saw."""
-    tokenizer = tiny_tokenizer(FORGETFUL)
-    parrot = Parrot(tokenizer, f"<think>ab</think>{CALL}", "12")
-    t = run(MultiTurn(), parrot.generate, context(tokenizer))
+    """P20: the template drops earlier thinking; both rows train sampled tokens, each with the context it had."""
+    tokenizer = tiny_tokenizer(DROPS_THINKING)
+    policy = ScriptedPolicy(tokenizer, f"<think>ab</think>{CALL}", "12")
+    t = run(MultiTurn(), policy.generate, context(tokenizer))
     assert [turn.parent for turn in t.turns] == [-1, -1]
-    seen = tokenizer.decode(parrot.requests[1].context_ids.tolist())
+    seen = tokenizer.decode(policy.requests[1].context_ids.tolist())
     assert "<think>" not in seen and CALL in seen
     t.reward = 1.0
     samples, _ = flatten([t])
@@ -159,8 +159,8 @@ def test_a_template_that_rewrites_history_starts_a_new_row_and_trains_both():
 
 
 def test_the_same_template_appends_where_it_leaves_history_alone():
-    tokenizer = tiny_tokenizer(FORGETFUL)
-    t = run(MultiTurn(), Parrot(tokenizer, CALL, "12").generate, context(tokenizer))
+    tokenizer = tiny_tokenizer(DROPS_THINKING)
+    t = run(MultiTurn(), ScriptedPolicy(tokenizer, CALL, "12").generate, context(tokenizer))
     assert [turn.parent for turn in t.turns] == [-1, 0]
 
 
@@ -169,10 +169,10 @@ def test_seeds_follow_run_ordinal_index_and_turn_and_nothing_else():
     tokenizer = tiny_tokenizer()
     seeds = {}
     for index, group in ((0, "a"), (1, "a"), (0, "b")):
-        parrot = Parrot(tokenizer, CALL, "12")
+        policy = ScriptedPolicy(tokenizer, CALL, "12")
         ctx = context(tokenizer, group_id=group, run_seed=9, min_version=index)
-        run(MultiTurn(), parrot.generate, ctx, index=index)
-        seeds[index, group] = [r.seed for r in parrot.requests]
+        run(MultiTurn(), policy.generate, ctx, index=index)
+        seeds[index, group] = [r.seed for r in policy.requests]
     assert seeds[0, "a"] == [turn_seed(9, 5, 0, 0), turn_seed(9, 5, 0, 1)] == seeds[0, "b"]
     assert len({*seeds[0, "a"], *seeds[1, "a"]}) == 4
 
@@ -180,28 +180,28 @@ def test_seeds_follow_run_ordinal_index_and_turn_and_nothing_else():
 def test_a_turn_cut_at_its_length_is_truncated_and_calls_no_tool():
     tokenizer = tiny_tokenizer()
     for reason in ("length", "context"):
-        t = run(MultiTurn(), Parrot(tokenizer, CALL, stop_reason=reason).generate, context(tokenizer))
+        t = run(MultiTurn(), ScriptedPolicy(tokenizer, CALL, stop_reason=reason).generate, context(tokenizer))
         assert (t.status, len(t.turns)) == ("truncated", 1)
 
 
 def test_an_agent_that_never_stops_calling_is_truncated():
     tokenizer = tiny_tokenizer()
-    t = run(MultiTurn(max_turns=3), Parrot(tokenizer, *[CALL] * 3).generate, context(tokenizer))
+    t = run(MultiTurn(max_turns=3), ScriptedPolicy(tokenizer, *[CALL] * 3).generate, context(tokenizer))
     assert (t.status, len(t.turns)) == ("truncated", 3)
 
 
 def test_a_conversation_that_fills_the_context_is_truncated_with_its_turns_kept():
     tokenizer = tiny_tokenizer()
     room = len(render(tokenizer, [USER])) + len(CALL) + 5
-    parrot = Parrot(tokenizer, CALL, "12")
-    t = run(MultiTurn(), parrot.generate, context(tokenizer, max_context_tokens=room))
+    policy = ScriptedPolicy(tokenizer, CALL, "12")
+    t = run(MultiTurn(), policy.generate, context(tokenizer, max_context_tokens=room))
     assert (t.status, t.failure, len(t.turns)) == ("truncated", None, 1)
-    assert parrot.requests[0].max_new_tokens == len(CALL) + 5
+    assert policy.requests[0].max_new_tokens == len(CALL) + 5
 
 
-def test_a_prompt_that_fills_the_context_fails_and_says_so():
+def test_a_prompt_that_fills_the_context_fails_with_a_reason():
     tokenizer = tiny_tokenizer()
-    t = run(SingleTurn(), Parrot(tokenizer, "a").generate, context(tokenizer, max_context_tokens=10))
+    t = run(SingleTurn(), ScriptedPolicy(tokenizer, "a").generate, context(tokenizer, max_context_tokens=10))
     assert (t.status, t.turns, t.failure.kind) == ("failed", [], "agent")
     assert "context of 10" in t.failure.message
 
@@ -215,14 +215,14 @@ def test_a_refused_request_is_a_typed_failure():
 
 
 @pytest.mark.parametrize("reason", ["abort", "error"])
-def test_a_turn_the_engine_gave_up_is_a_typed_failure(reason):
+def test_a_turn_that_the_engine_ended_is_a_typed_failure(reason):
     tokenizer = tiny_tokenizer()
-    t = run(SingleTurn(), Parrot(tokenizer, "a", stop_reason=reason).generate, context(tokenizer))
+    t = run(SingleTurn(), ScriptedPolicy(tokenizer, "a", stop_reason=reason).generate, context(tokenizer))
     assert (t.status, t.failure.kind) == ("failed", "engine")
     assert repr(reason) in t.failure.message
 
 
-def test_other_errors_of_the_engine_fly():
+def test_other_errors_of_the_engine_propagate():
     async def crash(request):
         raise RuntimeError("no such device")
 
@@ -231,19 +231,19 @@ def test_other_errors_of_the_engine_fly():
 
 
 def test_an_engine_that_changes_the_context_is_caught():
-    """P21: an engine that encodes a string again comes back with a second BOS."""
+    """P21: an engine that encodes a string again returns a second BOS."""
     tokenizer = tiny_tokenizer()
-    parrot = Parrot(tokenizer, "ab")
+    policy = ScriptedPolicy(tokenizer, "ab")
 
     async def doubled(request):
-        turn = await parrot.generate(request)
+        turn = await policy.generate(request)
         return dataclasses.replace(turn, context_ids=np.append(turn.context_ids[:1], turn.context_ids))
 
-    with pytest.raises(TurnError, match="ids must pass through unchanged"):
+    with pytest.raises(TurnError, match="ids must stay unchanged"):
         run(SingleTurn(), doubled, context(tokenizer))
 
 
-def test_media_are_not_dropped_unseen():
+def test_media_are_an_error_for_a_text_agent():
     """P23"""
     cat = Media(kind="image", digest="d", source="cat.png", outputs={}, num_tokens=1)
     prompt = Prompt(id="p", ordinal=0, messages=[USER], media={"cat": cat})
@@ -254,10 +254,10 @@ def test_media_are_not_dropped_unseen():
 def test_malformed_and_unknown_calls_are_answered_and_not_fatal():
     tokenizer = tiny_tokenizer()
     texts = ["<tool_call>{</tool_call>", '<tool_call>{"name": "web", "arguments": {}}</tool_call>', "12"]
-    t = run(MultiTurn(), Parrot(tokenizer, *texts).generate, context(tokenizer))
-    told = [turn.messages[0]["content"] for turn in t.turns[1:]]
-    assert told[0].startswith("error: the tool call is not valid JSON")
-    assert told[1] == "error: no tool is called 'web'; there are: calculator"
+    t = run(MultiTurn(), ScriptedPolicy(tokenizer, *texts).generate, context(tokenizer))
+    answers = [turn.messages[0]["content"] for turn in t.turns[1:]]
+    assert answers[0].startswith("error: the tool call is not valid JSON")
+    assert answers[1] == "error: no tool is called 'web'; there are: calculator"
     assert t.status == "done"
 
 
@@ -297,7 +297,7 @@ def test_an_agent_is_built_from_its_name_or_a_dotted_path():
 
 
 @pytest.mark.parametrize(
-    ("facts", "told"),
+    ("facts", "expected"),
     [
         (
             {"kind": "singel_turn"},
@@ -309,9 +309,9 @@ def test_an_agent_is_built_from_its_name_or_a_dotted_path():
         ({"kind": "multi_turn", "args": {"max_turns": 0}}, "max_turns is 0"),
         ({"kind": "multi_turn", "args": {"tools": "calculator"}}, "must be a list of names"),
         ({"kind": "multi_turn", "args": {"tools": ["calculater"]}}, "mean 'calculator'"),
-        ({"kind": "multi_turn", "args": {"tools": ["math:sqrt"]}}, "no meshrl.agent.tools:Tool"),
+        ({"kind": "multi_turn", "args": {"tools": ["math:sqrt"]}}, "not of type meshrl.agent.tools:Tool"),
     ],
 )
-def test_an_agent_that_can_not_be_built_is_a_config_error(facts, told):
-    with pytest.raises(ConfigError, match=told):
+def test_an_agent_that_can_not_be_built_is_a_config_error(facts, expected):
+    with pytest.raises(ConfigError, match=expected):
         resolve_agent(AgentConfig(**facts))

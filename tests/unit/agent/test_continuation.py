@@ -26,19 +26,19 @@ def part(output, reason="abort", **facts):
 
 
 def test_an_aborted_and_continued_turn_equals_an_uninterrupted_one():
-    """P14: what is sampled depends on neither interruption nor engine."""
-    whole = asyncio.run(ScriptedEngine().generate(REQUEST))
+    """P14: sampled tokens depend on neither interruption nor engine."""
+    uninterrupted = asyncio.run(ScriptedEngine().generate(REQUEST))
     engine = ScriptedEngine(abort_every=1)
     joined = asyncio.run(generate_to_the_end(engine, REQUEST))
-    assert len(engine.requests) == 2 and len(whole.output_ids) > 3
+    assert len(engine.requests) == 2 and len(uninterrupted.output_ids) > 3
     for name in ("output_ids", "logprobs", "versions", "context_ids"):
-        np.testing.assert_array_equal(getattr(joined, name), getattr(whole, name))
-    np.testing.assert_array_equal(joined.extras["entropy"], whole.extras["entropy"])
-    assert joined.stop_reason == whole.stop_reason
-    # the token at the cut was sampled and never run by the first engine: all other records are equal
+        np.testing.assert_array_equal(getattr(joined, name), getattr(uninterrupted, name))
+    np.testing.assert_array_equal(joined.extras["entropy"], uninterrupted.extras["entropy"])
+    assert joined.stop_reason == uninterrupted.stop_reason
+    # The first engine sampled the token at the cut and made no forward pass with it: all other records are equal.
     cut = len(REQUEST.context_ids) + 1
-    rest = np.arange(len(whole.routed_experts)) != cut
-    np.testing.assert_array_equal(joined.routed_experts[rest], whole.routed_experts[rest])
+    rest = np.arange(len(uninterrupted.routed_experts)) != cut
+    np.testing.assert_array_equal(joined.routed_experts[rest], uninterrupted.routed_experts[rest])
     assert (joined.routed_experts[cut] == -1).all()
 
 
@@ -77,20 +77,20 @@ def test_a_single_part_is_that_turn():
 
 
 @pytest.mark.parametrize(
-    ("second", "told"),
+    ("second", "expected"),
     [
-        (part([6], "stop", context_ids=np.array([3], np.int32)), "part 1 answers another context"),
+        (part([6], "stop", context_ids=np.array([3], np.int32)), "part 1 has another context"),
         (part([6], "stop", seed=9), "another seed"),
         (part([6], "stop", sampling=SamplingParams(temperature=0.5)), "another seed or other sampling"),
         (part([6], "stop", extras={"entropy": np.ones(1, np.float32)}), "different extras"),
     ],
 )
-def test_parts_of_different_turns_are_refused(second, told):
-    with pytest.raises(MeshrlError, match=told):
+def test_parts_of_different_turns_are_refused(second, expected):
+    with pytest.raises(MeshrlError, match=expected):
         join_turns([part([5]), second])
 
 
-def test_only_an_aborted_turn_goes_on():
+def test_only_an_aborted_turn_can_be_continued():
     with pytest.raises(MeshrlError, match="part 0 of 2 ended with 'stop'"):
         join_turns([part([5], "stop"), part([6], "stop")])
     with pytest.raises(MeshrlError, match="no parts"):

@@ -57,7 +57,7 @@ def test_one_turn_becomes_the_row_of_the_worked_example():
     ids=["EOS first", "EOS twice", "no EOS", "another EOS", "two EOS ids", "pad before EOS"],
 )
 def test_every_sampled_token_is_trained_whatever_its_value(output):
-    """P3: lengths define masks, never token values; 2 and 3 end a turn, 0 pads, and 2 may stand in the prompt too."""
+    """P3: lengths define masks, never token values; 2 and 3 end a turn, 0 pads, and 2 may also be in the prompt."""
     (s,) = rows(make_trajectory(make_turn([0, 2, 3], output)))
     assert s.tokens[s.mask].tolist() == output
     assert int(s.mask.sum()) == len(output)
@@ -65,7 +65,7 @@ def test_every_sampled_token_is_trained_whatever_its_value(output):
 
 
 def test_truncated_trajectories_are_marked_and_counted():
-    """P3: what becomes of them is algo.truncated's to say, when their advantages are known."""
+    """P3: algo.truncated decides whether they are trained, after their advantages are computed."""
     cut = make_trajectory(make_turn([1], [4, 5], stop_reason="length"), status="truncated")
     done = make_trajectory(make_turn([1], [2]), index=1)
     assert [(s.tokens[s.mask].tolist(), s.truncated) for s in rows(cut, done)] == [([4, 5], True), ([2], False)]
@@ -83,16 +83,16 @@ def test_failed_evicted_unscored_and_baseline_trajectories_are_left_out():
         make_trajectory(turn, purpose="eval"),
         make_trajectory(),
     ]
-    kept = make_trajectory(turn, index=7, reward=0.0)
-    assert [s.trajectory_id for s in rows(*out, kept)] == ["g/7"]
-    told = numbers(*out, kept)
+    trained = make_trajectory(turn, index=7, reward=0.0)
+    assert [s.trajectory_id for s in rows(*out, trained)] == ["g/7"]
+    found = numbers(*out, trained)
     for name in ("failed", "evicted", "unscored"):
-        assert told[f"rollout/{name}_fraction"] == (1.0, 5.0)  # baseline and eval are in no share
+        assert found[f"rollout/{name}_fraction"] == (1.0, 5.0)  # baseline and eval are not counted
     assert flatten([]) == ([], [])
 
 
 def test_a_turn_in_two_rows_is_trained_in_the_first_only():
-    """P20: a branch; the second row holds the shared turn as context, with what the sampler said of it."""
+    """P20: a branch; the second row has the shared turn as context, with the sampler's logprobs of it."""
     first, second = rows(
         make_trajectory(make_turn([1, 5], [6, 7]), make_turn([8], [9], parent=0), make_turn([3], [4], parent=0))
     )
@@ -139,7 +139,7 @@ def test_process_rewards_stand_at_their_turn_and_the_outcome_at_the_end_of_each_
     )
     first, second = rows(trajectory)
     assert first.rewards.tolist() == [0, 0, 0.25, 0, 2.5]
-    assert second.rewards.tolist() == [0, 0, 0, 0, 2.0]  # turn 0's own reward is not paid twice
+    assert second.rewards.tolist() == [0, 0, 0, 0, 2.0]  # turn 0's own reward is not given twice
 
 
 def test_the_outcome_stands_at_the_last_trained_token_when_the_last_turn_is_empty():
@@ -154,7 +154,7 @@ def test_an_empty_output_keeps_its_row_so_that_its_group_keeps_its_reward():
     assert not s.mask.any() and s.reward == 0.0
 
 
-def test_a_row_without_trained_tokens_beside_others_is_left_out():
+def test_a_row_without_trained_tokens_is_left_out_if_there_are_other_rows():
     samples = rows(make_trajectory(make_turn([1], [2]), make_turn([4], [], parent=0), make_turn([6], [7], parent=0)))
     assert [s.tokens.tolist() for s in samples] == [[1, 2, 4], [1, 2, 6, 7]]
     samples = rows(make_trajectory(make_turn([1], [2]), make_turn([6], [7], parent=0), make_turn([4], [], parent=0)))
@@ -163,7 +163,7 @@ def test_a_row_without_trained_tokens_beside_others_is_left_out():
     assert [(s.row, s.tokens.tolist()) for s in samples] == [(0, [6, 7])]
 
 
-def test_the_prefix_is_what_all_contexts_of_the_group_begin_with():
+def test_the_prefix_is_the_common_beginning_of_all_contexts_of_the_group():
     samples = rows(
         make_trajectory(make_turn([1, 5, 6, 7], [9])),
         make_trajectory(make_turn([1, 5, 8], [7]), index=1),
@@ -173,7 +173,7 @@ def test_the_prefix_is_what_all_contexts_of_the_group_begin_with():
 
 
 def test_the_prefix_never_reaches_into_sampled_tokens():
-    """Two samples of a group that both answer 9 share more tokens than they may share work for."""
+    """Two samples of a group that both answer 9 share sampled tokens, too, which are not part of the prefix."""
     samples = rows(make_trajectory(make_turn([1, 5], [9, 9])), make_trajectory(make_turn([1, 5], [9, 9]), index=1))
     assert [s.prefix_len for s in samples] == [2, 2]
 
@@ -182,7 +182,7 @@ def test_the_prefix_never_reaches_into_sampled_tokens():
     ("other_digest", "other_span", "expected"), [("a", (1, 2), 4), ("b", (1, 2), 1), ("a", (1, 3), 1)]
 )
 def test_the_prefix_ends_before_media_that_differ(other_digest, other_span, expected):
-    """P23: placeholder tokens look alike whatever they show."""
+    """P23: the placeholder tokens of different images are equal."""
 
     def showing(digest, span, index):
         media = {"m": Media(kind="image", digest=digest, source="", outputs={}, num_tokens=span[1])}
@@ -214,8 +214,8 @@ def test_routed_experts_are_laid_out_by_token_and_minus_one_where_not_recorded()
     np.testing.assert_array_equal(s.routed_experts[2:], recorded)
 
 
-def test_routed_experts_of_scripted_turns_tell_the_place_in_the_row():
-    """A context cut to its new tokens takes its record with it; the fork and the aborted turn too."""
+def test_routed_experts_of_scripted_turns_are_aligned_with_the_row():
+    """A context that is cut to its new tokens keeps their record; so do the fork and the aborted turn."""
     for s in flatten(scripted_trajectories())[0]:
         assert s.routed_experts.shape == (len(s), NUM_LAYERS, NUM_CHOSEN)
         known = s.routed_experts[:, 0, 0] >= 0
@@ -232,7 +232,7 @@ def test_extras_cover_the_row_with_their_declared_fill(monkeypatch):
     assert s.token_extras["topk_ids"].tolist() == [[0, 0]] * 4 + [[5, 6]]
 
 
-def test_what_is_filled_for_good_is_read_only_and_rewards_are_not():
+def test_filled_arrays_are_read_only_except_rewards():
     s = flatten(scripted_trajectories(1, 1))[0][0]
     frozen = [s.tokens, s.mask, s.turn, s.rollout_logprobs, s.versions, s.routed_experts, s.token_extras["entropy"]]
     assert not any(array.flags.writeable for array in frozen)
@@ -240,16 +240,16 @@ def test_what_is_filled_for_good_is_read_only_and_rewards_are_not():
 
 
 def test_lengths_count_each_sampled_token_once_and_duplicates_go_by_group():
-    """P14: a seed shared by two samples shows as duplicates."""
+    """P14: two samples with the same seed are counted as duplicates."""
     branch = make_trajectory(make_turn([1], [2, 3]), make_turn([4], [5], parent=0), make_turn([6], [7], parent=0))
-    twins = [make_trajectory(make_turn([1], [8, 9]), group="t", index=i) for i in range(3)]
-    elsewhere = make_trajectory(make_turn([1], [8, 9]), group="u")
-    told = numbers(branch, *twins, elsewhere)
-    assert told["rollout/length_mean_tokens"] == (4.0 + 4 * 2.0, 5.0)
-    assert told["rollout/length_max_tokens"][0] == 4.0
-    assert told["rollout/duplicate_fraction"] == (2.0, 5.0)
-    assert told["rollout/turns_mean"] == (7.0, 5.0)
-    assert told["rollout/rows"][0] == 6.0
+    duplicates = [make_trajectory(make_turn([1], [8, 9]), group="t", index=i) for i in range(3)]
+    other_group = make_trajectory(make_turn([1], [8, 9]), group="u")
+    found = numbers(branch, *duplicates, other_group)
+    assert found["rollout/length_mean_tokens"] == (4.0 + 4 * 2.0, 5.0)
+    assert found["rollout/length_max_tokens"][0] == 4.0
+    assert found["rollout/duplicate_fraction"] == (2.0, 5.0)
+    assert found["rollout/turns_mean"] == (7.0, 5.0)
+    assert found["rollout/rows"][0] == 6.0
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
@@ -282,7 +282,7 @@ SPANS = {"m": Media(kind="image", digest="d", source="", outputs={}, num_tokens=
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "expected"),
     [
         ({"parent": 1}, "parent is 1"),
         ({"parent": -2}, "parent is -2"),
@@ -303,9 +303,9 @@ SPANS = {"m": Media(kind="image", digest="d", source="", outputs={}, num_tokens=
         ({"media_spans": [("m", 0, 1), ("m", 0, 1)]}, "overlaps"),
     ],
 )
-def test_a_malformed_turn_is_refused_by_trajectory_turn_and_field(changes, told):
+def test_a_malformed_turn_is_refused_by_trajectory_turn_and_field(changes, expected):
     bad = dataclasses.replace(make_turn([1], [2, 3]), **changes)
-    with pytest.raises(TurnError, match=rf"trajectory 'g/4', turn 0: .*{told}"):
+    with pytest.raises(TurnError, match=rf"trajectory 'g/4', turn 0: .*{expected}"):
         rows(make_trajectory(bad, index=4, media=SPANS))
 
 

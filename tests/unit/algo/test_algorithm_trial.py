@@ -2,13 +2,13 @@
 
 import pytest
 
-from meshrl.algo.trial import try_own_functions
-from meshrl.config.algo import AlgoConfig, KlConfig, OwnLossConfig
+from meshrl.algo.trial import try_user_functions
+from meshrl.config.algo import AlgoConfig, KlConfig, UserLossConfig
 from meshrl.core.errors import ConfigError
 
 
 def loss(name: str, **args) -> AlgoConfig:
-    return AlgoConfig(loss=OwnLossConfig(kind=f"own_algorithms:{name}", **args))
+    return AlgoConfig(loss=UserLossConfig(kind=f"own_algorithms:{name}", **args))
 
 
 @pytest.mark.parametrize(
@@ -23,8 +23,8 @@ def loss(name: str, **args) -> AlgoConfig:
     ],
     ids=lambda cfg: f"{cfg.advantage} {cfg.loss.kind}",
 )
-def test_what_works_passes(cfg: AlgoConfig):
-    try_own_functions(cfg)
+def test_valid_functions_pass(cfg: AlgoConfig):
+    try_user_functions(cfg)
 
 
 @pytest.mark.parametrize(
@@ -33,11 +33,11 @@ def test_what_works_passes(cfg: AlgoConfig):
         (loss("length_scaled", scale="x"), "algo.loss.kind is 'own_algorithms:length_scaled': a trial .* TypeError"),
         (loss("length_scaled", scale=1.0, power=float("nan")), "its gradient .* nan.*; it must be finite"),
         (loss("mean"), r"the loss is \[\]"),
-        (AlgoConfig(advantage="own_algorithms:of_nothing"), "algo.advantage is .*of_nothing.* a NoneType came back"),
-        (AlgoConfig(advantage="own_algorithms:of_nobody"), "has no 'of_nobody'"),
+        (AlgoConfig(advantage="own_algorithms:of_nothing"), "algo.advantage is .*of_nothing.* returned a NoneType"),
+        (AlgoConfig(advantage="own_algorithms:no_such_function"), "has no 'no_such_function'"),
     ],
     ids=lambda value: value.loss.kind if isinstance(value, AlgoConfig) else None,
 )
-def test_what_fails_is_a_config_error_with_the_key(cfg: AlgoConfig, message: str):
+def test_a_failing_function_is_a_config_error_with_the_key(cfg: AlgoConfig, message: str):
     with pytest.raises(ConfigError, match=message):
-        try_own_functions(cfg)
+        try_user_functions(cfg)

@@ -1,4 +1,4 @@
-"""P4: advantages by group; values worked out by hand."""
+"""P4: advantages by group; expected values computed by hand."""
 
 import math
 import random
@@ -36,7 +36,7 @@ def make_sample(reward, group="g", trajectory=None, row=0, mask=(0, 1, 1), **fie
 
 
 def advantages_of(samples, method="grpo", eps=1e-6, **cfg):
-    """The one advantage of each sample, after checking that it stands at trained tokens only."""
+    """The advantage of each sample, after checking that it is the same at all trained tokens, and 0 elsewhere."""
     assign_advantages(samples, AlgoConfig(advantage=method, advantage_eps=eps, **cfg))
     out = []
     for sample in samples:
@@ -70,7 +70,7 @@ def test_golden_values_of_a_group_of_four(method, golden):
 
 
 def test_eps_is_added_to_the_deviation_and_not_to_the_variance():
-    """Under the root it would shrink the advantages of a group whose rewards differ little."""
+    """In the variance it would reduce the advantages of a group whose rewards differ little."""
     got = advantages_of([make_sample(r) for r in (0.0, 1.0)], eps=0.5)
     assert got == pytest.approx([-0.5 / (math.sqrt(0.5) + 0.5), 0.5 / (math.sqrt(0.5) + 0.5)], rel=1e-6)
 
@@ -78,24 +78,24 @@ def test_eps_is_added_to_the_deviation_and_not_to_the_variance():
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("rewards", [[0.7], [0.1] * 7, [1 / 3] * 3, [0.1 + 0.2, 0.3, 0.3], [1.0] * 8, [0.0] * 8])
 def test_groups_without_signal_get_exactly_zero(method, rewards):
-    """P4: a group of one has no deviation; equal rewards have one of float noise, which must not be divided by."""
+    """P4: a group of one has no deviation; the deviation of equal rewards is float noise, and not a divisor."""
     assert advantages_of([make_sample(r) for r in rewards], method) == [0.0] * len(rewards)
 
 
-def test_partial_groups_are_judged_by_who_is_there():
+def test_statistics_of_a_partial_group_are_taken_over_its_scored_trajectories():
     """P4: one of four was not scored and is not among the samples."""
     assert advantages_of([make_sample(r) for r in (1.0, 0.0, 0.5)], "rloo") == [0.75, -0.75, 0.0]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_an_invalid_reward_is_refused(bad):
-    with pytest.raises(ValueError, match=r"reward (nan|inf).*left out"):
+    with pytest.raises(ValueError, match=r"reward (nan|inf).*Leave out"):
         advantages_of([make_sample(1.0), make_sample(bad)])
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_order_changes_no_bit(method):
-    """P4: groups go by id, not by position; sums in another order would differ in the last bit."""
+    """P4: groups are formed by id, not by position; sums in another order would differ in the last bit."""
     values = [math.sin(i) * 10**i for i in range(-6, 6)]
     samples = [make_sample(r, group=g, trajectory=f"{g}/{i}") for g in "ab" for i, r in enumerate(values)]
     results = []
@@ -113,13 +113,13 @@ def test_the_same_prompt_twice_is_two_groups():
 
 
 def test_a_trajectory_with_several_rows_counts_once():
-    """Three rows of the trajectory with reward 1 must not pull the mean from 1/2 to 3/4."""
+    """Three rows of the trajectory with reward 1 must not change the mean from 1/2 to 3/4."""
     rows = [make_sample(1.0, trajectory="g/0", row=i) for i in range(3)] + [make_sample(0.0, trajectory="g/1")]
     assert advantages_of(rows, "dr_grpo") == [0.5, 0.5, 0.5, -0.5]
 
 
 def test_answers_that_were_cut_off_count_in_the_statistics_of_their_group():
-    """Under algo.truncated mask, too, as in TRL: (1, 0, 0) has the mean 1/3 also when one of the zeros was cut off."""
+    """Also with algo.truncated mask, as in TRL: the mean of (1, 0, 0) is 1/3 even if one of the zeros was cut off."""
     samples = [make_sample(1.0), make_sample(0.0), make_sample(0.0, truncated=True)]
     assert advantages_of(samples, "dr_grpo", truncated="mask") == pytest.approx([2 / 3, -1 / 3, -1 / 3], rel=1e-6)
 
@@ -143,7 +143,7 @@ def test_metrics_are_sums_with_weights():
 
 
 def kl_sample(reward, trajectory, ref, old=None, row=0):
-    """A row with log-probabilities of its two trained tokens; the policy's are -1 unless `old` says otherwise."""
+    """A row with log-probabilities of its two trained tokens. old: the policy's; they are -1 without it."""
 
     def array(values):
         return None if values is None else np.array([np.nan, *values], dtype=np.float32)
@@ -163,7 +163,7 @@ def test_kl_in_the_reward_enters_tokens_and_group_statistics():
     assert samples[0].advantages.tolist() == [0.0, 0.125, 0.125]
     assert samples[1].advantages.tolist() == [0.0, -0.125, -0.125]
     assert (metric(found, "reward/kl").sum, metric(found, "reward/kl").weight) == (1.5, 4)
-    assert metric(found, "reward/mean").sum == 1.0  # what the graders said, without the KL
+    assert metric(found, "reward/mean").sum == 1.0  # the graders' rewards, without the KL
 
 
 def test_kl_of_all_rows_enters_the_trajectory_once():

@@ -16,7 +16,7 @@ def softmax6():
 
 
 def expected_gradient(kind, logits, ref):
-    """Mean over tokens drawn from the policy of d k(token) / d logits: what an on-policy loss term feeds back."""
+    """Mean of d k(token) / d logits over tokens drawn from the policy: the gradient of an on-policy loss term."""
     logp = logits.log_softmax(0)
     (logp.detach().exp() * kl_estimate(logp, ref, kind)).sum().backward()
     return logits.grad
@@ -87,7 +87,7 @@ def test_equal_logprobs_give_exactly_zero(kind):
 
 
 def test_k3_keeps_its_digits_near_zero_in_float32():
-    """e^d - 1 - d computed as written is rounding noise below d = 1e-3."""
+    """Computed directly, e^d - 1 - d is rounding noise below d = 1e-3."""
     d = torch.tensor([1e-4, 3e-4, -2e-4])
     logp = torch.zeros(3)
     torch.testing.assert_close(kl_estimate(logp, d, "k3"), d * d / 2, rtol=2e-3, atol=0)
@@ -98,5 +98,5 @@ def test_k3_stays_finite_and_never_pushes_the_wrong_way_for_extreme_ratios():
     value = kl_estimate(logp, torch.tensor([-1.0, -1.0, -500.0]), "k3")
     value.sum().backward()
     assert value.isfinite().all() and (value >= 0).all()
-    # Where the policy is far below the reference nothing may lower it further; far above, it is pulled down.
+    # Where the policy is far below the reference, the gradient must not lower it further; far above, it lowers it.
     assert logp.grad.tolist() == [0.0, 0.0, 1.0]

@@ -1,4 +1,4 @@
-"""P1: one denominator for an optimizer step, worked out by hand."""
+"""P1: one denominator for an optimizer step; expected values computed by hand."""
 
 import numpy as np
 import pytest
@@ -54,7 +54,7 @@ def test_golden_weights(aggregation, short, long):
     ],
 )
 def test_answers_that_were_cut_off_are_in_no_denominator(aggregation, weight):
-    """algo.truncated mask: one row of two trained tokens is left, as if the others were not there."""
+    """With algo.truncated mask only one row, of two trained tokens, is counted."""
     rows = [make_row([0, 1, 1]), make_row([0, 1, 1, 1]), make_row([1])]
     for row in rows[1:]:
         row.truncated = True

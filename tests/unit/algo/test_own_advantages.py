@@ -1,4 +1,4 @@
-"""A user-defined advantage gets all groups of the step, and what it returns is checked."""
+"""A user-defined advantage gets all groups of the step, and its result is checked."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ def two_groups():
     return [make_sample(r, group="a") for r in (1.0, 0.0)] + [make_sample(r, group="b") for r in (4.0, 2.0, 0.0)]
 
 
-def test_it_sees_every_group_of_the_step():
+def test_the_function_gets_all_groups_of_the_step():
     """Centred rewards 0.5, -0.5 and 2, 0, -2: their deviation is sqrt((0.25 + 0.25 + 4 + 4) / 5)."""
     samples = two_groups()
     found = assign_advantages(samples, own("batch_scaled"))
@@ -27,27 +27,27 @@ def test_it_sees_every_group_of_the_step():
     assert metric(found, "reward/mean").sum == 7.0 and metric(found, "reward/groups_without_signal").sum == 0
 
 
-def test_a_trajectory_with_several_rows_is_one_of_its_group():
+def test_a_trajectory_with_several_rows_counts_once_in_its_group():
     rows = [make_sample(1.0, trajectory="g/0", row=i) for i in range(3)] + [make_sample(0.0, trajectory="g/1")]
     assign_advantages(rows, own("batch_scaled"))
     assert [row.advantages[1] for row in rows] == pytest.approx([1, 1, 1, -1], rel=1e-5)
 
 
-def test_it_may_differ_from_token_to_token_and_row_to_row():
+def test_advantages_may_differ_between_tokens_and_rows():
     rows = [make_sample(6.0, trajectory="g/0", row=i, mask=[0, 1] + [1] * i) for i in range(2)]
     assign_advantages(rows, own("by_token"))
     assert [row.advantages.tolist() for row in rows] == [[0, 3], [0, 3, 2]]
 
 
-def test_groups_of_one_and_equal_rewards_are_its_own_affair():
+def test_the_function_decides_about_groups_of_one_and_equal_rewards():
     """The built-in baselines give them 0; a function may have another baseline than the group."""
     sample = make_sample(6.0)
     found = assign_advantages([sample], own("by_token"))
     assert sample.advantages.tolist() == [0, 3, 2] and metric(found, "reward/groups_of_one").sum == 1
 
 
-def test_rewards_are_less_the_kl_that_stands_in_the_reward():
-    """As in the built-in case: 1 - 0.5 * 1.5 = 0.25 against 0, so -+0.125, scaled by their deviation 0.125."""
+def test_the_function_gets_rewards_less_the_kl():
+    """As with a built-in advantage: the rewards are 1 - 0.5 * 1.5 = 0.25 and 0, so centred +-0.125."""
     samples = [kl_sample(1.0, "g/0", ref=(-1.5, -2.0)), kl_sample(0.0, "g/1", ref=(-1.0, -1.0))]
     assign_advantages(samples, own("by_token", kl=KlConfig(coef=0.5, estimator="k1", place="reward")))
     assert samples[0].advantages.tolist() == pytest.approx([0, 0.125, 0.25 / 3])
@@ -56,18 +56,18 @@ def test_rewards_are_less_the_kl_that_stands_in_the_reward():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("of_the_first_group", "groups: there are 2, but 1 came back"),
-        ("of_nothing", "groups: there are 2, but a NoneType came back"),
-        ("of_half_a_group", "trajectories of group 'a': there are 2, but 1 came back"),
+        ("of_the_first_group", "groups: there are 2, but the function returned 1"),
+        ("of_nothing", "groups: there are 2, but the function returned a NoneType"),
+        ("of_half_a_group", "trajectories of group 'a': there are 2, but the function returned 1"),
         ("of_three_tokens", r"shape \[99\]; it must be a number, or an array with one for each of the row's 3 tokens"),
         ("not_finite", "is inf; it must be finite"),
     ],
 )
-def test_what_does_not_fit_is_refused(name: str, message: str):
+def test_an_invalid_result_is_refused(name: str, message: str):
     with np.errstate(all="ignore"), pytest.raises(ValueError, match=f"algo.advantage own_algorithms:{name}.*{message}"):
         assign_advantages(two_groups(), own(name))
 
 
-def test_a_name_that_is_none_is_refused():
+def test_an_unknown_name_is_refused():
     with pytest.raises(ConfigError, match=r"algo.advantage is 'gpro'; allowed: grpo, dr_grpo, rloo, .*mean 'grpo'"):
         assign_advantages(two_groups(), AlgoConfig(advantage="gpro"))

@@ -1,4 +1,4 @@
-"""A user-defined loss: what it gets, what the engine adds, and what it must not return."""
+"""A user-defined loss: its inputs, the terms that the engine adds, and checks of its result."""
 
 import dataclasses
 import itertools
@@ -11,13 +11,13 @@ import torch
 from tiny_samples import random_groups
 
 from meshrl.algo.losses import LossInputs, make_policy_loss
-from meshrl.config.algo import AlgoConfig, KlConfig, OwnLossConfig
+from meshrl.config.algo import AlgoConfig, KlConfig, UserLossConfig
 from meshrl.core.batch import Batch, Outputs
 from meshrl.train.packing import pack
 
 
 def own(name: str, **args) -> AlgoConfig:
-    return AlgoConfig(loss=OwnLossConfig(kind=f"own_algorithms:{name}", **args), kl=KlConfig(coef=0.1))
+    return AlgoConfig(loss=UserLossConfig(kind=f"own_algorithms:{name}", **args), kl=KlConfig(coef=0.1))
 
 
 def packed(on_policy: bool = False) -> tuple[Outputs, Batch]:
@@ -62,10 +62,10 @@ def test_a_row_is_reduced_over_its_own_tokens_and_so_is_its_gradient():
 
 @pytest.mark.parametrize("on_policy", [False, True])
 def test_sequence_ratios_of_packed_rows_equal_those_of_each_row_alone(on_policy: bool):
-    """A mean over the whole pack, or over prompt and answer, would be as plausible a number."""
+    """A mean over the complete pack, or over prompt and answer, would be a plausible, but wrong number."""
     outputs, batch = packed(on_policy)
     clip_low, clip_high, weight = 0.3, 0.4, batch.loss_weight
-    cfg = AlgoConfig(loss=OwnLossConfig(kind="own_algorithms:gspo", clip_low=clip_low, clip_high=clip_high))
+    cfg = AlgoConfig(loss=UserLossConfig(kind="own_algorithms:gspo", clip_low=clip_low, clip_high=clip_high))
     value, grad, metrics = run(cfg, outputs, batch)
     new, total, expected, ratios = outputs.logprobs.numpy(), 0.0, np.zeros(batch.num_tokens), []
     bounds = batch.cu_seqlens.tolist()
@@ -93,7 +93,7 @@ def test_sequence_ratios_of_packed_rows_equal_those_of_each_row_alone(on_policy:
 
 def test_the_engine_adds_kl_and_entropy_to_any_loss():
     outputs, batch = packed()
-    plain = AlgoConfig(loss=OwnLossConfig(kind="own_algorithms:of_anything", x=1))
+    plain = AlgoConfig(loss=UserLossConfig(kind="own_algorithms:of_anything", x=1))
     value, _, metrics = run(plain.model_copy(update={"kl": KlConfig(coef=0.1), "entropy_coef": 0.01}), outputs, batch)
     without, _, _ = run(plain, outputs, batch)
     terms = 0.1 * metrics["loss/kl"].sum - 0.01 * float((batch.loss_weight * outputs.entropy)[batch.mask].sum())
@@ -102,7 +102,7 @@ def test_the_engine_adds_kl_and_entropy_to_any_loss():
 
 
 @pytest.mark.parametrize("poison", [math.nan, 1e6])
-def test_what_is_not_trained_is_never_seen(poison: float):
+def test_untrained_tokens_are_never_read(poison: float):
     """P5: masked positions, and tokens of weight 0, which belong to answers that are left out."""
     outputs, batch = packed()
     out = torch.zeros_like(batch.mask)
@@ -133,11 +133,11 @@ def test_a_micro_batch_without_a_trained_token_never_reaches_the_function():
         ("mean", r"the loss is \[\]; .* here \[22\]"),
         ("bare", "returned a Tensor; it must return the loss of each token and a dict"),
         ("measures_a_mean", r"entropy_mean is \[\]"),
-        ("measures_the_engines", r"measures \['kl'\], which the engine does"),
+        ("measures_the_engines", r"measures \['kl'\], which are names of the engine's metrics"),
         ("detached", "has no gradient"),
     ],
 )
-def test_what_a_loss_may_not_return_is_refused_by_name(name: str, message: str):
+def test_an_invalid_result_of_a_loss_is_refused_with_the_functions_name(name: str, message: str):
     with pytest.raises(ValueError, match=f"algo.loss.kind own_algorithms:{name}.*{message}"):
         run(own(name), *packed())
 

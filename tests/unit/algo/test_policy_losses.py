@@ -19,7 +19,7 @@ FULL = AlgoConfig(
 
 
 def make_batch(length, **fields):
-    """One row; every per-token field given is a list or tensor over its tokens."""
+    """One row; each given per-token field is a list or tensor over its tokens."""
     tensors = {k: torch.as_tensor(v, dtype=torch.bool if k == "mask" else torch.float32) for k, v in fields.items()}
     return Batch(
         tokens=torch.zeros(length, dtype=torch.long),
@@ -53,10 +53,10 @@ def one_token(advantage, ratio, loss=None, **cfg):
         (2.0, 1.0, -2.0, -2.0, ""),
         (2.0, 1.25, -2.5, -2.5, ""),  # inside: above 1.2, the symmetric bound
         (2.0, 1.5, -2.56, 0.0, "high"),  # -2 * 1.28
-        (2.0, 0.5, -1.0, -1.0, ""),  # a good token that became rarer is pulled up, however far
+        (2.0, 0.5, -1.0, -1.0, ""),  # a good token that became less likely is raised without a limit
         (-2.0, 0.5, 1.6, 0.0, "low"),  # 2 * 0.8
         (-2.0, 0.9, 1.8, 1.8, ""),
-        (-2.0, 1.5, 3.0, 3.0, ""),  # a bad token that became more likely is pushed down
+        (-2.0, 1.5, 3.0, 3.0, ""),  # a bad token that became more likely is lowered
         (0.0, 1.5, 0.0, 0.0, ""),
     ],
 )
@@ -81,12 +81,12 @@ def test_dual_clip_golden_values(advantage, ratio, value, gradient, clipped):
     assert metrics["loss/clip_fraction_dual"].sum == clipped
 
 
-def test_without_dual_clip_the_loss_is_unbounded_and_no_metric_pretends_otherwise():
+def test_without_dual_clip_the_loss_is_unbounded_and_has_no_dual_clip_metric():
     got, _, metrics = one_token(-2.0, 5.0)
     assert got == pytest.approx(10.0, rel=1e-5) and "loss/clip_fraction_dual" not in metrics
 
 
-def test_an_absurd_ratio_stays_finite():
+def test_an_extreme_ratio_stays_finite():
     """The log-ratio of 200 would be inf in float32; cut at 20 it is finite and gives no gradient."""
     new = torch.tensor([-1.0], requires_grad=True)
     value, metrics = make_policy_loss(AlgoConfig())(
@@ -153,13 +153,13 @@ def test_kl_in_the_reward_does_not_enter_the_loss():
         (AlgoConfig(entropy_coef=0.1), {"advantages": [1.0]}, "no entropy"),
     ],
 )
-def test_what_is_missing_is_named(cfg, fields, message):
+def test_a_missing_field_is_named(cfg, fields, message):
     with pytest.raises(ValueError, match=message):
         make_policy_loss(cfg)(Outputs(logprobs=torch.tensor([-1.0])), make_batch(1, **fields))
 
 
 def random_case(length=48, seed=0):
-    """A batch in which every term is at work, about half of it masked, and the outputs for it."""
+    """Outputs and a batch in which every term has an effect; about half of the tokens are masked."""
     g = torch.Generator().manual_seed(seed)
     draw = lambda scale=1.0: torch.randn(length, generator=g) * scale  # noqa: E731
     logprobs = -draw().abs()
@@ -215,11 +215,11 @@ def part(value, cut):
 @pytest.mark.parametrize("loss", [make_policy_loss(FULL), sft_loss()], ids=["policy", "sft"])
 @pytest.mark.parametrize("cuts", [[0, 48], [0, 1, 17, 30, 48], list(range(49))], ids=["one", "four", "each"])
 def test_sums_and_metrics_do_not_depend_on_the_partition(loss, cuts):
-    """P1, P13: batches may be cut anywhere, all-masked pieces included; sums and weights add up to the same."""
+    """P1, P13: batches may be cut anywhere, also into parts without trained tokens; sums and weights stay the same."""
     outputs, batch = random_case()
-    whole, _, _, expected = run(loss, outputs, batch)
+    unsplit, _, _, expected = run(loss, outputs, batch)
     pieces = [run(loss, part(outputs, slice(a, b)), part(batch, slice(a, b))) for a, b in itertools.pairwise(cuts)]
-    torch.testing.assert_close(sum(p[0] for p in pieces), whole, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(sum(p[0] for p in pieces), unsplit, rtol=1e-6, atol=1e-7)
     for metric in expected:
         merged = [m for p in pieces for m in p[3] if m.name == metric.name]
         if metric.reduce == "max":

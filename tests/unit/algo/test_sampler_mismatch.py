@@ -1,4 +1,4 @@
-"""P15: the numbers behind the behaviour proof."""
+"""P15: the numbers of the behaviour proof."""
 
 import math
 
@@ -14,7 +14,7 @@ def values(sampled, scored, mask, row_lengths=None):
 
 
 def test_golden_values_under_the_mask():
-    """Differences 0.5 and -0.25 at two trained tokens; the masked ones hold anything."""
+    """Differences 0.5 and -0.25 at two trained tokens; masked tokens may have any value."""
     sampled = torch.tensor([math.nan, -1.0, -2.0, 1e6])
     scored = torch.tensor([5.0, -0.5, -2.25, math.nan])
     got = values(sampled, scored, torch.tensor([False, True, True, False]))
@@ -30,20 +30,20 @@ def test_equal_logprobs_are_exactly_zero():
 
 
 @pytest.mark.parametrize("broken", [math.nan, -math.inf])
-def test_broken_numbers_pass_no_threshold(broken):
+def test_numbers_that_are_not_finite_are_above_any_threshold(broken):
     """NaN > threshold is False: a mismatch that is not a number must count as infinite."""
     got = values(torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, broken]), torch.tensor([True, True]))
     assert got["logprob_abs_diff_mean"][0] == math.inf and got["logprob_abs_diff_max"][0] == math.inf
 
 
-def test_nothing_trained_weighs_nothing():
+def test_without_trained_tokens_the_weight_is_0():
     got = values(torch.tensor([math.nan]), torch.tensor([0.0]), torch.tensor([False]))
     largest = {"logprob_abs_diff_max": (0.0, 1.0), "logprob_abs_diff_row": (0.0, 1.0)}
     assert got == {"logprob_abs_diff_mean": (0.0, 0), "sampler_kl": (0.0, 0), **largest}
 
 
-def test_the_worst_row_is_seen_however_many_are_fine():
-    """One stale row of 40 tokens among 99 good ones; short rows are weighed as if they had 32 tokens."""
+def test_one_bad_row_is_seen_among_many_good_ones():
+    """One stale row of 40 tokens among 99 good ones; the means of short rows are taken over 32 tokens."""
     lengths = [40] * 100
     sampled, stale = torch.full((4000,), -1.0), torch.zeros(4000)
     stale[400:440] = 0.5

@@ -1,4 +1,4 @@
-"""What becomes of a turn that is under way when new weights come, by policy; each token has its version (P17)."""
+"""What happens to running turns when new weights arrive, by policy; each token has its version (P17)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from test_lost_trainers import running, step, synced
 from tiny_engines import ask
 
 from meshrl.cluster.actors import RankWorker
-from meshrl.cluster.groups import sync_weights
+from meshrl.cluster.weight_sync import sync_weights
 
 pytestmark = pytest.mark.timeout(300)  # ranks start slowly on a machine that does much else
 CONTEXT, LENGTH = [5, 3, 9, 4], 240
 
 
 @pytest.mark.parametrize("policy", ["keep", "abort", "restart"])
-def test_turns_under_way_are_kept_moved_or_begun_anew(tmp_path, policy):
+def test_running_turns_are_kept_aborted_or_restarted_at_a_sync(tmp_path, policy):
     async def body() -> None:
         async with running(tmp_path, num_train_ranks=1) as groups:
             trainer, rollouts, layout = await synced(groups)

@@ -1,4 +1,4 @@
-"""What the variables of torchrun make of a process, and the runs that they don't fit."""
+"""The role of a process under torchrun's environment variables, and configs that do not fit them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_rank_0_of_several_is_the_controller_and_the_others_follow(launched):
     assert is_launched() and is_follower()
     launched.setenv("WORLD_SIZE", "1")
     launched.setenv("RANK", "0")
-    assert not is_launched(), "one process is a run as any other"
+    assert not is_launched(), "one process is a normal run"
     launched.delenv("MASTER_ADDR")
     launched.setenv("WORLD_SIZE", "3")
     assert not is_launched()
@@ -39,6 +39,6 @@ def test_rank_0_of_several_is_the_controller_and_the_others_follow(launched):
         ("cluster.executor=inline", "cluster.executor is inline, but torchrun"),
     ],
 )
-def test_a_run_that_does_not_fit_is_refused_at_once(launched, tmp_path: Path, override: str, complaint: str):
+def test_a_config_that_does_not_fit_torchrun_is_refused(launched, tmp_path: Path, override: str, complaint: str):
     with pytest.raises(ConfigError, match=complaint):
         train(write_run(tmp_path), "run", override)

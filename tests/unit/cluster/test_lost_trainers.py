@@ -1,4 +1,4 @@
-"""Lost train ranks are put back while samplers stay, and no loss waits for the next command to be seen (P26)."""
+"""Lost train ranks are replaced while samplers keep running; a loss is noticed before the next command (P26)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from tiny_samples import random_samples, weigh
 
 from meshrl.algo.losses import sft_loss
 from meshrl.cluster.actors import RankWorker
-from meshrl.cluster.groups import RolloutGroup, TrainGroup, sync_weights
+from meshrl.cluster.groups import RolloutGroup, TrainGroup
 from meshrl.cluster.launch import Groups, launched
+from meshrl.cluster.weight_sync import sync_weights
 from meshrl.config.cluster import ClusterConfig, Deadlines
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
@@ -45,7 +46,7 @@ async def running(
     sync_deadline_s: float | None = None,
     **rollout: Any,
 ) -> AsyncIterator[Groups]:
-    """Train ranks of a tiny model, and ranks that only sample: the last."""
+    """Train ranks of a tiny model; after them, ranks that only sample."""
     tiny_qwen2(max_position_embeddings=32_768).save_pretrained(folder / "model")
     async with launched(
         ModelConfig(path=str(folder / "model"), dtype="float32"),
@@ -65,7 +66,7 @@ async def running(
 
 
 async def synced(groups: Groups) -> tuple[TrainGroup, RolloutGroup, Layout]:
-    """Both groups, with the trainer's first version at the samplers, and what their syncs carry."""
+    """Both groups, with the trainer's first version in the samplers, and the layout of their syncs."""
     trainer, rollouts = groups.trainer, groups.rollouts
     assert trainer is not None and rollouts is not None
     layout = await trainer.layout(20_000)
@@ -85,12 +86,12 @@ async def _pids(groups: Groups) -> list[int]:
 async def step(trainer: TrainGroup) -> float:
     """One optimizer step; its gradient's norm."""
     samples = weigh(random_samples(0, [9, 12, 5, 7]))
-    await trainer.forward_backward(samples, trainer.plan(samples), sft_loss())
+    await trainer.forward_backward(samples, trainer.batch_plan(samples), sft_loss())
     return (await trainer.optim_step(1e-2)).grad_norm
 
 
 def kill_at_the_first_transfer(worker: RankWorker, process: int) -> None:
-    """End another rank's process when the next sync has brought this rank something."""
+    """Kill another rank's process when this rank receives the first transfer of the next sync."""
     receive = EmbeddedEngine.receive
 
     async def received(self: EmbeddedEngine, delivery: Delivery) -> None:
@@ -101,26 +102,26 @@ def kill_at_the_first_transfer(worker: RankWorker, process: int) -> None:
     EmbeddedEngine.receive = received  # type: ignore[method-assign]
 
 
-def _when(groups: Groups, awaited: Any, deed: Callable[[], Any]) -> None:
-    """Do something once, as soon as any rank has answered its first call of this method from now on."""
-    call, todo = groups.executor.call, [deed]
+def _when(groups: Groups, awaited: Any, action: Callable[[], Any]) -> None:
+    """Call `action` once, when a rank has answered the next call of this method."""
+    call, todo = groups.executor.call, [action]
 
-    async def watching(rank: int, method: Any, *args: Any) -> Any:
+    async def observed(rank: int, method: Any, *args: Any) -> Any:
         answer = await call(rank, method, *args)
         if method is awaited and todo:
             todo.pop()()
         return answer
 
-    groups.executor.call = watching  # type: ignore[method-assign]
+    groups.executor.call = observed  # type: ignore[method-assign]
 
 
 def _run(body: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(asyncio.wait_for(body(), 250))
 
 
-def test_a_train_rank_that_dies_while_nobody_asks_it_anything_ends_the_wait_and_is_replaced(tmp_path):
-    """P26: in the middle of a grading, say. The other train rank goes with it, the sampler stays; and the new ranks
-    meet each other, not what the old ones left where they met."""
+def test_a_train_rank_that_dies_while_it_is_idle_ends_the_wait_and_is_replaced(tmp_path):
+    """P26: for example during a grading. The other train rank is ended too, the sampler keeps running. The new ranks
+    have another rendezvous than the old ones."""
 
     async def body() -> None:
         async with running(tmp_path, num_train_ranks=2) as groups:
@@ -140,15 +141,15 @@ def test_a_train_rank_that_dies_while_nobody_asks_it_anything_ends_the_wait_and_
                 await asyncio.sleep(600)
             with pytest.raises(RankFailure) as later:
                 await groups.executor.call(0, pid)
-            assert later.value is failure.value, "all that train are lost with it"
+            assert later.value is failure.value, "all train ranks are lost with it"
             assert groups.can_restart_after(failure.value)
-            endless.cancel()  # as the loop does with all that it had asked
+            endless.cancel()  # as the loop does with all its requests
             assert (await groups.executor.call(2, RankWorker.stats)).running == 1
             await groups.restart_trainers(layout)
-            assert running_at_restart == [0], "the samplers have dropped what the run asked before"
+            assert running_at_restart == [0], "the samplers have dropped earlier requests"
             after = await _pids(groups)
             assert after[2] == before[2] and not {*after[:2]} & {*before[:2]}
-            assert await step(trainer) == norm, "they hold the folder's model again, and meet"
+            assert await step(trainer) == norm, "they have the folder's model again, and a process group"
             await sync_weights(trainer, rollouts, layout)
             turn = await rollouts.generate(ask("a", [5, 3]))
             assert len(turn.output_ids) == 16
@@ -156,9 +157,9 @@ def test_a_train_rank_that_dies_while_nobody_asks_it_anything_ends_the_wait_and_
     _run(body)
 
 
-def test_a_sync_that_a_death_cut_in_the_middle_leaves_samplers_that_the_next_full_one_makes_usable(tmp_path):
-    """P15, P27: with the checkpoint's version, which is below the one the sampler had; and what was asked of it before
-    is forgotten, so that the same requests can come again."""
+def test_after_a_sync_that_a_lost_rank_interrupted_the_next_full_sync_makes_samplers_usable(tmp_path):
+    """P15, P27: with the checkpoint's version, which is lower than the sampler's; and earlier requests are dropped, so
+    that the same requests can be sent again."""
     context = [5, 3, 9, 4]
 
     async def body() -> None:
@@ -191,8 +192,8 @@ def test_a_sync_that_a_death_cut_in_the_middle_leaves_samplers_that_the_next_ful
     _run(body)
 
 
-def test_ranks_that_are_lost_while_they_start_can_be_started_once_more(tmp_path):
-    """The one that had come up goes with the other."""
+def test_ranks_that_are_lost_while_they_start_can_be_started_again(tmp_path):
+    """The rank that had started is ended with the other."""
 
     async def body() -> None:
         async with running(tmp_path, num_train_ranks=2) as groups:
@@ -219,8 +220,9 @@ def test_ranks_that_are_lost_while_they_start_can_be_started_once_more(tmp_path)
     _run(body)
 
 
-def test_a_sampler_that_dies_while_nobody_asks_it_anything_is_replaced_at_once(tmp_path):
-    """P26: and has its weights, without a sync, before it is asked. When it may not be replaced, the wait ends."""
+def test_a_sampler_that_dies_while_it_is_idle_is_replaced_at_once(tmp_path):
+    """P26: and gets its weights before its first request, without a sync of the others. If it may not be replaced, the
+    wait ends."""
 
     async def body() -> None:
         async with running(tmp_path, num_train_ranks=1, max_restarts=1) as groups:
@@ -244,14 +246,14 @@ def test_a_sampler_that_dies_while_nobody_asks_it_anything_is_replaced_at_once(t
             os.kill(after[1], signal.SIGKILL)
             with pytest.raises(RankFailure, match="rank 1 failed") as failure, failures_raised(groups):
                 await asyncio.sleep(600)
-            assert "1 lost ranks were replaced before it" in "".join(failure.value.__notes__)
+            assert "1 lost ranks had already been replaced" in "".join(failure.value.__notes__)
             assert not groups.can_restart_after(failure.value)
 
     _run(body)
 
 
 def test_a_new_sampler_waits_for_the_sync_while_the_trainer_is_between_two_versions(tmp_path):
-    """P15: after an optimizer step the trainer's weights are no longer those that its version names."""
+    """P15: after an optimizer step the trainer's weights are no longer those of its version."""
 
     async def body() -> None:
         async with running(tmp_path, num_train_ranks=1) as groups:
@@ -259,7 +261,7 @@ def test_a_new_sampler_waits_for_the_sync_while_the_trainer_is_between_two_versi
             await step(trainer)
             os.kill((await _pids(groups))[1], signal.SIGKILL)
             asked = asyncio.ensure_future(rollouts.generate(ask("a", [5, 3, 9])))
-            while rollouts.num_restarts == 0 or rollouts.mending.locked():
+            while rollouts.num_restarts == 0 or rollouts.replacing.locked():
                 await asyncio.sleep(0.05)
             assert not asked.done()
             await sync_weights(trainer, rollouts, layout)
@@ -268,8 +270,8 @@ def test_a_new_sampler_waits_for_the_sync_while_the_trainer_is_between_two_versi
     _run(body)
 
 
-def test_a_sampler_that_is_lost_again_gets_no_weights_that_have_moved_meanwhile(tmp_path):
-    """P15: between the two replacements the trainer makes a step, so what it has is not what its version names."""
+def test_a_sampler_that_is_lost_twice_gets_no_weights_of_an_unfinished_version(tmp_path):
+    """P15: the trainer makes a step between the two replacements, so its weights are not those of its version."""
 
     async def body() -> None:
         async with running(tmp_path, num_train_ranks=1) as groups:
@@ -283,7 +285,7 @@ def test_a_sampler_that_is_lost_again_gets_no_weights_that_have_moved_meanwhile(
             _when(groups, RankWorker.sync_state, lose_it_again)
             os.kill((await _pids(groups))[1], signal.SIGKILL)
             asked = asyncio.ensure_future(rollouts.generate(ask("a", [5, 3, 9])))
-            while rollouts.num_restarts < 2 or rollouts.mending.locked():
+            while rollouts.num_restarts < 2 or rollouts.replacing.locked():
                 await asyncio.sleep(0.05)
             await moving[0]
             await asyncio.sleep(0.5)
@@ -295,7 +297,7 @@ def test_a_sampler_that_is_lost_again_gets_no_weights_that_have_moved_meanwhile(
 
 
 def die_when_a_sync_begins(worker: RankWorker) -> None:
-    """Before it has joined the others, which come to the same address and wait there."""
+    """Before it has joined the broadcast group; the other ranks wait for it."""
 
     async def sync(self: RankWorker, *args: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -303,9 +305,9 @@ def die_when_a_sync_begins(worker: RankWorker) -> None:
     RankWorker.sync = sync  # type: ignore[method-assign, assignment]
 
 
-def test_a_sampler_that_dies_where_a_broadcast_gathers_is_replaced_and_all_gather_anew(tmp_path):
-    """P26: what waits for it there fails too, and first; that is not to blame, and stays. No rank comes to the old
-    address again."""
+def test_a_sampler_that_dies_while_a_broadcast_group_forms_is_replaced_and_a_new_group_forms(tmp_path):
+    """P26: the ranks that wait for it fail first; they are not the cause and are not replaced. The new group has
+    another address."""
 
     async def body() -> None:
         more = {"sync_transport": "broadcast", "sync_deadline_s": 16.0}
@@ -314,28 +316,28 @@ def test_a_sampler_that_dies_where_a_broadcast_gathers_is_replaced_and_all_gathe
             assert trainer is not None and rollouts is not None
             layout = await trainer.layout(20_000)
             await rollouts.reconcile(layout)
-            before, occasions = await _pids(groups), list[tuple[int, str]]()
+            before, connection_ids = await _pids(groups), list[tuple[int, str]]()
 
-            async def watching(rank: int, method: Any, *args: Any) -> Any:
+            async def observed(rank: int, method: Any, *args: Any) -> Any:
                 if method is RankWorker.sync:
-                    occasions.append((rank, args[0].occasion))
+                    connection_ids.append((rank, args[0].connection_id))
                 return await call(rank, method, *args)
 
             await call(2, die_when_a_sync_begins)
-            groups.executor.call = watching  # type: ignore[method-assign]
+            groups.executor.call = observed  # type: ignore[method-assign]
             acks = await sync_weights(trainer, rollouts, layout)
-            assert [(ack.version, ack.wire, ack.resident) for ack in acks] == [(0, True, True)] * 2
+            assert [(ack.version, ack.wire, ack.read_back) for ack in acks] == [(0, True, True)] * 2
             assert (rollouts.num_restarts, rollouts.num_failed_syncs) == (1, 1)
             after = await _pids(groups)
             assert after[:2] == before[:2] and after[2] != before[2]
-            assert [rank for rank, _ in occasions] == [0, 1, 2] * 2
-            first, second = ({occasion for _, occasion in part} for part in (occasions[:3], occasions[3:]))
+            assert [rank for rank, _ in connection_ids] == [0, 1, 2] * 2
+            first, second = ({found for _, found in part} for part in (connection_ids[:3], connection_ids[3:]))
             assert len(first) == len(second) == 1 and first != second
             turns = [await call(rank, RankWorker.generate, ask("a", [5, 3, 9, 4], seed=7)) for rank in (1, 2)]
             assert turns[0].output_ids.tolist() == turns[1].output_ids.tolist()
             assert np.array_equal(turns[0].logprobs, turns[1].logprobs) and set(turns[1].versions) == {0}
             await step(trainer)
             await sync_weights(trainer, rollouts, layout)
-            assert {occasion for _, occasion in occasions[6:]} == second, "the group that has formed is kept"
+            assert {found for _, found in connection_ids[6:]} == second, "the new group is reused"
 
     _run(body)

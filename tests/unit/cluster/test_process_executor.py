@@ -1,6 +1,6 @@
-"""One process a rank: answers, failures that name rank and phase, and nobody left behind (P26, P31).
+"""One process for each rank: answers, failures that name rank and phase, and no process left behind (P26, P31).
 
-The deeds below run inside the ranks: an executor calls any module-level function that takes the RankWorker first.
+An executor calls any module-level function with a RankWorker as its first argument; some below run inside the ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from living_processes import is_living, living_below
+from running_processes import is_running_process, running_descendants
 from tiny_models import tiny_qwen2
 from tiny_samples import random_samples, weigh
 from tiny_specs import worker_spec
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.timeout(300)  # ranks start slowly on a machine that do
 
 
 def _specs(count: int, *, train: bool = False, folder: Path = Path("unused")) -> list[WorkerSpec]:
-    """Ranks that train a tiny model, or ranks that hold nothing and start in the time torch takes."""
+    """Ranks that train a tiny model, or ranks without engines, which start faster."""
     return [
         worker_spec(
             rank=rank,
@@ -60,11 +60,11 @@ def _specs(count: int, *, train: bool = False, folder: Path = Path("unused")) ->
 
 
 def _workers() -> list[psutil.Process]:
-    return living_below(r"meshrl\.cluster\.worker")
+    return running_descendants(r"meshrl\.cluster\.worker")
 
 
 def _with(specs: list[WorkerSpec], body: Callable[[ProcessExecutor], Awaitable[None]]) -> None:
-    """Start, run the body, close; nobody may be left, whatever happened."""
+    """Start, run the body, close; no process may be left, also after a failure."""
 
     async def main() -> None:
         executor = ProcessExecutor(specs)
@@ -81,7 +81,7 @@ def _with(specs: list[WorkerSpec], body: Callable[[ProcessExecutor], Awaitable[N
         assert not _workers()
 
 
-# ---- deeds
+# ---- functions that run in the ranks
 
 
 def echo(worker: RankWorker, value: Any) -> tuple[int, int, Any]:
@@ -94,7 +94,7 @@ def remember(worker: RankWorker, value: int) -> list[int]:
 
 
 async def meet(worker: RankWorker, mine: int, other: int) -> int:
-    """Ends only when the other meeting has begun: tasks interleave in a rank."""
+    """Ends only when the other call has begun: tasks interleave in a rank."""
     worker.here = {*getattr(worker, "here", set()), mine}
     while other not in worker.here:
         await asyncio.sleep(0)
@@ -108,7 +108,7 @@ class Unpicklable(Exception):
 
 
 def misbehave(worker: RankWorker, how: str) -> None:
-    """One way to go wrong in the middle of a phase."""
+    """Fail in the middle of a phase, in one of several ways."""
     if how == "raise":
         raise KeyError("no such row")
     if how == "unpicklable":
@@ -174,8 +174,8 @@ FAULTS = {
     [pytest.param(h, marks=pytest.mark.slow) if h in ("unpicklable", "SIGSEGV", "SIGSTOP") else h for h in FAULTS],
 )
 def test_a_rank_that_fails_in_a_collective_ends_the_run_and_is_named(how, tmp_path):
-    """P26: the others wait in the collective for ever; where they stand is told, they are ended, and no later call is
-    taken. Rank 0 is asked first, so its deadline is the first to pass; it is not to blame."""
+    """P26: the others wait in the collective for ever; their stacks are reported, they are ended, and later calls raise
+    the failure. Rank 0 is called first, so it misses its deadline first; it is not the cause."""
     tiny_qwen2().save_pretrained(tmp_path)
 
     async def body(executor: ProcessExecutor) -> None:
@@ -185,7 +185,7 @@ def test_a_rank_that_fails_in_a_collective_ends_the_run_and_is_named(how, tmp_pa
         _, waiting = await asyncio.wait(calls, timeout=60.0)
         assert not waiting, "a call waits for its deadline, although the failure is known"
         failures = [r for r in await asyncio.gather(*calls, return_exceptions=True) if isinstance(r, RankFailure)]
-        assert len(failures) == 2 and failures[0] is failures[1], "the first failure is everybody's"
+        assert len(failures) == 2 and failures[0] is failures[1], "all calls raise the same failure"
         (failure, _) = failures
         assert (failure.rank, failure.phase) == (1, "meet_or_misbehave")
         assert re.search(FAULTS[how], failure.cause), failure.cause
@@ -194,7 +194,7 @@ def test_a_rank_that_fails_in_a_collective_ends_the_run_and_is_named(how, tmp_pa
         assert "rank 0, in phase 'meet_or_misbehave':" in rest
         assert ("in misbehave" in failure.details) == (how in ("raise", "unpicklable", "sleep"))
         assert "thread 0x" in failure.stacks
-        if how not in ("SIGKILL", "SIGSEGV"):  # gloo tells the other of a death, and it stands there no more
+        if how not in ("SIGKILL", "SIGSEGV"):  # after a death, gloo raises in the other rank
             assert "in barrier" in failure.details and "in meet_or_misbehave" in failure.stacks
         with pytest.raises(RankFailure) as later:
             await executor.call(0, echo, 1)
@@ -209,15 +209,15 @@ def test_a_rank_that_fails_in_a_collective_ends_the_run_and_is_named(how, tmp_pa
 
 
 def raise_or_die_later(worker: RankWorker) -> None:
-    """What a broken collective looks like, seen before the death that broke it."""
+    """An exception of a broken collective, which arrives before the death that caused it."""
     if worker.spec.rank == 0:
         raise ConnectionError("Connection closed by peer")
     time.sleep(0.5)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_an_exception_that_a_death_brought_about_is_not_the_cause(tmp_path, monkeypatch):
-    """P26: the first sign is rank 0's exception, but rank 1 is to blame."""
+def test_an_exception_that_another_ranks_death_caused_is_not_reported_as_the_cause(tmp_path, monkeypatch):
+    """P26: the first sign is rank 0's exception, but rank 1 is the cause."""
     monkeypatch.setattr(processes, "_SETTLE_S", 60.0)  # it ends with the death
     tiny_qwen2().save_pretrained(tmp_path)
 
@@ -229,16 +229,16 @@ def test_an_exception_that_a_death_brought_about_is_not_the_cause(tmp_path, monk
     _with(_specs(2, train=True, folder=tmp_path), body)
 
 
-def test_a_sampler_is_not_blamed_for_another(monkeypatch):
-    """One raises, one is killed and one is stopped: each of them is judged by itself, and no call waits for ever."""
+def test_each_sampler_failure_is_diagnosed_separately(monkeypatch):
+    """One sleeps, one is stopped and one is killed: each failure has its own cause, and no call waits for ever."""
     monkeypatch.setattr(processes, "_SETTLE_S", 0.5)
 
     async def body(executor: ProcessExecutor) -> None:
         executor.specs = [dataclasses.replace(spec, timeout_s=3.0) for spec in executor.specs]
         calls = [executor.call(rank, misbehave, how) for rank, how in enumerate(("sleep", "SIGSTOP", "SIGKILL"))]
-        told = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 60)
-        assert [(f.rank, f.kind) for f in told] == [(0, "silent"), (1, "silent"), (2, "ended")]
-        assert ["is stopped" in f.cause for f in told] == [False, True, False]
+        failures = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 60)
+        assert [(f.rank, f.kind) for f in failures] == [(0, "silent"), (1, "silent"), (2, "ended")]
+        assert ["is stopped" in f.cause for f in failures] == [False, True, False]
 
     _with(_specs(3), body)
 
@@ -255,52 +255,52 @@ async def until(worker: RankWorker, file: str) -> int:
 
 
 def until_the_end_of(worker: RankWorker, pipe: str) -> int:
-    """Of whoever holds the other end."""
+    """Blocks until the process that holds the other end of the pipe ends."""
     with open(pipe, "rb") as end:
         end.read()
     return worker.spec.rank
 
 
-def test_a_rank_that_has_answered_since_is_not_blamed_for_its_silence(tmp_path):
-    """P26: three are silent at once. The first is judged; the second answers meanwhile, and is asked again in the same
-    phase; the third had waited for the first, and answers when that one has been ended."""
+def test_a_rank_that_answers_during_the_diagnosis_is_not_lost(tmp_path):
+    """P26: three ranks miss their deadlines at once. The first is lost. The second answers meanwhile, and gets another
+    call of the same phase. The third waits for the first, and answers when that one has been ended."""
     pipe, first, second = (str(tmp_path / name) for name in ("pipe", "first", "second"))
     os.mkfifo(pipe)
 
     async def body(executor: ProcessExecutor) -> None:
         pids = [(await executor.call(rank, echo, None))[1] for rank in range(3)]
-        patient, take_snapshots = executor.specs, executor._take_snapshots
-        executor.specs = [dataclasses.replace(spec, timeout_s=2.0) for spec in patient]
+        long_deadlines, take_snapshots = executor.specs, executor._take_snapshots
+        executor.specs = [dataclasses.replace(spec, timeout_s=2.0) for spec in long_deadlines]
         methods = ((hold, pipe), (until, first), (until_the_end_of, pipe))
         silent = [asyncio.ensure_future(executor.call(rank, *asked)) for rank, asked in enumerate(methods)]
-        anew, answering = list[asyncio.Future[int]](), itertools.count(1)
+        second_calls, answering = list[asyncio.Future[int]](), itertools.count(1)
 
         async def take_long() -> dict[int, Snapshot]:
-            """Until the next of them has answered."""
+            """Wait until the next of them has answered."""
             if (rank := next(answering)) == 1:
                 while len(executor._suspicions) < 2:
                     await asyncio.sleep(0.01)
-                executor.specs = patient
-                anew.append(asyncio.ensure_future(executor.call(1, until, second)))
+                executor.specs = long_deadlines
+                second_calls.append(asyncio.ensure_future(executor.call(1, until, second)))
                 Path(first).touch()
             await asyncio.wait([silent[min(rank, 2)]], timeout=20)
             return await take_snapshots()
 
         executor._take_snapshots = take_long
-        told, *answers = await asyncio.gather(*silent, return_exceptions=True)
-        assert isinstance(told, RankFailure) and (told.rank, told.kind) == (0, "silent")
+        failure, *answers = await asyncio.gather(*silent, return_exceptions=True)
+        assert isinstance(failure, RankFailure) and (failure.rank, failure.kind) == (0, "silent")
         assert answers == [1, 2]
-        await executor._inquiry
+        await executor._diagnosis
         Path(second).touch()
-        assert await anew[0] == 1
+        assert await second_calls[0] == 1
         assert [(await executor.call(rank, echo, None))[1] for rank in (1, 2)] == pids[1:]
 
     _with(_specs(3), body)
 
 
 @pytest.mark.parametrize("how", ["SIGKILL", "sleep"])
-def test_a_rank_that_only_samples_is_lost_alone_and_replaced(how):
-    """P26: the other rank's calls go on; the lost one's raise until it is replaced."""
+def test_the_loss_of_a_rank_that_only_samples_ends_no_other_rank(how):
+    """P26: the other rank's calls continue; calls of the lost rank raise until it is replaced."""
 
     async def body(executor: ProcessExecutor) -> None:
         other = asyncio.ensure_future(executor.call(0, meet, 1, 2))
@@ -323,7 +323,7 @@ def test_a_rank_that_only_samples_is_lost_alone_and_replaced(how):
 
 
 class Unreadable:
-    """Can be written and not read, as a function that only the controller can import."""
+    """Can be pickled but not unpickled, like a function that only the controller can import."""
 
     def __reduce__(self) -> Any:
         return int, ("no number",)
@@ -342,8 +342,8 @@ def lock(worker: RankWorker) -> Any:
     ],
     ids=["unpicklable argument", "unreadable argument", "unpicklable result"],
 )
-def test_what_can_not_cross_the_channel_fails_at_once(method, arguments, cause, capfd):
-    """P26: nobody would ever answer, so waiting for the deadline would be ten minutes of nothing."""
+def test_arguments_and_results_that_can_not_be_pickled_fail_at_once(method, arguments, cause, capfd):
+    """P26: no answer would ever come, so waiting for the deadline would waste ten minutes."""
 
     async def body(executor: ProcessExecutor) -> None:
         with pytest.raises(RankFailure, match=cause) as error:
@@ -361,7 +361,7 @@ def test_a_training_rank_that_raises_is_named_with_its_traceback(tmp_path):
     async def body(executor: ProcessExecutor) -> None:
         group = TrainGroup(executor)
         samples = weigh(random_samples(0, [9, 12, 5, 7]))
-        plan = group.plan(samples)
+        plan = group.batch_plan(samples)
         report = await group.forward_backward(samples, plan, sft_loss())
         assert sum(m.weight for m in report.metrics if m.name == "loss/nll") == sum(s.mask.sum() for s in samples)
         assert not (await group.optim_step(1e-3)).skipped
@@ -374,15 +374,15 @@ def test_a_training_rank_that_raises_is_named_with_its_traceback(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_rank_that_does_not_come_up_is_named(tmp_path):
-    """P26: an error of our own in start is told as itself, with the rank it came from."""
+def test_a_rank_that_does_not_start_is_named(tmp_path):
+    """P26: a MeshrlError in start is raised unchanged, with a note that names the rank."""
     with pytest.raises(ConfigError, match=r"no config\.json") as error:
         _with(_specs(1, train=True, folder=tmp_path), lambda executor: asyncio.sleep(0))
     assert "in rank 0, phase 'load'" in "".join(error.value.__notes__)
 
 
 def test_no_rank_outlives_a_controller_that_was_killed():
-    """P31: SIGKILL leaves the controller no time to say anything."""
+    """P31: SIGKILL leaves the controller no time to end them."""
     script = """
         import asyncio, sys
         sys.path[:0] = {path!r}
@@ -407,9 +407,9 @@ def test_no_rank_outlives_a_controller_that_was_killed():
     controller.wait()
     controller.stdout.close()
     _, alive = psutil.wait_procs(ranks, timeout=10)
-    assert not [p for p in alive if is_living(p.pid)]
+    assert not [p for p in alive if is_running_process(p.pid)]
 
 
-def test_inline_holds_one_rank_and_says_so():
-    with pytest.raises(ConfigError, match="holds one rank, but 2 were asked for"):
+def test_the_inline_executor_refuses_several_ranks():
+    with pytest.raises(ConfigError, match="has one rank, but the config needs 2"):
         InlineExecutor(_specs(2))

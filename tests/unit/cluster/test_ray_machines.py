@@ -1,7 +1,7 @@
-"""What becomes of a start while Ray does not grant the machines.
+"""What happens to a start while Ray does not grant the machines.
 
-Ray is played by a stand-in that says of a cluster what a real one says: a machine that has gone stays in the list and
-is no longer alive, its placement group stays pending, and whoever waits for one that is removed gets an error.
+A fake Ray behaves like a real cluster: a lost machine remains in the list and is no longer alive, its placement group
+remains pending, and a wait for a placement group that is removed raises an error.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'mesh
 
 
 class Cluster:
-    """Two machines of one core each, which another run holds."""
+    """Two machines with one core each; another run uses them."""
 
     def __init__(self) -> None:
         self.alive = {"10.0.0.1": True, "10.0.0.2": True}
@@ -45,13 +45,13 @@ class Cluster:
 
     def remove_placement_group(self, group: Cluster) -> None:
         self.given_back.append(group)
-        granted, self.granted = self.granted, Future()  # nobody but who waits has it
+        granted, self.granted = self.granted, Future()  # only the waiting task refers to the old one
         granted.set_exception(ray.exceptions.TaskPlacementGroupRemoved())
 
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    """The stand-in in Ray's place, joined already; and an executor with less patience."""
+    """The fake cluster in place of Ray, already joined; and an executor with shorter time limits."""
     from meshrl.cluster import ray as executor
 
     cluster = Cluster()
@@ -66,7 +66,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
 
 
 def start(cluster: Cluster, start_deadline_s: float, meanwhile: Callable[[], None] = lambda: None) -> None:
-    """Start a rank on each machine, as a run does; `meanwhile` comes once the machines are asked for."""
+    """Start a rank on each machine, like a run; `meanwhile` is called when the machines have been requested."""
     from meshrl.cluster.ray import RayExecutor
 
     deadlines = {"start": start_deadline_s}
@@ -82,25 +82,25 @@ def start(cluster: Cluster, start_deadline_s: float, meanwhile: Callable[[], Non
             await asyncio.wait_for(starting, 30)
         finally:
             await executor.close()
-            await asyncio.sleep(0)  # what the removal says arrives
+            await asyncio.sleep(0)  # the error of the removal arrives
 
     asyncio.run(main())
 
 
-def test_a_machine_that_goes_while_ray_grants_them_ends_the_start_long_before_its_deadline(cluster, caplog):
-    """P26: who waits for a machine that has gone would wait for an hour. What was asked for is given back, in peace."""
+def test_a_machine_that_is_lost_while_ray_grants_machines_ends_the_start_long_before_its_deadline(cluster, caplog):
+    """P26: else the run would wait for a lost machine for an hour. The placement group is removed without errors."""
 
     def lose_one() -> None:
         cluster.alive["10.0.0.2"] = False
 
-    with pytest.raises(ConfigError, match=r"needs 2 machines with 1 CPU each .* 1 such: 10\.0\.0\.1 has 1 CPU$"):
+    with pytest.raises(ConfigError, match=r"needs 2 machines with 1 CPU each .* 1 of them: 10\.0\.0\.1 has 1 CPU$"):
         start(cluster, 3600.0, meanwhile=lose_one)
     assert cluster.asked == [[{"CPU": 1}] * 2] and cluster.given_back == [cluster]
-    gc.collect()  # a future that nobody heard says so when it goes
-    assert caplog.messages == [], "an error that nobody asked for is told"
+    gc.collect()  # a future whose exception was never retrieved logs that when it is collected
+    assert caplog.messages == [], "an exception was never retrieved"
 
 
-def test_machines_that_others_hold_are_waited_for_until_the_deadline_of_the_start(cluster):
-    with pytest.raises(RankFailure, match=r"not granted 2 machines with 1 CPU within 0\.6 s; other runs have them"):
+def test_a_run_waits_for_machines_of_other_runs_until_the_deadline_of_the_start(cluster):
+    with pytest.raises(RankFailure, match=r"not granted 2 machines with 1 CPU within 0\.6 s; other runs use them"):
         start(cluster, 0.6)
     assert cluster.given_back == [cluster]

@@ -1,6 +1,6 @@
 """Ranks with node agents: the same answers and failures as on one machine, and no process is left (P26, P31).
 
-The agents are started here by hand, where Ray or torchrun would start them. The deeds run inside the ranks.
+These tests start the agents themselves, in place of Ray or torchrun.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from living_processes import is_living, living_below
+from running_processes import is_running_process, running_descendants
 from tiny_models import tiny_qwen2
 from tiny_specs import worker_spec
 
@@ -40,7 +40,7 @@ sys.exit(serve((host, int(port)), bytes.fromhex(token), int(rank)))
 
 
 class ByHand(RemoteExecutor):
-    """One machine a rank. Starts the node agents of `present` ranks on this machine, as its own children."""
+    """One machine for each rank. Starts the node agents of `present` ranks on this machine, as its own children."""
 
     def __init__(
         self,
@@ -78,16 +78,16 @@ class ByHand(RemoteExecutor):
 
 def _below() -> list[psutil.Process]:
     """Node agents and ranks."""
-    return living_below(r"meshrl\.cluster\.(node_agent|worker)")
+    return running_descendants(r"meshrl\.cluster\.(node_agent|worker)")
 
 
 def _agent() -> psutil.Process:
-    """Of this rank."""
+    """The node agent of this rank."""
     return next(p for p in psutil.Process().parents() if "meshrl.process.fork_server" not in p.cmdline())
 
 
 def _with(executor: ByHand, body: Callable[[ByHand], Awaitable[None]]) -> list[int]:
-    """Start, run the body, close; nobody may be left. Returns the agents' exit codes."""
+    """Start, run the body, close; no process may be left. Returns the agents' exit codes."""
 
     async def main() -> None:
         try:
@@ -104,7 +104,7 @@ def _with(executor: ByHand, body: Callable[[ByHand], Awaitable[None]]) -> list[i
     return codes
 
 
-# ---- deeds
+# ---- functions that run in the ranks
 
 
 def variables(worker: RankWorker) -> dict[str, str]:
@@ -152,7 +152,7 @@ def _assert_named(failure: BaseException | None, how: str) -> None:
     assert re.fullmatch(FAULTS[how] + r", on 127\.0\.0\.1 \(.+\)", failure.cause), failure.cause
 
 
-def test_a_rank_has_its_place_and_environment_and_a_sampler_that_died_is_replaced_by_its_node_agent(model, monkeypatch):
+def test_a_rank_has_its_environment_and_a_sampler_that_died_is_replaced_by_its_node_agent(model, monkeypatch):
     """The machine's own variables win over the controller's, the rank's own over both; for a replaced rank, too."""
     monkeypatch.setenv("HF_OWN", "of the controller")
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
@@ -187,7 +187,7 @@ def test_a_rank_has_its_place_and_environment_and_a_sampler_that_died_is_replace
     "how", [how if how == "agent" else pytest.param(how, marks=pytest.mark.slow) for how in FAULTS]
 )
 def test_a_failure_is_named_with_its_machine_and_ends_all_ranks(model, tmp_path, how):
-    """P26: however it fails, and although the other rank is busy for ten minutes."""
+    """P26: for every kind of failure, and although the other rank is busy for ten minutes."""
     executor = ByHand(model, 2)
 
     async def body(executor: ByHand) -> None:
@@ -202,7 +202,7 @@ def test_a_failure_is_named_with_its_machine_and_ends_all_ranks(model, tmp_path,
         failures = await asyncio.gather(*calls, return_exceptions=True)
         assert failures[0] is failures[1]
         _assert_named(failures[0], how)
-        assert "in wait" in failures[0].stacks, "where the other rank stands"
+        assert "in wait" in failures[0].stacks, "the stack of the other rank"
 
     codes = _with(executor, body)
     assert codes == [1, -signal.SIGKILL if how == "agent" else 1]
@@ -244,4 +244,4 @@ def test_node_agents_and_ranks_end_when_the_controller_is_killed(model: str):
     controller.wait()
     controller.stdout.close()
     _, alive = psutil.wait_procs(processes, timeout=20)
-    assert not [p for p in alive if is_living(p.pid)]
+    assert not [p for p in alive if is_running_process(p.pid)]

@@ -1,4 +1,4 @@
-"""`meshrl launch slurm`: a batch file that says what was asked, that a shell can read, and that runs."""
+"""`meshrl launch slurm`: the batch file has the given options, a shell can read it, and it runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _directives(text: str) -> dict[str, str]:
     return dict(line[len("#SBATCH --") :].split("=", 1) for line in text.splitlines() if line.startswith("#SBATCH"))
 
 
-def test_the_file_asks_for_what_was_given_and_starts_a_rank_for_each_gpu(config: Path, tmp_path: Path):
+def test_the_batch_file_has_the_given_options_and_starts_a_rank_for_each_gpu(config: Path, tmp_path: Path):
     done = _launch(
         config, "--nodes", "2", "--gpus-per-node", "4", "--time", "1:00:00", "--partition", "big", "--account", "us",
         "cluster.num_rollout_ranks=2", "run.name=it's",
@@ -59,7 +59,7 @@ def test_the_file_asks_for_what_was_given_and_starts_a_rank_for_each_gpu(config:
     subprocess.run(["bash", "-n", str(file)], check=True)
 
 
-def test_without_gpus_the_ranks_are_the_configs_and_get_a_core_each(config: Path, tmp_path: Path):
+def test_without_gpus_the_config_sets_the_number_of_ranks_and_each_gets_a_core(config: Path, tmp_path: Path):
     file = tmp_path / "job.sbatch"
     done = _launch(config, "--gpus-per-node", "0", "--out", str(file), "cluster.num_train_ranks=3")
     assert done.returncode == 0 and f"sbatch {file}" in done.stdout
@@ -72,14 +72,14 @@ def test_without_gpus_the_ranks_are_the_configs_and_get_a_core_each(config: Path
     ("arguments", "complaint"),
     [
         ("--nodes 2 cluster.num_train_ranks=3", "3 ranks .* can't be spread evenly over --nodes 2"),
-        ("--gpus-per-node 1 cluster.num_rollout_ranks=1", "leaves none to train"),
+        ("--gpus-per-node 1 cluster.num_rollout_ranks=1", "leaves no GPU to train"),
         ("--nodes 0", "give 1 node or more"),
         ("--gpus-per-node -1", "0 GPUs or more"),
         ("--gpus-per-node 2 cluster.executor=inline", "num_train_ranks must be 1"),
         ("train.optimizer.lrr=1", "Nearest: train.optimizer.lr"),
     ],
 )
-def test_what_can_not_run_is_not_written(config: Path, arguments: str, complaint: str):
+def test_no_batch_file_is_written_for_a_config_that_can_not_run(config: Path, arguments: str, complaint: str):
     done = _launch(config, *arguments.split())
     assert done.returncode == 2 and done.stdout == ""
     assert re.search(complaint, " ".join(done.stderr.split())), done.stderr
@@ -87,16 +87,16 @@ def test_what_can_not_run_is_not_written(config: Path, arguments: str, complaint
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_the_file_runs(config: Path, tmp_path: Path):
-    """With Slurm's two commands played by the shell: a list of one host, and each task started with its number."""
+def test_the_batch_file_runs(config: Path, tmp_path: Path):
+    """Shell scripts replace Slurm's two commands: one prints a host, the other starts each task with its number."""
     done = _launch(config, "--nodes", "2", "--gpus-per-node", "0", "run.name=slurm", "cluster.num_train_ranks=2")
     assert done.returncode == 0, done.stderr
     (tmp_path / "job.sbatch").write_text(done.stdout)
-    played = {
+    scripts = {
         "scontrol": "echo 127.0.0.1",
         "srun": 'shift; for i in 0 1; do SLURM_NODEID=$i "$@" & done; wait -n && wait -n',
     }
-    for name, text in played.items():
+    for name, text in scripts.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
     ran = subprocess.run(

@@ -32,7 +32,7 @@ cluster: {num_train_ranks: 2}
 
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """write(text, name) puts a config beside a model folder and data files; the working folder is another one."""
+    """write(text, name) puts a config next to a model folder and data files; the working folder is another one."""
     home = tmp_path / "home"
     elsewhere = tmp_path / "elsewhere"
     for folder in (home / "tiny", elsewhere):

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: in a process of its own, where importing torch fails."""
+"""The command line in a separate process in which the import of torch fails."""
 
 import os
 import subprocess
@@ -32,7 +32,7 @@ def test_help_names_every_command_and_imports_neither_torch_nor_pydantic():
 
 
 @pytest.mark.parametrize("command", ["train", "eval"])
-def test_a_config_error_is_told_without_torch_and_without_a_traceback(good: Path, command: str):
+def test_a_config_error_is_printed_without_torch_and_without_a_traceback(good: Path, command: str):
     """P30."""
     done = meshrl(command, "run.yaml", "train.optimizer.lrr=1", folder=good.parent)
     assert done.returncode == 2
@@ -41,7 +41,7 @@ def test_a_config_error_is_told_without_torch_and_without_a_traceback(good: Path
     assert "Traceback" not in done.stderr
 
 
-def test_an_sft_config_error_is_told_without_torch(good_sft: Path):
+def test_an_sft_config_error_is_printed_without_torch(good_sft: Path):
     done = meshrl("sft", str(good_sft), "sft.num_steps=0")
     assert done.returncode == 2 and "integer >= 1" in done.stderr and "Traceback" not in done.stderr
 
@@ -51,14 +51,14 @@ def test_the_traceback_of_an_error_shows_on_demand(good: Path):
     assert "Traceback" in done.stderr and "integer >= 1" in done.stderr
 
 
-def test_names_of_rewards_and_agents_are_checked_against_what_there_is(good: Path):
+def test_unknown_names_of_rewards_and_agents_are_refused(good: Path):
     done = meshrl("train", str(good), "reward.terms.answer.kind=math_anser", "agent.kind=single")
     assert done.returncode == 2
     message = " ".join(done.stderr.split())
     assert "Nearest: math_answer" in message and "Nearest: single_turn" in message
 
 
-def test_a_reward_that_needs_answers_is_refused_without_torch_where_there_are_none(good: Path):
+def test_a_reward_that_needs_answers_is_refused_without_torch_if_there_are_none(good: Path):
     done = meshrl("train", str(good), "data.answer=null")
     assert done.returncode == 2 and "reward.terms.answer.kind = math_answer" in done.stderr
 
@@ -78,7 +78,7 @@ def test_arguments_that_an_agent_or_reward_does_not_take_are_refused(good: Path)
         ["--explain", "run.yaml", "loop.num_steps=5"],
     ],
 )
-def test_explain_runs_without_torch_wherever_the_option_stands(good: Path, arguments: list[str]):
+def test_explain_runs_without_torch_at_every_position_of_the_option(good: Path, arguments: list[str]):
     done = meshrl("train", *arguments, folder=good.parent)
     assert done.returncode == 0, done.stderr
     assert "num_steps: 5" in done.stdout and "# command line" in done.stdout
@@ -119,7 +119,7 @@ def test_config_lists_and_finds_keys():
     assert "rollout.sampling.top_p" in meshrl("config").stdout
 
 
-def test_a_reader_that_leaves_early_is_no_error():
+def test_a_closed_pipe_is_not_an_error():
     command = f"{sys.executable} -m meshrl config | true"
     done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, cwd=REPOSITORY)
     assert done.returncode == 0 and done.stderr == "", done.stderr
@@ -130,7 +130,7 @@ def _with_torch(*arguments: str, folder: Path) -> subprocess.CompletedProcess[st
     return subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=100)
 
 
-def test_a_failed_run_is_told_in_words_and_ends_with_1(good: Path):
+def test_a_failed_run_prints_its_error_and_ends_with_1(good: Path):
     tiny_tokenizer().save_pretrained(good.parent / "tiny")
     with (good.parent / "test.jsonl").open("a") as file:
         file.write("no JSON\n")

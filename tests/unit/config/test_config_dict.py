@@ -23,7 +23,7 @@ ROWS = [{"question": "1+1=", "answer": "2"}] * 3
 
 
 def in_python(good: Path) -> dict[str, Any]:
-    """The good config as a dict; its paths are absolute, for the working folder is another one."""
+    """The good config as a dict; its paths are absolute, because the working folder is another one."""
     config = yaml.safe_load(good.read_text())
     config["train"]["optimizer"]["lr"] = 1e-5
     config["model"]["path"] = good.parent / "tiny"
@@ -48,7 +48,7 @@ def test_overrides_and_a_base_file_work_with_a_dict(good, monkeypatch):
         load_run_config({"base": "nowhere.yaml"})
 
 
-def test_what_is_wrong_in_a_dict_is_reported_as_of_a_file(good):
+def test_faults_of_a_dict_are_reported_like_faults_of_a_file(good):
     config = in_python(good)
     config["loop"] |= {"num_step": 3, "prompts_per_step": "6"}
     with pytest.raises(ConfigError) as error:
@@ -67,12 +67,12 @@ def test_what_is_wrong_in_a_dict_is_reported_as_of_a_file(good):
         ({"reward": {"terms": {"a": {"kind": len}}}}, "reward.terms.a.kind is builtin_function_or_method"),
     ],
 )
-def test_what_no_file_could_hold_is_refused_by_its_key(config, expected):
+def test_a_value_that_a_file_can_not_contain_is_refused_with_its_key(config, expected):
     with pytest.raises(ConfigError, match=f"config-dict: {expected}"):
         load_run_config(config)
 
 
-def test_a_config_that_is_no_path_and_no_dict_is_refused():
+def test_a_config_that_is_neither_path_nor_dict_is_refused():
     with pytest.raises(ConfigError, match=r"the config is list .*must be the path of a YAML file, a dict"):
         load_run_config(["run.yaml"])
 
@@ -98,7 +98,7 @@ def with_rows(good, key="data.path", rows=ROWS, **data):
 
 
 @pytest.mark.parametrize("path", ["data.path", "data.eval_path"])
-def test_rows_in_memory_stand_for_a_path(good, path):
+def test_rows_in_memory_replace_a_path(good, path):
     loaded = with_rows(good, path)
     assert loaded.origins[path] == "Python object"
     assert "<3 rows>" in to_yaml(loaded)
@@ -107,10 +107,10 @@ def test_rows_in_memory_stand_for_a_path(good, path):
 @pytest.mark.parametrize(
     ("rows", "data", "expected"),
     [
-        ([], {}, "holds no rows"),
+        ([], {}, "has no rows"),
         (["1+1="], {}, r"rows\[0\] is str '1\+1='; each row must be a dict"),
         (ROWS, {"prompt": "query"}, "no column 'query' in the first row; it has 'question', 'answer'"),
-        (ROWS, {"split": "train"}, "only Hugging Face sets have splits"),
+        (ROWS, {"split": "train"}, "only Hugging Face data sets have splits"),
         (ROWS, {"path": "train.jsonl"}, "would have no effect: a Python object is given in its"),
         (ROWS, {"sources": {"a": {"path": "train.jsonl"}}}, "give one of the two: a single set, or a mixture"),
     ],
@@ -130,7 +130,7 @@ def test_a_format_of_rows_in_memory_would_have_no_effect(good):
     load_run_config(config, in_memory=in_memory)
 
 
-def test_rows_in_memory_may_stand_for_those_of_sft(good_sft):
+def test_rows_in_memory_may_replace_those_of_sft(good_sft):
     config = yaml.safe_load(good_sft.read_text())
     config["model"]["path"] = good_sft.parent / "tiny"
     del config["sft"]["path"]
@@ -143,7 +143,7 @@ def test_rows_in_memory_may_stand_for_those_of_sft(good_sft):
 
 
 def test_an_object_replaces_no_value_of_the_config(good):
-    """The key itself, or one below it, given by both: the config's would be lost in silence."""
+    """If both give the key itself, or a key below it, the config's value would be lost silently."""
     agent = InMemory(values={"agent": {"kind": "__main__:Mine"}}, unused=["agent.args"])
     known = {"agent": {"__main__:Mine"}}
     load_run_config(in_python(good), known=known, in_memory=agent)

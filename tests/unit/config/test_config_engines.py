@@ -1,14 +1,14 @@
-"""P30: what a server of somebody else's can't do, or has no use for, is refused before anything starts."""
+"""P30: settings that the chosen engine's server does not support or use are refused before anything starts."""
 
 import pytest
 
 from meshrl.config.load import load_run_config
 from meshrl.core.errors import ConfigError
 
-SGLANG = "rollout.engine=sglang rollout.sglang.python=python3"  # a Python there is, so that nothing else is wrong
+SGLANG = "rollout.engine=sglang rollout.sglang.python=python3"  # an existing program, so that nothing else is wrong
 RUNNING = "rollout.engine=sglang rollout.sglang.url=http://127.0.0.1:30000 cluster.num_rollout_ranks=1"
 ENDPOINT = "rollout.engine=endpoint rollout.endpoint.url=http://h:8000 cluster.num_rollout_ranks=1"
-BESIDE = "rollout.engine=endpoint rollout.endpoint.url=http://h:8000 cluster.num_train_ranks=1"
+COLOCATED_ENDPOINT = "rollout.engine=endpoint rollout.endpoint.url=http://h:8000 cluster.num_train_ranks=1"
 FILES = "rollout.endpoint.weights=files"
 
 BAD = [
@@ -25,14 +25,17 @@ BAD = [
     (f"{ENDPOINT} {FILES} rollout.mesh.infer_tp=2", ["decides itself how it splits"]),
     (f"{ENDPOINT.replace('ranks=1', 'ranks=2')} {FILES}", ["one endpoint is one sampler"]),
     (f"{ENDPOINT} {FILES} rollout.endpoint.reload_url=reload", ["rollout.endpoint.reload_url", "scheme"]),
-    (f"{BESIDE} {FILES} rollout.release_memory=true", ["engine endpoint can't release its memory", "embedded, vllm"]),
+    (
+        f"{COLOCATED_ENDPOINT} {FILES} rollout.release_memory=true",
+        ["engine endpoint can't release its memory", "embedded, vllm"],
+    ),
     (f"{ENDPOINT} rollout.endpoint.folder=/tmp", ["rollout.endpoint.folder", "weights is none"]),
     (f"rollout.engine=endpoint {FILES} cluster.num_rollout_ranks=1", ["rollout.endpoint.url", "needs the address"]),
 ]
 
 
 @pytest.mark.parametrize(("overrides", "words"), BAD, ids=[overrides[-60:] for overrides, _ in BAD])
-def test_what_does_not_fit_the_engine_is_refused(good, overrides, words):
+def test_settings_that_do_not_fit_the_engine_are_refused(good, overrides, words):
     with pytest.raises(ConfigError) as error:
         load_run_config(good, overrides.split())
     for word in words:
@@ -40,7 +43,7 @@ def test_what_does_not_fit_the_engine_is_refused(good, overrides, words):
 
 
 @pytest.mark.parametrize("overrides", [SGLANG, f"{SGLANG} rollout.mesh.infer_tp=2", RUNNING, f"{ENDPOINT} {FILES}"])
-def test_what_fits_is_taken(good, overrides):
+def test_settings_that_fit_the_engine_are_accepted(good, overrides):
     load_run_config(good, overrides.split())
 
 

@@ -11,7 +11,7 @@ def _line(text: str, start: str) -> str:
     return next(" ".join(line.split()) for line in text.splitlines() if line.strip().startswith(start))
 
 
-def test_explain_shows_values_origins_and_what_has_no_effect(good: Path):
+def test_explain_shows_values_origins_and_keys_without_effect(good: Path):
     text = explain(load_run_config(good, ["train.optimizer.lr=3e-6"]))
     assert _line(text, "lr:") == "lr: 3e-06 # command line"
     assert _line(text, "max_new_tokens:") == "max_new_tokens: 28 # run.yaml:11"
@@ -19,7 +19,7 @@ def test_explain_shows_values_origins_and_what_has_no_effect(good: Path):
     assert _line(text, "# estimator:") == "# estimator: k3 # unused: algo.kl.coef is 0"
 
 
-def test_explain_works_out_the_batch(good: Path):
+def test_explain_computes_the_sizes_of_a_step(good: Path):
     loaded = load_run_config(good, ["train.updates_per_step=3", "train.max_tokens_per_microbatch=300"])
     text = explain(loaded, num_data_rows=30)
     assert text.startswith("# ") and text.index("# rows per step") < text.index("\nmodel:")  # before the details
@@ -42,7 +42,7 @@ def _notes(config: Path, *overrides: str, purpose: Purpose = "train") -> list[st
     return [notice for notice in loaded.notices if "in turn" in notice]
 
 
-def test_separate_sampler_ranks_are_explained_with_what_they_leave_idle(good: Path):
+def test_explain_notes_that_train_and_sampler_ranks_wait_for_each_other(good: Path):
     (note,) = _notes(good, "cluster.num_rollout_ranks=2")
     assert note == (
         "2 train ranks and 2 sampler ranks run in turn: each waits while the other works; with loop.kind=colocated "
@@ -54,7 +54,7 @@ def test_separate_sampler_ranks_are_explained_with_what_they_leave_idle(good: Pa
     assert _notes(good, "cluster.num_rollout_ranks=2", purpose="eval") == []  # an evaluation trains nothing
 
 
-def test_sampler_ranks_with_a_server_are_explained_with_the_reason_for_them(good: Path):
+def test_explain_notes_when_a_server_needs_separate_sampler_ranks(good: Path):
     server = ["rollout.engine=vllm", f"rollout.vllm.python={sys.executable}"]
     (note,) = _notes(good, *server, "cluster.num_rollout_ranks=2")
     assert "2 train ranks and 2 sampler ranks run in turn" in note
@@ -82,13 +82,13 @@ def test_explain_of_an_agent_with_turns_does_not_guess_its_longest_row(good: Pat
     assert "512 tokens" in _line(bounded, "# longest row")
 
 
-def test_explain_reads_at_a_hundred_columns(write, good: Path):
+def test_lines_of_explain_have_at_most_100_characters(write, good: Path):
     short = explain(load_run_config(good, ["algo.aggregation=seq_mean_token_mean"]))
     lines = [line for line in short.splitlines() if str(good.parent) not in line]
     assert max(map(len, lines)) <= 100
 
 
-def test_listing_finds_by_name_by_meaning_and_by_likeness():
+def test_keys_are_found_by_name_by_description_and_by_similarity():
     assert list_keys("lr").startswith("train.optimizer.lr   number > 0   (default 1e-06)")
     assert "rollout.sampling.temperature" in list_keys("logits")
     assert "cluster.timeout_s" in list_keys("RANK AND phase")
@@ -102,7 +102,7 @@ def test_listing_finds_by_name_by_meaning_and_by_likeness():
     assert len(list_keys().splitlines()) == 2 * len(leaves)
 
 
-def test_listing_does_not_match_letters_inside_a_word_of_the_text():
+def test_letters_inside_a_word_of_the_description_do_not_match():
     """ "already" contains "lr"."""
     found = list_keys("lr").splitlines()[::2]
     assert [line.split()[0] for line in found] == [
@@ -114,7 +114,7 @@ def test_listing_does_not_match_letters_inside_a_word_of_the_text():
     ]
 
 
-def test_every_key_has_its_line_of_help():
+def test_every_key_has_a_description():
     for path, key in every_key().items():
         assert key.text and not key.text.endswith("."), path
 

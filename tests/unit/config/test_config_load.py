@@ -33,7 +33,7 @@ from meshrl.core.errors import ConfigError
         (".inf", ".inf"),
     ],
 )
-def test_unquoted_scalars_mean_what_people_read(text: str, value: object):
+def test_unquoted_scalars_have_the_expected_values(text: str, value: object):
     read = scalar(text)
     assert read == value and type(read) is type(value)
 
@@ -125,7 +125,7 @@ def test_a_base_is_merged_below_the_file_and_keeps_its_origins(write, good: Path
     assert child.parent != good.parent
 
 
-def test_bases_that_form_a_ring_or_do_not_exist_are_refused(write):
+def test_bases_that_form_a_cycle_or_do_not_exist_are_refused(write):
     write("base: b.yaml\n", "a.yaml")
     ring = write("base: a.yaml\n", "b.yaml")
     with pytest.raises(ConfigError, match="leads back"):
@@ -208,20 +208,20 @@ def test_filters_and_greedy_are_fine_in_an_evaluation(good: Path):
     assert load_run_config(good, overrides, purpose="eval").config.rollout.sampling.top_p == 0.9
 
 
-def test_the_readme_yaml_for_flash_attention_loads_and_says_what_it_means(good: Path):
+def test_the_readme_yaml_for_flash_attention_loads_with_a_notice(good: Path):
     loaded = load_run_config(good, ["model={dtype: bfloat16, attn_implementation: flash_attention_2}"])
     assert loaded.config.model.attn_implementation == "flash_attention_2"
     assert len(loaded.notices) == 1 and "flash_attention_2" in loaded.notices[0]
     assert load_run_config(good).notices == ()
 
 
-def test_a_row_above_the_token_budget_and_bf16_masters_are_said(good: Path):
+def test_a_row_above_the_token_budget_and_bf16_masters_give_notices(good: Path):
     notices = load_run_config(good, ["train.max_tokens_per_microbatch=100", "train.master_dtype=bfloat16"]).notices
     assert any("128 tokens" in notice and "= 100" in notice for notice in notices)
-    assert any("float32 masters" in notice for notice in notices)
+    assert any("float32 master weights" in notice for notice in notices)
 
 
-def test_every_name_of_another_framework_leads_to_a_key():
+def test_every_name_of_another_framework_has_an_existing_key():
     models = (RunConfig, SftRunConfig)
     for key in ELSEWHERE.values():
         model = next(m for m in models if key.partition(".")[0] in m.model_fields)

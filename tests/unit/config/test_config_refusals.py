@@ -1,4 +1,4 @@
-"""P30: everything that can be known to be wrong is refused before torch is imported, in words that help."""
+"""P30: every fault of a config that can be found is refused before torch is imported, with a helpful error."""
 
 import json
 import shutil
@@ -18,9 +18,9 @@ load_sft_config = partial(config_load.load_sft_config, further=[check_data])
 
 KNOWN = {"reward": {"math_answer", "format"}, "agent": {"single_turn", "multi_turn"}}
 REPLICAS = "train.mesh.dp_replicate=2"
-VLLM = "rollout.engine=vllm rollout.vllm.python=python3"  # a Python there is, so that nothing else is wrong
+VLLM = "rollout.engine=vllm rollout.vllm.python=python3"  # an existing program, so that nothing else is wrong
 
-# (overrides of a config that is right, words that the error must contain)
+# (overrides of a valid config, words that the error must contain)
 BAD: list[tuple[str, list[str]]] = [
     # unknown keys
     ("lr=1", ["lr = 1", "[command line]", "unknown key", "train.optimizer.lr"]),
@@ -33,7 +33,7 @@ BAD: list[tuple[str, list[str]]] = [
     ("algo.kl_coef=0.1", ["algo.kl.coef"]),
     ("loop.batch_size=8", ["loop.prompts_per_step"]),
     ("reward.terms.answer.wieght=2 reward.terms.answer.kind=format", ["Nearest: reward.terms.answer.weight"]),
-    ("sft.path=x", ["sft", "`meshrl sft`'s"]),
+    ("sft.path=x", ["sft", "of the config of `meshrl sft`"]),
     ("xyzzy=1", ["no known key is similar", "meshrl config"]),
     ("base=run.yaml", ["base", "unknown key"]),
     # wrong types and values
@@ -81,7 +81,7 @@ BAD: list[tuple[str, list[str]]] = [
     ("monitor.sinks=wandb", ["Write a list: monitor.sinks=[wandb]."]),
     ("reward.terms={a: 1}", ["reward.terms.a", "section", "kind"]),
     ("reward.terms.x.weight=1 reward.terms.answer.kind=format", ["reward.terms.x.kind", "required"]),
-    # canonical keys whose mechanism does not exist
+    # keys of other frameworks that this version does not support
     ("rollout.engine=sglang", ["SGLang is not installed here", "rollout.sglang.url"]),
     ("rollout.mesh.infer_tp=4", ["Use 1"]),
     ("rollout.tensor_model_parallel_size=4", ["Use 1"]),
@@ -98,7 +98,7 @@ BAD: list[tuple[str, list[str]]] = [
     ("model.lora.enabled=true model.lora.rank=0", ["model.lora.rank", ">= 1"]),
     ("model.vision=freeze", ["text models only", "Use shard"]),
     ("model.dtype=float16", ["loss scaling", "Use bfloat16 or float32"]),
-    # an engine of its own
+    # keys of single engines
     ("rollout.engine=vllm rollout.vllm.python=no/python", ["rollout.vllm.python = no/python", "no such program"]),
     (f"{VLLM} rollout.vllm.args=[--model=x]", ["--model is set by meshrl itself"]),
     (f"{VLLM} rollout.vllm.args=[--logprobs_mode,raw]", ["--logprobs-mode is set by meshrl itself"]),
@@ -126,12 +126,12 @@ BAD: list[tuple[str, list[str]]] = [
     ("rollout.endpoint.weights=files", ["no effect", "rollout.engine is embedded"]),
     ("rollout.endpoint.reload_url=http://h:1/r", ["no effect", "rollout.engine is embedded"]),
     ("rollout.endpoint.folder=/tmp", ["no effect", "rollout.engine is embedded"]),
-    # where a run goes on
+    # resuming a run
     ("run.resume=auto", ["run.name = auto", "Give the run a name"]),
     ("run.resume=nowhere", ["allowed: never, auto, or a checkpoint's folder", "nowhere"]),
-    ("run.resume=.", ["is no checkpoint", "state/manifest.json"]),
+    ("run.resume=.", ["is not a checkpoint", "state/manifest.json"]),
     ("run.keep_checkpoints=0", ["run.keep_checkpoints = 0", ">= 1"]),
-    # two keys against each other
+    # two keys that contradict each other
     ("train.tensor_model_parallel_size=1 train.mesh.tp=2", ["train.mesh.tp = 2", "two names of one number"]),
     (
         "rollout.tensor_model_parallel_size=2 rollout.mesh.infer_tp=1",
@@ -147,7 +147,7 @@ BAD: list[tuple[str, list[str]]] = [
     ("train.sharding_strategy=NO_SHARD train.mesh.dp_replicate=4", ["4 ranks", "num_train_ranks is 2"]),
     ("rollout.mesh.dp=3", ["2 replicas"]),
     ("cluster.nodes=2", ["need executor: ray", "torchrun"]),
-    ("cluster.executor=ray cluster.nodes=3", ["equally many ranks", "3 do not divide 2"]),
+    ("cluster.executor=ray cluster.nodes=3", ["the same number of ranks", "3 machines do not divide 2 ranks"]),
     ("cluster.executor=ray cluster.nodes=2 cluster.address=local", ["a local Ray has one machine"]),
     ("cluster.address=10.0.0.1:6379", ["no effect", "cluster.executor is processes"]),
     ("cluster.executor=inline", ["num_train_ranks must be 1"]),
@@ -168,13 +168,13 @@ BAD: list[tuple[str, list[str]]] = [
     ("data.eval_path=null loop.eval_every_steps=5", ["held-out rows", "data.eval_path"]),
     ("rollout.max_context_tokens=100", ["128 tokens", "the context has 100"]),
     ("data.max_prompt_tokens=2021", ["2049 tokens", "positions for 2048"]),
-    # sampling that training can't undo (P2)
+    # sampling from another distribution than the trainer's (P2)
     ("rollout.sampling.top_p=0.9", ["top_p = 0.9", "In training leave it at 1.0"]),
     ("rollout.sampling.top_k=50", ["top_k = 50", "In training leave it at 0"]),
     ("rollout.sampling.min_p=0.1", ["min_p = 0.1", "In training leave it at 0.0"]),
     ("rollout.sampling.repetition_penalty=1.1", ["In training leave it at 1.0"]),
     ("rollout.sampling.temperature=0", ["same answer"]),
-    # choices that another choice leaves without effect
+    # keys that have no effect with another choice
     ("algo.constant_length=64", ["no effect", "algo.aggregation is token_mean"]),
     ("algo.kl.estimator=k2", ["no effect", "algo.kl.coef is 0"]),
     ("algo.kl.estimator=k3", ["no effect", "algo.kl.coef is 0"]),
@@ -188,7 +188,7 @@ BAD: list[tuple[str, list[str]]] = [
     ("data.eval_path=null loop.save_best=false", ["no effect", "data.eval_path is null"]),
     ("monitor.wandb_project=maths", ["no effect", "monitor.sinks has no wandb"]),
     ("monitor.sinks=[wanb]", ["monitor.sinks", "must be a list of tensorboard or wandb. Nearest: wandb."]),
-    # the KL that holds nothing back (P6)
+    # a KL estimator that has no effect in the loss (P6)
     ("algo.kl={coef: 0.1, estimator: k1}", ["zero mean gradient", "place: reward"]),
     # names
     ("agent.kind=multiturn", ["agent.kind = multiturn", "multi_turn, single_turn", "Nearest: multi_turn"]),
@@ -204,7 +204,7 @@ BAD: list[tuple[str, list[str]]] = [
     ("model.path=tiny/checkpoint", ["no such folder", "home/tiny/checkpoint"]),
     ("data.path=missing.jsonl", ["no such file", "home/missing.jsonl", "elsewhere/missing.jsonl"]),
     ("data.path=tiny", ["a folder, not a file"]),
-    ("data.path=run.yaml", ["each line should be one whole JSON object", "begins with 'model:'"]),
+    ("data.path=run.yaml", ["each line should be one complete JSON object", "begins with 'model:'"]),
     ("data.eval_path=missing.jsonl", ["data.eval_path", "home/missing.jsonl", "elsewhere/missing.jsonl"]),
 ]
 
@@ -216,7 +216,7 @@ def _words(path: Path, overrides: list[str]) -> str:
 
 
 def _split(overrides: str) -> list[str]:
-    """Overrides are separated by blanks, which a value in brackets may hold too."""
+    """Overrides are separated by blanks; a value in braces may contain blanks, too."""
     parts: list[str] = []
     for word in overrides.split(" "):
         if parts and parts[-1].count("{") > parts[-1].count("}"):
@@ -227,7 +227,7 @@ def _split(overrides: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("overrides", "words"), BAD, ids=[bad for bad, _ in BAD])
-def test_a_bad_config_is_refused_in_words_that_help(good: Path, overrides: str, words: list[str]):
+def test_a_bad_config_is_refused_with_a_helpful_error(good: Path, overrides: str, words: list[str]):
     message = _words(good, _split(overrides))
     for word in words:
         assert word in message
@@ -235,11 +235,11 @@ def test_a_bad_config_is_refused_in_words_that_help(good: Path, overrides: str, 
     assert f"{problems} problem" in message
 
 
-def test_the_config_that_the_table_breaks_is_right(good: Path):
+def test_the_config_behind_the_table_is_valid(good: Path):
     load_run_config(good, [], KNOWN)
 
 
-def test_the_table_tries_every_key_whose_mechanism_is_missing_and_every_key_without_effect(good: Path, good_sft: Path):
+def test_the_table_has_every_unsupported_key_and_every_key_without_effect(good: Path, good_sft: Path):
     tried = " ".join(overrides for overrides, _ in BAD)
     config = load_run_config(good, ["algo.advantage=rloo", "data.eval_path=null"]).config
     for key in [*ONLY, *unused(config)]:
@@ -250,7 +250,7 @@ def test_the_table_tries_every_key_whose_mechanism_is_missing_and_every_key_with
 def test_a_sink_that_is_not_installed_is_refused_before_anything_starts(
     good: Path, sink: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setitem(sys.modules, sink, None)  # Python's own way of saying that a module can't be had
+    monkeypatch.setitem(sys.modules, sink, None)  # as for a module that is not installed
     message = _words(good, [f"monitor.sinks=[{sink}]"])
     assert "1 problem" in message and f"pip install {sink}" in message
     load_run_config(good, [f"monitor.sinks=[{sink}]"], KNOWN, purpose="eval")  # an evaluation only prints
@@ -280,7 +280,7 @@ def test_vllm_that_is_not_installed_is_installed_by_the_script_that_keeps_torch(
 
 
 SFT_BAD: list[tuple[str, list[str]]] = [
-    ("loop.num_steps=3", ["loop", "`meshrl train`'s"]),
+    ("loop.num_steps=3", ["loop", "of the config of `meshrl train`"]),
     ("train.updates_per_step=2", ["no effect", "SFT"]),
     ("cluster.num_rollout_ranks=1", ["no effect", "SFT"]),
     ("cluster.deadlines.sync=9", ["no effect", "SFT has no such phase"]),
@@ -316,7 +316,7 @@ def test_a_config_of_another_command_is_recognized_in_one_line(good: Path, good_
     assert "this is a config of `meshrl sft`: this command does not read sft." in message
 
 
-def test_a_section_of_another_command_beside_those_of_this_one_is_to_be_removed(good_sft: Path):
+def test_the_error_for_a_section_of_another_command_advises_to_remove_it(good_sft: Path):
     with pytest.raises(ConfigError, match=r"Remove it here") as error:
         load_sft_config(good_sft, ["loop.num_steps=3"])
     assert "this is a config of" not in str(error.value)
@@ -351,7 +351,7 @@ FILES: list[tuple[str, list[str]]] = [
 
 
 @pytest.mark.parametrize(("text", "words"), FILES, ids=[text.replace("\n", "|") for text, _ in FILES])
-def test_a_bad_file_is_refused_with_its_place(write, good: Path, text: str, words: list[str]):
+def test_a_bad_file_is_refused_with_its_name_and_line(write, good: Path, text: str, words: list[str]):
     message = _words(write(text, "bad.yaml"), [])
     for word in words:
         assert word in message
@@ -365,12 +365,12 @@ def test_a_file_that_is_missing_a_folder_or_no_text_is_refused(good: Path, tmp_p
 
 
 @pytest.mark.parametrize("text", ["train", "=3", "train..lr=1", ".lr=1", "loop.num_steps=[1", "loop.num_steps=!!int 3"])
-def test_an_override_that_is_none_is_refused(good: Path, text: str):
+def test_a_malformed_override_is_refused(good: Path, text: str):
     message = _words(good, [text])
     assert "key=value" in message or "command line" in message
 
 
-def test_everything_wrong_is_shown_at_once_with_file_line_and_command_line(write, good: Path):
+def test_all_problems_are_reported_at_once_with_file_line_and_command_line(write, good: Path):
     path = write(
         "base: run.yaml\nalgo:\n  advantge: grpo\n  kl: {coef: -1}\nloop:\n  samples_per_prompt: 1\n", "bad.yaml"
     )
@@ -387,8 +387,8 @@ def test_everything_wrong_is_shown_at_once_with_file_line_and_command_line(write
         assert words in message
 
 
-def test_a_check_says_nothing_of_a_key_whose_value_was_refused(good: Path):
-    """The default that stands in for a refused value is not what the user wrote."""
+def test_a_key_whose_value_was_refused_is_not_checked_further(good: Path):
+    """The check would see a default in place of the refused value, and not the user's value."""
     message = _words(good, ["loop.prompts_per_step=six", "train.updates_per_step=5"])
     assert "1 problem" in message and "divide" not in message
 
@@ -414,13 +414,13 @@ def test_columns_are_looked_up_in_the_first_row(good: Path):
     [
         ("config.json", None, "no config.json"),
         ("config.json", "{", "not JSON"),
-        ("config.json", "[]", "no JSON object"),
+        ("config.json", "[]", "not a JSON object"),
         ("config.json", json.dumps({"vision_config": {}}), "vision tower"),
         ("model.safetensors", None, "no weights"),
         ("tokenizer.json", None, "no tokenizer"),
     ],
 )
-def test_a_model_folder_that_is_not_whole_is_refused(good: Path, file: str, content: str | None, words: str):
+def test_an_incomplete_model_folder_is_refused(good: Path, file: str, content: str | None, words: str):
     path = good.parent / "tiny" / file
     path.unlink() if content is None else path.write_text(content)
     assert words in _words(good, [])
@@ -439,14 +439,14 @@ def test_the_folder_of_a_run_in_place_of_a_model_names_the_newest_model(good: Pa
     for step in (200, 999_999, 1_000_000):
         (checkpoints / f"step_{step:06d}").mkdir(parents=True)
         shutil.copytree(good.parent / "tiny", checkpoints / f"step_{step:06d}" / "model")
-    (checkpoints / "step_1000001" / "state").mkdir(parents=True)  # a checkpoint whose model is not there
+    (checkpoints / "step_1000001" / "state").mkdir(parents=True)  # a checkpoint without a model
     message = _words(good, [f"model.path={given}"])
     assert f"has models of a run below it. Set the newest of them: model.path={model}" in message
     load_run_config(good, [f"model.path={model}"], KNOWN)
 
 
 def test_names_are_not_checked_without_a_table_but_their_form_is(good: Path):
-    (Path.cwd() / "my_rewards.py").write_text("raise RuntimeError('a check runs no code of the user')")
+    (Path.cwd() / "my_rewards.py").write_text("raise RuntimeError('a check runs no user code')")
     load_run_config(good, ["agent.kind=anything", "reward.terms.answer.kind=my_rewards:score"])
     with pytest.raises(ConfigError, match=r"package.module:name"):
         load_run_config(good, ["agent.kind=not a name"])

@@ -1,4 +1,4 @@
-"""P30: what is wrong with a chat template shows in the config's check, before a model or tokenizer is loaded."""
+"""P30: the config's check finds faults of a chat template, before a model or tokenizer is loaded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TEMPLATE = "{% for m in messages %}{{ m.content }}{{ tone }}{% endfor %}"
 
 @pytest.fixture(params=["data", "sft"])
 def load(request, good: Path, good_sft: Path):
-    """load(overrides): the section that holds the template, its keys written without the section's name."""
+    """load(overrides): the section with the template; the overrides are written without the section's name."""
     section = request.param
     load_config, path = (load_run_config, good) if section == "data" else (load_sft_config, good_sft)
 
@@ -32,7 +32,7 @@ def load(request, good: Path, good_sft: Path):
     return load_section
 
 
-def test_a_template_file_is_found_beside_the_config_and_its_path_made_absolute(load, good: Path):
+def test_a_template_file_is_found_next_to_the_config_and_its_path_made_absolute(load, good: Path):
     (good.parent / "chat.jinja").write_text(TEMPLATE)
     section = load("chat_template=chat.jinja", "chat_template_kwargs.tone=kind")
     assert section.chat_template == str(good.parent / "chat.jinja")
@@ -48,7 +48,7 @@ def test_variables_alone_are_left_to_the_tokenizers_own_template(load):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "expected"),
     [
         (["chat_template=nowhere.jinja"], ["chat_template = nowhere.jinja", "no such file; looked for", "{{ or {%"]),
         (["chat_template='{% if m %}'"], ["is not valid Jinja in line 1 ({% if m %}): Unexpected end of template"]),
@@ -64,7 +64,7 @@ def test_variables_alone_are_left_to_the_tokenizers_own_template(load):
         (["chat_template=7"], ["chat_template = 7", "text or null"]),
     ],
 )
-def test_a_template_that_can_not_be_used_is_refused(load, good: Path, overrides, told):
+def test_a_template_that_can_not_be_used_is_refused(load, good: Path, overrides, expected):
     (good.parent / "latin.jinja").write_bytes(b"{{ 1 }} \xe9")
     (good.parent / "notes.txt").write_text("hello")
     (good.parent / "broken.jinja").write_text("{{ messages }}\n{{ 1 + }}\n")
@@ -73,7 +73,7 @@ def test_a_template_that_can_not_be_used_is_refused(load, good: Path, overrides,
     message = " ".join(str(error.value).split())
     assert "1 problem in this config" in message
     assert ".." not in message
-    for words in told:
+    for words in expected:
         assert words in message
 
 

@@ -12,7 +12,7 @@ from meshrl.core.errors import ConfigError
 
 LOSS = "algo.loss=own_algorithms:"
 
-# (overrides of a config that is right, words that the error must contain)
+# (overrides of a valid config, words that the error must contain)
 BAD: list[tuple[list[str], list[str]]] = [
     ([LOSS + "gspo", "algo.loss.clip_lo=1e-3"], ["algo.loss.clip_lo = 0.001", "no argument of", "algo.loss.clip_low"]),
     ([LOSS + "gspo", "algo.loss.xyzzy=1"], ["algo.loss.xyzzy = 1", "It takes clip_low, clip_high."]),
@@ -46,7 +46,7 @@ BAD: list[tuple[list[str], list[str]]] = [
 
 
 @pytest.mark.parametrize(("overrides", "words"), BAD, ids=[" ".join(overrides) for overrides, _ in BAD])
-def test_an_algorithm_that_can_not_work_is_refused_in_words_that_help(good: Path, overrides, words):
+def test_an_algorithm_that_can_not_work_is_refused_with_a_helpful_error(good: Path, overrides, words):
     with pytest.raises(ConfigError) as error:
         load_run_config(good, overrides)
     message = " ".join(str(error.value).split())
@@ -54,7 +54,7 @@ def test_an_algorithm_that_can_not_work_is_refused_in_words_that_help(good: Path
         assert word in message
 
 
-def test_keys_beside_the_dotted_path_are_its_arguments_from_any_layer(write, good: Path):
+def test_the_other_keys_of_the_section_are_arguments_from_any_layer(write, good: Path):
     path = write("base: run.yaml\nalgo:\n  loss:\n    kind: own_algorithms:length_scaled\n    scale: 2\n", "own.yaml")
     loaded = load_run_config(path, ["algo.loss.mode=mean"])
     assert loaded.config.algo.loss.args == {"scale": 2, "mode": "mean"}
@@ -63,8 +63,8 @@ def test_keys_beside_the_dotted_path_are_its_arguments_from_any_layer(write, goo
     assert load_run_config(written).config.algo == loaded.config.algo
 
 
-def test_the_keys_of_the_built_in_loss_are_none_of_its_own(good: Path):
-    """A clip_low of another default, or below ppo_clip's limit, must not be mixed with ppo_clip's."""
+def test_a_user_defined_loss_gets_no_keys_of_the_built_in_loss(good: Path):
+    """Its clip_low may have another default or other limits than ppo_clip's."""
     assert load_run_config(good, [LOSS + "gspo"]).config.algo.loss.args == {}
     assert load_run_config(good, [LOSS + "gspo", "algo.loss.clip_low=2"]).config.algo.loss.args == {"clip_low": 2}
     assert load_run_config(good).config.algo.loss.args == {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}
@@ -75,11 +75,11 @@ def test_a_function_that_takes_any_argument_gets_any(good: Path):
     assert loaded.config.algo.loss.args == {"table": {"a": [1, 2]}}
 
 
-def test_an_advantage_of_ones_own_may_have_groups_of_one(good: Path):
+def test_a_user_defined_advantage_may_have_groups_of_one(good: Path):
     load_run_config(good, ["algo.advantage=own_algorithms:by_token", "loop.samples_per_prompt=1"])
 
 
-def test_a_module_lies_in_the_working_folder_and_its_failure_is_told(good: Path):
+def test_a_module_may_be_in_the_working_folder_and_its_failure_is_reported(good: Path):
     """Working folder and config are in different places here."""
     (Path.cwd() / "own_module_of_a_test.py").write_text("def f(inputs, tau: float): ...\n")
     load_run_config(good, ["algo.loss={kind: 'own_module_of_a_test:f', tau: 1}"])

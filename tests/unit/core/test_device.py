@@ -1,4 +1,4 @@
-"""Which device the ranks of this machine use."""
+"""The device that the ranks of this machine use."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def test_a_device_that_is_asked_for_needs_no_notice(machine_with, monkeypatch):
         device_type()
 
 
-def test_a_run_on_a_machine_whose_accelerator_has_no_backend_trains_on_the_cpu_and_says_so(
+def test_a_run_trains_on_the_cpu_with_a_notice_where_the_accelerator_has_no_backend(
     machine_with, tmp_path, monkeypatch, capsys
 ):
-    """macOS finds mps, and the start used to end in KeyError: 'mps'."""
+    """On macOS PyTorch finds mps, for which torch.distributed has no backend."""
     machine_with("mps")
     monkeypatch.chdir(tmp_path)
     config = write_run(tmp_path)

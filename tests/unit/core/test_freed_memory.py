@@ -1,4 +1,4 @@
-"""A rank on a CPU keeps what it frees, so that the next tensor of that size needs no new pages from the system."""
+"""A rank on a CPU reuses freed memory: the next tensor of the same size needs no new pages from the system."""
 
 import platform
 import subprocess
@@ -31,7 +31,7 @@ def page_faults(how):
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators have no such options")
-def test_a_tensor_of_48_mib_is_made_of_pages_that_are_there():
+def test_a_tensor_of_48_mib_reuses_freed_pages():
     assert page_faults("plain") > 1000  # ten times 48 MiB, in pages of 4 KiB or more
     assert page_faults("keep") < 1000
 

@@ -1,4 +1,4 @@
-"""One way from a name in the config to the function it stands for: a table, or a user's module."""
+"""From a name in the config to its function: an entry of a table, or a function in a user's module."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def test_a_name_is_an_entry_of_the_table_or_a_dotted_path():
         ("pathlib:Path.cwdd", "has no 'Path.cwdd'"),
     ],
 )
-def test_what_is_not_there_is_a_config_error_that_names_the_key(name: str, message: str):
+def test_a_missing_object_is_a_config_error_that_names_the_key(name: str, message: str):
     with pytest.raises(ConfigError) as error:
         look_up(name, TABLE, "algo.advantage")
     assert message in str(error.value)
 
 
-def test_a_module_of_the_working_folder_is_found_wherever_the_command_lies(
+def test_a_module_of_the_working_folder_is_found_when_sys_path_does_not_contain_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """A console script has its own folder at the head of sys.path, not the working folder."""

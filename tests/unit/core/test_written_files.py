@@ -1,4 +1,4 @@
-"""A reader sees a written file whole: the old one or the new one."""
+"""A reader sees a complete file: the old one or the new one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from meshrl.core.files import replacing, write_text
 
 
-def test_a_file_takes_the_place_of_the_old_one_and_leaves_nothing_beside_it(tmp_path: Path):
+def test_a_written_file_replaces_the_old_one_and_leaves_no_other_file(tmp_path: Path):
     path = tmp_path / "status.json"
     write_text(path, "old")
     write_text(path, "né")

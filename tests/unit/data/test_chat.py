@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from tiny_tokenizers import CHATML, FORGETFUL, tiny_tokenizer
+from tiny_tokenizers import CHATML, DROPS_THINKING, tiny_tokenizer
 
 from meshrl.core.errors import DataError
 from meshrl.data.chat import continuation_ids, load_tokenizer, render, sft_row, stop_token_ids
@@ -19,7 +19,7 @@ def names(tokenizer, ids, mask):
 
 
 def test_a_rendered_prompt_has_one_bos_although_the_tokenizer_adds_its_own():
-    """P21: encoding the template's text as a plain string doubles the BOS."""
+    """P21: encoding the template's text as a plain string gives a second BOS."""
     tokenizer = tiny_tokenizer()
     ids = render(tokenizer, [USER])
     assert ids.dtype == np.int32
@@ -34,7 +34,7 @@ def test_render_ends_with_the_generation_prompt_only_when_asked():
     assert tokenizer.decode(render(tokenizer, [USER], add_generation_prompt=False).tolist()).endswith("<|im_end|>\n")
 
 
-def test_a_tokenizer_without_a_template_is_refused_with_what_to_do():
+def test_a_tokenizer_without_a_template_is_refused_with_advice():
     with pytest.raises(DataError, match=r"no chat template.*chat_template\.jinja"):
         render(tiny_tokenizer(template=None), [USER])
 
@@ -61,7 +61,7 @@ def test_a_folder_without_a_tokenizer_is_refused_by_name(tmp_path):
     ("eos_in_file", "expected"),
     [([2, 3], (2, 3)), (3, (2, 3)), ([3, 3, 1], (1, 2, 3)), (None, (2,)), ([], (2,))],
 )
-def test_stop_ids_are_those_of_tokenizer_and_generation_config_together(tmp_path, eos_in_file, expected):
+def test_stop_ids_are_taken_from_tokenizer_and_generation_config(tmp_path, eos_in_file, expected):
     """P3: several EOS ids."""
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos_in_file}))
     tokenizer = tiny_tokenizer()  # its EOS is id 2
@@ -73,7 +73,7 @@ def test_stop_ids_are_those_of_tokenizer_and_generation_config_together(tmp_path
 @pytest.mark.parametrize(
     ("template", "expected"),
     [
-        (CHATML, (2, 3)),  # a base model's EOS is 3, and the template ends a turn with 2
+        (CHATML, (2, 3)),  # the EOS is 3, as in a base model, and the template ends a turn with 2
         (CHATML.replace("{{ m.content }}<", "{{ m.content }}\n <"), (2, 3)),
         (CHATML.replace("{{ m.content }}", "<|bos|>final<|im_start|>{{ m.content }}"), (2, 3)),  # channels before it
         (CHATML.replace("<|im_end|>", "</s>"), (3,)),  # the end is plain text
@@ -85,7 +85,7 @@ def test_stop_ids_are_those_of_tokenizer_and_generation_config_together(tmp_path
     ],
 )
 def test_the_token_with_which_the_template_ends_a_turn_is_a_stop_id(template, expected):
-    """P3: a sampler that knows the tokenizer's EOS alone would go on after each answer, to its length limit."""
+    """P3: a sampler with only the tokenizer's EOS would not stop after an answer, but at its length limit."""
     assert stop_token_ids(tiny_tokenizer(template, eos="<|endoftext|>")) == expected
 
 
@@ -107,7 +107,7 @@ def test_a_broken_generation_config_is_refused_by_name(tmp_path, text):
 
 
 def test_sft_trains_the_answer_and_its_end_token_and_nothing_after():
-    """P3: EOS is trained; ChatML's newline after it never is, since a sampler has stopped by then."""
+    """P3: EOS is trained; ChatML's newline after it is not, because a sampler stops before it."""
     tokenizer = tiny_tokenizer()
     ids, mask = sft_row(tokenizer, [USER, ANSWER])
     assert names(tokenizer, ids, mask) == ["12", "<|im_end|>"]
@@ -130,8 +130,8 @@ def test_sft_trains_an_empty_answer_as_its_end_token_alone():
     assert names(tokenizer, ids, mask) == ["<|im_end|>"]
 
 
-def test_sft_rows_of_several_turns_read_as_the_sampler_and_agent_would_have_made_them():
-    """P3, P20: prompt, sampled answer, template's tokens, sampled answer: the same ids by both ways."""
+def test_sft_rows_of_several_turns_have_the_same_ids_as_sampler_and_agent_would_make():
+    """P3, P20: the parts are prompt, sampled answer, the template's tokens, sampled answer."""
     tokenizer = tiny_tokenizer()
     ids, mask = sft_row(tokenizer, [USER, ANSWER, TOOL, {"role": "assistant", "content": "ab"}])
     assert names(tokenizer, ids, mask) == ["12", "<|im_end|>", "ab", "<|im_end|>"]
@@ -143,7 +143,7 @@ def test_sft_rows_of_several_turns_read_as_the_sampler_and_agent_would_have_made
 
 
 def test_after_a_stop_string_the_template_ends_the_turn_itself():
-    """The answer has no end token of its own; the next turn must not follow it without one."""
+    """The answer has no end token, and the next turn must not follow without one."""
     tokenizer = tiny_tokenizer()
     added = continuation_ids(tokenizer, [TOOL], (2,), ended_by_id=False)
     assert tokenizer.decode(added.tolist()) == "<|im_end|>\n<|im_start|>tool\nok<|im_end|>\n<|im_start|>assistant\n"
@@ -151,9 +151,9 @@ def test_after_a_stop_string_the_template_ends_the_turn_itself():
 
 
 def test_a_continuation_of_a_template_that_drops_answers_is_refused():
-    silent = "{% for m in messages if m.role != 'assistant' %}{{ m.content }}<|im_end|>{% endfor %}"
-    with pytest.raises(DataError, match="does not write what an assistant message says"):
-        continuation_ids(tiny_tokenizer(silent), [TOOL], (2,))
+    without_answers = "{% for m in messages if m.role != 'assistant' %}{{ m.content }}<|im_end|>{% endfor %}"
+    with pytest.raises(DataError, match="does not write the content of assistant messages"):
+        continuation_ids(tiny_tokenizer(without_answers), [TOOL], (2,))
 
 
 def test_sft_ignores_messages_after_the_last_answer():
@@ -162,7 +162,7 @@ def test_sft_ignores_messages_after_the_last_answer():
     assert np.array_equal(ids, sft_row(tokenizer, [USER, ANSWER])[0])
 
 
-def test_a_template_whose_end_token_stops_nobody_is_refused():
+def test_a_template_whose_end_token_is_not_a_stop_id_is_refused():
     """P3: a base model's EOS with a chat template: the trained model would never stop."""
     tokenizer = tiny_tokenizer(eos="<|endoftext|>")
     with pytest.raises(DataError, match=r"none of the stop ids \{3: '<\|endoftext\|>'\}.*never stop"):
@@ -172,26 +172,26 @@ def test_a_template_whose_end_token_stops_nobody_is_refused():
 
 
 def test_a_stop_token_inside_an_answer_is_refused():
-    with pytest.raises(DataError, match=r"message 1 has the stop token '<\|im_end\|>'.*could never be produced"):
+    with pytest.raises(DataError, match=r"message 1 has the stop token '<\|im_end\|>'.*could never produce"):
         sft_row(tiny_tokenizer(), [USER, {"role": "assistant", "content": "1<|im_end|>2"}])
 
 
 def test_a_template_that_rewrites_history_is_refused_for_rows_of_several_answers():
-    tokenizer = tiny_tokenizer(FORGETFUL)
+    tokenizer = tiny_tokenizer(DROPS_THINKING)
     thinking = {"role": "assistant", "content": "<think>a</think>12"}
     ids, mask = sft_row(tokenizer, [USER, thinking])
     assert "".join(names(tokenizer, ids, mask)) == "<think>a</think>12<|im_end|>"
-    with pytest.raises(DataError, match="rewrites message 1 once others follow"):
+    with pytest.raises(DataError, match="rewrites message 1 when others follow"):
         sft_row(tokenizer, [USER, thinking, USER, ANSWER])
 
 
 def test_an_answer_that_merges_with_its_generation_prompt_is_refused():
-    """A leading newline and the prompt's own become one token, which no sampler could produce after that prompt."""
+    """A leading newline and the newline of the prompt become one token, which no sampler could produce there."""
     with pytest.raises(DataError, match="does not begin with its generation prompt"):
         sft_row(tiny_tokenizer(CHATML), [USER, {"role": "assistant", "content": "\n12"}])
 
 
 @pytest.mark.parametrize("messages", [[USER], [ANSWER], [ANSWER, USER, ANSWER]])
-def test_a_conversation_that_answers_nothing_is_refused(messages):
-    with pytest.raises(DataError, match="answers something"):
+def test_a_conversation_without_an_answer_to_a_message_is_refused(messages):
+    with pytest.raises(DataError, match="after another message"):
         sft_row(tiny_tokenizer(), messages)

@@ -20,7 +20,7 @@ OFF = {"enable_thinking": False}
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A tokenizer whose own template is CHATML, written into both files that may hold one."""
+    """A tokenizer whose own template is CHATML, in both files that may contain a template."""
     tiny_tokenizer().save_pretrained(tmp_path)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": CHATML}))
@@ -29,7 +29,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_template_replaces_the_tokenizers_own_as_text_or_as_a_file(folder: Path):
     short = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    (folder / "short.jinja").write_bytes(b"\xef\xbb\xbf" + short.encode())  # a byte order mark is no part of it
+    (folder / "short.jinja").write_bytes(b"\xef\xbb\xbf" + short.encode())  # the byte order mark is dropped
     for given in (short, str(folder / "short.jinja")):
         tokenizer = load_tokenizer(folder, given)
         assert tokenizer.chat_template == short
@@ -38,8 +38,8 @@ def test_a_template_replaces_the_tokenizers_own_as_text_or_as_a_file(folder: Pat
 
 
 def test_variables_reach_prompts_continuations_and_sft_rows_alike(folder: Path):
-    """P20: a continuation without them would put another generation prompt before the second answer than before the
-    first, and train on it."""
+    """P20: in a continuation without them the second answer would have another generation prompt than the first one,
+    and would be trained with it."""
     tokenizer = load_tokenizer(folder, THINKING, OFF)
     prompt = "<|im_start|>user\nab?<|im_end|>\n<|im_start|>assistant\n<think></think>"
     assert render_text(tokenizer, [USER]) == prompt
@@ -53,7 +53,7 @@ def test_variables_reach_prompts_continuations_and_sft_rows_alike(folder: Path):
     assert ids.tolist() == [*render(tokenizer, [USER]), *twelve, *added, *twelve]
 
 
-def test_without_variables_nothing_is_passed_whatever_the_tokenizers_file_says(folder: Path):
+def test_variables_in_the_tokenizers_file_are_not_used(folder: Path):
     config = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template_kwargs": OFF}))
     assert "<think>" not in render_text(load_tokenizer(folder, THINKING), [USER])
@@ -73,17 +73,17 @@ def test_variables_are_checked_against_the_tokenizers_own_template_too(folder: P
     np.testing.assert_array_equal(render(load_tokenizer(folder), [USER]), render(tokenizer, [USER]))
 
 
-def test_a_misspelt_variable_names_what_the_template_reads(folder: Path):
-    told = (
+def test_the_error_for_a_misspelt_variable_lists_the_templates_variables(folder: Path):
+    expected = (
         r"chat_template_kwargs.enable_thinkin would have no effect.* It reads .*enable_thinking.*"
         "Did you mean 'enable_thinking'"
     )
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=expected):
         load_tokenizer(folder, THINKING, {"enable_thinkin": False})
 
 
 @pytest.mark.parametrize(
-    ("template", "told"),
+    ("template", "expected"),
     [
         ("{{ messages }}\n{% if x %}\n{{ 1 + }}{% endif %}", r"is not valid Jinja in line 3 \(\{\{ 1 \+ \}\}.*\)"),
         ("{% for m in messages %}{{ m.content }}", "is not valid Jinja in line 1"),
@@ -92,8 +92,10 @@ def test_a_misspelt_variable_names_what_the_template_reads(folder: Path):
         ("", "is a folder"),
     ],
 )
-def test_a_template_that_can_not_be_used_is_refused_when_the_tokenizer_loads(folder: Path, template: str, told: str):
-    with pytest.raises(DataError, match=told):
+def test_a_template_that_can_not_be_used_is_refused_when_the_tokenizer_loads(
+    folder: Path, template: str, expected: str
+):
+    with pytest.raises(DataError, match=expected):
         load_tokenizer(folder, template)
 
 

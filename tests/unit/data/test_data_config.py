@@ -1,4 +1,4 @@
-"""P30: what is wrong with the data keys is told by the config's check, before anything is loaded."""
+"""P30: the config's check reports faults of the data keys, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ data:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """A folder with one set of each kind."""
+    """A folder with one data set of each kind."""
     import datasets
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -74,7 +74,7 @@ GOOD = [
 
 
 @pytest.mark.parametrize("data", GOOD, ids=" ".join)
-def test_a_right_data_section_is_accepted_and_survives_being_written_out(home, data):
+def test_a_valid_data_section_is_accepted_and_loads_again_when_written_out(home, data):
     loaded = load(home, data)
     again = home / "again.yaml"
     again.write_text(to_yaml(loaded))
@@ -95,10 +95,10 @@ BAD: list[tuple[list[str], list[str]]] = [
     (["sources: {a: {path: train.jsonl}}", "split: x"], ["data.split", "no effect", "names its own"]),
     (["sources: {a: {path: train.jsonl}}", "subset: x"], ["data.subset", "no effect", "names its own"]),
     (["sources: {a: {path: train.jsonl}}", "format: jsonl"], ["data.format", "no effect", "names its own"]),
-    (["sources: {a: {path: train.jsonl, subset: main}}"], ["data.sources.a.subset", "only sets on the Hugging Face"]),
+    (["sources: {a: {path: train.jsonl, subset: main}}"], ["data.sources.a.subset", "only data sets on the Hugging"]),
     (["sources: {a: {path: train.jsonl, map: json:loads, answer: b}}"], ["data.sources.a.answer", "no effect"]),
-    (["path: train.jsonl", "split: train"], ["data.split = train", "only Hugging Face sets have splits", "jsonl"]),
-    (["path: train.parquet", "subset: main"], ["data.subset", "only sets on the Hugging Face hub"]),
+    (["path: train.jsonl", "split: train"], ["data.split = train", "only Hugging Face data sets have splits", "jsonl"]),
+    (["path: train.parquet", "subset: main"], ["data.subset", "only data sets on the Hugging Face hub"]),
     (["path: splits"], ["data.path", "the splits train, test", "must be named"]),
     (["path: splits", "split: dev"], ["there is no split 'dev'"]),
     (["path: saved", "split: train"], ["without splits"]),
@@ -110,8 +110,8 @@ BAD: list[tuple[list[str], list[str]]] = [
     (["path: shards"], ["is a folder, not a file", "no *.jsonl or *.parquet", "save_to_disk"]),
     (["path: saved", "format: parquet"], ["no *.parquet"]),
     (["path: train.jsonl", "format: parquet"], ["not a parquet file that pyarrow can read"]),
-    (["path: disguised.jsonl"], ["is a parquet file by its first bytes"]),
-    (["path: train.jsonl", "format: datasets"], ["takes a folder made by save_to_disk"]),
+    (["path: disguised.jsonl"], ["begins like a parquet file"]),
+    (["path: train.jsonl", "format: datasets"], ["needs a folder made by save_to_disk"]),
     (["path: train.jsonl", "format: csv"], ["must be auto, jsonl, parquet or datasets"]),
     (["path: nowhere/train.jsonl"], ["no such file", "looked for"]),
     (["path: shards/missing"], ["no such file", "looked for"]),
@@ -119,14 +119,14 @@ BAD: list[tuple[list[str], list[str]]] = [
     (["path: train.jsonl", "map: no_such_module_here:f"], ["no such module"]),
     (["path: train.jsonl", "map: json:loads", "prompt: q"], ["data.prompt = q", "no effect", "data.map"]),
     (["path: train.jsonl", "map: json:loads", "answer: q"], ["data.answer = q", "no effect", "data.map"]),
-    (["path: empty.jsonl"], ["data.path = empty.jsonl", "holds no rows"]),
-    (["path: empty.parquet"], ["data.path = empty.parquet", "holds no rows"]),
+    (["path: empty.jsonl"], ["data.path = empty.jsonl", "has no rows"]),
+    (["path: empty.parquet"], ["data.path = empty.parquet", "has no rows"]),
     (["path: list.jsonl"], ["list.jsonl:1: a JSON list", "this one begins with '[1, 2]'"]),
 ]
 
 
 @pytest.mark.parametrize(("data", "words"), BAD, ids=[" ".join(data) for data, _ in BAD])
-def test_a_wrong_data_section_is_refused_in_words_that_help(home, data, words):
+def test_a_wrong_data_section_is_refused_with_a_helpful_error(home, data, words):
     with pytest.raises(ConfigError) as error:
         load(home, data)
     message = " ".join(str(error.value).split())
@@ -136,7 +136,7 @@ def test_a_wrong_data_section_is_refused_in_words_that_help(home, data, words):
 
 
 def test_a_split_without_effect_does_not_hide_a_missing_column(home):
-    with pytest.raises(ConfigError, match=r"(?s)2 problems.*only Hugging Face sets have splits.*no column 'q'"):
+    with pytest.raises(ConfigError, match=r"(?s)2 problems.*only Hugging Face data sets have splits.*no column 'q'"):
         load(home, ["path: train.jsonl", "split: train", "prompt: q"])
 
 
@@ -165,7 +165,7 @@ MIXED = "sources: {a: {path: train.jsonl, answer: answer}, b: {path: train.jsonl
     ],
 )
 def test_a_reward_that_compares_with_the_answer_is_refused_where_no_column_has_one(home, data, overrides, keys):
-    """P30: every completion would be compared with the text None, and the run would learn nothing in silence."""
+    """P30: every completion would be compared with the text None, and the run would silently learn nothing."""
     with pytest.raises(ConfigError) as error:
         load(home, data, known=KNOWN, overrides=overrides)
     message = " ".join(str(error.value).split())
@@ -185,7 +185,7 @@ def test_a_reward_that_compares_with_the_answer_is_refused_where_no_column_has_o
         (["sources: {a: {path: train.jsonl, answer: answer}}", "answer: null"], []),
     ],
 )
-def test_null_for_the_answer_is_right_where_none_is_needed_or_another_key_gives_it(home, data, overrides):
+def test_null_for_the_answer_is_accepted_if_no_reward_needs_it_or_another_key_names_it(home, data, overrides):
     load(home, data, known=KNOWN, overrides=overrides)
 
 

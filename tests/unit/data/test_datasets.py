@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from tiny_tokenizers import FORGETFUL, tiny_tokenizer
+from tiny_tokenizers import DROPS_THINKING, tiny_tokenizer
 
 from meshrl.config.data import DataConfig
 from meshrl.config.loop import SftConfig
@@ -32,7 +32,7 @@ def test_a_row_becomes_a_rendered_prompt_with_its_other_columns_in_meta(tmp_path
     path = write(tmp_path, GOOD, "", {"question": "2+2=", "answer": "4"})
     prompts, dropped = load_prompts(path, PromptMaker(config(path, system="Be brief."), tokenizer))
     assert dropped == 0
-    assert [p.id for p in prompts] == ["train-1", "train-3"]  # a blank line is no row, and lines keep their numbers
+    assert [p.id for p in prompts] == ["train-1", "train-3"]  # a blank line is not a row, but it counts as a line
     assert prompts[0].answer == "2"
     assert prompts[0].meta == {"level": 3}
     assert prompts[0].messages == [
@@ -43,7 +43,7 @@ def test_a_row_becomes_a_rendered_prompt_with_its_other_columns_in_meta(tmp_path
     assert not prompts[0].ids.flags.writeable
 
 
-def test_a_message_list_is_taken_as_it_stands(tmp_path):
+def test_a_message_list_is_used_unchanged(tmp_path):
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
     prompts, _ = load(write(tmp_path, {"question": messages}), answer=None)
     assert prompts[0].messages == messages
@@ -75,7 +75,7 @@ def test_a_limit_takes_the_first_rows_and_reads_no_further(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "expected"),
     [
         ('{"question": "1+1=", "answer"', "not JSON"),
         ('{"question": "1", "answer": NaN}', "not JSON"),
@@ -90,9 +90,9 @@ def test_a_limit_takes_the_first_rows_and_reads_no_further(tmp_path):
         ('{"question": [{"role": "user", "content": 3}], "answer": "2"}', "message 0"),
     ],
 )
-def test_a_bad_row_names_file_and_line_and_what_it_should_be(tmp_path, line, told):
+def test_the_error_for_a_bad_row_has_file_line_and_expected_form(tmp_path, line, expected):
     path = write(tmp_path, GOOD, line)
-    with pytest.raises(DataError, match=rf"train\.jsonl:2: .*{told}"):
+    with pytest.raises(DataError, match=rf"train\.jsonl:2: .*{expected}"):
         load(path)
 
 
@@ -101,7 +101,7 @@ def answers_from_rows(row):
 
 
 @pytest.mark.parametrize(
-    ("changes", "row", "told"),
+    ("changes", "row", "expected"),
     [
         ({}, {"question": "1", "answer": None}, "column 'answer' is null"),
         ({}, {"question": "1", "answer": " "}, "column 'answer' is an empty text"),
@@ -110,10 +110,12 @@ def answers_from_rows(row):
         ({"answer": None}, {"question": "1", "answer": "2"}, "data.answer is null"),
     ],
 )
-def test_a_row_without_an_answer_is_an_error_where_a_reward_needs_one(tmp_path, changes, row, told):
-    """It would be compared with the text None."""
+def test_a_row_without_an_answer_is_an_error_where_a_reward_needs_one(tmp_path, changes, row, expected):
+    """Completions would be compared with the text None."""
     path = write(tmp_path, row)
-    message = rf"train\.jsonl:1: {told}, but completions are compared with it \(reward\.terms\.maths\); give the row"
+    message = (
+        rf"train\.jsonl:1: {expected}, but completions are compared with it \(reward\.terms\.maths\); give the row"
+    )
     with pytest.raises(DataError, match=message):
         load_prompts(path, PromptMaker(config(path, **changes), tiny_tokenizer(), answer_for=["maths"]))
 
@@ -138,12 +140,12 @@ def test_a_byte_order_mark_is_no_error(tmp_path):
     assert load(path)[0][0].answer == "2"
 
 
-def test_missing_and_empty_files_are_told_apart(tmp_path):
+def test_missing_and_empty_files_have_different_errors(tmp_path):
     with pytest.raises(DataError, match=r"none\.jsonl: no such file"):
         load(tmp_path / "none.jsonl")
     with pytest.raises(DataError, match=r"is a folder, not a file; it has no \*\.jsonl"):
         load(tmp_path)
-    with pytest.raises(DataError, match="holds no rows"):
+    with pytest.raises(DataError, match="has no rows"):
         load(write(tmp_path, "", "  "))
 
 
@@ -176,17 +178,17 @@ def test_an_sft_row_that_can_not_be_split_names_its_line(tmp_path):
     path = write(tmp_path, {"messages": [user, thinking]}, {"messages": [user, thinking, user, thinking]})
     cfg = SftConfig(path=str(path), num_steps=1)
     with pytest.raises(DataError, match=r"train\.jsonl:2: this chat template can't be split into turns"):
-        load_sft_rows(path, cfg, tiny_tokenizer(FORGETFUL), (2,))
+        load_sft_rows(path, cfg, tiny_tokenizer(DROPS_THINKING), (2,))
     with pytest.raises(DataError, match=r"column 'messages' is str.*it should be a list"):
         load_sft_rows(write(tmp_path, {"messages": "hello"}), cfg, tiny_tokenizer(), (2,))
 
 
-def test_an_id_that_the_model_has_not_is_named_with_its_row(tmp_path):
-    """It would be an index error, or worse, in the middle of a forward."""
+def test_an_id_outside_the_embedding_is_reported_with_its_row(tmp_path):
+    """It would be an index error, or worse, in a forward pass."""
     tokenizer, chat = tiny_tokenizer(), {"role": "assistant", "content": "z"}
     z = tokenizer.convert_tokens_to_ids("z")
     newline = tokenizer.convert_tokens_to_ids("Ċ")
-    vocab_size = len(tokenizer) - 1  # the tokenizer knows one more, which no row has
+    vocab_size = len(tokenizer) - 1  # the tokenizer has one more id, which is in no row
     path = write(tmp_path, GOOD, {**GOOD, "question": "z"})
     assert len(load_prompts(path, PromptMaker(config(path), tokenizer, vocab_size=vocab_size))[0]) == 2
     plain = tiny_tokenizer("{{ messages[0].content }}")

@@ -1,4 +1,4 @@
-"""Mixtures and streaming: the order of training prompts, and that a resume continues at the exact prompt (P27)."""
+"""Mixtures and streaming: the order of training prompts; a resume continues at the exact prompt (P27)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def write(path, n, text="{}+1="):
 
 @pytest.fixture
 def config(tmp_path):
-    """config(kind, **changes): a DataConfig over 50 rows, of which five are too long; mixtures have 7 more."""
+    """config(kind, **changes): a DataConfig over 50 rows; five of them are too long. Mixtures have 7 more."""
     path = write(tmp_path / "train.jsonl", 50)
     lines = Path(path).read_text().splitlines()
     for i in range(0, 50, 10):
@@ -68,7 +68,7 @@ def test_every_feed_refuses_rows_without_the_answer_that_a_reward_needs(config, 
 @pytest.mark.parametrize("kind", FEEDS)
 @pytest.mark.parametrize("before", [0, 3, 19, 45, 58, 140])
 def test_a_resumed_feed_continues_at_the_exact_prompt(config, kind, before):
-    """P27: at the start, within a buffer, at the end of an epoch, in a later one; the count of those left out too."""
+    """P27: at the start, within an epoch, at its end, and in a later one; also the number of rows left out."""
     one = feed(config(kind))
     one.next(before)
     state = json.loads(json.dumps(one.state()))
@@ -90,7 +90,7 @@ def test_the_order_depends_on_the_seed_and_not_on_the_size_of_the_draws(config, 
 
 @pytest.mark.parametrize("kind", FEEDS)
 @pytest.mark.parametrize(
-    ("seed", "changes", "told"),
+    ("seed", "changes", "expected"),
     [
         (1, {}, "seed was 0, is 1"),
         (0, {"max_prompt_tokens": 2000}, "was"),
@@ -98,15 +98,15 @@ def test_the_order_depends_on_the_seed_and_not_on_the_size_of_the_draws(config, 
         (0, {"shuffle": False}, "shuffle was True, is False"),
     ],
 )
-def test_a_resume_on_another_order_or_other_data_is_refused(config, kind, seed, changes, told):
-    """P27: it would repeat some prompts and never see others, and no curve would show it."""
+def test_a_resume_on_another_order_or_other_data_is_refused(config, kind, seed, changes, expected):
+    """P27: the run would repeat some prompts and never draw others, and no metric would show it."""
     state = feed(config(kind)).state()
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=expected):
         feed(config(kind, **changes), seed).load_state(state)
 
 
-def test_a_stream_notices_at_a_resume_that_a_row_far_from_its_start_was_changed(config):
-    """P27: it renders only its first rows at the start, and knows the others by where they lie."""
+def test_a_resumed_stream_detects_a_changed_row_far_from_its_start(config):
+    """P27: a stream renders only its first rows at the start, and knows the others by their offsets."""
     state = feed(config("stream")).state()
     path = Path(config("stream").path)
     path.write_text(path.read_text().replace('"44+1="', '"forty-four"'))
@@ -122,10 +122,10 @@ def test_a_resume_with_other_weights_is_refused(config):
         feed(cfg.model_copy(update={"sources": sources})).load_state(state)
 
 
-def test_a_stream_gives_the_prompts_that_a_reading_of_all_gives(config):
+def test_a_stream_returns_the_same_prompts_as_reading_all_rows(config):
     memory, stream = feed(config("memory")), feed(config("stream"))
     assert memory.num_left_out == 5 and stream.num_left_out == 0
-    for _ in range(3):  # every epoch holds each prompt once, in an order of its own
+    for _ in range(3):  # every epoch has each prompt once, in another order
         assert sorted(p.id for p in memory.next(45)) == sorted(p.id for p in stream.next(45))
     by_id = {p.id: p for p in memory.next(45)}
     for prompt in stream.next(45):
@@ -140,20 +140,20 @@ def test_a_stream_without_shuffling_keeps_the_order_of_the_file(config):
     assert [p.id for p in stream.next(120)] == [f"train-{i % 50 + 1}" for i in range(120)]
 
 
-def test_a_stream_reads_rows_in_the_order_of_a_reading_of_all(config):
-    """Any row may follow any other, wherever it is in the file: neighbours of a sorted file must not stay together."""
+def test_a_stream_has_the_same_order_as_reading_all_rows(config):
+    """Any row of the file may follow any other: neighbours in a sorted file must not stay together."""
     memory, stream = (feed(config(kind, max_prompt_tokens=2000), seed=3) for kind in ("memory", "stream"))
     assert drawn(stream.next(120)) == drawn(memory.next(120))
 
 
 def test_the_order_of_a_stream_is_the_same_on_every_machine(config):
-    """P27: written down, so that another numpy can't change it unseen."""
+    """P27: the expected order is fixed here, so that a change by another numpy version is found."""
     stream = feed(config("stream", max_prompt_tokens=2000))
     assert [int(p.id.removeprefix("train-")) for p in stream.next(8)] == [1, 32, 9, 20, 27, 10, 4, 46]
 
 
-def test_a_stream_never_holds_all_rows(tmp_path):
-    """8 MB of rows; what Python holds on the way stays far below."""
+def test_a_stream_never_has_all_rows_in_memory(tmp_path):
+    """8 MB of rows; the memory that Python allocates stays far below."""
     path = write(tmp_path / "big.jsonl", 4000, "{}" + "+1" * 1000)
     assert (tmp_path / "big.jsonl").stat().st_size > 8e6
     make = PromptMaker(DataConfig(path=path, streaming=True, max_prompt_tokens=5000), tiny_tokenizer())
@@ -166,14 +166,14 @@ def test_a_stream_never_holds_all_rows(tmp_path):
     assert peak < 1.5e6
 
 
-def test_a_stream_of_rows_that_are_all_too_long_ends_and_says_so(config):
+def test_a_stream_of_rows_that_are_all_too_long_ends_with_an_error(config):
     with pytest.raises(DataError, match=r"all 50 rows are longer than data\.max_prompt_tokens = 5 tokens"):
         feed(config("stream", max_prompt_tokens=5)).next(1)
 
 
 @pytest.mark.parametrize("kind", FEEDS)
-def test_ids_that_the_model_has_not_are_refused_at_the_start(config, kind):
-    """Also by a stream, which renders its first rows then; and of rows to come when they are drawn."""
+def test_ids_outside_the_embedding_are_refused_at_the_start(config, kind):
+    """Also in a stream, which renders its first rows at the start; in later rows when they are drawn."""
     tokenizer = tiny_tokenizer()
     with pytest.raises(DataError, match=r"jsonl:1: token \d+ of \d+ is .* the model's embedding ends with id 99"):
         open_feed(PromptMaker(config(kind), tokenizer, vocab_size=100), 0)
@@ -192,18 +192,18 @@ def test_a_stream_names_a_bad_row_when_it_is_drawn(config):
         stream.next(20)
 
 
-def test_a_file_that_shrinks_under_a_stream_is_noticed(config):
+def test_a_file_that_shrinks_during_streaming_is_an_error(config):
     cfg = config("stream", shuffle=False)
     stream = feed(cfg)
     stream.next(2)
     lines = Path(cfg.path).read_text().splitlines()
     Path(cfg.path).write_text("\n".join(lines[:15]))
-    with pytest.raises(DataError, match="holds fewer rows than when the run began"):
+    with pytest.raises(DataError, match="has fewer rows than at the start of the run"):
         stream.next(30)
 
 
 @pytest.mark.parametrize("weights", [(3, 1), (1, 1), (1, 99), (0.2, 0.3)])
-def test_every_stretch_of_a_mixture_holds_the_sources_in_proportion(config, weights):
+def test_every_part_of_a_mixture_has_the_sources_in_proportion(config, weights):
     cfg = config("mixture")
     sources = {
         name: source.model_copy(update={"weight": float(weight)})
@@ -216,12 +216,12 @@ def test_every_stretch_of_a_mixture_holds_the_sources_in_proportion(config, weig
         assert abs(count["sums"] - 32 * share) <= 1
 
 
-def test_which_source_comes_when_is_set_by_the_seed(config):
+def test_the_order_of_sources_depends_on_the_seed(config):
     orders = {tuple(p.env for p in feed(config("mixture", shuffle=False), seed).next(8)) for seed in range(6)}
     assert len(orders) > 1
 
 
-def test_sources_of_a_mixture_keep_their_columns_and_are_told_apart(config, tmp_path):
+def test_sources_of_a_mixture_have_their_own_columns_and_names(config, tmp_path):
     rows = [{"problem": f"{i}-1=", "solution": i} for i in range(4)]
     (tmp_path / "other.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     cfg = config("mixture")
@@ -234,14 +234,14 @@ def test_sources_of_a_mixture_keep_their_columns_and_are_told_apart(config, tmp_
     assert mixture.num_left_out == 5
 
 
-def test_each_source_of_a_mixture_runs_through_epochs_of_its_own(config):
+def test_each_source_of_a_mixture_has_separate_epochs(config):
     mixture = feed(config("mixture"))
     talk = [p.id for p in mixture.next(100) if p.env == "talk"]
     assert len(set(talk[:7])) == len(set(talk[7:14])) == 7
 
 
 def test_held_out_prompts_have_ordinals_that_training_never_has(config, tmp_path):
-    """P14: the ordinal makes the seed of a sample; evaluation must not use up or repeat those of training."""
+    """P14: the seed of a sample follows from the ordinal; evaluation must not use the ordinals of training."""
     cfg = config("memory", eval_path=config("memory").path, eval_limit=12)
     prompts, left_out = load_eval_prompts(PromptMaker(cfg, tiny_tokenizer()))
     assert (len(prompts), left_out) == (10, 2)

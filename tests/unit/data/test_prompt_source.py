@@ -19,7 +19,7 @@ def ids(drawn):
     return [p.id for p in drawn]
 
 
-def test_each_epoch_visits_every_prompt_once_in_an_order_of_its_own():
+def test_each_epoch_has_every_prompt_once_in_another_order():
     source = PromptSource(prompts(20), seed=3)
     first, second = source.next(20), source.next(20)
     assert sorted(ids(first)) == sorted(ids(second)) == sorted(ids(prompts(20)))
@@ -30,7 +30,7 @@ def test_ordinals_rise_over_epochs_and_never_repeat():
     source = PromptSource(prompts(3), seed=0)
     drawn = [p for _ in range(4) for p in source.next(2)]
     assert [p.ordinal for p in drawn] == list(range(8))
-    assert len({id(p) for p in drawn}) == 8  # an ordinal set on a shared record would change those drawn before
+    assert len({id(p) for p in drawn}) == 8  # an ordinal set on a shared record would change prompts drawn before
 
 
 def test_a_file_with_fewer_prompts_than_a_step_wraps_into_the_next_epoch():
@@ -47,14 +47,14 @@ def test_the_order_depends_on_the_seed_and_not_on_the_size_of_the_draws():
 
 
 def test_the_order_is_the_same_on_every_machine():
-    """P27: written down, so that another numpy can't change it unseen."""
+    """P27: the expected order is fixed here, so that a change by another numpy version is found."""
     assert ids(PromptSource(prompts(6), seed=0).next(12)) == [
         *("p-0", "p-3", "p-5", "p-1", "p-2", "p-4"),
         *("p-3", "p-4", "p-2", "p-1", "p-5", "p-0"),
     ]
 
 
-def test_without_shuffle_the_order_is_the_files():
+def test_without_shuffle_the_order_is_the_order_of_the_file():
     assert ids(PromptSource(prompts(3), seed=9, shuffle=False).next(5)) == ["p-0", "p-1", "p-2", "p-0", "p-1"]
 
 
@@ -70,7 +70,7 @@ def test_a_resumed_source_continues_at_the_exact_prompt(before):
 
 
 @pytest.mark.parametrize(
-    ("other", "told"),
+    ("other", "expected"),
     [
         (PromptSource(prompts(6), seed=4), "num_rows was 5, is 6"),
         (PromptSource(prompts(5), seed=5), "seed was 4, is 5"),
@@ -78,18 +78,18 @@ def test_a_resumed_source_continues_at_the_exact_prompt(before):
         (PromptSource(prompts(5, first_token=6), seed=4), "digest was"),
     ],
 )
-def test_a_resume_on_other_data_is_refused(other, told):
+def test_a_resume_on_other_data_is_refused(other, expected):
     state = PromptSource(prompts(5), seed=4).state()
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=expected):
         other.load_state(state)
 
 
-def test_no_prompts_are_refused():
+def test_a_source_without_prompts_is_refused():
     with pytest.raises(DataError, match="0 rows"):
         PromptSource([], seed=0)
 
 
-def test_sft_rows_come_as_samples_in_which_nothing_was_sampled():
+def test_sft_rows_become_samples_without_sampled_tokens():
     rows = [
         SftRow(id=f"w-{i}", ids=np.array([1, 2, 3], np.int32), mask=np.array([False, True, True])) for i in range(3)
     ]

@@ -1,4 +1,4 @@
-"""Rows in memory are read as those of a file, and an error names the row."""
+"""Rows in memory are read like rows of a file, and errors name the row."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROWS = [{"question": f"{i}+{i}", "answer": str(2 * i), "level": i % 3} for i in 
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_feed_of_rows_in_memory_equals_that_of_the_file(tmp_path: Path, streaming: bool):
+def test_a_feed_of_rows_in_memory_equals_the_feed_of_a_file(tmp_path: Path, streaming: bool):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     cfg = DataConfig(path=str(path), streaming=streaming)
@@ -35,7 +35,7 @@ def test_a_feed_of_rows_in_memory_equals_that_of_the_file(tmp_path: Path, stream
     assert [p.id for p in memory.next(30)] == [p.id for p in prompts]
 
 
-def test_other_rows_do_not_continue_a_run():
+def test_a_resume_with_other_rows_is_refused():
     make = PromptMaker(DataConfig(path="<20 rows>"), tiny_tokenizer())
     state = open_feed(make, 0, RowTable("data", ROWS)).state()
     changed = [*ROWS[:-1], ROWS[-1] | {"question": "changed"}]
@@ -44,12 +44,12 @@ def test_other_rows_do_not_continue_a_run():
 
 
 @pytest.mark.parametrize("bad", ["1+1", None, ["question", "1+1"]])
-def test_a_row_that_is_no_dict_is_named_by_its_index(bad: object):
+def test_a_row_that_is_not_a_dict_is_reported_with_its_index(bad: object):
     with pytest.raises(DataError, match=r"^data\[2\] is .*each row must be a dict"):
         open_feed(PromptMaker(DataConfig(path="x"), tiny_tokenizer()), 0, RowTable("data", [*ROWS[:2], bad]))
 
 
-def test_what_is_wrong_with_a_row_is_reported_by_its_index():
+def test_faults_of_rows_are_reported_with_their_index():
     rows = [*ROWS[:3], {"question": "1+1"}]
     with pytest.raises(DataError, match=r"^eval_data\[3\]: no column 'answer'"):
         load_eval_prompts(PromptMaker(DataConfig(eval_path="x"), tiny_tokenizer()), RowTable("eval_data", rows))

@@ -33,7 +33,7 @@ def write_parquet(path, rows, row_group_size=100):
 
 
 def make(kind, folder):
-    """A table of NUM rows of each kind; the folders of shards have two files, of uneven size."""
+    """A table of NUM rows of this kind; folders of shards have two files of different size."""
     folder.mkdir(exist_ok=True)
     rows = questions(NUM)
     if kind == "jsonl":
@@ -66,7 +66,7 @@ def open_kind(kind, folder):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_table_gives_the_same_rows_for_any_stretch(tmp_path, kind):
+def test_every_kind_of_table_returns_the_same_rows_for_any_range(tmp_path, kind):
     table = open_kind(kind, tmp_path / "data")
     rows = questions(NUM)
     assert table.num_rows == NUM
@@ -88,8 +88,8 @@ def test_every_kind_of_table_gives_the_same_rows_for_any_stretch(tmp_path, kind)
         ("parquet shards", "part-1-220", "part-1.parquet: row 220 (from 0)"),
     ],
 )
-def test_a_row_says_where_it_stands_in_its_own_file(tmp_path, kind, id, where):
-    """A place that is off by the blank lines or by the shards before would send a user to an innocent row."""
+def test_a_row_has_its_place_in_its_own_file(tmp_path, kind, id, where):
+    """A place that does not count blank lines or earlier shards would lead a user to another row."""
     (raw,) = open_kind(kind, tmp_path / "data").rows(520, 521)
     assert raw.id == id and raw.where.endswith(where)
     if "jsonl" in kind:
@@ -99,7 +99,7 @@ def test_a_row_says_where_it_stands_in_its_own_file(tmp_path, kind, id, where):
 
 
 def test_single_rows_of_a_large_jsonl_file_are_found_without_reading_all_before_them(tmp_path):
-    """A wrong place in the index gives another row, with the place and the id of the right one."""
+    """A wrong offset in the index would return another row under the place and id of the right one."""
     rows = [{"question": f"{i}?", "text": "x" * 500} for i in range(8000)]
     write_jsonl(tmp_path / "large.jsonl", rows)
     lines = (tmp_path / "large.jsonl").read_text().splitlines()
@@ -113,7 +113,7 @@ def test_single_rows_of_a_large_jsonl_file_are_found_without_reading_all_before_
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "saved", "jsonl shards"])
-def test_a_fingerprint_is_that_of_the_rows_and_not_of_the_opening(tmp_path, kind):
+def test_a_fingerprint_depends_only_on_the_rows(tmp_path, kind):
     table = open_kind(kind, tmp_path / "data")
     assert json.loads(json.dumps(table.fingerprint())) == open_kind(kind, tmp_path / "again").fingerprint()
     other = [*questions(NUM - 1), {"question": "a longer question", "answer": "x", "level": {"n": 0}}]
@@ -139,30 +139,30 @@ def test_the_first_rows_are_read_without_reading_or_counting_the_rest(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "format", "told"),
+    ("name", "content", "format", "expected"),
     [
         ("rows.parquet", b"no such thing", "auto", "rows.parquet: this is not a parquet file that pyarrow can read"),
-        ("rows.bin", b"{}", "datasets", "is a file; format: datasets takes a folder"),
+        ("rows.bin", b"{}", "datasets", "is a file; format: datasets needs a folder"),
         ("missing/rows.jsonl", None, "auto", "no such file"),
         ("missing", None, "parquet", "no such file"),
     ],
 )
-def test_what_is_no_table_is_refused_by_name(tmp_path, name, content, format, told):
+def test_a_path_that_is_not_a_table_is_refused_by_name(tmp_path, name, content, format, expected):
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=told) as error:
+    with pytest.raises(DataError, match=expected) as error:
         list(open_table(tmp_path / name, format).rows())
     assert name in str(error.value)
 
 
 def test_a_split_has_to_be_named_where_there_are_several(tmp_path):
     path = make("split", tmp_path / "data")
-    with pytest.raises(DataError, match="holds the splits train, test, and one of them must be named"):
+    with pytest.raises(DataError, match="has the splits train, test, and one of them must be named"):
         open_table(path)
     with pytest.raises(DataError, match="there is no split 'dev'"):
         open_table(path, split="dev")
     assert open_table(path, split="test").num_rows == 3
-    with pytest.raises(DataError, match="single set without splits"):
+    with pytest.raises(DataError, match="single data set without splits"):
         open_table(make("saved", tmp_path / "data"), split="train")
 
 
@@ -175,20 +175,20 @@ def test_a_folder_of_two_kinds_is_read_as_the_one_that_is_named(tmp_path):
     assert open_table(tmp_path, "parquet").num_rows == 2
 
 
-def test_a_misspelt_path_in_a_folder_that_is_there_is_not_taken_for_a_set_on_the_hub(tmp_path, monkeypatch):
+def test_a_misspelt_path_in_an_existing_folder_is_not_read_as_a_hub_id(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows").mkdir()
     with pytest.raises(DataError, match="rows/trian: no such file"):
         open_table("rows/trian")
 
 
-def test_a_set_on_the_hub_that_is_out_of_reach_says_what_to_do_instead(monkeypatch):
+def test_the_error_for_an_unreachable_hub_advises_an_alternative(monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(DataError, match=r"organisation/name: can't be loaded from the Hugging Face hub.*save_to_disk"):
         open_table("organisation/name", split="train")
 
 
-def test_prompts_are_equal_whatever_the_rows_were_stored_in(tmp_path):
+def test_prompts_are_equal_for_all_kinds_of_tables(tmp_path):
     loaded = []
     for kind in KINDS:
         path = make(kind, tmp_path / kind)
@@ -205,14 +205,14 @@ def test_a_bad_row_of_a_parquet_file_is_named_by_its_number(tmp_path):
         load_prompts(tmp_path / "rows.parquet", PromptMaker(DataConfig(), tiny_tokenizer()))
 
 
-def test_a_column_that_is_no_plain_json_is_refused_before_a_run_would_fail_to_write_it(tmp_path):
+def test_a_column_that_is_not_plain_json_is_refused(tmp_path):
     day = datetime.date(2024, 1, 2)
     write_parquet(tmp_path / "rows.parquet", [{"question": "1+1=", "answer": "2", "day": day}])
-    with pytest.raises(DataError, match=r"row 0 \(from 0\): column 'day' holds date .*data\.map"):
+    with pytest.raises(DataError, match=r"row 0 \(from 0\): column 'day' contains date .*data\.map"):
         load_prompts(tmp_path / "rows.parquet", PromptMaker(DataConfig(), tiny_tokenizer()))
 
 
-def test_a_dotted_column_leads_into_a_column_unless_one_has_that_very_name(tmp_path):
+def test_a_name_with_dots_is_a_field_in_a_column_unless_a_column_has_this_name(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1+1=", "reward_model": {"ground_truth": "2"}}])
     cfg = DataConfig(prompt="prompt", answer="reward_model.ground_truth")
     (prompt,), _ = load_prompts(tmp_path / "a.jsonl", PromptMaker(cfg, tiny_tokenizer()))
@@ -277,23 +277,23 @@ def test_a_function_makes_prompts_of_rows_of_any_shape(maps):
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "expected"),
     [
         ("nothing", "returned NoneType null; it should be a dict of prompt or messages"),
         ("both", "returned 'prompt', 'messages'; it should be a dict of prompt or messages"),
         ("misspelt", "returned 'prompt', 'anwser'; it should be"),
         ("empty", "the prompt from data.map is an empty text"),
-        ("deep", "the answer holds set .*not plain JSON"),
+        ("deep", "the answer contains set .*not plain JSON"),
         ("wrong_meta", 'meta str "level 3"; use a text and a dict'),
         ("breaks", "data.map row_maps_of_a_user:breaks raised KeyError: 'question'"),
     ],
 )
-def test_a_function_that_returns_no_prompt_is_named_with_file_and_line(maps, name, told):
-    with pytest.raises(DataError, match=rf"rows\.jsonl:1: .*{told}"):
+def test_a_function_that_returns_no_prompt_is_named_with_file_and_line(maps, name, expected):
+    with pytest.raises(DataError, match=rf"rows\.jsonl:1: .*{expected}"):
         maps(name)
 
 
-def test_a_function_that_is_not_there_is_refused(maps):
+def test_a_missing_function_is_refused(maps):
     with pytest.raises(ConfigError, match=r"data.map is .* has no 'missing'"):
         maps("missing")
 

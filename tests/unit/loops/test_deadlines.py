@@ -1,4 +1,4 @@
-"""What the controller waits for has a deadline, too: agents and graders that never come back (P26)."""
+"""The controller's waits for agents and graders have a deadline (P26)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from meshrl.config.cluster import ClusterConfig, Deadlines
 from meshrl.core.errors import DeadlineError
 from meshrl.loops import deadlines
-from meshrl.loops.deadlines import in_time
+from meshrl.loops.deadlines import gather_with_deadline
 
 CLUSTER = ClusterConfig(deadlines=Deadlines(rollout=0.2))
 
@@ -39,22 +39,22 @@ def test_results_come_in_order():
         return value
 
     jobs = [later(0.03, "a"), later(0.0, "b"), later(0.01, "c")]
-    assert asyncio.run(in_time(CLUSTER, "train", jobs)) == ["a", "b", "c"]
-    assert asyncio.run(in_time(CLUSTER, "train", [])) == []
+    assert asyncio.run(gather_with_deadline(CLUSTER, "train", jobs)) == ["a", "b", "c"]
+    assert asyncio.run(gather_with_deadline(CLUSTER, "train", [])) == []
 
 
-def test_an_agent_that_waits_for_ever_ends_the_phase_and_its_place_is_told():
+def test_an_agent_that_waits_for_ever_ends_the_phase_and_its_stack_is_reported():
     ended = []
     with pytest.raises(DeadlineError) as error:
-        asyncio.run(in_time(CLUSTER, "rollout", [agent(1, ended), agent(None, ended), agent(None, ended)]))
+        asyncio.run(gather_with_deadline(CLUSTER, "rollout", [agent(1, ended), agent(None, ended), agent(None, ended)]))
     text = str(error.value)
-    assert text.startswith("phase 'rollout': none of 2 tasks that wait ended within 0.2 s (cluster.deadlines.rollout")
+    assert text.startswith("phase 'rollout': none of 2 waiting tasks ended within 0.2 s (cluster.deadlines.rollout")
     assert text.count("in ask_a_tool") == 2 and "await asyncio.Event().wait()" in text
-    assert ended == [1, None, None], "they are cancelled, not left behind"
+    assert ended == [1, None, None], "they are cancelled"
 
 
 def test_a_phase_may_take_long_while_something_ends():
-    """Five tasks of a deadline's third each, one after the other: longer than the deadline altogether."""
+    """Six tasks in sequence, each about a third of the deadline: together longer than the deadline."""
 
     async def queue():
         lock = asyncio.Lock()
@@ -64,7 +64,7 @@ def test_a_phase_may_take_long_while_something_ends():
                 await asyncio.sleep(0.07)
                 return i
 
-        return await in_time(CLUSTER, "rollout", [one(i) for i in range(6)])
+        return await gather_with_deadline(CLUSTER, "rollout", [one(i) for i in range(6)])
 
     assert asyncio.run(queue()) == list(range(6))
 
@@ -76,11 +76,11 @@ def test_the_first_exception_ends_all_and_so_does_a_cancellation():
 
     ended = []
     with pytest.raises(KeyError, match="row 7"):
-        asyncio.run(in_time(CLUSTER, "train", [agent(None, ended), fail()]))
+        asyncio.run(gather_with_deadline(CLUSTER, "train", [agent(None, ended), fail()]))
     assert ended == [None]
 
     async def interrupted():
-        task = asyncio.create_task(in_time(CLUSTER, "train", [agent(None, ended)]))
+        task = asyncio.create_task(gather_with_deadline(CLUSTER, "train", [agent(None, ended)]))
         await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -1,4 +1,4 @@
-"""CausalModel against the Transformers model inside it, and loading from a folder (P3, P9, P10, P11)."""
+"""CausalModel compared with its Transformers model, and loading from a folder (P3, P9, P10, P11)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_head_of_hidden_is_the_models_own_logits(family):
-    """Scale and softcap of the head are found in each family's config, whatever it calls them."""
+    """Scale and softcap of the head are found in each family's config, under the family's own keys."""
     lm = tiny_lm(family)
     model, tokens = CausalModel(lm), torch.arange(3, 20)
     with torch.no_grad():
@@ -30,8 +30,9 @@ def test_head_of_hidden_is_the_models_own_logits(family):
     assert len(model.layers) == 2 and model.vocab_size == 64
 
 
-def test_the_logprob_of_a_token_is_read_one_place_before_it():
-    """P3: a model that always says "next is this token + 1" scores a counting row with 0, and any other with less."""
+def test_the_logprob_of_a_token_comes_from_the_position_before_it():
+    """P3: a model that always predicts this token + 1 gives a counting row logprobs of 0, and any other row lower
+    ones."""
     lm = tiny_qwen2(tie=False)
     with torch.no_grad():
         for p in lm.parameters():
@@ -69,7 +70,7 @@ def test_casting_keeps_buffers_in_fp32_and_ties(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
 def test_a_folder_loads_as_it_was_saved(tmp_path, tie, dtype):
-    """P9, P10, P11: parameters in the dtype asked for, buffers in fp32, ties kept, and our attention in place."""
+    """P9, P10, P11: parameters in the requested dtype, buffers in fp32, ties kept, and our attention."""
     saved = tiny_qwen2(tie=tie, attention_dropout=0.1)
     saved.save_pretrained(tmp_path)
     lm = load_causal_lm(tmp_path, dtype=dtype)
@@ -83,7 +84,7 @@ def test_a_folder_loads_as_it_was_saved(tmp_path, tie, dtype):
 
 
 def test_a_folder_saved_in_bf16_loads_its_buffers_in_fp32(tmp_path):
-    """P10: the usual checkpoint is bf16; masters are made from it, never its rotary buffers."""
+    """P10: most checkpoints are bf16; masters are made from them, but never rotary buffers."""
     cast_parameters(tiny_qwen2(), torch.bfloat16).save_pretrained(tmp_path)
     lm = load_causal_lm(tmp_path)
     assert {p.dtype for p in lm.parameters()} == {torch.float32}
@@ -108,14 +109,14 @@ def test_a_folder_of_each_family_passes_the_self_test_at_loading(family, tmp_pat
     assert type(load_causal_lm(tmp_path)) is type(tiny_lm(family))
 
 
-def test_what_we_would_compute_differently_is_refused_at_loading(tmp_path):
-    """P22: dynamic rope looks at the longest row of a pack; a head we do not know would fool sampler and trainer."""
+def test_a_model_that_we_would_compute_differently_is_refused_at_loading(tmp_path):
+    """P22: dynamic rope depends on the longest row of a pack; an unknown head would be wrong in sampler and trainer."""
     tiny_qwen2(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="rope_type dynamic"):
         load_causal_lm(tmp_path)
 
 
-def test_dropout_is_off_wherever_a_model_keeps_it(tmp_path):
+def test_dropout_is_off_in_modules_and_attributes(tmp_path):
     lm = tiny_lm("qwen2")
     lm.config.attention_dropout = 0.5
     lm.save_pretrained(tmp_path)

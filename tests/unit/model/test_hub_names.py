@@ -1,4 +1,4 @@
-"""A model's tensors under the names of its family's files, against the files that Transformers writes (P16)."""
+"""Hub names of a model's tensors, compared with the files that Transformers writes (P16)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MIXTURES = ("mixtral", "qwen3_moe", "glm4_moe", "deepseek_v3")
 
 
 def _boxes(tensor: torch.Tensor, count: int, dim: int) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-    """Shards along one dim, where the tensor has it."""
+    """Shards along one dim; the full tensor if it does not have this dim."""
     if tensor.dim() <= dim:
         yield (0,) * tensor.dim(), tensor
         return
@@ -31,21 +31,21 @@ def _boxes(tensor: torch.Tensor, count: int, dim: int) -> Iterator[tuple[tuple[i
 
 
 def _joined(lm: torch.nn.Module, names: HubNames, count: int, dim: int) -> dict[str, torch.Tensor]:
-    """The hub tensors, put together from what every shard's boxes are cut into; each element exactly once."""
+    """The hub tensors, joined from the boxes of all shards; each element exactly once."""
     found = {name: torch.full(shape, float("nan")) for name, shape in names.tensors.items()}
     for name, tensor in (dict(named_weights(lm)) | persistent_buffers(lm)).items():
         for offsets, local in _boxes(tensor.detach(), count, dim):
             for hub_name, at, values in names.split(name, offsets, local):
                 assert values.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
-                place = tuple(slice(start, start + size) for start, size in zip(at, values.shape, strict=True))
-                assert found[hub_name][place].isnan().all()
-                found[hub_name][place] = values.float()
+                index = tuple(slice(start, start + size) for start, size in zip(at, values.shape, strict=True))
+                assert found[hub_name][index].isnan().all()
+                found[hub_name][index] = values.float()
     return found
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *SPECIAL])
 def test_boxes_of_hub_tensors_are_the_files_that_transformers_writes(tmp_path: Path, family: str):
-    """A name or a cut that is wrong would show in a server's answers alone."""
+    """Without this test, a wrong name or cut would only show in a server's answers."""
     lm = tiny_lm(family)
     lm.save_pretrained(tmp_path)
     written = load_file(tmp_path / "model.safetensors")
@@ -67,7 +67,7 @@ def test_experts_have_the_names_of_the_files():
 
 
 def test_a_box_of_several_experts_is_cut_at_its_own_borders():
-    """Experts 2 and 3, columns 4 to 9: what is outside of the box is not named."""
+    """The box has experts 2 and 3, columns 4 to 9; tensors outside of it are not listed."""
     names, local = HubNames(tiny_lm("qwen3_moe")), torch.arange(2 * 32 * 6).view(2, 32, 6)
     found = {name: (at, t) for name, at, t in names.split("model.layers.1.mlp.experts.gate_up_proj", (2, 0, 4), local)}
     assert {name.split("experts.")[1] for name in found} == {
@@ -77,13 +77,13 @@ def test_a_box_of_several_experts_is_cut_at_its_own_borders():
     assert at == (0, 4) and torch.equal(values, local[1, 16:])
 
 
-def test_a_tied_tensor_is_named_once_and_its_alias_is_known():
+def test_a_tied_tensor_has_one_hub_name_and_its_alias_has_its_own():
     names = HubNames(tiny_qwen2(tie=True))
     assert "lm_head.weight" not in names.tensors and names.of("lm_head.weight") == ("lm_head.weight",)
 
 
 def test_a_tensor_that_the_rules_compute_keeps_its_name_and_is_listed():
-    """Interleaved rows are no view."""
+    """Interleaved rows are not a view."""
     from transformers.core_model_loading import Interleave, WeightConverter
 
     lm = tiny_qwen2()
@@ -107,8 +107,8 @@ def test_transposed_tensors_are_views():
 
 
 @pytest.mark.parametrize("family", ["qwen2", *MIXTURES])
-def test_adapters_stand_beside_the_weights_of_their_layers(family: str):
-    """peft would adapt the experts in place of the layers that are meant, and give two tensors one name."""
+def test_adapters_have_the_names_of_their_layers_weights(family: str):
+    """peft itself would give adapters to the experts instead of these layers, and one name to two tensors."""
     lm = tiny_lm(family)
     linear = {name for name, m in lm.named_modules() if type(m) is torch.nn.Linear and name != "lm_head"}
     add_adapters(lm, LoraConfig(enabled=True, rank=2, alpha=4, targets=["all-linear"]), torch.float32, "x")

@@ -22,10 +22,10 @@ HEADS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(autouse=True, params=[0, logprob.KEPT_LOGITS], ids=["computed again", "kept"])
+@pytest.fixture(autouse=True, params=[0, logprob.SAVED_LOGITS], ids=["recomputed", "saved"])
 def both_ways(request, monkeypatch):
-    """Logits that are computed again in the backward pass, and few enough to be kept."""
-    monkeypatch.setattr(logprob, "KEPT_LOGITS", request.param)
+    """Logits that the backward pass recomputes, and few enough logits to be saved."""
+    monkeypatch.setattr(logprob, "SAVED_LOGITS", request.param)
 
 
 def _inputs(dtype: torch.dtype, seed: int = 0, vocab: int = V) -> dict[str, torch.Tensor]:
@@ -54,7 +54,7 @@ def _chunked(x: dict[str, torch.Tensor], chunk: int, bias=False, scale=1.0, soft
 
 
 def _grads(x: dict[str, torch.Tensor], score: Any) -> list[torch.Tensor]:
-    """Gradients of a random mixture of logprobs and entropies in hidden, weight and bias."""
+    """Gradients of a weighted sum of logprobs and entropies, in hidden, weight and bias."""
     leaves = {name: x[name].clone().requires_grad_() for name in ("hidden", "weight", "bias")}
     logp, ent = score({**x, **leaves})
     mix = torch.linspace(-1, 1, N, dtype=torch.float64)
@@ -80,7 +80,7 @@ def test_values_and_gradients_equal_the_dense_definition(head, chunk, dtype, tol
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.3])
 def test_temperature_divides_the_logits_and_greedy_scores_as_one(temperature):
-    """P2: the distribution of the sampler; temperature 0 (greedy) reports that of temperature 1."""
+    """P2: the sampler's distribution; temperature 0 (greedy) gives the logprobs of temperature 1."""
     x = _inputs(torch.float32)
     x["temperature"] = torch.full((N,), temperature)
     got, _ = _chunked(x, 8)
@@ -94,7 +94,7 @@ def test_temperature_divides_the_logits_and_greedy_scores_as_one(temperature):
 
 
 def test_bf16_models_are_scored_in_fp32():
-    """P8: neither the logits nor the softmax are rounded to bf16; the same bf16 weights in fp64 are the reference."""
+    """P8: neither logits nor softmax are rounded to bf16; the reference computes with the same bf16 weights in fp64."""
     x = _inputs(torch.bfloat16, vocab=512)
     x["weight"] = x["weight"] * 2  # logits of size 7, whose bf16 neighbours are 0.03 apart
     logp, ent = _chunked(x, 8, bias=True)
@@ -114,7 +114,7 @@ def test_bf16_gradients_are_right_to_bf16():
 
 @pytest.mark.parametrize("size", [1e-3, 1.0, 300.0])
 def test_logprobs_are_never_above_zero_and_entropies_stay_in_range(size):
-    """P8: also where rounding would push them over, for near-uniform and near-certain distributions."""
+    """P8: also if rounding alone would exceed the range, for near-uniform and near-certain distributions."""
     x = _inputs(torch.float32, seed=3)
     x["weight"] = x["weight"] * size
     logits = x["hidden"] @ x["weight"].T
@@ -124,7 +124,7 @@ def test_logprobs_are_never_above_zero_and_entropies_stay_in_range(size):
     assert (ent >= 0).all() and (ent <= math.log(V) + 1e-5).all()
 
 
-def test_entropy_is_computed_only_when_asked_for():
+def test_entropy_is_computed_only_on_request():
     x = _inputs(torch.float32)
     logp, ent = token_logprobs(x["hidden"], Head(x["weight"]), x["targets"], x["temperature"])
     assert ent is None
@@ -160,7 +160,7 @@ class _Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_logits_of_all_tokens_never_exist(dtype):
-    """P8: neither forward nor backward makes anything larger than one chunk of logits or the head's own gradient."""
+    """P8: no tensor in forward or backward is larger than one chunk of logits or the head's gradient."""
     tokens, vocab, dim, chunk = 512, 1000, 16, 32
     hidden = torch.randn(tokens, dim).to(dtype).requires_grad_()
     weight = torch.randn(vocab, dim).to(dtype).requires_grad_()

@@ -13,7 +13,7 @@ from tiny_samples import random_samples
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshrl.core.types import Sample
-from meshrl.model.attention import ALIGNED_KEYS, SMALL_BUCKET_ROWS, How, PackedAttention
+from meshrl.model.attention import ALIGNED_KEYS, SMALL_BUCKET_ROWS, AttentionSpec, PackedAttention
 from meshrl.model.causal import CausalModel
 from meshrl.train.packing import pack
 
@@ -30,34 +30,39 @@ def _qkv(tokens: int, heads: int = 4, kv_heads: int = 2, seed: int = 0) -> list[
     return [torch.randn(tokens, h, 8, generator=g, dtype=torch.float64) for h in (heads, kv_heads, kv_heads)]
 
 
-def _dense_row(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: How) -> torch.Tensor:
+def _dense_row(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
     """One row [l, H, D] by the definition."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q, k) * how.scale
-    if how.softcap is not None:
-        scores = how.softcap * torch.tanh(scores / how.softcap)
+    scores = torch.einsum("qhd,khd->hqk", q, k) * spec.scale
+    if spec.softcap is not None:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
     behind = torch.arange(len(q))[:, None] - torch.arange(len(q))[None]
-    hidden = (behind < 0) | (behind >= (how.window or len(q)))
+    hidden = (behind < 0) | (behind >= (spec.window or len(q)))
     return torch.einsum("hqk,khd->qhd", torch.softmax(scores.masked_fill(hidden, -math.inf), -1), v)
 
 
 @pytest.mark.parametrize(
-    "how",
-    [How(0.3), How(0.3, window=6), How(0.3, softcap=2.0), How(0.3, window=6, softcap=2.0)],
+    "spec",
+    [
+        AttentionSpec(0.3),
+        AttentionSpec(0.3, window=6),
+        AttentionSpec(0.3, softcap=2.0),
+        AttentionSpec(0.3, window=6, softcap=2.0),
+    ],
     ids=["plain", "window", "softcap", "both"],
 )
 @pytest.mark.parametrize("lengths", [WILD, [7], [5, 5, 5], [3, 8, 8, 1, 3]], ids=str)
-def test_packed_rows_equal_the_definition_row_by_row(lengths, how):
+def test_packed_rows_equal_the_definition_row_by_row(lengths, spec):
     cu = _bounds(lengths)
     packed = PackedAttention(cu, CPU)
     q, k, v = _qkv(cu[-1])
-    got = packed.attend(0, q, k, v, how)
+    got = packed.attend(0, q, k, v, spec)
     for a, b in itertools.pairwise(cu):
-        torch.testing.assert_close(got[a:b], _dense_row(q[a:b], k[a:b], v[a:b], how), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(got[a:b], _dense_row(q[a:b], k[a:b], v[a:b], spec), rtol=1e-9, atol=1e-9)
 
 
 def test_wild_lengths_take_several_buckets_of_every_kind():
-    """So that the test above sees all the ways buckets are laid out."""
+    """So that the test above covers all kinds of buckets."""
     padded, equal, sorted_only = (PackedAttention(_bounds(n), CPU).padded(1) for n in (WILD, [5, 5, 5], [3, 8, 8, 3]))
     assert len(padded.buckets) > 1 and sum(b.num_queries for b in padded.buckets) > sum(WILD)
     assert equal.queries is equal.keys is equal.back is None  # nothing is copied
@@ -67,13 +72,13 @@ def test_wild_lengths_take_several_buckets_of_every_kind():
 def test_empty_rows_take_no_part():
     q, k, v = _qkv(8)
     with_gaps, without = (
-        PackedAttention(cu, CPU).attend(0, q, k, v, How(0.3)) for cu in ([0, 0, 3, 3, 8, 8], [0, 3, 8])
+        PackedAttention(cu, CPU).attend(0, q, k, v, AttentionSpec(0.3)) for cu in ([0, 0, 3, 3, 8, 8], [0, 3, 8])
     )
     assert torch.equal(with_gaps, without)
 
 
 class _Cost(TorchDispatchMode):
-    """Score elements that attention computes for each head, fused or not, and elements of the largest tensor made."""
+    """Counts the score elements that attention computes for each head, fused or not, and the largest tensor."""
 
     def __init__(self, heads: int) -> None:
         super().__init__()
@@ -94,13 +99,13 @@ class _Cost(TorchDispatchMode):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_pack_costs_what_its_rows_cost_one_by_one(seed):
-    """P22: the sum of l^2 to a quarter, and to one bucket that is too small to care; in few kernel launches."""
+    """P22: at most 1.25 times the sum of l^2, plus one small bucket; in few kernel launches."""
     rng = np.random.default_rng(seed)
     lengths = np.exp(rng.uniform(0, np.log([60, 500, 1200][seed % 3]), rng.integers(1, 40))).astype(int).tolist()
     tokens, exact = sum(lengths), sum(n * n for n in lengths)
     with _Cost(heads=2) as cost:
         packed = PackedAttention(_bounds(lengths), CPU)
-        packed.attend(0, *_qkv(tokens, heads=2, kv_heads=2), How(0.3))
+        packed.attend(0, *_qkv(tokens, heads=2, kv_heads=2), AttentionSpec(0.3))
     assert exact <= cost.scores <= 1.25 * exact + SMALL_BUCKET_ROWS
     assert len(packed.padded(1).buckets) <= 12
 
@@ -109,7 +114,7 @@ def test_a_long_pack_of_short_rows_makes_nothing_of_its_square():
     """P22: no mask and no scores of T x T."""
     lengths = [16] * 600
     with _Cost(heads=1) as cost:
-        PackedAttention(_bounds(lengths), CPU).attend(0, *_qkv(sum(lengths), 1, 1), How(0.3))
+        PackedAttention(_bounds(lengths), CPU).attend(0, *_qkv(sum(lengths), 1, 1), AttentionSpec(0.3))
     assert cost.scores == 600 * 16 * 16
     assert cost.largest <= 600 * 16 * 16
 
@@ -141,11 +146,11 @@ def _rows(seed: int, lengths: list[int]) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_logprobs_equal_plain_transformers_one_row_at_a_time(family):
-    """P22: and with it the facts of attention (window, softcap, scale) and head (scale, softcap) of each family."""
+    """P22: this also tests each family's parameters of attention (window, softcap, scale) and head (scale, softcap)."""
     rows = _rows(1, [9, 2, 30, 9, 17, 3])
     packed = _score(CausalModel(tiny_lm(family)), rows)
     plain = tiny_lm(family)
-    plain.set_attn_implementation("eager")  # the only one of Transformers' own that knows a softcap
+    plain.set_attn_implementation("eager")  # the only one of Transformers' that supports a softcap
     for row, got in zip(rows, packed, strict=True):
         with torch.no_grad():
             logq = torch.log_softmax(plain(row[None]).logits[0].double(), -1)
@@ -159,7 +164,7 @@ def test_packed_logprobs_equal_plain_transformers_one_row_at_a_time(family):
     ids=lambda x: str(x).removeprefix("torch."),
 )
 def test_changing_one_row_changes_no_bit_of_another(family, dtype):
-    """P22: for each way a family attends, inside one padded bucket and across buckets."""
+    """P22: for the attention of each family, inside one padded bucket and across buckets."""
     model = CausalModel(tiny_lm(family, dtype))
     rows = _rows(2, [520, 40, 12, 12, 5, 400])
     before = _score(model, rows)
@@ -223,10 +228,10 @@ def test_changing_one_answer_changes_no_bit_of_the_others_that_share_its_prompt(
     samples = _group(4, 12, [40, 7, 7, 1])
     before = _score_packed(model, samples)
     for changed in range(len(samples)):
-        kept = samples[changed].tokens.copy()
-        samples[changed].tokens[12:] = (kept[12:] + 7) % 64
+        original = samples[changed].tokens.copy()
+        samples[changed].tokens[12:] = (original[12:] + 7) % 64
         after = _score_packed(model, samples)
-        samples[changed].tokens[:] = kept
+        samples[changed].tokens[:] = original
         for i in range(len(samples)):
             assert torch.equal(before[i], after[i]) == (i != changed), f"answer {i} after a change of {changed}"
 
@@ -240,7 +245,7 @@ def test_sharing_a_prompt_never_costs_more_than_not_sharing_it(seed):
         batch = pack(_group(seed, prompt, answers), list(range(12)), share_prefix=share)
         with _Cost(heads=2) as cost:
             context = PackedAttention(batch.cu_seqlens.tolist(), CPU, batch.parents)
-            context.attend(0, *_qkv(batch.num_tokens, heads=2, kv_heads=2), How(0.3))
+            context.attend(0, *_qkv(batch.num_tokens, heads=2, kv_heads=2), AttentionSpec(0.3))
         costs.append(cost.scores)
     assert costs[0] <= costs[1]
 
@@ -252,17 +257,17 @@ def test_a_model_called_without_a_context_is_refused():
 
 
 @pytest.mark.parametrize("parents", [None, [-1, 0, 0, -1, 3]], ids=["rows", "families"])
-def test_rows_padded_to_whole_vectors_equal_the_definition_in_bf16(parents):
-    """CPUs pad keys in bf16 for speed; what is padded must not be seen."""
+def test_rows_padded_to_full_vectors_equal_the_definition_in_bf16(parents):
+    """On a CPU, keys in bf16 are padded for speed; the padding must not be visible."""
     lengths = [9, 5, 7, 6, 3]
     cu = _bounds(lengths)
     packed = PackedAttention(cu, CPU, parents)
     assert all((b.prefix + b.length) % ALIGNED_KEYS == 0 for b in packed.padded(ALIGNED_KEYS).buckets)
     q, k, v = (x.bfloat16() for x in _qkv(cu[-1]))
-    got = packed.attend(0, q, k, v, How(0.3)).double()
+    got = packed.attend(0, q, k, v, AttentionSpec(0.3)).double()
     for s, (a, b) in enumerate(itertools.pairwise(cu)):
         parent = -1 if parents is None else parents[s]
         before = slice(cu[parent], cu[parent + 1]) if parent >= 0 else slice(0, 0)
         rows = [torch.cat([x[before], x[a:b]]).double() for x in (q, k, v)]
-        want = _dense_row(*rows, How(0.3))[-(b - a) :]
+        want = _dense_row(*rows, AttentionSpec(0.3))[-(b - a) :]
         torch.testing.assert_close(got[a:b], want, rtol=0, atol=0.03)

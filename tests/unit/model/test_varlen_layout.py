@@ -1,6 +1,6 @@
-"""What the kernel for packed rows is told, against what the buckets compute; the kernel itself needs a GPU.
+"""The arguments for the kernel for packed rows, compared with the buckets; the kernel itself needs a GPU.
 
-PyTorch's function is replaced by its definition, in both of the forms it has had.
+PyTorch's function is replaced by its definition, with the signatures of two versions.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from meshrl.model import attention
-from meshrl.model.attention import How, PackedAttention
+from meshrl.model.attention import AttentionSpec, PackedAttention
 
 CPU = torch.device("cpu")
 ROWS = ([0, 5, 5, 6, 30, 41], None)
@@ -32,7 +32,7 @@ def defined(
     window_size: tuple[int, int],
 ) -> torch.Tensor:
     """torch.nn.attention.varlen.varlen_attn without enable_gqa (PyTorch 2.11), in fp64: the last query of a segment
-    stands at its last key, and query i sees keys [i - left, i + right] (-1 = all)."""
+    is aligned with its last key, and query i sees keys [i - left, i + right] (-1 = all)."""
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
     assert max_q == cu_seq_q.diff().max() and max_k == cu_seq_k.diff().max()
     assert cu_seq_q[-1] == len(query) and cu_seq_k[-1] == len(key) == len(value)
@@ -49,7 +49,7 @@ def defined(
 
 
 def defined_with_gqa(*args: Any, enable_gqa: bool = False, **kwargs: Any) -> torch.Tensor:
-    """The same, as PyTorch 2.13 has it."""
+    """The same with the signature of PyTorch 2.13."""
     assert enable_gqa or args[0].shape[1] == args[1].shape[1]
     return defined(*args, **kwargs)
 
@@ -67,18 +67,22 @@ def _qkv(tokens: int, kv_heads: int) -> list[torch.Tensor]:
     return [torch.randn(tokens, h, 8, generator=g).bfloat16() for h in (4, kv_heads, kv_heads)]
 
 
-@pytest.mark.parametrize("how", [How(0.3), How(0.3, window=4), How(0.3, window=500)], ids=["all", "window", "wide"])
+@pytest.mark.parametrize(
+    "spec",
+    [AttentionSpec(0.3), AttentionSpec(0.3, window=4), AttentionSpec(0.3, window=500)],
+    ids=["all", "window", "wide"],
+)
 @pytest.mark.parametrize("pack", [ROWS, FAMILIES], ids=["rows", "families"])
 @pytest.mark.parametrize("kv_heads", [2, 4])
-def test_one_call_equals_the_buckets(kernel, pack, how, kv_heads):
-    """P22: rows see themselves and what they continue, and nothing else; the gradient goes the same way."""
+def test_one_call_equals_the_buckets(kernel, pack, spec, kv_heads):
+    """P22: rows see only themselves and their parents; gradients are equal, too."""
     cu, parents = pack
     found = []
     for use_varlen in (True, False):
         packed = PackedAttention(cu, CPU, parents)
         packed.use_varlen = use_varlen
         qkv = [x.requires_grad_() for x in _qkv(cu[-1], kv_heads)]
-        out = packed.attend(0, *qkv, how)
+        out = packed.attend(0, *qkv, spec)
         out.float().square().sum().backward()
         found.append([out, *(x.grad for x in qkv)])
     for one, other in zip(*found, strict=True):
@@ -86,25 +90,25 @@ def test_one_call_equals_the_buckets(kernel, pack, how, kv_heads):
 
 
 @pytest.mark.parametrize(
-    ("how", "dtype", "size"),
+    ("spec", "dtype", "size"),
     [
-        (How(0.3, softcap=2.0), torch.bfloat16, 8),
-        (How(0.3), torch.float32, 8),
-        (How(0.3), torch.bfloat16, 12),
-        (How(0.3), torch.bfloat16, 264),
+        (AttentionSpec(0.3, softcap=2.0), torch.bfloat16, 8),
+        (AttentionSpec(0.3), torch.float32, 8),
+        (AttentionSpec(0.3), torch.bfloat16, 12),
+        (AttentionSpec(0.3), torch.bfloat16, 264),
     ],
     ids=["softcap", "fp32", "odd head", "wide head"],
 )
-def test_what_the_kernel_can_not_compute_goes_to_the_buckets(monkeypatch, how, dtype, size):
+def test_the_buckets_compute_what_the_kernel_does_not_support(monkeypatch, spec, dtype, size):
     def refuses(*args: Any, **kwargs: Any) -> torch.Tensor:
-        raise AssertionError("the kernel was asked")
+        raise AssertionError("the kernel was called")
 
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", refuses)
     attention._varlen_kernel.cache_clear()
     packed = PackedAttention([0, 3, 7], CPU)
     packed.use_varlen = True
     q = torch.ones(7, 2, size, dtype=dtype)
-    assert packed.attend(0, q, q, q, how).shape == q.shape
+    assert packed.attend(0, q, q, q, spec).shape == q.shape
     attention._varlen_kernel.cache_clear()
 
 

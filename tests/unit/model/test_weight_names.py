@@ -1,4 +1,4 @@
-"""From the names in a folder's files to the model's, and what becomes of those that do not fit."""
+"""From the names in a folder's files to the model's names, and errors for names that do not fit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def folder(tmp_path) -> Path:
 
 
 def _rewrite(folder: Path, **changes: torch.Tensor | str | None) -> None:
-    """In the folder's one file: None takes a tensor away, a text gives it another name."""
+    """Change tensors of the folder's one file: None removes a tensor, a string renames it."""
     file = folder / "model.safetensors"
     tensors = load_file(file)
     for key, value in changes.items():
@@ -42,7 +42,7 @@ def _same_as_saved(folder: Path) -> bool:
     return got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
 
 
-def test_a_tied_tensor_may_stand_under_any_of_its_names(folder):
+def test_a_tied_tensor_may_have_any_of_its_names_in_the_files(folder):
     """P11: under the embedding's, the head's, or both."""
     assert _same_as_saved(folder)
     _rewrite(folder, model__embed_tokens__weight="lm_head.weight")
@@ -53,17 +53,17 @@ def test_a_tied_tensor_may_stand_under_any_of_its_names(folder):
 
 
 def test_two_different_tensors_under_tied_names_stay_two(folder, caplog):
-    """P11: as Transformers has it, loaded whole by each rank, and said."""
+    """P11: as in Transformers; each rank loads the full model, with a warning."""
     head = torch.randn(64, 32)
     _rewrite(folder, lm_head__weight=head)
     lm, weights = open_causal_lm(folder)
     assert weights is None and torch.equal(lm.lm_head.weight, head)
     assert lm.lm_head.weight is not lm.model.embed_tokens.weight
-    assert "loaded whole by every rank" in caplog.text and "lm_head.weight and model.embed_tokens" in caplog.text
+    assert "every rank loads the full model" in caplog.text and "lm_head.weight and model.embed_tokens" in caplog.text
 
 
 def test_names_of_the_bare_model_and_of_old_files_are_understood(folder):
-    """Files of the model below the head have no `model.`; old ones hold rotary frequencies, which are made anew."""
+    """Files of a model without a head have no `model.`; old files hold rotary frequencies, which are now computed."""
     names = list(load_file(folder / "model.safetensors"))
     _rewrite(folder, **{name.replace(".", "__"): name.removeprefix("model.") for name in names})
     _rewrite(folder, layers__0__self_attn__rotary_emb__inv_freq=torch.zeros(4))
@@ -82,7 +82,7 @@ def test_a_missing_tensor_is_named_with_the_nearest_that_is_there(folder):
 
 
 def test_a_tensor_that_the_model_does_not_have_is_named_with_its_file(folder):
-    """A head of another task would be dropped without a word."""
+    """A head of another task must not be dropped silently."""
     _rewrite(folder, v_head__weight=torch.zeros(1, 32))
     with pytest.raises(
         ConfigError, match=r"model\.safetensors holds 'v_head\.weight', which Qwen2ForCausalLM does not"
@@ -96,16 +96,16 @@ def test_a_tensor_of_another_shape_is_named_with_both(folder):
         load_causal_lm(folder)
 
 
-def test_whole_numbers_in_place_of_floats_are_refused(folder):
-    """Quantised weights without their scales would load as plausible nonsense."""
+def test_integers_instead_of_floats_are_refused(folder):
+    """Quantised weights without their scales must not be loaded as numbers."""
     _rewrite(folder, model__layers__0__mlp__up_proj__weight=torch.ones(48, 32, dtype=torch.int8))
     with pytest.raises(ConfigError, match=r"model\.layers\.0\.mlp\.up_proj\.weight' is stored as I8"):
         load_causal_lm(folder)
 
 
-def test_two_tensors_for_one_place_are_refused(folder):
+def test_two_tensors_with_one_hub_name_are_refused(folder):
     _rewrite(folder, norm__weight=torch.ones(32))
-    with pytest.raises(ConfigError, match=r"'model\.norm\.weight', but 'norm\.weight' is meant for"):
+    with pytest.raises(ConfigError, match=r"'model\.norm\.weight' and 'norm\.weight' are both for"):
         load_causal_lm(folder)
 
 
@@ -118,7 +118,7 @@ def _saved_experts(folder: Path) -> None:
     MixtralForCausalLM(config).save_pretrained(folder)
 
 
-def test_experts_that_lie_apart_in_the_files_are_joined_as_transformers_joins_them(tmp_path):
+def test_experts_that_are_separate_in_the_files_are_joined_as_transformers_joins_them(tmp_path):
     from transformers import AutoModelForCausalLM
 
     _saved_experts(tmp_path)
@@ -151,7 +151,7 @@ def test_a_file_cut_after_its_header_was_read_is_named(folder):
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma2"])
 def test_memory_for_a_model_keeps_its_ties_and_buffers(family):
-    """P10, P11: `to_empty` alone makes two tensors of a tied one, and leaves rotary frequencies to chance."""
+    """P10, P11: `to_empty` alone makes two tensors of a tied one, and leaves rotary frequencies undefined."""
     lm = tiny_lm(family, tie_word_embeddings=True)
     buffers = {name: buffer.clone() for name, buffer in lm.named_buffers()}
     bare = meta_copy(lm)

@@ -25,7 +25,7 @@ def test_a_missing_value_leaves_its_column_empty():
 
 
 @pytest.mark.parametrize("values", [[], [NAN, NAN]])
-def test_nothing_to_draw_says_so(values):
+def test_a_curve_without_values_is_a_short_text(values):
     assert text_curve(values) == "no values yet"
 
 

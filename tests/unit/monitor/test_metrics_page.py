@@ -1,4 +1,4 @@
-"""What is logged is explained, and what is explained is logged."""
+"""Every logged metric is explained, and every explained metric is logged."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ EXPLAINED = [name for _, _, entries in SECTIONS for entry in entries for name in
 
 
 def names_in_code() -> tuple[set[str], set[str]]:
-    """(whole metric names, beginnings of computed ones) among the texts of meshrl; the report only reads them."""
-    whole, begun = set(), set()
+    """(complete metric names, beginnings of computed ones) in the string literals of meshrl, except the report's."""
+    complete, begun = set(), set()
     for path in (ROOT / "meshrl").rglob("*.py"):
         if path.name == "glossary.py" or path.parent.name == "report":
             continue
@@ -27,23 +27,23 @@ def names_in_code() -> tuple[set[str], set[str]]:
             if isinstance(node, ast.JoinedStr) and isinstance(node.values[0], ast.Constant):
                 begun |= {node.values[0].value} if NAME.fullmatch(node.values[0].value) else set()
             elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts:
-                whole |= {node.value} if NAME.fullmatch(node.value) else set()
-    return whole, begun
+                complete |= {node.value} if NAME.fullmatch(node.value) else set()
+    return complete, begun
 
 
 def test_every_metric_is_explained():
-    whole, begun = names_in_code()
-    unexplained = {name for name in whole if not meaning_of(name) and not meaning_of(f"{name}/p50")}
+    complete, begun = names_in_code()
+    unexplained = {name for name in complete if not meaning_of(name) and not meaning_of(f"{name}/p50")}
     unexplained |= {f"{begin}<...>" for begin in begun if not any(name.startswith(f"{begin}<") for name in EXPLAINED)}
-    assert len(whole) > 20 and not unexplained
+    assert len(complete) > 20 and not unexplained
 
 
 def test_every_explained_metric_exists():
-    whole, begun = names_in_code()
+    complete, begun = names_in_code()
 
     def exists(name: str) -> bool:
         plain, computed, _ = name.partition("<")
-        return plain.rstrip("/") in whole if not computed else plain in begun or plain.rstrip("/") in whole
+        return plain.rstrip("/") in complete if not computed else plain in begun or plain.rstrip("/") in complete
 
     assert [name for name in EXPLAINED if not exists(name)] == []
     assert len(EXPLAINED) == len(set(EXPLAINED))

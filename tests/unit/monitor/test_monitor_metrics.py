@@ -67,6 +67,6 @@ def test_every_number_has_its_unit():
     assert units(merged)["hist/p95"] == "tokens" and units(merged)["mean"] == "nats"
 
 
-def test_numbers_are_plain_floats_whatever_came_in():
+def test_numbers_are_plain_floats_for_any_input_type():
     merged = merge([Metric(name="m", sum=np.float32(3), weight=np.float32(2)), histogram("h", np.arange(3), "")])
     assert {type(v) for v in divide(merged).values()} == {float}

@@ -84,7 +84,7 @@ def test_media_arrays_stay_out_of_the_log(tmp_path):
     assert (cat.outputs, cat.digest, cat.source, cat.num_tokens) == ({}, "c47", "cat.png", 3)
 
 
-def test_a_step_made_again_replaces_what_was_left_of_it(tmp_path):
+def test_a_repeated_step_replaces_the_earlier_file(tmp_path):
     """P27"""
     log = RolloutLog(tmp_path, decode)
     log.write(3, scripted_trajectories(2, 2))
@@ -93,7 +93,7 @@ def test_a_step_made_again_replaces_what_was_left_of_it(tmp_path):
     assert [p.name for p in path.parent.iterdir()] == ["step_000003.jsonl"]
 
 
-def test_an_evaluation_stands_beside_the_step(tmp_path):
+def test_an_evaluation_has_its_own_file(tmp_path):
     log = RolloutLog(tmp_path, decode)
     assert log.write(3, [], name="eval").name == "eval_000003.jsonl"
 
@@ -105,7 +105,7 @@ def test_another_schema_is_refused_by_line(tmp_path):
         list(read_rollouts(path))
 
 
-def test_what_is_no_json_is_an_error_and_leaves_no_half_file(tmp_path):
+def test_a_value_that_is_not_json_is_an_error_and_leaves_no_incomplete_file(tmp_path):
     bad = Trajectory(prompt=Prompt(id="p", ordinal=0, answer=object()), group_id="g", index=0)
     with pytest.raises(TypeError):
         RolloutLog(tmp_path, decode).write(0, [bad])
@@ -113,15 +113,15 @@ def test_what_is_no_json_is_an_error_and_leaves_no_half_file(tmp_path):
 
 
 def test_readers_and_sinks_import_no_torch_and_no_drawing():
-    """A viewer answers in milliseconds."""
+    """So that viewers start in milliseconds."""
     names = [f"monitor.{name}" for name in ("rollout_log", "trackers", "memory", "spans")]
     modules = ", ".join(f"meshrl.{name}" for name in [*names, "tools.report.page", "tools.status"])
     code = f"import sys, {modules}; print({{'torch', 'matplotlib', 'rich', 'tensorboard', 'wandb'}} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
 
 
-def test_steps_that_come_again_are_removed_and_evaluations_before_them_stay(tmp_path):
-    """P27: nothing is counted twice; an evaluation is named by the finished steps that it came after."""
+def test_steps_that_are_repeated_are_removed_and_evaluations_before_them_are_not(tmp_path):
+    """P27: nothing is counted twice; an evaluation is named by the number of finished steps before it."""
     names = ["eval_000000", "step_000000", "step_000001", "eval_000002", "step_000002", "eval_000003", "step_000010"]
     for name in names:
         (tmp_path / f"{name}.jsonl").write_text("")

@@ -19,7 +19,7 @@ def write_steps(path, steps, first_step=None, value=1.0):
     sink.close()
 
 
-def test_metrics_are_one_line_a_step_under_one_header(tmp_path):
+def test_metrics_are_one_line_per_step_under_one_header(tmp_path):
     path = tmp_path / "run" / "metrics.jsonl"
     write_steps(path, [0, 1])
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -47,7 +47,7 @@ def test_names_that_appear_later_bring_their_units(tmp_path):
     assert [line.metrics for line in lines] == [{"reward/mean": 1.0}, {"eval/mean_at_k": 0.5}]
 
 
-def test_a_resumed_run_goes_on_in_the_same_file_without_the_steps_it_makes_again(tmp_path):
+def test_a_resumed_run_continues_the_same_file_without_the_steps_that_it_repeats(tmp_path):
     """P27: killed in step 4 while writing, resumed from the checkpoint after step 1."""
     path = tmp_path / "m.jsonl"
     write_steps(path, [0, 1, 2, 3])
@@ -61,7 +61,7 @@ def test_a_resumed_run_goes_on_in_the_same_file_without_the_steps_it_makes_again
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_without_a_first_step_all_whole_lines_are_kept(tmp_path):
+def test_without_a_first_step_all_complete_lines_are_kept(tmp_path):
     path = tmp_path / "m.jsonl"
     write_steps(path, [0, 1])
     with path.open("a") as file:
@@ -70,7 +70,7 @@ def test_without_a_first_step_all_whole_lines_are_kept(tmp_path):
     assert [line.step for line in read_metrics(path)[0]] == [0, 1, 2]
 
 
-def test_values_that_json_does_not_know_survive(tmp_path):
+def test_non_finite_values_are_preserved(tmp_path):
     path = tmp_path / "m.jsonl"
     sink = JsonlSink(path)
     values = {"a": float("nan"), "b": float("inf"), "c": float("-inf"), "d": 0.1}
@@ -99,7 +99,7 @@ VALUES = {
 }
 
 
-def test_away_from_a_terminal_a_step_is_one_plain_line():
+def test_if_the_output_is_not_a_terminal_a_step_is_one_plain_line():
     out, now = io.StringIO(), [0.0]
     sink = TerminalSink(50, out, clock=lambda: now[0])
     now[0] = 10.0
@@ -115,7 +115,7 @@ def test_away_from_a_terminal_a_step_is_one_plain_line():
 
 
 def steps_printed(num_steps: int, seconds_per_step: float, last: int | None = None, first_step: int = 0) -> list[int]:
-    """The steps that have a line in a pipe, counted from 1, of a run that ends after the step `last`."""
+    """The steps, counted from 1, for which a run prints a line to a pipe. last: the step after which the run ends."""
     out, now = io.StringIO(), [0.0]
     sink = TerminalSink(num_steps, out, clock=lambda: now[0], first_step=first_step)
     for step in range(first_step, last or num_steps):
@@ -143,7 +143,7 @@ def test_the_last_step_of_a_run_that_ends_early_has_a_line_too():
 
 
 def test_notes_are_printed_between_the_lines_of_steps_and_an_evaluation_is_one_of_them():
-    """The loop sends the result of an evaluation to the sinks and as a note: once is enough in a log."""
+    """The loop sends the result of an evaluation to the sinks and as a note; a log shows it only once."""
     out = io.StringIO()
     sink = TerminalSink(1000, out, clock=lambda: 0.0)
     for step in range(12):
@@ -157,7 +157,7 @@ def test_notes_are_printed_between_the_lines_of_steps_and_an_evaluation_is_one_o
 
 
 def test_a_line_is_about_a_hundred_and_twenty_characters_long():
-    """With several updates a step. With one, both clip fractions are exactly 0, and only the panel shows them."""
+    """With several updates per step. With one, both clip fractions are exactly 0, and only the panel shows them."""
     values = VALUES | {
         "rollout/truncated_fraction": 0.125,
         "loss/policy": -0.0123,

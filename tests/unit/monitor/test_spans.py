@@ -66,9 +66,9 @@ def test_a_phase_that_raises_is_still_counted_and_closed():
     assert spans.seconds("train") == 3.0
 
 
-def test_a_task_knows_the_phase_it_was_created_in_and_the_run_the_one_entered_last():
-    told = []
-    spans = Spans(entered=told.append)
+def test_a_task_has_the_phase_in_which_it_was_created_and_the_run_the_phase_entered_last():
+    entered = []
+    spans = Spans(entered=entered.append)
 
     async def eval_task():
         with spans("inner"):
@@ -84,4 +84,4 @@ def test_a_task_knows_the_phase_it_was_created_in_and_the_run_the_one_entered_la
         return current_span(), latest_span()
 
     assert asyncio.run(main()) == ("", "")
-    assert told == ["eval", "", "train", "inner", "train", ""]
+    assert entered == ["eval", "", "train", "inner", "train", ""]

@@ -1,4 +1,4 @@
-"""TensorBoard and W&B get what metrics.jsonl gets. W&B runs offline, as the real package."""
+"""TensorBoard and W&B get the same values as metrics.jsonl. These tests use the real W&B package, offline."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UNITS = {"eval/mean_at_k": "score", "reward/mean": "", "train/grad_norm": "norm"
 
 
 def write_a_little(cfg: MonitorConfig, folder: Path) -> list[str]:
-    """An evaluation before the first step, the step, an evaluation after it; what was noted."""
+    """Write an evaluation before the first step, the step, and an evaluation after it; returns the notes."""
     notes: list[str] = []
     for sink in open_trackers(cfg, folder, {"model": {"path": "a_model_of_this_test"}}, notes.append):
         sink.write(-1, {"eval/mean_at_k": 0.25}, UNITS)
@@ -49,7 +49,7 @@ def test_tensorboard_counts_finished_steps_and_explains_its_curves(tmp_path: Pat
 
 @pytest.fixture
 def wandb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
-    """The package, knowing nobody. Its service writes until it is torn down, and remembers settings as long."""
+    """The package without a login. Its service writes until its teardown, and stores settings until then."""
     package = pytest.importorskip("wandb")
     monkeypatch.setenv("HOME", str(tmp_path))  # no .netrc there
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_PROJECT", "NETRC"):
@@ -70,6 +70,6 @@ def test_wandb_keeps_an_offline_run_below_the_runs_folder(tmp_path: Path, wandb:
         assert word.encode() in raw, word
 
 
-def test_wandb_without_a_login_says_what_to_do(tmp_path: Path, wandb: Any):
+def test_wandb_without_a_login_raises_an_error_with_instructions(tmp_path: Path, wandb: Any):
     with pytest.raises(ConfigError, match=r"(?s)No API key.*wandb login.*WANDB_MODE=offline"):
         open_trackers(MonitorConfig(sinks=["wandb"]), tmp_path, {}, print)

@@ -1,6 +1,7 @@
-"""Boxes against the shards that torch's own functions leave, without other ranks: a fake process group takes any rank.
+"""Boxes compared with the shards that torch's own functions make, without other ranks: a fake process group has any
+rank.
 
-The values of a tensor are its own flat indices, so a box shows by itself where it belongs.
+The values of a tensor are its flat indices, so the values of a box show where it belongs.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from meshrl.parallel.mesh import forget_meshes
 
 @contextmanager
 def _mesh(rank: int, *sizes: int) -> Iterator[DeviceMesh]:
-    """The mesh as this rank sees it. DTensor has to forget it: the next rank's is equal to it, but for the rank."""
+    """The mesh on this rank. DTensor's caches must be cleared, because the next rank's mesh differs only in the
+    rank."""
     world = torch.Size(sizes).numel()
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     try:
@@ -40,21 +42,22 @@ def _numbered(*shape: int) -> torch.Tensor:
 
 
 def _check(tensor: torch.Tensor, full: torch.Tensor, count: torch.Tensor) -> None:
-    """Every box holds the full tensor's values in place, by a view, and together they are the shard. Counts them."""
+    """Every box is a view with the full tensor's values at its offsets, and all boxes make up the shard. Counts
+    elements."""
     local = tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor
     found = boxes(tensor)
     assert sum(box.tensor.numel() for box in found) == local.numel()
     for offsets, values in found:
-        place = tuple(slice(at, at + size) for at, size in zip(offsets, values.shape, strict=True))
-        assert torch.equal(values, full[place]), (tensor.placements, offsets)
+        index = tuple(slice(at, at + size) for at, size in zip(offsets, values.shape, strict=True))
+        assert torch.equal(values, full[index]), (tensor.placements, offsets)
         assert values.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
         if replica(tensor)[0] == 0:
-            count[place] += 1
+            count[index] += 1
 
 
 def test_ranges_of_fsdp_over_tp_are_chunks_of_chunks_for_any_number_of_rows():
-    """P38: torch's own offset of such a shard is wrong where rows don't divide by tp. FSDP2 cuts what TP has left, each
-    by torch.chunk."""
+    """P38: torch's own offset of such a shard is wrong if tp does not divide the rows. FSDP2 cuts the shards of TP,
+    both by torch.chunk."""
     for dp, tp, rows in product(range(1, 9), range(1, 9), range(1, 65)):
         placements = [_StridedShard(0, split_factor=tp) if tp > 1 else Shard(0), Shard(0)]
         chunk = -(-rows // tp)
@@ -129,7 +132,7 @@ def test_a_fused_tensor_that_tp_splits_leaves_two_boxes():
             assert [(box.offsets, tuple(box.tensor.shape)) for box in found] == [((row, 0), (2, 3)) for row in rows]
 
 
-def test_ranges_that_lie_side_by_side_are_one_box():
+def test_adjacent_ranges_are_one_box():
     with _mesh(0, 1) as mesh:
         assert len(boxes(distribute_tensor(_numbered(8, 3), mesh, [FUSED], src_data_rank=None))) == 1
 
@@ -152,14 +155,14 @@ def test_placements_that_disagree_with_the_shard_are_refused():
         boxes(wrong)
 
 
-def test_an_order_of_cuts_that_is_not_known_is_refused():
-    with _mesh(0, 2, 2) as mesh, pytest.raises(ValueError, match="cut in an order that is not known"):
+def test_an_unknown_order_of_cuts_is_refused():
+    with _mesh(0, 2, 2) as mesh, pytest.raises(ValueError, match="cut in an unknown order"):
         placements = [_StridedShard(0, split_factor=3), Shard(0)]
         boxes(DTensor.from_local(torch.ones(2, 2), mesh, placements, run_check=False, shape=(8, 2), stride=(2, 1)))
 
 
 @pytest.mark.parametrize(("sizes", "placements"), [((2, 2), [Replicate(), Shard(0)]), ((3, 2), [Shard(1), Shard(0)])])
-def test_the_owners_of_a_tensor_hold_it_once_and_are_the_replica_of_the_rank_that_asks(sizes, placements):
+def test_the_owners_of_a_tensor_are_one_replica_and_hold_it_once(sizes, placements):
     with _mesh(1, *sizes) as mesh:
         tensor = distribute_tensor(_numbered(5, 4), mesh, placements, src_data_rank=None)
         mine = [local.box for local in boxes(tensor)]

@@ -65,22 +65,22 @@ def test_another_token_is_refused(listening):
     assert arrived.empty()
 
 
-def test_a_strangers_pickle_is_not_read(listening, tmp_path):
-    """And a process that sends anything else does not keep others from connecting."""
+def test_a_pickle_from_a_process_without_the_token_is_not_read(listening, tmp_path):
+    """And a process that sends other data does not prevent others from connecting."""
     listener, arrived = listening
-    with socket.create_connection(listener.address) as stranger:
-        stranger.recv(32)
+    with socket.create_connection(listener.address) as outsider:
+        outsider.recv(32)
         body = pickle.dumps(Touch(tmp_path / "touched"))
-        stranger.sendall(bytes(64) + len(body).to_bytes(8, "little") + bytes(8) + body)
-        with contextlib.suppress(ConnectionResetError):  # or the end, by what of it was read
-            assert stranger.recv(1) == b"", "the connection is closed"
+        outsider.sendall(bytes(64) + len(body).to_bytes(8, "little") + bytes(8) + body)
+        with contextlib.suppress(ConnectionResetError):  # or the end, if the other side has read all of it
+            assert outsider.recv(1) == b"", "the connection is closed"
     connect(listener.address, TOKEN, _hello).close()
     arrived.get(timeout=20)[0].close()
     assert not (tmp_path / "touched").exists()
 
 
 def test_a_controller_that_does_not_know_the_token_gets_no_message():
-    """It could return the proof that it received, so each side's proof names the side."""
+    """It could send back the proof that it received, so each side's proof contains the side's name."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def reflect() -> None:

@@ -1,4 +1,4 @@
-"""What is found out about a process that failed: how it ended, what it wrote, where its threads are (P26)."""
+"""The diagnosis of a process that failed: how it ended, its output, and its threads' stacks (P26)."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ Thread 0x00007f02 (most recent call first):
 """
 
 
-def test_a_wait_in_a_collective_is_told_from_work():
-    """By the innermost frames of the main thread, which comes last."""
+def test_a_wait_in_a_collective_is_distinguished_from_work():
+    """By the innermost frames of the main thread, which is listed last."""
     assert waits_for_others(IN_A_COLLECTIVE)
     assert not waits_for_others(AT_WORK)
     assert not waits_for_others("")
     wrapped = IN_A_COLLECTIVE.replace("distributed/_functional", "distributed/algorithms/_checkpoint/wrapper")
-    assert not waits_for_others(wrapped), "activation checkpointing lives there, too, and waits for nobody"
+    assert not waits_for_others(wrapped), "activation checkpointing is in that folder, too, and is not a wait"
     assert innermost_frames(AT_WORK).splitlines()[0].endswith("in slow") and "threading" not in innermost_frames(
         IN_A_COLLECTIVE
     )
 
 
-def test_long_stacks_are_cut_and_say_so():
+def test_long_stacks_are_shortened_with_a_note():
     frames = "".join(f'  File "a.py", line {i} in f\n' for i in range(20))
     lines = innermost_frames(f"Current thread 0x01 (most recent call first):\n{frames}").splitlines()
     assert len(lines) == 9 and lines[-1] == "  ... 12 more"
@@ -68,7 +68,7 @@ def test_long_stacks_are_cut_and_say_so():
         ((None, None), "often the kernel"),
     ],
 )
-def test_a_kill_for_lack_of_memory_is_told_by_the_cgroups_count(kills, words, monkeypatch):
+def test_a_kill_for_lack_of_memory_is_detected_by_the_cgroups_count(kills, words, monkeypatch):
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     process.kill()
     process.communicate()
@@ -115,7 +115,7 @@ def test_a_process_writes_its_stacks_only_when_it_has_a_handler_and_runs(tmp_pat
             started.append(process)
         able, unable = started
         assert handles(able.pid, signal.SIGUSR1) and not handles(unable.pid, signal.SIGUSR1)
-        for _ in range(2):  # the second snapshot does not hold what was written for the first
+        for _ in range(2):  # the second snapshot does not contain the stacks of the first
             assert snapshot(able, file).stacks.count("in here") == 1
         assert snapshot(unable, file) == diagnosis.Snapshot() and unable.poll() is None
         os.kill(able.pid, signal.SIGSTOP)

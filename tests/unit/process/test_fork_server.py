@@ -1,4 +1,4 @@
-"""Ranks that a fork server has forked: as new interpreters would be, and gone with what has started them (P31)."""
+"""Ranks that a fork server has forked: they are like new interpreters, and end with their controller (P31)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from living_processes import is_living
+from running_processes import is_running_process
 from tiny_models import tiny_qwen2
 from tiny_samples import random_samples, weigh
 from tiny_specs import worker_spec
@@ -34,8 +34,8 @@ from meshrl.cluster.processes import ProcessExecutor
 from meshrl.config.model import ModelConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.errors import RankFailure
-from meshrl.monitor.processes import family
 from meshrl.process import spawn
+from meshrl.process.family import family
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -44,7 +44,7 @@ pytestmark = [
 
 
 def _samplers(count: int) -> list[WorkerSpec]:
-    """Ranks that hold nothing."""
+    """Ranks without engines."""
     return [
         worker_spec(rank=rank, num_train_ranks=0, num_rollout_ranks=count, timeout_s=200.0) for rank in range(count)
     ]
@@ -62,11 +62,11 @@ def _with(specs: list[WorkerSpec], body: Callable[[ProcessExecutor], Awaitable[A
     return asyncio.run(main())
 
 
-# ---- deeds
+# ---- functions that run in the ranks
 
 
 def facts(worker: RankWorker) -> dict[str, Any]:
-    """What a process has from its start."""
+    """The properties of a process since its start."""
     links = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.exists()]
     command = psutil.Process().cmdline()
     return {
@@ -110,8 +110,8 @@ def sleep_after(worker: RankWorker, victim: int | None) -> None:
 
 
 def test_a_forked_rank_has_and_computes_what_a_new_interpreter_would(tmp_path, monkeypatch):
-    """Although what a rank inherits from its controller has changed since the first rank, when the fork server
-    was started. Where pidfd_open is missing, ranks are new interpreters."""
+    """Although the controller's environment has changed since the fork server was started with the first rank. Without
+    pidfd_open, ranks are new interpreters."""
     tiny_qwen2().save_pretrained(tmp_path / "model")
     specs = [
         worker_spec(
@@ -126,7 +126,7 @@ def test_a_forked_rank_has_and_computes_what_a_new_interpreter_would(tmp_path, m
     async def body(executor: ProcessExecutor) -> tuple[list[str], dict[str, Any], str]:
         found = await executor.call(0, facts)
         group, samples = TrainGroup(executor), weigh(random_samples(0, [9, 12, 5, 7]))
-        report = await group.forward_backward(samples, group.plan(samples), sft_loss())
+        report = await group.forward_backward(samples, group.batch_plan(samples), sft_loss())
         return await executor.call(0, started_as), found, repr((report, await group.optim_step(1e-3)))
 
     def refused(pid: int) -> int:
@@ -157,7 +157,7 @@ def test_a_forked_rank_has_and_computes_what_a_new_interpreter_would(tmp_path, m
 
 
 def test_forked_ranks_draw_different_random_numbers():
-    """Those of unseeded generators: they would repeat what the fork server would draw."""
+    """From unseeded generators: forked ranks would otherwise repeat the fork server's random numbers."""
 
     async def body(executor: ProcessExecutor) -> Any:
         return [await executor.call(rank, draws) for rank in (0, 1)]
@@ -166,17 +166,17 @@ def test_forked_ranks_draw_different_random_numbers():
     assert first[0] != second[0] and first[1] != second[1]
 
 
-def test_a_rank_writes_to_where_its_controller_writes_when_it_is_started(capfd):
-    """And not to where it wrote when the fork server was started."""
+def test_a_rank_has_the_current_stdout_and_stderr_of_its_controller(capfd):
+    """And not those at the time when the fork server was started."""
     with capfd.disabled():
         _with(_samplers(1), lambda executor: executor.call(0, ids))
     _with(_samplers(1), lambda executor: executor.call(0, speak))
-    said = capfd.readouterr()
-    assert (said.out, said.err) == ("to stdout", "to stderr")
+    printed = capfd.readouterr()
+    assert (printed.out, printed.err) == ("to stdout", "to stderr")
 
 
 def test_the_fork_server_has_one_thread_and_no_device_and_outlives_the_thread_that_started_it():
-    """Threads would not be there in a rank, and their locks would stay locked; a device can't be used after a fork."""
+    """A forked rank would lack its threads, and their locks would stay locked; a device can't be used after a fork."""
 
     def started() -> None:
         found.append(_with(_samplers(1), lambda executor: executor.call(0, ids)))
@@ -196,7 +196,7 @@ def test_the_fork_server_has_one_thread_and_no_device_and_outlives_the_thread_th
     assert {each.pid: each.name for each in family(os.getpid())}[server] == "fork_server"
 
 
-def test_a_fork_server_that_is_killed_takes_its_ranks_along_and_a_restart_starts_another():
+def test_a_killed_fork_server_ends_its_ranks_and_a_restart_starts_another():
     """P26, P31"""
 
     async def body(executor: ProcessExecutor) -> None:
@@ -214,7 +214,7 @@ def test_a_fork_server_that_is_killed_takes_its_ranks_along_and_a_restart_starts
 
 
 def test_a_fork_server_with_other_threads_executes_a_new_interpreter_for_each_rank(tmp_path, monkeypatch):
-    """Its ranks are its children all the same. The fork server before it ends with its last rank."""
+    """Its ranks are still its children. The former fork server ends with its last rank."""
     (tmp_path / "sitecustomize.py").write_text(
         "import threading; threading.Thread(target=threading.Event().wait).start()"
     )
@@ -273,7 +273,7 @@ def test_a_fork_server_that_still_imports_ends_with_the_process_that_started_it(
             starter.stdin.close()
         starter.wait(60)
         _, alive = psutil.wait_procs([server], timeout=10)
-        assert not [process for process in alive if is_living(process.pid)]
+        assert not [process for process in alive if is_running_process(process.pid)]
 
 
 def test_a_rank_of_a_fork_server_whose_imports_fail_has_its_exit_code(tmp_path):

@@ -15,7 +15,7 @@ import pytest
 from meshrl.core.types import Request
 from meshrl.process import frames
 
-BIG = 1 << 17  # bytes: travels beside the pickle
+BIG = 1 << 17  # bytes: sent outside the pickle
 
 
 @pytest.fixture(params=["unix", "tcp"])
@@ -31,7 +31,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[socket.socket, socket
 
 
 def _over(pair: tuple[socket.socket, socket.socket], *objects: Any) -> list[Any]:
-    """Send from another thread, as a socket holds less than a frame."""
+    """Send from another thread, because a socket's buffer is smaller than a frame."""
     sender = threading.Thread(target=lambda: [frames.send(pair[0], obj) for obj in objects])
     sender.start()
     got = [frames.receive(pair[1]) for _ in objects]
@@ -60,7 +60,7 @@ def test_arrays_of_every_size_come_back_to_the_bit_and_writable(pair, nbytes):
     sent = np.random.default_rng(0).standard_normal(nbytes // 8)
     ((got, again),) = _over(pair, (sent, sent))
     assert got.dtype == sent.dtype and np.array_equal(got, sent) and np.array_equal(again, sent)
-    got[:] = 1  # a copy of this process: the sender's array is its own
+    got[:] = 1  # a copy in this process: the sender's array does not change
     assert nbytes == 0 or not np.array_equal(sent, got)
 
 
@@ -99,23 +99,23 @@ def test_no_descriptor_and_no_name_is_left_behind(pair):
     assert not folder or not {n for n in set(os.listdir(folder)) - names if n.startswith("tmp")}
 
 
-def test_the_other_sides_end_is_told_from_a_broken_frame(pair):
+def test_the_end_of_the_stream_differs_from_an_incomplete_frame(pair):
     a, b = pair
-    frames.send(a, "last words")
+    frames.send(a, "the last object")
     a.close()
-    assert frames.receive(b) == "last words"
+    assert frames.receive(b) == "the last object"
     with pytest.raises(EOFError, match=r"closed the channel$"):
         frames.receive(b)
 
 
 @pytest.mark.parametrize("cut", [5, 16, 40])
-def test_an_end_in_the_middle_of_a_frame_is_an_end(pair, cut):
+def test_an_end_in_the_middle_of_a_frame_raises_eof_error(pair, cut):
     a, b = pair
     c, d = socket.socketpair()
     with c, d:
         frames.send(c, list(range(100)))
-        whole = d.recv(1 << 16)
-    a.sendall(whole[:cut])
+        frame = d.recv(1 << 16)
+    a.sendall(frame[:cut])
     a.close()
     with pytest.raises(EOFError, match="in the middle of a frame"):
         frames.receive(b)
@@ -127,5 +127,5 @@ def test_bytes_come_back_equal_and_frames_that_are_too_long_are_refused(pair):
         frames.send_bytes(a, body)
         assert frames.receive_bytes(b, 2560) == body
     frames.send_bytes(a, bytes(2561))
-    with pytest.raises(EOFError, match="a frame of 2561 bytes, allowed are 2560"):
+    with pytest.raises(EOFError, match="a frame has 2561 bytes; allowed: at most 2560"):
         frames.receive_bytes(b, 2560)

@@ -1,4 +1,4 @@
-"""What dead processes have left goes, what living ones hold stays: shared memory and temporary folders (P31)."""
+"""Shared memory and temporary folders of dead processes are removed, those of running processes are not (P31)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from meshrl.process import leases
 from meshrl.process.leases import LeasedFolder, new_name, sweep
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only there does the kernel say which boot it is")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a boot id")
 
 OWNER = """
 import sys
@@ -39,7 +39,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @contextlib.contextmanager
 def an_owner() -> Iterator[tuple[subprocess.Popen[str], Path, Path]]:
-    """A process with a ring and a folder, and where they lie; in a session of its own with its resource tracker."""
+    """A process with a ring and a folder, and the paths of both; in its own session with its resource tracker."""
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER],
         stdin=subprocess.PIPE,
@@ -58,18 +58,18 @@ def an_owner() -> Iterator[tuple[subprocess.Popen[str], Path, Path]]:
                 os.killpg(owner.pid, signal.SIGKILL)
 
 
-def test_what_a_killed_run_has_left_goes_and_what_a_living_one_has_stays():
-    """Its resource tracker is killed with it: nobody else would ever remove the segment."""
+def test_resources_of_a_killed_run_are_removed_and_those_of_a_running_one_are_not():
+    """Its resource tracker is killed with it: no other process would remove the segment."""
     with an_owner() as (dead, *left), an_owner() as (_, *held):
         assert all(path.exists() for path in left + held) and not set(sweep()) & {*left, *held}
         os.killpg(dead.pid, signal.SIGKILL)
         dead.wait()
-        assert all(path.exists() for path in left), "or there is nothing to sweep"
+        assert all(path.exists() for path in left), "else there is nothing to sweep"
         assert set(left) <= set(sweep())
         assert not any(path.exists() for path in left) and all(path.exists() for path in held)
 
 
-def test_a_folder_goes_with_its_owner():
+def test_a_folder_is_removed_with_its_object():
     folder, dropped = LeasedFolder(), LeasedFolder()
     paths = folder.path, dropped.path
     assert all(path.is_dir() and path.stat().st_mode & 0o777 == 0o700 for path in paths) and not sweep_of(*paths)
@@ -80,8 +80,8 @@ def test_a_folder_goes_with_its_owner():
 
 
 @pytest.mark.parametrize("kind", ["folder", "segment"])
-def test_a_sweep_between_the_making_and_the_locking_only_costs_another_name(kind, monkeypatch):
-    """The one moment in which something of a living process is held by nobody."""
+def test_a_sweep_between_creating_and_locking_makes_the_owner_create_another_resource(kind, monkeypatch):
+    """The only moment when a resource of a running process has no lease."""
     from meshrl.sync.shared_memory import SharedRing
 
     real, taken = leases.fcntl.flock, []
@@ -104,8 +104,8 @@ def test_a_sweep_between_the_making_and_the_locking_only_costs_another_name(kind
     made.close()
 
 
-def test_names_that_say_nothing_of_a_lock_are_left_alone(temporary: Path):
-    """Made by something else, or on another machine, whose locks are not seen on a disk that both have."""
+def test_resources_with_other_names_are_not_removed(temporary: Path):
+    """They were made by another program, or on another machine that shares the disk: its locks are not visible here."""
     other_kernel = new_name().replace(new_name().split("_")[1], "0badcafe")
     paths = [temporary / name for name in ("meshrl_0123456789abcdef0123", "meshrl_k3jd83_a", other_kernel, "other")]
     for path in paths:
@@ -116,7 +116,7 @@ def test_names_that_say_nothing_of_a_lock_are_left_alone(temporary: Path):
 
 
 @pytest.mark.parametrize("kind", ["folder", "file"])
-def test_a_link_is_not_followed_and_stays(kind: str, temporary: Path):
+def test_a_symbolic_link_is_neither_followed_nor_removed(kind: str, temporary: Path):
     target, link = temporary / "precious", temporary / new_name()
     target.mkdir() if kind == "folder" else target.touch()
     link.symlink_to(target)
@@ -124,7 +124,7 @@ def test_a_link_is_not_followed_and_stays(kind: str, temporary: Path):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
-def test_what_is_another_users_is_left_alone(temporary: Path):
+def test_resources_of_another_user_are_not_removed(temporary: Path):
     path = temporary / new_name()
     path.mkdir()
     os.chown(path, 65534, 65534)
@@ -132,5 +132,5 @@ def test_what_is_another_users_is_left_alone(temporary: Path):
 
 
 def sweep_of(*paths: Path) -> set[Path]:
-    """Which of these a sweep removes; of other tests at the same time it may find something, too."""
+    """Which of these paths a sweep removes; it may also find resources of other tests that run at the same time."""
     return set(sweep()) & {*paths}

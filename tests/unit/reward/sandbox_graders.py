@@ -1,4 +1,4 @@
-"""Reward functions that behave badly in every way P29 names; loaded in workers by dotted path."""
+"""Reward functions with all kinds of bad behaviour (P29); loaded in workers by dotted path."""
 
 import asyncio
 import ctypes
@@ -23,7 +23,7 @@ RETURNED = {
 
 
 def behave(completion, answer):
-    """Do what the completion says; anything unknown is worth 1."""
+    """Do the action that the completion names; the reward of any other completion is 1."""
     if completion in RETURNED:
         return RETURNED[completion]
     if completion in ("leave_a_child", "leave_a_daemon"):
@@ -63,7 +63,7 @@ def come_back_twice():
 
 
 def leave_a_child(pid_file, daemon=False):
-    """The answer comes, but a child runs on; as a daemon in a session of its own, and nobody's child any more."""
+    """Return, and leave a running child; as a daemon, it has another session and no parent in this process group."""
     size = os.path.getsize(pid_file) if os.path.exists(pid_file) else 0
     pid = os.fork()
     if pid == 0:
@@ -82,7 +82,7 @@ def leave_a_child(pid_file, daemon=False):
 
 
 def die_once(marker):
-    """As when the kernel takes this process because others need the memory."""
+    """As when the kernel kills this process because others need the memory."""
     if not os.path.exists(marker):
         open(marker, "w").close()
         os.kill(os.getpid(), signal.SIGKILL)
@@ -98,7 +98,7 @@ def segfault():
 
 
 def flood():
-    """Worth 1 when it really went nowhere: a file that fills up would not be seen from outside."""
+    """1 when the output was discarded: a file that fills up would not be seen from outside."""
     for _ in range(200):
         print("x" * 50_000)
         os.write(1, b"y" * 50_000)
@@ -172,5 +172,5 @@ judge = Judge()
 
 
 def swapped(prompt, completion):
-    """Takes what it will not be given in this order."""
+    """Expects its arguments in another order."""
     return 1.0

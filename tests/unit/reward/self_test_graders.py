@@ -14,7 +14,7 @@ def constant(completion, answer):
 
 
 def swapped(completion, answer):
-    """The arguments in the wrong order: a part of the answer is wanted where the whole one should be."""
+    """The arguments in the wrong order: searches the completion in the answer."""
     return float(bool(completion) and completion not in str(answer))
 
 
@@ -25,7 +25,7 @@ def repetition(completion, answer):
 
 
 def boxed(completion, answer):
-    """Fails where it finds no mark."""
+    """Fails if it finds no mark."""
     return float(re.search(r"<final>(.*)</final>", completion).group(1) == answer)
 
 
@@ -46,7 +46,7 @@ def wants_text(completion, answer):
 
 
 def sees_everything(completion, answer, prompt, messages, stop_reason, num_tokens):
-    """Scores above 0 only what looks as a finished run of the agent does."""
+    """Above 0 only for the messages and numbers of a finished trajectory."""
     ok = messages == [{"role": "assistant", "content": completion}] and stop_reason == "stop" and num_tokens > 0
     return float(ok and bool(completion) and prompt["id"].startswith("row"))
 

@@ -1,6 +1,6 @@
-"""P29: an answer that asks for more than any computer has is wrong at once, instead of a grading that runs out of time.
+"""P29: an answer that needs more memory or time than any computer has is wrong at once, without a timeout.
 
-Without these bounds nearly every one of these answers takes until the worker is killed.
+Without these limits nearly all of these answers would run until the worker is killed.
 """
 
 import random
@@ -76,14 +76,14 @@ def fits(text: str) -> bool:
 
 
 @pytest.mark.parametrize("text", TOO_LARGE.values(), ids=TOO_LARGE)
-def test_what_is_too_large_is_wrong_unless_the_reference_is_the_same_text(text):
+def test_a_too_large_expression_is_wrong_unless_it_equals_the_reference(text):
     assert not fits(text)
     assert math_answer(f"\\boxed{{{text}}}", "5") == 0.0
     assert math_answer(f"\\boxed{{{text}}}", text) == 1.0
 
 
 @pytest.mark.parametrize("text", FINE)
-def test_what_an_answer_may_hold_is_evaluated(text):
+def test_usual_expressions_are_evaluated(text):
     assert fits(text)
 
 

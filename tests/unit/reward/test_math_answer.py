@@ -1,4 +1,4 @@
-"""Each rule of math_answer on answers whose verdict is known."""
+"""Each rule of math_answer on answers with a known result."""
 
 import pytest
 

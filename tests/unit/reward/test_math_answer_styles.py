@@ -1,7 +1,7 @@
-"""P41: a reward rule that fits by accident. A user would see a right answer graded 0 or a wrong one graded 1, and
-mostly nothing: the curve still rises.
+"""P41: rules that grade right answers 0 or wrong ones 1. Users would hardly notice such a rule: the rewards still rise.
 
-Answers in the styles that models write, labelled by hand, each with references that it states and ones that it doesn't.
+Answers in the styles that models write, labelled by hand, each with references that it states and others that it does
+not state.
 """
 
 import pytest
@@ -121,7 +121,7 @@ STYLES = {
     "number in bold": ("\\boxed{\\mathbf{5}}", ["5"], ["4"]),
     "word in text": ("\\boxed{\\text{even}}", ["\\text{even}", "even"], ["\\text{odd}", "5"]),
     "choice in text": ("\\boxed{\\text{(B)}}", ["B", "\\text{B}"], ["A", "C"]),
-    # ---- prose without a box: the formula is read as a whole, or not at all
+    # ---- prose without a box: the formula is read completely, or not at all
     "negative number with a space": ("The answer is - 5", ["-5"], ["5"]),
     "minus as a word": ("The answer is minus 5.", ["-5"], ["5"]),
     "negative as a word": ("The answer is negative 5", ["-5"], ["5"]),

@@ -1,4 +1,4 @@
-"""Reward functions that are Python objects grade in the same killable workers as those that a config names."""
+"""Reward functions that are Python objects are called in the same workers as functions that a config names."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PAYLOAD = {
 
 
 def graded(*functions: Callable[..., Any], args: dict[str, Any] | None = None, timeout_s: float = 60.0) -> list[Any]:
-    """What each function makes of PAYLOAD, all in one worker."""
+    """The result of each function for PAYLOAD, all in one worker."""
     terms = {f"t{i}": ("a_name:that_leads_nowhere", args or {}) for i in range(len(functions))}
 
     async def run() -> list[Any]:
@@ -53,7 +53,7 @@ class Judge:
 
 
 def defined_in_main() -> Callable[..., Any]:
-    """As a cell of a notebook or a script defines it: of a module `__main__` that no worker has."""
+    """A function as in a notebook or a script: of a module `__main__` that no worker has."""
     main = types.ModuleType("__main__")
     code = (
         "import math\nBONUS = 3.0\n"
@@ -83,7 +83,7 @@ def test_keyword_arguments_async_functions_and_partials_work_as_by_name():
     assert graded(slow, scaled, partial, args={"factor": 2.0}) == [10.0, 8.0, 9.0]
 
 
-def test_one_that_hangs_is_killed_and_one_that_raises_is_a_counted_failure():
+def test_a_function_that_hangs_is_killed_and_one_that_raises_is_a_counted_failure():
     def hang(completion, answer):
         while True:
             time.sleep(1)
@@ -96,7 +96,7 @@ def test_one_that_hangs_is_killed_and_one_that_raises_is_a_counted_failure():
     assert isinstance(crashed, Failure) and crashed.kind == "crash" and "KeyError: 'four'" in crashed.message
 
 
-def test_one_that_refers_to_what_can_not_be_sent_is_refused_by_its_term():
+def test_a_function_that_uses_an_object_that_can_not_be_sent_is_refused_with_its_term():
     lock = threading.Lock()
 
     def locked(completion, answer):
@@ -107,7 +107,7 @@ def test_one_that_refers_to_what_can_not_be_sent_is_refused_by_its_term():
         graded(locked)
 
 
-def test_one_of_a_module_that_no_worker_finds_is_refused_by_its_term(monkeypatch: pytest.MonkeyPatch):
+def test_a_function_of_a_module_that_no_worker_finds_is_refused_with_its_term(monkeypatch: pytest.MonkeyPatch):
     module = types.ModuleType("made_here_alone")
     exec("def score(completion, answer):\n    return 1.0\n", vars(module))
     monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -116,7 +116,7 @@ def test_one_of_a_module_that_no_worker_finds_is_refused_by_its_term(monkeypatch
         graded(module.score)
 
 
-def test_one_with_the_wrong_signature_is_refused_as_by_name():
+def test_a_function_with_the_wrong_signature_is_refused_as_by_name():
     with pytest.raises(ConfigError, match=r"reward\.terms\.t0 .*no argument 'factor'"):
         graded(lambda completion, answer: 1.0, args={"factor": 2.0})
 

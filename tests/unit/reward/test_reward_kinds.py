@@ -7,7 +7,7 @@ from meshrl.reward.kinds import CHECKS, REWARDS, make_grader, resolve_reward
 from meshrl.reward.math_answer import math_answer
 
 
-def test_names_and_dotted_paths_lead_to_functions():
+def test_names_and_dotted_paths_resolve_to_functions():
     assert resolve_reward("math_answer") is math_answer
     assert resolve_reward("meshrl.reward.math_answer:math_answer") is math_answer
 
@@ -28,13 +28,13 @@ def test_names_and_dotted_paths_lead_to_functions():
         ("format", {"regex": "x", "where": "start"}, "where is 'start'; allowed: full, anywhere"),
     ],
 )
-def test_what_can_not_work_is_refused(kind, args, message):
+def test_an_entry_that_can_not_work_is_refused(kind, args, message):
     with pytest.raises(ConfigError) as refused:
         make_grader("judge", kind, args)
     assert message in str(refused.value)
 
 
-def test_only_what_a_function_names_is_handed_over():
+def test_a_function_gets_only_the_keywords_in_its_signature():
     assert make_grader("t", "sandbox_graders:behave", {}).takes == ()
     assert make_grader("t", "sandbox_graders:offered", {}).takes == ("prompt", "num_tokens")
     assert len(make_grader("t", "sandbox_graders:everything", {}).takes) == 4

@@ -1,4 +1,4 @@
-"""P29: rewards of trajectories; a grader's trouble is a counted failure, never a reward of 0."""
+"""P29: rewards of trajectories; a failure of a grader is counted, and never a reward of 0."""
 
 import asyncio
 import subprocess
@@ -71,7 +71,7 @@ def test_a_failed_grading_leaves_no_reward_and_is_counted():
 
 
 def test_an_answer_that_math_answer_can_not_evaluate_in_its_cpu_time_is_wrong_and_counted():
-    """Not a failure, which would be masked and count towards the end of the run."""
+    """It is not a failure, which would be masked and counted in max_failure_fraction."""
     compared_in_c = "\\boxed{(9^{9^{9}}, 9^{9^{9^9}})}"  # an interval, whose ends are compared as it is parsed
     trajectories = [make_trajectory(text) for text in ("\\boxed{4}", compared_in_c, "\\boxed{4}")]
     metrics = score(trajectories, terms={"answer": RewardTerm(kind="math_answer")}, max_failure_fraction=0.0)
@@ -98,7 +98,7 @@ ADVICE = {
 
 
 @pytest.mark.parametrize("text", ADVICE)
-def test_the_advice_after_failures_is_that_for_their_kind(text):
+def test_the_error_for_failures_advises_by_their_kind(text):
     with pytest.raises(RewardError) as ended:
         score([make_trajectory(text)], terms={"t": BEHAVE}, timeout_s=0.3, max_memory_bytes=1 << 30)
     advice = str(ended.value).splitlines()[-1]
@@ -109,7 +109,7 @@ def test_the_threshold_itself_is_still_allowed():
     assert score([make_trajectory("nan"), make_trajectory("x")], terms={"t": BEHAVE}, max_failure_fraction=0.5)
 
 
-def test_trajectories_that_failed_before_are_not_graded_and_not_blamed_on_graders():
+def test_trajectories_that_failed_before_are_not_graded_and_not_counted_as_failed_gradings():
     failed = make_trajectory("4", status="failed", failure=Failure(kind="engine", message="gone"), reward=1.0)
     evicted = make_trajectory("4", status="evicted")
     truncated = make_trajectory("4", status="truncated")
@@ -125,7 +125,7 @@ def test_a_trajectory_without_a_message_is_a_failure_of_its_agent():
     assert trajectories[1].reward == 1.0
 
 
-def test_the_text_parts_of_a_message_are_what_is_graded():
+def test_the_text_parts_of_a_message_are_graded():
     parts = make_trajectory([{"type": "text", "text": "4"}, {"type": "image"}, {"type": "text", "text": "2"}], "42")
     score([parts], terms={"answer": EXACT})
     assert parts.reward == 1.0

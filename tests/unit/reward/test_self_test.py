@@ -1,5 +1,5 @@
-"""P41: a grader that can't tell right from wrong is found at the start of a run; nothing else would show it: rewards
-that are all alike look like a task that is too hard."""
+"""P41: a grader that does not distinguish right from wrong is found at the start of a run. Nothing else would show it:
+equal rewards look like a task that is too hard."""
 
 import asyncio
 import json
@@ -12,7 +12,7 @@ from meshrl.core.types import Prompt
 from meshrl.reward.kinds import REWARDS
 from meshrl.reward.math_answer import RULES
 from meshrl.reward.score import Scorer
-from meshrl.reward.self_test import MATH_EXAMPLES, SELF_TESTS, TEXTS, judge, try_built_in, try_on_answers
+from meshrl.reward.self_test import MATH_EXAMPLES, SELF_TESTS, TEXTS, check_results, try_built_in, try_on_answers
 
 HERE = "self_test_graders"
 
@@ -51,7 +51,7 @@ def test_every_built_in_kind_and_every_rule_has_a_self_test():
     assert {*MATH_EXAMPLES, "auto"} == set(RULES)
 
 
-def test_built_in_kinds_pass_with_all_their_rules_in_silence():
+def test_built_in_kinds_pass_with_all_their_rules_without_a_note():
     terms = {rule: RewardTerm(kind="math_answer", args={"rule": rule}) for rule in RULES}
     terms["default"] = RewardTerm(kind="math_answer")
     terms["form"] = RewardTerm(kind="format", args={"regex": r"(?s).*#### [0-9]+"})
@@ -85,12 +85,12 @@ def test_a_math_verify_that_raises_ends_the_run_with_what_it_raised(tmp_path, mo
 
 
 @pytest.mark.parametrize("args", [{"regex": "[0-9]*", "where": "anywhere"}, {"regex": "(?s).*"}])
-def test_a_format_that_fits_every_text_is_worth_a_note(args):
+def test_a_format_that_fits_every_text_gets_a_note(args):
     (note,) = try_terms({"form": RewardTerm(kind="format", args=args)})
     assert note.startswith(f"note: reward.terms.form with regex {args['regex']!r} fits {len(TEXTS)} texts")
 
 
-def test_a_format_that_fits_none_of_the_texts_is_no_finding():
+def test_a_format_that_fits_none_of_the_texts_gets_no_note():
     assert try_terms({"form": RewardTerm(kind="format", args={"regex": "(?s)<plan>.*</plan>.*"})}) == []
 
 
@@ -99,13 +99,13 @@ def test_a_format_that_fits_none_of_the_texts_is_no_finding():
 BUILT_IN = RewardTerm(kind="math_answer")
 
 
-def test_functions_that_score_the_answers_of_the_data_higher_than_nothing_pass_in_silence():
+def test_functions_that_score_the_answers_higher_than_an_empty_completion_get_no_note():
     names = ("right", "sees_everything", "judge")
     terms = {name: user(name) for name in names} | {"brief": user("repetition", weight=-0.5)}
     assert try_terms(terms, rows("4", "5")) == []
 
 
-def test_functions_that_score_the_answers_no_higher_than_nothing_get_a_note_each():
+def test_functions_that_score_the_answers_no_higher_than_an_empty_completion_get_a_note_each():
     notes = try_terms({name: user(name) for name in ("constant", "swapped", "right")}, rows("4", "5"))
     assert [note.split(" of kind ")[0] for note in notes] == [
         "note: reward.terms.constant",
@@ -115,13 +115,13 @@ def test_functions_that_score_the_answers_no_higher_than_nothing_get_a_note_each
 
 
 @pytest.mark.parametrize(("name", "shown"), [("boxed", "NoneType"), ("from_json", "JSONDecodeError")])
-def test_functions_that_want_a_form_and_raise_without_it_are_not_stopped(name, shown):
-    """They may well score what the model writes."""
+def test_functions_that_raise_without_a_required_form_do_not_end_the_run(name, shown):
+    """They may be right for the completions of the model."""
     (note,) = try_terms({"t": user(name)}, rows("four", "five"))
     assert "failed on each of the data's own answers" in note and shown in note and "self_test_graders" in note
 
 
-def test_a_column_that_the_function_asks_for_in_vain_is_shown():
+def test_a_missing_column_is_shown_in_the_note():
     (note,) = try_terms({"t": user("by_level")}, rows("4", "5"))
     assert "KeyError: 'levl'" in note and "self_test_graders.py" in note
 
@@ -130,7 +130,7 @@ def test_a_column_that_the_function_asks_for_in_vain_is_shown():
     ("name", "answers", "shown"),
     [("misspelt", ("4", "5"), "NameError: name 'normalise'"), ("wants_text", (4, 5), "'int' object has no attribute")],
 )
-def test_a_function_that_fails_whatever_the_completion_ends_the_run_with_the_exception(name, answers, shown):
+def test_a_function_that_fails_for_every_completion_ends_the_run_with_the_exception(name, answers, shown):
     with pytest.raises(ConfigError) as refused:
         try_terms({"t": user(name)}, rows(*answers))
     text = str(refused.value)
@@ -138,8 +138,8 @@ def test_a_function_that_fails_whatever_the_completion_ends_the_run_with_the_exc
     assert shown in text and "self_test_graders.py:" in text and "data.answer" in text
 
 
-def test_answers_that_are_no_text_are_not_tried():
-    """Test cases of a program, say: they are no completion."""
+def test_answers_that_are_not_text_are_not_tried():
+    """Such as test cases of a program, which are not a completion."""
     assert try_terms({"t": user("constant")}, rows(None, ["4"], {"in": "4"}, " ")) == []
     assert "row-1)" in try_terms({"t": user("constant")}, rows(None, 4.5))[0]
 
@@ -186,11 +186,11 @@ NO_HIGHER, FAILED = "no higher than an empty completion", "failed on each of the
     ],
     ids=lambda value: json.dumps(value, default=lambda x: getattr(x, "kind", str(x))),
 )
-def test_what_results_mean(pairs, weight, found):
+def test_results_give_a_note_an_error_or_nothing(pairs, weight, found):
     term = RewardTerm(kind="m:f", weight=weight)
     if found is ConfigError:
         with pytest.raises(ConfigError, match="Fix the function, or"):
-            judge("t", term, pairs)
+            check_results("t", term, pairs)
     else:
-        text = judge("t", term, pairs)
+        text = check_results("t", term, pairs)
         assert text is None if found is None else found in text

@@ -1,5 +1,5 @@
-"""Full tensors put together from transfers in a process that holds no model: of one sender, and of two that hold rows
-and columns of them."""
+"""Joining transfers to full tensors in a process without a model: from one sender, and from two senders with rows or
+columns of each tensor."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 from tiny_sync import Trainer
 
 from meshrl.core.errors import SyncError
-from meshrl.rollout.foreign.assembly import Assembly
-from meshrl.sync.delivery import Delivery, delivery_read, delivery_to
-from meshrl.sync.layout import Box, Layout, SyncHeader, layout_from, layout_to, make_layout
+from meshrl.rollout.server.assembly import Assembly
+from meshrl.sync.delivery import Delivery, delivery_from_json, delivery_to_json
+from meshrl.sync.layout import Box, Layout, SyncHeader, layout_from_json, layout_to_json, make_layout
 from meshrl.sync.shared_memory import SharedRing
 
 SHAPES = {"a": (7, 5), "b": (3,), "empty": (0, 4), "c": (40, 3), "d": (2, 2)}
@@ -47,12 +47,12 @@ def assembly_of(layout: Layout) -> Assembly:
 
 
 def taken(assembly: Assembly, ring: SharedRing, delivery: Delivery) -> dict[str, torch.Tensor]:
-    """The tensors that a transfer completes, which lies in shared memory and is announced as JSON."""
+    """The tensors that a transfer completes; the transfer is in shared memory and described as JSON."""
     assert delivery.payload is not None
     ring.slots[0][: delivery.num_bytes].copy_(delivery.payload)
-    message = json.loads(json.dumps(delivery_to(delivery, ring.place(0))))
+    message = json.loads(json.dumps(delivery_to_json(delivery, ring.slot_address(0))))
     found = {spec.name: tensor for spec, tensor in assembly.take(message)}
-    ring.slots[0].fill_(255)  # the sender fills it again
+    ring.slots[0].fill_(255)  # the sender uses the slot again
     return found
 
 
@@ -98,7 +98,7 @@ def test_a_list_of_transfers_with_a_fault_is_refused(layout, ring, fault, words)
 def test_a_part_that_is_another_tensors_is_named(layout, ring):
     assembly = assembly_of(layout)
     wrong = WEIGHTS | {"c": WEIGHTS["c"].roll(1, 0)}
-    with pytest.raises(SyncError, match=r"brought c\[.*with digest .*, sent was"):
+    with pytest.raises(SyncError, match=r": c\[.* was sent with digest .*, received with"):
         for sent, given in zip(transfers_of(layout, WEIGHTS), transfers_of(layout, wrong), strict=True):
             taken(assembly, ring, replace(given, digests=sent.digests))
     assembly.close()
@@ -106,11 +106,11 @@ def test_a_part_that_is_another_tensors_is_named(layout, ring):
 
 @layouts
 def test_layout_and_transfers_cross_as_json_unchanged(layout, ring):
-    """Digests have 64 bits, of which a reader of JSON may keep 53."""
-    again = layout_from(json.loads(json.dumps(layout_to(layout))))
+    """Digests have 64 bits, and a JSON reader may round them to 53 bits."""
+    again = layout_from_json(json.loads(json.dumps(layout_to_json(layout))))
     assert again == layout and again.hash == layout.hash
     for delivery in transfers_of(layout, WEIGHTS):
-        message = json.loads(json.dumps(delivery_to(delivery, ring.place(0))))
-        read = delivery_read(again, message, ring.slots[0])
+        message = json.loads(json.dumps(delivery_to_json(delivery, ring.slot_address(0))))
+        read = delivery_from_json(again, message, ring.slots[0])
         assert (read.transfer, read.digests) == (delivery.transfer, delivery.digests)
         assert read.num_bytes == delivery.num_bytes

@@ -22,7 +22,7 @@ def lm():
 
 
 def generate_greedy(model, context, count):
-    """Transformers' own greedy tokens, and for each how far its logit lies above the next best."""
+    """Transformers' own greedy tokens, and the margin between the best and the second best logit of each."""
     out = model.generate(
         torch.tensor([context]),
         max_new_tokens=count,
@@ -36,19 +36,19 @@ def generate_greedy(model, context, count):
 
 
 def trainer_logprobs(lm, turn, temperature):
-    """What the trainer's packed forward says of a turn's tokens."""
+    """Logprobs of a turn's tokens from the trainer's packed forward."""
     ids = torch.from_numpy(np.concatenate([turn.context_ids, turn.output_ids])).long()
     scored = torch.arange(len(turn.context_ids), len(ids))
-    places, context = torch.arange(len(ids)), PackedAttention([0, len(ids)], torch.device("cpu"))
+    positions, context = torch.arange(len(ids)), PackedAttention([0, len(ids)], torch.device("cpu"))
     with torch.no_grad():
         return CausalModel(lm)(
-            ids, places, context, scored, scored - 1, torch.full((len(scored),), temperature), 64, False, {}
+            ids, positions, context, scored, scored - 1, torch.full((len(scored),), temperature), 64, False, {}
         )[0].numpy()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_equals_transformers_generate(family):
-    """Sliding windows, softcaps and logit scales included; all contexts in one batch, 80 tokens over two tiles."""
+    """Includes sliding windows, softcaps and logit scales; all contexts in one batch, 80 tokens over two tiles."""
     lm = tiny_lm(family)
     turns = run(tiny_engine(lm), [ask(str(i), c, temperature=0, max_new_tokens=80) for i, c in enumerate(CONTEXTS)])
     reference, compared = plain(lm), 0
@@ -78,7 +78,7 @@ def test_logprobs_equal_the_trainers(family, temperature):
 
 
 def test_a_certain_model_scores_zero_at_every_sampled_position(lm):
-    """P3: next token = this token + 1, known exactly; a logprob one place off would be far from 0."""
+    """P3: the next token is this token + 1 with certainty; a logprob shifted by one position would be far from 0."""
     certain = tiny_lm("qwen2", tie_word_embeddings=False)
     with torch.no_grad():
         for p in certain.parameters():
@@ -94,7 +94,7 @@ def test_a_certain_model_scores_zero_at_every_sampled_position(lm):
 
 
 def sample_requests(count, rng):
-    """Groups and singles, contexts from 1 to 90 tokens, outputs from 1 to 100."""
+    """Groups and single requests, contexts from 1 to 90 tokens, outputs from 1 to 100."""
     contexts = [[rng.randrange(64) for _ in range(rng.choice((1, 8, 63, 64, 65, 90)))] for _ in range(count // 3)]
     return [
         ask(
@@ -110,8 +110,8 @@ def sample_requests(count, rng):
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_random_arrivals_change_nothing(lm, seed):
-    """P14: any order, company, row, moment, with aborts in between: the tokens are those of the request alone."""
+def test_batch_composition_changes_no_tokens(lm, seed):
+    """P14: requests get the same tokens alone and in any batch, order, row and step."""
     rng = random.Random(seed)
     requests = sample_requests(18, rng)
     engine = tiny_engine(lm, max_running=5, prefill_tokens_per_step=100)
@@ -131,8 +131,8 @@ def test_random_arrivals_change_nothing(lm, seed):
     assert engine.stats().cached_tokens == 0 and engine.stats().free_slots == 5
 
 
-def test_members_of_a_group_differ_and_repeat_themselves(lm):
-    """P14: another index is another seed; the same request again is the same answer."""
+def test_samples_of_a_group_differ_and_are_reproducible(lm):
+    """P14: another index has another seed; the same request gets the same answer again."""
     requests = [ask(str(g), CONTEXTS[0], seed=turn_seed(0, 5, g, 0), max_new_tokens=20) for g in range(8)]
     engine = tiny_engine(lm)
     first, again = run(engine, requests), run(engine, requests[::-1])
@@ -141,7 +141,7 @@ def test_members_of_a_group_differ_and_repeat_themselves(lm):
 
 
 def test_a_group_is_prefilled_once(lm):
-    """Also when there are rows for only three of eight at a time, and another request stands in between."""
+    """Also when only three of eight requests have rows at a time, and another request is between them in the queue."""
     context = list(range(10, 50))
     group = [ask(str(g), context, seed=g, max_new_tokens=3 + g) for g in range(8)]
     engine = tiny_engine(lm, max_running=3)
@@ -150,11 +150,11 @@ def test_a_group_is_prefilled_once(lm):
     assert engine.stats().decode_tokens == sum(len(t.output_ids) for t in turns.values())
     assert sorted(turns[str(g)].times.cached_tokens for g in range(8)) == [0] + [len(context)] * 7
     run(engine, [ask("late", context)])
-    assert engine.stats().prefill_tokens == 2 * len(context) + 2  # nobody waited for it: it was not kept
+    assert engine.stats().prefill_tokens == 2 * len(context) + 2  # no request waited for the prompt, so it was dropped
 
 
 def test_long_contexts_do_not_hold_up_running_requests(lm):
-    """A step computes at most its budget of contexts, or one longer context alone, and every running row goes on."""
+    """A step computes contexts within its budget, or one longer context alone, and every running row gets a token."""
     engine = tiny_engine(lm, prefill_tokens_per_step=50)
     engine.submit(ask("first", [4, 5], max_new_tokens=30))
     engine.step()
@@ -173,12 +173,12 @@ def test_long_contexts_do_not_hold_up_running_requests(lm):
 
 
 def certain_output(lm, count=30):
-    """A greedy continuation to place stop ids in."""
+    """A greedy continuation from which stop ids are chosen."""
     return run(tiny_engine(lm), [ask("a", CONTEXTS[0], temperature=0, max_new_tokens=count)])["a"].output_ids.tolist()
 
 
 def test_stop_ids_end_a_turn_and_belong_to_it(lm):
-    """P3: several ids, the engine's and the request's own; the stop token is sampled, so it is part of the output."""
+    """P3: for the engine's stop ids and the request's own; the stop token is sampled, so it is part of the output."""
     sure = certain_output(lm)
     at = next(i for i in range(3, 30) if sure[i] not in sure[:i])
     engine = tiny_engine(lm, stop_token_ids=(sure[at], 999))
@@ -195,7 +195,7 @@ def test_stop_ids_end_a_turn_and_belong_to_it(lm):
 
 
 def test_a_stop_token_in_the_context_is_a_token_like_any_other(lm):
-    """P3: pad = eos, eos inside the prompt: lengths say where a row ends, never token values."""
+    """P3: pad = eos, eos inside the prompt: lengths determine where a row ends, never token values."""
     context = [0, 2, 2, 5, 2]
     want, _ = generate_greedy(plain(lm), context, 5)
     engine = tiny_engine(lm, stop_token_ids=(2,))
@@ -230,14 +230,14 @@ def test_limits_end_a_turn_with_their_own_reasons(lm):
         ({"media_spans": [("m", 0, 1)]}, CapabilityError, "media"),
     ],
 )
-def test_requests_that_cannot_be_served_are_refused_on_arrival(lm, change, error, words):
+def test_invalid_requests_are_refused_by_submit(lm, change, error, words):
     engine = tiny_engine(lm)
     with pytest.raises(error, match=words):
         engine.submit(ask("a", change.pop("context", [3, 4]), **change))
     assert not engine.has_work
 
 
-def test_ids_must_be_unique_while_under_way(lm):
+def test_ids_must_be_unique_among_unfinished_requests(lm):
     engine = tiny_engine(lm)
     engine.submit(ask("a", [3]))
     with pytest.raises(RequestError, match="unique"):
@@ -250,7 +250,7 @@ def test_ids_must_be_unique_while_under_way(lm):
 # ---- evaluation and extras
 
 
-def test_filters_and_extras_go_by_request_in_a_mixed_batch(lm):
+def test_filters_and_extras_apply_per_request_in_a_mixed_batch(lm):
     engine = tiny_engine(lm)
     requests = [
         ask("plain", CONTEXTS[0], seed=1),
@@ -262,7 +262,7 @@ def test_filters_and_extras_go_by_request_in_a_mixed_batch(lm):
     turns = run(engine, requests)
     assert turns["k1"].output_ids.tolist() == turns["greedy"].output_ids.tolist()
     fresh = set(turns["rep"].output_ids.tolist()) - set(CONTEXTS[0])
-    assert len(fresh) == 16  # no token comes again, neither of the context nor of the output
+    assert len(fresh) == 16  # no token of the context or of the output is repeated
     assert turns["extras"].output_ids.tolist() == turns["plain"].output_ids.tolist()
     extras = turns["extras"].extras
     assert {name: x.shape for name, x in extras.items()} == {
@@ -275,7 +275,7 @@ def test_filters_and_extras_go_by_request_in_a_mixed_batch(lm):
 
 
 def test_bfloat16_logprobs_are_computed_in_fp32():
-    """P10 on the way: buffers stay fp32 in a bf16 model, and logprobs come from fp32 logits."""
+    """Also P10: buffers stay fp32 in a bf16 model, and logprobs come from fp32 logits."""
     low = tiny_lm("qwen2", dtype=torch.bfloat16)
     engine = tiny_engine(low)
     turn = run(engine, [ask("a", CONTEXTS[2], max_new_tokens=40)])["a"]
@@ -294,7 +294,7 @@ def test_broken_weights_raise_instead_of_sampling(lm):
 
 
 def test_an_engine_from_a_folder(tmp_path, lm):
-    """Compute dtype as configured, buffers fp32 (P10), no gradients, the model's own context length."""
+    """It has the configured compute dtype, fp32 buffers (P10), no gradients, and the model's context length."""
     from meshrl.config.model import ModelConfig
     from meshrl.config.rollout import RolloutConfig
     from meshrl.rollout.embedded.engine import build_embedded_engine

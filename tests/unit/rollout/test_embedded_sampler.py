@@ -1,4 +1,4 @@
-"""Drawing tokens: exact logprobs, counter-based randomness, filters for evaluation (P2, P8, P14)."""
+"""Sampling tokens: exact logprobs, counter-based randomness, filters for evaluation (P2, P8, P14)."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ def frequencies(params, logits, count=4000, history=None):
 
 
 def test_uniforms_are_the_documented_function_of_seed_and_position():
-    """P14: 64-bit integer arithmetic, so that every device and every engine draws alike."""
+    """P14: 64-bit integer arithmetic, so that all devices and engines draw the same tokens."""
     seeds, positions = [0, 1, 2**63 - 1, 12345678901234567], [0, 7, 1, 2**20]
     got = uniforms(np.array(seeds, np.uint64), np.array(positions))
     assert got.tolist() == [(mix64(s ^ mix64(p)) >> 11) * 2.0**-53 for s, p in zip(seeds, positions)]
@@ -43,7 +43,7 @@ def test_uniforms_are_the_documented_function_of_seed_and_position():
 
 @pytest.mark.parametrize("vocab", [1, 2, 127, 128, 129, 300])
 def test_inverse_cdf_never_returns_a_token_of_probability_zero(vocab):
-    """Zeros at both ends and in between, and u at both ends of [0, 1)."""
+    """With zeros at both ends and in between, and u at both ends of [0, 1)."""
     edges = torch.tensor([0.0, 1e-300, 0.25, 0.5, 0.75, 1 - 2.0**-53], dtype=torch.float64)
     for seed in range(20):
         generator = torch.Generator().manual_seed(seed)
@@ -81,8 +81,8 @@ def test_greedy_takes_the_best_and_scores_it_at_temperature_one():
     torch.testing.assert_close(drawn.logprobs, want.gather(1, drawn.tokens[:, None])[:, 0])
 
 
-def test_a_row_is_drawn_alike_in_any_company():
-    """P14: neighbours, their order and their parameters change nothing."""
+def test_a_draw_does_not_depend_on_the_other_rows():
+    """P14: other rows, their order and their parameters change nothing."""
     logits = logits_of(4)
     requests = [ask(str(i), [0], seed=100 + i, temperature=t) for i, t in enumerate((0.0, 0.7, 1.0, 1.3))]
     alone = [draw_many([r], logits[i : i + 1]).tokens.item() for i, r in enumerate(requests)]
@@ -92,8 +92,8 @@ def test_a_row_is_drawn_alike_in_any_company():
     assert draw_many(many, same, position=1).tokens.tolist() != draw_many(many, same).tokens.tolist()
 
 
-def kept(name, logits):
-    """The tokens each filter leaves, spelled out."""
+def allowed_by(name, logits):
+    """The tokens that a filter does not remove."""
     probs = torch.softmax(logits, -1)
     ranked = probs.argsort(descending=True).tolist()
     if name == "top_k":
@@ -110,9 +110,9 @@ def kept(name, logits):
 
 
 @pytest.mark.parametrize(("name", "value"), [("top_k", 3), ("top_p", 0.7), ("min_p", 0.2)])
-def test_filters_draw_from_what_they_keep_and_report_the_unfiltered_logprob(name, value):
+def test_filters_restrict_draws_and_logprobs_stay_unfiltered(name, value):
     logits = logits_of(vocab=40) / 3
-    left = kept(name, logits[0])
+    left = allowed_by(name, logits[0])
     assert 1 < len(left) < 20
     seen, drawn = frequencies({name: value}, logits)
     probs = torch.softmax(logits[0], -1)

@@ -1,4 +1,4 @@
-"""Weights under the engine: syncs, caches that belong to a version, continuation, lent memory (P11, P14, P15, P17)."""
+"""Weights of the embedded engine: syncs, caches of one version, continuation, released memory (P11, P14, P15, P17)."""
 
 import asyncio
 import copy
@@ -38,13 +38,13 @@ def new():
 
 
 def logprobs_on(lm, turn, at):
-    """A cold engine's logprobs of a turn's tokens from place `at` on."""
+    """A new engine's logprobs of a turn's tokens at the positions `at`."""
     scored = tiny_engine(lm)._runner.score(np.concatenate([turn.context_ids, turn.output_ids]))
     return scored[len(turn.context_ids) :][at]
 
 
-def test_after_a_sync_the_engine_is_a_cold_engine_of_the_new_weights(old, new):
-    """P15, P17: same prompt before and after; the resident proof covers both names of the tied head (P11)."""
+def test_after_a_sync_the_engine_equals_a_new_engine_with_the_new_weights(old, new):
+    """P15, P17: with the same prompt before and after; the read-back covers both names of the tied head (P11)."""
 
     async def main():
         engine = tiny_engine(old)
@@ -52,7 +52,7 @@ def test_after_a_sync_the_engine_is_a_cold_engine_of_the_new_weights(old, new):
         group = [ask(str(g), CONTEXT, seed=g) for g in range(4)]
         before = await asyncio.gather(*map(engine.generate, group))
         ack = await sync(new, engine, 3)
-        assert (ack.version, ack.wire, ack.resident) == (3, True, True) and engine.stats().version == 3
+        assert (ack.version, ack.wire, ack.read_back) == (3, True, True) and engine.stats().version == 3
         after = await asyncio.gather(*map(engine.generate, group))
         cold = run(tiny_engine(new), group)
         for g, turn in enumerate(after):
@@ -65,8 +65,8 @@ def test_after_a_sync_the_engine_is_a_cold_engine_of_the_new_weights(old, new):
     asyncio.run(main())
 
 
-def test_nothing_made_of_the_old_weights_survives_a_sync_in_bf16(tmp_path, old, new):
-    """P11, P17: the widened copy of the head and the joined products are those of the new weights."""
+def test_no_copy_of_the_old_weights_survives_a_sync_in_bf16(tmp_path, old, new):
+    """P11, P17: the fp32 copy of the head and the fused tensors have the new weights."""
     engines = {}
     for name, lm in (("old", old), ("new", new)):
         lm.save_pretrained(tmp_path / name)
@@ -88,8 +88,8 @@ def test_nothing_made_of_the_old_weights_survives_a_sync_in_bf16(tmp_path, old, 
 
 @pytest.mark.parametrize("paused", [True, False])
 def test_weights_may_change_under_running_requests(old, new, paused):
-    """Tokens after the commit carry the new version and exactly its logprobs, which old keys and values could not
-    give (P17); those who wait for a row meet no stale prompt either."""
+    """Tokens after the commit have the new version and exactly its logprobs, which old keys and values could not give
+    (P17); waiting requests don't get a stale shared prompt either."""
 
     async def main():
         engine = tiny_engine(old, max_running=3)
@@ -121,17 +121,17 @@ def test_weights_may_change_under_running_requests(old, new, paused):
 
 
 @pytest.mark.parametrize("want", [(), ("entropy", "topk:2")])
-def test_an_aborted_turn_goes_on_where_it_stopped(old, want):
-    """P14: tokens of both parts together are those of the turn that nothing interrupted."""
+def test_an_aborted_turn_continues_where_it_stopped(old, want):
+    """P14: both parts together have the tokens of an uninterrupted turn."""
 
     async def main():
         engine = tiny_engine(old)
         requests = [ask(str(g), CONTEXT, seed=g, max_new_tokens=50, want=want) for g in range(4)]
-        whole = run(tiny_engine(old), requests)
+        uninterrupted = run(tiny_engine(old), requests)
         tasks = [asyncio.create_task(engine.generate(r)) for r in requests]
         while engine.stats().decode_tokens < 40:
             await asyncio.sleep(0)
-        assert await engine.abort(["1", "nobody"]) == 1 and tasks[1].done() is False
+        assert await engine.abort(["1", "unknown"]) == 1 and tasks[1].done() is False
         assert await engine.abort() == 3 and await engine.abort() == 0
         parts = await asyncio.gather(*tasks)
         for r, part in zip(requests, parts):
@@ -139,11 +139,11 @@ def test_an_aborted_turn_goes_on_where_it_stopped(old, want):
             r.prefix_output = part.output_ids
         rest = await asyncio.gather(*map(engine.generate, requests))
         for r, part, end in zip(requests, parts, rest):
-            assert [*part.output_ids, *end.output_ids] == whole[r.id].output_ids.tolist()
+            assert [*part.output_ids, *end.output_ids] == uninterrupted[r.id].output_ids.tolist()
             logprobs = np.concatenate([part.logprobs, end.logprobs])
-            np.testing.assert_allclose(logprobs, whole[r.id].logprobs, atol=1e-5)
+            np.testing.assert_allclose(logprobs, uninterrupted[r.id].logprobs, atol=1e-5)
             assert {name: len(x) for name, x in end.extras.items()} == {
-                name: 50 - len(part.output_ids) for name in whole[r.id].extras
+                name: 50 - len(part.output_ids) for name in uninterrupted[r.id].extras
             }
         assert engine.stats().running == engine.stats().waiting == 0
 
@@ -166,7 +166,7 @@ def test_waiting_requests_are_aborted_without_tokens(old):
     asyncio.run(main())
 
 
-def test_a_caller_who_is_cancelled_leaves_no_request_behind(old):
+def test_a_cancelled_generate_call_removes_its_request(old):
     async def main():
         engine = tiny_engine(old)
         tasks = [asyncio.create_task(engine.generate(ask(str(g), CONTEXT, max_new_tokens=200))) for g in range(2)]
@@ -182,7 +182,7 @@ def test_a_caller_who_is_cancelled_leaves_no_request_behind(old):
     asyncio.run(main())
 
 
-def test_pause_wait_lets_who_runs_finish_and_admits_nobody(old):
+def test_pause_wait_finishes_running_requests_and_admits_none(old):
     async def main():
         engine = tiny_engine(old, max_running=2)
         tasks = [asyncio.create_task(engine.generate(ask(str(g), CONTEXT, seed=g))) for g in range(3)]
@@ -202,7 +202,7 @@ def test_pause_wait_lets_who_runs_finish_and_admits_nobody(old):
 
 
 def test_requests_of_one_tick_are_admitted_together(old):
-    """The same tasks give the same batches, so the same run gives the same numbers."""
+    """The same tasks give the same batches, so a repeated run gives the same numbers."""
 
     async def main():
         engine = tiny_engine(old, max_running=64)
@@ -215,7 +215,7 @@ def test_requests_of_one_tick_are_admitted_together(old):
     asyncio.run(main())
 
 
-def test_who_asks_while_the_engine_wakes_up_joins_the_first_step(old):
+def test_a_request_before_the_first_step_joins_it(old):
     async def main():
         engine = tiny_engine(old)
         tasks = [asyncio.create_task(engine.generate(ask("first", CONTEXT)))]
@@ -230,7 +230,7 @@ def test_who_asks_while_the_engine_wakes_up_joins_the_first_step(old):
 
 
 def test_no_generation_without_a_version(old):
-    """P15: an engine that nobody has given weights refuses, and so does one that is behind."""
+    """P15: an engine without a weight version refuses requests, and so does one with an older version."""
 
     async def main():
         engine = tiny_engine(old, trusted=False)
@@ -249,7 +249,7 @@ def test_no_generation_without_a_version(old):
     asyncio.run(main())
 
 
-def test_a_request_during_a_sync_waits_for_the_version_that_arrives(old, new):
+def test_a_request_during_a_sync_waits_for_its_version(old, new):
     async def main():
         engine = tiny_engine(old)
         layout = layout_of(new)
@@ -270,8 +270,8 @@ def test_a_request_during_a_sync_waits_for_the_version_that_arrives(old, new):
     asyncio.run(main())
 
 
-def test_a_cancelled_sync_ends_requests_and_closes_the_engine_until_the_next_one(old, new):
-    """P15: a part of the transfers is in place, so nothing may be sampled."""
+def test_a_cancelled_sync_aborts_requests_and_new_ones_are_refused_until_the_next_sync(old, new):
+    """P15: some transfers have been loaded, so nothing may be sampled."""
 
     async def main():
         engine = tiny_engine(old)
@@ -287,7 +287,7 @@ def test_a_cancelled_sync_ends_requests_and_closes_the_engine_until_the_next_one
         assert turn.stop_reason == "abort" and len(turn.output_ids) >= 3
         with pytest.raises(StaleWeightsError):
             await engine.generate(ask("b", CONTEXT))
-        with pytest.raises(StaleWeightsError, match="no longer holds"):
+        with pytest.raises(StaleWeightsError, match="no longer has"):
             engine.trust_loaded_weights()
         await sync(new, engine, 1)
         assert set((await engine.generate(ask("b", CONTEXT))).versions) == {1}
@@ -296,7 +296,7 @@ def test_a_cancelled_sync_ends_requests_and_closes_the_engine_until_the_next_one
 
 
 def test_a_head_that_is_not_tied_any_more_is_found_at_commit(old, new):
-    """P11, P15: the wire can't see it; reading back under both names does."""
+    """P11, P15: the wire proof can't detect it; reading back under both names can."""
 
     async def main():
         engine = tiny_engine(old)
@@ -329,8 +329,8 @@ def test_names_are_reconciled_both_ways(old):
     asyncio.run(main())
 
 
-def test_lent_memory_is_really_free_and_comes_back(old, new):
-    """Parameters and cache give up their storage; a request in place waits, and goes on under the next weights."""
+def test_released_memory_is_really_free_and_can_be_restored(old, new):
+    """Parameters and cache release their storage; a running request waits, and continues with the next weights."""
 
     async def main():
         engine = tiny_engine(old)
@@ -346,13 +346,13 @@ def test_lent_memory_is_really_free_and_comes_back(old, new):
         assert await engine.release({"weights", "kv_cache"}) == 0
         with pytest.raises(StaleWeightsError):
             await engine.score(np.array(CONTEXT))
-        with pytest.raises(StaleWeightsError, match="no longer holds"):
+        with pytest.raises(StaleWeightsError, match="no longer has"):
             engine.trust_loaded_weights()
         assert await engine.restore({"weights"}) == weights and await engine.restore({"weights"}) == 0
         await sync(new, engine, 1)
         for _ in range(5):
             await asyncio.sleep(0)
-        assert not task.done() and engine.stats().running == 0  # its cache's memory is still lent
+        assert not task.done() and engine.stats().running == 0  # the cache's memory is still released
         await engine.restore({"kv_cache", "graphs"})
         turn = await task
         assert len(turn.output_ids) == 30 and set(turn.versions) == {0, 1}
@@ -365,7 +365,7 @@ def test_lent_memory_is_really_free_and_comes_back(old, new):
     asyncio.run(main())
 
 
-def test_lending_the_cache_alone_keeps_the_weights(old):
+def test_releasing_only_the_cache_keeps_the_weights(old):
     async def main():
         engine = tiny_engine(old)
         request = ask("a", CONTEXT, max_new_tokens=30)
@@ -412,9 +412,9 @@ def test_times_and_close(old):
     asyncio.run(main())
 
 
-def test_lent_weights_leave_nothing_behind_and_come_back_into_what_is_computed_with(old, new):
-    """Also those that numpy has looked at, as digests do: their memory can't be given up in place, and the products
-    that join several weights hold on to it."""
+def test_released_weights_are_freed_and_restored_into_the_fused_tensors(old, new):
+    """Also parameters that share their memory with numpy, as for digests: it can't be released in place, and the fused
+    tensors refer to it."""
 
     async def main():
         engine = tiny_engine(old)
@@ -438,8 +438,8 @@ def test_lent_weights_leave_nothing_behind_and_come_back_into_what_is_computed_w
 
 
 @pytest.mark.parametrize("own", ["weight", "bias"])
-def test_a_parameter_that_nothing_multiplies_any_more_is_found_at_commit(old, new, own):
-    """P15: the weights of several layers are multiplied as one tensor; a sync into a copy does nothing that counts."""
+def test_a_parameter_outside_its_fused_tensor_is_found_at_commit(old, new, own):
+    """P15: the forward uses one fused tensor for several layers; a sync into a separate parameter has no effect."""
     name, lm = "model.layers.1.self_attn.k_proj", copy.deepcopy(new)
     torch.nn.init.normal_(lm.get_submodule(name).bias)
 
@@ -448,7 +448,7 @@ def test_a_parameter_that_nothing_multiplies_any_more_is_found_at_commit(old, ne
         await engine.reconcile(layout_of(lm))
         p = getattr(engine._weights.lm.get_submodule(name), own)
         p.data = p.data.clone()
-        with pytest.raises(SyncError, match=f"{name}.{own} lies apart from the joint tensor"):
+        with pytest.raises(SyncError, match=f"{name}.{own} is not a view of the fused tensor"):
             await sync(lm, engine, 1)
 
     asyncio.run(main())

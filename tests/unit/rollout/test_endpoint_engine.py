@@ -1,4 +1,4 @@
-"""The endpoint engine: what it asks of a completions server, and weights that reach one as folders."""
+"""The endpoint engine: its requirements for a completions server, and weights that are sent as folders."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ from meshrl.core.errors import (
 )
 from meshrl.rollout.completions import only_model
 from meshrl.rollout.folder_weights import FolderWeights
-from meshrl.rollout.foreign.weights import ServerWeights
+from meshrl.rollout.server.weights import ServerWeights
 from meshrl.sync.layout import make_layout
 from meshrl.sync.reconcile import describe
 
@@ -42,7 +42,7 @@ def other():
 
 
 def go(url, main, **changes):
-    """Run a test with an engine over the server, against a deadline."""
+    """Run a test with an engine for the server, within a deadline."""
 
     async def run():
         engine = endpoint_client(url, **changes)
@@ -55,25 +55,25 @@ def go(url, main, **changes):
 
 
 @pytest.mark.parametrize(
-    ("fault", "error", "says"),
+    ("fault", "error", "expected"),
     [
         ("wrong_echo", RequestError, "sent 20 ids and echoed 21 ids"),
         ("no_ids", RequestError, "no ids at all"),
         ("no_logprobs", EngineFailure, "return_token_ids, logprobs"),
     ],
 )
-def test_a_server_that_keeps_ids_or_logprobs_to_itself_is_refused(sglang_server, fault, error, says):
+def test_a_server_that_returns_no_ids_or_logprobs_is_refused(sglang_server, fault, error, expected):
     """P21"""
 
     async def main(engine):
         engine.trust_loaded_weights()
-        with broken(sglang_server, fault), pytest.raises(error, match=says):
+        with broken(sglang_server, fault), pytest.raises(error, match=expected):
             await engine.generate(ask("a", CONTEXT))
 
     go(sglang_server, main)
 
 
-def test_without_folders_it_evaluates_and_does_not_train(sglang_server, lm):
+def test_an_endpoint_without_folders_evaluates_but_does_not_train(sglang_server, lm):
     async def main(engine):
         with pytest.raises(StaleWeightsError):
             await engine.generate(ask("a", CONTEXT))
@@ -89,12 +89,12 @@ def test_each_version_is_a_folder_that_loads(sglang_server, lm, other, tmp_path)
     async def main(engine):
         await engine.reconcile(layout_of(lm))
         ack = await sync(lm, engine, 0)
-        assert ack.wire and ack.resident is None  # what such a server computes with can not be read back
+        assert ack.wire and ack.read_back is None  # the parameters of such a server can't be read back
         await sync(other, engine, 1)
         assert set((await engine.generate(ask("a", CONTEXT))).versions) == {1}
 
     go(sglang_server, main, versions=tmp_path)
-    assert [folder.name for folder in tmp_path.iterdir()] == ["version_1"]  # the last one is gone
+    assert [folder.name for folder in tmp_path.iterdir()] == ["version_1"]  # the earlier one was removed
     loaded = type(other).from_pretrained(tmp_path / "version_1").state_dict()
     assert all(torch.equal(loaded[name], value) for name, value in other.state_dict().items())
 
@@ -120,14 +120,14 @@ def test_a_folder_that_is_not_loaded_ends_the_sync(sglang_server, lm, other, fau
 def test_an_answer_other_than_success_is_no_success(sglang_server, lm):
     async def main(engine):
         await engine.reconcile(layout_of(lm))
-        with broken(sglang_server, "reload_says_nothing"), pytest.raises(EngineFailure, match="success"):
+        with broken(sglang_server, "empty_reload_answer"), pytest.raises(EngineFailure, match="success"):
             await sync(lm, engine, 0)
 
     go(sglang_server, main)
 
 
 def test_a_sync_waits_for_running_requests(sglang_server, lm, other):
-    """A token's version is known only because no weights change under a request."""
+    """The version of each token is known only because weights do not change while a request runs."""
 
     async def main(engine):
         await engine.reconcile(layout_of(lm))
@@ -146,7 +146,7 @@ class Reloads(list):
         self.append(folder)
 
 
-def test_tensors_of_several_dtypes_lie_aligned_in_one_file(tmp_path):
+def test_tensors_of_several_dtypes_are_aligned_in_one_file(tmp_path):
     tensors = {
         "a": torch.randint(0, 255, (3,), dtype=torch.uint8),
         "b": torch.randn(5, 3),
@@ -171,7 +171,7 @@ def test_tensors_of_several_dtypes_lie_aligned_in_one_file(tmp_path):
     assert (folder / "config.json").is_file()
 
 
-def test_a_model_has_to_be_named_where_there_are_several():
+def test_a_model_must_be_named_if_there_are_several():
     assert only_model({"data": [{"id": "m"}]}, "url") == "m"
     with pytest.raises(EngineFailure, match=r"a, b.*rollout\.endpoint\.model"):
         only_model({"data": [{"id": "a"}, {"id": "b"}]}, "url")

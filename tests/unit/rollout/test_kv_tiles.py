@@ -1,4 +1,4 @@
-"""The tiled cache: rows of any lengths that come, grow, move and go, against one list for each row."""
+"""The tiled cache: rows of any length join, grow, move and leave, compared with one list for each row."""
 
 import random
 
@@ -13,14 +13,14 @@ HEADS, K_SIZE, V_SIZE = 2, 3, 5  # keys and values may differ in size
 
 
 def value_of(token):
-    """Keys and values that say which token they belong to."""
+    """Keys and values that identify their token."""
     return torch.full((HEADS, K_SIZE), float(token)), torch.full((HEADS, V_SIZE), -float(token))
 
 
-def put(store, rows, places, tokens):
+def put(store, rows, positions, tokens):
     k, v = (torch.stack(side) for side in zip(*map(value_of, tokens)))
     for layer in (0, 1):
-        store.write(layer, k + layer, v + layer, plan_writes(np.array(rows), np.array(places), CPU))
+        store.write(layer, k + layer, v + layer, plan_writes(np.array(rows), np.array(positions), CPU))
 
 
 def contents(store, row, length, layer):
@@ -34,7 +34,7 @@ def contents(store, row, length, layer):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_rows_survive_growth_moves_and_neighbours(seed):
-    """Random arrivals, one token a row a step, random departures: every row holds its own tokens, in both layers."""
+    """Rows join and leave at random and get one token per step: every row has its own tokens, in both layers."""
     rng = random.Random(seed)
     store, rows, fresh = KVStore(), [], iter(range(1, 10**6))
     for _ in range(60):
@@ -58,7 +58,7 @@ def test_rows_survive_growth_moves_and_neighbours(seed):
             assert contents(store, i, len(row), 0) == contents(store, i, len(row), 1) == row
 
 
-def test_tiles_are_read_only_as_far_down_as_a_row_needs_them():
+def test_only_rows_that_reach_a_tile_are_read():
     rng = random.Random(0)
     for _ in range(50):
         lengths = [rng.randint(1, 700) for _ in range(rng.randint(1, 9))]
@@ -72,8 +72,8 @@ def test_tiles_are_read_only_as_far_down_as_a_row_needs_them():
     assert rows_of_tiles(np.zeros(0, np.int64)) == []
 
 
-def test_arrange_keeps_what_is_read_close_to_what_is_needed():
-    """A single long row behind many short ones would make every row as dear as the long one."""
+def test_arrange_limits_the_positions_that_are_read():
+    """A single long row after many short ones would make every row as expensive as the long one."""
     lengths = [10] * 30 + [1000]
     order = arrange(lengths, ())
     assert order is not None and order[0] == 30
@@ -88,7 +88,7 @@ def test_arrange_keeps_what_is_read_close_to_what_is_needed():
         assert read <= MAX_WASTE * sum(STARTS[np.searchsorted(STARTS, length)] for length in after)
 
 
-def test_a_hole_is_filled_from_the_end_and_nothing_else_moves():
+def test_a_gap_is_filled_from_the_end_and_no_other_row_moves():
     assert arrange([9, 9, 9, 9], {1}) == [0, 3, 2]
     assert arrange([9, 9, 9, 9], {3}) == [0, 1, 2]
     assert arrange([9, 9, 9, 9], ()) is None

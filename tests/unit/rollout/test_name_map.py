@@ -1,5 +1,5 @@
-"""Which elements of a wire tensor lie where in an engine's parameters, learned from its own loader; and the proof that
-they are there (P15, P16)."""
+"""Where the elements of a wire tensor are in an engine's parameters, found by tracing its own loader; and the read-back
+proof (P15, P16)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 from tiny_sync import Trainer, sync
 
 from meshrl.core.errors import SyncError
-from meshrl.rollout.foreign.name_map import learn
-from meshrl.rollout.foreign.resident import Resident
-from meshrl.rollout.foreign.weights import ServerWeights
-from meshrl.rollout.foreign.worker_weights import WorkerWeights
-from meshrl.rollout.sglang.loader import _without_data as bare
+from meshrl.rollout.server.name_map import trace_loader
+from meshrl.rollout.server.read_back import ReadBackDigests
+from meshrl.rollout.server.weights import ServerWeights
+from meshrl.rollout.server.worker_weights import WorkerWeights
+from meshrl.rollout.sglang.loader import _without_data as without_data
 from meshrl.sync.layout import Ack, Layout, make_layout
 
 NAMES = [
@@ -29,8 +29,8 @@ NAMES = [
 
 
 class Fused(torch.nn.Module):
-    """Rank 1 of two of a model as engines lay it out: q and k in one parameter, o by columns, a padded vocabulary, and
-    experts that come in one tensor."""
+    """Rank 1 of 2, with parameters as in an engine: q and k in one parameter, o sharded by columns, a padded
+    vocabulary, and experts that are sent as one tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,43 +76,43 @@ def wires() -> dict[str, torch.Tensor]:
 
 def test_each_block_is_found_where_the_loader_puts_it(wires):
     model = Fused()
-    found = learn(model, layout_of(NAMES), bare)
+    found = trace_loader(model, layout_of(NAMES), without_data)
     assert not (found.refused or found.dropped or found.hidden or found.unfilled)
-    assert model.qk.sum() == 0 and model.embed.sum() == 24  # watching loads nothing
+    assert model.qk.sum() == 0 and model.embed.sum() == 24  # tracing loads nothing
     model.load_weights(wires.items())
     params = dict(model.named_parameters(remove_duplicate=False))
     blocks = {name: patches for name, patches in found.patches.items()}
     assert {name: len(patches) for name, patches in blocks.items()} == {**dict.fromkeys(wires, 1), "experts": 2}
     for name, patches in blocks.items():
         for patch in patches:
-            assert torch.equal(patch.inside(params[patch.param]), patch.of(wires[name]))
+            assert torch.equal(patch.of_parameter(params[patch.param]), patch.of_wire(wires[name]))
     assert (blocks["o.weight"][0].offsets, blocks["o.weight"][0].extent) == ((0, 4), (6, 4))
     assert (blocks["experts"][1].offsets, blocks["experts"][1].extent) == ((1, 0, 3), (1, 3, 3))
 
 
 def test_names_that_the_loader_refuses_drops_or_lacks_are_reported():
     names = [*NAMES[1:], ("extra", (2,)), ("rope.inv_freq", (3,)), ("o.weight", (6, 9))]
-    found = learn(Fused(), layout_of([n for n in names if n != ("o.weight", (6, 8))]), bare)
+    found = trace_loader(Fused(), layout_of([n for n in names if n != ("o.weight", (6, 8))]), without_data)
     assert set(found.refused) == {"extra", "o.weight"}
     assert found.dropped == ["rope.inv_freq"]
-    assert set(found.unfilled) == {"qk", "o"}  # q never comes, so its part of qk is not filled
+    assert set(found.unfilled) == {"qk", "o"}  # q is not sent, so its part of qk is not filled
 
 
 def test_a_tensor_that_the_loader_transposes_is_reported_as_one_that_cannot_be_read_back():
-    found = learn(Fused(), layout_of([*NAMES[:2], ("turned", (8, 6)), *NAMES[3:]]), bare)
+    found = trace_loader(Fused(), layout_of([*NAMES[:2], ("turned", (8, 6)), *NAMES[3:]]), without_data)
     assert found.hidden == ["turned"] and not found.unfilled
 
 
 @pytest.mark.parametrize("fault", ["stale", "swapped", "one bit", "none"])
-def test_what_is_read_back_is_compared_block_by_block(wires, fault):
+def test_the_read_back_compares_each_block(wires, fault):
     model = Fused()
-    found = learn(model, layout_of(NAMES), bare)
-    first, second = Resident(found.patches, 0), Resident(found.patches, 1)
+    found = trace_loader(model, layout_of(NAMES), without_data)
+    first, second = ReadBackDigests(found.patches, 0), ReadBackDigests(found.patches, 1)
     params = dict(model.named_parameters(remove_duplicate=False))
-    for resident, scale in ((first, 1.0), (second, 2.0)):
+    for read_back, scale in ((first, 1.0), (second, 2.0)):
         for name, wire in wires.items():
-            resident.note(name, wire * scale)
-        if not (fault == "stale" and resident is second):
+            read_back.note(name, wire * scale)
+        if not (fault == "stale" and read_back is second):
             model.load_weights((name, wire * scale) for name, wire in wires.items())
     assert first.differing(params, None) if fault != "stale" else not first.differing(params, None)
     if fault == "swapped":
@@ -120,30 +120,30 @@ def test_what_is_read_back_is_compared_block_by_block(wires, fault):
         model.experts.data[0], model.experts.data[1] = two, one
     elif fault == "one bit":
         model.o.data.view(torch.int32)[3, 2] ^= 1
-    said = second.differing(params, first)
+    faults = second.differing(params, first)
     expected = {
         "stale": [f"{name} still has the values of version 0" for name in [*wires, "experts"]],
         "swapped": ["experts has the values of experts"] * 2,
         "one bit": ["o.weight has digest"],
         "none": [],
     }[fault]
-    assert len(said) == len(expected) and all(words in "\n".join(said) for words in expected)
+    assert len(faults) == len(expected) and all(words in "\n".join(faults) for words in expected)
 
 
 def test_a_parameter_without_memory_is_reported_unless_its_copy_is_compared_elsewhere(wires):
     model = Fused()
-    found = learn(model, layout_of(NAMES), bare)
-    resident = Resident(found.patches, 0)
+    found = trace_loader(model, layout_of(NAMES), without_data)
+    read_back = ReadBackDigests(found.patches, 0)
     for name, wire in wires.items():
-        resident.note(name, wire)
+        read_back.note(name, wire)
     model.load_weights(wires.items())
     params = dict(model.named_parameters()) | {"o": torch.empty(0)}
-    assert resident.differing(params, None) == ["o.weight can't be read back: o has no elements"]
-    assert resident.differing(params, None, packed={"o"}) == []
+    assert read_back.differing(params, None) == ["o.weight can't be read back: o has no elements"]
+    assert read_back.differing(params, None, packed={"o"}) == []
 
 
 class Routed(torch.nn.Module):
-    """A router whose bias is a buffer in the engine's own dtype, beside buffers that no file holds."""
+    """A router with a bias that is a buffer in the engine's own dtype, and with buffers that no file has."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,8 +160,8 @@ class Routed(torch.nn.Module):
 
 
 def _into(model: torch.nn.Module, bias: list[float], altered: bool = False) -> Ack:
-    """A sync into one worker of a server. altered: the bias is lost once everything has been loaded."""
-    worker = WorkerWeights(model, "worker", bare)
+    """A sync into one worker of a server. altered: the bias is overwritten after loading."""
+    worker = WorkerWeights(model, "worker", without_data)
     wires = {"weight": torch.arange(24.0).view(4, 6), "bias": torch.tensor(bias)}
     layout = layout_of([(name, tuple(wire.shape)) for name, wire in wires.items()])
 
@@ -179,22 +179,22 @@ def _into(model: torch.nn.Module, bias: list[float], altered: bool = False) -> A
 
 
 def test_a_buffer_is_loaded_and_read_back_in_the_dtype_that_was_sent():
-    """P15: what a forward reads is more than parameters. In another dtype it must be the very same values; buffers that
-    are the engine's own are left alone."""
+    """P15: a forward also reads buffers. In another dtype their values must be exactly equal; internal buffers of the
+    engine stay unchanged."""
     model = Routed()
-    assert _into(model, [0.5, -1.0, 2.0, 0.25]).resident is True
+    assert _into(model, [0.5, -1.0, 2.0, 0.25]).read_back is True
     assert model.bias.tolist() == [0.5, -1.0, 2.0, 0.25] and model.bias.dtype == torch.bfloat16
     assert (model.cache_scale, model.rotation.tolist()) == (1, [1, 1, 1])
 
 
 @pytest.mark.parametrize(
-    ("bias", "altered", "said"),
+    ("bias", "altered", "expected"),
     [
-        ([0.5, -1.0, 2.0, 0.1], False, r"bias has digest .*sent as torch\.float32, held as torch\.bfloat16"),
+        ([0.5, -1.0, 2.0, 0.1], False, r"bias has digest .*sent as torch\.float32, stored as torch\.bfloat16"),
         ([0.5, -1.0, 2.0, 0.25], True, "bias has digest"),
     ],
-    ids=["a value that bf16 has not", "altered"],
+    ids=["a value that bf16 can't represent", "altered"],
 )
-def test_a_buffer_with_other_values_is_named(bias, altered, said):
-    with pytest.raises(SyncError, match=said):
+def test_a_buffer_with_other_values_is_named(bias, altered, expected):
+    with pytest.raises(SyncError, match=expected):
         _into(Routed(), bias, altered)

@@ -1,4 +1,4 @@
-"""A pause of engines whose server is another process lasts until `resume`, whatever else lets requests in."""
+"""A pause of a server engine lasts until `resume`, even if a sync ends in between."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timeout(300)  # the server's start is part of the first
 
 
 async def outlasts_syncs(engine: Any, lm: torch.nn.Module) -> None:
-    """A request that came during the pause is sampled after it, with the weights that came during it."""
+    """A request that was sent during the pause is sampled after it, with the weights of the sync during the pause."""
     await engine.reconcile(layout_of(lm))
     await sync(lm, engine, 0)
     await engine.pause("wait")

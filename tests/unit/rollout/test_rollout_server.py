@@ -1,4 +1,4 @@
-"""A server as a child: it is waited for, its end is diagnosed, and nothing of it outlives its parent (P31)."""
+"""A server as a child process: waiting until it is ready, diagnosis of its end, and cleanup after its parent (P31)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from living_processes import is_living
+from running_processes import is_running_process
 
 from meshrl.core.errors import EngineFailure
 from meshrl.process.leases import sweep
@@ -37,13 +37,13 @@ def printed(server: ServerProcess) -> str:
 def gone(pid: int, within_s: float = 20.0) -> bool:
     until = time.monotonic() + within_s
     while time.monotonic() < until:
-        if not is_living(pid):
+        if not is_running_process(pid):
             return True
         time.sleep(0.05)
     return False
 
 
-def test_a_server_that_ends_before_it_is_ready_is_reported_with_what_it_wrote():
+def test_a_server_that_ends_before_it_is_ready_is_reported_with_its_output():
     server = ServerProcess("s", lambda folder: python("import sys; print('no such model'); sys.exit(3)"), {})
     with pytest.raises(EngineFailure, match=r"ended before it was ready \(exit code 3\).*\nno such model"):
         server.wait_until(lambda: False, 60)
@@ -51,9 +51,9 @@ def test_a_server_that_ends_before_it_is_ready_is_reported_with_what_it_wrote():
     server.close()
 
 
-def test_a_server_that_is_killed_says_so():
+def test_a_killed_server_is_reported_with_its_signal():
     server = ServerProcess("s", lambda folder: python("import os; os.kill(os.getpid(), 9)"), {})
-    with pytest.raises(EngineFailure, match=r"\(SIGKILL\); it wrote nothing"):
+    with pytest.raises(EngineFailure, match=r"\(SIGKILL\); it wrote no output"):
         server.wait_until(lambda: False, 60)
     server.close()
 
@@ -66,7 +66,7 @@ def test_a_server_that_is_never_ready_is_ended_at_its_deadline():
 
 
 @pytest.mark.parametrize("session", [False, True])
-def test_closing_ends_what_the_server_started_too(session: bool):
+def test_closing_also_ends_processes_that_the_server_started(session: bool):
     server = ServerProcess("s", lambda folder: python(PARENT_OF_CHILD.format(session=session)), {})
     server.wait_until(lambda: printed(server).endswith("\n"), 60)
     child = int(printed(server))
@@ -75,10 +75,11 @@ def test_closing_ends_what_the_server_started_too(session: bool):
     assert gone(child) and not server.folder.exists()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only there is anything swept")
+@pytest.mark.skipif(sys.platform != "linux", reason="folders are swept on Linux only")
 @pytest.mark.parametrize("guard_ends", [False, True], ids=["the guard lives", "the guard is killed too"])
-def test_no_sweep_takes_the_folder_of_a_server_whose_guard_still_lives(guard_ends: bool):
-    """A parent that is killed leaves it to the guard, which may need a while; without both it is nobody's."""
+def test_no_sweep_removes_the_folder_of_a_server_with_a_living_guard(guard_ends: bool):
+    """After the parent was killed, the guard still has the lease of the folder; after both were killed, no process has
+    it."""
     code = (
         "import time; from meshrl.rollout.server.process import ServerProcess\n"
         f"s = ServerProcess('s', lambda folder: {python('import time; time.sleep(600)')!r}, {{}})\n"
@@ -100,8 +101,8 @@ def test_no_sweep_takes_the_folder_of_a_server_whose_guard_still_lives(guard_end
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=lambda how: how.name)
-def test_nothing_outlives_a_parent_that_is_killed(tmp_path: Path, how: signal.Signals):
-    """Not even a worker in a session of its own; and no folder stays."""
+def test_no_process_or_folder_outlives_a_killed_parent(tmp_path: Path, how: signal.Signals):
+    """Not even a worker in its own session survives, and the folder is removed."""
     command = python(PARENT_OF_CHILD.format(session=True))
     code = (
         "import time; from meshrl.rollout.server.process import ServerProcess\n"

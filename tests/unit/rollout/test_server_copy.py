@@ -1,5 +1,5 @@
-"""A server without adapters: a copy of the base and of the adapters on its machine receives the syncs, and the server
-gets their sum (P14, P15)."""
+"""A server without adapters: a copy of base and adapters in the engine's process receives the syncs, and the server
+gets merged weights (P14, P15)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tiny_sync import held_of
 
 from meshrl.core.errors import SyncError
 from meshrl.rollout.folder_weights import FolderWeights
-from meshrl.rollout.foreign.weights import ServerWeights
+from meshrl.rollout.server.weights import ServerWeights
 from meshrl.sync.delivery import Delivery
 from meshrl.sync.layout import Ack, SyncHeader, make_layout
 from meshrl.sync.reconcile import describe
@@ -28,7 +28,7 @@ TRANSFER_BYTES = 256
 
 
 class Pair:
-    """A trainer with adapters, and a server that takes weights as folders."""
+    """A trainer with adapters, and a server that loads weights from folders."""
 
     def __init__(self, tmp_path: Path):
         torch.manual_seed(0)
@@ -46,10 +46,10 @@ class Pair:
             self.folders.append(folder)
 
         self.server = FolderWeights(model, tmp_path / "versions", reload, "server")
-        self.weights = ServerWeights(self.server.call, "server", keep=True, adapter_scale=SCALE)
+        self.weights = ServerWeights(self.server.call, "server", keep_copy=True, adapter_scale=SCALE)
 
     async def sync(self, version: int, alone: bool = False, fault: str | None = None) -> Ack:
-        """alone: of adapters alone."""
+        """alone: send adapters only."""
         mode = {"base_version": version - 1, "mode": "adapter"} if alone else {}
         try:
             await self.weights.begin(SyncHeader(version=version, layout_hash=self.layout.hash, **mode))
@@ -68,7 +68,7 @@ class Pair:
             yield self.sender.fill(transfer, buffer)
 
     def check(self) -> None:
-        """The server's last folder is the base with B A added to it, each element rounded once."""
+        """The server's last folder has the merged weights, base + scale * B A, each element rounded once."""
         a, b = (self.tensors[name].float() for name in ADAPTERS)
         wanted = {name: self.tensors[name] for name in BASE}
         base = wanted["layer.q_proj.weight"].float()
@@ -92,7 +92,7 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
     pair.weights.close()
 
 
-def test_adapters_come_alone_and_the_server_gets_the_sum(pair):
+def test_adapters_are_sent_alone_and_the_server_gets_merged_weights(pair):
     async def main():
         await pair.weights.reconcile(pair.layout)
         first = await pair.sync(0)
@@ -109,7 +109,7 @@ def test_adapters_come_alone_and_the_server_gets_the_sum(pair):
 
 @pytest.mark.parametrize("alone", [False, True], ids=["full", "adapter"])
 @pytest.mark.parametrize("fault", ["flipped", "dropped"])
-def test_what_went_wrong_before_the_copy_ends_the_sync(pair, fault, alone):
+def test_a_fault_before_the_copy_ends_the_sync(pair, fault, alone):
     async def main():
         await pair.weights.reconcile(pair.layout)
         await pair.sync(0)
@@ -122,8 +122,8 @@ def test_what_went_wrong_before_the_copy_ends_the_sync(pair, fault, alone):
     asyncio.run(main())
 
 
-def test_a_base_that_is_not_what_was_sent_once_is_named(pair):
-    """P15: no sync of adapters brings it again, so each proves it again."""
+def test_a_base_weight_that_has_changed_in_the_copy_is_named(pair):
+    """P15: a sync of adapters does not send the base again, so each one proves it again."""
 
     async def main():
         await pair.weights.reconcile(pair.layout)
@@ -135,7 +135,7 @@ def test_a_base_that_is_not_what_was_sent_once_is_named(pair):
     asyncio.run(main())
 
 
-def test_adapters_alone_are_refused_while_no_base_is_there(pair):
+def test_a_sync_of_adapters_is_refused_without_a_base(pair):
     async def main():
         await pair.weights.reconcile(pair.layout)
         await pair.sync(0)

@@ -1,4 +1,5 @@
-"""A sync into a server that answers late: one that was cancelled meanwhile stays so, and waits for no answer (P15)."""
+"""A sync into a server that answers late: if it was cancelled meanwhile, it stays cancelled and waits for no answer
+(P15)."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import torch
 from tiny_sync import Trainer
 
 from meshrl.core.errors import SyncError
-from meshrl.rollout.foreign.weights import ServerWeights
+from meshrl.rollout.server.weights import ServerWeights
 from meshrl.sync.layout import SyncHeader, make_layout
 from meshrl.sync.reconcile import describe
 
@@ -30,27 +31,27 @@ def header_of(version: int) -> SyncHeader:
 
 
 class Server:
-    """One worker that takes whatever it is sent. It keeps back its answers to one step until `release` is set."""
+    """One worker that accepts everything. It delays its answers to one step until `release` is set."""
 
     def __init__(self) -> None:
-        self.asked: list[str] = []
+        self.calls: list[str] = []
         self.late = ""
         self.release = asyncio.Event()
 
     async def call(self, step: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
-        self.asked.append(step)
+        self.calls.append(step)
         if step == self.late:
             await self.release.wait()
         return [ANSWERS.get(step, {})]
 
-    async def begins_to_work(self, work: Awaitable[Any], step: str) -> asyncio.Future[Any]:
-        """The work, under way and waiting for the server's late answer; later calls of the step are answered."""
-        self.late, num_asked = step, self.asked.count(step)
-        under_way = asyncio.ensure_future(work)
-        while self.asked.count(step) == num_asked:
+    async def start_late(self, call: Awaitable[Any], step: str) -> asyncio.Future[Any]:
+        """Start a call that waits for the server's late answer to this step; later calls of the step are answered."""
+        self.late, num_calls = step, self.calls.count(step)
+        running = asyncio.ensure_future(call)
+        while self.calls.count(step) == num_calls:
             await asyncio.sleep(0)
         self.late = ""
-        return under_way
+        return running
 
 
 async def sync(weights: ServerWeights, version: int) -> None:
@@ -60,7 +61,7 @@ async def sync(weights: ServerWeights, version: int) -> None:
 
 
 Step = Callable[[ServerWeights], Awaitable[Any]]
-STEPS: dict[str, tuple[list[Step], Step]] = {  # -> what comes before it, the step whose answer is late
+STEPS: dict[str, tuple[list[Step], Step]] = {  # -> steps before it, the step with the late answer
     "begin": ([], lambda w: w.begin(header_of(1))),
     "receive": ([lambda w: w.begin(header_of(1))], lambda w: w.receive(DELIVERY)),
     "commit": ([lambda w: w.begin(header_of(1)), lambda w: w.receive(DELIVERY)], lambda w: w.commit()),
@@ -69,7 +70,7 @@ STEPS: dict[str, tuple[list[Step], Step]] = {  # -> what comes before it, the st
 
 @asynccontextmanager
 async def late_at(step: str) -> AsyncIterator[tuple[ServerWeights, Server, asyncio.Future[Any]]]:
-    """Version 0 in place, and a sync of version 1 whose server is at work on this step."""
+    """Version 0 is in place, and a sync of version 1 waits for the answer to this step."""
     server = Server()
     weights = ServerWeights(server.call, "w")
     try:
@@ -78,7 +79,7 @@ async def late_at(step: str) -> AsyncIterator[tuple[ServerWeights, Server, async
         before, last = STEPS[step]
         for one in before:
             await one(weights)
-        yield weights, server, await server.begins_to_work(last(weights), step)
+        yield weights, server, await server.start_late(last(weights), step)
     finally:
         weights.close()
 
@@ -87,26 +88,26 @@ def go(main: Awaitable[None]) -> None:
     asyncio.run(asyncio.wait_for(main, 20))
 
 
-async def all_that_come_next_are_refused(weights: ServerWeights) -> None:
+async def check_later_steps_are_refused(weights: ServerWeights) -> None:
     for step in (lambda: weights.receive(DELIVERY), weights.commit):
-        with pytest.raises(SyncError, match="came while the receiver was cancelled"):
+        with pytest.raises(SyncError, match="is not allowed while the receiver is cancelled"):
             await step()
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_a_step_that_is_answered_after_the_cancel_does_not_take_the_sync_up_again(step):
-    """Nor does the cancel wait for that answer. A commit that succeeded too late leaves no version."""
+def test_an_answer_after_the_cancel_does_not_resume_the_sync(step):
+    """The cancel does not wait for that answer. A commit that succeeded too late leaves no version."""
 
     async def main() -> None:
-        async with late_at(step) as (weights, server, under_way):
+        async with late_at(step) as (weights, server, running):
             await weights.cancel()
-            assert not under_way.done() and server.asked[-1] == "cancel"
+            assert not running.done() and server.calls[-1] == "cancel"
             server.release.set()
             with pytest.raises(SyncError, match="cancelled while its server was still at work"):
-                await under_way
+                await running
             assert (weights.version, weights.expected) == (-1, -1)
-            await all_that_come_next_are_refused(weights)
-            for version in (0, 1):  # the last that was committed may come again
+            await check_later_steps_are_refused(weights)
+            for version in (0, 1):  # the last committed version may be sent again
                 await sync(weights, version)
                 assert weights.version == version
 
@@ -114,36 +115,36 @@ def test_a_step_that_is_answered_after_the_cancel_does_not_take_the_sync_up_agai
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_a_cancel_holds_before_the_server_has_received_it(step):
+def test_a_cancel_takes_effect_before_the_server_has_received_it(step):
     async def main() -> None:
-        async with late_at(step) as (weights, server, under_way):
-            cancel = await server.begins_to_work(weights.cancel(), "cancel")
+        async with late_at(step) as (weights, server, running):
+            cancel = await server.start_late(weights.cancel(), "cancel")
             assert (weights.version, weights.expected) == (-1, -1)
-            await all_that_come_next_are_refused(weights)
+            await check_later_steps_are_refused(weights)
             server.release.set()
             with pytest.raises(SyncError, match="was cancelled"):
-                await under_way
+                await running
             await cancel
 
     go(main())
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_an_answer_to_a_sync_that_was_cancelled_leaves_the_next_one_as_it_is(step):
-    """The next one brings the same version, by a header that is equal: a late answer must not count as its own."""
+def test_a_late_answer_to_a_cancelled_sync_does_not_affect_the_next_one(step):
+    """The next sync has the same version and an equal header: a late answer must not count as an answer to it."""
 
     async def main() -> None:
-        async with late_at(step) as (weights, server, under_way):
+        async with late_at(step) as (weights, server, running):
             await weights.cancel()
             again = header_of(1)
             assert again == header_of(1)
             late, server.release = server.release, asyncio.Event()
-            begun = await server.begins_to_work(weights.begin(again), "begin")
+            begun = await server.start_late(weights.begin(again), "begin")
             late.set()
             with pytest.raises(SyncError, match="was cancelled"):
-                await under_way
+                await running
             assert (weights.version, weights.expected) == (-1, 1)
-            await all_that_come_next_are_refused(weights)  # it has not begun yet
+            await check_later_steps_are_refused(weights)  # it has not begun yet
             server.release.set()
             await begun
             await weights.receive(DELIVERY)

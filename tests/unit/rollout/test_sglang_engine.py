@@ -1,4 +1,4 @@
-"""The SGLang engine against a server that misbehaves, and the traps of SGLang's own interface."""
+"""The SGLang engine with faults of the server, and the traps of SGLang's interface."""
 
 import asyncio
 
@@ -35,7 +35,7 @@ def other():
 
 
 def go(url, main, **changes):
-    """Run a test with an engine over the server, against a deadline."""
+    """Run a test with an engine for the server, within a deadline."""
 
     async def run():
         engine = sglang_client(url, **changes)
@@ -53,7 +53,7 @@ async def ready(engine, lm, version=0):
 
 
 def post(url, path, body):
-    """As another client of the server."""
+    """Send a request as another client of the server."""
     assert httpx2.post(url + path, json=body, headers=HEADERS, trust_env=False).status_code == 200
 
 
@@ -63,19 +63,19 @@ async def until_tokens(engine, count):
 
 
 @pytest.mark.parametrize(
-    ("fault", "error", "says"),
+    ("fault", "error", "expected"),
     [
         ("wrong_echo", RequestError, "sent 20 ids and echoed 21 ids"),
         ("no_logprobs", EngineFailure, "and 0 logprobs"),
         ("other_logprobs", EngineFailure, "logprobs of other tokens"),
     ],
 )
-def test_an_answer_that_is_not_whole_is_refused(sglang_server, lm, fault, error, says):
-    """P21: ids that were rendered again, or logprobs that belong to other tokens, reach no trainer."""
+def test_an_incomplete_answer_is_refused(sglang_server, lm, fault, error, expected):
+    """P21: the trainer never gets ids that were changed by a template, or logprobs of other tokens."""
 
     async def main(engine):
         await ready(engine, lm)
-        with broken(sglang_server, fault), pytest.raises(error, match=says):
+        with broken(sglang_server, fault), pytest.raises(error, match=expected):
             await engine.generate(ask("a", CONTEXT))
         assert engine.stats().running == 0
         await engine.generate(ask("a", CONTEXT))
@@ -84,21 +84,21 @@ def test_an_answer_that_is_not_whole_is_refused(sglang_server, lm, fault, error,
 
 
 @pytest.mark.parametrize(
-    ("fault", "says"), [("error", "something broke in here"), ("disconnect", "broke off|without its closing event")]
+    ("fault", "expected"), [("error", "something broke in here"), ("disconnect", "broke off|without its closing event")]
 )
-def test_a_broken_stream_is_an_engine_failure(sglang_server, lm, fault, says):
-    """Nothing is asked twice: a second sample under the same seed would count as another."""
+def test_a_broken_stream_is_an_engine_failure(sglang_server, lm, fault, expected):
+    """No request is repeated: the second sample would have the same seed and count as another one."""
 
     async def main(engine):
         await ready(engine, lm)
-        with broken(sglang_server, fault, path="/generate"), pytest.raises(EngineFailure, match=says):
+        with broken(sglang_server, fault, path="/generate"), pytest.raises(EngineFailure, match=expected):
             await engine.generate(ask("a", CONTEXT, max_new_tokens=100, ignore_eos=True))
 
     go(sglang_server, main)
 
 
 def test_a_tensor_that_the_server_drops_is_named(sglang_server, lm, other):
-    """P15: SGLang's loaders say nothing of what they leave out; the parameters, read back, do."""
+    """P15: SGLang's loaders silently ignore names; the read-back detects it."""
     name = "model.layers.1.self_attn.k_proj.weight"  # a part of a fused parameter
 
     async def main(engine):
@@ -108,7 +108,7 @@ def test_a_tensor_that_the_server_drops_is_named(sglang_server, lm, other):
         assert f"{name} still has the values of version 0" in str(error.value)
         with pytest.raises(StaleWeightsError):
             await engine.generate(ask("a", CONTEXT))
-        assert (await sync(other, engine, 2)).resident is True
+        assert (await sync(other, engine, 2)).read_back is True
         assert set((await engine.generate(ask("a", CONTEXT))).versions) == {2}
 
     go(sglang_server, main)
@@ -127,8 +127,8 @@ def test_a_cache_that_is_not_dropped_ends_the_sync(sglang_server, lm, other):
     go(sglang_server, main)
 
 
-def test_what_a_mixture_sampled_is_left_out(sglang_server, lm, other):
-    """P15: a request that runs when a sync breaks off comes back with the tokens of the last whole version only."""
+def test_tokens_of_mixed_weights_are_left_out(sglang_server, lm, other):
+    """P15: a request that runs when a sync is cancelled returns only the tokens of the last complete version."""
 
     async def main(engine):
         await ready(engine, lm)
@@ -153,12 +153,12 @@ async def _fresh(engine, lm, turn):
     return await engine.generate(ask("again", CONTEXT, seed=turn.seed, max_new_tokens=220, ignore_eos=True))
 
 
-def test_an_abort_takes_no_other_request_along(sglang_server, lm):
+def test_an_abort_ends_no_other_request(sglang_server, lm):
     """SGLang aborts every request whose id begins with the one given."""
 
     async def main(engine):
         await ready(engine, lm)
-        longest = [200, *[40] * 10]  # four run at a time: when the first has 80 tokens, the tenth has begun
+        longest = [200, *[40] * 10]  # four run at a time: when the first has 80 tokens, the tenth has started
         tasks = [
             asyncio.create_task(engine.generate(ask(f"r-{i}", CONTEXT, max_new_tokens=count, ignore_eos=True)))
             for i, count in enumerate(longest, 1)
@@ -173,7 +173,7 @@ def test_an_abort_takes_no_other_request_along(sglang_server, lm):
 def test_memory_is_released_and_restored_by_parts(sglang_server, lm):
     async def main(engine):
         await ready(engine, lm)
-        assert await engine.release({"kv_cache"}) == 1 << 29  # as the server measured it
+        assert await engine.release({"kv_cache"}) == 1 << 29  # the server's own measurement
         late = asyncio.create_task(engine.generate(ask("late", CONTEXT)))
         await asyncio.sleep(0.05)
         assert not late.done() and engine.stats().waiting == 1
@@ -184,23 +184,23 @@ def test_memory_is_released_and_restored_by_parts(sglang_server, lm):
         with pytest.raises(StaleWeightsError):
             await engine.generate(ask("b", CONTEXT))
         await engine.restore({"weights"})
-        ack = await sync(lm, engine, 1)  # the order of a trainer on the same device: weights, sync, cache
-        assert ack.resident is True
+        ack = await sync(lm, engine, 1)  # a trainer on the same device uses this order: weights, sync, cache
+        assert ack.read_back is True
         await engine.restore({"kv_cache", "graphs"})
         assert set((await engine.generate(ask("c", CONTEXT))).versions) == {1}
 
     go(sglang_server, main)
 
 
-def test_restored_weights_are_computed_with_only_after_their_sync(sglang_server, lm, other):
-    """A request that was running when they were released waits for it, whatever is restored or resumed before."""
+def test_restored_weights_are_used_only_after_their_sync(sglang_server, lm, other):
+    """A request that was running when they were released waits for the sync, even after `restore` and `resume`."""
 
     async def main(engine):
         await ready(engine, lm)
         running = asyncio.create_task(engine.generate(ask("a", CONTEXT, max_new_tokens=200, ignore_eos=True)))
         await until_tokens(engine, 3)
         await engine.release({"weights", "kv_cache"})
-        await asyncio.sleep(0.1)  # for tokens that are under way
+        await asyncio.sleep(0.1)  # tokens may still be in transit
         num_tokens = engine.stats().decode_tokens
         await engine.restore({"weights", "kv_cache"})
         await engine.resume()
@@ -233,18 +233,18 @@ def test_a_pause_that_waits_outlasts_released_memory(sglang_server, lm):
     go(sglang_server, main)
 
 
-def test_a_release_without_update_sessions_is_spoken_to_as_well(sglang_server, lm):
+def test_an_sglang_release_without_update_sessions_works(sglang_server, lm):
     async def main(engine):
         ack = await ready(engine, lm)
-        assert ack.resident is True and not engine._dialect.has_sessions
+        assert ack.read_back is True and not engine._dialect.has_sessions
         assert set((await engine.generate(ask("a", CONTEXT))).versions) == {0}
 
     with broken(sglang_server, "", release="0.5.19"):
         go(sglang_server, main)
 
 
-def test_weights_that_another_program_sent_are_noticed(sglang_server, lm):
-    """P15: a label that another client gave is no version of this engine."""
+def test_weights_that_another_program_sent_are_detected(sglang_server, lm):
+    """P15: another client's label is no version of this engine."""
 
     async def main(engine):
         await ready(engine, lm)
@@ -256,7 +256,7 @@ def test_weights_that_another_program_sent_are_noticed(sglang_server, lm):
     go(sglang_server, main)
 
 
-def test_what_a_client_that_died_left_behind_is_cleared_away(sglang_server, lm):
+def test_state_that_a_dead_client_has_left_is_cleared(sglang_server, lm):
     post(sglang_server, "/pause_generation", {"mode": "retract"})
     post(sglang_server, "/begin_weight_update", {})
 
@@ -267,7 +267,7 @@ def test_what_a_client_that_died_left_behind_is_cleared_away(sglang_server, lm):
     go(sglang_server, main)
 
 
-def test_the_folder_s_weights_can_be_trusted_until_a_sync(sglang_server, lm, other):
+def test_weights_of_the_model_folder_can_be_trusted_until_a_sync(sglang_server, lm, other):
     async def main(engine):
         with pytest.raises(StaleWeightsError):
             await engine.generate(ask("a", CONTEXT))
@@ -280,7 +280,7 @@ def test_the_folder_s_weights_can_be_trusted_until_a_sync(sglang_server, lm, oth
     go(sglang_server, main)
 
 
-def test_what_sglang_reads_differently_is_refused(sglang_server, lm):
+def test_parameters_that_sglang_interprets_differently_are_refused(sglang_server, lm):
     async def main(engine):
         await ready(engine, lm)
         with pytest.raises(CapabilityError, match="ignore_eos and stop_token_ids"):
@@ -291,18 +291,18 @@ def test_what_sglang_reads_differently_is_refused(sglang_server, lm):
     go(sglang_server, main)
 
 
-def test_a_server_that_will_not_do_is_refused():
+def test_a_server_that_does_not_fit_the_config_is_refused():
     info = {"version": "0.5.23", "tp_size": 2, "custom_weight_loader": [LOADER], "enable_deterministic_inference": True}
     info |= {"context_length": 256, "dtype": "float32"}
     require_fit(info, "sglang-0", True, 256, "float32")
-    for change, says in (
+    for change, expected in (
         ({"version": "0.5.8.post1"}, "0.5.19 or later"),
         ({"custom_weight_loader": []}, "--custom-weight-loader"),
         ({"enable_deterministic_inference": False}, "started without --enable-deterministic-inference"),
         ({"context_length": 255}, "start it with --context-length 256"),
         ({"dtype": "bfloat16"}, "model.dtype is float32"),
     ):
-        with pytest.raises(ConfigError, match=says):
+        with pytest.raises(ConfigError, match=expected):
             require_fit({**info, **change}, "sglang-0", True, 256, "float32")
     for version, has_sessions in (("0.5.23", True), ("0.5.19.post1", False)):
         dialect = SglangDialect(HttpClient("sglang-0"), {**info, "version": version}, "default")
@@ -322,7 +322,7 @@ def _event(total, ids, reason=None):
 
 
 def _parts(events):
-    """As the dialect reads them."""
+    """The parts of these events, as the dialect reads them."""
     num_sampled = 0
     for event in events:
         part = part_of(event, num_sampled, "a")
@@ -344,8 +344,8 @@ def _answer(stop=()):
             _event(1, [5]),
             _event(3, [6, 7]),
             _event(3, [7], {"type": "abort"}),
-        ],  # new ones; an abort repeats the last one
-        [_event(1, [5]), _event(3, [5, 6, 7]), _event(3, [5, 6, 7], {"type": "abort"})],  # all so far, each time
+        ],  # new tokens only; an abort repeats the last token
+        [_event(1, [5]), _event(3, [5, 6, 7]), _event(3, [5, 6, 7], {"type": "abort"})],  # all tokens in each event
     ],
 )
 def test_every_token_counts_once(events):
@@ -355,24 +355,25 @@ def test_every_token_counts_once(events):
     assert turn.output_ids.tolist() == [5, 6, 7] and turn.versions.tolist() == [3, 3, 3] and len(turn.logprobs) == 3
 
 
-def test_what_the_server_samples_after_a_stop_string_is_no_part_of_the_turn():
-    """The server gets no stop strings and goes on until the abort arrives; its last event counts all its tokens."""
+def test_tokens_after_a_stop_string_are_not_part_of_the_turn():
+    """The server does not know the stop strings and samples until it gets the abort; its last event counts all its
+    tokens."""
     answer = _answer(stop=("<6>",))
     events = [_event(1, [5]), _event(3, [6, 7]), _event(4, [6]), _event(4, [6], {"type": "abort"})]
-    added = [(answer.add(part), answer.is_over) for part in _parts(events)]
+    added = [(answer.add(part), answer.needs_abort) for part in _parts(events)]
     assert added == [(1, False), (1, True), (0, True), (0, False)]
     turn = answer.turn("sglang-0")
     assert turn.output_ids.tolist() == [5, 6] and turn.stop_reason == "stop"
     assert turn.versions.tolist() == [3, 3] and len(turn.logprobs) == 2
 
 
-def test_lost_tokens_are_noticed():
+def test_lost_tokens_are_detected():
     with pytest.raises(EngineFailure, match="some are lost"):
         list(_parts([_event(1, [5]), _event(4, [8])]))
 
 
 def test_a_reason_that_the_engine_does_not_know_is_an_engine_failure():
-    """Also an abort that SGLang explains by an error status: no turn is made of it."""
+    """Also an abort with an error status: it gives no turn."""
     reason = {"type": "abort", "status_code": 503, "message": "out of memory"}
     with pytest.raises(EngineFailure, match="out of memory"):
         [_answer().add(part) for part in _parts([_event(1, [5], reason)])]

@@ -1,4 +1,4 @@
-"""Stop strings in ids: where a turn ends does not depend on how its text was cut into tokens, parts and events."""
+"""Stop strings in ids: the end of a turn does not depend on how its text is split into tokens, parts and events."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STOPS = ["ab", "a", "b1", "12", "\n\n", "é", "你", "b你", "<|im_end|>", "x<|i
 
 
 def end_of(tokenizer: Any, ids: list[int], stop: tuple[str, ...]) -> int | None:
-    """The definition: the smallest number of ids whose text holds a stop string."""
+    """By definition: the smallest number of ids with a stop string in their text."""
     texts = (tokenizer.decode(ids[:count], skip_special_tokens=False) for count in range(1, len(ids) + 1))
     return next((count for count, text in enumerate(texts, 1) if any(s in text for s in stop)), None)
 
@@ -30,7 +30,7 @@ def found_end(strings: StopStrings, ids: list[int], stop: tuple[str, ...], prefi
 
 
 def byte_ids(text: str) -> list[int]:
-    """One id for each byte of UTF-8, whatever the merges."""
+    """One id for each UTF-8 byte, without merges."""
     return [LETTERS[byte] for byte in text.encode()]
 
 
@@ -38,7 +38,7 @@ LETTERS = {bytes_of(tiny_tokenizer(), i)[0]: i for i in range(4, 260)}
 
 
 def test_the_end_is_the_first_token_whose_text_completes_a_stop_string():
-    """Against the decoded text of all that came before, for ids that no tokenizer would choose: broken characters,
+    """Compared with the decoded text of all ids so far, for ids that no tokenizer would produce: incomplete characters,
     special tokens, and ids that the tokenizer does not have."""
     rng, tokenizer = random.Random(0), tiny_tokenizer()
     strings = StopStrings(lambda: tokenizer)
@@ -50,12 +50,12 @@ def test_the_end_is_the_first_token_whose_text_completes_a_stop_string():
         expected = end_of(tokenizer, ids, stop)
         assert found_end(strings, ids, stop) == expected, (ids, stop)
         ended += expected is not None
-    assert 150 < ended < 590  # both kinds were there
+    assert 150 < ended < 590  # there are sequences with and without an end
 
 
 @pytest.mark.parametrize("cut", range(8))
-def test_a_continuation_ends_where_the_whole_turn_would_have(cut):
-    """The stop string lies across the point at which the turn was aborted."""
+def test_a_continuation_ends_where_the_uninterrupted_turn_ends(cut):
+    """The stop string begins before the abort and ends after it."""
     tokenizer = tiny_tokenizer()
     strings, ids = StopStrings(lambda: tokenizer), byte_ids("x你b\n12")
     assert found_end(strings, ids, ("你b\n",)) == 6
@@ -63,12 +63,12 @@ def test_a_continuation_ends_where_the_whole_turn_would_have(cut):
     assert rest == (6 - cut if cut < 6 else None)
 
 
-def test_tokens_of_a_server_are_kept_up_to_the_end_whatever_its_events():
+def test_output_tokens_are_counted_up_to_the_stop_string_for_any_event_size():
     tokenizer = tiny_tokenizer()
     ids = byte_ids("a12b12")
     for size in range(1, 7):
         search = StopStrings(lambda: tokenizer).search(ask("a", [1], stop=("2b",)))
-        assert sum(search.num_kept(ids[i : i + size]) for i in range(0, 6, size)) == 4
+        assert sum(search.count_output(ids[i : i + size]) for i in range(0, 6, size)) == 4
         assert search.found
 
 
@@ -79,10 +79,10 @@ def test_tokens_of_a_server_are_kept_up_to_the_end_whatever_its_events():
             ["<0xF0>", "<0x9F>", "<0x99>", "<0x82>", "<0x0A>", "a"],
             "\n",
             5,
-        ),  # a window that begins within the bytes of 🙂
+        ),  # the retained bytes begin inside 🙂
         (["<0xF0>", "<0x9F>", "<0x99>", "<0x82>", "a"], "🙂", 4),
         (["a", "▁a", "b"], " a", 2),
-        (["▁a", "b"], " a", 1),  # the turn goes on from its context, so its first space is one
+        (["▁a", "b"], " a", 1),  # the turn continues its context, so its first space counts
         (["a", "▁", "▁▁", "b"], "  b", 4),
         (["▁the", "a"], "e", 1),
         (["ab", "ab"], "ba", 2),  # ends in the middle of a token
@@ -105,23 +105,23 @@ def lm():
     return tiny_lm("qwen2")
 
 
-def test_rows_of_one_batch_end_each_at_its_own_stop_strings(lm):
-    """Several rows are sampled together, some of them without stop strings; what they sample is what they sample alone
-    and unstopped, cut behind the token that completes the string."""
+def test_each_row_of_a_batch_ends_at_its_own_stop_strings(lm):
+    """Several rows are sampled together, some of them without stop strings. Each output equals the output without stop
+    strings, up to the token that completes the string."""
     tokenizer = numbered_tokenizer(64)
     free = run(tiny_engine(lm), [ask(str(g), [5, 9], seed=g, max_new_tokens=60) for g in range(6)])
     stops: dict[str, tuple[str, ...]] = {}
     for g, turn in free.items():
         ids = turn.output_ids.tolist()
         at = 5 + 7 * int(g)
-        # From the middle of a token to the middle of one: "7><12><3" of "<17><12><34>".
+        # From the middle of a token to the middle of another: "7><12><3" of "<17><12><34>".
         stops[g] = ("no such text", f"{ids[at] % 10}><{ids[at + 1]}><{str(ids[at + 2])[0]}") if int(g) % 3 else ()
     engine = tiny_engine(lm, stop_strings=StopStrings(lambda: tokenizer))
     requests = [ask(g, [5, 9], seed=int(g), max_new_tokens=60, stop=stop) for g, stop in stops.items()]
     for g, turn in run(engine, requests).items():
-        whole = free[g].output_ids.tolist()
-        count = end_of(tokenizer, whole, stops[g]) if stops[g] else None
-        assert turn.output_ids.tolist() == whole[:count]
+        ids = free[g].output_ids.tolist()
+        count = end_of(tokenizer, ids, stops[g]) if stops[g] else None
+        assert turn.output_ids.tolist() == ids[:count]
         np.testing.assert_allclose(turn.logprobs, free[g].logprobs[:count], atol=1e-5)
         assert turn.stop_reason == ("length" if count is None else "stop")
         assert len(turn.versions) == len(turn.output_ids)
@@ -141,13 +141,13 @@ def test_an_engine_without_a_tokenizer_refuses_stop_strings(lm):
 
 
 @pytest.mark.parametrize("stop", [("",), "text", ("a", 3)])
-def test_stop_strings_that_are_none_are_refused_on_arrival(lm, stop):
+def test_invalid_stop_strings_are_refused(lm, stop):
     engine = tiny_engine(lm, stop_strings=StopStrings(tiny_tokenizer))
-    with pytest.raises(RequestError, match=r"sampling\.stop is .*allowed: texts, none of them empty"):
+    with pytest.raises(RequestError, match=r"sampling\.stop is .*allowed: a list of strings, none of them empty"):
         engine.submit(ask("a", [5], stop=stop))
 
 
-def test_the_tokenizer_is_that_of_the_models_folder_and_loaded_when_it_is_needed(lm, tmp_path):
+def test_the_tokenizer_is_loaded_from_the_model_folder_when_it_is_needed(lm, tmp_path):
     import torch
 
     from meshrl.config.model import ModelConfig

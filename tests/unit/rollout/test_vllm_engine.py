@@ -1,4 +1,4 @@
-"""The vLLM engine against the real vLLM: its two traps, tensor parallelism, and how it ends."""
+"""The vLLM engine with the real vLLM: its two traps, tensor parallelism, and its end."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def synced(server: ServerProcess, lm: torch.nn.Module, engine: ServerEngin
 
 
 async def distance(engine: ServerEngine, lm: torch.nn.Module, name: str) -> float:
-    """Largest difference of what is sampled from the model's own forward, in nats; it is what the trainer re-scores."""
+    """Largest difference between the logprobs of a sampled turn and the model's own forward, in nats."""
     turn = await engine.generate(ask(name, LONG, seed=1, ignore_eos=True))
     ids = torch.as_tensor([*LONG, *turn.output_ids])
     with torch.no_grad():
@@ -61,38 +61,38 @@ async def distance(engine: ServerEngine, lm: torch.nn.Module, name: str) -> floa
     return float(np.abs(turn.logprobs - expected).max())
 
 
-class Forgetful(VllmDialect):
-    """Drops no prefix cache when new weights come."""
+class KeepsCache(VllmDialect):
+    """Does not drop the prefix cache when new weights are loaded."""
 
     async def begin_update(self, label: str, has_cache: bool) -> None:
         pass
 
 
-def test_a_prefix_cache_that_outlives_its_weights_shows_in_the_re_score(server):
-    """P17: that is what the flush in every sync is for."""
+def test_a_stale_prefix_cache_is_found_by_the_re_score(server):
+    """P17: this is the reason for dropping the cache in every sync."""
 
     async def main():
         other = tiny_vllm_lm(seed=1)
-        careful = await synced(server, tiny_vllm_lm())
-        await distance(careful, tiny_vllm_lm(), "a")
-        assert (await careful.generate(ask("b", LONG))).times.cached_tokens >= 128  # so there is something to outlive
-        await sync(other, careful, 1)
-        assert await distance(careful, other, "c") < 1e-4
+        correct = await synced(server, tiny_vllm_lm())
+        await distance(correct, tiny_vllm_lm(), "a")
+        assert (await correct.generate(ask("b", LONG))).times.cached_tokens >= 128  # so the cache is used
+        await sync(other, correct, 1)
+        assert await distance(correct, other, "c") < 1e-4
 
-        forgetful = client_of(server, Forgetful, max_context_tokens=512)
-        await synced(server, tiny_vllm_lm(), forgetful)
+        stale = client_of(server, KeepsCache, max_context_tokens=512)
+        await synced(server, tiny_vllm_lm(), stale)
         http = http_of(server)
         await http.post("/reset_prefix_cache")
         await http.close()
-        await distance(forgetful, tiny_vllm_lm(), "d")
-        await sync(other, forgetful, 1)
-        assert await distance(forgetful, other, "e") > 0.05
+        await distance(stale, tiny_vllm_lm(), "d")
+        await sync(other, stale, 1)
+        assert await distance(stale, other, "e") > 0.05
 
     go(main)
 
 
-def test_prompts_of_more_tokens_than_a_step_takes_wait_and_are_not_cut(server):
-    """On a CPU vLLM ends when it cuts the prompt of a request with a seed."""
+def test_prompts_longer_than_a_step_wait_and_are_not_split(server):
+    """On a CPU vLLM crashes when it splits the prompt of a request with a seed."""
 
     async def main():
         engine = await synced(server, tiny_vllm_lm())
@@ -122,7 +122,7 @@ def test_extras_are_the_likeliest_tokens_in_order(server):
 def test_the_weights_of_the_folder_are_a_version_until_a_sync_begins(server):
     async def main():
         engine = await synced(server, tiny_vllm_lm())
-        with pytest.raises(StaleWeightsError, match="no longer holds the weights of its folder"):
+        with pytest.raises(StaleWeightsError, match="no longer has the weights of its model folder"):
             engine.trust_loaded_weights()
         fresh = client_of(server)
         with pytest.raises(StaleWeightsError, match="trust_loaded_weights"):
@@ -139,7 +139,7 @@ def test_a_pause_outlasts_a_sync(server):
 
 
 def test_released_weights_need_a_sync_and_running_requests_finish_before(server):
-    """P17, P19: weights first, their sync, and the cache last; nothing is computed before."""
+    """P17, P19: weights are restored first, then synced, and the cache is restored last; nothing is sampled before."""
 
     async def main():
         old, new = tiny_vllm_lm(), tiny_vllm_lm(seed=1)
@@ -189,21 +189,21 @@ def test_a_released_cache_holds_requests_until_it_is_restored(server):
 
 
 def test_tensor_parallel_workers_take_their_slices_and_prove_them(tmp_path: Path):
-    """In bf16, with a head of its own. Each worker reads the same buckets; both hold the one KV head."""
+    """In bf16, with an untied head. Each worker reads the same transfers; both have the only KV head."""
     lm, other = (tiny_vllm_lm(seed, torch.bfloat16, tie_word_embeddings=False) for seed in range(2))
     with serving(lm, tmp_path / "model", tensor_model_parallel_size=2) as server:
 
         async def main():
             engine = await synced(server, lm, client_of(server))
             for version, model in ((1, other), (2, lm)):
-                assert (await sync(model, engine, version)).resident is True
+                assert (await sync(model, engine, version)).read_back is True
                 assert await distance(engine, model, f"a{version}") < 0.15
 
         go(main)
 
 
-def test_a_head_that_keeps_its_packed_weights_is_named_by_the_resident_proof(faulty):
-    """P15: tied, so the sync never names it; it would be nats off, without a word."""
+def test_a_head_with_stale_packed_weights_is_named_by_the_read_back_proof(faulty):
+    """P15: the head is tied, so no sync names it; its logprobs would be wrong by nats, without an error."""
 
     async def main():
         engine = await synced_but_stale(faulty)
@@ -211,15 +211,15 @@ def test_a_head_that_keeps_its_packed_weights_is_named_by_the_resident_proof(fau
             await engine.generate(ask("a", LONG))
 
     async def synced_but_stale(server: ServerProcess) -> ServerEngine:
-        engine = await synced(server, tiny_vllm_lm())  # the weights it was loaded with: nothing can be stale
-        with pytest.raises(SyncError, match=r"embed_tokens\.weight is not what lm_head computes with"):
+        engine = await synced(server, tiny_vllm_lm())  # the same weights as at its start, so the head is not stale
+        with pytest.raises(SyncError, match=r"embed_tokens\.weight differs from the packed weight of lm_head"):
             await sync(tiny_vllm_lm(seed=1), engine, 1)
         return engine
 
     go(main)
 
 
-def test_a_server_that_dies_takes_its_requests_along_and_says_how(faulty):
+def test_requests_fail_with_the_reason_when_their_server_dies(faulty):
     """P26"""
 
     async def main():
@@ -242,7 +242,7 @@ def test_a_server_that_dies_takes_its_requests_along_and_says_how(faulty):
     go(main)
 
 
-def test_a_server_that_does_not_start_says_why(tmp_path: Path):
+def test_a_server_that_does_not_start_is_reported_with_the_reason(tmp_path: Path):
     with (
         pytest.raises(EngineFailure, match=r"(?s)ended before it was ready.*--no-such-argument"),
         serving(tiny_vllm_lm(), tmp_path / "model", "--no-such-argument"),

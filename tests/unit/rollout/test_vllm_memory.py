@@ -1,4 +1,4 @@
-"""Memory of a vLLM worker: which of vLLM's own calls are made on an accelerator, and what is emptied on a CPU."""
+"""Memory of a vLLM worker: the calls of vLLM's sleep mode on an accelerator, and the released storages on a CPU."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ SIZES = {"weights": 100, "kv_cache": 30}
 
 
 class SleepingWorker:
-    """vLLM's worker as far as its sleep mode goes: sleep takes everything, wake_up and discard go by tag."""
+    """The sleep mode of vLLM's worker: sleep releases everything, wake_up and discard take tags."""
 
     device = torch.device("cuda")
 
     def __init__(self) -> None:
-        self.asleep: set[str] = set()
+        self.released: set[str] = set()
 
     def sleep(self, level: int) -> None:
         assert level == 2, "level 1 would copy the weights to the host"
-        self.asleep = set(SIZES)
+        self.released = set(SIZES)
 
     def wake_up(self, tags: list[str]) -> None:
-        assert set(tags) <= self.asleep
-        self.asleep -= set(tags)
+        assert set(tags) <= self.released
+        self.released -= set(tags)
 
     def discard(self, tags: tuple[str, ...]) -> None:
-        self.asleep |= set(tags)
+        self.released |= set(tags)
 
 
 @pytest.fixture
@@ -38,14 +38,14 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> SleepingWorker:
     worker = SleepingWorker()
 
     def memory() -> tuple[int, int]:
-        return sum(SIZES[part] for part in worker.asleep), 1000
+        return sum(SIZES[part] for part in worker.released), 1000
 
     monkeypatch.setattr(torch.accelerator, "get_memory_info", memory, raising=False)
     return worker
 
 
 @pytest.mark.parametrize(
-    ("steps", "asleep"),
+    ("steps", "released"),
     [
         ([("release", {"weights", "kv_cache"}, 130)], {"weights", "kv_cache"}),
         ([("release", {"weights"}, 100)], {"weights"}),
@@ -57,15 +57,15 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> SleepingWorker:
         ([("restore", {"weights"}, 0)], set()),
     ],
 )
-def test_parts_are_released_one_by_one(worker: SleepingWorker, steps: list[Any], asleep: set[str]):
+def test_parts_are_released_one_by_one(worker: SleepingWorker, steps: list[Any], released: set[str]):
     memory = WorkerMemory(worker)
     for method, parts, num_bytes in steps:
         assert getattr(memory, method)(parts) == num_bytes
-    assert worker.asleep == memory.asleep == asleep
+    assert worker.released == memory.released == released
 
 
 class Layer(torch.nn.Module):
-    """An embedding, a norm that is tied to nothing, and a cache that two views share."""
+    """A tied embedding, a norm that is not tied, and a cache with two views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,13 +76,13 @@ class Layer(torch.nn.Module):
         self.kv_cache = torch.ones(2, 6)
 
     def storages(self) -> dict[str, int]:
-        """Bytes there are of each tensor."""
+        """Allocated bytes of each tensor."""
         held = {"weight": self.weight, "norm": self.norm, "positions": self.positions, "kv_cache": self.kv_cache}
         return {name: tensor.untyped_storage().nbytes() for name, tensor in held.items()}
 
 
-def test_on_a_cpu_tensors_are_emptied_in_place_and_filled_again():
-    """Views go along, a parameter over memory that can't be given up is moved first, buffers stay."""
+def test_on_a_cpu_storages_are_released_and_restored_in_place():
+    """Views share the released storage, a parameter in memory that can't be resized is moved first, buffers stay."""
     layer = Layer()
     views = SimpleNamespace(kv_cache=[layer.kv_cache[0], layer.kv_cache[1:]])
     compilation = SimpleNamespace(static_forward_context={"a": layer, "b": views, "c": SimpleNamespace()})
@@ -91,14 +91,14 @@ def test_on_a_cpu_tensors_are_emptied_in_place_and_filled_again():
         get_model=lambda: layer,
         vllm_config=SimpleNamespace(compilation_config=compilation),
     )
-    whole = {"weight": 128, "norm": 16, "positions": 16, "kv_cache": 48}
-    assert layer.storages() == whole
+    allocated = {"weight": 128, "norm": 16, "positions": 16, "kv_cache": 48}
+    assert layer.storages() == allocated
     memory = WorkerMemory(worker)
     assert memory.release({"weights", "kv_cache"}) == 128 + 16 + 48
-    assert layer.storages() == {**dict.fromkeys(whole, 0), "positions": 16}
+    assert layer.storages() == {**dict.fromkeys(allocated, 0), "positions": 16}
     assert memory.release({"weights"}) == 0
     assert memory.restore({"weights"}) == 128 + 16
-    assert layer.storages() == {**whole, "kv_cache": 0}
-    assert memory.restore({"kv_cache"}) == 48 and layer.storages() == whole
+    assert layer.storages() == {**allocated, "kv_cache": 0}
+    assert memory.restore({"kv_cache"}) == 48 and layer.storages() == allocated
     assert not layer.kv_cache.any() and views.kv_cache[1].untyped_storage().nbytes() == 48
     assert layer.positions.tolist() == [0, 1, 2, 3]

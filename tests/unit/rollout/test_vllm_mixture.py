@@ -1,4 +1,4 @@
-"""Mixtures of experts in the real vLLM, which takes the names of the model's files, joins the experts in its own way
+"""Mixtures of experts in the real vLLM, which loads the names of the model's files, fuses the experts in its own way
 and, on a CPU, packs them for its kernel (P15, P16)."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TESTS = Path(__file__).parents[2]
 
 
 async def distance(engine: ServerEngine, lm: torch.nn.Module) -> float:
-    """Largest difference of what is sampled from the model's own forward, in nats; it is what the trainer re-scores."""
+    """Largest difference between the logprobs of a sampled turn and the model's own forward, in nats."""
     turn = await engine.generate(ask("a", CONTEXT, seed=1, ignore_eos=True, max_new_tokens=40))
     ids = torch.as_tensor([*CONTEXT, *turn.output_ids])
     with torch.no_grad():
@@ -39,7 +39,7 @@ async def distance(engine: ServerEngine, lm: torch.nn.Module) -> float:
 
 @pytest.mark.parametrize("family", MIXTURES)
 def test_a_mixture_arrives_and_samples_what_the_trainer_computes(tmp_path: Path, family: str):
-    """After two syncs: the second one packs what the first has packed already."""
+    """After two syncs: the second one packs weights that the first one has packed already."""
     models = [tiny_lm(family, seed=seed, **{**MODEL, **MIXTURES[family]}) for seed in range(3)]
     layout = layout_of(models[0])
     assert "model.layers.1.mlp.experts.3.gate_proj.weight" in layout.by_name
@@ -49,7 +49,7 @@ def test_a_mixture_arrives_and_samples_what_the_trainer_computes(tmp_path: Path,
         await engine.reconcile(layout)
         for version, lm in enumerate(models[1:]):
             ack = await sync(lm, engine, version)
-            assert (ack.wire, ack.resident, ack.num_tensors) == (True, True, len(layout.tensors))
+            assert (ack.wire, ack.read_back, ack.num_tensors) == (True, True, len(layout.tensors))
             assert await distance(engine, lm) < 1e-4
             assert await distance(engine, models[0]) > 0.1
 
@@ -58,7 +58,7 @@ def test_a_mixture_arrives_and_samples_what_the_trainer_computes(tmp_path: Path,
 
 
 def test_experts_that_are_not_packed_for_the_kernel_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """P15: their elements are all there, and the kernel computes with them in the wrong places."""
+    """P15: all their elements are there, but the kernel reads them from the wrong positions."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]))
     old, new = (tiny_lm("qwen3_moe", seed=seed, **{**MODEL, **MIXTURES["qwen3_moe"]}) for seed in range(2))
 

@@ -36,5 +36,5 @@ def test_a_bad_row_ends_a_run_before_its_ranks_start(
         config.write_text(json.dumps({name: sections[name] for name in ("model", "train", "run")} | {"sft": sft}))
     (tmp_path / "model" / "model.safetensors").write_bytes(b"a rank that loads this reports it")
     assert main([command, str(config), "run.name=bad"]) == 1
-    said = capfd.readouterr().err
-    assert error in said and "model.safetensors" not in said
+    printed = capfd.readouterr().err
+    assert error in printed and "model.safetensors" not in printed

@@ -1,4 +1,4 @@
-"""A run has an event loop of its own, wherever it is started from."""
+"""A run has its own event loop, also inside a running loop or in another thread."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 async def work() -> tuple[asyncio.AbstractEventLoop, threading.Thread, str]:
-    """Waits, starts tasks and threads as a run does."""
+    """Waits, and starts tasks and threads, like a run."""
     await asyncio.gather(asyncio.sleep(0.01), asyncio.create_task(asyncio.sleep(0)))
     name = await asyncio.to_thread(lambda: threading.current_thread().name)
     return asyncio.get_running_loop(), threading.current_thread(), name
 
 
-def test_without_a_running_loop_it_is_one_of_its_own():
+def test_without_a_running_loop_a_run_makes_its_own():
     loop, thread, _ = run_in_own_loop(work())
     assert loop.is_closed() and thread is threading.current_thread()
 
 
-def test_inside_a_running_loop_it_is_another_one_in_the_same_thread():
-    """As in a notebook, whose cells run inside the kernel's loop. That goes on afterwards with its tasks and timers."""
+def test_inside_a_running_loop_a_run_has_another_loop_in_the_same_thread():
+    """As in a notebook: its cells run inside the kernel's loop, which continues afterwards with tasks and timers."""
 
     async def notebook() -> None:
         outer, task, ticks = asyncio.get_running_loop(), asyncio.current_task(), list[int]()
@@ -38,14 +38,14 @@ def test_inside_a_running_loop_it_is_another_one_in_the_same_thread():
         loop, thread, _ = run_in_own_loop(work())
         assert loop is not outer and loop.is_closed() and thread is threading.current_thread()
         assert asyncio.get_running_loop() is outer and asyncio.current_task() is task
-        assert ticks == []  # the notebook's own loop stands still meanwhile
+        assert ticks == []  # the notebook's loop is suspended meanwhile
         assert await other == "other" and ticks == [1]
         assert asyncio.get_event_loop_policy().get_event_loop() is outer
 
     asyncio.run(notebook())
 
 
-def test_what_it_raises_leaves_the_outer_loop_as_it_was():
+def test_an_exception_in_the_run_leaves_the_outer_loop_unchanged():
     async def fails() -> None:
         await asyncio.sleep(0)
         raise KeyError("inner")
@@ -59,7 +59,7 @@ def test_what_it_raises_leaves_the_outer_loop_as_it_was():
     asyncio.run(notebook())
 
 
-def test_in_another_thread_no_signal_is_touched():
+def test_in_another_thread_no_signal_handler_is_changed():
     """Python refuses signal handlers there."""
     before = [signal.getsignal(number) for number in HANDLED]
 

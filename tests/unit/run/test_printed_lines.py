@@ -13,7 +13,7 @@ from meshrl.cli import main
 INLINE = "cluster.executor=inline"
 
 
-def test_an_evaluation_prints_readable_names_beside_its_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_an_evaluation_prints_readable_names_with_its_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     config = write_run(tmp_path)
     overrides = ["data.path=null", "data.eval_path=rows.jsonl", "data.eval_limit=3", "loop.eval_samples=2"]
     assert main(["eval", str(config), INLINE, *overrides]) == 0

@@ -1,4 +1,4 @@
-"""A run tries its graders before it depends on them, and is otherwise the run that it would have been."""
+"""A run tries its graders before it depends on them; the trial does not change the run's results."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def misspelt(completion, answer):
 """
 INLINE = ["cluster.executor=inline", "cluster.num_train_ranks=1"]
 SHORT = ["loop.num_steps=1", "loop.prompts_per_step=2", "loop.samples_per_prompt=2", "run.name=short"]
-WITHOUT_SIGNAL = "no group has answers of different rewards"
+WITHOUT_SIGNAL = "no group has answers with different rewards"
 
 
 @pytest.fixture
@@ -56,10 +56,10 @@ def test_a_built_in_grader_that_fails_its_self_test_ends_the_run_before_a_model_
     )
     (config.parent / "math_verify.py").write_text(broken)
     monkeypatch.syspath_prepend(str(config.parent))
-    (config.parent / "model" / "model.safetensors").write_bytes(b"what loads this raises")
+    (config.parent / "model" / "model.safetensors").write_bytes(b"loading this file raises an error")
     assert main(["train", str(config), *INLINE, _reward("math_answer")]) == 2
-    said = capsys.readouterr().err
-    assert "meshrl: reward.terms.t of kind 'math_answer'" in said and "the right one must score higher" in said
+    printed = capsys.readouterr().err
+    assert "meshrl: reward.terms.t of kind 'math_answer'" in printed and "the right one must score higher" in printed
 
 
 def test_the_rows_that_a_function_was_tried_on_are_drawn_again(config: Path, capsys: pytest.CaptureFixture[str]):
@@ -77,15 +77,15 @@ def test_the_rows_that_a_function_was_tried_on_are_drawn_again(config: Path, cap
     assert sorted({(p.ordinal, p.id) for p in prompts}) == expected[:2]
 
 
-def test_a_function_that_fails_whatever_it_grades_ends_training_and_evaluation(
+def test_a_function_that_fails_on_every_answer_ends_training_and_evaluation(
     config: Path, capsys: pytest.CaptureFixture[str]
 ):
     reward = _reward("graders_of_this_test:misspelt")
     assert main(["train", str(config), *INLINE, *SHORT, reward]) == 2
     assert main(["eval", str(config), *INLINE, reward, "data.eval_path=rows.jsonl"]) == 2
-    said = capsys.readouterr().err
-    assert said.count("meshrl: reward.terms.t of kind 'graders_of_this_test:misspelt' failed on the data's own") == 2
-    assert "NameError" in said
+    printed = capsys.readouterr().err
+    assert printed.count("meshrl: reward.terms.t of kind 'graders_of_this_test:misspelt' failed on the data's own") == 2
+    assert "NameError" in printed
 
 
 @pytest.mark.parametrize("command", [["train"], ["eval", "data.path=null", "data.eval_path=rows.jsonl"]])
@@ -109,7 +109,7 @@ def test_the_rewards_of_a_users_agent_are_not_tried_on_bare_answers(config: Path
 def test_a_run_whose_rewards_are_all_alike_gets_a_note_after_the_first_such_step_and_at_its_end(
     config: Path, capsys: pytest.CaptureFixture[str]
 ):
-    """Every advantage is 0 and no weight changes, while the run looks as healthy as any."""
+    """Every advantage is 0 and no weight changes, although the run looks healthy."""
     overrides = ["train", str(config), *INLINE, *SHORT, "loop.num_steps=3", "loop.save_every_steps=1"]
     overrides += ["data.eval_path=rows.jsonl", "data.eval_limit=1", "loop.save_best=false"]
     constant = "reward.terms.ascii.kind=graders_of_this_test:constant"
@@ -123,5 +123,5 @@ def test_a_run_whose_rewards_are_all_alike_gets_a_note_after_the_first_such_step
     lines = [line for line in capsys.readouterr().out.splitlines() if WITHOUT_SIGNAL in line]
     assert [line.partition(": ")[0] for line in lines] == ["step 4", "all 4 steps"]
 
-    assert main([*overrides, "loop.num_steps=5", "run.resume=auto"]) == 0  # rewarded as the config says
+    assert main([*overrides, "loop.num_steps=5", "run.resume=auto"]) == 0  # with the config's own reward
     assert WITHOUT_SIGNAL not in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Objects that a Python caller gives to a run: how the config shows them, and what is refused before it starts."""
+"""Objects that a Python caller passes to a run: their texts in the config, and refusals before the run starts."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ async def on_step_async(step, metrics):
         ({"on_step": 3}, "on_step is int 3"),
     ],
 )
-def test_arguments_that_are_no_such_objects_are_refused(arguments, expected):
+def test_arguments_of_wrong_types_are_refused(arguments, expected):
     with pytest.raises(ConfigError, match=expected):
         objects_of(**arguments)
 
@@ -80,14 +80,14 @@ def test_arguments_that_are_no_such_objects_are_refused(arguments, expected):
         ({"data": {"path": "train.jsonl"}}, r"data\.path = train.jsonl"),
     ],
 )
-def test_a_key_of_the_config_beside_the_object_for_it_is_refused(config, expected):
+def test_a_config_key_is_refused_if_an_object_replaces_it(config, expected):
     objects = objects_of({"a": ascii_share}, Mine(), {"data.path": ROWS})
     load_run(BASE, objects=objects)
     with pytest.raises(ConfigError, match=rf"{expected}   \[config-dict\]\s+would have no effect: a Python object"):
         load_run(BASE | config, objects=objects)
 
 
-def test_what_on_step_returns_is_none_or_a_bool():
+def test_on_step_must_return_none_or_a_bool():
     """0 or a tensor could mean either, so neither is ignored."""
     ends = list[str]()
 

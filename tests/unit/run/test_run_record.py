@@ -1,4 +1,4 @@
-"""What a run leaves behind: the best model, result.json, report.html, and numbers that the glossary explains."""
+"""The output of a run: the best model, result.json, report.html, and metrics that the glossary explains."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _recorded(loaded: Loaded[RunConfig]) -> AbstractContextManager[LiveRun]:
-    """A run of four steps that does nothing itself."""
+    """A run of four steps without a loop."""
     return live_run(loaded, "train", 4, Stop(), write_report)
 
 
-def test_the_best_model_stays_and_the_record_names_it(config: Path, tmp_path: Path):
-    """Each evaluation up to step 3 beats all before, step 4 only ties: the model of step 1 goes, that of step 2 stays
-    because it was to be saved anyway."""
+def test_the_best_model_is_retained_and_result_json_names_it(config: Path, tmp_path: Path):
+    """Each evaluation up to step 3 is better than all before, step 4 equals the best: the model of step 1 is removed,
+    the model of step 2 is retained because of save_every_steps."""
     script = tmp_path / "script"
     script.write_text("0.25 0.5 0.625 0.75 0.75")
     folder = train(config, "best", "loop.save_every_steps=2", f"reward.terms.answer.args.script={script}")
@@ -80,7 +80,7 @@ def test_the_best_model_stays_and_the_record_names_it(config: Path, tmp_path: Pa
     assert [e["mean_at_k"] for e in result["evals"]] == [0.25, 0.5, 0.625, 0.75, 0.75]
     page = (folder / "report.html").read_text()
     assert "0.250 → 0.750" in page and "best 0.750 after step 3" in page
-    assert page.count("4 weight syncs up to version 4: every sampler acknowledged") == 2  # wire and resident
+    assert page.count("4 weight syncs up to version 4: every sampler acknowledged") == 2  # wire and read-back
 
     _, units = read_metrics(folder / "metrics.jsonl")
     explained = {name: meaning_of(name) for name in units}
@@ -88,9 +88,9 @@ def test_the_best_model_stays_and_the_record_names_it(config: Path, tmp_path: Pa
     assert {n: units[n] or "none" for n in units} == {n: found.unit for n, found in explained.items() if found}
 
 
-def test_a_run_that_goes_on_forgets_a_best_model_that_its_checkpoint_does_not_know(config: Path, tmp_path: Path):
-    """P27: step 3 beats step 1, and the run is killed before step 3 is saved; when it comes again it is worse. The
-    model of step 1, which the checkpoint of step 2 knows as the best, is there still."""
+def test_a_resumed_run_drops_a_best_model_that_is_newer_than_its_checkpoint(config: Path, tmp_path: Path):
+    """P27: step 3 is better than step 1, and the run is killed before step 3 is saved; the repeated step 3 is worse.
+    The model of step 1, which the checkpoint of step 2 records as the best, still exists."""
     script = tmp_path / "script"
     overrides = ("loop.num_steps=3", "loop.save_every_steps=2", f"reward.terms.answer.args.script={script}")
     script.write_text("0.25 0.5 0.125 0.875")
@@ -105,7 +105,7 @@ def test_a_run_that_goes_on_forgets_a_best_model_that_its_checkpoint_does_not_kn
     assert (Path(best.model) / "model.safetensors").stat().st_size > 0
 
 
-def test_a_model_that_the_disk_has_no_room_for_is_not_begun(config: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_model_without_enough_disk_space_is_not_begun(config: Path, monkeypatch: pytest.MonkeyPatch):
     """P28"""
     asked = []
 
@@ -122,8 +122,8 @@ def test_a_model_that_the_disk_has_no_room_for_is_not_begun(config: Path, monkey
     assert asked[0][0] == "a model" and asked[0][1] > size
 
 
-def test_a_run_that_fails_says_why_and_shows_what_there_is(config: Path):
-    """The grader breaks for one of the rows, so the run ends in whichever step draws it."""
+def test_a_failed_run_reports_its_error_and_its_metrics(config: Path):
+    """The grader fails on one of the rows, so the run ends in the step that draws it."""
     with pytest.raises(RewardError):
         train(config, "fails", "loop.num_steps=10", "data.shuffle=false")
     folder = Path(json.loads(config.read_text())["run"]["folder"]) / "fails"
@@ -158,7 +158,7 @@ def test_runs_that_begin_in_the_same_second_get_different_names(
 
 
 def test_a_run_that_ended_before_its_first_step_does_not_occupy_its_name(config: Path):
-    """P43: the next start takes its folder over, one of two at once does, and a folder with a step stays occupied."""
+    """P43: the next start takes over its folder; of two at once, only one does. A folder with a step stays occupied."""
     loaded = load_run_config(config, ["run.name=again"])
 
     def start_once_more() -> None:
@@ -178,14 +178,14 @@ def test_a_run_that_ended_before_its_first_step_does_not_occupy_its_name(config:
     start_once_more()
 
 
-def test_a_run_that_starts_anew_under_resume_auto_is_not_taken_over_either(config: Path):
+def test_the_folder_of_a_new_run_under_resume_auto_is_not_taken_over(config: Path):
     """P43: it began in the folder of a run that had ended before its first step."""
     never, auto = (load_run_config(config, ["run.name=both", f"run.resume={resume}"]) for resume in ("never", "auto"))
     with pytest.raises(RewardError), _recorded(never):
         raise RewardError("a reward that can't work")
     with (
         _recorded(auto),
-        pytest.raises(MeshrlError, match="both already holds a run"),
+        pytest.raises(MeshrlError, match="both already contains a run"),
         _recorded(never),
     ):
         pytest.fail("two runs have one folder")

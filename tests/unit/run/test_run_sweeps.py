@@ -1,4 +1,4 @@
-"""A run begins by removing what dead runs have left on its machine."""
+"""At its start, a run removes resources that dead runs have left on its machine."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from meshrl.process.leases import LeasedFolder, new_name
 from meshrl.run import start
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only there is anything swept")
-@pytest.mark.parametrize("follows", [False, True], ids=["the controller", "a rank's host under torchrun"])
-def test_a_run_removes_what_dead_ones_have_left(follows: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a sweep")
+@pytest.mark.parametrize("follows", [False, True], ids=["the controller", "a node agent under torchrun"])
+def test_a_run_removes_resources_of_dead_runs(follows: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(start, "is_follower", lambda: follows)

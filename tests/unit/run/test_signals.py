@@ -1,4 +1,4 @@
-"""P31: when a signal ends a run, and what it does not cut."""
+"""P31: the moment at which a signal ends a run, and the blocks that it does not interrupt."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meshrl.run.signals import Stop
 
 
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "GRACE_S", 0.05)
 
 
@@ -28,7 +28,7 @@ def _trainer() -> TrainGroup:
 
 @asynccontextmanager
 async def _listening(number: int, has_checkpoint: bool = True) -> AsyncIterator[Stop]:
-    """A run that is told to end as soon as it waits."""
+    """A run that is requested to end as soon as it waits."""
     stop = Stop()
     stop.can_fall_back = lambda: has_checkpoint
     with stop.listening():
@@ -36,8 +36,8 @@ async def _listening(number: int, has_checkpoint: bool = True) -> AsyncIterator[
         yield stop
 
 
-def _how_far(number: int, num_optim_steps: int, has_checkpoint: bool = True) -> tuple[list[str], bool]:
-    """What an update of 0.5 s does until the signal has ended it, and whether it leaves the trainer torn."""
+def _interrupted(number: int, num_optim_steps: int, has_checkpoint: bool = True) -> tuple[list[str], bool]:
+    """The parts of an update of 0.5 s that finish before the signal ends it; whether the trainer is invalid then."""
     done, stops = list[str](), list[Stop]()
 
     async def run() -> None:
@@ -57,23 +57,23 @@ def _how_far(number: int, num_optim_steps: int, has_checkpoint: bool = True) -> 
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_update_that_has_moved_no_weights_ends_at_once(number):
-    """The trainer still is as the last finished step left it."""
-    assert _how_far(number, num_optim_steps=0) == ([], False)
+def test_an_update_that_has_not_changed_the_weights_ends_at_once(number):
+    """The trainer still has the state of the last finished step."""
+    assert _interrupted(number, num_optim_steps=0) == ([], False)
 
 
-def test_an_update_that_has_moved_the_weights_is_ended_first():
-    """By SIGTERM always; by Ctrl-C as long as there is no checkpoint to fall back on."""
-    assert _how_far(signal.SIGTERM, num_optim_steps=1) == (["update"], False)
-    assert _how_far(signal.SIGINT, num_optim_steps=1, has_checkpoint=False) == (["update"], False)
+def test_an_update_that_has_changed_the_weights_is_finished_first():
+    """With SIGTERM always; with Ctrl-C only if there is no checkpoint."""
+    assert _interrupted(signal.SIGTERM, num_optim_steps=1) == (["update"], False)
+    assert _interrupted(signal.SIGINT, num_optim_steps=1, has_checkpoint=False) == (["update"], False)
 
 
-def test_ctrl_c_waits_for_a_long_update_only_so_long():
-    """What the trainer holds then is no step's state, and must not be saved."""
-    assert _how_far(signal.SIGINT, num_optim_steps=1) == ([], True)
+def test_ctrl_c_waits_for_a_long_update_only_for_a_limited_time():
+    """The trainer is then in the middle of a step, and this state must not be saved."""
+    assert _interrupted(signal.SIGINT, num_optim_steps=1) == ([], True)
 
 
-def test_a_save_is_never_cut():
+def test_a_save_is_never_interrupted():
     done = []
 
     async def run() -> None:
@@ -88,7 +88,7 @@ def test_a_save_is_never_cut():
 
 
 def test_a_signal_at_the_very_end_of_an_update_ends_the_run_once():
-    """Whoever saves at the end waits for the ranks, and must not be cut by the same signal again."""
+    """The save at the end waits for the ranks, and must not be interrupted by the same signal."""
     done = list[str]()
 
     async def run() -> None:

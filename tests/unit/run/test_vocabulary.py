@@ -1,4 +1,4 @@
-"""Every command refuses rows whose ids the model's embedding doesn't hold, before it computes anything."""
+"""Every command refuses rows with ids beyond the model's embedding, before it computes anything."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUM_IDS = 100
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    """A run whose model was exchanged for one that knows less than its tokenizer."""
+    """A run with a model that has fewer ids than the tokenizer."""
     path = write_run(tmp_path)
     tiny_qwen2(vocab_size=NUM_IDS).save_pretrained(tmp_path / "model")
     assert vocab_size_of(str(tmp_path / "model")) == NUM_IDS
@@ -26,24 +26,25 @@ def config(tmp_path: Path) -> Path:
 
 
 def _sft_of(config: Path) -> Path:
-    told = json.loads(config.read_text())
+    sections = json.loads(config.read_text())
     chat = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
     (config.parent / "chats.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
-    kept = {key: told[key] for key in ("model", "train", "run")}
+    shared = {key: sections[key] for key in ("model", "train", "run")}
     path = config.parent / "sft.yaml"
     path.write_text(
-        json.dumps({**kept, "sft": {"path": "chats.jsonl", "num_steps": 1, "rows_per_step": 1, "max_row_tokens": 64}})
+        json.dumps({**shared, "sft": {"path": "chats.jsonl", "num_steps": 1, "rows_per_step": 1, "max_row_tokens": 64}})
     )
     return path
 
 
 @pytest.mark.parametrize("command", ["train", "sft", "eval"])
-def test_a_tokenizer_with_more_ids_than_the_model_is_refused_where_a_row_has_one(command, config, capsys):
-    told = _sft_of(config) if command == "sft" else config
+def test_a_row_with_an_id_beyond_the_models_embedding_is_refused(command, config, capsys):
+    path = _sft_of(config) if command == "sft" else config
     rows = "chats" if command == "sft" else "rows"
     overrides = ["data.eval_path=rows.jsonl"] if command == "eval" else []
     inline = ["cluster.executor=inline", "cluster.num_train_ranks=1"]
-    assert main([command, str(told), *overrides, *inline]) == 1
-    said = capsys.readouterr().err
-    assert f"meshrl: {DataError.__name__}: " in said
-    assert f"{rows}.jsonl:1: token " in said and f"embedding ends with id {NUM_IDS - 1}: it has {NUM_IDS} ids" in said
+    assert main([command, str(path), *overrides, *inline]) == 1
+    printed = capsys.readouterr().err
+    assert f"meshrl: {DataError.__name__}: " in printed
+    assert f"{rows}.jsonl:1: token " in printed
+    assert f"embedding ends with id {NUM_IDS - 1}: it has {NUM_IDS} ids" in printed

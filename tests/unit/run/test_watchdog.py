@@ -1,4 +1,4 @@
-"""P26: user code that holds up the controller's event loop ends the run, and is shown."""
+"""P26: user code that blocks the controller's event loop ends the run, and the error shows its stack."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ def test_a_call_that_blocks_is_interrupted_and_shown(span, phase):
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 
 
-def test_what_awaits_may_take_long_and_so_may_phases_with_other_deadlines():
-    async def patient():
+def test_awaiting_code_and_phases_with_longer_deadlines_are_not_interrupted():
+    async def waits():
         for _ in range(10):
             await asyncio.sleep(0.08)
 
     async def busy():
         time.sleep(0.6)
 
-    asyncio.run(_main("rollout", patient))
+    asyncio.run(_main("rollout", waits))
     asyncio.run(_main("train", busy))
 
 

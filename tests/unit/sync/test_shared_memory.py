@@ -1,4 +1,4 @@
-"""Transfers through shared memory, into other processes, and what is left behind afterwards."""
+"""Transfers through shared memory to other processes, and the removal of the memory afterwards."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ import torch
 from tiny_sync import Sampler, Trainer, header_of, held_of, layout_on, weights_of
 
 from meshrl.core.errors import SyncError
-from meshrl.sync.delivery import delivery_read, delivery_to
-from meshrl.sync.layout import SyncHeader, layout_from, layout_to
+from meshrl.sync.delivery import delivery_from_json, delivery_to_json
+from meshrl.sync.layout import SyncHeader, layout_from_json, layout_to_json
 from meshrl.sync.shared_memory import SharedRing, SharedRingView
 
 
 def serve(pipe: Any, layout_message: str) -> None:
-    """A receiver in a process of its own: run what the pipe holds, and answer with the version or the error."""
+    """A receiver in its own process: runs each step from the pipe, and answers with the version or the error."""
     torch.set_num_threads(1)
-    layout = layout_from(json.loads(layout_message))
+    layout = layout_from_json(json.loads(layout_message))
     sampler, views = Sampler(layout, f"process {os.getpid()}"), dict[str, SharedRingView]()
     while (order := pipe.recv()) is not None:
         step, message = order[0], json.loads(order[1])
@@ -35,15 +35,15 @@ def serve(pipe: Any, layout_message: str) -> None:
             else:
                 ring = message["ring"]
                 views.setdefault(ring, SharedRingView(ring, message["num_slots"], message["slot_bytes"]))
-                sampler.receiver.receive(delivery_read(layout, message, views[ring].slot(message["slot"])))
+                sampler.receiver.receive(delivery_from_json(layout, message, views[ring].slot(message["slot"])))
             pipe.send(sampler.receiver.version)
         except SyncError as error:
             pipe.send(error)
 
 
 def test_weights_reach_other_processes_through_one_segment():
-    """P15: right the first time, and a bit flipped in the segment is refused. Digests and numbers alone cross the pipe,
-    as JSON, and no segment is left behind."""
+    """P15: a flipped bit in the segment is refused. Only digests and numbers go through the pipe, as JSON, and no
+    segment is left."""
     context = multiprocessing.get_context("spawn")
     layout = layout_on("one rank", 2048)
     (sender,) = Trainer(layout, keep_base=False).senders
@@ -51,7 +51,7 @@ def test_weights_reach_other_processes_through_one_segment():
     with SharedRing(2, layout.slot_bytes) as ring:
         for _ in range(2):
             ours, theirs = context.Pipe()
-            child = context.Process(target=serve, args=(theirs, json.dumps(layout_to(layout))), daemon=True)
+            child = context.Process(target=serve, args=(theirs, json.dumps(layout_to_json(layout))), daemon=True)
             child.start()
             theirs.close()
             pipes.append(ours)
@@ -68,33 +68,33 @@ def test_weights_reach_other_processes_through_one_segment():
                     raise answer
             return answers
 
-        def send(seed: int, version: int, spoil: int | None = None) -> list[Any]:
+        def send(seed: int, version: int, damaged: int | None = None) -> list[Any]:
             call("begin", asdict(header_of(layout, version)))
             sender.begin(held_of(weights_of(seed), layout.senders[0]))
             for transfer in layout.transfers:
                 slot = transfer.index % 2
                 delivery = sender.fill(transfer, ring.slots[slot])
-                if transfer.number == spoil:
+                if transfer.number == damaged:
                     ring.slots[slot][40] ^= 1
-                call("receive", delivery_to(delivery, ring.place(slot)))
+                call("receive", delivery_to_json(delivery, ring.slot_address(slot)))
             return call("commit", None)
 
         assert send(1, 0) == [0, 0] and len(layout.transfers) > 4 and max(sizes) < 500
-        with pytest.raises(SyncError, match=r"process \d+: transfer 3 .* brought big.weight\[.*with digest"):
-            send(2, 1, spoil=3)
+        with pytest.raises(SyncError, match=r"process \d+: transfer 3 .*: big.weight\[.* was sent with digest"):
+            send(2, 1, damaged=3)
         assert send(2, 1) == [1, 1]
         for pipe in pipes:
             pipe.send(None)
         for child in children:
             child.join(20)
         assert [child.exitcode for child in children] == [0, 0]
-        SharedRingView(ring.name, ring.num_slots, ring.slot_bytes).close()  # their end did not unlink ours
+        SharedRingView(ring.name, ring.num_slots, ring.slot_bytes).close()  # the receivers did not unlink it
     with pytest.raises(FileNotFoundError):
         SharedRingView(ring.name, ring.num_slots, ring.slot_bytes)
 
 
-def test_a_process_of_another_family_does_not_unlink_the_segment_when_it_ends():
-    """A resource tracker of its own would remove whatever it had attached to."""
+def test_a_separately_started_process_does_not_unlink_the_segment_when_it_ends():
+    """Its own resource tracker would remove every segment that it attached."""
     with SharedRing(1, 64) as ring:
         ring.slots[0].fill_(7)
         code = (
@@ -107,7 +107,7 @@ def test_a_process_of_another_family_does_not_unlink_the_segment_when_it_ends():
         SharedRingView(ring.name, 1, 64).close()
 
 
-def test_the_segment_is_gone_after_an_error_and_closing_twice_is_fine():
+def test_the_segment_is_removed_after_an_error_and_closing_twice_is_allowed():
     with pytest.raises(RuntimeError, match="boom"), SharedRing(1, 64) as ring:
         raise RuntimeError("boom")
     with pytest.raises(FileNotFoundError):
@@ -116,7 +116,7 @@ def test_the_segment_is_gone_after_an_error_and_closing_twice_is_fine():
 
 
 def test_a_slot_outlives_the_closing_of_both_ends():
-    """The memory is unmapped when the last tensor that looks at it is gone, so no late reader meets a bad address."""
+    """The memory is unmapped after its last tensor, so that a late reader never has an invalid address."""
     ring = SharedRing(2, 100)
     view = SharedRingView(ring.name, 2, 100)
     ring.slots[1].fill_(5)
@@ -126,14 +126,14 @@ def test_a_slot_outlives_the_closing_of_both_ends():
     assert payload.sum() == 300
 
 
-def test_slots_are_apart_and_seen_by_every_view():
+def test_slots_are_separate_and_shared_by_every_view():
     with SharedRing(3, 33) as ring:
         views = [SharedRingView(ring.name, 3, 33) for _ in range(2)]
         for index, slot in enumerate(ring.slots):
             slot.fill_(index + 1)
         for view in views:
             assert [view.slot(index).tolist() for index in range(3)] == [[index + 1] * 33 for index in range(3)]
-            assert view.place(2) == ring.place(2)
+            assert view.slot_address(2) == ring.slot_address(2)
 
 
 def test_names_do_not_repeat():

@@ -1,4 +1,4 @@
-"""The digests against a plain-Python reference, over any pieces, and what they must notice (P15)."""
+"""The digests compared with a plain-Python reference, in any pieces, and changes that they must detect (P15)."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def reference(raw: torch.Tensor) -> int:
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 4, 7, 28, 1001, 70_003])
-def test_a_digest_is_what_its_definition_says(count):
+def test_a_digest_equals_its_definition(count):
     raw = random_bytes(count)
     assert digest_bytes("sum64", raw) == reference(raw)
     assert digest_bytes("xxh3", raw) == xxhash.xxh3_64_intdigest(raw.numpy().tobytes())
 
 
-def test_a_digest_over_several_rows_of_keys_is_what_its_definition_says():
+def test_a_digest_over_several_rows_of_keys_equals_its_definition():
     raw = random_bytes(140_006)
     assert digest_bytes("sum64", raw) == reference(raw)
     assert digest_bytes("sum64", torch.cat([raw, raw])[1:140_007]) == reference(torch.cat([raw, raw])[1:140_007])
@@ -53,8 +53,8 @@ def test_a_digest_over_several_rows_of_keys_is_what_its_definition_says():
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(words=st.lists(st.integers(0, 75_000), max_size=6), rest=st.integers(0, 3), kind=st.sampled_from(KINDS))
-def test_pieces_have_the_digest_of_the_whole(words, rest, kind):
-    """Also where a cut falls inside a row of keys or a chunk, and with empty pieces."""
+def test_a_digest_does_not_depend_on_the_pieces(words, rest, kind):
+    """Also with cuts inside a row of keys or a chunk, and with empty pieces."""
     raw = random_bytes(4 * 75_000 + rest)
     running = RunningDigest(kind)
     readable = running.readable(raw)
@@ -64,7 +64,7 @@ def test_pieces_have_the_digest_of_the_whole(words, rest, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_many_digests_are_read_at_once(kind):
+def test_several_digests_are_read_with_one_call(kind):
     runs = [RunningDigest(kind) for _ in range(4)]
     for seed, running in enumerate(runs[:3]):
         running.update(running.readable(random_bytes(33, seed)))
@@ -111,7 +111,7 @@ def test_swapped_rows_blocks_and_transposes_are_noticed():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_zeros_count_and_depend_on_their_number_and_place(dtype):
+def test_zeros_count_by_their_number_and_position(dtype):
     zeros = {sum64(torch.zeros(count, dtype=dtype)) for count in (1, 2, 5, 100_000)}
     assert len(zeros) == 4 and 0 not in zeros
     one = torch.ones(1, dtype=torch.float32).to(dtype)
@@ -120,8 +120,8 @@ def test_zeros_count_and_depend_on_their_number_and_place(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_signs_alone_are_noticed(dtype):
-    """Only the top bit of each element changes: the weakest case of a sum of products."""
+def test_changes_of_only_the_sign_are_noticed(dtype):
+    """Only the top bit of elements changes: the worst case for a sum of products."""
     zeros, numbers = torch.zeros(100_000, dtype=dtype), torch.randn(100_000).to(dtype)
     assert sum64(-zeros) != sum64(zeros) and sum64(-numbers) != sum64(numbers)
     seen = {sum64(numbers)}
@@ -137,7 +137,7 @@ def test_one_step_of_training_changes_the_digest():
     assert sum64(torch.nextafter(numbers, torch.zeros_like(numbers))) != sum64(numbers)
 
 
-def test_any_stride_of_a_size_that_does_not_move_is_contiguous():
+def test_dims_of_size_0_and_1_may_have_any_stride():
     one, none = torch.ones(5, 7)[3:4, 2], torch.zeros(0).as_strided((0,), (0,))
     assert one.stride() == (7,) and sum64(one) == sum64(torch.ones(1)) == sum64(torch.tensor(1.0))
     assert as_bytes(none).numel() == 0

@@ -1,4 +1,4 @@
-"""What is agreed on before a sync: boxes of any partition as transfers; names, shapes and dtypes of both sides."""
+"""The layout, agreed on before a sync: transfers of any partition; names, shapes and dtypes of both sides."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tiny_sync import MESHES, SHAPES, TIED, boxes_on, held_of, layout_on
 
 from meshrl.core.errors import UnloadedParamsError
-from meshrl.sync.layout import Box, Layout, layout_from, layout_to, make_layout
+from meshrl.sync.layout import Box, Layout, layout_from_json, layout_to_json, make_layout
 from meshrl.sync.reconcile import reconcile
 
 DTYPES = ("bfloat16", "float32", "float64", "int8")
@@ -22,18 +22,18 @@ DTYPES = ("bfloat16", "float32", "float64", "int8")
 
 @st.composite
 def partitions(draw: st.DrawFn) -> tuple[dict[str, tuple[tuple[int, ...], str]], list[list[Box]]]:
-    """Some tensors, each cut at any places into boxes that any ranks hold, some of them several ranks."""
+    """Some tensors, cut anywhere into boxes, each held by one or several ranks."""
     shapes = draw(st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=6))
     specs = {f"t{number}": (shape, draw(st.sampled_from(DTYPES))) for number, shape in enumerate(shapes)}
     ranks: list[list[Box]] = [[] for _ in range(draw(st.integers(1, 5)))]
     for name, (shape, _) in specs.items():
         boxes = [Box(name, (0,) * len(shape), shape)]
         for _ in range(draw(st.integers(0, 5)) if math.prod(shape) > 1 else 0):
-            whole = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
+            cut = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
             dim = draw(st.integers(0, len(shape) - 1))
-            at = draw(st.integers(0, whole.shape[dim]))
-            for low, size in ((0, at), (at, whole.shape[dim] - at)):
-                offsets, extent = list(whole.offsets), list(whole.shape)
+            at = draw(st.integers(0, cut.shape[dim]))
+            for low, size in ((0, at), (at, cut.shape[dim] - at)):
+                offsets, extent = list(cut.offsets), list(cut.shape)
                 offsets[dim], extent[dim] = offsets[dim] + low, size
                 boxes.append(Box(name, tuple(offsets), tuple(extent)))
         for box in boxes:
@@ -43,7 +43,7 @@ def partitions(draw: st.DrawFn) -> tuple[dict[str, tuple[tuple[int, ...], str]],
 
 
 def check_transfers(layout: Layout) -> None:
-    """Each element is in one part, at its place in its sender's box; transfers and windows keep their limits."""
+    """Each element is in one part, at its index in the sender's box; transfers and windows keep their limits."""
     numbered = {t.name: torch.arange(math.prod(t.shape)).view(t.shape) for t in layout.tensors}
     count = {name: torch.zeros(t.shape, dtype=torch.int64) for name, t in numbered.items()}
     limit = max(layout.transfer_bytes // len(layout.senders), 16)
@@ -71,7 +71,7 @@ def check_transfers(layout: Layout) -> None:
         for part in (part for transfer in window for part in transfer.parts):
             missing[part.tensor.name] -= part.numel
         begun = [t.name for t in layout.tensors if 0 < missing[t.name] < math.prod(t.shape)]
-        assert len(begun) <= 1, "a receiver of full tensors holds more than one that is incomplete"
+        assert len(begun) <= 1, "a receiver of full tensors would hold several incomplete tensors"
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
@@ -80,14 +80,14 @@ def test_each_element_of_any_partition_is_sent_once_within_the_limits(made, tran
     specs, ranks = made
     layout = make_layout(specs, ranks, None, transfer_bytes)
     check_transfers(layout)
-    again = layout_from(json.loads(json.dumps(layout_to(layout))))
+    again = layout_from_json(json.loads(json.dumps(layout_to_json(layout))))
     assert again == layout and again.hash == layout.hash and again.windows == layout.windows
 
 
 @pytest.mark.parametrize("transfer_bytes", [100, 4096, 1 << 20])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_each_element_is_sent_once_from_every_mesh(mesh, transfer_bytes):
-    """Rows that don't divide, cuts along two axes, a fused tensor that tensor parallelism splits, and replicas."""
+    """Rows that don't divide evenly, cuts along two axes, a fused tensor that TP splits, and replicas."""
     check_transfers(layout_on(mesh, transfer_bytes))
 
 
@@ -97,15 +97,15 @@ def test_a_fused_tensor_is_sent_as_the_rows_that_each_rank_holds():
     assert make_layout({"gate_up": ((8, 3), "bfloat16")}, held).senders == tuple(map(tuple, held))
 
 
-def test_of_replicas_the_first_rank_sends():
+def test_the_first_rank_sends_what_several_hold():
     layout = layout_on("replicas")
     sent = [sum(math.prod(box.shape) for box in boxes) for boxes in layout.senders]
     assert sum(sent[:2]) == sum(map(math.prod, SHAPES.values())) and sent[2:] == [0, 0]
     assert ("scale", (), ()) in layout.senders[0] and ("scale", (), ()) not in layout.senders[1]
 
 
-def test_senders_take_turns_where_each_tensor_has_one_sender():
-    """Else the experts of one rank would be sent one after the other while all other ranks wait."""
+def test_senders_alternate_where_each_tensor_has_one_sender():
+    """Otherwise the experts of one rank would be sent one after the other while all other ranks wait."""
     experts = {f"experts.{number}": ((4, 4), "float32") for number in range(6)}
     specs = {"first": ((4, 4), "float32"), **experts, "last": ((4, 4), "float32")}
     ranks = [[Box(f"experts.{3 * r + i}", (0, 0), (4, 4)) for i in range(3)] for r in range(2)]
@@ -166,11 +166,11 @@ def test_the_hash_covers_names_shapes_dtypes_ties_boxes_limit_and_digest():
         ({"tied": {"b": "c"}}, "b is tied to c, which is not sent"),
         ({"tensors": {"a": ((1,), "float32"), "b": ((1,), "float32")}, "tied": {"b": "a"}}, "b is sent itself"),
         ({"transfer_bytes": 15}, "transfer_bytes is 15; allowed: 16 or more"),
-        ({"held": [[Box("a", (0,), (1,)), Box("odd", (0,), (1,))]]}, "odd is held, which is none of the 1 tensors"),
+        ({"held": [[Box("a", (0,), (1,)), Box("odd", (0,), (1,))]]}, "a box of odd, which is not one of the 1 tensors"),
         ({"held": [[Box("a", (0, 0), (1, 1))]]}, r"\[1, 1\] at \[0, 0\] is not inside a \[1\]"),
     ],
 )
-def test_a_layout_that_makes_no_sense_is_refused(changes, complaint):
+def test_an_inconsistent_layout_is_refused(changes, complaint):
     with pytest.raises(ValueError, match=complaint):
         make_layout(**({"tensors": {"a": ((1,), "float32")}} | changes))
 
@@ -207,7 +207,7 @@ def test_other_shapes_and_dtypes_are_named(sent):
         (False, True, True, False, None),
         (True, False, False, False, "no such parameter:\n    head"),
         (False, False, True, False, "never sent.*\n    head"),
-        (False, False, False, True, None),  # the receiver ties what the trainer does not know by a second name
+        (False, False, False, True, None),  # the trainer has no second name for the tied tensor
         (False, True, True, True, "tied in the receiver.*\n    head, which shares the memory of model.embed.weight"),
         (False, True, False, True, "tied in the receiver.*\n    head"),
         (False, True, False, False, "no such parameter:\n    head"),

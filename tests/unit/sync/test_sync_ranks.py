@@ -1,4 +1,4 @@
-"""Ranks that walk one list of transfers together, over sockets (P15, P26): what they send, and how waits end."""
+"""Ranks that send and receive one list of transfers over sockets (P15, P26): contents, and how waits end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from meshrl.sync.transaction import SyncState, make_header, with_reports
 
 @contextmanager
 def ranks_over_sockets(layout: Layout, samplers: int | None, machines: bool = False) -> Iterator[list[Rank]]:
-    """samplers: in ranks of their own; None = each sender samples too. machines: every second rank is on another."""
+    """samplers: number of ranks that only sample; None = each sender also samples. machines: spread over two
+    machines."""
     num_senders = len(layout.senders)
     ranks = []
     for number in range(num_senders + (samplers or 0)):
@@ -38,7 +39,7 @@ def ranks_over_sockets(layout: Layout, samplers: int | None, machines: bool = Fa
 
 
 def go(main: Any) -> None:
-    """A hang is a failure that says so."""
+    """Run with a time limit, so that a hang fails the test."""
     asyncio.run(asyncio.wait_for(main, 60))
 
 
@@ -50,14 +51,14 @@ def all_hold(ranks: Sequence[Rank], weights: dict[str, torch.Tensor]) -> bool:
 @pytest.mark.parametrize("samplers", [None, 1, 2], ids=["colocated", "one sampler", "two samplers"])
 @pytest.mark.parametrize("mesh", ["one rank", "rows", "columns", "3 x 2", "fused", "replicas"])
 def test_every_mesh_reaches_every_sampler_to_the_bit(mesh, samplers, machines):
-    """P16: everything, then changes alone, then everything to one that was cancelled."""
+    """P16: everything, then only changes, then everything after a cancelled sampler."""
 
     async def main(ranks: list[Rank]) -> None:
         sizes, weights = [], weights_of()
         for version in range(3):
             acks = await sync_ranks(ranks, weights, version)
             assert len(acks) == len([r for r in ranks if r.engine is not None]) and all_hold(ranks, weights)
-            assert {(ack.version, ack.wire, ack.resident) for ack in acks} == {(version, True, True)}
+            assert {(ack.version, ack.wire, ack.read_back) for ack in acks} == {(version, True, True)}
             sizes.append(acks[0].num_bytes)
             weights = trained(weights, version, 0.02)
         assert max(sizes[1:]) < sizes[0] / 3
@@ -71,8 +72,8 @@ def test_every_mesh_reaches_every_sampler_to_the_bit(mesh, samplers, machines):
 
 @pytest.mark.parametrize("stage", ["begin", "receive", "commit"])
 @pytest.mark.parametrize("samplers", [None, 2], ids=["colocated", "apart"])
-def test_one_rank_that_fails_ends_the_sync_of_all(samplers, stage):
-    """P15: also of those that have committed already; what was waiting ends. The next sync sends everything."""
+def test_a_failing_rank_ends_the_sync_of_all_ranks(samplers, stage):
+    """P15: also of ranks that have already committed; all waits end. The next sync sends everything."""
 
     async def fail(*_: Any) -> None:
         raise SyncError(f"lost power at {stage}")
@@ -91,7 +92,7 @@ def test_one_rank_that_fails_ends_the_sync_of_all(samplers, stage):
         go(main(ranks))
 
 
-def test_a_rank_that_is_cancelled_lets_no_other_wait():
+def test_a_rank_that_disconnects_ends_the_waits_of_others():
     async def main(ranks: list[Rank]) -> None:
         class Stuck(Sampler):
             async def receive(self, delivery):
@@ -106,7 +107,7 @@ def test_a_rank_that_is_cancelled_lets_no_other_wait():
         for _ in range(100):
             await asyncio.sleep(0)
         assert not sync.done() and states[0].address is not None
-        ranks[-1].transport.disconnect()  # as the end of its process would
+        ranks[-1].transport.disconnect()  # as at the end of its process
         with pytest.raises(SyncError, match="could not be sent to a receiver"):
             await sync
 
@@ -119,7 +120,7 @@ def test_a_rank_that_is_cancelled_lets_no_other_wait():
 
 @contextmanager
 def one_link(layout: Layout, machines: bool = False) -> Iterator[tuple[WeightSender, Sockets, Sockets]]:
-    """A sender that has begun, and both ends."""
+    """A sender after begin, and both ends of its connection."""
     ends = Sockets(layout, 0, "127.0.0.1", 0), Sockets(layout, None, "127.0.0.1", int(machines))
     sender = WeightSender(layout, 0, keep_base=False)
     weights = {t.name: torch.full(t.shape, 7.0) for t in layout.tensors}
@@ -131,11 +132,12 @@ def one_link(layout: Layout, machines: bool = False) -> Iterator[tuple[WeightSen
             end.close()
 
 
-async def connect(ours: Sockets, theirs: Sockets, occasion: str = "first") -> None:
-    address = ours.prepare(occasion)
+async def connect(ours: Sockets, theirs: Sockets, connection_id: str = "first") -> None:
+    address = ours.prepare(connection_id)
     assert address is not None
     await asyncio.gather(
-        ours.connect(occasion, {}, 0, num_receivers=1), theirs.connect(occasion, {0: address}, 0, num_receivers=0)
+        ours.connect(connection_id, {}, 0, num_receivers=1),
+        theirs.connect(connection_id, {0: address}, 0, num_receivers=0),
     )
 
 
@@ -144,7 +146,7 @@ LARGE = make_layout({"w": ((48 << 20,), "uint8")})
 
 
 @pytest.mark.parametrize("machines", [False, True], ids=["one machine", "two machines"])
-def test_a_slot_is_not_filled_again_before_it_was_taken(machines):
+def test_a_slot_is_not_filled_again_before_it_is_released(machines):
     async def main(sender: WeightSender, ours: Sockets, theirs: Sockets) -> None:
         await connect(ours, theirs)
         first, second, third = LAYOUT.transfers
@@ -155,13 +157,13 @@ def test_a_slot_is_not_filled_again_before_it_was_taken(machines):
         for _ in range(100):
             await asyncio.sleep(0)
         assert not slot.done() and delivery.payload.view(torch.float32).tolist() == [7.0] * 64
-        await theirs.taken(delivery)
+        await theirs.release_slot(delivery)
         await ours.put(sender.fill(third, await slot))
         for transfer in (second, third):
             again = await theirs.get(transfer)
             assert (again.digests, again.num_bytes) == (delivery.digests, 256)
-            assert (again.place is None) == machines
-            await theirs.taken(again)
+            assert (again.slot_address is None) == machines
+            await theirs.release_slot(again)
 
     with one_link(LAYOUT, machines) as link:
         go(main(*link))
@@ -169,7 +171,7 @@ def test_a_slot_is_not_filled_again_before_it_was_taken(machines):
 
 @pytest.mark.parametrize("end", ["its task is cancelled", "the other side disconnects"])
 @pytest.mark.parametrize("wait", ["get", "buffer", "put", "connect"])
-def test_what_is_blocked_ends(wait, end):
+def test_blocked_calls_end(wait, end):
     layout = LARGE if wait == "put" else LAYOUT
 
     async def main(sender: WeightSender, ours: Sockets, theirs: Sockets) -> None:
@@ -195,7 +197,7 @@ def test_what_is_blocked_ends(wait, end):
                 await task
         else:
             other.disconnect()
-            with pytest.raises(SyncError, match=r"transfer 0 .*(did not arrive from|could not be sent to) "):
+            with pytest.raises(SyncError, match=r"transfer 0 .*(was not received from|could not be sent to) "):
                 await task
 
     with one_link(layout, machines=True) as link:
@@ -205,15 +207,15 @@ def test_what_is_blocked_ends(wait, end):
 def test_receivers_without_the_token_or_of_an_earlier_sync_get_nothing():
     async def main(sender: WeightSender, ours: Sockets, theirs: Sockets) -> None:
         address = ours.prepare("second")
-        strangers = [Sockets(LAYOUT, None, "127.0.0.1", 1) for _ in range(2)]
+        others = [Sockets(LAYOUT, None, "127.0.0.1", 1) for _ in range(2)]
         silent = socket.create_connection((address.host, address.port))
         serving = asyncio.ensure_future(ours.connect("second", {}, 0, num_receivers=1))
-        await strangers[0].connect("second", {0: replace(address, token="0" * 64)}, 0, 0)
-        await strangers[1].connect("first", {0: address}, 0, 0)
-        for stranger in strangers:
-            with pytest.raises(SyncError, match=r"transfer 0 .* did not arrive from its sender"):
-                await stranger.get(LAYOUT.transfers[0])
-            stranger.close()
+        await others[0].connect("second", {0: replace(address, token="0" * 64)}, 0, 0)
+        await others[1].connect("first", {0: address}, 0, 0)
+        for other in others:
+            with pytest.raises(SyncError, match=r"transfer 0 .* was not received from its sender"):
+                await other.get(LAYOUT.transfers[0])
+            other.close()
         assert not serving.done()
         await theirs.connect("second", {0: address}, 0, 0)
         await serving
@@ -225,7 +227,7 @@ def test_receivers_without_the_token_or_of_an_earlier_sync_get_nothing():
         go(main(*link))
 
 
-def test_a_sender_that_is_gone_is_a_named_error():
+def test_a_sender_that_can_not_be_reached_is_named():
     async def main(sender: WeightSender, ours: Sockets, theirs: Sockets) -> None:
         address = ours.prepare("first")
         ours.close()
@@ -236,7 +238,7 @@ def test_a_sender_that_is_gone_is_a_named_error():
         go(main(*link))
 
 
-# ---- what is decided before a sync and stated after it
+# ---- the header before a sync and the acknowledgements after it
 
 
 def test_only_changes_are_sent_if_all_senders_and_samplers_hold_one_version():
@@ -257,18 +259,18 @@ def test_only_changes_are_sent_if_all_senders_and_samplers_hold_one_version():
     assert header(SyncState(sender=0), SyncState(version=-1)) == (None, "full")
 
 
-ACK = Ack(version=9, receiver="one", wire=True, resident=True, num_bytes=8, num_tensors=1)
+ACK = Ack(version=9, receiver="one", wire=True, read_back=True, num_bytes=8, num_tensors=1)
 
 
-@pytest.mark.parametrize("change", [{"version": 7}, {"wire": False}, {"resident": False}])
+@pytest.mark.parametrize("change", [{"version": 7}, {"wire": False}, {"read_back": False}])
 def test_an_ack_that_does_not_prove_the_sync_is_refused(change):
     header = make_header(LAYOUT, 9, [], "delta")
-    assert with_reports([ACK, replace(ACK, resident=None)], [], header)
-    with pytest.raises(SyncError, match=r"careless acknowledged .* expected version 9"):
-        with_reports([ACK, replace(ACK, receiver="careless", **change)], [], header)
+    assert with_reports([ACK, replace(ACK, read_back=None)], [], header)
+    with pytest.raises(SyncError, match=r"wrong acknowledged .* expected version 9"):
+        with_reports([ACK, replace(ACK, receiver="wrong", **change)], [], header)
 
 
-def test_reports_of_all_senders_stand_in_every_ack():
+def test_every_ack_has_the_reports_of_all_senders():
     header = make_header(LAYOUT, 9, [], "delta")
     ack = replace(ACK, seconds={"load": 1.0, "verify": 1.0, "wait": 5.0})
     reports = [

@@ -1,4 +1,4 @@
-"""The receiving half: the order of its steps, and each fault on the way or in the engine refused and named (P15)."""
+"""The receiving half: the order of its steps; every fault of transfers or engine is refused and named (P15)."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from tiny_sync import (
     Trainer,
     header_of,
     layout_on,
-    linked,
     sync,
     trained,
+    trainer_and_sampler,
     weights_of,
 )
 
 from meshrl.core.errors import SyncError, UnloadedParamsError
-from meshrl.sync.delivery import Delivery, delivery_from, delivery_read
+from meshrl.sync.delivery import Delivery, delivery_from_facts, delivery_from_json
 from meshrl.sync.layout import make_layout
 from meshrl.sync.receiver import Receiver
 from meshrl.sync.reconcile import describe
 
-TRANSFER_BYTES = 1536  # of three senders together
+TRANSFER_BYTES = 1536  # for all three senders together
 
-# ---- what goes wrong on the way
+# ---- faults of transfers
 
 
 def change_third(change: Callable[[Delivery], Delivery]) -> Callable[[list[Delivery]], list[Delivery]]:
@@ -61,8 +61,8 @@ def with_count(count: int) -> Callable[[Delivery], Delivery]:
 
 
 OUT_OF_ORDER = r"transfer -?\d+ of sender \d \(.*\) was received; expected "
-DIGEST = r"transfer 3 of sender 0 \(.*(brought .* with digest [0-9a-f]{16}, sent was|was sent with digest .* and arr)"
-DAMAGES = {  # -> what happens to the deliveries, what the error says
+DIGEST = r"transfer 3 of sender 0 \(.*was sent with digest [0-9a-f]{16}, received with"
+DAMAGES = {  # -> change of the deliveries, expected error
     "dropped": (lambda sent: sent[:3] + sent[4:], OUT_OF_ORDER + "transfer 3 of sender 0"),
     "last one dropped": (lambda sent: sent[:-1], r"commit after \d+ of \d+ transfers; big.weight is the first tensor"),
     "all dropped": (lambda sent: [], "commit after 0 of .* embed.weight is the first"),
@@ -82,7 +82,7 @@ DAMAGES = {  # -> what happens to the deliveries, what the error says
     "a digest is missing": (change_third(lambda d: replace(d, digests=d.digests[1:])), "digests and counts for"),
     "digest of another part": (
         change_third(lambda d: replace(d, digests=(d.digests[0] ^ 1, *d.digests[1:]))),
-        r"brought .* with digest|1 of 10 tensors differ",
+        r"was sent with digest|1 of 10 tensors differ",
     ),
 }
 
@@ -91,7 +91,7 @@ DAMAGES = {  # -> what happens to the deliveries, what the error says
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_transfers_are_refused_and_named(damage, mode):
     mangle, complaint = DAMAGES[damage]
-    trainer, sampler = linked("rows", TRANSFER_BYTES)
+    trainer, sampler = trainer_and_sampler("rows", TRANSFER_BYTES)
     weights = weights_of()
     sync(trainer, sampler, weights)
     weights = trained(weights, 1, 0.3)
@@ -108,14 +108,14 @@ def test_damaged_transfers_are_refused_and_named(damage, mode):
     [
         (None, with_count(0), "carries changes in a sync of everything"),
         (0, lambda d: replace(d, counts=None), "carries full tensors in a sync of changes"),
-        (0, with_count(9999), "the changes of .* are longer than itself"),
-        (0, with_count(-2), "the changes of .* are longer than itself"),
+        (0, with_count(9999), "the changes of .* are longer than the part"),
+        (0, with_count(-2), "the changes of .* are longer than the part"),
         (0, with_count(1), r"expected \[\d+\] torch.uint8"),
         (0, lambda d: replace(d, counts=d.counts[1:]), "digests and counts for"),
     ],
 )
-def test_what_a_delivery_states_about_changes_has_to_fit(base, change, complaint):
-    trainer, sampler = linked("rows", TRANSFER_BYTES)
+def test_wrong_counts_of_changes_in_a_delivery_are_refused(base, change, complaint):
+    trainer, sampler = trainer_and_sampler("rows", TRANSFER_BYTES)
     sync(trainer, sampler, weights_of())
     with pytest.raises(SyncError, match=complaint):
         sync(trainer, sampler, weights_of(), 1, base, lambda sent: change_third(change)(list(sent)))
@@ -124,16 +124,16 @@ def test_what_a_delivery_states_about_changes_has_to_fit(base, change, complaint
 def test_facts_of_another_transfer_are_refused():
     layout = layout_on("rows", TRANSFER_BYTES)
     first, second, *_ = Trainer(layout).deliveries(weights_of())
-    again = delivery_from(first.transfer, first.facts(), first.payload)
+    again = delivery_from_facts(first.transfer, first.facts(), first.payload)
     assert (again.digests, again.counts, again.transfer) == (first.digests, None, first.transfer)
     for facts, payload in ((second.facts(), first.payload), (first.facts(), first.payload[:-1])):
         with pytest.raises(SyncError, match=r"transfer 0 .* was expected; transfer"):
-            delivery_from(first.transfer, facts, payload)
+            delivery_from_facts(first.transfer, facts, payload)
     with pytest.raises(SyncError, match="transfer 9999 was received; the layout has"):
-        delivery_read(layout, {"number": 9999}, first.payload)
+        delivery_from_json(layout, {"number": 9999}, first.payload)
 
 
-# ---- what is wrong in the engine
+# ---- faults in the engine
 
 
 def test_two_tensors_that_an_engine_swapped_are_both_named():
@@ -166,9 +166,9 @@ def test_every_tensor_that_differs_is_named_and_no_other():
 
 
 @pytest.mark.parametrize("mode", ["everything", "changes"])
-def test_a_tied_head_left_behind_is_named_with_the_version_it_still_has(mode):
-    """What was sent is right, what the engine computes with is not."""
-    trainer, sampler = linked()
+def test_a_tied_head_with_old_values_is_named_with_their_version(mode):
+    """The transfers are right, but the engine computes with another tensor."""
+    trainer, sampler = trainer_and_sampler()
     sync(trainer, sampler, weights_of(1))
     sampler.head = sampler.head.clone()
     complaint = r"1 of 10 .*\n.*lm_head.weight \(tied to embed.weight\) still has the values of v.* 0"
@@ -189,7 +189,7 @@ def test_a_tied_head_left_behind_is_named_with_the_version_it_still_has(mode):
     ],
 )
 def test_an_incomplete_read_back_proves_nothing(read_back, complaint):
-    trainer, sampler = linked("3 x 2")
+    trainer, sampler = trainer_and_sampler("3 x 2")
     sampler.receiver.begin(header_of(trainer.layout, 0))
     for delivery in trainer.deliveries(weights_of()):
         sampler.receiver.receive(delivery)
@@ -201,7 +201,7 @@ def test_an_incomplete_read_back_proves_nothing(read_back, complaint):
 def test_an_engine_that_cannot_read_back_states_it_and_its_targets_are_compared():
     layout = layout_on()
     ack = sync(Trainer(layout), Sampler(layout, reads_back=False), weights_of())
-    assert ack.wire is True and ack.resident is None
+    assert ack.wire is True and ack.read_back is None
 
     class Clumsy(Sampler):
         async def commit(self):
@@ -212,19 +212,19 @@ def test_an_engine_that_cannot_read_back_states_it_and_its_targets_are_compared(
         sync(Trainer(layout), Clumsy(layout, reads_back=False), weights_of())
 
 
-def test_weights_that_the_engine_moved_are_written_where_they_are_now():
-    """An engine that released and restored its weights has other memory under the same parameter."""
-    trainer, sampler = linked()
+def test_weights_that_the_engine_moved_are_written_into_their_new_memory():
+    """An engine that released and restored its weights has new memory for the same parameters."""
+    trainer, sampler = trainer_and_sampler()
     params = {n: torch.nn.Parameter(t, requires_grad=False) for n, t in sampler.params.items()}
     sampler.params, sampler.head = params, params["embed.weight"]
     for param in params.values():
         param.data = torch.ones_like(param)
-    assert sync(trainer, sampler, weights_of()).resident and sampler.holds(weights_of())
+    assert sync(trainer, sampler, weights_of()).read_back and sampler.holds(weights_of())
 
 
 @pytest.mark.parametrize("end", ["commit", "cancel"])
 def test_weights_may_be_replaced_between_syncs_and_their_memory_is_free(end):
-    trainer, sampler = linked()
+    trainer, sampler = trainer_and_sampler()
     sync(trainer, sampler, weights_of())
     sampler.receiver.begin(header_of(trainer.layout, 1))
     for delivery in trainer.deliveries(weights_of(1)):
@@ -238,14 +238,14 @@ def test_weights_may_be_replaced_between_syncs_and_their_memory_is_free(end):
 
 
 def test_released_targets_are_refused():
-    trainer, sampler = linked()
+    trainer, sampler = trainer_and_sampler()
     sampler.params["norm.weight"].untyped_storage().resize_(0)
     with pytest.raises(SyncError, match=r"norm.weight into has no memory"):
         sync(trainer, sampler, weights_of())
     assert not sampler.receiver.usable
 
 
-def test_a_receiver_is_built_only_on_fitting_tensors():
+def test_a_receiver_requires_tensors_that_fit_the_layout():
     layout = layout_on()
     targets = Sampler(layout).params
     assert describe(targets)["norm.weight"] == ((7,), "bfloat16")
@@ -263,8 +263,8 @@ def test_a_model_without_tensors_syncs():
 # ---- states and versions
 
 
-def test_versions_rise_and_a_failed_one_may_be_sent_again():
-    trainer, sampler = linked()
+def test_versions_rise_and_a_failed_version_may_be_sent_again():
+    trainer, sampler = trainer_and_sampler()
     for version in (3, 5):
         sync(trainer, sampler, weights_of(), version)
     with pytest.raises(SyncError, match="version 5 does not rise above version 5"):
@@ -282,12 +282,12 @@ def test_versions_rise_and_a_failed_one_may_be_sent_again():
         ({"layout_hash": "0123"}, "belongs to layout 0123"),
         ({"mode": "adapter"}, "'delta' and 'adapter' need one"),
         ({"base_version": 1}, "'full' has no base version"),
-        ({"base_version": 1, "mode": "delta"}, "base version 1 came, but version -1 is in place"),
+        ({"base_version": 1, "mode": "delta"}, "needs base version 1, but the current version is -1"),
         ({"version": -1}, "version -1"),
     ],
 )
 def test_a_header_that_does_not_fit_is_refused(change, complaint):
-    sampler = linked()[1]
+    sampler = trainer_and_sampler()[1]
     with pytest.raises(SyncError, match=complaint):
         sampler.receiver.begin(replace(header_of(sampler.receiver.layout, 0), **change))
     assert not sampler.receiver.usable
@@ -297,10 +297,10 @@ def test_steps_out_of_order_make_the_weights_unusable():
     layout = layout_on()
     header, (first, *_) = header_of(layout, 1), list(Trainer(layout).deliveries(weights_of()))
     for steps, complaint in {
-        (lambda r: r.receive(first),): "transfer 0 .* came while the receiver was idle",
-        (lambda r: r.commit(),): "commit came while the receiver was idle",
-        (lambda r: r.begin(header), lambda r: r.begin(header)): "begin came while the receiver was open",
-        (lambda r: r.begin(header), lambda r: r.cancel(), lambda r: r.receive(first)): "was cancelled",
+        (lambda r: r.receive(first),): "transfer 0 .* is not allowed while the receiver is idle",
+        (lambda r: r.commit(),): "commit is not allowed while the receiver is idle",
+        (lambda r: r.begin(header), lambda r: r.begin(header)): "begin is not allowed while the receiver is open",
+        (lambda r: r.begin(header), lambda r: r.cancel(), lambda r: r.receive(first)): "is cancelled",
     }.items():
         sampler = Sampler(layout)
         sync(Trainer(layout), sampler, weights_of())
@@ -312,8 +312,8 @@ def test_steps_out_of_order_make_the_weights_unusable():
 
 @pytest.mark.parametrize("right", [True, False])
 def test_the_new_version_is_visible_only_after_its_proof(right):
-    """Not while it arrives, not while the parameters are read back, and not when the proof fails without a cancel."""
-    trainer, sampler = linked()
+    """Not during the transfers, not during the read-back, and not after a failed proof without a cancel."""
+    trainer, sampler = trainer_and_sampler()
     receiver = sampler.receiver
     seen = [(receiver.version, receiver.usable)]
     sync(trainer, sampler, weights_of(), 4)

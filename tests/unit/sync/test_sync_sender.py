@@ -1,4 +1,4 @@
-"""Boxes of train ranks into samplers: everything, changes, or straight into a receiver's tensors (P15, P16, P19)."""
+"""Boxes of train ranks to samplers: full, as changes, or directly into a receiver's tensors (P15, P16, P19)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tiny_sync import (
     header_of,
     held_of,
     layout_on,
-    linked,
     sync,
     trained,
+    trainer_and_sampler,
     weights_of,
 )
 
@@ -34,20 +34,20 @@ from meshrl.sync.sender import BlockElements
     made=partitions(),
     transfer_bytes=st.one_of(st.integers(16, 300), st.just(1 << 20)),
     digest=st.sampled_from(["xxh3", "sum64"]),
-    turned=st.booleans(),
+    transposed=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_any_partition_arrives_to_the_bit_and_then_its_changes_do(made, transfer_bytes, digest, turned, seed):
-    """P16. turned: the receiver's tensors are not contiguous."""
+def test_any_partition_arrives_to_the_bit_and_then_its_changes_do(made, transfer_bytes, digest, transposed, seed):
+    """P16. transposed: the receiver's tensors are not contiguous."""
     specs, ranks = made
     layout = make_layout(specs, ranks, None, transfer_bytes, digest)
     numbers = torch.Generator().manual_seed(seed)
     weights = {name: 9 * torch.randn(shape, generator=numbers) for name, (shape, _) in specs.items()}
     targets = {}
     for tensor in layout.tensors:
-        shape = tensor.shape[::-1] if turned else tensor.shape
+        shape = tensor.shape[::-1] if transposed else tensor.shape
         empty = torch.zeros(shape, dtype=tensor.torch_dtype)
-        targets[tensor.name] = empty.permute(tuple(range(empty.dim()))[::-1]) if turned else empty
+        targets[tensor.name] = empty.permute(tuple(range(empty.dim()))[::-1]) if transposed else empty
     trainer, receiver = Trainer(layout), Receiver(layout, lambda: targets)
     for version, changes in enumerate([False, True, True, False]):
         before = {name: target.clone() for name, target in targets.items()}
@@ -55,7 +55,7 @@ def test_any_partition_arrives_to_the_bit_and_then_its_changes_do(made, transfer
         for delivery in trainer.deliveries(weights, version, changes):
             receiver.receive(delivery)
         ack = receiver.commit(lambda: iter(targets.items()))
-        assert ack.resident and all(torch.equal(t, weights[name].to(t.dtype)) for name, t in targets.items())
+        assert ack.read_back and all(torch.equal(t, weights[name].to(t.dtype)) for name, t in targets.items())
         moved = [int((targets[name] != before[name]).sum()) for name in before]
         if changes:
             assert sum(report.num_changed or 0 for report in trainer.reports) == sum(moved)
@@ -65,10 +65,10 @@ def test_any_partition_arrives_to_the_bit_and_then_its_changes_do(made, transfer
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_every_mesh_arrives_to_the_bit_and_changes_are_a_small_part(mesh):
-    trainer, sampler = linked(mesh)
+    trainer, sampler = trainer_and_sampler(mesh)
     weights = weights_of()
     full = sync(trainer, sampler, weights)
-    assert sampler.holds(weights) and (full.wire, full.resident, full.num_changed) == (True, True, None)
+    assert sampler.holds(weights) and (full.wire, full.read_back, full.num_changed) == (True, True, None)
     for version in (1, 2):
         weights = trained(weights, version)
         ack = sync(trainer, sampler, weights, version, base=version - 1)
@@ -83,13 +83,13 @@ def test_changes_are_exact_in_other_dtypes(dtype):
     weights["norm.weight"][0] = 0.0
     sync(trainer, sampler, weights)
     weights = trained(weights, 1)
-    weights["norm.weight"][0] = -0.0  # equal as a number, and another bit
+    weights["norm.weight"][0] = -0.0  # an equal number with another bit
     sync(trainer, sampler, weights, 1, base=0)
     assert sampler.holds(weights) and torch.signbit(sampler.params["norm.weight"][0])
 
 
-def test_changes_far_inside_a_large_tensor_land_where_they_belong():
-    """Longer than what is cast and compared at once."""
+def test_changes_far_inside_a_large_tensor_have_the_right_indices():
+    """The tensor is longer than a chunk."""
     layout = make_layout({"w": ((1300, 1000), "bfloat16")})
     target, first = torch.zeros(1300, 1000, dtype=torch.bfloat16), torch.randn(1300, 1000)
     receiver, trainer = Receiver(layout, lambda: {"w": target}), Trainer(layout)
@@ -104,9 +104,9 @@ def test_changes_far_inside_a_large_tensor_land_where_they_belong():
     assert trainer.reports[0].num_changed == 3
 
 
-def test_what_would_not_be_smaller_comes_in_full():
+def test_a_part_whose_changes_are_not_smaller_is_sent_in_full():
     """One tensor changes everywhere, the others nowhere."""
-    trainer, sampler = linked("one rank", 1 << 20)
+    trainer, sampler = trainer_and_sampler("one rank", 1 << 20)
     weights = weights_of()
     sync(trainer, sampler, weights)
     weights = weights | {"big.weight": weights["big.weight"] + 1}
@@ -123,16 +123,16 @@ def test_what_would_not_be_smaller_comes_in_full():
     assert trainer.reports[0].num_changed == weights["big.weight"].numel()
 
 
-def test_nothing_changed_is_nothing_sent():
-    trainer, sampler = linked("3 x 2")
+def test_without_changes_nothing_is_sent():
+    trainer, sampler = trainer_and_sampler("3 x 2")
     weights = weights_of()
     sync(trainer, sampler, weights)
     assert sync(trainer, sampler, weights, 1, base=0).num_bytes == 0 and sampler.holds(weights)
 
 
-def test_masters_that_move_below_the_samplers_precision_change_nothing():
-    """What a sampler can't see is not sent; it is when it has added up."""
-    trainer, sampler = linked("one rank")
+def test_updates_below_the_samplers_precision_are_not_sent():
+    """An update that rounding hides from the sampler is not sent until it has added up."""
+    trainer, sampler = trainer_and_sampler("one rank")
     weights = weights_of()
     sync(trainer, sampler, weights)
     tiny = {name: t * (1 + 1e-5) for name, t in weights.items()}
@@ -142,22 +142,22 @@ def test_masters_that_move_below_the_samplers_precision_change_nothing():
 
 
 def test_a_delta_on_another_base_is_refused_and_a_full_sync_repairs_it():
-    """P15: after a cancel, or from a receiver that missed a version; the sender's own base does not matter then."""
-    trainer, sampler = linked()
+    """P15: after a cancel, and when the receiver missed a version, whatever base the sender has."""
+    trainer, sampler = trainer_and_sampler()
     weights = weights_of()
     sync(trainer, sampler, weights)
     sampler.receiver.cancel()
-    with pytest.raises(SyncError, match=r"delta on base version 0 came, but version -1 is in place.*send everything"):
+    with pytest.raises(SyncError, match=r"delta needs base version 0, but the current version is -1.*send everything"):
         sync(trainer, sampler, trained(weights, 1), 1, base=0)
     sync(trainer, sampler, trained(weights, 2), 1)
     assert sampler.holds(trained(weights, 2))
-    with pytest.raises(SyncError, match="delta on base version 0 came, but version 1"):
+    with pytest.raises(SyncError, match="delta needs base version 0, but the current version is 1"):
         sync(trainer, sampler, weights, 2, base=0)
 
 
-def test_a_sender_that_was_interrupted_has_no_base():
-    """Half of what it remembers is new, half is old."""
-    trainer, sampler = linked("one rank", 256)
+def test_an_interrupted_sender_has_no_base():
+    """Its stored base is a mix of two versions."""
+    trainer, sampler = trainer_and_sampler("one rank", 256)
     weights = weights_of()
     sync(trainer, sampler, weights)
     (sender,) = trainer.senders
@@ -168,9 +168,9 @@ def test_a_sender_that_was_interrupted_has_no_base():
         next(trainer.deliveries(weights, 2, changes=True))
 
 
-def test_a_base_that_is_not_the_receivers_is_found_by_what_is_read_back():
-    """P15: a changed element that no rank sent can't be seen on the wire."""
-    trainer, sampler = linked()
+def test_a_receiver_with_another_base_is_found_by_the_read_back():
+    """P15: the wire proof can't find a changed element that no rank sent."""
+    trainer, sampler = trainer_and_sampler()
     weights = weights_of()
     sync(trainer, sampler, weights)
     sampler.params["big.weight"][100, 3] += 1
@@ -181,7 +181,7 @@ def test_a_base_that_is_not_the_receivers_is_found_by_what_is_read_back():
     assert sampler.receiver.version == -1
 
 
-def test_gaps_between_parts_carry_zeros_and_not_what_lay_there_before():
+def test_gaps_between_parts_are_zero():
     layout = make_layout({"a": ((3,), "uint8"), "b": ((1,), "uint8")})
     ones = {"a": torch.ones(3), "b": torch.ones(1)}
     trainer = Trainer(layout)
@@ -191,7 +191,7 @@ def test_gaps_between_parts_carry_zeros_and_not_what_lay_there_before():
     assert delivery.payload.tolist()[3:16] == [0] * 13 and delivery.counts == (ALL, 0)
 
 
-def test_a_box_that_is_missing_or_of_another_size_stops_the_sender():
+def test_a_missing_box_and_a_box_of_another_size_are_refused():
     layout, weights = layout_on("rows"), weights_of()
     (sender, *_), boxes = Trainer(layout).senders, layout.senders[0]
     held = held_of(weights, boxes)
@@ -202,11 +202,11 @@ def test_a_box_that_is_missing_or_of_another_size_stops_the_sender():
         sender.begin({})
 
 
-# ---- straight into the receiver
+# ---- directly into the receiver
 
 
 def write(trainer, sampler, weights, version=0, base=None):
-    """As a sender does whose receiver is in its process and that holds everything."""
+    """One sync by a sender that holds all weights, with the receiver in its process."""
     (sender,), layout = trainer.senders, trainer.layout
     sampler.receiver.begin(header_of(layout, version, base, "adapter"))
     sender.begin(held_of(weights, layout.senders[0]), base is not None)
@@ -216,12 +216,12 @@ def write(trainer, sampler, weights, version=0, base=None):
     return sampler.receiver.commit(sampler.read_back)
 
 
-def test_a_sender_beside_the_receiver_writes_its_tensors_itself():
-    """P15, P19: read back and proven all the same; no buffer at all."""
-    trainer, sampler = linked("one rank", keep_base=False)
+def test_a_sender_in_the_receivers_process_writes_its_tensors_directly():
+    """P15, P19: with the same proofs, and without a buffer."""
+    trainer, sampler = trainer_and_sampler("one rank", keep_base=False)
     weights = weights_of()
     ack = write(trainer, sampler, weights)
-    assert sampler.holds(weights) and ack.resident and ack.num_bytes == sum(p.nbytes for p in sampler.params.values())
+    assert sampler.holds(weights) and ack.read_back and ack.num_bytes == sum(p.nbytes for p in sampler.params.values())
     assert trainer.reports[0].extra_bytes == 0 and trainer.senders[0].base_version is None
     sampler.head = sampler.head.clone()
     with pytest.raises(SyncError, match=r"lm_head.weight \(tied to embed.weight\) still has the values of version 0"):
@@ -229,7 +229,7 @@ def test_a_sender_beside_the_receiver_writes_its_tensors_itself():
 
 
 def test_large_tensors_are_written_by_as_many_threads_as_torch_has():
-    """Each with its digest, to the bit; torch has as many threads afterwards as before."""
+    """To the bit, with all digests; torch has the same number of threads afterwards."""
     before = torch.get_num_threads()
     torch.manual_seed(0)
     weights = {name: torch.randn(700, 1024) for name in "abc"}
@@ -246,19 +246,19 @@ def test_large_tensors_are_written_by_as_many_threads_as_torch_has():
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
-    assert ack.resident and all(torch.equal(targets[name], t.bfloat16()) for name, t in weights.items())
+    assert ack.read_back and all(torch.equal(targets[name], t.bfloat16()) for name, t in weights.items())
     assert ack.num_bytes == sender.report.num_bytes == 3 * 700 * 1024 * 2
 
 
-def test_tensors_that_are_not_contiguous_are_written_too():
-    trainer, sampler = linked("one rank", 256)
-    turned = torch.zeros(6, 37, dtype=torch.bfloat16).t()
-    sampler.params["embed.weight"] = sampler.head = turned
+def test_tensors_that_are_not_contiguous_are_written_directly():
+    trainer, sampler = trainer_and_sampler("one rank", 256)
+    transposed = torch.zeros(6, 37, dtype=torch.bfloat16).t()
+    sampler.params["embed.weight"] = sampler.head = transposed
     write(trainer, sampler, weights_of())
-    assert torch.equal(turned, weights_of()["embed.weight"].bfloat16())
+    assert torch.equal(transposed, weights_of()["embed.weight"].bfloat16())
 
 
-def test_what_is_written_beside_the_receiver_is_compared_with_what_lies_there():
+def test_directly_written_tensors_are_compared_with_the_digests():
     class Clumsy(Sampler):
         def read_back(self):
             self.params["norm.weight"][2] += 1
@@ -271,7 +271,7 @@ def test_what_is_written_beside_the_receiver_is_compared_with_what_lies_there():
 
 @pytest.mark.parametrize("way", ["all of it", "changes", "in place"])
 def test_an_alias_with_memory_of_its_own_is_written_from_its_source(way):
-    trainer, sampler = linked("one rank")
+    trainer, sampler = trainer_and_sampler("one rank")
     sampler.params["lm_head.weight"] = sampler.head = torch.zeros_like(sampler.head)
     sampler.read_back = sampler.params.items
     weights = weights_of()
@@ -284,14 +284,14 @@ def test_an_alias_with_memory_of_its_own_is_written_from_its_source(way):
     assert sampler.holds(weights) and torch.equal(sampler.head, weights[TIED["lm_head.weight"]].bfloat16())
 
 
-# ---- what stays as it is
+# ---- frozen tensors
 
 
 FROZEN = frozenset(SHAPES) - {"q_proj.weight", "norm.weight"}
 
 
 class Unread:
-    """Elements of which only the number may be asked for."""
+    """Elements that may not be read; only their number is known."""
 
     device = torch.device("cpu")
 
@@ -318,14 +318,14 @@ class OnlyMoving(Trainer):
 @pytest.mark.parametrize("transfer_bytes", [128, 4096])
 @pytest.mark.parametrize("mesh", ["one rank", "rows", "3 x 2"])
 def test_frozen_tensors_are_read_and_sent_once_and_proven_each_time(mesh, transfer_bytes, keep_base):
-    """P15, P18: their digests still hold the receiver to them."""
+    """P15, P18: the receiver's frozen tensors are still compared with their digests."""
     layout = layout_on(mesh, transfer_bytes)
     trainer, sampler, weights = OnlyMoving(layout, keep_base, FROZEN), Sampler(layout), weights_of()
     full = sync(trainer, sampler, weights).num_bytes
     moved = {n: p for n, p in trained(weights, 1, share=1).items() if n not in FROZEN}
     weights |= moved
     ack = sync(trainer, sampler, weights, 1, base=0)
-    assert sampler.holds(weights) and ack.resident and ack.num_changed == len(moved)
+    assert sampler.holds(weights) and ack.read_back and ack.num_changed == len(moved)
     assert sum(p.numel() for p in moved.values()) * 2 <= ack.num_bytes < full / 10
     counted = [report.num_changed for report in trainer.reports]
     assert sum(counted) == sum(p.numel() for p in moved.values()) if keep_base else set(counted) == {None}
@@ -334,8 +334,8 @@ def test_frozen_tensors_are_read_and_sent_once_and_proven_each_time(mesh, transf
         sync(trainer, sampler, weights, 2, base=1)
 
 
-def test_frozen_tensors_are_not_written_again_beside_the_receiver():
-    trainer, sampler = linked("one rank", 256, keep_base=False, frozen=FROZEN)
+def test_frozen_tensors_are_not_written_again_in_one_process():
+    trainer, sampler = trainer_and_sampler("one rank", 256, keep_base=False, frozen=FROZEN)
     weights = weights_of()
     write(trainer, sampler, weights)
     weights |= {n: p for n, p in trained(weights, 1, share=1).items() if n not in FROZEN}

@@ -1,4 +1,4 @@
-"""Tensor-parallel workers of a server, each with its slices of fused parameters: what each proves is its own (P15)."""
+"""Tensor-parallel workers of a server: each proves its own slices of fused parameters (P15)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 from tiny_sync import Trainer, boxes_on, header_of, trained
 
 from meshrl.core.errors import SyncError, UnloadedParamsError
-from meshrl.rollout.foreign.weights import ServerWeights
-from meshrl.rollout.foreign.worker_weights import WorkerWeights
+from meshrl.rollout.server.weights import ServerWeights
+from meshrl.rollout.server.worker_weights import WorkerWeights
 from meshrl.rollout.sglang.loader import _without_data
 from meshrl.sync.layout import Layout, make_layout
 
@@ -28,8 +28,8 @@ SHAPES: dict[str, tuple[int, ...]] = {
 
 
 class Worker(torch.nn.Module):
-    """One rank of two, as engines lay a model out: q and k in one parameter, o by columns, a padded vocabulary, gate
-    and up of all experts in one."""
+    """One of two ranks, with the parameters of a typical engine: q and k fused, o cut by columns, a padded vocabulary,
+    gate and up of all experts fused."""
 
     def __init__(self, rank: int):
         super().__init__()
@@ -61,7 +61,7 @@ class Worker(torch.nn.Module):
 
 
 class Server:
-    """Two workers that are called by JSON."""
+    """Two workers; all calls go through JSON."""
 
     def __init__(self, **changes: Any):
         self.models = [Worker(rank) for rank in range(2)]
@@ -100,14 +100,14 @@ async def send(trainer: Trainer, server: Server, weights: Any, version: int, bas
 
 @pytest.mark.parametrize("keep", [False, True], ids=["forwarded", "copied"])
 @pytest.mark.parametrize("mesh", ["one rank", "rows", "columns", "3 x 2"])
-def test_each_worker_gets_and_proves_its_slices_whatever_the_trainers_boxes_are(mesh, keep):
+def test_each_worker_gets_and_proves_its_slices_for_any_boxes_of_the_trainer(mesh, keep):
     async def main() -> None:
-        server, trainer, weights = Server(keep=keep), Trainer(layout_of(mesh)), weights_of(0)
+        server, trainer, weights = Server(keep_copy=keep), Trainer(layout_of(mesh)), weights_of(0)
         await server.weights.reconcile(trainer.layout)
         for version in range(3):
             base = version - 1 if keep and version else None
             ack = await send(trainer, server, weights, version, base)
-            assert (ack.version, ack.wire, ack.resident) == (version, True, True) and server.holds(weights)
+            assert (ack.version, ack.wire, ack.read_back) == (version, True, True) and server.holds(weights)
             assert (ack.num_bytes < trainer.layout.num_bytes / 2) == (base is not None)
             weights = trained(weights, version)
         server.weights.close()
@@ -126,7 +126,7 @@ def test_each_worker_gets_and_proves_its_slices_whatever_the_trainers_boxes_are(
     ],
 )
 def test_a_wrong_slice_of_any_worker_is_named(fault, complaint, rank):
-    """A worker compares what it has loaded with its own slice of the bytes that were verified."""
+    """A worker compares its loaded parameters with its own slices of the verified bytes."""
 
     async def main() -> None:
         server, trainer = Server(), Trainer(layout_of("3 x 2"))
@@ -163,7 +163,10 @@ def test_a_wrong_slice_of_any_worker_is_named(fault, complaint, rank):
         (lambda sent: sent[:2] + sent[3:], "transfer 3 .* was received; expected transfer 2"),
         (lambda sent: sent[:-1], "commit after .* is the first tensor that is incomplete"),
         (lambda sent: [sent[0], *sent], "transfer 0 .* was received; expected transfer 1"),
-        (lambda sent: [replace(d, payload=d.payload ^ 1) for d in sent], "brought q.weight.* with digest .*, sent was"),
+        (
+            lambda sent: [replace(d, payload=d.payload ^ 1) for d in sent],
+            "q.weight.* was sent with digest .*, received with",
+        ),
     ],
 )
 def test_workers_refuse_damaged_transfers(damage, complaint):
@@ -181,7 +184,7 @@ def test_workers_refuse_damaged_transfers(damage, complaint):
     asyncio.run(main())
 
 
-def test_names_that_the_loader_does_not_take_are_found_before_anything_is_sent():
+def test_names_that_the_loader_does_not_know_are_found_before_anything_is_sent():
     shapes = {**SHAPES, "experts.gate_up_proj": (3, 4, 6)}
     del shapes["q.weight"]
 

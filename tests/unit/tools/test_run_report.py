@@ -1,4 +1,4 @@
-"""report.html: whole, of one piece, and true to the run's files."""
+"""report.html: complete, without external files, and equal to the run's files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshrl.core.types import Prompt, Trajectory, Turn
 from meshrl.monitor.rollout_log import RolloutLog
 from meshrl.monitor.sinks import JsonlSink
 from meshrl.tools.report.charts import Line, line_chart, number, stacked_chart
-from meshrl.tools.report.folder import Answer, Asked, read_run
+from meshrl.tools.report.folder import LoggedAnswer, LoggedPrompt, read_run
 from meshrl.tools.report.page import write_report
 
 VOID = {"meta", "br", "link", "img"}
@@ -27,7 +27,7 @@ model:
 train:
   optimizer:
     lr: 1e-05                                   # command line
-    # eps: 1e-08                                # unused: nobody asks
+    # eps: 1e-08                                # unused: no effect
 loop:
   num_steps: 20                                 # gsm8k.yaml:9
   save_every_steps: 0                           # default
@@ -37,7 +37,7 @@ UNITS |= {"time/rollout_s": "s", "time/train_s": "s", "sync/version": "version",
 UNITS |= {"proof/logprob_abs_diff_mean": "nats", "proof/limit": "nats"}
 
 
-class Whole(HTMLParser):
+class PageParser(HTMLParser):
     """Checks that every element is closed in order; collects text and attributes."""
 
     def __init__(self, page: str):
@@ -79,7 +79,7 @@ def attempt(question: str, text: str, score: float) -> Trajectory:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Twenty steps of a made-up run with two evaluations, an infinity, and an answer that would like to be HTML."""
+    """Twenty steps of an invented run with two evaluations, an infinity, and an answer that contains HTML."""
     run = tmp_path / "made_up"
     clock = iter(range(1000))
     sink = JsonlSink(run / "metrics.jsonl", clock=lambda: 2.0 * next(clock))
@@ -107,9 +107,9 @@ def folder(tmp_path: Path) -> Path:
     return run
 
 
-def test_the_page_is_whole_and_loads_nothing(folder: Path):
+def test_the_page_is_complete_and_loads_nothing(folder: Path):
     page = write_report(folder).read_text(encoding="utf-8")
-    seen = Whole(page)
+    seen = PageParser(page)
     assert seen.attributes.isdisjoint({"src", "href", "srcset", "onclick", "onload"})
     assert not re.search(r"url\(|@import|https?://(?!www\.w3\.org/2000/svg)", page)
     assert page.count("<script") == 1
@@ -117,10 +117,10 @@ def test_the_page_is_whole_and_loads_nothing(folder: Path):
     assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "metrics.jsonl", "report.html", "rollouts"]
 
 
-def test_the_page_tells_scores_samples_proofs_settings_and_times(folder: Path):
+def test_the_page_shows_scores_samples_proofs_settings_and_times(folder: Path):
     (folder / "checkpoints").mkdir()
     (folder / "checkpoints" / "best.json").write_text(json.dumps({"step": 20, "score": 2 / 3, "model": "m"}))
-    text = " ".join("".join(Whole(write_report(folder).read_text(encoding="utf-8")).text).split())
+    text = " ".join("".join(PageParser(write_report(folder).read_text(encoding="utf-8")).text).split())
     for words in (
         "0.333 → 0.667",
         "+0.333; best 0.667 after step 20",
@@ -129,18 +129,18 @@ def test_the_page_tells_scores_samples_proofs_settings_and_times(folder: Path):
         "Wrong, then right",
         "42 indeed",
         "20 weight syncs up to version 20: every sampler acknowledged",
-        "at most 1e-6 nats a token; allowed are 1e-4",
+        "at most 1e-6 nats per token; allowed: 1e-4",
         "Rises, with noise of about std / sqrt(samples)",
         "train.optimizer.lr1e-05command line",
         "no result yet",
     ):
         assert words in text, words
-    assert re.search(r"wrong, then right 1 right, then wrong 1 still wrong 1 right all along 0", text)
+    assert re.search(r"wrong, then right 1 right, then wrong 1 still wrong 1 right before and after 0", text)
     assert re.search(r"rollout25 s59\.5%.*train10 s23\.8%.*other7 s16\.7%", text)
 
 
 def test_constant_curves_are_shown_also_those_of_zeros_and_equal_ones(tmp_path: Path):
-    """A reader can't distinguish a curve that is left out from one that was never logged."""
+    """A reader can't distinguish an omitted curve from one that was never logged."""
     sink = JsonlSink(tmp_path / "metrics.jsonl")
     names = ("rollout/truncated_fraction", "loss/clip_fraction_low", "loss/clip_fraction_high")
     for step in range(3):
@@ -161,7 +161,7 @@ def test_the_folder_is_read_as_it_was_written(folder: Path):
     assert [(s.key, s.value, s.origin) for s in run.settings] == [
         ("model.path", "tiny", "gsm8k.yaml:2"),
         ("train.optimizer.lr", "1e-05", "command line"),
-        ("train.optimizer.eps", "1e-08", "unused: nobody asks"),
+        ("train.optimizer.eps", "1e-08", "unused: no effect"),
         ("loop.num_steps", "20", "gsm8k.yaml:9"),
         ("loop.save_every_steps", "0", "default"),
     ]
@@ -169,7 +169,7 @@ def test_the_folder_is_read_as_it_was_written(folder: Path):
 
 @pytest.mark.parametrize(("scores", "is_right"), [([1, 0], True), ([1, 0, 0.9], False), ([None, None, 2], False)])
 def test_a_prompt_with_several_answers_is_right_when_half_of_them_are(scores: list[float | None], is_right: bool):
-    assert Asked([], "", [Answer("", score, "done") for score in scores]).is_right == is_right
+    assert LoggedPrompt([], "", [LoggedAnswer("", score, "done") for score in scores]).is_right == is_right
 
 
 def test_a_pause_before_a_resumed_step_is_not_time_of_that_step(folder: Path):
@@ -182,7 +182,7 @@ def test_a_pause_before_a_resumed_step_is_not_time_of_that_step(folder: Path):
 def test_a_run_without_a_step_has_a_page_and_a_folder_without_a_run_has_none(tmp_path: Path):
     (tmp_path / "metrics.jsonl").touch()
     (tmp_path / "result.json").write_text(json.dumps({"status": "failed", "error": "RankFailure: <gone>", "wall_s": 3}))
-    text = "".join(Whole(write_report(tmp_path).read_text(encoding="utf-8")).text)
+    text = "".join(PageParser(write_report(tmp_path).read_text(encoding="utf-8")).text)
     assert "No step is finished yet" in text and "RankFailure: <gone>" in text
     with pytest.raises(MeshrlError, match=r"has no metrics\.jsonl"):
         write_report(tmp_path / "elsewhere")
@@ -194,8 +194,8 @@ def points(svg: str, css: str) -> list[tuple[float, float]]:
     return [(float(x), float(y)) for x, y in re.findall(r"[ML]([\d.]+) ([\d.]+)", path[1])]
 
 
-def test_curves_stand_where_their_values_are():
-    """A value twice as high is twice as far from the axis; what is not finite leaves a gap."""
+def test_the_points_of_curves_are_at_their_values():
+    """A value twice as high is twice as far from the axis; non-finite values are gaps."""
     svg = line_chart([Line("a", [1, 2, 3, 4], [0.0, 1.0, math.nan, 2.0])], "")
     (x0, y0), (x1, y1), (x3, y3) = points(svg, "l0")
     assert y0 - y3 == pytest.approx(2 * (y0 - y1), abs=0.2) and y3 < y1 < y0

@@ -1,4 +1,4 @@
-"""Learning rate golden values, weight decay, and the global norm on one process."""
+"""Expected learning rates, weight decay, and the global norm in one process."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def test_learning_rates_of_six_steps(cfg, want):
 
 
 @pytest.mark.parametrize("kind", ["linear", "cosine"])
-def test_past_the_end_the_learning_rate_stays_at_its_floor(kind):
-    """A run that is continued beyond its planned end must not train with a negative rate."""
+def test_after_the_last_step_the_learning_rate_stays_at_its_minimum(kind):
+    """A run that continues after its planned end must not have a negative learning rate."""
     cfg = SchedulerConfig(kind=kind, min_lr_ratio=0.1)
     assert [learning_rate(step, 5, 1.0, cfg) for step in (5, 6, 9)] == pytest.approx([0.1, 0.1, 0.1])
 
@@ -44,7 +44,7 @@ def _model() -> torch.nn.Module:
     return model
 
 
-def test_weight_decay_touches_matrices_only():
+def test_only_matrices_have_weight_decay():
     model = _model()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     build_optimizer(model, OptimizerConfig(lr=0.1, weight_decay=0.5)).step()
@@ -71,7 +71,7 @@ def test_gradients_are_scaled_to_the_norm_and_the_norm_before_is_returned(max_no
     )
 
 
-def test_a_norm_that_is_no_number_scales_nothing():
+def test_a_norm_that_is_not_finite_scales_nothing():
     """P12: dividing by it would turn every gradient into NaN."""
     model = _model()
     model[0].bias.grad[0], model[1].weight.grad[1] = float("inf"), 4.0

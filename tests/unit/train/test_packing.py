@@ -1,4 +1,4 @@
-"""The packing plan (P25), and how rows become a Batch."""
+"""The batch plan (P25), and how rows become a Batch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshrl.core.types import Media, Sample
+from meshrl.train.batch_plan import make_batch_plan, row_cost
 from meshrl.train.packing import pack
-from meshrl.train.plan import make_plan, row_cost
 
 LENGTHS = st.lists(st.one_of(st.integers(1, 40), st.integers(1, 4000)), max_size=60)
 
@@ -20,15 +20,15 @@ LENGTHS = st.lists(st.one_of(st.integers(1, 40), st.integers(1, 4000)), max_size
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(lengths=LENGTHS, num_ranks=st.integers(1, 9), max_tokens=st.integers(1, 3000))
 def test_every_plan_holds_each_row_once_within_the_budget_on_equally_busy_ranks(lengths, num_ranks, max_tokens):
-    """P25: more ranks than rows, no row at all, and rows above the budget included."""
-    plan = make_plan(lengths, num_ranks, max_tokens)
+    """P25: also with more ranks than rows, without rows, and with rows above the budget."""
+    plan = make_batch_plan(lengths, num_ranks, max_tokens)
     assert len(plan.micro_batches) == num_ranks
     assert len({len(micro) for micro in plan.micro_batches}) == 1 and len(plan.micro_batches[0]) >= 1
     assert sorted(i for rank in range(num_ranks) for i in plan.rows(rank)) == list(range(len(lengths)))
     for rank in plan.micro_batches:
         for rows in rank:
             assert sum(lengths[i] for i in rows) <= max_tokens or len(rows) == 1, "only a row above the budget is alone"
-    assert make_plan(list(lengths), num_ranks, max_tokens) == plan
+    assert make_batch_plan(list(lengths), num_ranks, max_tokens) == plan
 
 
 GROUPS = st.lists(st.tuples(st.integers(1, 300), st.lists(st.integers(1, 200), min_size=1, max_size=9)), max_size=12)
@@ -37,28 +37,28 @@ GROUPS = st.lists(st.tuples(st.integers(1, 300), st.lists(st.integers(1, 200), m
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(groups=GROUPS, num_ranks=st.integers(1, 5), max_tokens=st.integers(1, 1500), random=st.randoms())
 def test_a_plan_of_groups_counts_each_prompt_once_in_a_micro_batch(groups, num_ranks, max_tokens, random):
-    """P25: groups of a prompt and its answers, their rows in any order."""
+    """P25: groups of a prompt and its answers, with rows in any order."""
     rows = [(g, prompt, answer) for g, (prompt, answers) in enumerate(groups) for answer in answers]
     random.shuffle(rows)
     arguments = ([p + a for _, p, a in rows], num_ranks, max_tokens, [g for g, _, _ in rows], [p for _, p, _ in rows])
-    plan = make_plan(*arguments)
+    plan = make_batch_plan(*arguments)
     assert len({len(micro) for micro in plan.micro_batches}) == 1 and len(plan.micro_batches[0]) >= 1
     assert sorted(i for rank in range(num_ranks) for i in plan.rows(rank)) == list(range(len(rows)))
     for members in (micro for rank in plan.micro_batches for micro in rank):
         prompts = {rows[i][0]: rows[i][1] for i in members}
         assert sum(prompts.values()) + sum(rows[i][2] for i in members) <= max_tokens or len(members) == 1
-    assert make_plan(*arguments) == plan
+    assert make_batch_plan(*arguments) == plan
 
 
 def test_a_group_stays_together_where_balance_allows():
-    plan = make_plan([110] * 8, 2, 1000, [0, 1] * 4, [100] * 8)
+    plan = make_batch_plan([110] * 8, 2, 1000, [0, 1] * 4, [100] * 8)
     assert plan.micro_batches == (((0, 2, 4, 6),), ((1, 3, 5, 7),))
-    alone = make_plan([110] * 4, 4, 1000, [0] * 4, [100] * 4)
-    assert sorted(alone.rows(rank) for rank in range(4)) == [[0], [1], [2], [3]], "no rank stays idle for that"
+    alone = make_batch_plan([110] * 4, 4, 1000, [0] * 4, [100] * 4)
+    assert sorted(alone.rows(rank) for rank in range(4)) == [[0], [1], [2], [3]], "no rank is idle because of groups"
 
 
 def _cost_of_rank(rows):
-    """Of (length, group, prompt): a group's prompt once."""
+    """The cost of rows (length, group, prompt); a group's prompt counts once."""
     prompts = {group: prompt for _, group, prompt in rows}
     own = sum(row_cost(length) - row_cost(prompt) for length, _, prompt in rows)
     return own + sum(row_cost(prompt) for prompt in prompts.values())
@@ -66,12 +66,12 @@ def _cost_of_rank(rows):
 
 @pytest.mark.parametrize(("num_ranks", "num_groups"), [(8, 16), (16, 32), (3, 2), (1, 4)])
 def test_groups_of_heavy_tailed_rows_keep_every_rank_equally_busy(num_ranks, num_groups):
-    """At most 1.1 times the least that any plan could reach; some draws need rows to change places."""
+    """At most 1.1 times the lowest possible cost; some draws need swaps of rows."""
     for seed in (*range(20), 64):  # at 64 two long rows of different groups meet
         rng = np.random.default_rng(seed)
         groups, prompts = np.arange(num_groups).repeat(8), rng.integers(40, 170, num_groups).repeat(8)
         lengths = prompts + np.minimum(8192, np.exp(rng.normal(6, 1, len(prompts)))).astype(int) + 1
-        plan = make_plan(lengths.tolist(), num_ranks, 16384, groups.tolist(), prompts.tolist())
+        plan = make_batch_plan(lengths.tolist(), num_ranks, 16384, groups.tolist(), prompts.tolist())
         rows = list(zip(lengths.tolist(), groups.tolist(), prompts.tolist(), strict=True))
         costs = [_cost_of_rank([rows[i] for i in plan.rows(rank)]) for rank in range(num_ranks)]
         assert max(costs) <= 1.1 * max(np.mean(costs), max(row_cost(n) for n in lengths.tolist())), seed
@@ -90,22 +90,22 @@ def test_groups_of_heavy_tailed_rows_keep_every_rank_equally_busy(num_ranks, num
     ],
     ids=["no rows", "one row", "uneven", "giant", "two packs", "three packs", "dummy"],
 )
-def test_plans_that_can_be_read(lengths, num_ranks, max_tokens, want):
+def test_small_plans(lengths, num_ranks, max_tokens, want):
     """P25"""
-    assert make_plan(lengths, num_ranks, max_tokens).micro_batches == want
+    assert make_batch_plan(lengths, num_ranks, max_tokens).micro_batches == want
 
 
 def test_ranks_get_equal_work_and_not_equal_rows():
     lengths = np.random.default_rng(0).integers(1, 4000, 200).tolist()
-    plan = make_plan(lengths, 8, 8192)
+    plan = make_batch_plan(lengths, 8, 8192)
     loads = [sum(row_cost(lengths[i]) for i in plan.rows(rank)) for rank in range(8)]
     assert max(loads) < 1.01 * min(loads)
     assert len(plan.micro_batches[0]) <= 1.3 * sum(lengths) / 8 / 8192 + 1
 
 
-def test_the_hash_tells_plans_apart():
-    """P25: what the ranks compare covers the lengths, the number of ranks and the budget."""
-    plans = [make_plan(*args) for args in (([3, 4], 2, 9), ([4, 3], 2, 9), ([3, 4], 1, 9), ([3, 4], 2, 8))]
+def test_different_plans_have_different_hashes():
+    """P25: the hash that ranks compare covers lengths, number of ranks and budget."""
+    plans = [make_batch_plan(*args) for args in (([3, 4], 2, 9), ([4, 3], 2, 9), ([3, 4], 1, 9), ([3, 4], 2, 8))]
     assert len({p.hash for p in plans}) == 4
 
 
@@ -143,7 +143,7 @@ def test_rows_lie_end_to_end_and_each_starts_at_position_0():
     assert batch.old_logprobs is batch.advantages is batch.routed_experts is None
 
 
-def test_a_shared_prompt_stands_once_and_every_answer_continues_it():
+def test_a_shared_prompt_is_in_the_batch_once_and_every_answer_continues_it():
     """The example of Batch's docstring."""
     first, second = _sample(3, group_id="g"), _sample(2, group_id="g", tokens=np.array([30, 99], np.int32))
     batch = pack([first, second], [0, 1])
@@ -172,7 +172,7 @@ def test_only_rows_of_one_group_with_one_untrained_prompt_share_it(changes):
 
 
 def test_weights_of_the_harness_stay_fp64_and_those_of_a_run_fp32():
-    """P1: rounding once, on the controller."""
+    """P1: weights are rounded once, on the controller."""
     row = _sample(4)
     assert pack([row], [0]).loss_weight.dtype == torch.float64
     assert pack([dataclasses.replace(row, loss_weight=row.loss_weight.astype(np.float32))], [0]).loss_weight.dtype == (
@@ -181,7 +181,7 @@ def test_weights_of_the_harness_stay_fp64_and_those_of_a_run_fp32():
 
 
 def test_an_array_that_only_some_rows_have_is_refused():
-    """A fill would be trained on."""
+    """Filled-in values would be trained on."""
     with pytest.raises(ValueError, match=r"t3.*no old_logprobs.*annotate all or none"):
         pack([_sample(2, old_logprobs=np.zeros(2, np.float32)), _sample(3)], [0, 1])
 
@@ -193,7 +193,7 @@ def test_a_dummy_is_a_batch_that_trains_nothing():
     assert not batch.mask.any() and not batch.loss_weight.any()
 
 
-def test_routes_and_extras_that_a_row_lacks_are_filled():
+def test_missing_expert_choices_and_extras_are_filled():
     routed = np.ones((2, 3, 4), np.int16)
     extra = np.ones((3, 5), np.float32)
     batch = pack([_sample(2, routed_experts=routed), _sample(3, token_extras={"x": extra})], [0, 1])
@@ -205,8 +205,8 @@ def test_routes_and_extras_that_a_row_lacks_are_filled():
         pack([_sample(2, routed_experts=routed), _sample(2, routed_experts=routed[:, :, :2])], [0, 1])
 
 
-def test_media_come_in_the_order_their_spans_stand():
-    """P23: a vision model takes pixels by place, not by name."""
+def test_media_are_in_the_order_of_their_spans():
+    """P23: a vision model matches pixels to spans by order, not by name."""
 
     def media(value: float) -> Media:
         return Media(

@@ -1,4 +1,4 @@
-"""Processes of this machine: which of a run's they are, how large, and whether they still run."""
+"""A run's processes on this machine: their names, their memory, and whether they still run."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _NAMES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Resident:
-    """A process and its resident size. name: rank_0, reward, fork_server; "other" for what is no process of a run."""
+class FamilyMember:
+    """A process and its resident memory. name: rank_0, reward, fork_server; "other" if meshrl did not start it."""
 
     pid: int
     name: str
     rss_bytes: int
 
 
-def family(pid: int) -> Iterator[Resident]:
-    """A process and all its descendants, but for those that end meanwhile."""
+def family(pid: int) -> Iterator[FamilyMember]:
+    """A process and all its descendants, except those that end meanwhile."""
     try:
         root = psutil.Process(pid)
         found = [root, *root.children(recursive=True)]
@@ -33,8 +33,8 @@ def family(pid: int) -> Iterator[Resident]:
         return
     for process in found:
         try:
-            yield Resident(process.pid, _name(process), process.memory_info().rss)
-        except psutil.NoSuchProcess:  # it ended between the listing and the question
+            yield FamilyMember(process.pid, _name(process), process.memory_info().rss)
+        except psutil.NoSuchProcess:  # it has ended since it was listed
             continue
 
 
@@ -50,8 +50,8 @@ def _name(process: psutil.Process) -> str:
 
 
 def started_at(pid: int) -> float | None:
-    """When a process was started, in seconds since 1970, which tells it from a later one of the same id; None when it
-    does not run."""
+    """Start time of a process, in seconds since 1970, which distinguishes it from a later process with the same id;
+    None when it does not run."""
     try:
         process = psutil.Process(pid)
         return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()

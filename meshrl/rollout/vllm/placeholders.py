@@ -1,4 +1,4 @@
-"""A vLLM model without its data, for `name_map.learn`. Runs in vLLM's worker."""
+"""Placeholders without data for the parameters of a vLLM model, for `name_map.trace_loader`. Runs in vLLM's worker."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
 @contextmanager
 def without_data(model: Any) -> Iterator[dict[str, torch.Tensor]]:
-    """The model with a twin without data in the place of each parameter and persistent buffer, in the shape that
-    checkpoints are loaded into: {name: twin}. One that stands in two modules has one twin, under its first name."""
+    """Replace each parameter and persistent buffer by a placeholder without data, in the shape that checkpoints are
+    loaded into; yields {name: placeholder}. A tensor in two modules has one placeholder, under its first name."""
     held = [
         (f"{prefix}.{name}" if prefix else name, layer, kind, name, tensor)
         for prefix, layer in model.named_modules()
-        for kind, table in enumerate((layer._parameters, layer._buffers))  # in the order of vLLM's own record
+        for kind, table in enumerate((layer._parameters, layer._buffers))  # in the order of vLLM's restore_metadata
         for name, tensor in table.items()
         if tensor is not None and name not in layer._non_persistent_buffers_set
     ]
-    twins: dict[int, torch.Tensor] = {}
+    placeholders: dict[int, torch.Tensor] = {}
     names: dict[str, torch.Tensor] = {}
     try:
         for path, layer, kind, name, tensor in held:
-            if id(tensor) not in twins:
+            if id(tensor) not in placeholders:
                 recorded = get_layerwise_info(layer).restore_metadata[kind].get(name)
-                twin = restore_layer_refs(to_meta_tensor(tensor if recorded is None else recorded), layer)
-                if hasattr(twin, "weight_loader"):
-                    twin.weight_loader = _unwrapped(twin.weight_loader)
-                names[path] = twins[id(tensor)] = twin
-            (layer._parameters, layer._buffers)[kind][name] = twins[id(tensor)]
+                placeholder = restore_layer_refs(to_meta_tensor(tensor if recorded is None else recorded), layer)
+                if hasattr(placeholder, "weight_loader"):
+                    placeholder.weight_loader = _unwrapped(placeholder.weight_loader)
+                names[path] = placeholders[id(tensor)] = placeholder
+            (layer._parameters, layer._buffers)[kind][name] = placeholders[id(tensor)]
         yield names
     finally:
         for _, layer, kind, name, tensor in held:
@@ -41,8 +41,8 @@ def without_data(model: Any) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def _unwrapped(loader: Any) -> Any:
-    """A loader as it was before a reload wrapped it into one that waits for the whole layer: vLLM's record of the
-    parameter keeps the wrapping."""
+    """The original loader. vLLM's reload wraps it into one that waits for the complete layer, and its restore_metadata
+    retains the wrapper."""
     while loader.__name__ == "online_process_loader":
         loader = loader.__wrapped__
     return loader

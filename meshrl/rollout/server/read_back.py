@@ -1,5 +1,5 @@
-"""The second proof of a sync in an engine's own worker: what its parameters should hold is noted as it arrives, and
-compared with what they do hold once everything is loaded."""
+"""The read-back proof of a sync in a server's worker: digests of the tensors are recorded when they are received, and
+compared with digests of the parameters after loading."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Container, Mapping
 
 import torch
 
-from meshrl.rollout.foreign.name_map import Patch
+from meshrl.rollout.server.name_map import Patch
 from meshrl.sync.digest import as_bytes, digest_bytes, kind_for
 
-Key = tuple[str, int]  # wire name, number of the patch among those of the name
+Key = tuple[str, int]  # wire name, index of the patch among the patches of that name
 
 
-class Resident:
-    """The blocks of one worker's parameters under one version."""
+class ReadBackDigests:
+    """Digests of the blocks of one worker's parameters, for one version."""
 
     def __init__(self, patches: Mapping[str, list[Patch]], version: int):
         self.version = version
@@ -23,18 +23,18 @@ class Resident:
         self._dtypes: dict[str, torch.dtype] = {}
 
     def note(self, name: str, wire: torch.Tensor) -> None:
-        """A tensor that has arrived, proven, on the device of the parameters."""
+        """Record a received and verified tensor, on the device of the parameters."""
         self._dtypes[name] = wire.dtype
         for number, patch in enumerate(self._patches.get(name, ())):
-            self._values[name, number] = _digest(patch.of(wire))
+            self._values[name, number] = _digest(patch.of_wire(wire))
 
     def differing(
-        self, params: Mapping[str, torch.Tensor], before: Resident | None, packed: Container[str] = ()
+        self, params: Mapping[str, torch.Tensor], before: ReadBackDigests | None, packed: Container[str] = ()
     ) -> list[str]:
-        """What is wrong with each block that is not as it arrived. before: of the last sync that was committed.
+        """An error text for each block that differs from the received one. before: digests of the last committed sync.
 
-        params: parameters and buffers, by the engine's names. packed: of those of which a packed copy is all that may
-        be left; the caller compares the copy.
+        params: parameters and buffers, by the engine's names. packed: parameters that may exist only as a packed copy;
+        the caller compares that copy.
         """
         faults = []
         for name, own in self._patches.items():
@@ -44,19 +44,19 @@ class Resident:
                     continue
                 key = (name, number)
                 if key not in self._values:
-                    faults.append(f"{name} did not arrive")
+                    faults.append(f"{name} was not received")
                 elif param.numel() == 0:
                     faults.append(f"{name} can't be read back: {patch.param} has no elements")
-                elif (held := _digest(patch.inside(param).to(self._dtypes[name]))) != self._values[key]:
+                elif (held := _digest(patch.of_parameter(param).to(self._dtypes[name]))) != self._values[key]:
                     faults.append(f"{name} {self._explain(key, held, before)}{self._cast(name, param)}")
         return faults
 
     def _cast(self, name: str, param: torch.Tensor) -> str:
-        """In which dtype a buffer is held that was sent in another."""
+        """For a buffer that the engine stores in another dtype: both dtypes."""
         sent = self._dtypes[name]
-        return "" if param.dtype == sent else f" (sent as {sent}, held as {param.dtype}, which may lack the value)"
+        return "" if param.dtype == sent else f" (sent as {sent}, stored as {param.dtype}, which may round the value)"
 
-    def _explain(self, key: Key, held: int, before: Resident | None) -> str:
+    def _explain(self, key: Key, held: int, before: ReadBackDigests | None) -> str:
         if before is not None and before._values.get(key) == held:
             return f"still has the values of version {before.version}"
         others = [name for (name, _), value in self._values.items() if value == held]

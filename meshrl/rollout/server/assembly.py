@@ -1,4 +1,4 @@
-"""The transfers of one sync put together to full tensors, each verified before anything uses it. Knows no model."""
+"""Joins the transfers of one sync to full tensors, each verified before it is used. Independent of any model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from meshrl.sync.delivery import Delivery, delivery_read
+from meshrl.sync.delivery import Delivery, delivery_from_json
 from meshrl.sync.digest import digest_bytes
 from meshrl.sync.layout import Layout, SyncHeader, TensorSpec
 from meshrl.sync.receiver import Progress
@@ -16,26 +16,26 @@ from meshrl.sync.shared_memory import SharedRingView
 
 
 class Assembly:
-    """Takes the transfers of one sync in order. A tensor gets memory of its own when its first part comes: a loader
-    that waits for a whole layer may keep it after the transfer's memory has been filled anew."""
+    """Takes the transfers of one sync in order. Each tensor gets memory of its own, because a loader that waits for a
+    complete layer may still need it when the transfer's memory is used again."""
 
     def __init__(self, layout: Layout, header: SyncHeader, name: str):
-        """name: of the receiver, in errors."""
+        """name: the receiver's name in errors."""
         self.header = header
         self.copy_s = 0.0
         self.progress = Progress(layout, header, name)
         self._layout = layout
         self._views: dict[str, SharedRingView] = {}  # of the senders' shared memory
-        self._open: dict[str, torch.Tensor] = {}  # begun, not complete
+        self._open: dict[str, torch.Tensor] = {}  # incomplete tensors
         self._missing = {tensor.name: tensor.num_bytes for tensor in layout.tensors}
 
     def take(self, message: dict[str, Any]) -> list[tuple[TensorSpec, torch.Tensor]]:
-        """The tensors that a transfer in shared memory completes. message: of `delivery_to`. Raises: SyncError."""
+        """The tensors that a transfer in shared memory completes. message: of `delivery_to_json`. Raises: SyncError."""
         ring = message["ring"]
         if ring not in self._views:
             self._views[ring] = SharedRingView(ring, message["num_slots"], message["slot_bytes"])
         payload = self._views[ring].slot(message["slot"])
-        delivery = delivery_read(self._layout, message, payload)
+        delivery = delivery_from_json(self._layout, message, payload)
         return list(self._take(delivery))
 
     def _take(self, delivery: Delivery) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
@@ -57,8 +57,8 @@ class Assembly:
         self.progress.loaded(delivery)
 
     def finish(self) -> list[tuple[TensorSpec, torch.Tensor]]:
-        """After the last transfer: the tensors without elements, which are in none. Raises: SyncError when there were
-        fewer transfers."""
+        """After the last transfer: returns the tensors without elements, which no transfer contains. Raises: SyncError
+        when transfers are missing."""
         self.progress.check_complete()
         self.close()
         return [(t, torch.empty(t.shape, dtype=t.torch_dtype)) for t in self._layout.tensors if t.num_bytes == 0]

@@ -1,4 +1,4 @@
-"""Samples are sent to a rank once; later commands bring only what has changed, and the rank sees the same samples."""
+"""Samples are sent to a rank once; later commands contain only changed fields, and the rank has the same samples."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 from tiny_samples import random_samples
 
-from meshrl.cluster.resident import ResidentRows, RowsMessage, SentRows
+from meshrl.cluster.row_cache import RowCache, RowsMessage, SentRows
 from meshrl.config.train import TrainMeshConfig
 from meshrl.parallel.mesh import data_index, num_peers
-from meshrl.train.plan import make_plan
+from meshrl.train.batch_plan import make_batch_plan
 
 LENGTHS = [12, 3, 40, 7, 9]
 
 
 def test_a_rank_sees_every_field_that_was_filled_in_after_the_first_command():
     samples = random_samples(0, LENGTHS)
-    plan = make_plan(LENGTHS, 2, 64)
-    sent, ranks = SentRows(), [ResidentRows(), ResidentRows()]
+    plan = make_batch_plan(LENGTHS, 2, 64)
+    sent, ranks = SentRows(), [RowCache(), RowCache()]
 
     def exchange() -> list[int]:
         messages = [pickle.dumps(message) for message in sent.messages(samples, plan)]
@@ -44,7 +44,7 @@ def test_a_rank_sees_every_field_that_was_filled_in_after_the_first_command():
 
 def test_another_plan_or_a_failure_sends_the_samples_in_full():
     samples = random_samples(0, LENGTHS)
-    plan, sent = make_plan(LENGTHS, 2, 64), SentRows()
+    plan, sent = make_batch_plan(LENGTHS, 2, 64), SentRows()
     sent.messages(samples, plan)
     assert all(message.samples is None for message in sent.messages(samples, plan))
     assert all(message.samples for message in sent.messages(samples, copy.copy(plan)))
@@ -52,10 +52,10 @@ def test_another_plan_or_a_failure_sends_the_samples_in_full():
     assert all(message.samples for message in sent.messages(samples, plan))
 
 
-def test_a_rank_without_the_samples_says_so():
-    plan = make_plan(LENGTHS, 1, 64)
-    with pytest.raises(ValueError, match=f"no samples of plan {plan.hash}"):
-        ResidentRows().take(RowsMessage(plan=plan))
+def test_a_rank_without_the_samples_raises_an_error():
+    plan = make_batch_plan(LENGTHS, 1, 64)
+    with pytest.raises(ValueError, match=f"no samples of batch plan {plan.hash}"):
+        RowCache().take(RowsMessage(batch_plan=plan))
 
 
 @pytest.mark.parametrize(("ulysses", "tp"), [(1, 1), (2, 1), (1, 2), (2, 2)])

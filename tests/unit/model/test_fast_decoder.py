@@ -1,4 +1,4 @@
-"""The sampler's lean forward: equal to Transformers' modules where it is used, and not used where it would differ."""
+"""The sampler's fast decoder: equal to Transformers' modules, and not used for models where it would differ."""
 
 import copy
 
@@ -9,10 +9,10 @@ from tiny_models import FAMILIES, tiny_lm
 from meshrl.config.model import LoraConfig
 from meshrl.model.attention import PackedAttention
 from meshrl.model.causal import CausalModel
-from meshrl.model.lean import lean_decoder
-from meshrl.model.lora import add_adapters, scatter_adapters
+from meshrl.model.fast_decoder import fast_decoder
+from meshrl.model.lora import add_adapters, randomize_adapters
 
-LEAN = {"qwen2", "llama", "qwen3", "mistral"}
+FAST = {"qwen2", "llama", "qwen3", "mistral"}
 
 
 def model_of(lm):
@@ -27,42 +27,42 @@ def tokens_of(model, lengths=(40, 7, 1)):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.inference_mode()
-def test_equal_where_it_fits_and_absent_where_it_does_not(family):
+def test_families_that_fit_get_an_equal_fast_decoder_and_others_get_none(family):
     model = model_of(tiny_lm(family))
-    lean = lean_decoder(model)
-    assert (lean is not None) == (family in LEAN)
-    if lean is not None:
+    fast = fast_decoder(model)
+    assert (fast is not None) == (family in FAST)
+    if fast is not None:
         args = tokens_of(model)
         expected = model.hidden(*args)
-        torch.testing.assert_close(lean.hidden(*args), expected, rtol=1e-5, atol=2e-5)
-        for change in (lean.fuse, lean.pack, lean.unpack):
+        torch.testing.assert_close(fast.hidden(*args), expected, rtol=1e-5, atol=2e-5)
+        for change in (fast.fuse, fast.pack, fast.unpack):
             change()
-            torch.testing.assert_close(lean.hidden(*args), expected, rtol=1e-5, atol=2e-5)
+            torch.testing.assert_close(fast.hidden(*args), expected, rtol=1e-5, atol=2e-5)
         torch.testing.assert_close(model.hidden(*args), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("targets", [["all-linear"], ["v_proj", "down_proj"]])
 @torch.inference_mode()
-def test_an_adapted_model_is_computed_as_its_modules_do(targets):
-    """P18: of a joint product, each part has an adapter of its own, or none."""
+def test_a_model_with_adapters_is_computed_as_its_modules_do(targets):
+    """P18: each part of a fused product may have its own adapter, or none."""
     lm = tiny_lm("qwen2")
     before = model_of(lm)
     add_adapters(lm, LoraConfig(enabled=True, rank=3, targets=targets), torch.float32, "tiny")
-    scatter_adapters(lm)
+    randomize_adapters(lm)
     model = model_of(lm)
-    lean = lean_decoder(model)
-    assert lean is not None
+    fast = fast_decoder(model)
+    assert fast is not None
     args = tokens_of(model)
     expected = model.hidden(*args)
     assert (expected - before.hidden(*args)).abs().max() > 0.01
-    for change in (lambda: None, lean.fuse, lean.pack, lean.unpack):
+    for change in (lambda: None, fast.fuse, fast.pack, fast.unpack):
         change()
-        torch.testing.assert_close(lean.hidden(*args), expected, rtol=1e-5, atol=2e-5)
+        torch.testing.assert_close(fast.hidden(*args), expected, rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("part", ["norm", "rotation", "residual", "activation"])
-def test_modules_with_the_right_names_but_other_arithmetic_are_left_alone(part, monkeypatch):
-    """The names of the parts say nothing about what they compute: the probe does."""
+def test_modules_with_the_right_names_but_other_arithmetic_get_no_fast_decoder(part, monkeypatch):
+    """Module names do not determine the arithmetic; the probe tokens test it."""
     from transformers.models.qwen2 import modeling_qwen2 as qwen2
 
     if part == "norm":  # Gemma's weight is an offset from 1
@@ -78,22 +78,22 @@ def test_modules_with_the_right_names_but_other_arithmetic_are_left_alone(part, 
             qwen2.Qwen2DecoderLayer, "forward", lambda self, x, *a, **k: x + 0.5 * (block(self, x, *a, **k) - x)
         )
     lm = tiny_lm("qwen2", hidden_act="gelu" if part == "activation" else "silu")
-    assert lean_decoder(model_of(lm)) is None
+    assert fast_decoder(model_of(lm)) is None
 
 
 @torch.inference_mode()
 def test_fused_parameters_stay_the_models_own():
-    """P11: names, ties and in-place loading as before; what is loaded is what both forwards compute with."""
+    """P11: names, ties and in-place loading still work, and both forwards compute with the loaded values."""
     model, other = (
         model_of(tiny_lm("qwen3", tie_word_embeddings=True)),
         tiny_lm("qwen3", tie_word_embeddings=True, seed=1),
     )
-    lean, names = lean_decoder(model), [name for name, _ in model.named_parameters()]
-    lean.fuse()
+    fast, names = fast_decoder(model), [name for name, _ in model.named_parameters()]
+    fast.fuse()
     assert [name for name, _ in model.named_parameters()] == names
     for p, q in zip(model.lm.parameters(), other.parameters(), strict=True):
         p.copy_(q)
     args = tokens_of(model)
-    torch.testing.assert_close(lean.hidden(*args), model.hidden(*args), rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(fast.hidden(*args), model.hidden(*args), rtol=1e-5, atol=2e-5)
     expected = CausalModel(other.eval()).hidden(*args)
-    torch.testing.assert_close(lean.hidden(*args), expected, rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(fast.hidden(*args), expected, rtol=1e-5, atol=2e-5)

@@ -1,4 +1,4 @@
-"""Processes that still run. A zombie does not, and neither does a process that ends while it is being looked at."""
+"""Processes that still run. A zombie does not count, nor does a process that ends during the check."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import re
 import psutil
 
 
-def is_living(pid: int) -> bool:
+def is_running_process(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
 
 
-def living_below(pattern: str) -> list[psutil.Process]:
-    """Descendants of this process that still run and whose command line matches the regular expression."""
+def running_descendants(pattern: str) -> list[psutil.Process]:
+    """Running descendants of this process with a command line that matches the regular expression."""
     found = []
     for process in psutil.Process().children(recursive=True):
         try:

@@ -1,10 +1,9 @@
-"""The weights of a server as its engine sees them: which version they are, and a sync as a transaction over its
-workers, one for each tensor-parallel rank.
+"""The weights of a server: their version, and syncs as transactions over the server's workers, one for each
+tensor-parallel rank.
 
-A server's loader takes full tensors of a full model. What changes alone (rollout.sync_mode delta), or adapters alone,
-are received into a copy of the weights in this machine's shared memory, and the server gets the sums of that.
-Two links then, each proven: what came from the trainer, by its digests, as in any receiver; and what the server got, by
-digests of its own.
+A server's loader takes full tensors. So a sync of changes only (rollout.sync_mode delta), or of adapters only, is
+received into a copy of the weights in this process, and the server gets the full, merged weights of that copy. Both
+transfers are proven: the first by the trainer's digests, as in any receiver; the second by digests of the copy.
 """
 
 from __future__ import annotations
@@ -18,38 +17,38 @@ import torch
 
 from meshrl.core.errors import StaleWeightsError, SyncError, UnloadedParamsError
 from meshrl.model.lora import MergedElements, adapter_names, is_adapter
-from meshrl.sync.delivery import Delivery, delivery_to
-from meshrl.sync.layout import Ack, Layout, SyncHeader, layout_to, make_layout
+from meshrl.sync.delivery import Delivery, delivery_to_json
+from meshrl.sync.layout import Ack, Layout, SyncHeader, layout_to_json, make_layout
 from meshrl.sync.receiver import Receiver, check_header, require_phase
 from meshrl.sync.reconcile import reconcile
-from meshrl.sync.sender import BlockElements, Elements, Held, WeightSender
+from meshrl.sync.sender import BlockElements, Elements, HeldBox, WeightSender
 from meshrl.sync.shared_memory import SharedRing
 
-_SHOWN = 20  # tensors listed in an error
+_MAX_LISTED = 20  # tensors listed in an error
 
 Call = Callable[[str, dict[str, Any]], Awaitable[list[dict[str, Any]]]]
-"""`await call(step, arguments)` runs a step of `WorkerWeights` in every worker; one answer from each."""
+"""`await call(step, arguments)` runs a step of `WorkerWeights` in every worker; returns one answer from each."""
 
 
 class ServerWeights:
-    """idle -> begin -> open -> receive* -> commit -> idle, or cancelled until the next begin. Whatever fails leaves
-    the state cancelled."""
+    """idle -> begin -> open -> receive* -> commit -> idle, or cancelled until the next begin. After any failure the
+    state is cancelled."""
 
-    def __init__(self, call: Call, name: str, keep: bool = False, adapter_scale: float | None = None):
-        """keep: have a copy on this machine, so that a sync may bring changes alone. adapter_scale: of the adapters'
-        B A, alpha / rank, when the trainer sends them apart; None = it sends none."""
+    def __init__(self, call: Call, name: str, keep_copy: bool = False, adapter_scale: float | None = None):
+        """keep_copy: keep a copy in this process, so that a sync can send changes only. adapter_scale: alpha / rank, if
+        the trainer sends adapters separately; None = it sends none."""
         self.name = name
-        self._call_workers, self._keep, self._scale = call, keep, adapter_scale
-        self._layout: Layout | None = None  # of the trainer
+        self._call_workers, self._keep_copy, self._scale = call, keep_copy, adapter_scale
+        self._layout: Layout | None = None  # the trainer's layout
         self._phase: Literal["idle", "open", "cancelled"] = "idle"
         self._committed: SyncHeader | None = None
-        self._header: SyncHeader | None = None  # of the sync that is under way
+        self._header: SyncHeader | None = None  # of the open sync
         self._trusted: int | None = None
-        self._as_loaded = True  # no sync has touched what the folder held
-        self._hidden: set[str] = set()  # loaded through arithmetic, so not to be read back
-        self._ring: SharedRing | None = None  # for what does not lie in shared memory already
-        self._copy: _Copy | None = None
-        self._num_bytes = 0  # that came
+        self._as_loaded = True  # no sync and no release has replaced the weights of the model folder
+        self._hidden: set[str] = set()  # names that are loaded through arithmetic and can't be read back
+        self._ring: SharedRing | None = None  # for transfers that are not in shared memory already
+        self._copy: _HostCopy | None = None
+        self._num_bytes = 0  # received in the open sync
 
     @property
     def version(self) -> int:
@@ -60,28 +59,28 @@ class ServerWeights:
 
     @property
     def expected(self) -> int:
-        """The version in place or, during a sync, the one that is arriving."""
+        """The version in place or, during a sync, the version of that sync."""
         return self.version if self._header is None else self._header.version
 
     def trust(self, version: int) -> None:
-        """Call what was loaded from the folder by this version. Raises: StaleWeightsError."""
+        """Use the weights of the model folder under this version number. Raises: StaleWeightsError."""
         if not self._as_loaded:
             raise StaleWeightsError(
-                f"{self.name} no longer holds the weights of its folder: a sync or a release has replaced them; "
+                f"{self.name} no longer has the weights of its model folder: a sync or a release has replaced them; "
                 "build a new engine, or sync"
             )
         self._trusted = version
 
     async def reconcile(self, layout: Layout) -> None:
-        """Compare the layout with what the server's loader does with it, both ways; forget all earlier syncs.
+        """Compare the layout with the names that the server's loader loads, in both directions; forget earlier syncs.
 
         Raises: UnloadedParamsError; SyncError when there is no room for a copy.
         """
         self.close()
         self._layout, self._committed, self._header, self._phase = layout, None, None, "idle"
-        self._copy = _Copy(layout, self.name, self._scale or 0.0) if self._keep else None
+        self._copy = _HostCopy(layout, self.name, self._scale or 0.0) if self._keep_copy else None
         served = layout if self._copy is None else self._copy.served
-        answers = await self._call("reconcile", {"layout": layout_to(served)})
+        answers = await self._call("reconcile", {"layout": layout_to_json(served)})
         self._hidden = {name for answer in answers for name in answer["hidden"]}
         shapes = {tensor.name: (tensor.shape, tensor.dtype) for tensor in served.tensors}
         shapes |= {alias: shapes[source] for alias, source in served.tied.items()}
@@ -94,15 +93,15 @@ class ServerWeights:
         except UnloadedParamsError as error:
             refused = {name: why for answer in answers for name, why in answer["refused"].items()}
             if refused:
-                said = "\n".join(f"    {name}: {why}" for name, why in list(refused.items())[:_SHOWN])
-                raise UnloadedParamsError(f"{error}\nthe server's loader reported:\n{said}") from error
+                reasons = "\n".join(f"    {name}: {why}" for name, why in list(refused.items())[:_MAX_LISTED])
+                raise UnloadedParamsError(f"{error}\nthe server's loader reported:\n{reasons}") from error
             raise
 
     async def begin(self, header: SyncHeader) -> None:
-        """Open a sync. The workers always get everything. Raises: SyncError."""
-        layout, last = self._needed_layout(), -1 if self._committed is None else self._committed.version
+        """Open a sync. The workers always get all weights. Raises: SyncError."""
+        layout, last = self._require_layout(), -1 if self._committed is None else self._committed.version
         had = last if self._phase == "idle" else -1
-        self._leave("begin", "idle", "cancelled")
+        self._start_step("begin", "idle", "cancelled")
         self._trusted, self._as_loaded = None, False
         check_header(self.name, header, layout, had, last)
         if self._copy is not None:
@@ -115,67 +114,67 @@ class ServerWeights:
         self._header, self._num_bytes = header, 0
         served = layout if self._copy is None else self._copy.served
         await self._call("begin", {"header": asdict(SyncHeader(version=header.version, layout_hash=served.hash))})
-        self._enter("open", header)
+        self._finish_step("open", header)
 
     async def receive(self, delivery: Delivery) -> None:
-        """Take one transfer: into the copy, or have the workers read it where it lies. Raises: SyncError."""
-        self._leave(str(delivery.transfer), "open")
+        """Write one transfer into the copy, or have the workers read it. Raises: SyncError."""
+        self._start_step(str(delivery.transfer), "open")
         self._num_bytes += delivery.num_bytes
         header = self._header
         if self._copy is not None:
             self._copy.receiver.receive(delivery)
         else:
             await self._forward(delivery)
-        self._enter("open", header)
+        self._finish_step("open", header)
 
     async def commit(self) -> Ack:
-        """Have the workers finish and read back; compare with the trainer's digests. Raises: SyncError."""
-        self._leave("commit", "open")
-        header, layout = self._header, self._needed_layout()
+        """Have the workers finish and read back their parameters, and check the proofs. Raises: SyncError."""
+        self._start_step("commit", "open")
+        header, layout = self._header, self._require_layout()
         assert header is not None
-        came: Ack | None = None
-        adding_s = 0.0
+        copy_ack: Ack | None = None
+        merge_s = 0.0
         if self._copy is not None:
-            came = self._copy.receiver.commit()
+            copy_ack = self._copy.receiver.commit()
             began = time.perf_counter()
             for delivery in self._copy.deliveries(header.version):
-                adding_s += time.perf_counter() - began
+                merge_s += time.perf_counter() - began
                 await self._forward(delivery)
                 began = time.perf_counter()
         answers = await self._call("commit", {})
         faults = list(dict.fromkeys(fault for answer in answers for fault in answer["differing"]))
         if faults:
-            lines = "\n".join(f"    {fault}" for fault in faults[:_SHOWN])
+            lines = "\n".join(f"    {fault}" for fault in faults[:_MAX_LISTED])
             raise SyncError(
                 f"{self.name}: version {header.version} is not in place; {len(faults)} of {len(layout.tensors)} "
                 f"tensors differ from the trainer's:\n{lines}\nThis receiver stays unusable until the next full sync"
             )
-        self._enter("idle", header)
+        self._finish_step("idle", header)
         self._committed, self._header = header, None
         seconds = {part: max(answer["seconds"][part] for answer in answers) for part in ("load", "verify")}
-        resident = None if self._hidden else True
-        if came is not None:
-            seconds = {part: seconds[part] + came.seconds[part] for part in seconds}
-            seconds["load"] += adding_s
-            return replace(came, resident=resident, seconds=seconds)
+        read_back = None if self._hidden else True
+        if copy_ack is not None:
+            seconds = {part: seconds[part] + copy_ack.seconds[part] for part in seconds}
+            seconds["load"] += merge_s
+            return replace(copy_ack, read_back=read_back, seconds=seconds)
         return Ack(
             version=header.version,
             receiver=self.name,
             wire=True,
-            resident=resident,
+            read_back=read_back,
             num_bytes=self._num_bytes,
             num_tensors=len(layout.tensors),
             seconds=seconds,
         )
 
     async def cancel(self) -> None:
-        """The weights are a mixture; nothing is sampled before the next full sync."""
+        """Give the sync up: its weights are mixed, and nothing is sampled before the next full sync."""
         self.drop()
         if self._layout is not None:
             await self._call("cancel", {})
 
     def drop(self) -> None:
-        """What the server holds is gone, or a mixture that it knows of; as after `cancel`."""
+        """Like `cancel`, without a call to the server: its weights are released already."""
         self._phase, self._trusted, self._header, self._as_loaded = "cancelled", None, None, False
         if self._copy is not None:
             self._copy.receiver.cancel()
@@ -187,23 +186,23 @@ class ServerWeights:
         self._ring = self._copy = None
 
     async def _forward(self, delivery: Delivery) -> None:
-        """Have the workers read a transfer, which is copied into shared memory first if it does not lie there."""
-        place = delivery.place
-        if place is None:
+        """Have the workers read a transfer. It is copied into shared memory first, if it is not there already."""
+        slot_address = delivery.slot_address
+        if slot_address is None:
             assert delivery.payload is not None
             if self._ring is None:
-                self._ring = SharedRing(1, self._needed_layout().slot_bytes)  # it is taken before the next one comes
+                self._ring = SharedRing(1, self._require_layout().slot_bytes)  # read before the next transfer comes
             self._ring.slots[0][: delivery.num_bytes].copy_(delivery.payload)
-            place = self._ring.place(0)
-        await self._call("receive", delivery_to(delivery, place))
+            slot_address = self._ring.slot_address(0)
+        await self._call("receive", delivery_to_json(delivery, slot_address))
 
-    def _leave(self, step: str, *allowed: str) -> None:
-        """Check that `step` may come now, and mark the state cancelled until the step's end."""
+    def _start_step(self, step: str, *allowed: str) -> None:
+        """Check that `step` is allowed now, and mark the state cancelled until the step has succeeded."""
         phase, self._phase = self._phase, "cancelled"
         require_phase(self.name, step, phase, *allowed)
 
-    def _enter(self, phase: Literal["idle", "open"], header: SyncHeader | None) -> None:
-        """The step is done. Raises: SyncError when its sync was given up meanwhile."""
+    def _finish_step(self, phase: Literal["idle", "open"], header: SyncHeader | None) -> None:
+        """The step has succeeded. Raises: SyncError when its sync was cancelled meanwhile."""
         if self._header is not header:
             raise SyncError(f"{self.name}: the sync was cancelled while its server was still at work")
         self._phase = phase
@@ -215,18 +214,18 @@ class ServerWeights:
             raise SyncError(errors[0])
         return answers
 
-    def _needed_layout(self) -> Layout:
+    def _require_layout(self) -> Layout:
         if self._layout is None:
             raise SyncError(f"{self.name}: a sync came before reconcile; send the layout once, before the first sync")
         return self._layout
 
 
-class _Copy:
-    """The weights that came last, in this process, and what the server gets of them: each weight with its adapter
-    added. Memory: one copy of the weights in the sampler's dtype, of the host, for each replica, and one transfer."""
+class _HostCopy:
+    """A copy of the last weights in this process, and the transfers for the server, with each adapter merged into its
+    weight. Host memory for each replica: one copy of the weights in the sampler's dtype, and one transfer."""
 
     def __init__(self, layout: Layout, name: str, scale: float):
-        """scale: of B A. Raises: SyncError when the machine's shared memory is too small."""
+        """scale: factor of B A. Raises: SyncError when the machine's shared memory is too small."""
         self._held = {t.name: torch.empty(t.shape, dtype=t.torch_dtype) for t in layout.tensors}
         self._scale = scale
         self.receiver = Receiver(layout, self._held, name=name)
@@ -236,18 +235,18 @@ class _Copy:
         self._ring = SharedRing(1, self.served.slot_bytes)
 
     def deliveries(self, version: int) -> Iterator[Delivery]:
-        """All that the server gets; each is valid until the next one is asked for."""
-        held: dict[str, list[Held]] = {}
+        """All transfers for the server; each one is valid until the next one is requested."""
+        held: dict[str, list[HeldBox]] = {}
         for name in self.served.by_name:
             weight = self._held[name]
             a, b = adapter_names(name)
             elements: Elements = BlockElements(weight)
             if a in self._held:
                 elements = MergedElements(weight, self._held[a], self._held[b], self._scale)
-            held[name] = [Held((0,) * weight.dim(), tuple(weight.shape), elements)]
+            held[name] = [HeldBox((0,) * weight.dim(), tuple(weight.shape), elements)]
         self._sender.begin(held)
         for transfer in self.served.transfers:
-            yield replace(self._sender.fill(transfer, self._ring.slots[0]), place=self._ring.place(0))
+            yield replace(self._sender.fill(transfer, self._ring.slots[0]), slot_address=self._ring.slot_address(0))
         self._sender.finish(version)
 
     def close(self) -> None:
