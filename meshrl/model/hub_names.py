@@ -61,7 +61,11 @@ class HubNames:
         self, name: str, offsets: tuple[int, ...], local: torch.Tensor
     ) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor]]:
         """Cut a box of the module's tensor into boxes of hub tensors: (hub name, offsets there, view of local)."""
-        for view in self._views[name]:
+        views = self._views[name]
+        if len(views) == 1 and views[0].dims == tuple(range(local.dim())):  # the hub tensor is the module's tensor
+            yield views[0].name, offsets, local
+            return
+        for view in views:
             shared = overlap((offsets, tuple(local.shape)), (view.offsets, view.extent))
             if shared is None:
                 continue

@@ -12,7 +12,7 @@ import torch
 from meshrl.core.errors import SyncError
 from meshrl.sync.digest import DigestKind, RunningDigest, as_bytes, values
 from meshrl.sync.layout import Layout, Part
-from meshrl.sync.threads import thread_pool
+from meshrl.sync.threads import submit, thread_pool
 
 _AHEAD_BYTES = 256 << 20  # of tensors that are read back while earlier ones are still digested
 
@@ -83,7 +83,7 @@ class ExpectedDigests:
                 source = names.get(name, name)
                 if source not in read or read[source][0]() is not tensor:
                     parts = self._fitting(source, tensor)
-                    work = [pool.submit(part_digest, kind, tensor, part) for part in parts]
+                    work = [submit(pool, part.num_bytes, part_digest, kind, tensor, part) for part in parts]
                     read[source] = weakref.ref(tensor), work
                 ahead.append((name, tensor, read[source][1]))
                 held += tensor.nbytes

@@ -24,7 +24,7 @@ from meshrl.core.errors import SyncError
 from meshrl.sync.delivery import ALL, Delivery, indices_at, section_bytes
 from meshrl.sync.digest import RunningDigest, as_bytes, bits_of, digest_bytes, values
 from meshrl.sync.layout import Layout, Part, Transfer, aligned
-from meshrl.sync.threads import thread_pool
+from meshrl.sync.threads import submit, thread_pool
 
 _Key = tuple[str, tuple[int, ...]]  # name and offsets, of a box or a part
 _CHUNK_BYTES = 2048 << 10  # cast, digested and compared while in a core's cache
@@ -161,7 +161,7 @@ class WeightSender:
 
         began = time.perf_counter()
         with thread_pool(self.report.num_bytes if self.layout.digest == "xxh3" else 0) as pool:
-            running = list(pool.map(into, written))
+            running = [work.result() for work in [submit(pool, part.num_bytes, into, part) for part in written]]
         found = self._digested(written, running)
         self._scale_seconds(time.perf_counter() - began)
         for transfer in transfers:
