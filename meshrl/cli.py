@@ -1,6 +1,6 @@
 """The command line. Only the standard library is imported here, so that `--help` and config errors appear at once.
 
-Exit codes: 0 done, 1 the run failed, 2 the config or the command line is wrong, 130 interrupted.
+Exit codes: 0 done, 1 the run failed, 2 the config or the command line is wrong, 130 ended by Ctrl-C, 143 by SIGTERM.
 MESHRL_TRACEBACK=1 also prints the traceback of errors; by default only the message is printed.
 """
 
@@ -61,17 +61,20 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     for sub in (train, sft, evaluate, launch):
         sub.add_argument("config", metavar="CONFIG", help="YAML file; `meshrl config` lists its keys")
         sub.add_argument(
-            "overrides", metavar="key=value", nargs="*", help="values that override the file: train.optimizer.lr=1e-6"
+            "overrides",
+            metavar="key=value",
+            nargs="*",
+            help="values that override the file, such as train.optimizer.lr=1e-6",
         )
     for sub in (train, sft):
         sub.add_argument(
             "--explain",
             action="store_true",
-            help="start nothing; print the parts of a step and the resolved config with the origin of each value",
+            help="start nothing; print the sizes of a step and the resolved config with the origin of each value",
         )
     _add_launch_options(launch)
     evaluate.add_argument("--model", metavar="FOLDER", help="evaluate this model instead of model.path")
-    report = add("report", _report, "write RUN/report.html from the run's files, at any time")
+    report = add("report", _report, "write RUN/report.html from the run's files, during the run or after it")
     report.add_argument("folder", metavar="RUN", help="folder of the run, such as runs/NAME")
     status = add("status", _status, "print the state of a run: step, phase, reward, processes")
     stop = add("stop", _stop, "end a run with a checkpoint; like Ctrl-C, but from another terminal")
@@ -96,11 +99,18 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 def _add_launch_options(launch: argparse.ArgumentParser) -> None:
     launch.add_argument(
-        "--command", dest="run", choices=["train", "sft", "eval"], default="train", help="command (default train)"
+        "--command",
+        dest="run",
+        choices=["train", "sft", "eval"],
+        default="train",
+        help="command that the batch file runs (default train)",
     )
     launch.add_argument("--nodes", type=int, default=1, metavar="N", help="number of nodes (default 1)")
     launch.add_argument(
-        "--gpus-per-node", type=int, metavar="G", help="use N x G ranks (default: the number of ranks in the config)"
+        "--gpus-per-node",
+        type=int,
+        metavar="G",
+        help="GPUs of each node; the run uses N x G ranks (default: the number of ranks in the config)",
     )
     slurm = {"time": "time limit, such as 12:00:00", "partition": "partition", "account": "account to charge"}
     for name, text in slurm.items():

@@ -85,7 +85,9 @@ def prompt_ids(prompt: Prompt, tokenizer: Any, tools: list[dict[str, Any]]) -> n
     Raises: DataError when the prompt has neither ids nor messages, or has media, which rendering text would drop.
     """
     if prompt.media:
-        raise DataError(f"prompt {prompt.id!r} has media ({', '.join(prompt.media)}), which a text agent can't place")
+        raise DataError(
+            f"prompt {prompt.id!r} has media ({', '.join(prompt.media)}), which a text agent does not support"
+        )
     if prompt.ids is not None:
         return prompt.ids
     if not prompt.messages:

@@ -192,7 +192,7 @@ def _entries(values: Any, count: int, where: str) -> list[Any]:
     found = list(values) if isinstance(values, Iterable) else []
     if len(found) != count:
         what = len(found) if isinstance(values, Iterable) else f"a {type(values).__name__}"
-        raise ValueError(f"{where}: there are {count}, but the function returned {what}; return one entry for each")
+        raise ValueError(f"{where}: the function must return {count} entries, one for each, but it returned {what}")
     return found
 
 

@@ -1,8 +1,9 @@
 """The only denominator of an optimizer step: the controller divides each token's weight by it.
 
-N trained tokens of the step, S sequences (rows with at least one trained token), n_s trained tokens of row s, L the
-constant length. Under algo.truncated = mask a row that was cut off has no trained token. The loss of a step is
-sum(loss_weight * loss_t) over all tokens of all ranks, whatever the partition into ranks, micro-batches and packs (P1).
+N is the number of trained tokens of the step, S the number of sequences (rows with at least one trained token), n_s
+the number of trained tokens of row s, and L the constant length. Under algo.truncated = mask a row that was cut off has
+no trained token. The loss of a step is sum(loss_weight * loss_t) over all tokens of all ranks, and does not depend on
+the partition into ranks, micro-batches and packs (P1).
 
 | aggregation | weight of a trained token | used by |
 | --- | --- | --- |

@@ -1,4 +1,4 @@
-"""From the config to running groups: chooses the ranks, the executor and the rendezvous."""
+"""Starts the groups of ranks that the config describes: chooses the ranks, the executor and the rendezvous."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from meshrl.sync.layout import Layout
 
 @dataclass(slots=True)
 class Groups:
-    """The running ranks of a run. trainer is None when no rank trains, rollouts when no rank samples.
+    """The running ranks of a run. trainer is None when no rank trains; rollouts is None when no rank samples.
 
     Lost samplers are replaced at once. on_failure: called as soon as a failure is detected that the groups can't repair
     by themselves.

@@ -1,7 +1,7 @@
 """The process of one rank: reads commands from its socket, runs them on a RankWorker, sends the answers back.
 
 One asyncio loop, one thread. Plain methods (training) block the loop until they return; coroutine methods (sampling)
-become tasks and interleave. Answers of one tick of the loop are sent together.
+become tasks and interleave. Answers of one iteration of the loop are sent together.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ async def _serve(sock: socket.socket, spec: Any) -> None:
 
 
 def _end_if_broken(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """End this rank if a command can't be read or an answer can't be sent: its caller would wait for ever. The error is
-    printed on stderr."""
+    """End this rank if a command can't be read or an answer can't be sent: otherwise its caller would wait for
+    ever. The error is printed on stderr."""
     loop.default_exception_handler(context)
     if "handle" in context:  # a callback of _Server; errors of tasks are handled elsewhere
         os._exit(1)

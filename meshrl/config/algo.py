@@ -44,8 +44,8 @@ class LossConfig(Slice):
 
     kind: Literal["ppo_clip"] = field(
         "ppo_clip",
-        "PPO's clipped surrogate; or a user-defined function as package.module:name, which gets the other keys of this "
-        "section as arguments (docs/add_an_algorithm.md)",
+        "PPO's clipped surrogate loss; or a user-defined function as package.module:name, which gets the other keys of "
+        "this section as arguments (docs/add_an_algorithm.md)",
     )
     clip_low: float = field(0.2, "the ratio is clipped below at 1 - clip_low", gt=0, le=1)
     clip_high: float = field(0.2, "the ratio is clipped above at 1 + clip_high; 0.28 is DAPO's clip-higher", gt=0)
@@ -101,9 +101,11 @@ class AlgoConfig(Slice):
     )
     kl: KlConfig = field(KlConfig(), "KL divergence from the reference model; `off` is short for {coef: 0}")
     correction: Literal["off"] = field(
-        "off", "importance correction from sampler to trainer; off: at staleness 0 both have the same weights"
+        "off",
+        "importance correction for samples of other weights than the trainer's; off, because at staleness 0 sampler "
+        "and trainer have the same weights",
     )
-    entropy_coef: float = field(0.0, "weight of an entropy bonus in the loss; 0 = entropy is only measured")
+    entropy_coef: float = field(0.0, "weight of an entropy bonus in the loss; 0 = entropy is only reported")
 
     @field_validator("loss", mode="wrap")
     @classmethod
@@ -120,8 +122,8 @@ def algorithm_problems(algo: AlgoConfig, training: bool) -> Iterator[Problem]:
     if kl.coef > 0 and kl.estimator == "k1" and kl.place == "loss":
         yield Problem(
             ("algo.kl.estimator", "algo.kl.place"),
-            "k1 as a term of the loss has zero mean gradient on-policy: it would add noise and restrain nothing. "
-            "Use k3 or k2 in the loss, or k1 with place: reward.",
+            "k1 as a term of the loss has zero mean gradient on-policy: it would add noise, and not keep the policy "
+            "near the reference. Use k3 or k2 in the loss, or k1 with place: reward.",
         )
     if training:
         yield from _user_function("algo.advantage", algo.advantage, "groups", {})

@@ -1,5 +1,5 @@
-"""All checks of a config whose keys and types are right. Checks of one section are in the file of its slice; here are
-checks of several sections, and of choices that this version does not have. All of them run before torch is imported.
+"""All checks of a config whose keys and types are right. Checks of one section are in the file of its slice; this file
+checks several sections together, and choices that this version does not have. All of them run before torch is imported.
 
 Each check yields Problems: which keys, what is wrong, what to do. None raises, so that a user sees all of them at once.
 """
@@ -101,7 +101,7 @@ def unused(config: RunConfig | SftRunConfig) -> dict[str, str]:
 
 ONLY: dict[str, tuple[tuple[Any, ...], str]] = {  # key -> (what this version can do, why nothing else)
     "model.dtype": (("bfloat16", "float32"), "float16 gradients need loss scaling, which this version does not have"),
-    "model.vision": (("shard",), "this version trains text models only, so nothing reads the choice for vision towers"),
+    "model.vision": (("shard",), "this version trains text models only, which have no vision tower"),
     "train.mesh.ulysses": ((1,), "this version does not split rows over ranks yet; lower data.max_prompt_tokens"),
     "train.mesh.tp": ((1,), "this version has no tensor parallelism in training yet; shard with train.mesh.dp_shard"),
     "train.tensor_model_parallel_size": ((None, 1), "this version has no tensor parallelism in training yet"),
@@ -127,7 +127,9 @@ ALIASES = {
 def _aliases(case: Case) -> Iterator[Problem]:
     for alias, key in ALIASES.items():
         if alias in case.given and key in case.given and case.given[alias].value not in (None, case.given[key].value):
-            yield Problem((alias, key), "two names of one number, and they disagree: give one of them.")
+            yield Problem(
+                (alias, key), "these are two names of one number, with different values: give only one of them."
+            )
 
 
 def _unused(case: Case) -> Iterator[Problem]:

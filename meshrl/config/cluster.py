@@ -19,8 +19,12 @@ class Deadlines(Slice):
 
     start: float | None = field(None, "seconds in which the ranks' processes start and import torch", gt=0)
     load: float | None = field(None, "seconds in which the ranks connect and load models, or a checkpoint", gt=0)
-    rollout: float | None = field(None, "seconds for one answer of a sampler, with its request's time in queues", gt=0)
-    reward: float | None = field(None, "seconds for the gradings of one step; each also has reward.timeout_s", gt=0)
+    rollout: float | None = field(
+        None, "seconds for one answer of a sampler, including the time of its request in queues", gt=0
+    )
+    reward: float | None = field(
+        None, "seconds for all gradings of one step; reward.timeout_s also limits each grading", gt=0
+    )
     annotate: float | None = field(
         None, "seconds for one pass of the reference, or of the policy for old logprobs", gt=0
     )
@@ -45,30 +49,30 @@ NOT_IN_SFT = ("rollout", "reward", "annotate", "sync", "eval", "report")
 class ClusterConfig(Slice):
     executor: Literal["inline", "processes", "ray"] = field(
         "processes",
-        "processes = one for each rank, on this machine or where torchrun starts it; ray = on the machines of a Ray "
-        "cluster; inline = everything in this process, for a debugger",
+        "processes = one process for each rank, on this machine or on the machines where torchrun starts them; ray = "
+        "one actor for each rank, on the machines of a Ray cluster; inline = everything in this process, for debugging",
     )
     num_train_ranks: int = field(1, "FSDP2 ranks, one for each device (or share of the CPU)", ge=1)
     num_rollout_ranks: int = field(0, "ranks that only sample; 0 = the train ranks sample too", ge=0)
     nodes: int = field(
-        1, "machines that executor ray uses, each with the same number of ranks; torchrun sets its own number", ge=1
+        1, "machines that executor ray uses, each with the same number of ranks; under torchrun leave it at 1", ge=1
     )
     address: str | None = field(
         None,
-        "Ray cluster to run on, as host:port; null = RAY_ADDRESS, else the cluster that runs on this machine, else as "
-        "local; local = a new cluster for this run only",
+        "Ray cluster to run on, as host:port; local = a new cluster for this run only; null = RAY_ADDRESS if it "
+        "is set, else the cluster that runs on this machine, else local if one node is enough",
     )
     timeout_s: float = field(
         600.0,
-        "seconds that each phase of cluster.deadlines may take; a missed deadline ends the run, and the error names "
-        "rank and phase",
+        "seconds that a phase may take if its key in cluster.deadlines is null; a rank that misses a deadline has "
+        "failed (see cluster.max_restarts), and the error names rank and phase",
         gt=0,
     )
     deadlines: Deadlines = field(Deadlines(), "deadlines of single phases, in seconds; null = cluster.timeout_s")
     max_restarts: int = field(
         3,
-        "number of times that a run replaces failed ranks that only sample, and number of times that it restarts from "
-        "its last checkpoint after train ranks failed; the next failure ends the run",
+        "a run may replace this number of failed ranks that only sample, and may restart this number of times from its "
+        "last checkpoint after a failure of train ranks; the next failure ends the run",
         ge=0,
     )
 

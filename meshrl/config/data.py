@@ -17,7 +17,11 @@ Format = Literal["auto", "jsonl", "parquet", "datasets"]
 
 
 class DataSource(Slice):
-    path: str = field(..., "rows of this source, in any form that data.path accepts")
+    path: str = field(
+        ...,
+        "rows of the source NAME, in any form that data.path accepts; data.sources is a mixture of data sets, given in "
+        "place of data.path",
+    )
     weight: float = field(1.0, "share of the prompts that come from this source, relative to the other weights", gt=0)
     format: Format = field("auto", "as data.format")
     subset: str | None = field(None, "as data.subset")
@@ -35,12 +39,12 @@ class DataConfig(Slice):
     )
     sources: dict[str, DataSource] = field(
         {},
-        "in place of path: a mixture of data sets, by name; each step has the share of every set, to within a prompt",
+        "in place of path: a mixture of data sets, by name; each step has the share of every set, rounded to a prompt",
     )
     eval_path: str | None = field(None, "held-out rows, in any form that path accepts; null = no evaluation")
     format: Format = field("auto", "the format of path and eval_path; auto = by suffix, or by the files in the folder")
     subset: str | None = field(None, "configuration of a hub data set that has several, such as main of openai/gsm8k")
-    split: str | None = field(None, "split of a Hugging Face data set in path; required where it has several")
+    split: str | None = field(None, "split of a Hugging Face data set in path; required if the data set has several")
     eval_split: str | None = field(None, "split of a Hugging Face data set in eval_path")
     prompt: str = field(
         "question", "column with the question text or a list of chat messages; a.b = field b of column a"
@@ -60,10 +64,12 @@ class DataConfig(Slice):
     chat_template_kwargs: dict[str, Any] = field(
         {}, "variables that the chat template gets in every rendering, such as enable_thinking: false"
     )
-    max_prompt_tokens: int = field(1024, "limit of a prompt in tokens; longer ones are left out, and counted", ge=1)
+    max_prompt_tokens: int = field(1024, "limit of a prompt in tokens; longer prompts are left out and counted", ge=1)
     shuffle: bool = field(True, "draw the rows of each pass in a new random order, from run.seed")
     streaming: bool = field(
-        False, "read and render each row when it is drawn, for sets larger than memory; a bad row fails only then"
+        False,
+        "read and render each row only when it is drawn, for data sets larger than memory; an invalid row is an error "
+        "only when it is drawn",
     )
     eval_limit: int | None = field(None, "rows of eval_path to use, from its start; null = all", ge=1)
 

@@ -66,7 +66,7 @@ def batch_lines(config: RunConfig | SftRunConfig, num_data_rows: int | None) -> 
         lines += [
             ("longest row", _longest(config, longest)),
             ("tokens per optimizer step", f"at most {rows} x {longest:,} = {rows * longest:,}"),
-            ("micro-batches per rank", f"at most {most} an optimizer step, of {budget:,} tokens each"),
+            ("micro-batches per rank", f"at most {most} per optimizer step, of {budget:,} tokens each"),
         ]
     return lines + _totals(config, num_data_rows)
 
@@ -74,7 +74,7 @@ def batch_lines(config: RunConfig | SftRunConfig, num_data_rows: int | None) -> 
 def _rl_rows(config: RunConfig) -> list[tuple[str, str]]:
     loop, updates = config.loop, config.train.updates_per_step
     rows = loop.prompts_per_step * loop.samples_per_prompt
-    policy = "on-policy: ratio 1, no clipping" if updates == 1 else "the ratio leaves 1 after the first"
+    policy = "on-policy: ratio 1, no clipping" if updates == 1 else "only the first of each step is on-policy"
     samplers = config.cluster.num_rollout_ranks
     place = f"{samplers} separate ranks" if samplers else "colocated in the train ranks"
     return [

@@ -38,14 +38,18 @@ class LoopConfig(Slice):
 
 
 class SftConfig(Slice):
-    path: str = field(..., "JSONL file; each row has a `messages` list, and the assistant's turns in it are trained")
+    path: str = field(
+        ...,
+        "training rows, in any form that data.path accepts; each row has a list of chat messages, in which the "
+        "assistant's messages are trained",
+    )
     messages: str = field("messages", "column with the chat messages")
     chat_template: str | None = field(None, "as data.chat_template")
     chat_template_kwargs: dict[str, Any] = field({}, "as data.chat_template_kwargs")
     rows_per_step: int = field(64, "rows in one optimizer step", ge=1)
     num_steps: int = field(..., "optimizer steps", ge=1)
     save_every_steps: int = field(0, "steps between checkpoints; 0 = only at the end and when interrupted", ge=0)
-    max_row_tokens: int = field(1024, "limit of a row in tokens; longer ones are left out, and counted", ge=1)
+    max_row_tokens: int = field(1024, "limit of a row in tokens; longer rows are left out and counted", ge=1)
     shuffle: bool = field(True, "draw the rows of each pass in a new random order, from run.seed")
 
 
@@ -65,4 +69,4 @@ def loop_problems(config: RunConfig, evaluates: bool) -> Iterator[Problem]:
         )
     if config.data.eval_path is None and (loop.eval_every_steps or evaluates):
         keys = ("data.eval_path", "loop.eval_every_steps") if loop.eval_every_steps else ("data.eval_path",)
-        yield Problem(keys, "an evaluation needs held-out rows: give data.eval_path a JSONL file.")
+        yield Problem(keys, "an evaluation needs held-out rows: set data.eval_path to a file of such rows.")

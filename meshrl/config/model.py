@@ -16,12 +16,14 @@ if TYPE_CHECKING:
 
 class LoraConfig(Slice):
     enabled: bool = field(False, "train low-rank adapters instead of all weights")
-    rank: int = field(16, "rank of an adapter B A: rows of A, columns of B; a higher rank learns more", ge=1)
+    rank: int = field(
+        16, "rank of an adapter B A, the number of rows of A and of columns of B; a higher rank can learn more", ge=1
+    )
     alpha: float = field(32.0, "an adapter's output is multiplied by alpha / rank; twice the rank is usual", gt=0)
     targets: list[str] = field(
         ["all-linear"],
-        "linear layers that get an adapter, by the last part of their names, such as q_proj; all-linear, as the only "
-        "entry = all but the head",
+        "linear layers that get an adapter, by the last part of their names, such as q_proj; all-linear as the only "
+        "entry = all linear layers except the head",
     )
 
     @property
@@ -38,7 +40,8 @@ class ModelConfig(Slice):
         "bfloat16", "dtype in which trainer and sampler compute; the trainer stores parameters in train.master_dtype"
     )
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = field(
-        "auto", "all four values give the same packed attention over torch's SDPA, which picks its kernel by hardware"
+        "auto",
+        "all four values give the same packed attention with torch's SDPA, which chooses its kernel for the hardware",
     )
     lora: LoraConfig = field(LoraConfig(), "low-rank adapters")
     vision: Literal["shard", "replicate", "freeze"] = field(

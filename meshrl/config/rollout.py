@@ -29,7 +29,9 @@ class SamplingConfig(Slice):
     temperature: float = field(
         1.0, "the logits are divided by it, in sampler and trainer; 1 = the distribution of the model", ge=0
     )
-    max_new_tokens: int = field(256, "limit of an answer in tokens; of each turn, if an agent takes several", ge=1)
+    max_new_tokens: int = field(
+        256, "limit of an answer in tokens; if an agent takes several turns, limit of each turn", ge=1
+    )
     top_p: float = field(
         1.0,
         "sample only from the most likely tokens that together have this probability; 1 = off, as training requires",
@@ -64,7 +66,7 @@ class VllmConfig(Slice):
     )
     args: list[str] = field([], "more arguments for vLLM's API server, written as on its command line")
     kv_cache_bytes: int | None = field(
-        None, "size of the KV cache on each device, in bytes; null = by gpu_memory_utilization, 1 GiB on a CPU", ge=1
+        None, "bytes of the KV cache on each device; null = by gpu_memory_utilization on a GPU, 1 GiB on a CPU", ge=1
     )
     gpu_memory_utilization: float = field(
         0.5,
@@ -130,7 +132,7 @@ class EndpointConfig(Slice):
     weights: Literal["none", "files"] = field(
         "none",
         "how the server gets new weights: files = each version is written to a folder, then reload_url is called; "
-        "none = never, for evaluation",
+        "none = it never gets new weights, which is enough for evaluation",
     )
     reload_url: str | None = field(
         None,
@@ -176,8 +178,9 @@ class RolloutConfig(Slice):
         "full",
         "full = send all weights; delta = send only weights that changed since the last sync, if the sampler has that "
         "version. delta sends fewer bytes, but needs one more copy of the weights in the sampler's dtype, sharded over "
-        "the train ranks, and, for each replica of an engine other than embedded, one in host memory. With LoRA only "
-        "the adapters are sent",
+        "the train ranks; each replica of an engine other than embedded needs one more copy in host memory. With LoRA, "
+        "an embedded sampler always gets only the adapters; another engine gets only the adapters with delta, "
+        "and merged weights with full",
     )
 
     release_memory: bool = field(
@@ -187,8 +190,8 @@ class RolloutConfig(Slice):
     )
     sync_transport: Literal["auto", "broadcast"] = field(
         "auto",
-        "how weights are sent to samplers in separate ranks: auto = by shared memory, between machines by TCP; "
-        "broadcast = by a process group of each sender with all samplers (NCCL on GPUs, else gloo), for many samplers",
+        "how weights are sent to samplers in separate ranks: auto = by shared memory, or by TCP between machines; "
+        "broadcast = by a process group of each sender and all samplers (NCCL on GPUs, else gloo), for many samplers",
     )
 
     @property
@@ -319,8 +322,8 @@ def _endpoint(config: RunConfig, purpose: str, tp_key: str) -> Iterator[Problem]
         yield from _address("rollout.endpoint.url", cfg.url)
     if purpose == "train" and cfg.weights == "none":
         text = (
-            "a sampler whose weights never change can be evaluated, but trained for one step only. Use "
-            "weights: files if the server can load a folder, or engine vllm or sglang."
+            "a server whose weights never change can be evaluated, but can't sample for training after the first "
+            "step. Use weights: files if the server can load a folder, or engine vllm or sglang."
         )
         yield Problem(("rollout.endpoint.weights",), text)
     if cfg.reload_url is not None:

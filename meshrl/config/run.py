@@ -33,7 +33,7 @@ class RunSection(Slice):
         "checkpoint, if there is one; or the folder of a checkpoint, of this run or of another",
     )
     keep_checkpoints: int = field(
-        2, "number of newest training states to keep on disk; models saved with older ones are kept, too", ge=1
+        2, "number of newest training states to keep on disk; the models of older checkpoints are kept, too", ge=1
     )
 
 
@@ -123,7 +123,7 @@ def _resume(case: Case) -> Iterator[Problem]:
         return
     if run.resume == "auto":
         if run.name == "auto":
-            text = "a name made from the time never names an earlier run. Give the run a name of its own."
+            text = "with run.name auto each run gets a new name, so there is no earlier run to resume. Set run.name."
             yield Problem(("run.resume", "run.name"), text)
         return
     path, places = find(case.given["run.resume"], case.folder)

@@ -1,4 +1,4 @@
-"""Every dotted key of a configuration, read off the slices: for errors, `meshrl config` and docs/config.md."""
+"""Every dotted key of a configuration, read from the slices: for errors, `meshrl config` and docs/config.md."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from meshrl.config.base import Slice
 from meshrl.config.values import show
 
-LONGEST_MISSPELT = 200  # characters; a longer key is not a misspelt one, and comparing it would take minutes
+LONGEST_MISSPELT = 200  # characters; a longer key is no misspelt key, and comparing it with all keys would take minutes
 NAME = "NAME"  # the part of a dotted key that the user chooses, as in reward.terms.NAME.kind
 
 
@@ -75,8 +75,8 @@ def locate(keys: dict[str, Key], path: str) -> tuple[Key | None, str]:
 def nearest(
     keys: dict[str, Key], path: str, is_section: bool = False, count: int = 3, least: float = 0.65
 ) -> list[str]:
-    """The keys that a user may have meant: the equivalent of another framework's name, else keys by similarity of the
-    last part, then of the section. is_section: the unknown key is a section. least: the lowest similarity, 0 to 1, of
+    """The keys that a user may have meant: first the key that has this name in another framework, then keys with a
+    similar last part and section. is_section: the unknown key is a section. least: the lowest similarity, 0 to 1, of
     the last parts."""
     if len(path) > LONGEST_MISSPELT:
         return []

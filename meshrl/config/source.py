@@ -96,7 +96,7 @@ class Reader:
         if base is None:
             return [tree]
         if not isinstance(base, Value) or not isinstance(base.value, str):
-            raise ConfigError(f"{path}: `base` is the name of one config file to inherit from")
+            raise ConfigError(f"{path}: `base` must be the name of one config file to inherit from")
         below = path.parent / base.value
         if not is_there(below):
             raise ConfigError(
@@ -179,7 +179,8 @@ class Reader:
         if self._num_values > MAX_VALUES:
             raise ConfigError(
                 f"{origin}: more than {MAX_VALUES:,} values, counting those of an alias (*name) in each place "
-                "where it is used; a config has some hundred. Remove the aliases, or give the rows as a data file"
+                "where it is used; a normal config has some hundred values. Remove the aliases, or give the "
+                "rows as a data file"
             )
         _require_no_tag(node, origin)
         if isinstance(node, yaml.SequenceNode):
@@ -198,7 +199,7 @@ class Reader:
                 raise ConfigError(f"{name}:{line}: a key must be a single word, not a list or a mapping")
             if key.value in first:
                 origin = name if name == COMMAND_LINE else f"{name}:{line}"
-                text = f"given twice, first in line {first[key.value]}: YAML would drop one of them. Remove one."
+                text = f"given twice, first in line {first[key.value]}: YAML would ignore one of them. Remove one."
                 self.problems.append(Problem((dotted(path, key.value),), text, origin))
                 continue
             first[key.value] = line
@@ -220,7 +221,7 @@ def _compose(text: str, where: str) -> yaml.Node | None:
         raise ConfigError(f"{where} is not valid YAML: {e}") from e
     except (RecursionError, ValueError, OverflowError) as e:  # the last two for escapes that are not a character
         at = f" in line {loader.line + 1}" if loader is not None else ""
-        what = "sections or lists are nested hundreds deep" if isinstance(e, RecursionError) else str(e)
+        what = "sections or lists are nested too deeply" if isinstance(e, RecursionError) else str(e)
         raise ConfigError(f"{where} is not valid YAML{at}: {what}") from e
 
 

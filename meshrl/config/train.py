@@ -23,7 +23,8 @@ class TrainMeshConfig(Slice):
 
 class OptimizerConfig(Slice):
     kind: Literal["adamw"] = field(
-        "adamw", "Adam with decoupled weight decay, on matrices only; the usual optimizer in RL of language models"
+        "adamw",
+        "Adam with decoupled weight decay, which applies to matrices only; the usual choice in RL of language models",
     )
     lr: float = field(1e-6, "peak learning rate; 1e-6 is the usual full fine-tuning RL value", gt=0)
     betas: tuple[float, float] = field(
@@ -33,7 +34,8 @@ class OptimizerConfig(Slice):
     eps: float = field(1e-8, "added to the square root of the second moment", gt=0)
     weight_decay: float = field(
         0.0,
-        "each optimizer step reduces matrices by weight_decay x lr of their value; 0: RL stays near its start anyway",
+        "each optimizer step subtracts weight_decay x lr x value from matrices; 0, because RL stays near its start "
+        "without it",
         ge=0,
     )
     clip: float = field(1.0, "limit of the global gradient norm; larger gradients are scaled down to it; 0 = off", ge=0)
@@ -47,7 +49,9 @@ class SchedulerConfig(Slice):
     warmup_steps: int = field(
         0, "optimizer steps in which lr rises to its peak; fewer than the run's optimizer steps", ge=0
     )
-    min_lr_ratio: float = field(0.0, "lr at the end of linear and cosine, as a share of the peak", ge=0, le=1)
+    min_lr_ratio: float = field(
+        0.0, "learning rate at the end of linear and cosine, as a fraction of the peak", ge=0, le=1
+    )
 
 
 class TrainConfig(Slice):
@@ -65,16 +69,16 @@ class TrainConfig(Slice):
     )
     max_tokens_per_microbatch: int = field(
         16384,
-        "tokens packed into one micro-batch of one rank; lower it when memory runs out, results stay the same",
+        "tokens packed into one micro-batch of one rank; a lower value needs less memory and gives the same results",
         ge=1,
     )
     share_prompts: bool = field(
-        True, "compute a group's prompt once per micro-batch, with the same gradient; false only for comparisons"
+        True, "compute a group's prompt once per micro-batch; the gradient is the same; use false only for comparisons"
     )
     updates_per_step: int = field(
         1,
-        "optimizer steps per rollout step; 1 = on-policy; with more, the later ones train on samples of older weights; "
-        "must divide loop.prompts_per_step",
+        "optimizer steps per rollout step; 1 = on-policy; with more, all but the first train on samples of older "
+        "weights; must divide loop.prompts_per_step",
         ge=1,
     )
     master_dtype: Literal["float32", "bfloat16"] = field(
@@ -84,7 +88,7 @@ class TrainConfig(Slice):
     optimizer: OptimizerConfig = field(OptimizerConfig(), "the optimizer")
     scheduler: SchedulerConfig = field(SchedulerConfig(), "the learning rate over the run, counted in optimizer steps")
     logprob_chunk_tokens: int = field(
-        2048, "tokens whose logits exist at one time; fewer save memory, results stay the same", ge=1
+        2048, "tokens whose logits exist at one time; a lower value needs less memory and gives the same results", ge=1
     )
 
     def data_ranks(self, num_train_ranks: int) -> tuple[int, int]:

@@ -10,7 +10,7 @@ class MeshrlError(Exception):
 
 
 class ConfigError(MeshrlError):
-    """A configuration that can't run; raised before torch is imported."""
+    """A configuration that can't run; raised before any model is loaded, most of them before torch is imported."""
 
 
 class DataError(MeshrlError):
@@ -56,8 +56,8 @@ class EngineEnded(EngineFailure):
 
 class RankFailure(MeshrlError):
     """A rank worker died, raised or gave no answer. phase: what it was doing, a name of `cluster.deadlines`. cause: one
-    line. details: what follows that line, as a traceback. stacks: where every rank stood, in full; not in the text.
-    kind: raised | ended | silent; the last two may not happen again."""
+    line. details: what follows that line, as a traceback. stacks: the stacks of all ranks, which are not in the text.
+    kind: raised | ended | silent; after the last two, a retry may succeed."""
 
     def __init__(self, rank: int, phase: str, cause: str, details: str = "", stacks: str = "", kind: str = "ended"):
         super().__init__(rank, phase, cause, details, stacks, kind)

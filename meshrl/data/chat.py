@@ -88,7 +88,7 @@ def _require_plain_files(folder: Path) -> None:
             ) from cause
         if "auto_map" in found and name == "tokenizer_config.json" and not is_there(folder / "tokenizer.json"):
             raise DataError(
-                f"{file}: auto_map asks for code of its own ({found['auto_map']!r:.120}), which meshrl never runs. "
+                f"{file}: auto_map names code of its own ({found['auto_map']!r:.120}), which meshrl never runs. "
                 "Give a tokenizer that was saved as tokenizer.json."
             )
 
@@ -123,7 +123,7 @@ def template_text(given: str | Path) -> str:
     except Unreadable as cause:
         raise DataError(str(cause)) from cause
     if not is_template_text(text):
-        raise DataError(f"has neither {{{{ nor {{% in it, so every prompt would read {text[:60]!r}")
+        raise DataError(f"has neither {{{{ nor {{% in it, so every prompt would be the text {text[:60]!r}")
     return text
 
 
@@ -153,7 +153,7 @@ def variables_read_by(text: str) -> set[str]:
         what = (cause.message or "").rstrip(".")  # the caller ends the sentence
         raise DataError(f"is not valid Jinja in line {cause.lineno} ({line:.120}): {what}") from cause
     except RecursionError as cause:
-        raise DataError("is not Jinja that can be read: blocks are nested hundreds deep") from cause
+        raise DataError("is not valid Jinja: its blocks are nested too deeply") from cause
 
 
 def require_read(variables: Iterable[str], reads: set[str]) -> None:
@@ -371,8 +371,8 @@ def _turn_end(tokenizer: Any, ids: np.ndarray, start: int, stops: frozenset[int]
     if len(hits) == 0:
         text, names = tokenizer.decode(ids[start:].tolist())[-40:], tokenizer.convert_ids_to_tokens(sorted(stops))
         raise DataError(
-            f"the chat template writes {text!r} to the end of an assistant turn, with none of the stop ids "
-            f"{dict(zip(sorted(stops), names))} in it: a model trained on it would never stop. Add the template's end "
+            f"the chat template writes {text!r} at the end of an assistant turn, which contains none of the stop ids "
+            f"{dict(zip(sorted(stops), names))}: a model trained on it would never stop. Add the template's end "
             "token to eos_token_id in generation_config.json, or to rollout.sampling.stop_token_ids."
         )
     return start + int(hits[0]) + 1
@@ -386,6 +386,6 @@ def _require_prefix(tokenizer: Any, head: np.ndarray, full: np.ndarray, why: str
     at = int(differ[0]) if len(differ) else shared
     shorter, longer = (tokenizer.decode(ids[at : at + 8].tolist()) for ids in (head, full))
     raise DataError(
-        f"this chat template can't be split into turns: {why}. At token {at} the shorter rendering reads {shorter!r} "
-        f"and the longer {longer!r}."
+        f"this chat template can't be split into turns: {why}. At token {at} the shorter rendering has {shorter!r}, "
+        f"and the longer one has {longer!r}."
     )

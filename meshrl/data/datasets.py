@@ -106,7 +106,7 @@ class PromptMaker:
 
     def _mapped(self, raw: RawRow, function: Callable[[Row], Any]) -> dict[str, Any]:
         prefix = f"{raw.where}: data.map {self.cfg.map}"
-        wanted = f"it should be a dict of prompt or messages, and maybe {', '.join(MAPPED[2:])}"
+        wanted = f"it should be a dict with prompt or messages, and optionally {', '.join(MAPPED[2:])}"
         try:
             made = function(raw.data)
         except Exception as error:  # user code: it may raise anything
@@ -192,8 +192,8 @@ def _require_known(ids: np.ndarray, tokenizer: Any, vocab_size: int | None, wher
     bad = int(ids[at])
     raise DataError(
         f"{where}: token {at} of {len(ids)} is {tokenizer.convert_ids_to_tokens(bad)!r}, id {bad}, but the model's "
-        f"embedding ends with id {vocab_size - 1}: it has {vocab_size} ids, its tokenizer {len(tokenizer)}. Put the "
-        "tokenizer that the model was trained with into model.path, or make the embedding larger "
+        f"embedding ends with id {vocab_size - 1}: the embedding has {vocab_size} ids, the tokenizer {len(tokenizer)}. "
+        "Put the tokenizer that the model was trained with into model.path, or make the embedding larger "
         "(resize_token_embeddings, then save_pretrained)"
     )
 

@@ -51,7 +51,7 @@ def _kind_of_folder(place: Path, format: str) -> Kind:
         saved = "was not made by save_to_disk" if format in ("auto", "datasets") else "so no shards"
         raise DataError(f"is a folder, not a file; it {files}{saved}")
     if len(found) > 1:
-        raise DataError(f"is a folder that could be read as {' or as '.join(found)}; choose one by format")
+        raise DataError(f"is a folder that could be read as {' or as '.join(found)}; set format to one of them")
     return found[0]
 
 
@@ -101,7 +101,7 @@ def require_own_arrow_files(folder: Path) -> None:
     entries = named if isinstance(named, list) else [named]
     names = [str(entry["filename"]) for entry in entries if isinstance(entry, dict) and "filename" in entry]
     if not names or len(names) < len(entries):
-        raise DataError(f"state.json in it: _data_files should be a list of {{filename}}, not {named!r:.80}")
+        raise DataError(f"state.json in it: _data_files should be a list of objects with a filename, not {named!r:.80}")
     for name in names:
         prefix = f"state.json in it names {name!r:.200}: "
         if (folder / name).parent != folder:

@@ -254,9 +254,9 @@ class _Comparison(torch.nn.Module):
 def _require_same(difference: float, lm: PreTrainedModel, path: str | Path) -> None:
     if not difference <= TOLERANCE_NATS:
         raise ConfigError(
-            f"{type(lm).__name__} of {str(path)!r} scores packed tokens {difference:.2g} nats away from Transformers' "
-            f"own forward (allowed: {TOLERANCE_NATS:g}): its rows see each other, or its head computes something that "
-            "meshrl does not know. Choose another model"
+            f"{type(lm).__name__} of {str(path)!r} gives packed tokens logprobs that differ by {difference:.2g} nats "
+            f"from Transformers' own forward (allowed: {TOLERANCE_NATS:g}): its rows affect each other, or its head "
+            "computes something that meshrl does not know. Choose another model"
         )
 
 

@@ -1,7 +1,7 @@
-"""LoRA adapters, made and computed by peft: the trained parameters, their names, and the merged weights.
+"""LoRA adapters, which peft creates and computes: the trained parameters, their names, and the merged weights.
 
-A layer's x W^T becomes x W^T + s (x A^T) B^T. W is frozen, in the compute dtype; A and B are trained. On
-the wire, in checkpoints and in digests q_proj.weight is W, q_proj.lora_A.weight A, q_proj.lora_B.weight B.
+A layer's x W^T becomes x W^T + s (x A^T) B^T. W is frozen, in the compute dtype; A and B are trained. In
+weight transfers, checkpoints and digests their names are q_proj.weight, q_proj.lora_A.weight and q_proj.lora_B.weight.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _WIRE_A, _WIRE_B = ".lora_A.weight", ".lora_B.weight"
 
 def add_adapters(lm: torch.nn.Module, cfg: LoraConfig, dtype: torch.dtype, path: str | Path) -> None:
     """Give the target layers an A and a B in `dtype`, on the layer's device. Only these require a gradient afterwards.
-    Their values are still to be set, by `init_adapters`, a checkpoint or a sync.
+    Their values are set later, by `init_adapters`, a checkpoint or a sync.
 
     Raises: ConfigError when a target is no linear layer of the model, or is its head.
     """
@@ -48,8 +48,8 @@ def add_adapters(lm: torch.nn.Module, cfg: LoraConfig, dtype: torch.dtype, path:
 
 @torch.no_grad()
 def init_adapters(lm: torch.nn.Module) -> None:
-    """Set A as peft draws it, with one generator for each layer, so that the values depend only on the layer's name.
-    Set B = 0, so that the adapters change nothing at first."""
+    """Set A with peft's distribution, with one generator for each layer, so that the values depend only on the layer's
+    name. Set B = 0, so that the adapters change nothing at first."""
     for name, p in named_weights(lm):
         if name.endswith(_WIRE_A):
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
@@ -183,7 +183,7 @@ def save_adapter(tensors: dict[str, torch.Tensor], cfg: LoraConfig, path: str, f
 
 def _target_names(lm: Any, cfg: LoraConfig, path: str | Path) -> list[str]:
     """Full names of the layers that get adapters. peft itself would accept targets that are no linear layer, and ignore
-    targets that do not exist. Routers and experts of a mixture are no torch.nn.Linear and get none."""
+    targets that do not exist. Routers and experts of a mixture are not torch.nn.Linear modules and get no adapter."""
     head = lm.get_output_embeddings()
     linear = [name for name, m in lm.named_modules() if type(m) is torch.nn.Linear and m is not head]
     if cfg.targets == ["all-linear"]:
@@ -193,8 +193,8 @@ def _target_names(lm: Any, cfg: LoraConfig, path: str | Path) -> list[str]:
     if unused or not meant:
         known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
         raise ConfigError(
-            f"model.lora.targets are {cfg.targets}, but no linear layer of {str(path)!r} below its head is called "
-            f"{', '.join(unused) or 'nothing'}. There are {known}; or give only all-linear"
+            f"model.lora.targets has {', '.join(unused) or 'no name'}, but the linear layers of {str(path)!r}, except "
+            f"its head, are {known}. Give some of these names, or only all-linear"
         )
     return [name for name in linear if any(name in names for names in meant.values())]
 

@@ -97,7 +97,9 @@ def _assign(
         hub_name = (spelled or candidates)[0]
         if hub_name in found:
             one = found[hub_name]
-            raise ConfigError(f"{one.file}: {one.name!r} and {name!r} are both for {hub_name!r}; remove one of them")
+            raise ConfigError(
+                f"{one.file}: {one.name!r} and {name!r} are both the weight {hub_name!r}; remove one of them"
+            )
         found[hub_name] = stored[name]
     return found, unexpected, ""
 
@@ -106,8 +108,8 @@ def _require_fit(name: str, entry: StoredTensor, shape: tuple[int, ...], wanted:
     """Raises: ConfigError when a tensor of the files has another shape or kind than the model's."""
     if entry.shape != shape:
         raise ConfigError(
-            f"{entry.file}: {entry.name!r} makes {name!r} {list(entry.shape)}, but config.json makes it {list(shape)} "
-            f"in {model}. They are of different models"
+            f"{entry.file}: {entry.name!r} has shape {list(entry.shape)}, but with config.json {name!r} of {model} has "
+            f"shape {list(shape)}. The file and config.json are of different models"
         )
     dtype = DTYPES.get(entry.kind)
     if dtype is None or dtype.is_floating_point != wanted.is_floating_point():

@@ -88,7 +88,7 @@ def read_header(file: Path) -> list[StoredTensor]:
         end = 0
         for begin, stop, stored in entries:
             if begin != end:
-                what = "overlaps the tensor before it" if begin < end else "leaves a hole before it"
+                what = "overlaps the tensor before it" if begin < end else "leaves a gap before it"
                 raise Unreadable(f"tensor {stored.name} {what}: it begins at byte {begin} of the data, not at {end}")
             end = stop
         if end != size - start:
@@ -114,7 +114,7 @@ def _header(file: Path) -> tuple[int, int, dict[str, Any]]:
     with open_plain(file) as data:
         length = int.from_bytes(data.read(_LENGTH_BYTES), "little")
         if size < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, _MAX_HEADER_BYTES):
-            raise Unreadable(f"no safetensors file: a header of {length:,} bytes is announced in a file of {size:,}")
+            raise Unreadable(f"no safetensors file: its header should have {length:,} bytes, but the file has {size:,}")
         header = parse_json(decode(data.read(length)))
     if not isinstance(header, dict):
         raise Unreadable(f"no safetensors file: its header is a JSON {type(header).__name__}")

@@ -29,7 +29,7 @@ _PROOF_BYTES = hashlib.sha256().digest_size
 
 def listening_socket() -> socket.socket:
     """A socket that listens on a free port of all interfaces, IPv4 and IPv6: other machines may reach this one at an
-    address that it does not know."""
+    address that this machine does not know."""
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG)
     return socket.create_server(("", 0), backlog=_BACKLOG)
@@ -96,7 +96,7 @@ def connect(address: tuple[str, int], token: bytes, hello: Callable[[str], Any])
 
 
 def interface_of(ip: str) -> str | None:
-    """Name of the network interface with this address: gloo would choose one by the machine's name."""
+    """Name of the network interface with this address. Without it, gloo would choose an interface by the host name."""
     found = (name for name, all_of in psutil.net_if_addrs().items() for one in all_of if one.address == ip)
     return next(found, None)
 

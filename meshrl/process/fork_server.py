@@ -117,7 +117,6 @@ class _RequestServer:
         import numpy as np
 
         try:
-            end_with_parent(self.pid)
             for child in self.children:
                 self.forget(child)
             self.selector.close()

@@ -17,9 +17,9 @@ MAX_DIGITS = 10_000
 """Limit of decimal digits of a number, and of terms of a sum or product; a larger answer is not evaluated."""
 MAX_EXPRESSION_CHARS = 1_000
 MAX_NESTED_BRACKETS = 10
-"""Nesting depth of brackets; the time of the parser grows faster than linearly with it."""
+"""Limit of the nesting depth of brackets; the time of the parser grows faster than linearly with the depth."""
 MAX_ELEMENTS = 100
-"""Commas in an answer; math-verify compares the elements of two lists in every order."""
+"""Limit of the commas in an answer; math-verify compares the elements of two lists in every order."""
 _MAX_TREE_DEPTH = 100
 _SLOW_RUN = re.compile(r"(?:\^[^\^]{0,2}){6}|(?:\|[^|]{0,2}){9}")  # x^x^x^..., ||||...; the parser backtracks
 _DELIMITED = re.compile(r"\$[^$\n]+\$|\\\((?:(?!\\\)).)*|\\\[(?:(?!\\\]).)*", re.DOTALL)
@@ -41,8 +41,8 @@ def can_be_parsed(text: str) -> bool:
 def num_digits(expression: Any, depth: int = 0) -> float:
     """An upper estimate of the digits before the decimal point of each number in the evaluation of `expression`.
 
-    The inverse of a large number counts as the number; symbols count as 1, so that x^{2024} is small; a sum or product
-    over a range counts as its number of terms. A sum of n fractions can have a denominator with n times as many digits.
+    1/n counts as n. A symbol counts as 1, so that x^{2024} is small. A sum or product over a range counts as its number
+    of terms. A sum of n fractions can have a denominator with n times as many digits.
     """
     if depth > _MAX_TREE_DEPTH:
         return math.inf
@@ -80,7 +80,7 @@ def _log10(number: int) -> float:
 
 def _nested_brackets(text: str) -> int:
     deepest = 0
-    for paragraph in text.split("\n\n"):  # prose has unclosed brackets, whose number must not add up
+    for paragraph in text.split("\n\n"):  # text may contain unclosed brackets, which must not add up over paragraphs
         depth = 0
         for bracket in re.findall(r"[(\[{)\]}]", paragraph):
             depth = depth + 1 if bracket in "([{" else max(0, depth - 1)

@@ -176,8 +176,8 @@ async def _try_format(scorer: Scorer, name: str, term: RewardTerm, note: Note) -
     scores = await _scores(scorer, name, term, [(text, None) for text in TEXTS])
     if all(scores):
         note(
-            f"note: reward.terms.{name} with regex {term.args['regex']!r} fits {len(TEXTS)} texts of different forms, "
-            "also the empty one; a term that fits every completion teaches no form"
+            f"note: reward.terms.{name} with regex {term.args['regex']!r} matches {len(TEXTS)} texts of different "
+            "forms, including the empty one; a term that matches every completion does not reward a form"
         )
 
 

@@ -15,7 +15,7 @@ def join_turns(parts: Sequence[Turn]) -> Turn:
     """The turn that an uninterrupted request would have returned: concatenated outputs, the last part's stop_reason.
 
     Each part is an engine's answer to the same request, with all earlier outputs as its prefix_output; all but the
-    last were aborted. Versions may rise from part to part. Routed experts that a part did not record are -1; times
+    last were aborted. Later parts may have higher versions. Routed experts that a part did not record are -1; times
     are summed; engine_id lists the engines in order. The parts are not modified.
 
     Raises: MeshrlError when the parts do not belong to one turn.

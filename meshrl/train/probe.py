@@ -1,4 +1,4 @@
-"""The check of a model before training: its scores repeat, and packed rows do not see each other."""
+"""The check of a model before training: its scores are repeatable, and packed rows do not affect each other."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def require_independent_rows(
     such as a mean over the pack, is found by `require_same_scores`, in fp32.
 
     model: its name in errors. score: logprobs of samples packed in this order, by index.
-    Raises: ConfigError when the model scores at random, or lets packed rows see each other.
+    Raises: ConfigError when the model's scores are random, or when packed rows affect each other.
     """
     before, row, after = (
         _row("before", [(1 + i) % vocab_size for i in range(9)]),
@@ -34,15 +34,16 @@ def require_independent_rows(
     swapped = score([after, row, before])[1]
     if not np.array_equal(first, again):
         raise ConfigError(
-            f"{model} scores at random: a row's logprobs differ by {np.abs(first - again).max():.2g} nats when one "
+            f"{model} gives random scores: a row's logprobs differ by {np.abs(first - again).max():.2g} nats when one "
             "pack is scored twice, so ratios of new to old logprobs would be noise. It is in eval mode, without "
             "dropout, so one of its modules draws random numbers even there. Choose another model"
         )
     difference = np.abs(first - swapped).max()
     if not difference <= TOLERANCE_NATS:
         raise ConfigError(
-            f"{model} lets rows of one pack see each other: a row's logprobs differ by {difference:.2g} nats (allowed: "
-            f"{TOLERANCE_NATS:g}) when its neighbours are swapped. It can't be trained packed. Choose another model"
+            f"rows of one pack affect each other in {model}: a row's logprobs differ by {difference:.2g} nats "
+            f"(allowed: {TOLERANCE_NATS:g}) when its neighbours are swapped. It can't be trained packed. Choose "
+            "another model"
         )
 
 

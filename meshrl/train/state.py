@@ -5,7 +5,7 @@ buffer.NAME              buffers that belong to a model's files, such as a route
 optimizer.SLOT.NAME      the optimizer's state of a parameter: step, exp_avg, exp_avg_sq
 lora.base                int64[2], with LoRA: a digest of all frozen parameters, and the bits of the adapters' scale
 counters                 int64[2]: optimizer steps, steps skipped in a row
-rng.RANK.DEVICE          states of the rank's random generators; a rank without saved states keeps its own
+rng.RANK.DEVICE          states of the rank's random generators; a rank without saved states keeps its current ones
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def _require_same_base(saved: SavedTensors, folder: Path, lm: torch.nn.Module) -
 
 
 def _empty_slot(saved: SavedTensor, p: torch.nn.Parameter) -> torch.Tensor:
-    """A tensor like AdamW's: of the parameter's shape, or one number."""
+    """An empty tensor of AdamW's state, with the parameter's shape or with one element."""
     if not saved.shape:
         return torch.zeros((), dtype=saved.dtype, device=local_shard(p).device)
     return torch.zeros_like(p.detach())

@@ -254,11 +254,11 @@ def test_a_checkpoint_has_only_the_adapters_and_restores_them_on_other_ranks(poo
 @pytest.mark.parametrize(
     ("targets", "complaint"),
     [
-        (["lm_head"], "is called lm_head"),
-        (["embed_tokens"], "is called embed_tokens"),
-        (["q_proj", "v_porj"], "is called v_porj.*There are down_proj, gate_proj"),
-        (["q_proj", "all-linear"], "is called all-linear.*only all-linear"),
-        ([], "is called nothing"),
+        (["lm_head"], "has lm_head, but"),
+        (["embed_tokens"], "has embed_tokens, but"),
+        (["q_proj", "v_porj"], "has v_porj, but.*are down_proj, gate_proj"),
+        (["q_proj", "all-linear"], "has all-linear, but.*only all-linear"),
+        ([], "has no name"),
     ],
 )
 def test_a_target_that_is_no_linear_layer_is_refused(targets, complaint):

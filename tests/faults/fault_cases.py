@@ -159,9 +159,9 @@ A failed run first prints which rank failed, in which phase, and why:
 
 Below this line are the traceback of the exception and the stacks of the other ranks; `stacks.txt` in the run's folder
 has all threads of all ranks. The deadline of a phase is `cluster.deadlines.<phase>`, else `cluster.timeout_s`. If a
-rank does not answer, another rank that only waits for it may miss its deadline first. The error still names the right
-rank: it detects stopped processes, and ranks that wait in a collective of torch.distributed are not the cause as long
-as one rank is not in a collective.
+rank does not answer, another rank that only waits for it may miss its deadline first. The error still names the rank
+that is the cause: a rank with a stopped process, else a rank that is not in a collective of torch.distributed, because
+the others wait for it there.
 
 After a death by SIGKILL, the error states whether the memory controller of the run's cgroup has counted a kill since
 the start. For the faults in which the kernel kills a rank, the test puts the run into its own memory cgroup, so that
@@ -175,7 +175,7 @@ _TAIL = """
 
 With `cluster.num_rollout_ranks` above 0, a sampler that dies or does not answer is replaced as soon as the loss is
 detected: a new process loads the model, gets the trainer's weights with the same proofs as in any sync, and processes
-the requests of the lost one again. Seeds depend on prompts and positions, so the answers are the same. The limit is
+the requests of the lost sampler again. Seeds depend on prompts and positions, so the answers are the same. The limit is
 `cluster.max_restarts`; the metrics `rollout/ranks_replaced` and `rollout/requests_redone` count replacements and
 repeated requests. A rank that raises an exception is not replaced: the exception would be raised again.
 
@@ -203,20 +203,21 @@ detected when its command misses its deadline.
 ## Graders
 
 Reward functions run in their own processes, each grading with `reward.timeout_s` and `reward.max_memory_bytes`. A
-worker that dies is replaced and its grading repeated once (`reward/gradings_redone`). A worker that hangs is killed
-with all processes that it started, also those in their own sessions. A grading that fails is a typed failure, masked
-and counted, never a reward of 0; above `reward.max_failure_fraction` the run ends with an error that states the
-failures. The exception is an answer that `math_answer` can't evaluate in 1 s of CPU time: it is graded as wrong, and
-counted in `reward/math_timeouts`.
+worker that dies is replaced, and its grading is repeated once (`reward/gradings_redone`). A worker that hangs is killed
+with all processes that it started, including those in their own sessions. A grading that fails never gives a reward of
+0: it is counted, and its trajectory is left out of training. If the share of failed gradings is above
+`reward.max_failure_fraction`, the run ends with an error that lists examples of them. This does
+not apply to an answer that `math_answer` can't evaluate in 1 s of CPU time: it is graded as wrong, and counted in
+`reward/math_timeouts`.
 
 ## The entire run
 
-When the controller is killed, the ranks end with it (by a setting of the kernel) and the reward workers, too (their
-standard input closes). Ctrl-C and SIGTERM end the run with a checkpoint; see
+When the controller is killed, the kernel kills the ranks (`PR_SET_PDEATHSIG`), and the reward workers end because their
+standard input closes. Ctrl-C and SIGTERM end the run with a checkpoint; see
 [checkpoints](checkpoints.md#ctrl-c-and-sigterm).
 
 When all processes are killed at the same time, no process is left that could remove the segments of shared memory
 (`/dev/shm/meshrl_*`) and the temporary folders of the ranks. The next run of the same user on that machine removes
 them at its start (Linux). The process that creates such a resource holds a lock on it, which the kernel releases when
-the process dies; so resources in use are never removed, also those of other runs and containers.
+the process dies; so resources in use are never removed, including those of other runs and containers.
 """

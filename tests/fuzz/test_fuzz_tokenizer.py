@@ -113,7 +113,7 @@ def test_code_in_the_tokenizers_folder_is_not_run(folder: Path):
     with limits():
         assert load_tokenizer(folder).encode("ab 12")  # from tokenizer.json only
     (folder / "tokenizer.json").unlink()
-    with limits(), pytest.raises(DataError, match=r"tokenizer_config\.json: auto_map asks for code of its own"):
+    with limits(), pytest.raises(DataError, match=r"tokenizer_config\.json: auto_map names code of its own"):
         load_tokenizer(folder)
     assert not mark.exists()
 

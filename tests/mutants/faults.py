@@ -336,7 +336,7 @@ FAULTS = [
         "meshrl/parallel/fsdp.py",
         "if isinstance(module, FSDPModule):",
         "if module is root:",
-        ("tests/dist/test_shards_out.py::test_every_sharding_strategy_sends_each_shard_once[SHARD_GRAD_OP-rings]",),
+        ("tests/dist/test_streamed_load.py::test_every_sharding_strategy_reads_its_own_shards[SHARD_GRAD_OP]",),
     ),
     Fault(
         "one engine of many may sample with other weights",

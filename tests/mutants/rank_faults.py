@@ -10,8 +10,8 @@ _SERVER, _STARTER = "meshrl/process/fork_server.py", "meshrl/process/spawn.py"
 RANK_FAULTS = [
     Fault(
         "a forked rank outlives its fork server",
-        _SERVER,
-        "            end_with_parent(self.pid)\n",
+        _STARTER,
+        "    end_with_parent(parent)\n",
         "",
         (_FORKS + "test_a_killed_fork_server_ends_its_ranks_and_a_restart_starts_another",),
     ),

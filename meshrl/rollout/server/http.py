@@ -95,7 +95,7 @@ class HttpClient:
                             self._check(path, int(event["error"].get("code") or 500), text)
                         yield event
             except httpx2.TransportError as error:
-                raise EngineFailure(f"{self.name}: the answer to {path} broke off: {_cause(error)}") from error
+                raise EngineFailure(f"{self.name}: the answer to {path} was interrupted: {_cause(error)}") from error
             raise EngineFailure(f"{self.name}: the answer to {path} ended without its closing event")
 
     @asynccontextmanager

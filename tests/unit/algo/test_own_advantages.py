@@ -56,9 +56,12 @@ def test_the_function_gets_rewards_less_the_kl():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("of_the_first_group", "groups: there are 2, but the function returned 1"),
-        ("of_nothing", "groups: there are 2, but the function returned a NoneType"),
-        ("of_half_a_group", "trajectories of group 'a': there are 2, but the function returned 1"),
+        ("of_the_first_group", "groups: the function must return 2 entries, one for each, but it returned 1"),
+        ("of_nothing", "groups: the function must return 2 entries, one for each, but it returned a NoneType"),
+        (
+            "of_half_a_group",
+            "group 'a': the function must return 2 entries, one for each, but it returned 1",
+        ),
         ("of_three_tokens", r"shape \[99\]; it must be a number, or an array with one for each of the row's 3 tokens"),
         ("not_finite", "is inf; it must be finite"),
     ],

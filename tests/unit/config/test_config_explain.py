@@ -30,7 +30,7 @@ def test_explain_computes_the_sizes_of_a_step(good: Path):
     assert "100 prompt + 28 answer = 128 tokens" in _line(text, "# longest row")
     assert "16 x 128 = 2,048" in _line(text, "# tokens per optimizer step")
     # 16 rows on 2 ranks are 8 a rank; 300 // 128 = 2 rows of the longest length fit into one micro-batch.
-    assert "at most 4 an optimizer step" in _line(text, "# micro-batches per rank")
+    assert "at most 4 per optimizer step" in _line(text, "# micro-batches per rank")
     assert "120 prompts x 8 = 960" in _line(text, "# samples of the run")
     assert "4.00 of 30 rows" in _line(text, "# passes over the data")
 

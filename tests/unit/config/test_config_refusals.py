@@ -127,7 +127,7 @@ BAD: list[tuple[str, list[str]]] = [
     ("rollout.endpoint.reload_url=http://h:1/r", ["no effect", "rollout.engine is embedded"]),
     ("rollout.endpoint.folder=/tmp", ["no effect", "rollout.engine is embedded"]),
     # resuming a run
-    ("run.resume=auto", ["run.name = auto", "Give the run a name"]),
+    ("run.resume=auto", ["run.name = auto", "Set run.name"]),
     ("run.resume=nowhere", ["allowed: never, auto, or a checkpoint's folder", "nowhere"]),
     ("run.resume=.", ["is not a checkpoint", "state/manifest.json"]),
     ("run.keep_checkpoints=0", ["run.keep_checkpoints = 0", ">= 1"]),

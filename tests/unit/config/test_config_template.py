@@ -54,7 +54,7 @@ def test_variables_alone_are_left_to_the_tokenizers_own_template(load):
         (["chat_template='{% if m %}'"], ["is not valid Jinja in line 1 ({% if m %}): Unexpected end of template"]),
         (["chat_template=tiny"], ["is a folder, not a file"]),
         (["chat_template=latin.jinja"], ["not UTF-8 at byte 8"]),
-        (["chat_template=notes.txt"], ["has neither {{ nor {% in it", "every prompt would read 'hello'"]),
+        (["chat_template=notes.txt"], ["has neither {{ nor {% in it", "every prompt would be the text 'hello'"]),
         (["chat_template=broken.jinja"], ["broken.jinja is not valid Jinja in line 2 ({{ 1 + }})"]),
         (
             [f"chat_template={TEMPLATE!r}", "chat_template_kwargs.tune=kind"],

@@ -101,7 +101,7 @@ def test_a_template_that_can_not_be_used_is_refused_when_the_tokenizer_loads(
 
 def test_a_file_without_jinja_is_no_template(folder: Path):
     (folder / "notes.txt").write_text("hello")
-    with pytest.raises(DataError, match="every prompt would read 'hello'"):
+    with pytest.raises(DataError, match="every prompt would be the text 'hello'"):
         load_tokenizer(folder, str(folder / "notes.txt"))
 
 

@@ -193,8 +193,8 @@ def test_an_id_outside_the_embedding_is_reported_with_its_row(tmp_path):
     assert len(load_prompts(path, PromptMaker(config(path), tokenizer, vocab_size=vocab_size))[0]) == 2
     plain = tiny_tokenizer("{{ messages[0].content }}")
     words = (
-        rf"train\.jsonl:2: token 0 of 1 is 'z', id {z}, but the model's embedding ends with id {z - 1}: it has {z} ids"
-        rf", its tokenizer {len(tokenizer)}\. Put the tokenizer"
+        rf"train\.jsonl:2: token 0 of 1 is 'z', id {z}, but the model's embedding ends with id {z - 1}: the embedding "
+        rf"has {z} ids, the tokenizer {len(tokenizer)}\. Put the tokenizer"
     )
     with pytest.raises(DataError, match=words):
         load_prompts(path, PromptMaker(config(path), plain, vocab_size=z))

@@ -169,7 +169,7 @@ def test_a_split_has_to_be_named_where_there_are_several(tmp_path):
 def test_a_folder_of_two_kinds_is_read_as_the_one_that_is_named(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", questions(3))
     write_parquet(tmp_path / "a.parquet", questions(2))
-    with pytest.raises(DataError, match="could be read as jsonl or as parquet; choose one by format"):
+    with pytest.raises(DataError, match="could be read as jsonl or as parquet; set format to one of them"):
         open_table(tmp_path)
     assert open_table(tmp_path, "jsonl").num_rows == 3
     assert open_table(tmp_path, "parquet").num_rows == 2
@@ -279,8 +279,8 @@ def test_a_function_makes_prompts_of_rows_of_any_shape(maps):
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("nothing", "returned NoneType null; it should be a dict of prompt or messages"),
-        ("both", "returned 'prompt', 'messages'; it should be a dict of prompt or messages"),
+        ("nothing", "returned NoneType null; it should be a dict with prompt or messages"),
+        ("both", "returned 'prompt', 'messages'; it should be a dict with prompt or messages"),
         ("misspelt", "returned 'prompt', 'anwser'; it should be"),
         ("empty", "the prompt from data.map is an empty text"),
         ("deep", "the answer contains set .*not plain JSON"),

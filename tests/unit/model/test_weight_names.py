@@ -92,7 +92,7 @@ def test_a_tensor_that_the_model_does_not_have_is_named_with_its_file(folder):
 
 def test_a_tensor_of_another_shape_is_named_with_both(folder):
     _rewrite(folder, model__layers__0__mlp__up_proj__weight=torch.zeros(40, 32))
-    with pytest.raises(ConfigError, match=r"up_proj\.weight' \[40, 32\], but config\.json makes it \[48, 32\]"):
+    with pytest.raises(ConfigError, match=r"up_proj\.weight' has shape \[40, 32\], but .* has shape \[48, 32\]"):
         load_causal_lm(folder)
 
 
@@ -105,7 +105,7 @@ def test_integers_instead_of_floats_are_refused(folder):
 
 def test_two_tensors_with_one_hub_name_are_refused(folder):
     _rewrite(folder, norm__weight=torch.ones(32))
-    with pytest.raises(ConfigError, match=r"'model\.norm\.weight' and 'norm\.weight' are both for"):
+    with pytest.raises(ConfigError, match=r"'model\.norm\.weight' and 'norm\.weight' are both"):
         load_causal_lm(folder)
 
 

@@ -87,7 +87,7 @@ def test_a_math_verify_that_raises_ends_the_run_with_what_it_raised(tmp_path, mo
 @pytest.mark.parametrize("args", [{"regex": "[0-9]*", "where": "anywhere"}, {"regex": "(?s).*"}])
 def test_a_format_that_fits_every_text_gets_a_note(args):
     (note,) = try_terms({"form": RewardTerm(kind="format", args=args)})
-    assert note.startswith(f"note: reward.terms.form with regex {args['regex']!r} fits {len(TEXTS)} texts")
+    assert note.startswith(f"note: reward.terms.form with regex {args['regex']!r} matches {len(TEXTS)} texts")
 
 
 def test_a_format_that_fits_none_of_the_texts_gets_no_note():
