@@ -38,7 +38,7 @@ def list_keys(word: str | None = None) -> str:
     """All keys with type, default and meaning. With `word`: the keys whose name contains it, then those whose text has
     it as a separate word; if there are none, the keys with the nearest names."""
     keys = every_key()
-    found = [path for path, key in keys.items() if not key.is_section]
+    found = [path for path, key in keys.items() if "." in path and _is_listed(key)]
     lines: list[str] = []
     if word is not None:
         in_name = [path for path in found if word.lower() in path.lower()]
@@ -58,6 +58,11 @@ def list_keys(word: str | None = None) -> str:
     return "\n".join(lines)
 
 
+def _is_listed(key: Key) -> bool:
+    """Every key, and every section that has a text of its own; data.sources.NAME has none."""
+    return not key.is_section or key.default is not None
+
+
 def _now_only(path: str) -> str:
     """The values that this version supports, where the key's type allows more."""
     if path not in ONLY:
@@ -72,7 +77,7 @@ def markdown() -> str:
     for path, key in every_key().items():
         if "." not in path:
             parts.append(f"\n## {path}: {key.text}\n\n| key | type | default | meaning |\n| --- | --- | --- | --- |\n")
-        elif not key.is_section or key.default not in (None, "{}"):
+        elif _is_listed(key):
             default = "required" if key.default is None else f"`{key.default}`"
             row = (f"`{path}`", key.allowed, default, key.text + _now_only(path))
             parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |\n")

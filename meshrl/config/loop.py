@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from meshrl.config.algo import ADVANTAGE_NAMES
 from meshrl.config.base import Slice, field
+from meshrl.config.data import Format
 from meshrl.config.source import Problem
 
 if TYPE_CHECKING:
@@ -43,6 +44,9 @@ class SftConfig(Slice):
         "training rows, in any form that data.path accepts; each row has a list of chat messages, in which the "
         "assistant's messages are trained",
     )
+    format: Format = field("auto", "as data.format")
+    subset: str | None = field(None, "as data.subset")
+    split: str | None = field(None, "as data.split")
     messages: str = field("messages", "column with the chat messages")
     chat_template: str | None = field(None, "as data.chat_template")
     chat_template_kwargs: dict[str, Any] = field({}, "as data.chat_template_kwargs")

@@ -42,17 +42,27 @@ def check_data(case: Case) -> Iterator[Problem]:
     config = case.config
     section: tuple[str, DataConfig | SftConfig]
     if isinstance(config, SftRunConfig):
-        tables = [_Named(path="sft.path", columns={"sft.messages": config.sft.messages})]
-        section = "sft", config.sft
+        sft = config.sft
+        tables = [
+            _Named(
+                path="sft.path",
+                columns={"sft.messages": sft.messages},
+                format=sft.format,
+                split_key="sft.split",
+                split=sft.split,
+                subset_key="sft.subset",
+                subset=sft.subset,
+            )
+        ]
+        section = "sft", sft
     else:
         tables = list(_tables(config.data, case.purpose == "train"))
         section = "data", config.data
     kinds: dict[str, Kind] = {}
     for table in tables:
         yield from _table_problems(case, table, kinds)
-    if isinstance(config, RunConfig):
-        yield from _without_effect(config.data, tables, kinds)
     name, slice_ = section
+    yield from _without_effect(f"{name}.format", slice_.format, tables, kinds)
     yield from _chat_template(case, name, slice_.chat_template, slice_.chat_template_kwargs)
 
 
@@ -60,7 +70,7 @@ def count_rows(config: RunConfig | SftRunConfig) -> int | None:
     """Rows of the training table; None for a mixture, whose tables have separate epochs, and where counting takes long.
     Raises: DataError."""
     if isinstance(config, SftRunConfig):
-        path, format, split = config.sft.path, "auto", None
+        path, format, split = config.sft.path, config.sft.format, config.sft.split
     elif config.data.path is not None:
         path, format, split = config.data.path, config.data.format, config.data.split
     else:
@@ -146,9 +156,9 @@ def _columns(row: Row, prefix: str = "") -> list[str]:
     return names
 
 
-def _without_effect(data: DataConfig, tables: list[_Named], kinds: dict[str, Kind]) -> Iterator[Problem]:
-    if data.format != "auto" and kinds and set(kinds.values()) == {"rows"}:
-        yield Problem(("data.format",), "would have no effect: all rows are given in memory. Remove it.")
+def _without_effect(format_key: str, format: str, tables: list[_Named], kinds: dict[str, Kind]) -> Iterator[Problem]:
+    if format != "auto" and kinds and set(kinds.values()) == {"rows"}:
+        yield Problem((format_key,), "would have no effect: all rows are given in memory. Remove it.")
     for key in dict.fromkeys(table.subset_key for table in tables if table.subset is not None):
         paths = [table.path for table in tables if table.subset_key == key]
         found = {kinds[path] for path in paths if path in kinds}

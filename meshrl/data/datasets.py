@@ -163,7 +163,7 @@ def load_sft_rows(
     """
     stops = tuple(stop_ids)
     rows, lengths = [], []
-    table = open_table(path)
+    table = open_table(path, cfg.format, cfg.subset, cfg.split)
     for raw in table.rows():
         where = raw.where
         content = _column(raw.data, cfg.messages, "sft.messages", where)

@@ -99,7 +99,9 @@ def test_keys_are_found_by_name_by_description_and_by_similarity():
     none = list_keys("zzz")
     assert none.startswith("no key contains 'zzz'. No key has a similar name.") and "model, train, rollout" in none
     leaves = [path for path, key in every_key().items() if not key.is_section]
-    assert len(list_keys().splitlines()) == 2 * len(leaves)
+    sections = ["model.lora", "train.mesh", "data.sources", "cluster.deadlines"]
+    assert {*leaves, *sections} < {line.split()[0] for line in list_keys().splitlines()[::2]}
+    assert "\ncluster.deadlines   a section" in list_keys() and "NAME   " not in list_keys()
 
 
 def test_letters_inside_a_word_of_the_description_do_not_match():

@@ -230,6 +230,19 @@ def test_sft_rows_may_be_parquet(home):
         load_sft_config(path, ["sft.messages=chat"], further=[check_data])
 
 
+def test_sft_rows_may_be_one_split_of_a_data_set(home):
+    path = home / "sft.yaml"
+    path.write_text("model: {path: organisation/name}\nsft: {path: splits, num_steps: 1, messages: info}\n")
+    with pytest.raises(ConfigError, match=r"(?s)sft\.path.*the splits train, test.*must\s+be named"):
+        load_sft_config(path, further=[check_data])
+    loaded = load_sft_config(path, ["sft.split=test"], further=[check_data])
+    assert loaded.config.sft.split == "test" and count_rows(loaded.config) == 3
+    with pytest.raises(ConfigError, match=r"(?s)sft\.split.*only Hugging Face data sets have splits"):
+        load_sft_config(path, ["sft.path=train.jsonl", "sft.split=test"], further=[check_data])
+    with pytest.raises(ConfigError, match=r"(?s)sft\.subset.*on the Hugging Face hub have subsets"):
+        load_sft_config(path, ["sft.split=test", "sft.subset=main"], further=[check_data])
+
+
 def test_checks_of_every_kind_of_set_need_no_torch(home):
     code = (
         "import sys\nsys.modules['torch'] = sys.modules['transformers'] = None\n"
