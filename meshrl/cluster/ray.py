@@ -67,7 +67,7 @@ class RayExecutor(RemoteExecutor):
             await self._wait_for_machines(bundle)  # Ray notices a dead machine only after some time
             if time.monotonic() > until:
                 cause = f"Ray has not granted {spec.nodes} machines with {_listed(bundle)} within {limit:g} s"
-                raise RankFailure(0, "start", f"{cause}; other runs use them")
+                raise RankFailure(0, "start", f"{cause}: the cluster has them, but other work probably uses them")
         await granted
         here = ray.util.get_node_ip_address()
         self._bundles = _in_order(self._group, here)

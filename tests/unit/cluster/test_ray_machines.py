@@ -101,6 +101,6 @@ def test_a_machine_that_is_lost_while_ray_grants_machines_ends_the_start_long_be
 
 
 def test_a_run_waits_for_machines_of_other_runs_until_the_deadline_of_the_start(cluster):
-    with pytest.raises(RankFailure, match=r"not granted 2 machines with 1 CPU within 0\.6 s; other runs use them"):
+    with pytest.raises(RankFailure, match=r"not granted 2 machines with 1 CPU .*other work probably uses them"):
         start(cluster, 0.6)
     assert cluster.given_back == [cluster]
