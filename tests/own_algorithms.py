@@ -112,5 +112,11 @@ def of_three_tokens(groups: Sequence[Group]) -> list[list[np.ndarray]]:
     return [[np.zeros(99)] * len(group.rewards) for group in groups]
 
 
+def divided_by_the_spread(groups: Sequence[Group]) -> list[np.ndarray]:
+    """NaN for a group of equal rewards."""
+    with np.errstate(invalid="ignore"):
+        return [(group.rewards - group.rewards.mean()) / group.rewards.std() for group in groups]
+
+
 def not_finite(groups: Sequence[Group]) -> list[np.ndarray]:
     return [group.rewards / 0.0 for group in groups]

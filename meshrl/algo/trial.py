@@ -16,7 +16,8 @@ from meshrl.core.types import Sample
 
 
 def try_user_functions(cfg: AlgoConfig) -> None:
-    """Call the advantage with two groups of answers, and the loss with rows of two and three tokens.
+    """Call the advantage with three groups of answers, of which one has equal rewards, and the loss with rows of two
+    and three tokens.
 
     Raises: ConfigError when a function raises, or returns something that is not allowed.
     """
@@ -38,7 +39,8 @@ def _tried(key: str, path: str, trial: Callable[[], None]) -> None:
 
 
 def _advantage(cfg: AlgoConfig) -> None:
-    samples = [_sample(group, i, reward) for group in "ab" for i, reward in enumerate((1.0, 0.0, 0.5))]
+    groups = {"a": (1.0, 0.0, 0.5), "b": (1.0, 0.0, 0.5), "equal rewards": (1.0, 1.0, 1.0)}
+    samples = [_sample(group, i, reward) for group, rewards in groups.items() for i, reward in enumerate(rewards)]
     assign_advantages(samples, cfg.model_copy(update={"kl": KlConfig()}))
 
 

@@ -7,6 +7,8 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch.distributed as dist
+
 from meshrl.cluster.actors import RankWorker
 from meshrl.cluster.executor import WorkerSpec
 from meshrl.core.errors import ConfigError, RankFailure
@@ -25,8 +27,15 @@ class InlineExecutor:
         self.on_lost: Callable[[RankFailure], None] = lambda failure: None  # never: this process is the rank
         self.can_restart_trainers = False
         self.worker = RankWorker(specs[0])
+        self._is_started = False
 
     async def start(self) -> None:
+        if self.specs[0].trains and dist.is_initialized():
+            raise ConfigError(
+                "cluster.executor inline needs the process group of this process, and there is one already: of another "
+                "meshrl run in this process, or of your own code. End that first, or use executor processes"
+            )
+        self._is_started = True
         self.worker.start()
 
     async def call(self, rank: int, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -41,6 +50,9 @@ class InlineExecutor:
 
     async def close(self) -> None:
         """Free the engines, which contain reference cycles: this process continues."""
+        if not self._is_started:
+            return
+        self._is_started = False
         await self.worker.stop()
         self.worker = RankWorker(self.specs[0])
         forget_meshes()

@@ -119,6 +119,8 @@ def _load(
     in_memory: InMemory,
     further: Sequence[checks.Check],
 ) -> Loaded[C]:
+    if isinstance(overrides, str | Mapping):
+        raise ConfigError(f"overrides is {overrides!r:.80}; it must be a list of texts: ['train.optimizer.lr=1e-6']")
     path, reader, layers = _read(source)
     folder, keys = reader.folder, all_keys(model)
     tree: Tree = {}

@@ -310,8 +310,9 @@ def _from_hub(name: str, subset: str | None, split: str | None) -> DatasetTable:
         found = _datasets().load_dataset(name, name=subset, split=split)
     except (OSError, ValueError) as cause:  # no network, no such dataset, subset or split
         raise DataError(
-            f"can't be loaded from the Hugging Face hub: {cause}. If this machine can't reach the hub, download the "
-            "data set on another one, write it with save_to_disk or to_json, and give that path"
+            f"is no file or folder here, and can't be loaded from the Hugging Face hub: {cause}. If this machine can't "
+            "reach the hub, download the data set on another one, write it with save_to_disk or to_json, and give that "
+            "path"
         ) from cause
     if isinstance(found, dict):
         split = chosen_split(list(found), split)

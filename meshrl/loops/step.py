@@ -20,6 +20,7 @@ from meshrl.cluster.weight_sync import sync_weights
 from meshrl.config.algo import ADVANTAGE_NAMES
 from meshrl.config.rollout import SamplingConfig
 from meshrl.config.run import RunConfig
+from meshrl.core.errors import MeshrlError
 from meshrl.core.types import Metric, Prompt, Purpose, Sample, SamplingParams, Trajectory
 from meshrl.loops.deadlines import gather_with_deadline
 from meshrl.loops.job import Job, Task
@@ -83,7 +84,11 @@ async def collect(
         for prompt, ctx in [(prompt, context(prompt)) for prompt in prompts]
         for index in range(num_samples)
     ]
-    return await gather_with_deadline(cfg.cluster, "eval" if purpose == "eval" else "rollout", runs)
+    trajectories = await gather_with_deadline(cfg.cluster, "eval" if purpose == "eval" else "rollout", runs)
+    for trajectory in trajectories:
+        if not isinstance(trajectory, Trajectory):
+            raise MeshrlError(f"agent {cfg.agent.kind} returned {trajectory!r:.80}; it must return a Trajectory")
+    return trajectories
 
 
 async def grade(cfg: RunConfig, scorer: Scorer, trajectories: Sequence[Trajectory]) -> list[Metric]:
@@ -152,6 +157,11 @@ async def update(job: Job, updates: Sequence[Update]) -> list[Metric]:
         lr = learning_rate(job.num_updates, total, cfg.train.optimizer.lr, cfg.train.scheduler)
         step = await job.trainer.optim_step(lr)
         job.num_updates += 1
+        if step.skipped:
+            job.run.note(
+                f"step {job.step + 1}: the gradient norm is {step.grad_norm}, so this optimizer step is skipped; "
+                f"look at loss/* (the loss is {cfg.algo.loss.kind})"
+            )
         metrics += [
             Metric(name="train/grad_norm", sum=step.grad_norm, unit=""),
             Metric(name="train/lr", sum=lr, unit="1/step"),

@@ -105,6 +105,8 @@ def objects_of(
     quiet: bool = False,
 ) -> Objects:
     """Check a caller's arguments. rows: None for a key = the config contains its path. Raises: ConfigError."""
+    if rewards is not None and not isinstance(rewards, Mapping):
+        raise ConfigError(f"rewards is {_shown(rewards)}; it must be a dict {{name of the term: function}}")
     for term, function in (rewards or {}).items():
         if not callable(function):
             raise ConfigError(
@@ -113,6 +115,8 @@ def objects_of(
             )
     if on_step is not None and (not callable(on_step) or inspect.iscoroutinefunction(on_step)):
         raise ConfigError(f"on_step is {_shown(on_step)}; it must be a plain function of (step, metrics)")
+    if on_step is not None:
+        _require_parameters("on_step", on_step, "step", "metrics")
     given = {key: _as_list(ROWS[key], value) for key, value in (rows or {}).items() if value is not None}
     return Objects(rewards=rewards or {}, agent=_as_agent(agent), rows=given, on_step=on_step, quiet=quiet)
 
@@ -162,13 +166,27 @@ def _as_agent(agent: Agent | AgentFunction | None) -> Agent | None:
     if agent is None:
         return None
     if inspect.iscoroutinefunction(agent):
+        _require_parameters("agent", agent, "prompt", "index", "generate", "ctx")
         return FunctionAgent(agent)
     if isinstance(agent, type) or not hasattr(agent, "run") or not hasattr(agent, "tools"):
         raise ConfigError(
             f"agent is {_shown(agent)}; it must be an object with the method `run` and the list `tools` of "
             "meshrl.agent.loop.Agent (an instance, not the class), or an async function as that method"
         )
+    _require_parameters("agent.run", agent.run, "prompt", "index", "generate", "ctx")
     return cast(Agent, agent)
+
+
+def _require_parameters(name: str, function: Callable[..., Any], *parameters: str) -> None:
+    """Raises: ConfigError when the function can't be called with as many arguments."""
+    try:
+        inspect.signature(function).bind(*parameters)
+    except TypeError as error:
+        raise ConfigError(
+            f"{name} is {_shown(function)}; meshrl calls it as {name}({', '.join(parameters)}): {error}"
+        ) from None
+    except ValueError:  # a function of C without a signature
+        return
 
 
 def _name_of(thing: Any) -> str:

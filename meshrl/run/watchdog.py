@@ -37,9 +37,8 @@ def run_in_own_loop(main: Coroutine[Any, Any, T]) -> T:
 @contextmanager
 def _outer_loop_suspended() -> Iterator[None]:
     """Hide this thread's running loop. asyncio has these functions for libraries that have their own event loops."""
-    try:
-        loop = asyncio.get_running_loop()
-    except RuntimeError:
+    loop = asyncio._get_running_loop()
+    if loop is None:
         yield
         return
     task = asyncio.current_task()

@@ -19,7 +19,7 @@ from tiny_run import ascii_share, steps_of, write_run
 
 import meshrl
 from meshrl.agent.loop import SingleTurn, prompt_ids, start_trajectory, take_turn
-from meshrl.core.errors import ConfigError
+from meshrl.core.errors import ConfigError, MeshrlError
 
 INLINE = {"cluster": {"executor": "inline"}}
 ROWS = [{"question": f"{i}+{i}", "answer": str(2 * i)} for i in range(20)]
@@ -143,6 +143,28 @@ def test_an_exception_of_on_step_ends_the_run(home, config):
         meshrl.train(config("broken"), rewards={"ascii": share}, data=ROWS, on_step=broken, quiet=True)
     summary = meshrl.Run(home / "runs" / "broken").summary
     assert summary["status"] == "failed" and summary["error"] == "KeyError: 'mine'"
+
+
+def test_a_second_run_at_the_same_time_is_refused_and_the_first_continues(config):
+    refused = list[int]()
+
+    def another(step: int, metrics: dict[str, float]) -> None:
+        with pytest.raises(
+            ConfigError, match="inline needs the process group of this process, and there is one already"
+        ):
+            meshrl.train(config(f"second-{step}"), rewards={"ascii": share}, data=ROWS, quiet=True)
+        refused.append(step)
+
+    run = meshrl.train(config("first"), rewards={"ascii": share}, data=ROWS, on_step=another, quiet=True)
+    assert run.summary["status"] == "done" and refused == list(range(run.summary["steps"])) != []
+
+
+def test_an_agent_that_returns_no_trajectory_is_named(config):
+    async def nothing(prompt, index, generate, ctx):
+        return None
+
+    with pytest.raises(MeshrlError, match=r"nothing returned None; it must return a Trajectory"):
+        meshrl.train(config("nothing"), rewards={"ascii": share}, data=ROWS, agent=nothing, quiet=True)
 
 
 @pytest.mark.parametrize("nested", [False, True], ids=["script", "notebook"])

@@ -50,6 +50,10 @@ def test_an_async_function_is_an_agent_without_tools():
     assert loaded.config.agent.kind == f"{__name__}:answer"
 
 
+async def agent_of_a_prompt(prompt):
+    raise AssertionError("it is never called")
+
+
 async def on_step_async(step, metrics):
     return None
 
@@ -65,6 +69,9 @@ async def on_step_async(step, metrics):
         ({"rows": {"data.path": 3}}, "data is int 3; it must be a list of rows"),
         ({"on_step": on_step_async}, "on_step is function .*plain function of"),
         ({"on_step": 3}, "on_step is int 3"),
+        ({"on_step": lambda step: None}, r"meshrl calls it as on_step\(step, metrics\): too many positional"),
+        ({"agent": agent_of_a_prompt}, r"meshrl calls it as agent\(prompt, index, generate, ctx\): too many"),
+        ({"rewards": len}, "rewards is builtin_function_or_method .*must be a dict"),
     ],
 )
 def test_arguments_of_wrong_types_are_refused(arguments, expected):
