@@ -173,8 +173,9 @@ def _as_agent(agent: Agent | AgentFunction | None) -> Agent | None:
             f"agent is {_shown(agent)}; it must be an object with the method `run` and the list `tools` of "
             "meshrl.agent.loop.Agent (an instance, not the class), or an async function as that method"
         )
-    _require_parameters("agent.run", agent.run, "prompt", "index", "generate", "ctx")
-    return cast(Agent, agent)
+    found = cast(Agent, agent)
+    _require_parameters("agent.run", found.run, "prompt", "index", "generate", "ctx")
+    return found
 
 
 def _require_parameters(name: str, function: Callable[..., Any], *parameters: str) -> None:

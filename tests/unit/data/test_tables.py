@@ -185,7 +185,7 @@ def test_a_misspelt_path_in_an_existing_folder_is_not_read_as_a_hub_id(tmp_path,
 def test_the_error_for_an_unreachable_hub_advises_an_alternative(monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(
-        DataError, match=r"organisation/name: is no file or folder here.*the Hugging Face hub.*save_to_disk"
+        DataError, match=r"organisation/name: is no file or folder here.*Hugging Face hub.*save_to_disk"
     ):
         open_table("organisation/name", split="train")
 
