@@ -47,4 +47,4 @@ def test_a_row_with_an_id_beyond_the_models_embedding_is_refused(command, config
     printed = capsys.readouterr().err
     assert f"meshrl: {DataError.__name__}: " in printed
     assert f"{rows}.jsonl:1: token " in printed
-    assert f"embedding ends with id {NUM_IDS - 1}: it has {NUM_IDS} ids" in printed
+    assert f"embedding ends with id {NUM_IDS - 1}: the embedding has {NUM_IDS} ids" in printed
