@@ -96,7 +96,10 @@ def test_no_sweep_removes_the_folder_of_a_server_with_a_living_guard(guard_ends:
     assert Path(folder) not in sweep() and Path(folder).is_dir()
     os.kill(int(guard), signal.SIGKILL if guard_ends else signal.SIGCONT)
     assert gone(int(guard))
-    assert not guard_ends or Path(folder) in sweep()
+    until = time.monotonic() + 20
+    while guard_ends and Path(folder).exists() and time.monotonic() < until:
+        sweep()  # a run in another test process may sweep first, and a child has the lease until its exec
+        time.sleep(0.05)
     assert not Path(folder).exists()
 
 
