@@ -46,7 +46,6 @@ class Batch:
     values: torch.Tensor | None = None
     advantages: torch.Tensor | None = None
     returns: torch.Tensor | None = None
-    correction: torch.Tensor | None = None
     routed_experts: torch.Tensor | None = None  # int16[T, L, K]
     token_extras: dict[str, torch.Tensor] = field(default_factory=dict)
     model_kwargs: dict[str, Any] = field(default_factory=dict)  # pixel_values, image_grid_thw, ...

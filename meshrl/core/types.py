@@ -174,7 +174,7 @@ class Sample:
     """One root-to-leaf row of a trajectory's tree, all arrays [T].
 
     Filled by flatten: tokens .. versions, truncated, media; by annotate: old_logprobs, ref_logprobs, values (None when
-    the algorithm does not need them); by algo: rewards (KL subtracted), advantages, returns, correction, loss_weight.
+    the algorithm does not need them); by algo: rewards (KL subtracted), advantages, returns, loss_weight.
 
     mask: sampled and trained in THIS row; a token shared by two rows is trained in exactly one. prefix_len: leading
     tokens shared by all rows of the group. rollout_logprobs is NaN and versions -1 where not sampled. truncated: the
@@ -203,7 +203,6 @@ class Sample:
     values: np.ndarray | None = None
     advantages: np.ndarray | None = None
     returns: np.ndarray | None = None
-    correction: np.ndarray | None = None
     loss_weight: np.ndarray | None = None
     media_spans: list[tuple[str, int, int]] = field(default_factory=list)  # absolute offsets
     media: dict[str, Media] = field(default_factory=dict)

@@ -120,7 +120,6 @@ def pack(
         values=cat_if_annotated("values"),
         advantages=cat_if_annotated("advantages"),
         returns=cat_if_annotated("returns"),
-        correction=cat_if_annotated("correction"),
         routed_experts=_routed_experts(pieces, device),
         token_extras=_token_extras(pieces, device),
         model_kwargs=_model_kwargs(pieces, device),
