@@ -43,11 +43,11 @@ _MAX_BATCH = 64  # items of one message, and async graders that wait together in
 _MAX_REPLY_BYTES = 1 << 16
 
 EVENTS = {
-    "workers_killed": "processes",  # because of an item; each is replaced when it is needed again
-    "gradings_redone": "gradings",  # because their worker died
-    "math_timeouts": "gradings",  # wrong, because math_answer reached its limit of CPU time
+    "reward/workers_killed": "processes",  # because of an item; each is replaced when it is needed again
+    "reward/gradings_redone": "gradings",  # because their worker died
+    "reward/math_timeouts": "gradings",  # wrong, because math_answer reached its limit of CPU time
 }
-"""Event that a sandbox counts -> unit."""
+"""Metric of an event that a sandbox counts -> unit."""
 
 
 class Sandbox:
@@ -229,7 +229,7 @@ class _Worker:
                 one_by_one = True  # any of the running items may be the cause: each is graded alone
             elif broken is not None and broken.kind == "crash" and todo[0] not in again:
                 again.add(todo[0])
-                self.counts["gradings_redone"] += 1
+                self.counts["reward/gradings_redone"] += 1
             elif broken is not None:
                 results[todo.pop(0)] = broken
         return [results[i] for i in range(len(items))]
@@ -259,7 +259,7 @@ class _Worker:
             code = running.process.exit_code(_END_TIMEOUT_S)
             if code == -signal.SIGPROF and items[len(answered)][0] in self._cpu_limited_terms:
                 answered[len(answered)] = 0.0  # items are graded in order
-                self.counts["math_timeouts"] += 1
+                self.counts["reward/math_timeouts"] += 1
                 retire = True
             elif code is not None:
                 broken = Failure(kind="crash", message=f"the worker died with {exit_text(code)}")
@@ -267,7 +267,7 @@ class _Worker:
                 broken = _incomplete(error)
         if broken or retire:
             self.release()
-            self.counts["workers_killed"] += 1
+            self.counts["reward/workers_killed"] += 1
         return answered, broken
 
     def end(self) -> None:

@@ -67,9 +67,7 @@ class Scorer:
             trajectory.reward = self._weighted_sum(trajectory.rewards)
         self._check_failures(scored)
         events = self._sandbox.counts - before
-        counted = [
-            Metric(name=f"reward/{name}", sum=events[name], reduce="sum", unit=unit) for name, unit in EVENTS.items()
-        ]
+        counted = [Metric(name=name, sum=events[name], reduce="sum", unit=unit) for name, unit in EVENTS.items()]
         return [*self._metrics(scored), *counted]
 
     async def grade(self, items: Sequence[tuple[str, Trajectory]]) -> list[float | Failure]:
