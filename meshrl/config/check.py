@@ -96,7 +96,8 @@ def unused(config: RunConfig | SftRunConfig) -> dict[str, str]:
         found["rollout.release_memory"] = "cluster.num_rollout_ranks is above 0: samplers have devices of their own"
     else:
         found["rollout.sync_transport"] = "cluster.num_rollout_ranks is 0"
-    return unused_algo_keys(config.algo) | unused_data_keys(config.data) | unused_engine_keys(config.rollout) | found
+    found |= unused_algo_keys(config.algo, *config.correction)
+    return unused_data_keys(config.data) | unused_engine_keys(config.rollout) | found
 
 
 ONLY: dict[str, tuple[tuple[Any, ...], str]] = {  # key -> (what this version can do, why nothing else)
@@ -174,6 +175,13 @@ def notices(config: RunConfig | SftRunConfig, purpose: Purpose) -> list[str]:
             "rollout.engine is sglang, which is experimental: it was tested with a simulated server, and never with "
             "SGLang itself. Look at the three proofs of the first steps (docs/rollout_engines.md)."
         )
+    if isinstance(config, RunConfig) and purpose == "train" and config.algo.correction.kind == "off":
+        used, why = config.correction_of_auto
+        if used != "off":
+            found.append(
+                f"algo.correction.kind is off, although {why}: the loss treats samples of another policy as its own "
+                "(docs/correction.md). auto corrects this."
+            )
     attention = config.model.attn_implementation
     if attention != "auto":
         found.append(

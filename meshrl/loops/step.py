@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from meshrl.agent.loop import AgentContext
+from meshrl.algo.correction import correction_summary
 from meshrl.algo.losses import make_policy_loss
 from meshrl.algo.mismatch import sampler_mismatch
 from meshrl.algo.reduce import assign_loss_weights
@@ -167,7 +168,7 @@ async def update(job: Job, updates: Sequence[Update]) -> list[Metric]:
             Metric(name="train/lr", sum=lr, unit="1/step"),
             Metric(name="train/skipped_steps", sum=float(step.skipped), reduce="sum", unit="steps"),
         ]
-    return metrics
+    return metrics + correction_summary(metrics)
 
 
 def _nothing_to_train(samples: Sequence[Sample]) -> str:
