@@ -38,7 +38,7 @@ def listening_socket() -> socket.socket:
 class Listener:
     """The controller's end. Calls `connected(socket, hello)`, in a thread, for each connection that knows the token."""
 
-    def __init__(self, host: str, token: bytes, connected: Callable[[socket.socket, Any], None]):
+    def __init__(self, host: str, token: bytes, connected: Callable[[socket.socket, Any], object]):
         """host: the address at which other machines reach this one."""
         self._token, self._connected = token, connected
         self._socket = listening_socket()
