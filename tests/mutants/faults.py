@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from correction_faults import CORRECTION_FAULTS
 from fault import Fault
 from reward_faults import REWARD_FAULTS
 from run_faults import RUN_FAULTS
@@ -145,6 +146,7 @@ FAULTS = [
         "rewards=np.array([t.reward for t in members], dtype=np.float64),",
         ("tests/unit/algo/test_own_advantages.py::test_the_function_gets_rewards_less_the_kl",),
     ),
+    *CORRECTION_FAULTS,
     Fault(
         "eps is added to the variance instead of the deviation",
         "meshrl/algo/advantages.py",

@@ -85,6 +85,7 @@ def test_the_best_model_is_retained_and_result_json_names_it(config: Path, tmp_p
     _, units = read_metrics(folder / "metrics.jsonl")
     explained = {name: meaning_of(name) for name in units}
     assert [name for name, found in explained.items() if found is None] == []
+    assert {"correction/effective_sample_size", "correction/clipped_fraction"} <= set(units)
     assert {n: units[n] or "none" for n in units} == {n: found.unit for n, found in explained.items() if found}
 
 
