@@ -33,7 +33,6 @@ _GSM8K_NUMBER = re.compile(r"\$?-?\$?[0-9.,]+")
 _PLAIN_NUMBER = re.compile(
     r"[-+]?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,4})?"
 )
-_CURRENCY = re.compile(r"(?<![0-9.,])\$")
 _MULTIPLE_OF_E = re.compile(r"[0-9]\s*e")  # in the reference; e in the answer 2e-3 is then Euler's number, too
 _ALTERNATIVE = re.compile(r"\\(?:lor|vee)(?![a-zA-Z])")
 _CHOICES = tuple("ABCDEFGHIJ")
@@ -106,7 +105,7 @@ def auto(completion: str, answer: str) -> bool:
     reference = normalized(_gsm8k_reference(answer) if "####" in answer else answer)
     section = answer_section(completion)
     stated = normalized(marked_answer(section) or section)
-    number = _CURRENCY.sub("", stated).rstrip("$. ")
+    number = stated.lstrip("$").rstrip("$. ")
     if _plain_number(number) is not None and _plain_number(reference) is not None:
         return exact(number, reference)
     return stated == reference or math_verify(stated, reference)

@@ -69,8 +69,9 @@ _ANSWER_IS = re.compile(r"\banswer\b[^.\n:=]{0,60}?(?:\b(?:is|are)\b|[:=])[\s:]*
 _VALUE_IS = re.compile(r"(?:=|≈|:|\b(?:is|are|equals)\b)\s*(?=\S)")
 _SENTENCE = re.compile(r"(?:[^.\n]|\.(?=\S))*")
 _LATEX = re.compile(r"\$|\\\(|\\\[|\\f?boxed")
-_LATEX_WORDS = re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}|\\[a-zA-Z]+")
-_FUNCTIONS = re.compile(r"(?<![a-zA-Z])(?:sin|cos|tan|log|ln|exp)(?![a-zA-Z])")
+_WORDS_OF_FORMULAS = re.compile(
+    r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}|\\[a-zA-Z]+|(?<![a-zA-Z])(?:sin|cos|tan|log|ln|exp)(?![a-zA-Z])"
+)
 _WORD = re.compile(  # or a unit: 5cm and 5apples, but 2xy is a product
     r"(?<![\w\\{])[^\W\d_]{2,}|(?<=[0-9])(?:[^\W\d_]{3,}|[ckmn]m|[km]g|m[lLs]|ft|oz|lb|in|[ap]m)(?![a-zA-Z])"
 )
@@ -151,9 +152,9 @@ def _expression(statement: str) -> str | None:
 
 def _is_formula(text: str) -> bool:
     """Whether `text` is one line of mathematics without LaTeX delimiters, as in <answer>2\\sqrt{3}</answer>."""
-    if not text.strip() or "\n" in text or text.startswith("#") or _LATEX.search(text):
+    if not text.strip() or text.startswith("#") or _LATEX.search(text):
         return False
-    return not _WORD.search(_FUNCTIONS.sub(" ", _LATEX_WORDS.sub(" ", text)))
+    return not _WORD.search(_WORDS_OF_FORMULAS.sub(" ", text))
 
 
 def _without_currency(text: str) -> str:

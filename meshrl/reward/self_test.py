@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -47,21 +46,12 @@ _INDEPENDENT_OF_THE_TEXT = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Example:
-    """A completion with the right answer and one with a wrong answer."""
-
-    answer: str
-    right: str
-    wrong: str
-
-
 MATH_EXAMPLES = {
-    "gsm8k": Example(answer="1250", right="2 * 625 = 1250\n#### 1,250", wrong="2 * 625 = 1250\n#### 1,251"),
-    "exact": Example(answer="4", right="4", wrong="5"),
-    "math_verify": Example(answer="0.5", right="$\\boxed{\\frac{1}{2}}$", wrong="$\\boxed{\\frac{1}{3}}$"),
+    "gsm8k": ("1250", "2 * 625 = 1250\n#### 1,250", "2 * 625 = 1250\n#### 1,251"),
+    "exact": ("4", "4", "5"),
+    "math_verify": ("0.5", "$\\boxed{\\frac{1}{2}}$", "$\\boxed{\\frac{1}{3}}$"),
 }
-"""rule -> example; the rule auto must grade all of them right."""
+"""rule -> (answer, a right completion, a wrong one); the rule auto must grade all of them right."""
 
 
 async def try_built_in(scorer: Scorer, terms: dict[str, RewardTerm], note: Note) -> None:
@@ -159,15 +149,13 @@ def _independent_of_the_text(results: Sequence[float | Failure]) -> bool:
 
 async def _try_math_answer(scorer: Scorer, name: str, term: RewardTerm, note: Note) -> None:
     rule = term.args.get("rule", "auto")
-    examples = MATH_EXAMPLES.values() if rule == "auto" else [MATH_EXAMPLES[rule]]
-    cases = [(text, example.answer) for example in examples for text in (example.right, example.wrong)]
-    scores = await _scores(scorer, name, term, cases)
-    for example, right, wrong in zip(examples, scores[::2], scores[1::2]):
+    for answer, *texts in MATH_EXAMPLES.values() if rule == "auto" else [MATH_EXAMPLES[rule]]:
+        right, wrong = await _scores(scorer, name, term, [(text, answer) for text in texts])
         if not right > wrong:
             raise ConfigError(
                 f"reward.terms.{name} of kind {term.kind!r} with args {term.args} failed its self-test: for the answer "
-                f"{example.answer!r} it scored the right completion {example.right!r} {right:g} and the wrong one "
-                f"{example.wrong!r} {wrong:g}; the right one must score higher. Install meshrl and its requirements "
+                f"{answer!r} it scored the right completion {texts[0]!r} {right:g} and the wrong one "
+                f"{texts[1]!r} {wrong:g}; the right one must score higher. Install meshrl and its requirements "
                 "(math-verify, latex2sympy2_extended, sympy) again"
             )
 
