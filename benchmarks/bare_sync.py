@@ -26,9 +26,8 @@ from meshrl.cluster import rank_sync
 from meshrl.model.lora import named_weights
 from meshrl.parallel.fsdp import full_tensor
 from meshrl.sync.digest import RunningDigest
-from meshrl.sync.expected import ExpectedDigests
 from meshrl.sync.layout import Part
-from meshrl.sync.receiver import Progress, Receiver
+from meshrl.sync.receiver import ExpectedDigests, Receiver
 from meshrl.sync.sender import WeightSender
 from meshrl.sync.sockets import Sockets
 
@@ -44,9 +43,7 @@ def _copied(self: WeightSender, part: Part, payload: torch.Tensor) -> RunningDig
     return RunningDigest(self.layout.digest)
 
 
-def _placed(
-    self: Receiver, section: torch.Tensor, views: list[torch.Tensor], part: Part, progress: Progress, check: bool
-) -> int:
+def _placed(self: Receiver, section: torch.Tensor, views: list[torch.Tensor], part: Part, check: bool) -> int:
     """Replaces `Receiver._write`."""
     for view in views:
         view.copy_(section.view(view.dtype).view(part.shape))

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
+from meshrl.algo.correction import correct
 from meshrl.algo.kl import MAX_LOG_RATIO, kl_estimate
 from meshrl.config.algo import AlgoConfig, LossConfig
 from meshrl.core.batch import Batch, LossFn, Outputs
@@ -32,7 +33,7 @@ class LossInputs:
 
     logprobs and entropy have a gradient. old_logprobs are from the policy at the start of the step; in a single
     on-policy update they are the values of logprobs, so that the ratio is exactly 1 (P7). rollout_logprobs are from the
-    sampler. ref_logprobs is None unless algo.kl.coef is above 0.
+    sampler; algo.correction uses them, so a loss need not. ref_logprobs is None unless algo.kl.coef is above 0.
 
     row_lengths: the number of trained tokens of each row, in order. A row is one sequence: the complete answer of a
     single-turn trajectory, or all trained tokens of one branch of a longer one. It is never split over micro-batches.
@@ -131,8 +132,9 @@ def sft_loss() -> LossFn:
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """The common part of all policy losses: the loss of each token, `+ kl.coef * KL(policy, reference)` if kl.place is
-    loss, `- entropy_coef * entropy`, weighted by loss_weight. A token of weight 0 is not trained, and not counted.
+    """The common part of all policy losses: the loss of each token times its importance weight (algo.correction),
+    `+ kl.coef * KL(policy, reference)` if kl.place is loss, `- entropy_coef * entropy`, weighted by loss_weight. A
+    token whose loss_weight is 0 is not trained, and not counted.
 
     Only the config is sent to a rank, which imports a user-defined function by itself.
 
@@ -151,6 +153,9 @@ class PolicyLoss:
         inputs = _inputs(outputs, batch, trained)
         weight = batch.loss_weight.index_select(0, trained)
         loss, seen = policy_terms(cfg.loss, inputs)
+        importance, measured = correct(cfg.correction, inputs)
+        if importance is not None:
+            loss = importance.to(loss.dtype) * loss
         terms = {"loss/policy": loss}
         if cfg.kl.coef > 0 and cfg.kl.place == "loss":
             if inputs.ref_logprobs is None:
@@ -163,7 +168,7 @@ class PolicyLoss:
             if inputs.entropy is None:
                 raise ValueError(f"algo.entropy_coef is {cfg.entropy_coef}, but the outputs have no entropy")
             loss = loss - cfg.entropy_coef * inputs.entropy
-        return (weight * loss).sum(), _sums(terms, weight) + _sums(seen, torch.ones_like(weight))
+        return (weight * loss).sum(), _sums(terms, weight) + _sums(seen, torch.ones_like(weight)) + measured
 
 
 def _inputs(outputs: Outputs, batch: Batch, trained: torch.Tensor) -> LossInputs:

@@ -8,6 +8,7 @@ the agent kills the rank. This module does not import torch.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -31,34 +32,38 @@ class Hello:
     machine: str = field(default_factory=socket.gethostname)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Spawn:
-    """The command to start the rank's process. fixed: environment variables; passed: variables that are set only where
-    the machine has not set them."""
+class NodeAgent:
+    """The controller calls `spawn`, `kill`, `snapshot` and `end`. A report to it is a number that it has chosen, and a
+    value."""
 
-    number: int
-    program: Program
-    fixed: dict[str, str]
-    passed: dict[str, str]
-
-
-def serve(address: tuple[str, int], token: bytes, rank: int) -> int:
-    """Remove temporary resources that killed runs have left on this machine, then be a rank's node agent until the
-    controller ends it. Returns the exit code: 0 when the run ended without a failure.
-
-    Raises: ConnectionError when the controller can't be reached.
-    """
-    sweep()
-    return _NodeAgent(address, token, rank).serve()
-
-
-class _NodeAgent:
     def __init__(self, address: tuple[str, int], token: bytes, rank: int):
+        """address: of the controller."""
         self.address, self.token, self.rank = address, token, rank
         self.interface: str | None = None
         self.child: SpawnedProcess | None = None
+        self.exit_code: int | None = None
+        self.control: socket.socket
         self.sending = threading.Lock()  # the thread that waits for the child sends, too
+
+    def serve(self) -> int:
+        """Remove temporary resources that killed runs have left on this machine, then be a rank's node agent until the
+        controller ends it. Returns the exit code: 0 when the run ended without a failure.
+
+        Raises: ConnectionError when the controller can't be reached.
+        """
+        sweep()
         self.control = self.connect("control")
+        try:
+            while self.exit_code is None:
+                method, arguments = frames.receive(self.control)
+                method(self, *arguments)
+            return self.exit_code
+        except (EOFError, OSError):  # the controller has ended
+            return 1
+        finally:
+            self.end_child()
+            spawn.retire()  # this process may live on, as Ray's workers do
+            self.control.close()
 
     def connect(self, kind: Literal["control", "channel"]) -> socket.socket:
         def hello(ip: str) -> Hello:
@@ -67,46 +72,35 @@ class _NodeAgent:
 
         return connect(self.address, self.token, hello)
 
-    def serve(self) -> int:
-        try:
-            while True:
-                command, argument = frames.receive(self.control)
-                if command == "end":
-                    return argument
-                if command == "spawn":
-                    self.spawn(argument)
-                elif command == "kill" and self.child is not None:
-                    self.child.kill()
-                elif command == "snapshot":
-                    self.report("snapshot", Snapshot() if self.child is None else self.child.snapshot())
-        except (EOFError, OSError):  # the controller has ended
-            return 1
-        finally:
-            self.end_child()
-            spawn.retire()  # this process may live on, as Ray's workers do
-            self.control.close()
-
-    def spawn(self, request: Spawn) -> None:
-        """Start the rank's process, with its own connection to the controller."""
+    def spawn(self, number: int, program: Program, fixed: dict[str, str], passed: dict[str, str]) -> None:
+        """Start the rank's process, with its own connection to the controller; report when it has ended. fixed:
+        environment variables; passed: variables that are set only where the machine has not set them."""
         self.end_child()
         sock = self.connect("channel")
         nearest = {"GLOO_SOCKET_IFNAME": self.interface} if self.interface else {}
-        unset = {name: value for name, value in (nearest | request.passed).items() if name not in os.environ}
-        self.child = SpawnedProcess(request.program, f"rank_{self.rank}", unset | request.fixed, sock)
-        threading.Thread(target=self.report_end, args=(self.child, request.number), daemon=True).start()
+        unset = {name: value for name, value in (nearest | passed).items() if name not in os.environ}
+        self.child = SpawnedProcess(program, f"rank_{self.rank}", unset | fixed, sock)
+        threading.Thread(target=self.report_end, args=(number, self.child), daemon=True).start()
 
-    def report_end(self, child: SpawnedProcess, number: int) -> None:
-        """Wait until the rank's process ends, and report how it ended."""
-        self.report("ended", (number, child.ending(None)))
+    def kill(self) -> None:
+        if self.child is not None:
+            self.child.kill()
+
+    def snapshot(self, number: int) -> None:
+        """Report a snapshot of the rank's process."""
+        self.report(number, Snapshot() if self.child is None else self.child.snapshot())
+
+    def end(self, exit_code: int) -> None:
+        self.exit_code = exit_code
+
+    def report_end(self, number: int, child: SpawnedProcess) -> None:
+        self.report(number, child.ending(None))
 
     def end_child(self) -> None:
         if self.child is not None:
             self.child.kill()
             self.child.end(0.0)
 
-    def report(self, what: str, value: Any) -> None:
-        try:
-            with self.sending:
-                frames.send(self.control, (what, value))
-        except OSError:  # the controller has ended; the main thread sees it, too
-            return
+    def report(self, number: int, value: Any) -> None:
+        with contextlib.suppress(OSError), self.sending:  # the controller has ended; the main thread sees it, too
+            frames.send(self.control, (number, value))

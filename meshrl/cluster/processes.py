@@ -32,6 +32,7 @@ from meshrl.cluster.phases import phase, phase_of
 from meshrl.core.errors import MeshrlError, RankFailure
 from meshrl.monitor.spans import latest_span
 from meshrl.process import frames
+from meshrl.process.connect import interface_of
 from meshrl.process.diagnosis import Snapshot, innermost_frames, waits_for_others
 from meshrl.process.spawn import Program, SpawnedProcess
 
@@ -122,7 +123,7 @@ class ProcessExecutor:
         self.on_lost: Callable[[RankFailure], None] = lambda failure: None
         self.can_restart_trainers = True
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.interface = _loopback()  # for the collectives of ranks on this machine
+        self.interface = interface_of("127.0.0.1") or "lo"  # for collectives; a laptop may have no other
 
     async def start(self) -> None:
         """Start all ranks and wait until each has built its engines."""
@@ -174,8 +175,7 @@ class ProcessExecutor:
         """Start the process of a rank and open its channel."""
         ours, theirs = socket.socketpair()
         environment = {
-            "PYTHONPATH": python_path(),
-            "TOKENIZERS_PARALLELISM": "false",
+            **common_environment(),
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", self.interface),
         }
         return self._attach(spec, SpawnedProcess(RANK, f"rank_{spec.rank}", environment, theirs), ours)
@@ -414,11 +414,6 @@ def _disconnect(rank: RankConnection) -> None:
     rank.sock.close()
 
 
-def _loopback() -> str:
-    """Name of the loopback interface: ranks on one machine need no other, and a laptop may have no other."""
-    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
-
-
-def python_path() -> str:
-    """PYTHONPATH for a rank: it must find all modules that its controller finds."""
-    return os.pathsep.join(path for path in sys.path if path)
+def common_environment() -> dict[str, str]:
+    """Environment variables of every rank: it must find all modules that its controller finds."""
+    return {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "TOKENIZERS_PARALLELISM": "false"}

@@ -26,6 +26,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from meshrl.cluster.executor import WorkerSpec
+from meshrl.cluster.node_agent import NodeAgent
 from meshrl.cluster.remote import AgentConnection, RemoteExecutor
 from meshrl.core.device import cluster_resources
 from meshrl.core.errors import ConfigError, RankFailure
@@ -123,15 +124,15 @@ class RayExecutor(RemoteExecutor):
     def _start_agent(self, spec: WorkerSpec) -> None:
         assert self._group is not None, "find_machines comes first"
         bundle = self._bundles[spec.rank // spec.num_local_ranks]
-        actor: Any = ray.remote(_agent_class()).options(
+        actor: Any = ray.remote(NodeAgent).options(
             num_cpus=self._need["CPU"],
             num_gpus=self._need.get("GPU", 0),
             max_restarts=0,
             resources={name: count for name, count in self._need.items() if name not in ("CPU", "GPU")},
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle),
         )
-        actor = self._actors[spec.rank] = actor.remote()
-        served = asyncio.wrap_future(actor.serve.remote(self._controller, self.token, spec.rank).future())
+        actor = self._actors[spec.rank] = actor.remote(self._controller, self.token, spec.rank)
+        served = asyncio.wrap_future(actor.serve.remote().future())
         self._monitors[spec.rank] = asyncio.create_task(self._monitor(spec.rank, served))
 
     async def replace_agent(self, rank: int, lost: AgentConnection) -> None:
@@ -166,18 +167,6 @@ class RayExecutor(RemoteExecutor):
             remove_placement_group(self._group)
         if self._joined:
             ray.shutdown()
-
-
-def _agent_class() -> type:
-    """The actor's class. A local class is pickled by value: on its machine it imports only the agent, without torch."""
-
-    class NodeAgent:
-        def serve(self, address: tuple[str, int], token: bytes, rank: int) -> int:
-            from meshrl.cluster.node_agent import serve
-
-            return serve(address, token, rank)
-
-    return NodeAgent
 
 
 def _need_of_a_rank() -> dict[str, float]:

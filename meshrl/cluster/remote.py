@@ -1,6 +1,6 @@
 """Executors for several machines: the ranks of `processes`, each started and monitored by a node agent on its machine.
 
-A launcher (Ray, torchrun) starts a `node_agent.serve` for each rank, with the controller's address and the run's token.
+A launcher (Ray, torchrun) starts a NodeAgent for each rank, with the controller's address and the run's token.
 Everything else is as on one machine: the same rank process, the same channel (over TCP, directly to the rank), the same
 diagnosis of failures. The ranks' collectives go from rank to rank.
 """
@@ -17,12 +17,12 @@ import socket
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from meshrl.cluster.executor import WorkerSpec
-from meshrl.cluster.node_agent import Hello, Spawn
-from meshrl.cluster.processes import RANK, ProcessExecutor, RankConnection, python_path
+from meshrl.cluster.node_agent import Hello, NodeAgent
+from meshrl.cluster.processes import RANK, ProcessExecutor, RankConnection, common_environment
 from meshrl.cluster.rendezvous import create_store, master
 from meshrl.core.errors import RankFailure
 from meshrl.process import frames
@@ -41,40 +41,30 @@ class AgentConnection:
     def __init__(self, sock: socket.socket, hello: Hello):
         self.ip, self.node = hello.ip, f"{hello.ip} ({hello.machine})"
         self.reached_at = sock.getsockname()[0].removeprefix("::ffff:")  # this machine's address in that network
+        self.numbers = itertools.count()  # of reports
         self._sock, self._sending = sock, threading.Lock()
         self._reported = threading.Condition()
-        self._endings: dict[int, str] = {}  # by the number of the spawn
-        self._snapshot: Snapshot | None = None
+        self._reports: dict[int, Any] = {}
         self.lost: str | None = None  # the reason, when the agent can't be reached any more
         threading.Thread(target=self._receive, daemon=True).start()
 
-    def send(self, command: str, argument: Any = None) -> None:
+    def send(self, method: Callable[..., None], *arguments: Any) -> None:
+        """Call a method of the NodeAgent."""
         with contextlib.suppress(OSError), self._sending:  # the receiving thread notices that the agent is lost
-            frames.send(self._sock, (command, argument))
+            frames.send(self._sock, (method, arguments))
 
-    def snapshot(self) -> Snapshot:
-        """A snapshot of the rank's process; an empty one if the agent does not answer."""
-        self._snapshot = None
-        self.send("snapshot")
+    def report(self, number: int, timeout_s: float) -> Any:
+        """The report with this number; waits for it at most timeout_s. None if the agent has not sent it."""
         with self._reported:
-            self._reported.wait_for(lambda: self._snapshot is not None or self.lost is not None, _SNAPSHOT_S)
-            return self._snapshot or Snapshot()
-
-    def ending(self, number: int, timeout_s: float) -> str | None:
-        """How a spawned process ended; waits for the report at most timeout_s. None while it lives."""
-        with self._reported:
-            self._reported.wait_for(lambda: number in self._endings or self.lost is not None, timeout_s)
-            return self._endings.get(number, self.lost)
+            self._reported.wait_for(lambda: number in self._reports or self.lost is not None, timeout_s)
+            return self._reports.get(number)
 
     def _receive(self) -> None:
         try:
             while True:
-                what, value = frames.receive(self._sock)
+                number, value = frames.receive(self._sock)
                 with self._reported:
-                    if what == "ended":
-                        self._endings.update([value])
-                    else:
-                        self._snapshot = value
+                    self._reports[number] = value
                     self._reported.notify_all()
         except EOFError:
             lost = "its node agent has ended"
@@ -88,27 +78,29 @@ class AgentConnection:
 
     def end(self, code: int) -> None:
         """Make the agent kill the rank's process, if it still runs, and end with this exit code."""
-        self.send("end", code)
+        self.send(NodeAgent.end, code)
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)  # messages already sent still arrive
         self._sock.close()
 
 
 class RemoteProcess:
-    """A rank's process on the machine of its node agent."""
+    """A rank's process on the machine of its node agent. number: of the report of its end."""
 
     def __init__(self, agent: AgentConnection, number: int):
         self._agent, self._number = agent, number
         self.place = f", on {agent.node}"
 
     def ending(self, timeout_s: float = 0.0) -> str | None:
-        return self._agent.ending(self._number, timeout_s)
+        return self._agent.report(self._number, timeout_s) or self._agent.lost
 
     def snapshot(self) -> Snapshot:
-        return self._agent.snapshot()
+        number = next(self._agent.numbers)
+        self._agent.send(NodeAgent.snapshot, number)
+        return self._agent.report(number, _SNAPSHOT_S) or Snapshot()
 
     def kill(self) -> None:
-        self._agent.send("kill")
+        self._agent.send(NodeAgent.kill)
 
     def end(self, grace_s: float) -> None:
         if self.ending(grace_s) is None:
@@ -127,7 +119,6 @@ class RemoteExecutor(ProcessExecutor, ABC):
         self._store: Any = None
         self._reached_at = ""
         self._awaited: dict[tuple[str, int], asyncio.Future[tuple[socket.socket, Hello]]] = {}
-        self._numbers = itertools.count()
 
     @abstractmethod
     async def find_machines(self) -> str:
@@ -135,7 +126,7 @@ class RemoteExecutor(ProcessExecutor, ABC):
 
     @abstractmethod
     async def start_agents(self, address: tuple[str, int]) -> set[int]:
-        """Start `node_agent.serve(address, self.token, rank)` for each rank that is returned."""
+        """Start `NodeAgent(address, self.token, rank).serve()` for each rank that is returned."""
 
     async def replace_agent(self, rank: int, lost: AgentConnection) -> None:
         """Start another node agent for a lost one. Raises: RankFailure if the launcher can't do it."""
@@ -143,13 +134,17 @@ class RemoteExecutor(ProcessExecutor, ABC):
 
     async def start(self) -> None:
         """Find the machines, start a node agent for each rank, then the ranks."""
-        self._loop = asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
         self._reached_at = await self.find_machines()
         rendezvous = self._new_rendezvous()
         self.specs = [dataclasses.replace(spec, rendezvous=rendezvous) for spec in self.specs]
         for spec in self.specs:
             self._expect("control", spec.rank)
-        self._listener = Listener(self._reached_at, self.token, self._connected)
+        self._listener = Listener(
+            self._reached_at,
+            self.token,
+            lambda sock, hello: loop.call_soon_threadsafe(self._connected, sock, hello),
+        )
         await self.await_agents(sorted(await self.start_agents(self._listener.address)))
         await super().start()
 
@@ -164,8 +159,7 @@ class RemoteExecutor(ProcessExecutor, ABC):
             self.specs = [dataclasses.replace(s, address=agent.ip) if s.rank == rank else s for s in self.specs]
 
     def _expect(self, kind: str, rank: int) -> None:
-        assert self._loop is not None
-        self._awaited[kind, rank] = self._loop.create_future()
+        self._awaited[kind, rank] = asyncio.get_running_loop().create_future()
 
     async def _connection(
         self, kind: str, rank: int, agent: AgentConnection | None = None
@@ -187,11 +181,6 @@ class RemoteExecutor(ProcessExecutor, ABC):
                     raise RankFailure(rank, "start", cause) from None
 
     def _connected(self, sock: socket.socket, hello: Hello) -> None:
-        """Called in a thread of the listener."""
-        assert self._loop is not None
-        self._loop.call_soon_threadsafe(self._take, sock, hello)
-
-    def _take(self, sock: socket.socket, hello: Hello) -> None:
         awaited = self._awaited.get((hello.kind, hello.rank))
         if awaited is None or awaited.done():
             sock.close()  # a second node agent of one rank
@@ -210,10 +199,11 @@ class RemoteExecutor(ProcessExecutor, ABC):
         if self._agents[spec.rank].lost is not None:
             await self.replace_agent(spec.rank, self._agents[spec.rank])
             spec = self.specs[spec.rank]
-        agent, number = self._agents[spec.rank], next(self._numbers)
+        agent = self._agents[spec.rank]
+        number = next(agent.numbers)
         self._expect("channel", spec.rank)
         passed = {name: value for name, value in os.environ.items() if name.startswith(PASSED)}
-        agent.send("spawn", Spawn(number=number, program=RANK, fixed=self.environment(spec), passed=passed))
+        agent.send(NodeAgent.spawn, number, RANK, self.environment(spec), passed)
         sock, _ = await self._connection("channel", spec.rank, agent)
         return self._attach(spec, RemoteProcess(agent, number), sock)
 
@@ -221,8 +211,7 @@ class RemoteExecutor(ProcessExecutor, ABC):
         """Environment variables of a rank's process, with torchrun's names."""
         host, port = master(spec.rendezvous)
         return {
-            "PYTHONPATH": python_path(),
-            "TOKENIZERS_PARALLELISM": "false",
+            **common_environment(),
             "RANK": str(spec.rank),
             "WORLD_SIZE": str(spec.num_ranks),
             "LOCAL_RANK": str(spec.rank % spec.num_local_ranks),

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from meshrl.cluster.executor import WorkerSpec
-from meshrl.cluster.node_agent import serve
+from meshrl.cluster.node_agent import NodeAgent
 from meshrl.cluster.remote import RemoteExecutor
 from meshrl.core.errors import ConfigError
 from meshrl.process.connect import interface_of
@@ -44,7 +44,7 @@ def follow() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     address = controller["host"], controller["port"]
-    return serve(address, bytes.fromhex(controller["token"]), int(os.environ["RANK"]))
+    return NodeAgent(address, bytes.fromhex(controller["token"]), int(os.environ["RANK"])).serve()
 
 
 class TorchrunExecutor(RemoteExecutor):

@@ -72,6 +72,42 @@ class UserLossConfig(Slice):
         return dict(self.model_extra or {})
 
 
+class RejectionConfig(Slice):
+    measure: Literal["off", "k1", "k2", "k3"] = field(
+        "off",
+        "difference between sampler and trainer by which tokens are rejected: an estimate of KL(sampler, trainer) in "
+        "nats, as algo.kl.estimator; k1 = the negative log-ratio of a token; off = none is rejected",
+    )
+    level: Literal["token", "seq_mean", "seq_max"] = field(
+        "token", "token = reject single tokens; seq_mean, seq_max = reject all tokens of a row, by its mean or maximum"
+    )
+    low: float | None = field(None, "reject below this, in nats; only for k1, where it is negative; null = no bound")
+    high: float | None = field(None, "reject above this, in nats; null = no bound")
+
+
+class CorrectionConfig(Slice):
+    """`load` replaces kind auto by the kind that it means for the run. The loss counts auto as off."""
+
+    kind: Literal["auto", "off", "truncate", "mask"] = field(
+        "auto",
+        "truncate = the weight is the ratio, cut to [low, high]; mask = weight 0 if the ratio is outside [low, high]; "
+        "off = weight 1; auto = truncate if samples may be of older weights (loop.max_staleness above 0) or "
+        "rollout.engine is not embedded, else off",
+    )
+    level: Literal["token", "sequence"] = field(
+        "token",
+        "token = the ratio trainer / sampler of each token's probability; sequence = its product over the trained "
+        "tokens of a row, for each of them",
+    )
+    low: float | None = field(None, "lower bound of the ratio; null = none", ge=0, le=1)
+    high: float = field(2.0, "upper bound of the ratio; 2 is usual at level token, 2 to 10 at level sequence", ge=1)
+    rejection: RejectionConfig = field(
+        RejectionConfig(),
+        "tokens or rows that get weight 0 because sampler and trainer differ too much, with any kind; `off` is short "
+        "for {measure: off}",
+    )
+
+
 class AlgoConfig(Slice):
     advantage: str = field(
         "grpo",
@@ -100,10 +136,10 @@ class AlgoConfig(Slice):
         "count in the group's mean and std (DAPO's overlong filtering, TRL's mask_truncated_completions)",
     )
     kl: KlConfig = field(KlConfig(), "KL divergence from the reference model; `off` is short for {coef: 0}")
-    correction: Literal["off"] = field(
-        "off",
-        "importance correction for samples of other weights than the trainer's; off, because at staleness 0 sampler "
-        "and trainer have the same weights",
+    correction: CorrectionConfig = field(
+        CorrectionConfig(),
+        "importance weights of the policy loss, for samples that other weights or another engine than the trainer's "
+        "sampled (docs/correction.md); a kind alone, such as `correction: mask`, is short for {kind: mask}",
     )
     entropy_coef: float = field(0.0, "weight of an entropy bonus in the loss; 0 = entropy is only reported")
 
@@ -125,13 +161,44 @@ def algorithm_problems(algo: AlgoConfig, training: bool) -> Iterator[Problem]:
             "k1 as a term of the loss has zero mean gradient on-policy: it would add noise, and not keep the policy "
             "near the reference. Use k3 or k2 in the loss, or k1 with place: reward.",
         )
+    yield from _correction_problems(algo.correction)
     if training:
         yield from _user_function("algo.advantage", algo.advantage, "groups", {})
         yield from _user_function(LOSS_KIND, algo.loss.kind, "inputs", algo.loss.args)
 
 
-def unused_algo_keys(algo: AlgoConfig) -> dict[str, str]:
-    """Keys of algo.* that its other choices leave without effect -> why."""
+def correction_of_auto(staleness: int, engine: str) -> tuple[Literal["off", "truncate"], str]:
+    """(the kind of algo.correction that auto means, why). staleness: of loop.*. engine: rollout.engine."""
+    if staleness:
+        return "truncate", f"loop.max_staleness is {staleness}"
+    if engine != "embedded":
+        return "truncate", f"rollout.engine is {engine}"
+    return "off", "sampler and trainer agree"
+
+
+def _correction_problems(correction: CorrectionConfig) -> Iterator[Problem]:
+    section, rejection = "algo.correction", correction.rejection
+    if correction.low is not None and correction.low >= correction.high:
+        yield Problem((f"{section}.low", f"{section}.high"), "low must be below high.")
+    if rejection.measure == "off":
+        return
+    section = f"{section}.rejection"
+    low, high, bounds = rejection.low, rejection.high, (f"{section}.low", f"{section}.high")
+    if low is None and high is None:
+        yield Problem((f"{section}.high",), "without a bound nothing is rejected: give high, or low with measure k1.")
+    if low is not None and (rejection.measure != "k1" or rejection.level == "seq_max"):
+        yield Problem(
+            (f"{section}.low", f"{section}.measure", f"{section}.level"),
+            "a lower bound needs measure k1 with level token or seq_mean: k2 and k3 are never negative, and the "
+            "maximum of a row has no useful lower bound. Give high only.",
+        )
+    elif (low is not None and low >= 0) or (high is not None and high <= 0):
+        yield Problem(bounds, "low must be below 0 and high above 0: the measure is 0 where sampler and trainer agree.")
+
+
+def unused_algo_keys(algo: AlgoConfig, correction: str, why: str) -> dict[str, str]:
+    """Keys of algo.* that its other choices leave without effect -> why. correction: the kind that algo.correction
+    means in this run, and why."""
     found: dict[str, str] = {}
     if algo.kl.coef == 0:
         found["algo.kl.estimator"] = found["algo.kl.place"] = "algo.kl.coef is 0"
@@ -139,6 +206,12 @@ def unused_algo_keys(algo: AlgoConfig) -> dict[str, str]:
         found["algo.constant_length"] = f"algo.aggregation is {algo.aggregation}"
     if algo.advantage != "grpo":
         found["algo.advantage_eps"] = f"algo.advantage is {algo.advantage}, which does not divide by the group's std"
+    if correction == "off":
+        names = [f"algo.correction.{name}" for name in ("level", "low", "high")]
+        found |= dict.fromkeys(names, f"algo.correction.kind is {why}")
+    if algo.correction.rejection.measure == "off":
+        names = [f"algo.correction.rejection.{name}" for name in ("level", "low", "high")]
+        found |= dict.fromkeys(names, "algo.correction.rejection.measure is off")
     return found
 
 

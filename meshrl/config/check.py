@@ -97,7 +97,8 @@ def unused(config: RunConfig | SftRunConfig) -> dict[str, str]:
     else:
         found["rollout.sync_transport"] = "cluster.num_rollout_ranks is 0"
     found |= unused_loop_keys(config.loop)
-    return unused_algo_keys(config.algo) | unused_data_keys(config.data) | unused_engine_keys(config.rollout) | found
+    found |= unused_algo_keys(config.algo, *config.correction)
+    return unused_data_keys(config.data) | unused_engine_keys(config.rollout) | found
 
 
 ONLY: dict[str, tuple[tuple[Any, ...], str]] = {  # key -> (what this version can do, why nothing else)
@@ -173,6 +174,13 @@ def notices(config: RunConfig | SftRunConfig, purpose: Purpose) -> list[str]:
             "rollout.engine is sglang, which is experimental: it was tested with a simulated server, and never with "
             "SGLang itself. Look at the three proofs of the first steps (docs/rollout_engines.md)."
         )
+    if isinstance(config, RunConfig) and purpose == "train" and config.algo.correction.kind == "off":
+        used, why = config.correction_of_auto
+        if used != "off":
+            found.append(
+                f"algo.correction.kind is off, although {why}: the loss treats samples of another policy as its own "
+                "(docs/correction.md). auto corrects this."
+            )
     attention = config.model.attn_implementation
     if attention != "auto":
         found.append(

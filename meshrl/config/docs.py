@@ -21,8 +21,9 @@ choices are errors. A relative path to a model, data, a chat template or a check
 config file, then in the working folder; the folders that a run writes (`run.folder`, `rollout.endpoint.folder`) start
 at the working folder. `--explain` prints the resolved config with the origin of each value, and the sizes of a step.
 
-Short forms: `algo.loss: ppo_clip` for `{kind: ppo_clip}`, `algo.kl: off` for `{coef: 0}`, `model.lora: off` for
-`{enabled: false}`. A short form replaces the complete section, also a section of a base file.
+Short forms: `algo.loss: ppo_clip` for `{kind: ppo_clip}`, `algo.correction: mask` for `{kind: mask}`, `algo.kl: off`
+for `{coef: 0}`, `model.lora: off` for `{enabled: false}`. A short form replaces the complete section, also a section of
+a base file.
 
 `meshrl train` and `meshrl eval` read all sections except `sft`; `meshrl sft` reads `model`, `train`, `sft`, `cluster`,
 `monitor` and `run`.

@@ -46,13 +46,19 @@ PATH_KEYS = (
     "run.resume",
 )
 ONE_OF_DATA = "data.path or data.sources (for `meshrl eval` data.eval_path)"  # one of them is required
+SHORT_FORMS = {  # of sections
+    "algo.loss": "the name of a loss",
+    "algo.correction": "auto, off, truncate or mask",
+    **dict.fromkeys(("algo.kl", "algo.correction.rejection", "model.lora"), "off"),
+}
 MAX_SHOWN = 50  # wrong keys that are reported at once; each is compared with all known keys
 NO_PATHS = ("auto", "never")  # words that run.resume takes in place of a path
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loaded(Generic[C]):
-    """A checked config and the origin of its values. Its paths are absolute; -1 and aliases of the mesh are resolved.
+    """A checked config and the origin of its values. Its paths are absolute; -1 and aliases of the mesh, and
+    the auto of algo.correction, are resolved.
 
     origins: dotted key of every value -> "gsm8k.yaml:12", "command line" or "default"; file names are relative to
     the folder of the config file, or for a dict to the working folder. path: of the file, or CONFIG_DICT. notices:
@@ -223,8 +229,8 @@ def _problem(error: ErrorDetails, keys: dict[str, Key]) -> Problem:
     at = path.removesuffix(f".{rest}") if rest else path
     if key.is_section:
         inside = ", ".join(k.rpartition(".")[2] for k in keys if k.rpartition(".")[0] == key.path)
-        also = {"algo.loss": ", or the name of a loss", "algo.kl": ", or off", "model.lora": ", or off"}.get(at, "")
-        return Problem((at,), f"must be a section with keys of its own ({inside}){also}.")
+        also = SHORT_FORMS.get(at, "")
+        return Problem((at,), f"must be a section with keys of its own ({inside}){f', or {also}' * bool(also)}.")
     if error["type"] == "literal_error":
         return Problem((at,), _wrong_choice(key, error["input"]))
     return Problem((at,), f"allowed: {key.allowed} ({key.text}).{_form(key, at, error)}")
@@ -325,8 +331,8 @@ def _keys_of(section: dict[str, Any], path: str = "") -> Iterator[str]:
 
 
 def _resolve(config: C, given: dict[str, Value], folder: Path) -> tuple[C, dict[str, str]]:
-    """The config with absolute paths, and with aliases and the mesh written out; and for each size of the mesh that
-    changed, how."""
+    """The config with absolute paths, and with aliases, the mesh and algo.correction written out; and for each size and
+    kind that changed, how."""
     changes: dict[str, Any] = {}
     sources = config.data.sources if isinstance(config, RunConfig) else {}
     for key in (*PATH_KEYS, *(f"data.sources.{name}.path" for name in sources)):
@@ -340,6 +346,9 @@ def _resolve(config: C, given: dict[str, Value], folder: Path) -> tuple[C, dict[
         written = checks.value_of(config, key)
         if written != size:
             changes[key], how[key] = size, f"from {written}"
+    if isinstance(config, RunConfig) and config.algo.correction.kind == "auto":
+        changes["algo.correction.kind"], why = config.correction
+        how["algo.correction.kind"] = f"from {why}"
     for alias, key in checks.ALIASES.items():
         if alias in given and given[alias].value is not None:
             changes[key] = given[alias].value

@@ -58,32 +58,23 @@ class SamplingConfig(Slice):
     )
 
 
+_PYTHON = "path of the Python in which {} and meshrl are installed; null = the Python that runs meshrl"
+_MEMORY_SHARE = (
+    "share of a GPU's memory for the server's weights and KV cache; half leaves room for a trainer on that GPU"
+)
+_START_DEADLINE = "seconds in which the server must start and answer; a large model's weights take minutes to load"
+
+
 class VllmConfig(Slice):
     """How each replica's vLLM server is started."""
 
-    python: str | None = field(
-        None, "path of the Python in which vLLM and meshrl are installed; null = the Python that runs meshrl"
-    )
+    python: str | None = field(None, _PYTHON.format("vLLM"))
     args: list[str] = field([], "more arguments for vLLM's API server, written as on its command line")
     kv_cache_bytes: int | None = field(
         None, "bytes of the KV cache on each device; null = by gpu_memory_utilization on a GPU, 1 GiB on a CPU", ge=1
     )
-    gpu_memory_utilization: float = field(
-        0.5,
-        "share of a GPU's memory for the server's weights and KV cache; half leaves room for a trainer on that GPU",
-        gt=0,
-        le=1,
-    )
-    start_deadline_s: float = field(
-        600.0, "seconds in which the server must start and answer; a large model's weights take minutes to load", gt=0
-    )
-
-
-VLLM_OWN_ARGS = """
-    --model --uds --host --port --dtype --max-model-len --max-num-seqs --tensor-parallel-size --data-parallel-size
-    --pipeline-parallel-size --worker-extension-cls --logprobs-mode --generation-config --seed
-    --kv-cache-memory-bytes --gpu-memory-utilization --skip-tokenizer-init --enable-scale-out --enable-sleep-mode
-"""  # set by meshrl: with other values its checks of weights and logprobs would not hold
+    gpu_memory_utilization: float = field(0.5, _MEMORY_SHARE, gt=0, le=1)
+    start_deadline_s: float = field(600.0, _START_DEADLINE, gt=0)
 
 
 class SglangConfig(Slice):
@@ -97,30 +88,28 @@ class SglangConfig(Slice):
     api_key_env: str | None = field(
         None, "environment variable that holds the API key of the server at url; null = it needs none"
     )
-    python: str | None = field(
-        None, "path of the Python in which SGLang and meshrl are installed; null = the Python that runs meshrl"
-    )
+    python: str | None = field(None, _PYTHON.format("SGLang"))
     args: list[str] = field([], "more arguments for sglang.launch_server, written as on its command line")
     deterministic: bool = field(
         True,
         "answers depend only on seed and prompt, not on other requests; false is faster, but seeds have no effect then",
     )
-    mem_fraction_static: float = field(
-        0.5,
-        "share of a GPU's memory for the server's weights and KV cache; half leaves room for a trainer on that GPU",
-        gt=0,
-        le=1,
-    )
-    start_deadline_s: float = field(
-        600.0, "seconds in which the server must start and answer; a large model's weights take minutes to load", gt=0
-    )
+    mem_fraction_static: float = field(0.5, _MEMORY_SHARE, gt=0, le=1)
+    start_deadline_s: float = field(600.0, _START_DEADLINE, gt=0)
 
 
-SGLANG_OWN_ARGS = """
-    --model-path --host --port --api-key --dtype --tp-size --tensor-parallel-size --dp-size --data-parallel-size
-    --context-length --max-running-requests --mem-fraction-static --custom-weight-loader --skip-tokenizer-init
-    --incremental-streaming-output --enable-deterministic-inference --enable-memory-saver
-"""  # set by meshrl: with other values its checks of weights and logprobs would not hold
+OWN_ARGS = {  # set by meshrl: with other values its checks of weights and logprobs would not hold
+    "vllm": """
+        --model --uds --host --port --dtype --max-model-len --max-num-seqs --tensor-parallel-size --data-parallel-size
+        --pipeline-parallel-size --worker-extension-cls --logprobs-mode --generation-config --seed
+        --kv-cache-memory-bytes --gpu-memory-utilization --skip-tokenizer-init --enable-scale-out --enable-sleep-mode
+    """,
+    "sglang": """
+        --model-path --host --port --api-key --dtype --tp-size --tensor-parallel-size --dp-size --data-parallel-size
+        --context-length --max-running-requests --mem-fraction-static --custom-weight-loader --skip-tokenizer-init
+        --incremental-streaming-output --enable-deterministic-inference --enable-memory-saver
+    """,
+}
 
 
 class EndpointConfig(Slice):
@@ -211,10 +200,12 @@ def engine_problems(given: Mapping[str, Value], config: RunConfig, purpose: str)
     if rollout.release_memory:
         yield from _release(rollout)
     if rollout.engine == "vllm":
-        yield from _vllm(rollout.vllm)
+        yield from _python("vllm", rollout.vllm.python, ("rollout.engine", "rollout.vllm.python"))
+        yield from _args("vllm", rollout.vllm.args)
         yield from _replicas(config, tp_key)
     if rollout.engine == "sglang":
         yield from _sglang(config)
+        yield from _args("sglang", rollout.sglang.args)
         yield from _replicas(config, tp_key)
     if rollout.engine == "endpoint":
         yield from _endpoint(config, purpose, tp_key)
@@ -265,22 +256,30 @@ def _release(cfg: RolloutConfig) -> Iterator[Problem]:
         yield Problem(("rollout.release_memory", "rollout.sync_mode"), text)
 
 
-def _vllm(cfg: VllmConfig) -> Iterator[Problem]:
-    if cfg.python is None:
-        if importlib.util.find_spec("vllm") is None:
-            text = (
-                "vLLM is not installed here. Install it as docs/install.md describes (scripts/install.sh with --vllm); "
-                "on a machine without a GPU run scripts/install.sh --cpu --vllm, and set "
-                "rollout.vllm.python=.venv-vllm/bin/python. To use another Python that has vLLM and meshrl, set the "
-                "same key."
-            )
-            yield Problem(("rollout.engine", "rollout.vllm.python"), text)
-    elif shutil.which(cfg.python) is None:
-        yield Problem(("rollout.vllm.python",), "no such program. Give the path of a Python, such as venv/bin/python.")
-    for arg in cfg.args:
+_NOT_INSTALLED = {
+    "vllm": "vLLM is not installed here. Install it as docs/install.md describes (scripts/install.sh with --vllm); "
+    "on a machine without a GPU run scripts/install.sh --cpu --vllm, and set "
+    "rollout.vllm.python=.venv-vllm/bin/python. To use another Python that has vLLM and meshrl, set the same key.",
+    "sglang": "SGLang is not installed here. Install it (pip install sglang, on a machine with a GPU), or set "
+    "rollout.sglang.python to a Python that has it and meshrl, or rollout.sglang.url to a running server.",
+}
+
+
+def _python(engine: str, python: str | None, keys: tuple[str, ...]) -> Iterator[Problem]:
+    """Problems of the Python that runs the engine's server. keys: by which one can be found."""
+    if python is None and importlib.util.find_spec(engine) is None:
+        yield Problem(keys, _NOT_INSTALLED[engine])
+    elif python is not None and shutil.which(python) is None:
+        text = "no such program. Give the path of a Python, such as venv/bin/python."
+        yield Problem((f"rollout.{engine}.python",), text)
+
+
+def _args(engine: str, args: list[str]) -> Iterator[Problem]:
+    for arg in args:
         name = arg.partition("=")[0].replace("_", "-")
-        if name in VLLM_OWN_ARGS.split():
-            yield Problem(("rollout.vllm.args",), f"{name} is set by meshrl itself, from its own keys. Leave it out.")
+        if name in OWN_ARGS[engine].split():
+            text = f"{name} is set by meshrl itself, from its own keys. Leave it out."
+            yield Problem((f"rollout.{engine}.args",), text)
 
 
 def _sglang(config: RunConfig) -> Iterator[Problem]:
@@ -297,21 +296,9 @@ def _sglang(config: RunConfig) -> Iterator[Problem]:
     elif cfg.api_key_env is not None:
         text = "a server that meshrl starts gets a key of its own. Leave it out."
         yield Problem(("rollout.sglang.api_key_env",), text)
-    elif cfg.python is None:
-        if importlib.util.find_spec("sglang") is None:
-            text = (
-                "SGLang is not installed here. Install it (pip install sglang, on a machine with a GPU), or set "
-                "rollout.sglang.python to a Python that has it and meshrl, or rollout.sglang.url to a running server."
-            )
-            yield Problem(("rollout.engine", "rollout.sglang.python", "rollout.sglang.url"), text)
-    elif shutil.which(cfg.python) is None:
-        yield Problem(
-            ("rollout.sglang.python",), "no such program. Give the path of a Python, such as venv/bin/python."
-        )
-    for arg in cfg.args:
-        name = arg.partition("=")[0]
-        if name in SGLANG_OWN_ARGS.split():
-            yield Problem(("rollout.sglang.args",), f"{name} is set by meshrl itself, from its own keys. Leave it out.")
+    else:
+        keys = ("rollout.engine", "rollout.sglang.python", "rollout.sglang.url")
+        yield from _python("sglang", cfg.python, keys)
 
 
 def _endpoint(config: RunConfig, purpose: str, tp_key: str) -> Iterator[Problem]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar
 
 from meshrl.config.agent import AgentConfig
-from meshrl.config.algo import AlgoConfig
+from meshrl.config.algo import AlgoConfig, correction_of_auto
 from meshrl.config.base import Slice, field
 from meshrl.config.cluster import ClusterConfig
 from meshrl.config.data import DataConfig
@@ -68,6 +68,20 @@ class RunConfig(Slice):
         """(the key of the number of ranks that sample, this number)."""
         name = "num_rollout_ranks" if self.cluster.num_rollout_ranks else "num_train_ranks"
         return f"cluster.{name}", getattr(self.cluster, name)
+
+    @property
+    def correction(self) -> tuple[str, str]:
+        """(the kind of algo.correction that is used, the configured kind with the reason)."""
+        kind = self.algo.correction.kind
+        if kind != "auto":
+            return kind, kind
+        used, why = self.correction_of_auto
+        return used, f"auto: {why}"
+
+    @property
+    def correction_of_auto(self) -> tuple[str, str]:
+        """(the kind that auto means in this run, why)."""
+        return correction_of_auto(self.loop.staleness, self.rollout.engine)
 
     @property
     def num_updates(self) -> int:

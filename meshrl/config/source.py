@@ -259,7 +259,12 @@ _SHORTHANDS: dict[tuple[str, type], Any] = {  # (key, type of the value) -> the 
     ("algo.loss", str): lambda kind: {"kind": kind},
     ("algo.kl", bool): lambda on: on or {"coef": 0.0},
     ("algo.kl", str): lambda word: {"coef": 0.0} if word == "off" else word,  # of a Python dict, or quoted
-    ("algo.correction", bool): lambda on: on or "off",
+    ("algo.correction", bool): lambda on: on or {"kind": "off"},
+    ("algo.correction", str): lambda kind: {"kind": kind},
+    ("algo.correction.kind", bool): lambda on: on or "off",
+    ("algo.correction.rejection", bool): lambda on: on or {"measure": "off"},
+    ("algo.correction.rejection", str): lambda word: {"measure": "off"} if word == "off" else word,
+    ("algo.correction.rejection.measure", bool): lambda on: on or "off",
     ("model.lora", bool): lambda on: {"enabled": on},
     ("model.lora", str): lambda word: {"enabled": word == "on"} if word in ("on", "off") else word,
 }

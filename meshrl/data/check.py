@@ -5,12 +5,12 @@ config (P30)."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from meshrl.config.check import Case
-from meshrl.config.data import DataConfig
+from meshrl.config.data import DataConfig, DataSource
 from meshrl.config.loop import SftConfig
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.config.source import Problem, find
@@ -24,89 +24,72 @@ WRITTEN_BY_MESHRL = ("messages", "tools", "add_generation_prompt")  # variables 
 MAX_COUNTED_BYTES = 1 << 30  # of JSONL, whose rows are counted by reading them
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Named:
-    """The config keys of one table, and their values. columns: column names by their keys."""
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """A table that a section of the config names. columns: column names by their keys. prefix: "" or "eval_", of the
+    keys of its path and split."""
 
-    path: str
+    section: str
+    slice: DataConfig | SftConfig | DataSource
     columns: dict[str, str | None]
-    format: str = "auto"
-    split_key: str = ""
-    split: str | None = None
-    subset_key: str = ""
-    subset: str | None = None
+    prefix: str = ""
+
+    @property
+    def path(self) -> str:
+        return f"{self.section}.{self.prefix}path"
+
+    @property
+    def split(self) -> str | None:
+        return self.slice.eval_split if self.prefix and isinstance(self.slice, DataConfig) else self.slice.split
 
 
 def check_data(case: Case) -> Iterator[Problem]:
     """Problems of the data. Training rows are checked only for training: an evaluation does not need them."""
-    config = case.config
-    section: tuple[str, DataConfig | SftConfig]
-    if isinstance(config, SftRunConfig):
-        sft = config.sft
-        tables = [
-            _Named(
-                path="sft.path",
-                columns={"sft.messages": sft.messages},
-                format=sft.format,
-                split_key="sft.split",
-                split=sft.split,
-                subset_key="sft.subset",
-                subset=sft.subset,
-            )
-        ]
-        section = "sft", sft
+    section = _section(case.config)
+    if isinstance(section, SftConfig):
+        name, tables = "sft", [_Table("sft", section, {"sft.messages": section.messages})]
     else:
-        tables = list(_tables(config.data, case.purpose == "train"))
-        section = "data", config.data
+        name, tables = "data", list(_tables(section, case.purpose == "train"))
     kinds: dict[str, Kind] = {}
     for table in tables:
         yield from _table_problems(case, table, kinds)
-    name, slice_ = section
-    yield from _without_effect(f"{name}.format", slice_.format, tables, kinds)
-    yield from _chat_template(case, name, slice_.chat_template, slice_.chat_template_kwargs)
+    yield from _without_effect(f"{name}.format", section.format, tables, kinds)
+    yield from _chat_template(case, name, section.chat_template, section.chat_template_kwargs)
 
 
 def count_rows(config: RunConfig | SftRunConfig) -> int | None:
     """Rows of the training table; None for a mixture, whose tables have separate epochs, and where counting takes long.
     Raises: DataError."""
-    if isinstance(config, SftRunConfig):
-        path, format, split = config.sft.path, config.sft.format, config.sft.split
-    elif config.data.path is not None:
-        path, format, split = config.data.path, config.data.format, config.data.split
-    else:
+    section = _section(config)
+    if section.path is None:
         return None
-    kind = kind_of(path, format)
-    files = files_of(Path(path), kind) if kind == "jsonl" else []
+    kind = kind_of(section.path, section.format)
+    files = files_of(Path(section.path), kind) if kind == "jsonl" else []
     if kind == "hub" or sum(file.stat().st_size for file in files) > MAX_COUNTED_BYTES:
         return None
-    return open_table(path, format, split=split).num_rows
+    return open_table(section.path, section.format, split=section.split).num_rows
 
 
-def _tables(data: DataConfig, training: bool) -> Iterator[_Named]:
+def _section(config: RunConfig | SftRunConfig) -> DataConfig | SftConfig:
+    return config.sft if isinstance(config, SftRunConfig) else config.data
+
+
+def _tables(data: DataConfig, training: bool) -> Iterator[_Table]:
     columns: dict[str, str | None] = {} if data.map else {"data.prompt": data.prompt, "data.answer": data.answer}
-    shared = _Named(path="", columns=columns, format=data.format, subset_key="data.subset", subset=data.subset)
     if training and data.path is not None:
-        yield replace(shared, path="data.path", split_key="data.split", split=data.split)
+        yield _Table("data", data, columns)
     for name, source in data.sources.items() if training else ():
         key = f"data.sources.{name}"
         own: dict[str, str | None] = {
             f"{key}.{column}" if getattr(source, column) else f"data.{column}": getattr(source, column) or value
             for column, value in (("prompt", data.prompt), ("answer", data.answer))
         }
-        yield _Named(
-            path=f"{key}.path",
-            columns={} if source.map or data.map else own,
-            format=source.format,
-            split_key=f"{key}.split",
-            split=source.split,
-            subset_key=f"{key}.subset",
-            subset=source.subset,
-        )
+        yield _Table(key, source, {} if source.map or data.map else own)
     if data.eval_path is not None:
-        yield replace(shared, path="data.eval_path", split_key="data.eval_split", split=data.eval_split)
+        yield _Table("data", data, columns, "eval_")
 
 
-def _table_problems(case: Case, table: _Named, kinds: dict[str, Kind]) -> Iterator[Problem]:
+def _table_problems(case: Case, table: _Table, kinds: dict[str, Kind]) -> Iterator[Problem]:
     """Problems of one table. Stores the table's kind in `kinds`, if it has one."""
     source: RowTable | Path | None
     kind: Kind
@@ -118,7 +101,7 @@ def _table_problems(case: Case, table: _Named, kinds: dict[str, Kind]) -> Iterat
         # A misspelt path in a folder that exists is not a hub id.
         in_folder = next((place for place in places if is_there(place.parent)), None)
         try:
-            kind = kind_of(source or in_folder or given.value, table.format)
+            kind = kind_of(source or in_folder or given.value, table.slice.format)
         except DataError as e:
             looked = f"; looked for {' and '.join(str(place) for place in places)}" if source is None else ""
             yield Problem((table.path,), f"{e}{looked}.")
@@ -127,11 +110,11 @@ def _table_problems(case: Case, table: _Named, kinds: dict[str, Kind]) -> Iterat
     if table.split is not None and kind in ("jsonl", "parquet", "rows"):
         these = "these are rows in memory" if kind == "rows" else f"this is {kind}"
         text = f"would have no effect: only Hugging Face data sets have splits, and {these}. Remove it."
-        yield Problem((table.split_key, table.path), text)
+        yield Problem((f"{table.section}.{table.prefix}split", table.path), text)
     if kind == "hub" or source is None:
         return  # only the hub knows its rows
     try:
-        first = open_table(source, table.format, split=table.split).first()
+        first = open_table(source, table.slice.format, split=table.split).first()
     except DataError as e:
         yield Problem((table.path,), f"{e}.")
         return
@@ -156,15 +139,15 @@ def _columns(row: Row, prefix: str = "") -> list[str]:
     return names
 
 
-def _without_effect(format_key: str, format: str, tables: list[_Named], kinds: dict[str, Kind]) -> Iterator[Problem]:
+def _without_effect(format_key: str, format: str, tables: list[_Table], kinds: dict[str, Kind]) -> Iterator[Problem]:
     if format != "auto" and kinds and set(kinds.values()) == {"rows"}:
         yield Problem((format_key,), "would have no effect: all rows are given in memory. Remove it.")
-    for key in dict.fromkeys(table.subset_key for table in tables if table.subset is not None):
-        paths = [table.path for table in tables if table.subset_key == key]
+    for section in dict.fromkeys(table.section for table in tables if table.slice.subset is not None):
+        paths = [table.path for table in tables if table.section == section]
         found = {kinds[path] for path in paths if path in kinds}
         if found and "hub" not in found:
             text = "would have no effect: only data sets on the Hugging Face hub have subsets. Remove it."
-            yield Problem((key, *paths), text)
+            yield Problem((f"{section}.subset", *paths), text)
 
 
 def _chat_template(case: Case, section: str, given: str | None, variables: dict[str, Any]) -> Iterator[Problem]:

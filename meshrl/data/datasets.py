@@ -52,7 +52,11 @@ class PromptMaker:
 
     @functools.cached_property
     def _map(self) -> Callable[[Row], Any] | None:
-        return None if self.cfg.map is None else _function(self.cfg.map)
+        path = self.cfg.map
+        function = None if path is None else look_up(path, {}, "data.map")
+        if path is not None and not callable(function):
+            raise ConfigError(f"data.map is {path!r}, which is a {type(function).__name__}; it must be a function")
+        return function
 
     def __call__(self, raw: RawRow, ordinal: int) -> Prompt:
         """Raises: DataError for a row that does not fit the config, that the chat template refuses, or that is rendered
@@ -243,14 +247,6 @@ def _messages(value: Any, where: str, name: str, text_role: str | None) -> list[
                 'it should be like {"role": "user", "content": "text"}'
             )
     return list(value)
-
-
-def _function(path: str) -> Callable[[Row], Any]:
-    """The function at the dotted path package.module:name."""
-    function = look_up(path, {}, "data.map")
-    if not callable(function):
-        raise ConfigError(f"data.map is {path!r}, which is a {type(function).__name__}; it must be a function")
-    return function
 
 
 def _plain(value: Any, what: str, where: str) -> Any:

@@ -43,23 +43,6 @@ class PromptFeed(Protocol):
         ...
 
 
-class RowOrder:
-    """position -> row. Each epoch has every row once; with shuffle, each epoch has another order. Takes 8 bytes per
-    row of memory."""
-
-    def __init__(self, num_rows: int, seed: int, shuffle: bool):
-        if num_rows < 1:
-            raise DataError("an order over 0 rows has no next row")
-        self.num_rows, self.seed, self.shuffle = num_rows, seed, shuffle
-        self._epoch, self._rows = -1, np.arange(num_rows)
-
-    def row(self, position: int) -> int:
-        epoch, place = divmod(position, self.num_rows)
-        if self.shuffle and epoch != self._epoch:
-            self._epoch, self._rows = epoch, permutation(self.num_rows, self.seed, epoch)
-        return int(self._rows[place])
-
-
 def permutation(size: int, *key: int) -> np.ndarray:
     """A permutation of `size` rows, int64[size], that depends only on the numbers in `key`.
 
@@ -82,28 +65,36 @@ def require_same(mine: dict[str, Any], saved: dict[str, Any]) -> None:
 
 
 class _Source:
-    """A position in an order of rows, and its checked state. identity: more values that must be equal in a resume."""
+    """A position in an order of rows, and its checked state. Each epoch has every row once; with shuffle, each epoch
+    has another order. The order takes 8 bytes per row of memory.
+
+    identity: more values that must be equal in a resume.
+    """
 
     def __init__(self, digest: str, num_rows: int, seed: int, shuffle: bool, **identity: Any):
-        self._order = RowOrder(num_rows, seed, shuffle)
+        if num_rows < 1:
+            raise DataError("an order over 0 rows has no next row")
+        self._num_rows, self._seed, self._shuffle = num_rows, seed, shuffle
+        self._epoch, self._epoch_rows = -1, np.arange(num_rows)
         facts = {"num_rows": num_rows, "seed": seed, "shuffle": shuffle, "digest": digest}
         self._identity = {"schema": SCHEMA, **facts, **identity}
         self.next_ordinal = 0
 
+    def _row_at(self, position: int) -> int:
+        epoch, place = divmod(position, self._num_rows)
+        if self._shuffle and epoch != self._epoch:
+            self._epoch, self._epoch_rows = epoch, permutation(self._num_rows, self._seed, epoch)
+        return int(self._epoch_rows[place])
+
     def _draw(self, n: int) -> list[tuple[int, int]]:
-        drawn = [(o, self._order.row(o)) for o in range(self.next_ordinal, self.next_ordinal + n)]
+        drawn = [(o, self._row_at(o)) for o in range(self.next_ordinal, self.next_ordinal + n)]
         self.next_ordinal += n
         return drawn
 
     def state(self) -> dict[str, Any]:
-        """Plain JSON: the exact position, and values that must be equal in a resume, so that it gets the same rows."""
         return {"next_ordinal": self.next_ordinal, **self._identity}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken.
-
-        Raises: DataError when rows, seed, shuffle or schema have changed: the order would be another.
-        """
         require_same(self._identity, state)
         self.next_ordinal = int(state["next_ordinal"])
 
@@ -145,7 +136,7 @@ class PromptStream(_Source):
         prompts: list[Prompt] = []
         too_long: list[int] = []
         while len(prompts) < n:
-            prompt = self._make(self._row(self._order.row(self.position)), self.next_ordinal)
+            prompt = self._make(self._row(self._row_at(self.position)), self.next_ordinal)
             self.position += 1
             length = len(prompt.ids) if prompt.ids is not None else 0
             if length <= self._max_prompt_tokens:
@@ -155,7 +146,7 @@ class PromptStream(_Source):
                 continue
             self.num_left_out += 1
             too_long.append(length)
-            if len(too_long) >= self._order.num_rows:
+            if len(too_long) >= self._num_rows:
                 raise all_too_long(self._table.name, too_long, "data.max_prompt_tokens", self._max_prompt_tokens)
         return prompts
 

@@ -13,6 +13,7 @@ import numpy as np
 from meshrl.agent.flatten import flatten
 from meshrl.agent.loop import AgentContext
 from meshrl.algo.advantages import assign_advantages
+from meshrl.algo.correction import correction_summary
 from meshrl.algo.losses import make_policy_loss
 from meshrl.algo.mismatch import row_mismatch
 from meshrl.algo.reduce import assign_loss_weights
@@ -214,7 +215,7 @@ async def update(job: Job, updates: Sequence[Update]) -> list[Metric]:
             Metric(name="train/lr", sum=lr, unit="1/step"),
             Metric(name="train/skipped_steps", sum=float(step.skipped), reduce="sum", unit="steps"),
         ]
-    return metrics
+    return metrics + correction_summary(metrics)
 
 
 def _nothing_to_train(samples: Sequence[Sample]) -> str:

@@ -6,7 +6,9 @@ import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
 
+T = TypeVar("T")
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _SMOOTH = 0.8  # weight of the past in the moving average: about the last five steps
 
@@ -17,7 +19,7 @@ def text_curve(values: Sequence[float], width: int = 60, height: int = 8) -> str
     If there are more values than columns, each column is the mean of equally many. NaN counts as no value; a column
     without values is empty.
     """
-    columns = [_mean(part) for part in _split(list(values), width)]
+    columns = [mean_of_known(part) for part in split(values, width)]
     known = [c for c in columns if not math.isnan(c)]
     if not known:
         return "no values yet"
@@ -39,14 +41,15 @@ def _share(value: float, low: float, high: float) -> float:
     return (value - low) / (high - low) if high > low else 0.5
 
 
-def _split(values: list[float], parts: int) -> list[list[float]]:
-    if len(values) <= parts:
-        return [[v] for v in values]
-    cuts = [len(values) * i // parts for i in range(parts + 1)]
+def split(values: Sequence[T], parts: int) -> list[Sequence[T]]:
+    """The values in this number of parts of almost equal length; each alone if there are not more values than parts."""
+    parts = min(parts, len(values))
+    cuts = [len(values) * i // parts for i in range(parts + 1)] if parts else []
     return [values[a:b] for a, b in itertools.pairwise(cuts)]
 
 
-def _mean(values: list[float]) -> float:
+def mean_of_known(values: Sequence[float]) -> float:
+    """The mean of the finite values; NaN if there are none."""
     known = [v for v in values if math.isfinite(v)]
     return sum(known) / len(known) if known else math.nan
 

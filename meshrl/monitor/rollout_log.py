@@ -82,43 +82,44 @@ def read_rollouts(path: str | Path) -> Iterator[LoggedTrajectory]:
         yield logged
 
 
+# Fields that a record has as they are.
+_TRAJECTORY = ("group_id", "index", "purpose", "status")
+_PROMPT = ("id", "ordinal", "messages", "answer", "env", "agent", "meta")
+_MEDIA = ("kind", "digest", "source", "num_tokens")
+_TURN = ("parent", "stop_reason", "messages", "seed", "engine_id")
+# Arrays of a turn, of which a record has the values only.
+_TOKENS = {"context_ids": np.int32, "output_ids": np.int32, "logprobs": np.float32, "versions": np.int32}
+
+
+def _fields(record: Any, names: Sequence[str]) -> Record:
+    return {name: getattr(record, name) for name in names}
+
+
 def _trajectory_record(t: Trajectory, texts: list[str]) -> Record:
     return {
         "id": t.id,
-        "group_id": t.group_id,
-        "index": t.index,
-        "purpose": t.purpose,
-        "status": t.status,
+        **_fields(t, _TRAJECTORY),
         "failure": asdict(t.failure) if t.failure else None,
         "reward": t.reward,
         "rewards": {n: {"failure": asdict(r)} if isinstance(r, Failure) else r for n, r in t.rewards.items()},
-        "prompt": _prompt_record(t.prompt),
+        "prompt": {
+            **_fields(t.prompt, _PROMPT),
+            "ids": None if t.prompt.ids is None else t.prompt.ids.tolist(),
+            "media": {name: _fields(media, _MEDIA) for name, media in t.prompt.media.items()},
+        },
         "turns": [{"text": text, **_turn_record(turn)} for text, turn in zip(texts, t.turns)],
     }
 
 
-def _prompt_record(p: Prompt) -> Record:
-    media = {n: {k: getattr(m, k) for k in ("kind", "digest", "source", "num_tokens")} for n, m in p.media.items()}
-    plain = {k: getattr(p, k) for k in ("id", "ordinal", "messages", "answer", "env", "agent", "meta")}
-    return {**plain, "ids": None if p.ids is None else p.ids.tolist(), "media": media}
-
-
 def _turn_record(t: Turn) -> Record:
     return {
-        "parent": t.parent,
-        "stop_reason": t.stop_reason,
+        **_fields(t, _TURN),
+        **{name: array.tolist() for name, array in _fields(t, list(_TOKENS)).items()},
         "reward": t.reward,
-        "messages": t.messages,
-        "context_ids": t.context_ids.tolist(),
-        "output_ids": t.output_ids.tolist(),
-        "logprobs": t.logprobs.tolist(),
-        "versions": t.versions.tolist(),
         "media_spans": [list(span) for span in t.media_spans],
         "routed_experts": None if t.routed_experts is None else _array_record(t.routed_experts),
         "extras": {name: _array_record(array) for name, array in t.extras.items()},
         "sampling": asdict(t.sampling),
-        "seed": t.seed,
-        "engine_id": t.engine_id,
         "times": asdict(t.times),
     }
 
@@ -132,44 +133,33 @@ def _array(record: Record) -> np.ndarray:
 
 
 def _trajectory(r: Record) -> Trajectory:
+    prompt = r["prompt"]
     return Trajectory(
-        prompt=_prompt(r["prompt"]),
-        group_id=r["group_id"],
-        index=r["index"],
-        purpose=r["purpose"],
+        **{name: r[name] for name in _TRAJECTORY},
+        prompt=Prompt(
+            **{name: prompt[name] for name in _PROMPT},
+            ids=None if prompt["ids"] is None else np.array(prompt["ids"], np.int32),
+            media={name: Media(outputs={}, **facts) for name, facts in prompt["media"].items()},
+        ),
         turns=[_turn(turn) for turn in r["turns"]],
-        status=r["status"],
         failure=Failure(**r["failure"]) if r["failure"] else None,
         rewards={n: Failure(**v["failure"]) if isinstance(v, dict) else float(v) for n, v in r["rewards"].items()},
         reward=_number(r["reward"]),
     )
 
 
-def _prompt(r: Record) -> Prompt:
-    media = {name: Media(outputs={}, **facts) for name, facts in r["media"].items()}
-    ids = None if r["ids"] is None else np.array(r["ids"], np.int32)
-    plain = {k: r[k] for k in ("id", "ordinal", "messages", "answer", "env", "agent", "meta")}
-    return Prompt(ids=ids, media=media, **plain)
-
-
 def _turn(r: Record) -> Turn:
     sampling = r["sampling"]
     sampling |= {"stop_token_ids": tuple(sampling["stop_token_ids"]), "stop": tuple(sampling.get("stop", ()))}
+    tokens: Record = {name: np.array(r[name], dtype) for name, dtype in _TOKENS.items()}
     return Turn(
-        parent=r["parent"],
-        stop_reason=r["stop_reason"],
+        **{name: r[name] for name in _TURN},
+        **tokens,
         reward=_number(r["reward"]),
-        messages=r["messages"],
-        context_ids=np.array(r["context_ids"], np.int32),
-        output_ids=np.array(r["output_ids"], np.int32),
-        logprobs=np.array(r["logprobs"], np.float32),
-        versions=np.array(r["versions"], np.int32),
         media_spans=[(name, start, size) for name, start, size in r["media_spans"]],
         routed_experts=None if r["routed_experts"] is None else _array(r["routed_experts"]),
         extras={name: _array(array) for name, array in r["extras"].items()},
         sampling=SamplingParams(**sampling),
-        seed=r["seed"],
-        engine_id=r["engine_id"],
         times=Times(**r["times"]),
     )
 

@@ -35,29 +35,21 @@ def listening_socket() -> socket.socket:
     return socket.create_server(("", 0), backlog=_BACKLOG)
 
 
-def listen(serve: Callable[[socket.socket], None]) -> socket.socket:
-    """A listening socket. `serve` is called with each connection in its own thread, and closes it. `stop_listening`
-    closes the listening socket."""
-    listening = listening_socket()
-    threading.Thread(target=_accept, args=(listening, serve), daemon=True).start()
-    return listening
-
-
-def stop_listening(listening: socket.socket) -> None:
-    """Accept no more connections; existing ones stay open."""
-    with contextlib.suppress(OSError):  # macOS refuses it for a listening socket, but there close is enough
-        listening.shutdown(socket.SHUT_RDWR)  # close alone does not end an accept in another thread
-    listening.close()
-
-
 class Listener:
     """The controller's end. Calls `connected(socket, hello)`, in a thread, for each connection that knows the token."""
 
-    def __init__(self, host: str, token: bytes, connected: Callable[[socket.socket, Any], None]):
+    def __init__(self, host: str, token: bytes, connected: Callable[[socket.socket, Any], object]):
         """host: the address at which other machines reach this one."""
         self._token, self._connected = token, connected
-        self._socket = listen(self._authenticate)
+        self._socket = listening_socket()
         self.address: tuple[str, int] = (host, self._socket.getsockname()[1])
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                sock, _ = self._socket.accept()
+                threading.Thread(target=self._authenticate, args=(sock,), daemon=True).start()
 
     def _authenticate(self, sock: socket.socket) -> None:
         try:
@@ -76,8 +68,10 @@ class Listener:
         self._connected(sock, hello)
 
     def close(self) -> None:
-        """Accept no more connections."""
-        stop_listening(self._socket)
+        """Accept no more connections; existing ones stay open."""
+        with contextlib.suppress(OSError):  # macOS refuses it for a listening socket, but there close is enough
+            self._socket.shutdown(socket.SHUT_RDWR)  # close alone does not end an accept in another thread
+        self._socket.close()
 
 
 def connect(address: tuple[str, int], token: bytes, hello: Callable[[str], Any]) -> socket.socket:
@@ -99,15 +93,6 @@ def interface_of(ip: str) -> str | None:
     """Name of the network interface with this address. Without it, gloo would choose an interface by the host name."""
     found = (name for name, all_of in psutil.net_if_addrs().items() for one in all_of if one.address == ip)
     return next(found, None)
-
-
-def _accept(listening: socket.socket, serve: Callable[[socket.socket], None]) -> None:
-    while True:
-        try:
-            sock, _ = listening.accept()
-        except OSError:
-            return  # closed
-        threading.Thread(target=serve, args=(sock,), daemon=True).start()
 
 
 def _prove(token: bytes, side: bytes, nonces: bytes) -> bytes:

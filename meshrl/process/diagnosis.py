@@ -6,9 +6,10 @@ import os
 import re
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO
 
 import psutil
 
@@ -16,15 +17,6 @@ _DUMP_S = 2.0  # writing stacks takes milliseconds; a process that needs longer 
 _FRAMES_SHOWN = 8
 _COLLECTIVE = re.compile(r'File "[^"]*/torch/distributed/(?!algorithms/)')
 _INNERMOST = 4  # frames that show a wait in a collective: the call, its wrapper, and torch's dispatch
-
-
-class Signalled(Protocol):
-    """A child process for `snapshot`."""
-
-    @property
-    def pid(self) -> int: ...
-
-    def send_signal(self, number: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +28,15 @@ class Snapshot:
     stacks: str = ""
 
 
-def snapshot(process: Signalled, file: IO[bytes]) -> Snapshot:
+def snapshot(pid: int, send_signal: Callable[[int], None], file: IO[bytes]) -> Snapshot:
     """Make a process write its stacks to this file: it has registered faulthandler for SIGUSR1. Blocks for at most
     _DUMP_S. The handler is C code: it needs neither the GIL nor a thread that answers."""
-    if is_stopped(process.pid):
+    if is_stopped(pid):
         return Snapshot(is_stopped=True)
-    if not handles(process.pid, signal.SIGUSR1):
+    if not handles(pid, signal.SIGUSR1):
         return Snapshot()
     start, size = os.fstat(file.fileno()).st_size, 0
-    process.send_signal(signal.SIGUSR1)
+    send_signal(signal.SIGUSR1)
     until = time.monotonic() + _DUMP_S
     while time.monotonic() < until:
         time.sleep(0.1)

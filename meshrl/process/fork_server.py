@@ -21,24 +21,15 @@ import stat
 import sys
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from meshrl.process.kill_tree import end_with_parent
+from meshrl.process.guard import end_with_parent
 from meshrl.process.spawn import command, ignore_interrupts
 
 _REQUEST_BYTES = 1 << 16
 _HARMLESS_DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom", "/dev/tty", "/dev/pts/", "/dev/console")
-
-
-@dataclass(slots=True)
-class _Forked:
-    """A child that has not ended. descriptor: its pidfd."""
-
-    pid: int
-    descriptor: int
-    status: socket.socket
 
 
 class _RequestServer:
@@ -47,81 +38,62 @@ class _RequestServer:
     def __init__(self, requests: socket.socket, may_fork: bool):
         """may_fork: False = each forked process executes a new interpreter."""
         self.requests, self.may_fork, self.pid = requests, may_fork, os.getpid()
-        self.starter = os.pidfd_open(os.getppid())
-        self.children: list[_Forked] = []
         self.selector = selectors.PollSelector()  # epoll would share its list with the children
-        self.selector.register(requests, selectors.EVENT_READ)
-        self.selector.register(self.starter, selectors.EVENT_READ)
+        self.selector.register(os.pidfd_open(os.getppid()), selectors.EVENT_READ, lambda: os._exit(0))
+        self.selector.register(requests, selectors.EVENT_READ, self.take_request)
 
     def serve(self) -> None:
-        while self.children or self.requests.fileno() >= 0:
-            ready = self.selector.select()[0][0]  # only one: handling it may make the other events outdated
-            if ready.fileobj is self.requests:
-                self.take_request()
-            elif ready.fileobj == self.starter:
-                return
-            elif isinstance(ready.fileobj, int):
-                self.reap(ready.data)
-            else:
-                self.send_signal(ready.data)
+        while len(self.selector.get_map()) > 1:  # more than the process that sends requests
+            key, _ = self.selector.select()[0]  # only one: handling it may make the other events outdated
+            key.data()
 
     def take_request(self) -> None:
         message, descriptors, _, _ = socket.recv_fds(self.requests, _REQUEST_BYTES, 5)
         if not message:
-            self.selector.unregister(self.requests)
-            self.requests.close()
+            self.close(self.requests)
             return
         module, name, environment = json.loads(message)
         pid = os.fork()
         if pid == 0:
             self.run_child(module, name, environment, descriptors)
-        channel, stacks, status, out, err = descriptors
+        channel, stacks, status_descriptor, out, err = descriptors
         for descriptor in (channel, stacks, out, err):
             os.close(descriptor)
-        child = _Forked(pid, os.pidfd_open(pid), socket.socket(fileno=status))
-        self.report(child, pid)
-        self.children.append(child)
-        self.selector.register(child.descriptor, selectors.EVENT_READ, child)
-        self.selector.register(child.status, selectors.EVENT_READ, child)
+        child, status = os.pidfd_open(pid), socket.socket(fileno=status_descriptor)
+        self.selector.register(child, selectors.EVENT_READ, partial(self.reap, pid, child, status))
+        self.selector.register(status, selectors.EVENT_READ, partial(self.send_signal, pid, status))
+        _report(status, pid)
 
-    def send_signal(self, child: _Forked) -> None:
+    def send_signal(self, pid: int, status: socket.socket) -> None:
         """Send a child the requested signal. The child is not reaped yet, so no other process has its id."""
         try:
-            number = child.status.recv(1)
+            number = status.recv(1)
         except ConnectionResetError:
             number = b""
         if number:
-            os.kill(child.pid, number[0])
+            os.kill(pid, number[0])
         else:  # the other end is closed: no more signals can come
-            self.selector.unregister(child.status)
+            self.close(status)
 
-    def report(self, child: _Forked, number: int) -> None:
-        with contextlib.suppress(OSError):  # no process waits for the report any more
-            child.status.send(str(number).encode())
+    def reap(self, pid: int, child: int, status: socket.socket) -> None:
+        """child: its pidfd."""
+        _report(status, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        self.selector.unregister(child)
+        os.close(child)
+        with contextlib.suppress(KeyError):  # `send_signal` has closed it
+            self.close(status)
 
-    def reap(self, child: _Forked) -> None:
-        _, status = os.waitpid(child.pid, 0)
-        self.report(child, os.waitstatus_to_exitcode(status))
-        self.forget(child)
-        self.children.remove(child)
-
-    def forget(self, child: _Forked) -> None:
-        for source in (child.descriptor, child.status):
-            with contextlib.suppress(KeyError):
-                self.selector.unregister(source)
-        os.close(child.descriptor)
-        child.status.close()
+    def close(self, sock: socket.socket) -> None:
+        self.selector.unregister(sock)
+        sock.close()
 
     def run_child(self, module: str, name: str, environment: dict[str, str], descriptors: Sequence[int]) -> NoReturn:
         """In the child: close the server's descriptors, and run the module as `python -m` would."""
         import numpy as np
 
         try:
-            for child in self.children:
-                self.forget(child)
-            self.selector.close()
-            self.requests.close()
-            os.close(self.starter)
+            for key in self.selector.get_map().values():
+                os.close(key.fd)  # the socket objects with these descriptors live until this process ends
             channel, stacks, status, out, err = descriptors
             os.dup2(out, 1)
             os.dup2(err, 2)
@@ -139,6 +111,11 @@ class _RequestServer:
             traceback.print_exc()
         finally:
             os._exit(1)
+
+
+def _report(status: socket.socket, number: int) -> None:
+    with contextlib.suppress(OSError):  # no process waits for the report any more
+        status.send(str(number).encode())
 
 
 def _set_title(title: str) -> None:

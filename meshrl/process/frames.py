@@ -83,15 +83,10 @@ def receive_bytes(sock: socket.socket, max_bytes: int = (1 << 32) - 1) -> bytes:
 def receive_exactly(sock: socket.socket, size: int) -> bytearray:
     """Read exactly `size` bytes. Raises: EOFError when the stream ends before."""
     data = bytearray(size)
-    receive_into(sock, data)
-    return data
-
-
-def receive_into(sock: socket.socket, buffer: bytearray | memoryview) -> None:
-    """Fill the buffer from the stream. Raises: EOFError when the stream ends before."""
-    view, received = memoryview(buffer), 0
-    while received < len(view):
-        count = sock.recv_into(view[received:])
+    rest = memoryview(data)
+    while rest:
+        count = sock.recv_into(rest)
         if count == 0:
             raise EOFError("the other side closed the channel in the middle of a frame")
-        received += count
+        rest = rest[count:]
+    return data

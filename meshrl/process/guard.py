@@ -12,6 +12,7 @@ In a module of meshrl, the guard forks the child (`fork_below_guard`); any other
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import resource
 import shutil
@@ -22,7 +23,9 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import IO, NoReturn
 
-from meshrl.process.kill_tree import adopt_orphans, end_with_parent, kill_descendants
+import psutil
+
+_SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h
 
 
 class GuardedProcess:
@@ -78,7 +81,7 @@ def fork_below_guard(folder: str = "") -> None:
     Call it before this process starts a thread.
     """
     guard = os.getpid()
-    adopt_orphans()
+    _prctl(_SET_CHILD_SUBREAPER, 1)  # it adopts orphans, so that `kill_descendants` finds them
     child = os.fork()
     if child:
         _guard(child, folder)
@@ -112,6 +115,30 @@ def _end_with_starter(ending: threading.Lock, folder: str) -> None:
     if folder:
         shutil.rmtree(folder, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
+
+
+def kill_descendants(pid: int) -> None:
+    """Send SIGKILL to all descendants of a process, in any process group or session, until no new ones appear."""
+    killed: set[int] = set()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while found := {child.pid for child in psutil.Process(pid).children(recursive=True)} - killed:
+            for child in found:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(child, signal.SIGKILL)
+            killed |= found
+
+
+def end_with_parent(parent: int | None) -> None:
+    """Make the kernel kill this process when the parent's thread that started it ends; None cancels this. Linux only.
+    parent: its process id; if the parent has already ended, this process ends at once."""
+    _prctl(_SET_PDEATHSIG, signal.SIGKILL if parent is not None else 0)
+    if sys.platform == "linux" and parent is not None and os.getppid() != parent:
+        os._exit(1)
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value)
 
 
 def main(folder: str, command: list[str]) -> NoReturn:

@@ -18,7 +18,6 @@ import secrets
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -46,12 +45,11 @@ def take_lease(fd: int) -> bool:
 class LeasedFolder:
     """A new temporary folder. It is removed by `close`, with the object, or when Python exits; else by a later sweep.
 
-    parent: the folder in which it is created; None = the system's folder for temporary files. fd: has the lease; a
-    child process that inherits this descriptor shares the lease.
+    fd: has the lease; a child process that inherits this descriptor shares the lease.
     """
 
-    def __init__(self, parent: Path | None = None) -> None:
-        self.path, self.fd = _new_folder(parent or Path(tempfile.gettempdir()))
+    def __init__(self) -> None:
+        self.path, self.fd = _new_folder()
         self._remove = weakref.finalize(self, _remove, self.path, self.fd)
 
     def close(self) -> None:
@@ -59,18 +57,14 @@ class LeasedFolder:
         self._remove()
 
 
-def sweep(*folders: Path) -> list[Path]:
-    """Remove this user's resources without a lease from these folders, and return their paths. It never waits.
-
-    folders: none given = shared memory and the system's folder for temporary files.
-    """
-    return [path for path in _named(folders or (_SHARED_MEMORY, Path(tempfile.gettempdir()))) if _swept(path)]
-
-
-def _named(folders: Sequence[Path]) -> Iterator[Path]:
-    for folder in folders if _KERNEL else ():
-        with contextlib.suppress(OSError), os.scandir(folder) as entries:
-            yield from [Path(entry) for entry in entries if _NAME.fullmatch(entry.name)]
+def sweep() -> list[Path]:
+    """Remove this user's resources without a lease from shared memory and from the system's folder for temporary files,
+    and return their paths. It never waits."""
+    removed: list[Path] = []
+    for folder in (_SHARED_MEMORY, Path(tempfile.gettempdir())) if _KERNEL else ():
+        with contextlib.suppress(OSError):
+            removed += [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and _swept(path)]
+    return removed
 
 
 def _swept(path: Path) -> bool:
@@ -93,9 +87,9 @@ def _swept(path: Path) -> bool:
         os.close(fd)
 
 
-def _new_folder(parent: Path) -> tuple[Path, int]:
+def _new_folder() -> tuple[Path, int]:
     while True:
-        path = parent / new_name()
+        path = Path(tempfile.gettempdir()) / new_name()
         path.mkdir(mode=0o700)
         with contextlib.suppress(FileNotFoundError):  # a sweep has removed it
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

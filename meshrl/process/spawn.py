@@ -26,9 +26,10 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from meshrl.process.diagnosis import Snapshot, how_it_ended, oom_kills, snapshot
-from meshrl.process.kill_tree import end_with_parent
+from meshrl.process.guard import end_with_parent
 
 _OWN_VARIABLES = {
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
@@ -55,10 +56,15 @@ class SpawnedProcess:
         """name: for `ps`. environment: added to this process's environment. channel: the child's end, closed here."""
         self._oom_kills = oom_kills()
         self._stacks = tempfile.TemporaryFile()  # noqa: SIM115, closed by `end`
+        descriptors = channel.fileno(), self._stacks.fileno()
+        environment = {**os.environ, **environment}
+        self._process: subprocess.Popen[bytes] | ForkedProcess
         with channel:
-            self._process = _spawn(
-                program, name, {**os.environ, **environment}, channel.fileno(), self._stacks.fileno()
-            )
+            if can_fork():
+                self._process = fork(program, name, environment, *descriptors)
+            else:
+                words = command(program.module, *descriptors, os.getpid(), name)
+                self._process = subprocess.Popen(words, pass_fds=descriptors, stdin=subprocess.DEVNULL, env=environment)
 
     def ending(self, timeout_s: float | None = 0.0) -> str | None:
         """How it ended, in one line; waits for that at most timeout_s (None = no limit). None while it runs."""
@@ -69,7 +75,7 @@ class SpawnedProcess:
 
     def snapshot(self) -> Snapshot:
         """Its stacks; blocks for a few seconds at most."""
-        return snapshot(self._process, self._stacks)
+        return snapshot(self._process.pid, self._process.send_signal, self._stacks)
 
     def kill(self) -> None:
         """Send SIGKILL; safe to call again."""
@@ -114,19 +120,6 @@ def can_fork() -> bool:
     except OSError:
         return False
     return True
-
-
-def _spawn(
-    program: Program, name: str, environment: Mapping[str, str], channel: int, stacks: int
-) -> subprocess.Popen[bytes] | ForkedProcess:
-    if can_fork():
-        return fork(program, name, environment, channel, stacks)
-    return subprocess.Popen(
-        command(program.module, channel, stacks, os.getpid(), name),
-        pass_fds=[channel, stacks],
-        stdin=subprocess.DEVNULL,
-        env=environment,
-    )
 
 
 class ForkedProcess:
@@ -181,31 +174,12 @@ class ForkedProcess:
 
 
 @dataclass(frozen=True, slots=True)
-class _Inherited:
-    """The properties that a fork server's children inherit from it: a change needs another fork server."""
-
-    preload: tuple[str, ...]
-    environment: Mapping[str, str]
-    folder: str
-    cores: frozenset[int]
-    umask: str
-    limits: tuple[tuple[int, int], ...]
-
-
 class _ForkServer:
-    """The fork server, as an object of the process that started it."""
+    """inherited: the properties that its children inherit from it: a change needs another fork server."""
 
-    def __init__(self, inherited: _Inherited):
-        self.inherited = inherited
-        self.requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        module = [sys.executable, "-m", "meshrl.process.fork_server"]
-        with theirs:
-            self.process = subprocess.Popen(
-                [*module, str(theirs.fileno()), str(os.getpid()), _TITLE_ROOM, *inherited.preload],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env=inherited.environment,
-            )
+    process: subprocess.Popen[bytes]
+    requests: socket.socket
+    inherited: tuple[Any, ...]
 
 
 _servers: list[_ForkServer] = []  # only the last one gets requests; the others end after their last child
@@ -215,35 +189,45 @@ _starting = threading.Lock()
 def fork(program: Program, name: str, environment: Mapping[str, str], channel: int, stacks: int) -> ForkedProcess:
     """Request a process from the fork server; returns at once. environment: the child's complete environment. channel,
     stacks: descriptors that it inherits in addition to this process's stdout and stderr."""
-    inherited = _Inherited(
-        program.preload,
-        {key: value for key, value in environment.items() if key not in _OWN_VARIABLES},
-        os.getcwd(),
-        frozenset(os.sched_getaffinity(0)),
-        Path("/proc/self/status").read_text().partition("Umask:")[2].split()[0],  # os.umask can only read by writing
-        tuple(resource.getrlimit(number) for number in _LIMITS),
-    )
     own = {key: value for key, value in environment.items() if key in _OWN_VARIABLES}
+    common = {key: value for key, value in environment.items() if key not in _OWN_VARIABLES}
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with _starting, theirs:
         request = json.dumps([program.module, name, own]).encode()
         descriptors = [channel, stacks, theirs.fileno(), 1, 2]
-        server = _server_with(inherited)
+        server = _server_with(program.preload, common)
         try:
             socket.send_fds(server.requests, [request], descriptors)
         except (BrokenPipeError, ConnectionResetError):  # it has died since `_server_with` checked it
             server.process.wait()
-            server = _server_with(inherited)
+            server = _server_with(program.preload, common)
             socket.send_fds(server.requests, [request], descriptors)
     return ForkedProcess(ours, server.process)
 
 
-def _server_with(inherited: _Inherited) -> _ForkServer:
-    """The fork server for these inherited properties; a new one replaces a server with others."""
+def _server_with(preload: tuple[str, ...], environment: Mapping[str, str]) -> _ForkServer:
+    """The fork server for children with these properties; a new one replaces a server with others."""
+    inherited = (
+        preload,
+        environment,
+        os.getcwd(),
+        os.sched_getaffinity(0),
+        Path("/proc/self/status").read_text().partition("Umask:")[2].split()[0],  # os.umask can only read by writing
+        [resource.getrlimit(number) for number in _LIMITS],
+    )
     _servers[:] = [server for server in _servers if server.process.poll() is None]
     if not _servers or _servers[-1].inherited != inherited or _servers[-1].requests.fileno() < 0:
         retire()
-        _servers.append(_ForkServer(inherited))
+        requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        module = [sys.executable, "-m", "meshrl.process.fork_server"]
+        with theirs:
+            process = subprocess.Popen(
+                [*module, str(theirs.fileno()), str(os.getpid()), _TITLE_ROOM, *preload],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=environment,
+            )
+        _servers.append(_ForkServer(process, requests, inherited))
     return _servers[-1]
 
 

@@ -10,27 +10,11 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 
-from meshrl.reward.plain_text import normalized_numbers, number_with_unit, stated_expression
+from meshrl.reward.plain_text import normalized, number_with_unit, stated_expression
 
 MAX_TEXT_CHARS = 8_000
 """Without a box, only this much of the end of a completion is searched: the search is quadratic in some texts."""
 
-_CHARACTERS = str.maketrans(
-    {
-        **dict.fromkeys("\u2212\ufe63\uff0d", "-"),  # minus signs
-        **dict.fromkeys("\u00a0\u2009\u202f", " "),  # spaces that separate thousands
-        "×": "*",
-        "·": "*",
-        "÷": "/",
-        **{"π": "\\pi ", "∞": "\\infty ", "∪": "\\cup ", "∩": "\\cap ", "∈": "\\in "},
-        **{"≤": "\\leq ", "≥": "\\geq ", "≠": "\\neq "},
-    }
-)
-_DASH_AS_MINUS = re.compile(r"(?<![\w)}\]])[\u2010-\u2013](?=[0-9.$\\])")  # hyphens and en dash; 3–5 is a range
-_ESCAPED_DOLLAR = re.compile(r"(?<!\\)\\\$")
-_THIN_SPACE = re.compile(r"(?<=[0-9])(?:\\[,;: ]|~)(?=[0-9]{3}(?![0-9]))")  # between thousands
-_EMPHASIS = re.compile(r"(?<![\w*`)}])(\*{1,3}|_{1,3}|`{1,3})(?=\S)([^*_`\n]+?)(?<=\S)\1(?![\w*`({\\])")
-_TIMES_TEN = re.compile(r"(?<=[0-9]) ?x ?(?=10 ?\^)")
 _E_NOTATION = re.compile(r"(?<![\w.\\])([0-9]+(?:\.[0-9]+)?[eE][-+]?[0-9]{1,2})(?![\w^])")
 
 _BOX = re.compile(r"\\f?boxed\s*\{")
@@ -63,13 +47,6 @@ def final_expression(section: str) -> str:
     if stated is None:
         return text
     return f"\\boxed{{{stated}}}" if stated else ""
-
-
-def normalized(text: str) -> str:
-    """`text` without Markdown emphasis and typesetting of numbers, and with ASCII signs for Unicode operators."""
-    text = _DASH_AS_MINUS.sub("-", _EMPHASIS.sub(r"\2", text.strip().translate(_CHARACTERS)))
-    text = _THIN_SPACE.sub("", _ESCAPED_DOLLAR.sub("", text))
-    return normalized_numbers(_TIMES_TEN.sub("*", text))
 
 
 def with_decimals(text: str) -> str:

@@ -46,19 +46,15 @@ class Grader:
         return self.function(payload["completion"], payload["answer"], **keywords, **self.args)
 
 
-def resolve_reward(kind: str) -> RewardFn:
-    """The function of a name in REWARDS or of a dotted path `package.module:function`. Raises: ConfigError."""
-    return look_up(kind, REWARDS, "reward kind")
-
-
 def make_grader(term: str, kind: str, args: dict[str, Any], pickled: bytes | None = None) -> Grader:
-    """Resolve a config entry and check that its function accepts the arguments of a grading.
+    """The grader of a config entry, whose function accepts the arguments of a grading. kind: a name in REWARDS, or a
+    dotted path `package.module:function`.
 
     pickled: the function itself, if a Python caller gave one; `kind` is then only its name.
 
     Raises: ConfigError that names the term, for an unknown kind, wrong or missing arguments.
     """
-    function = resolve_reward(kind) if pickled is None else _unpickled(term, kind, pickled)
+    function = look_up(kind, REWARDS, "reward kind") if pickled is None else _unpickled(term, kind, pickled)
     try:
         signature = inspect.signature(function)
         parameters = signature.parameters.values()

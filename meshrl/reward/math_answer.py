@@ -24,10 +24,9 @@ from meshrl.reward.final_answer import (
     box_contents,
     final_expression,
     marked_answer,
-    normalized,
     with_decimals,
 )
-from meshrl.reward.plain_text import number_with_unit
+from meshrl.reward.plain_text import normalized, number_with_unit
 
 _MARKED = re.compile(r"#### (\$?-?\$?[0-9.,]+)")
 _GSM8K_NUMBER = re.compile(r"\$?-?\$?[0-9.,]+")

@@ -8,25 +8,62 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Callable
 from decimal import Decimal
 
 _NUMBER = r"[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+"
-_GROUPS = re.compile(r"(?<![0-9] )(?<![\w.,^/])[0-9]{1,3}(?: [0-9]{3})+(?![\w/^])")  # 1 000 000
-_CURRENCY = re.compile(r"[€£¥₹] ?(?=[0-9.])|(?<=[0-9]) ?[€£¥₹]")
-_DEGREES = re.compile(r"(?<=[0-9]) ?°(?: ?[CF]\b)?")
-_PERCENT = re.compile(r"(?<=[0-9])\s*(?:percent|pct)\b", re.IGNORECASE)
-_VULGAR_FRACTION = re.compile(r"(?<![0-9])([0-9]*) ?([¼-¾⅐-⅞])")
-_MIXED_NUMBER = re.compile(r"(?<![\w.,^/*)])([0-9]+) ([0-9]+/[0-9]+)(?![\w/])")
-_SUPERSCRIPT = re.compile(r"(?<=[\w)}\]])([⁻⁺]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+)")
-_SUPERSCRIPTS = str.maketrans("⁻⁺⁰¹²³⁴⁵⁶⁷⁸⁹", "-+0123456789")
-_ROOT = re.compile(r"√ ?(?:\(([^()]*)\)|([0-9.]+|[a-z]))|(?<![\\\w])sqrt ?\(([^()]*)\)")
-_PI = re.compile(r"(?<![\\a-zA-Z])pi(?![a-zA-Z])")
-_NEGATIVE = re.compile(r"\b(?:minus|negative) +(?=[0-9.$\\(])", re.IGNORECASE)
 _SCALES = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-_SCALED = re.compile(
-    rf"(?<![0-9.,])({_NUMBER})\s*(?:\\text ?{{\s*({'|'.join(_SCALES)})\s*}}|({'|'.join(_SCALES)})\b)", re.IGNORECASE
+_SCALE = "|".join(_SCALES)
+_CHARACTERS = str.maketrans(
+    {
+        **dict.fromkeys("\u2212\ufe63\uff0d", "-"),  # minus signs
+        **dict.fromkeys("\u00a0\u2009\u202f", " "),  # spaces that separate thousands
+        "×": "*",
+        "·": "*",
+        "÷": "/",
+        **{"π": "\\pi ", "∞": "\\infty ", "∪": "\\cup ", "∩": "\\cap ", "∈": "\\in "},
+        **{"≤": "\\leq ", "≥": "\\geq ", "≠": "\\neq "},
+    }
 )
-_UPRIGHT_NUMBER = re.compile(r"\\(?:text|mathrm|mbox)\s*\{\s*([^{}\\]{0,80}[0-9][^{}\\]{0,80})\}")
+_SUPERSCRIPTS = str.maketrans("⁻⁺⁰¹²³⁴⁵⁶⁷⁸⁹", "-+0123456789")
+
+
+def _fraction(match: re.Match[str]) -> str:
+    fraction = unicodedata.normalize("NFKC", match[2]).replace("\u2044", "/")
+    return f"({match[1]}+{fraction})" if match[1] else f"({fraction})"
+
+
+def _scaled(match: re.Match[str]) -> str:
+    number = Decimal(match[1].replace(",", ""))
+    return format(number.scaleb(_SCALES[(match[2] or match[3]).lower()]), "f")
+
+
+_REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
+    (re.compile(r"(?<![\w*`)}])(\*{1,3}|_{1,3}|`{1,3})(?=\S)([^*_`\n]+?)(?<=\S)\1(?![\w*`({\\])"), r"\2"),  # emphasis
+    (re.compile(r"(?<![\w)}\]])[\u2010-\u2013](?=[0-9.$\\])"), "-"),  # hyphens and en dash; 3–5 is a range
+    (re.compile(r"(?<!\\)\\\$"), ""),  # an escaped dollar
+    (re.compile(r"(?<=[0-9])(?:\\[,;: ]|~)(?=[0-9]{3}(?![0-9]))"), ""),  # thin spaces between thousands
+    (re.compile(r"(?<=[0-9]) ?x ?(?=10 ?\^)"), "*"),  # 1.5 x 10^3
+    (re.compile(r"\\(?:text|mathrm|mbox)\s*\{\s*([^{}\\]{0,80}[0-9][^{}\\]{0,80})\}"), r"\1"),  # upright numbers
+    (re.compile(r"[€£¥₹] ?(?=[0-9.])|(?<=[0-9]) ?[€£¥₹]"), ""),
+    (re.compile(r"(?<=[0-9]) ?°(?: ?[CF]\b)?"), ""),
+    (re.compile(r"(?<=[0-9])\s*(?:percent|pct)\b", re.IGNORECASE), "%"),
+    (re.compile(r"(?<![0-9] )(?<![\w.,^/])[0-9]{1,3}(?: [0-9]{3})+(?![\w/^])"), lambda m: m[0].replace(" ", "")),
+    (re.compile(r"(?<![0-9])([0-9]*) ?([¼-¾⅐-⅞])"), _fraction),  # 5½
+    (re.compile(r"(?<![\w.,^/*)])([0-9]+) ([0-9]+/[0-9]+)(?![\w/])"), r"(\1+\2)"),  # mixed numbers: 5 1/2
+    (re.compile(r"(?<=[\w)}\]])([⁻⁺]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+)"), lambda m: f"^({m[1].translate(_SUPERSCRIPTS)})"),
+    (
+        re.compile(r"√ ?(?:\(([^()]*)\)|([0-9.]+|[a-z]))|(?<![\\\w])sqrt ?\(([^()]*)\)"),
+        lambda m: f"\\sqrt{{{m[1] or m[2] or m[3]}}}",
+    ),
+    (re.compile(r"(?<![\\a-zA-Z])pi(?![a-zA-Z])"), r"\\pi "),
+    (
+        re.compile(rf"(?<![0-9.,])({_NUMBER})\s*(?:\\text ?{{\s*({_SCALE})\s*}}|({_SCALE})\b)", re.IGNORECASE),
+        _scaled,  # 5 million
+    ),
+    (re.compile(r"\b(?:minus|negative) +(?=[0-9.$\\(])", re.IGNORECASE), "-"),
+]
+"""(pattern, replacement), applied in this order."""
 
 _ANSWER_IS = re.compile(r"\banswer\b[^.\n:=]{0,60}?(?:\b(?:is|are)\b|[:=])[\s:]*(?=\S)", re.IGNORECASE)
 _VALUE_IS = re.compile(r"(?:=|≈|:|\b(?:is|are|equals)\b)\s*(?=\S)")
@@ -50,19 +87,13 @@ _PLAIN_NUMBER = re.compile(rf"[-+]?(?:{_NUMBER})(?: ?/ ?[0-9]+)?\s*(?:\\?%)?")
 _LENGTH_UNIT = re.compile(rf"({_PLAIN_NUMBER.pattern})\s+[ckm]?m(?:\^\(?[23]\)?|/[a-z]+(?:\^\(?2\)?)?)")  # m^2, m/s^2
 
 
-def normalized_numbers(text: str) -> str:
-    """`text` with mixed numbers, thousands, millions, roots and superscripts written as math-verify reads them.
-
-    Signs of currencies and degrees are left out.
-    """
-    text = _DEGREES.sub("", _CURRENCY.sub("", _UPRIGHT_NUMBER.sub(r"\1", text)))
-    text = _GROUPS.sub(lambda m: m[0].replace(" ", ""), _PERCENT.sub("%", text))
-    text = _VULGAR_FRACTION.sub(_with_fraction, text)
-    text = _MIXED_NUMBER.sub(r"(\1+\2)", text)
-    text = _SUPERSCRIPT.sub(lambda m: f"^({m[1].translate(_SUPERSCRIPTS)})", text)
-    text = _ROOT.sub(lambda m: f"\\sqrt{{{m[1] or m[2] or m[3]}}}", text)
-    text = _SCALED.sub(_scaled, _PI.sub(r"\\pi ", text))
-    return _NEGATIVE.sub("-", text)
+def normalized(text: str) -> str:
+    """`text` without Markdown emphasis and signs of currencies and degrees, with ASCII signs for Unicode operators, and
+    with mixed numbers, thousands, millions, roots and superscripts written as math-verify reads them."""
+    text = text.strip().translate(_CHARACTERS)
+    for pattern, replacement in _REWRITES:
+        text = pattern.sub(replacement, text)
+    return text
 
 
 def stated_expression(text: str) -> str | None:
@@ -128,13 +159,3 @@ def _is_formula(text: str) -> bool:
 def _without_currency(text: str) -> str:
     """`text` without dollar signs if they can't be delimiters of LaTeX, because their number is odd."""
     return re.sub(r"\$ ?(?=-?[0-9.])", "", text) if text.count("$") % 2 else text
-
-
-def _with_fraction(match: re.Match[str]) -> str:
-    fraction = unicodedata.normalize("NFKC", match[2]).replace("\u2044", "/")
-    return f"({match[1]}+{fraction})" if match[1] else f"({fraction})"
-
-
-def _scaled(match: re.Match[str]) -> str:
-    number = Decimal(match[1].replace(",", ""))
-    return format(number.scaleb(_SCALES[(match[2] or match[3]).lower()]), "f")

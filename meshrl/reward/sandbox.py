@@ -22,6 +22,7 @@ import socket
 import sys
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -40,6 +41,13 @@ _END_TIMEOUT_S = 2.0  # from the end of a socket to the end of its process
 _ASYNC_GRACE_S = 1.0  # the worker times async graders; if it takes this much longer, its event loop hangs
 _MAX_BATCH = 64  # items of one message, and async graders that wait together in one worker
 _MAX_REPLY_BYTES = 1 << 16
+
+EVENTS = {
+    "reward/workers_killed": "processes",  # because of an item; each is replaced when it is needed again
+    "reward/gradings_redone": "gradings",  # because their worker died
+    "reward/math_timeouts": "gradings",  # wrong, because math_answer reached its limit of CPU time
+}
+"""Metric of an event that a sandbox counts -> unit."""
 
 
 class Sandbox:
@@ -73,19 +81,9 @@ class Sandbox:
         self._started = self._closed = False
 
     @property
-    def num_killed(self) -> int:
-        """Workers killed so far because of an item; each is replaced when it is needed again."""
-        return sum(worker.num_killed for worker in self._workers)
-
-    @property
-    def num_cpu_limited(self) -> int:
-        """Answers graded as wrong so far because math_answer reached its limit of CPU time."""
-        return sum(worker.num_cpu_limited for worker in self._workers)
-
-    @property
-    def num_redone(self) -> int:
-        """Gradings repeated so far because their worker died."""
-        return sum(worker.num_redone for worker in self._workers)
+    def counts(self) -> Counter[str]:
+        """The numbers so far of the events in EVENTS."""
+        return sum((worker.counts for worker in self._workers), Counter[str]())
 
     async def start(self) -> None:
         """Start all workers at once and wait until each has loaded every function; a second call does nothing.
@@ -96,7 +94,7 @@ class Sandbox:
             if self._closed:
                 raise RewardError(_CLOSED)
             if not self._started:
-                await self._in_threads([functools.partial(self._with_worker, _Worker.start)] * len(self._workers))
+                await self._with_workers([_Worker.start] * len(self._workers))
                 self._started = True
 
     async def grade(self, items: Sequence[Item]) -> list[float | Failure]:
@@ -107,8 +105,9 @@ class Sandbox:
         """
         await self.start()
         batches = self._batches(items)
-        gradings = [functools.partial(_Worker.grade, items=[items[i] for i in batch]) for batch in batches]
-        graded = await self._in_threads([functools.partial(self._with_worker, grading) for grading in gradings])
+        graded = await self._with_workers(
+            [functools.partial(_Worker.grade, items=[items[i] for i in batch]) for batch in batches]
+        )
         results = {i: result for batch, part in zip(batches, graded) for i, result in zip(batch, part)}
         return [results[i] for i in range(len(items))]
 
@@ -120,8 +119,9 @@ class Sandbox:
         self._closed = True
         for worker in self._workers:
             worker.end()
-        await self._in_threads([self._dispose] * len(self._workers))
-        self._threads.shutdown()
+        await asyncio.to_thread(self._threads.shutdown)  # waits for gradings: not long, since the workers were killed
+        for worker in self._workers:
+            worker.release()
 
     def _batches(self, items: Sequence[Item]) -> list[list[int]]:
         """Item indices of each message: sync and async items separately, sync ones in two rounds to balance workers."""
@@ -133,20 +133,18 @@ class Sandbox:
             batches += [indices[start : start + size] for start in range(0, len(indices), size)]
         return batches
 
-    def _with_worker(self, use: Callable[[_Worker], Any]) -> Any:
-        """Runs in a thread. First in, first out: N calls at once, as at the start, use N different workers."""
-        worker = self._idle.get()  # there are as many threads as workers, so one is idle
-        try:
-            return use(worker)
-        finally:
-            self._idle.put(worker)
+    async def _with_workers(self, uses: Sequence[Callable[[_Worker], Any]]) -> list[Any]:
+        """Each use in a thread. First in, first out: N uses at once, as at the start, get N different workers."""
 
-    def _dispose(self) -> None:
-        self._idle.get().release()  # waits for the thread that still uses it: not long, since its process was killed
+        def run(use: Callable[[_Worker], Any]) -> Any:
+            worker = self._idle.get()  # there are as many threads as workers, so one is idle
+            try:
+                return use(worker)
+            finally:
+                self._idle.put(worker)
 
-    async def _in_threads(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
         loop = asyncio.get_running_loop()
-        return await asyncio.gather(*(loop.run_in_executor(self._threads, call) for call in calls))
+        return await asyncio.gather(*(loop.run_in_executor(self._threads, run, use) for use in uses))
 
 
 @dataclass(slots=True)
@@ -167,7 +165,7 @@ class _Worker:
         self._running: _Running | None = None
         self.async_terms: frozenset[str] = frozenset()
         self._cpu_limited_terms: frozenset[str] = frozenset()
-        self.num_killed = self.num_redone = self.num_cpu_limited = 0
+        self.counts = Counter[str]()
 
     def start(self) -> _Running:
         """The running process, started and ready. Raises: ConfigError, RewardError (see Sandbox.start)."""
@@ -231,7 +229,7 @@ class _Worker:
                 one_by_one = True  # any of the running items may be the cause: each is graded alone
             elif broken is not None and broken.kind == "crash" and todo[0] not in again:
                 again.add(todo[0])
-                self.num_redone += 1
+                self.counts["reward/gradings_redone"] += 1
             elif broken is not None:
                 results[todo.pop(0)] = broken
         return [results[i] for i in range(len(items))]
@@ -261,7 +259,7 @@ class _Worker:
             code = running.process.exit_code(_END_TIMEOUT_S)
             if code == -signal.SIGPROF and items[len(answered)][0] in self._cpu_limited_terms:
                 answered[len(answered)] = 0.0  # items are graded in order
-                self.num_cpu_limited += 1
+                self.counts["reward/math_timeouts"] += 1
                 retire = True
             elif code is not None:
                 broken = Failure(kind="crash", message=f"the worker died with {exit_text(code)}")
@@ -269,7 +267,7 @@ class _Worker:
                 broken = _incomplete(error)
         if broken or retire:
             self.release()
-            self.num_killed += 1
+            self.counts["reward/workers_killed"] += 1
         return answered, broken
 
     def end(self) -> None:

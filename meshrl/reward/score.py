@@ -12,7 +12,7 @@ from typing import Any
 from meshrl.config.reward import RewardConfig
 from meshrl.core.errors import Failure, RewardError
 from meshrl.core.types import Metric, Trajectory
-from meshrl.reward.sandbox import Sandbox
+from meshrl.reward.sandbox import EVENTS, Sandbox
 
 _SHOWN_FAILURES = 3
 
@@ -56,7 +56,7 @@ class Scorer:
 
         Raises: RewardError when the share of failed gradings is above `max_failure_fraction`.
         """
-        killed, redone, limited = self._sandbox.num_killed, self._sandbox.num_redone, self._sandbox.num_cpu_limited
+        before = self._sandbox.counts
         scored = [t for t in trajectories if t.status in ("done", "truncated")]
         for trajectory in trajectories:
             trajectory.rewards, trajectory.reward = {}, None
@@ -66,14 +66,9 @@ class Scorer:
         for trajectory in scored:
             trajectory.reward = self._weighted_sum(trajectory.rewards)
         self._check_failures(scored)
-        return [
-            *self._metrics(scored),
-            Metric(name="reward/workers_killed", sum=self._sandbox.num_killed - killed, reduce="sum", unit="processes"),
-            Metric(name="reward/gradings_redone", sum=self._sandbox.num_redone - redone, reduce="sum", unit="gradings"),
-            Metric(
-                name="reward/math_timeouts", sum=self._sandbox.num_cpu_limited - limited, reduce="sum", unit="gradings"
-            ),
-        ]
+        events = self._sandbox.counts - before
+        counted = [Metric(name=name, sum=events[name], reduce="sum", unit=unit) for name, unit in EVENTS.items()]
+        return [*self._metrics(scored), *counted]
 
     async def grade(self, items: Sequence[tuple[str, Trajectory]]) -> list[float | Failure]:
         """The result of each (term, trajectory), in order. Trajectories are not changed and nothing is counted."""

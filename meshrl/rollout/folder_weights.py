@@ -19,6 +19,7 @@ from meshrl.core.errors import SyncError
 from meshrl.model.weight_files import INDEX, stored_tensors, write_tensors
 from meshrl.rollout.server.assembly import Assembly
 from meshrl.sync.layout import Layout, SyncHeader, TensorSpec, layout_from_json
+from meshrl.sync.threads import lap
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 _FILE_BYTES = 1 << 30  # a file is written when its tensors have that many bytes
@@ -39,7 +40,6 @@ class FolderWeights:
         self._waiting: dict[str, torch.Tensor] = {}
         self._file_of: dict[str, str] = {}
         self._current: Path | None = None
-        self._write_s = 0.0
 
     async def call(self, step: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
         """Run a step, as a server with one worker. Raises: SyncError."""
@@ -67,7 +67,6 @@ class FolderWeights:
         others = {name: shape for name, shape in held.items() if name not in fitting and name not in layout.tied}
         return {
             "refused": {},
-            "dropped": [],
             "hidden": fitting,  # the server's parameters can't be read back
             "unfilled": {name: [list(shape), dtypes.get(name, common)] for name, shape in others.items()},
             "dtypes": {},
@@ -83,7 +82,6 @@ class FolderWeights:
         for file in self._model_folder.iterdir():
             if file.is_file() and file.suffix not in _WEIGHTS and file.name != INDEX:
                 shutil.copyfile(file, folder / file.name)
-        self._write_s = 0.0
         return {}
 
     def receive(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -107,8 +105,8 @@ class FolderWeights:
         await self._reload(folder)
         if last is not None and last != folder:
             shutil.rmtree(last)
-        load_s = assembly.copy_s + self._write_s + time.perf_counter() - began
-        return {"differing": [], "seconds": {"load": load_s, "verify": assembly.progress.verify_s}}
+        lap(assembly.seconds, "load", began)
+        return {"differing": [], "seconds": assembly.seconds}
 
     @property
     def _incoming(self) -> Path:
@@ -127,7 +125,7 @@ class FolderWeights:
             write_tensors(self._waiting, self._incoming / name)
             self._file_of |= dict.fromkeys(self._waiting, name)
             self._waiting = {}
-        self._write_s += time.perf_counter() - began
+        lap(self._open().seconds, "load", began)
 
     def _drop(self) -> None:
         self._waiting, self._file_of = {}, {}

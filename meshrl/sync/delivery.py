@@ -1,17 +1,20 @@
-"""One transfer with its bytes and digests: a sender fills it, a transport carries it, a receiver loads it."""
+"""One transfer with its bytes and digests: a sender fills it, a transport carries it, a receiver checks it."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import repeat
 from typing import Any
 
 import numpy as np
 import torch
 
 from meshrl.core.errors import SyncError
-from meshrl.sync.digest import bits_of
-from meshrl.sync.layout import Layout, Part, Transfer, aligned
+from meshrl.sync.digest import bits_of, digest_bytes
+from meshrl.sync.layout import Layout, Part, SyncHeader, Transfer, aligned
+from meshrl.sync.threads import lap
 
 ALL = -1  # in Delivery.counts: the part is sent in full
 _INDEX_BYTES = 4  # the index of a changed element is an int32, counted from the part's first element
@@ -52,16 +55,13 @@ class Delivery:
         """Bytes that were sent or, without a payload, written."""
         if self.payload is not None:
             return self.payload.numel()
-        counts = self.counts or [ALL] * len(self.digests)
-        return sum(part.num_bytes for part, count in zip(self.transfer.parts, counts, strict=True) if count == ALL)
+        return sum(part.num_bytes for part, count in self._counted() if count == ALL)
 
     def sections(self) -> Iterator[tuple[Part, int, torch.Tensor]]:
         """For each part: the part, its number of changed elements (ALL = sent in full), and its bytes."""
         assert self.payload is not None
         at = 0
-        for number, part in enumerate(self.transfer.parts):
-            count = ALL if self.counts is None else self.counts[number]
-            at = part.at if self.counts is None else at
+        for part, count in self._counted():
             section = self.payload[at : at + section_bytes(part, count)]
             at += aligned(section.numel())
             yield part, count, section
@@ -83,12 +83,16 @@ class Delivery:
             return
         wanted = transfer.num_bytes
         if self.counts is not None:
-            wanted = min(wanted, sum(aligned(section_bytes(p, n)) for p, n in zip(parts, self.counts)))
+            wanted = min(wanted, sum(aligned(section_bytes(p, n)) for p, n in self._counted()))
         if self.payload.dtype != torch.uint8 or self.payload.shape != (wanted,):
             raise SyncError(
                 f"{name}: {transfer} has {list(self.payload.shape)} {self.payload.dtype}, expected [{wanted}] "
                 "torch.uint8"
             )
+
+    def _counted(self) -> Iterator[tuple[Part, int]]:
+        """Each part with its number of changed elements."""
+        return zip(self.transfer.parts, repeat(ALL) if self.counts is None else self.counts)
 
     def facts(self) -> bytes:
         """Everything except the payload, for a transport; `delivery_from_facts` reads it."""
@@ -123,15 +127,8 @@ def delivery_from_facts(
 
 
 def delivery_to_json(delivery: Delivery, slot_address: SlotAddress) -> dict[str, Any]:
-    """A full transfer in shared memory as JSON; digests as text, because a JSON reader may round large numbers."""
-    return {
-        "number": delivery.transfer.number,
-        "digests": [f"{value:016x}" for value in delivery.digests],
-        "ring": slot_address.ring,
-        "num_slots": slot_address.num_slots,
-        "slot_bytes": slot_address.slot_bytes,
-        "slot": slot_address.slot,
-    }
+    """A transfer in shared memory as JSON; its facts as text, because a JSON reader may round large numbers."""
+    return {"number": delivery.transfer.number, "facts": delivery.facts().hex(), **asdict(slot_address)}
 
 
 def delivery_from_json(layout: Layout, message: dict[str, Any], payload: torch.Tensor) -> Delivery:
@@ -139,9 +136,7 @@ def delivery_from_json(layout: Layout, message: dict[str, Any], payload: torch.T
     transfers, number = layout.transfers, message["number"]
     if not 0 <= number < len(transfers):
         raise SyncError(f"transfer {number} was received; the layout has {len(transfers)}")
-    transfer = transfers[number]
-    digests = tuple(int(text, 16) for text in message["digests"])
-    return Delivery(transfer=transfer, payload=payload[: transfer.num_bytes], digests=digests)
+    return delivery_from_facts(transfers[number], bytes.fromhex(message["facts"]), payload)
 
 
 def section_bytes(part: Part, count: int) -> int:
@@ -154,6 +149,14 @@ def indices_at(part: Part, count: int) -> int:
     return -(-count * part.tensor.torch_dtype.itemsize // _INDEX_BYTES) * _INDEX_BYTES
 
 
+def pack_changes(part: Part, section: torch.Tensor, indices: torch.Tensor, new: torch.Tensor) -> None:
+    """Write changed elements, then their indices, into the part's section of a payload."""
+    values_end, indices_start = new.nbytes, indices_at(part, len(indices))
+    section[:values_end].view(new.dtype).copy_(new)
+    section[values_end:indices_start].zero_()
+    section[indices_start:].view(torch.int32).copy_(indices)
+
+
 def write_changes(part: Part, section: torch.Tensor, count: int, target: torch.Tensor) -> None:
     """Write `count` new elements at their indices into `target`, the part's view of a tensor."""
     if not count:
@@ -164,3 +167,46 @@ def write_changes(part: Part, section: torch.Tensor, count: int, target: torch.T
     bits.scatter_(0, indices.to(bits.device).long(), new.to(bits.device))
     if not target.is_contiguous():
         target.copy_(bits.view(target.dtype).view(target.shape))
+
+
+class Progress:
+    """Checks that all transfers of one sync are received, in the layout's order and as they were sent."""
+
+    def __init__(self, layout: Layout, header: SyncHeader, name: str):
+        """name: of the receiver, in errors."""
+        self.layout, self.header, self.name = layout, header, name
+        self.num_bytes = 0
+        self.seconds = {"load": 0.0, "verify": 0.0}
+        self._next = 0
+
+    def check(self, delivery: Delivery) -> None:
+        """Raises: SyncError for a transfer that is not the next one, or a payload of another length or digest. The
+        digests of full parts are checked when their bytes are copied."""
+        transfers, number = self.layout.transfers, delivery.transfer.number
+        if number != self._next or number >= len(transfers) or delivery.transfer != transfers[number]:
+            expected = transfers[self._next] if self._next < len(transfers) else "no more"
+            raise SyncError(f"{self.name}: {delivery.transfer} was received; expected {expected} of {len(transfers)}")
+        delivery.check(self.name, changes=self.header.mode != "full")
+        if delivery.counts is not None and delivery.payload is not None:
+            began = time.perf_counter()
+            arrived = digest_bytes(self.layout.digest, delivery.payload)
+            lap(self.seconds, "verify", began)
+            self.require(delivery.payload_digest, arrived, delivery.transfer)
+        self.num_bytes += delivery.num_bytes
+        self._next += 1
+
+    def check_complete(self) -> None:
+        """Raises: SyncError naming the first tensor that is incomplete."""
+        transfers = self.layout.transfers
+        if self._next < len(transfers):
+            first = transfers[self._next].parts[0].tensor.name
+            raise SyncError(
+                f"{self.name}: commit after {self._next} of {len(transfers)} transfers; {first} is the first tensor "
+                "that is incomplete"
+            )
+
+    def require(self, sent: int, arrived: int, *where: Transfer | Part) -> None:
+        """Raises: SyncError when bytes were received with another digest than they were sent with."""
+        if arrived != sent:
+            what = ": ".join(map(str, where))
+            raise SyncError(f"{self.name}: {what} was sent with digest {sent:016x}, received with {arrived:016x}")

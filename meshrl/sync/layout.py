@@ -11,13 +11,14 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
-from itertools import groupby, product
+from itertools import count, groupby, product, zip_longest
 from typing import Any, Literal, NamedTuple
 
 import torch
 
+from meshrl.parallel.boxes import index_of
 from meshrl.sync.digest import DigestKind
 
 SyncMode = Literal["full", "delta", "adapter"]
@@ -80,9 +81,7 @@ class Part(NamedTuple):
 
     def of(self, full: torch.Tensor) -> torch.Tensor:
         """The view of the full tensor that this part fills."""
-        for dim, (start, size) in enumerate(zip(self.offsets, self.shape, strict=True)):
-            full = full.narrow(dim, start, size)
-        return full
+        return full[index_of((self.offsets, self.shape))]
 
     def __str__(self) -> str:
         if self.shape == self.tensor.shape:
@@ -211,14 +210,10 @@ def _interleaved(names: Sequence[str], sender_of: Mapping[Box, int]) -> list[str
         senders.setdefault(box.name, set()).add(sender)
     ordered: list[str] = []
     for alone, group in groupby(names, key=lambda name: len(senders.get(name, ())) == 1):
-        turns: dict[int, int] = {}
-
-        def turn(name: str, alone: bool = alone, turns: dict[int, int] = turns) -> int:
-            sender = min(senders[name]) if alone else 0
-            turns[sender] = turns.get(sender, -1) + 1
-            return turns[sender] if alone else 0
-
-        ordered += sorted(group, key=turn)
+        of_sender: dict[int, list[str]] = {}
+        for name in group:
+            of_sender.setdefault(min(senders[name]) if alone else 0, []).append(name)
+        ordered += [name for turn in zip_longest(*of_sender.values()) for name in turn if name is not None]
     return ordered
 
 
@@ -250,37 +245,27 @@ def _windows(layout: Layout) -> Iterator[tuple[Transfer, ...]]:
     """The boxes of each sender, cut and packed into transfers of at most the limit."""
     num_senders = len(layout.senders)
     limit = max(layout.transfer_bytes // max(num_senders, 1) // ALIGNMENT_BYTES, 1) * ALIGNMENT_BYTES
-    waiting = [_cut_boxes(layout, boxes, limit) for boxes in layout.senders]
-    heads = [next(parts, None) for parts in waiting]
-    order = {tensor.name: number for number, tensor in enumerate(layout.tensors)}
+    cut = [_cut_boxes(layout, boxes, limit) for boxes in layout.senders]
+    parts_of = [{name: list(parts) for name, parts in groupby(own, key=lambda part: part.tensor.name)} for own in cut]
     open_parts: list[list[Part]] = [[] for _ in layout.senders]
-    counts, number = [0] * num_senders, 0
+    number, indices = count(), [count() for _ in layout.senders]
 
     def close() -> tuple[Transfer, ...]:
-        nonlocal number
-        window = []
-        for sender, parts in enumerate(open_parts):
-            if parts:
-                window.append(Transfer(number, sender, counts[sender], tuple(parts)))
-                counts[sender] += 1
-                number += 1
-                open_parts[sender] = []
-        return tuple(window)
+        sending = [(sender, tuple(parts)) for sender, parts in enumerate(open_parts) if parts]
+        for parts in open_parts:
+            parts.clear()
+        return tuple(Transfer(next(number), sender, next(indices[sender]), parts) for sender, parts in sending)
 
-    while True:
-        upcoming = [order[head.tensor.name] for head in heads if head is not None]
-        if not upcoming:
-            break
-        tensor = min(upcoming)
-        for sender, head in enumerate(heads):
-            if head is None or order[head.tensor.name] != tensor:
-                continue
-            at = aligned(open_parts[sender][-1].end) if open_parts[sender] else 0
-            if open_parts[sender] and at + head.num_bytes > limit:
-                yield close()
-                at = 0
-            open_parts[sender].append(head._replace(at=at))
-            heads[sender] = next(waiting[sender], None)
+    for tensor in layout.tensors:
+        for turn in zip_longest(*(own.get(tensor.name, ()) for own in parts_of)):
+            for parts, part in zip(open_parts, turn):
+                if part is None:
+                    continue
+                at = aligned(parts[-1].end) if parts else 0
+                if parts and at + part.num_bytes > limit:
+                    yield close()
+                    at = 0
+                parts.append(part._replace(at=at))
     if any(open_parts):
         yield close()
 
@@ -311,14 +296,8 @@ def aligned(num_bytes: int) -> int:
 
 
 def layout_to_json(layout: Layout) -> dict[str, Any]:
-    """The layout as JSON."""
-    return {
-        "tensors": [list(tensor) for tensor in layout.tensors],
-        "senders": [[list(box) for box in boxes] for boxes in layout.senders],
-        "tied": layout.tied,
-        "transfer_bytes": layout.transfer_bytes,
-        "digest": layout.digest,
-    }
+    """The layout as an object that JSON can store."""
+    return {own.name: getattr(layout, own.name) for own in fields(layout)}
 
 
 def layout_from_json(message: dict[str, Any]) -> Layout:

@@ -7,19 +7,23 @@ new version becomes visible, that they equal the trainer's.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Literal, Protocol
 
 import torch
 
 from meshrl.core.errors import SyncError
-from meshrl.sync.delivery import ALL, Delivery, write_changes
-from meshrl.sync.digest import RunningDigest, as_bytes, digest_bytes
-from meshrl.sync.expected import ExpectedDigests
+from meshrl.sync.delivery import ALL, Delivery, Progress, write_changes
+from meshrl.sync.digest import DigestKind, RunningDigest, as_bytes, values
 from meshrl.sync.layout import Ack, Layout, Part, SyncHeader
 from meshrl.sync.reconcile import describe, reconcile
+from meshrl.sync.threads import lap, submit, thread_pool
 
 _CHUNK_BYTES = 1 << 20  # digested, then copied while it is still in a core's cache
+_AHEAD_BYTES = 256 << 20  # of tensors that are read back while earlier ones are still digested
 
 Targets = Mapping[str, torch.Tensor]
 """{name: tensor of the sent shape and dtype}, to be written in place. An alias with memory of its own is written, too;
@@ -55,92 +59,85 @@ class WeightReceiver(Protocol):
         ...
 
 
-class Progress:
-    """Checks that all transfers of one sync are received, in the layout's order and as they were sent."""
-
-    def __init__(self, layout: Layout, header: SyncHeader, name: str):
-        """name: of the receiver, in errors."""
-        self.layout, self.header, self.name = layout, header, name
-        self.num_bytes = 0
-        self.verify_s = 0.0
-        self._next = 0
-
-    def check(self, delivery: Delivery) -> None:
-        """Raises: SyncError for a transfer that is not the next one, or a payload of another length or digest. The
-        digests of full parts are checked when their bytes are copied."""
-        transfers, number = self.layout.transfers, delivery.transfer.number
-        if number != self._next or number >= len(transfers) or delivery.transfer != transfers[number]:
-            expected = transfers[self._next] if self._next < len(transfers) else "no more"
-            raise SyncError(f"{self.name}: {delivery.transfer} was received; expected {expected} of {len(transfers)}")
-        delivery.check(self.name, changes=self.header.mode != "full")
-        if delivery.counts is not None and delivery.payload is not None:
-            began = time.perf_counter()
-            arrived = digest_bytes(self.layout.digest, delivery.payload)
-            self.verify_s += time.perf_counter() - began
-            if arrived != delivery.payload_digest:
-                raise SyncError(
-                    f"{self.name}: {delivery.transfer} was sent with digest {delivery.payload_digest:016x}, received "
-                    f"with {arrived:016x}"
-                )
-
-    def loaded(self, delivery: Delivery) -> None:
-        """Count a transfer that was loaded."""
-        self.num_bytes += delivery.num_bytes
-        self._next += 1
-
-    def check_complete(self) -> None:
-        """Raises: SyncError naming the first tensor that is incomplete."""
-        transfers = self.layout.transfers
-        if self._next < len(transfers):
-            first = transfers[self._next].parts[0].tensor.name
-            raise SyncError(
-                f"{self.name}: commit after {self._next} of {len(transfers)} transfers; {first} is the first tensor "
-                "that is incomplete"
-            )
-
-    def require(self, delivery: Delivery, part: Part, arrived: int, sent: int) -> None:
-        """Raises: SyncError when a part was received with another digest than it was sent with."""
-        if arrived != sent:
-            raise SyncError(
-                f"{self.name}: {delivery.transfer}: {part} was sent with digest {sent:016x}, received with "
-                f"{arrived:016x}"
-            )
-
-
-class Receiver:
+class SyncPhases:
     """idle -> begin -> open -> receive* -> commit -> idle, or cancelled until the next begin.
 
-    Any error in begin, receive or commit leaves the state cancelled: each method sets the state to cancelled first and
-    to the next phase at its end. Only a commit that verified everything makes the weights usable.
+    Any error in a step leaves the phase cancelled: each step sets it first, and the next phase at its end. name: of the
+    receiver, in errors.
+    """
+
+    def __init__(self, name: str):
+        self.name = name
+        self._phase: Literal["idle", "open", "cancelled"] = "idle"
+        self._last = -1  # the version received last; -1 = none
+
+    @property
+    def version(self) -> int:
+        """The current weight version; -1 = none, also between begin and commit and after a cancel."""
+        return self._last if self._phase == "idle" else -1
+
+    def _leave(self, step: str, *allowed: str) -> None:
+        """Check that `step` is allowed now, and set the phase to cancelled until the step's end. Raises: SyncError."""
+        phase, self._phase = self._phase, "cancelled"
+        if phase not in allowed:
+            raise SyncError(
+                f"{self.name}: {step} is not allowed while the receiver is {phase}; the order is begin, receive for "
+                "each transfer, then commit or cancel. A new begin starts over"
+            )
+
+    def _leave_for(self, header: SyncHeader, layout: Layout) -> None:
+        """Check that this sync may begin. After a cancel the last version may be sent again, in full, as a retry.
+
+        Raises: SyncError for another layout, a version that does not rise, or a base other than the current version.
+        """
+        had = self.version
+        self._leave("begin", "idle", "cancelled")
+        if header.layout_hash != layout.hash:
+            raise SyncError(
+                f"{self.name}: the header belongs to layout {header.layout_hash}, this receiver was set up for layout "
+                f"{layout.hash}; reconcile again whenever names, shapes, dtypes, shards or the transfer size change"
+            )
+        if (header.mode != "full") != (header.base_version is not None):
+            raise SyncError(
+                f"{self.name}: the header has mode {header.mode!r} and base version {header.base_version}; 'full' has "
+                "no base version, 'delta' and 'adapter' need one"
+            )
+        if header.base_version is not None and header.base_version != had:
+            raise SyncError(
+                f"{self.name}: a sync of mode {header.mode} needs base version {header.base_version}, but the current "
+                f"version is {had} (-1 = none); send everything"
+            )
+        lowest = max(self._last + 1 if had >= 0 else self._last, 0)
+        if header.version < lowest:
+            raise SyncError(
+                f"{self.name}: version {header.version} does not rise above version {self._last}, which was received "
+                f"last; send {lowest} or more"
+            )
+
+
+class Receiver(SyncPhases):
+    """Only a commit that verified everything makes the weights usable (`version`); else an engine raises
+    StaleWeightsError.
 
     Consumes: transfers in order, each valid during the call. Waits for nothing, has no thread. References targets only
     while a sync is open: between syncs an engine may release or move its weights.
     """
 
-    def __init__(self, layout: Layout, targets: Targets | Callable[[], Targets], name: str = "receiver"):
-        """targets: the tensors, or a function that returns them if they may be other tensors in the next sync.
+    def __init__(self, layout: Layout, find_targets: Callable[[], Targets], name: str = "receiver"):
+        """find_targets: returns the tensors, which may be other ones in each sync.
 
         Raises: UnloadedParamsError when targets and layout don't fit.
         """
-        self.layout, self.name = layout, name
-        self._find_targets = targets if callable(targets) else lambda: targets
-        self._phase: Literal["idle", "open", "cancelled"] = "idle"
-        self._committed: ExpectedDigests | None = None
-        self._progress: Progress | None = None
-        self._expected: ExpectedDigests | None = None
-        self._load_s = 0.0
+        super().__init__(name)
+        self.layout, self._find_targets = layout, find_targets
         self._bind()
-        self._writes: dict[str, list[torch.Tensor]] = {}
+        self._writes: dict[str, list[torch.Tensor]] = {}  # by sent name, while a sync is open
+        self._committed: ExpectedDigests | None = None
+        self._expect(SyncHeader(version=-1, layout_hash=layout.hash))
 
-    @property
-    def usable(self) -> bool:
-        """Whether the weights are exactly those of `version`; an engine raises StaleWeightsError when not."""
-        return self._phase == "idle" and self._committed is not None
-
-    @property
-    def version(self) -> int:
-        """The current weight version; -1 = none, also between begin and commit and after cancel."""
-        return self._committed.version if self._committed is not None and self.usable else -1
+    def _expect(self, header: SyncHeader) -> None:
+        self._progress = Progress(self.layout, header, self.name)
+        self._expected = ExpectedDigests(self.layout, header.version)
 
     def targets(self) -> dict[str, torch.Tensor]:
         """By sent name, the tensors that a sender in this process may write into while a sync is open."""
@@ -148,72 +145,61 @@ class Receiver:
         return {name: found[name] for name in self.layout.by_name}
 
     def begin(self, header: SyncHeader) -> None:
-        """Open a sync. Raises: as `check_header`."""
-        had, last = self.version, self._committed.version if self._committed else -1
-        self._leave("begin", "idle", "cancelled")
-        check_header(self.name, header, self.layout, had, last)
+        """Open a sync. Raises: SyncError; UnloadedParamsError when the targets no longer fit the layout."""
+        self._leave_for(header, self.layout)
         self._writes = self._bind()
-        self._progress = Progress(self.layout, header, self.name)
-        self._expected = ExpectedDigests(self.layout, header.version)
-        self._load_s = 0.0
+        self._expect(header)
         self._phase = "open"
 
     def receive(self, delivery: Delivery) -> None:
         """Check one transfer's order, length and digests, and write it into the targets. Raises SyncError."""
         self._leave(str(delivery.transfer), "open")
-        progress, expected = self._progress, self._expected
-        assert progress is not None and expected is not None
-        progress.check(delivery)
+        self._progress.check(delivery)
         if delivery.payload is None:
             for part in delivery.transfer.parts:
                 first, *others = (part.of(target) for target in self._writes[part.tensor.name])
                 for other in others:
                     other.copy_(first)
         else:
-            self._load(delivery, progress)
-        expected.add(delivery.transfer.parts, delivery.digests)
-        progress.loaded(delivery)
+            self._load(delivery)
+        self._expected.add(delivery.transfer.parts, delivery.digests)
         self._phase = "open"
 
-    def _load(self, delivery: Delivery, progress: Progress) -> None:
+    def _load(self, delivery: Delivery) -> None:
         """Write the transfer into the targets; compare the digests of full parts while they are copied."""
+        check = delivery.counts is None  # otherwise the payload's digest was compared
         for number, (part, count, section) in enumerate(delivery.sections()):
             views = [part.of(target) for target in self._writes[part.tensor.name]]
-            if count == ALL:
-                check = delivery.counts is None  # otherwise the payload's digest was compared
-                arrived = self._write(section, views, part, progress, check)
-                if check:
-                    progress.require(delivery, part, arrived, delivery.digests[number])
+            if count != ALL:
+                began = time.perf_counter()
+                for view in views:
+                    write_changes(part, section, count, view)
+                lap(self._progress.seconds, "load", began)
                 continue
-            began = time.perf_counter()
-            for view in views:
-                write_changes(part, section, count, view)
-            self._load_s += time.perf_counter() - began
+            arrived = self._write(section, views, part, check)
+            if check:
+                self._progress.require(delivery.digests[number], arrived, delivery.transfer, part)
 
-    def _write(
-        self, section: torch.Tensor, views: list[torch.Tensor], part: Part, progress: Progress, check: bool
-    ) -> int:
+    def _write(self, section: torch.Tensor, views: list[torch.Tensor], part: Part, check: bool) -> int:
         """Copy a part into its views. Returns the digest of the received bytes, computed while they are in a core's
         cache."""
-        running = RunningDigest(self.layout.digest)
+        running, seconds = RunningDigest(self.layout.digest), self._progress.seconds
         readable = running.readable(section) if check else None
         in_chunks = section.device.type == "cpu" and all(view.is_contiguous() for view in views)
         raws = [as_bytes(view) for view in views] if in_chunks else []
         step = _CHUNK_BYTES if in_chunks else max(section.numel(), 1)
+        since = time.perf_counter()
         for low in range(0, section.numel(), step):
-            began = time.perf_counter()
             if readable is not None:
                 running.update(readable[low : low + step])
-            checked = time.perf_counter()
+                since = lap(seconds, "verify", since)
             for raw in raws:
                 raw[low : low + step].copy_(section[low : low + step])
-            progress.verify_s += checked - began
-            self._load_s += time.perf_counter() - checked
+            since = lap(seconds, "load", since)
         if not in_chunks:
-            began = time.perf_counter()
             for view in views:
                 view.copy_(section.view(view.dtype).view(part.shape))
-            self._load_s += time.perf_counter() - began
+            lap(seconds, "load", since)
         return running.value if check else 0
 
     def commit(self, read_back: ReadBack | None = None) -> Ack:
@@ -224,20 +210,17 @@ class Receiver:
         Raises: SyncError naming the first incomplete tensor, or every tensor that differs.
         """
         self._leave("commit", "open")
-        progress, expected = self._progress, self._expected
-        assert progress is not None and expected is not None
+        progress, expected, before = self._progress, self._expected, self._committed
         progress.check_complete()
         began = time.perf_counter()
+        names = {name: name for name in self.layout.by_name}
         if read_back is None:
-            own = self.targets()
-            expected.compare(own.items(), {name: name for name in own}, self.name, self._committed)
+            expected.compare(self.targets().items(), names, self.name, before)
         else:
-            names = {name: name for name in self.layout.by_name} | self.layout.tied
-            expected.compare(read_back(), names, self.name, self._committed)
-        verify_s = progress.verify_s + time.perf_counter() - began
-        num_changed = None if self._committed is None else expected.num_changed(self._committed)
-        self._committed, self._expected, self._progress, self._writes = expected, None, None, {}
-        self._phase = "idle"
+            expected.compare(read_back(), names | self.layout.tied, self.name, before)
+        lap(progress.seconds, "verify", began)
+        self._committed, self._writes = expected, {}
+        self._phase, self._last = "idle", expected.version
         return Ack(
             version=expected.version,
             receiver=self.name,
@@ -245,18 +228,13 @@ class Receiver:
             read_back=None if read_back is None else True,
             num_bytes=progress.num_bytes,
             num_tensors=len(self.layout.tensors),
-            num_changed=num_changed,
-            seconds={"load": self._load_s, "verify": verify_s},
+            num_changed=None if before is None else expected.num_changed(before),
+            seconds=progress.seconds,
         )
 
     def cancel(self) -> None:
         """Make the weights unusable until the next full sync. May be called at any time, and repeatedly."""
         self._phase, self._writes = "cancelled", {}
-
-    def _leave(self, step: str, *allowed: str) -> None:
-        """Check that `step` is allowed now, and set the phase to cancelled until the step's end."""
-        phase, self._phase = self._phase, "cancelled"
-        require_phase(self.name, step, phase, *allowed)
 
     def _bind(self) -> dict[str, list[torch.Tensor]]:
         """The target tensors of each sent tensor."""
@@ -275,40 +253,114 @@ class Receiver:
         return writes
 
 
-def require_phase(name: str, step: str, phase: str, *allowed: str) -> None:
-    """Raises: SyncError when a step of a sync is called out of order."""
-    if phase not in allowed:
-        raise SyncError(
-            f"{name}: {step} is not allowed while the receiver is {phase}; the order is begin, receive for each "
-            "transfer, then commit or cancel. A new begin starts over"
-        )
+class ExpectedDigests:
+    """The trainer's digests of one version, for each part of each tensor."""
+
+    def __init__(self, layout: Layout, version: int):
+        self.version = version
+        self._layout = layout
+        self._parts: dict[str, list[Part]] = {name: [] for name in layout.by_name}
+        self._digests: dict[str, list[int]] = {name: [] for name in layout.by_name}
+
+    def add(self, parts: Iterable[Part], digests: Iterable[int]) -> None:
+        """Add the digests of a transfer's parts."""
+        for part, digest in zip(parts, digests, strict=True):
+            self._parts[part.tensor.name].append(part)
+            self._digests[part.tensor.name].append(digest)
+
+    def num_changed(self, before: ExpectedDigests) -> int:
+        """The number of tensors whose digests differ from `before`."""
+        return sum(digests != before._digests[name] for name, digests in self._digests.items())
+
+    def compare(
+        self,
+        found: Iterable[tuple[str, torch.Tensor]],
+        names: dict[str, str],
+        receiver: str,
+        before: ExpectedDigests | None,
+    ) -> None:
+        """Compare everything read back with the trainer's digests. names: {name to be read back: name sent for it}.
+
+        Raises: SyncError naming all tensors that differ and, if known, the tensor or version whose values they have.
+        """
+        faults, left = [], dict(names)
+        for name, tensor, held in self._digested(found, names):
+            source = left.pop(name, None)
+            if source is None:
+                why = "twice" if name in names else "though nothing of that name was sent"
+                faults.append(f"{name} was read back {why}")
+                continue
+            sent = self._layout.by_name[source]
+            shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+            if (shape, dtype) != (sent.shape, sent.dtype):
+                faults.append(f"{name} is {list(shape)} {dtype}, sent as {list(sent.shape)} {sent.dtype}")
+            elif held != self._digests[source]:
+                tie = "" if name == source else f" (tied to {source})"
+                faults.append(f"{name}{tie} {self._explain(source, held, before)}")
+        faults += [f"{name} was not read back" for name in left]
+        if faults:
+            lines = "\n".join(f"    {fault}" for fault in faults)
+            raise SyncError(
+                f"{receiver}: version {self.version} is not in place; {len(faults)} of {len(names)} tensors differ "
+                f"from the trainer's:\n{lines}\nThis receiver stays unusable until the next full sync"
+            )
+
+    def _digested(
+        self, found: Iterable[tuple[str, torch.Tensor]], names: dict[str, str]
+    ) -> Iterator[tuple[str, torch.Tensor, list[int]]]:
+        """Each tensor with the digests of its parts. A tensor read back may be a copy, so only few are in memory at
+        once. The same object under two names (tied) is digested once."""
+        read: dict[str, tuple[weakref.ref[torch.Tensor], list[Future[RunningDigest]]]] = {}  # by the sent name
+        ahead: deque[tuple[str, torch.Tensor, list[Future[RunningDigest]]]] = deque()
+        held = 0
+        kind = self._layout.digest
+        with thread_pool(self._layout.num_bytes if kind == "xxh3" else 0) as pool:
+            for name, tensor in found:
+                source = names.get(name, name)
+                if source not in read or read[source][0]() is not tensor:
+                    parts = self._fitting(source, tensor)
+                    work = [submit(pool, part.num_bytes, _part_digest, kind, tensor, part) for part in parts]
+                    read[source] = weakref.ref(tensor), work
+                ahead.append((name, tensor, read[source][1]))
+                held += tensor.nbytes
+                del tensor
+                while held > _AHEAD_BYTES:
+                    held -= ahead[0][1].nbytes
+                    yield _result([ahead.popleft()])[0]
+            yield from _result(list(ahead))
+
+    def _fitting(self, name: str, tensor: torch.Tensor) -> Sequence[Part]:
+        """The sent parts of the tensor with this name; none if its shape or element size differs."""
+        sent = self._layout.by_name.get(name)
+        if sent is None or tuple(tensor.shape) != sent.shape or tensor.element_size() != sent.torch_dtype.itemsize:
+            return []
+        return self._parts[name]
+
+    def _explain(self, name: str, held: list[int], before: ExpectedDigests | None) -> str:
+        """A description of the wrong values, for the error."""
+        if before is not None and before._digests[name] == held:
+            return f"still has the values of version {before.version}"
+        should = self._digests[name]
+        others = [other for other, digests in self._digests.items() if digests == held and digests]
+        if others:
+            return f"has the values of {others[0]}"
+        wrong = [number for number, (a, b) in enumerate(zip(held, should)) if a != b]
+        if not wrong:
+            return "was not sent in full"
+        more = f", and {len(wrong) - 1} more parts" if len(wrong) > 1 else ""
+        where = "" if len(held) == 1 else f" in {self._parts[name][wrong[0]]}{more}"
+        return f"has digest {held[wrong[0]]:016x}, the trainer's is {should[wrong[0]]:016x}{where}"
 
 
-def check_header(name: str, header: SyncHeader, layout: Layout, had: int, last: int) -> None:
-    """Check that a sync may begin. had: the current version. last: the version received last. -1 = none.
+def _part_digest(kind: DigestKind, full: torch.Tensor, part: Part) -> RunningDigest:
+    """The digest of a part's bytes in the full tensor."""
+    running = RunningDigest(kind)
+    running.update(running.readable(as_bytes(part.of(full).contiguous())))
+    return running
 
-    After a cancel the last version may be sent again, in full, as a retry.
 
-    Raises: SyncError for another layout, a version that does not rise, or a base other than the current version.
-    """
-    if header.layout_hash != layout.hash:
-        raise SyncError(
-            f"{name}: the header belongs to layout {header.layout_hash}, this receiver was set up for layout "
-            f"{layout.hash}; reconcile again whenever names, shapes, dtypes, shards or the transfer size change"
-        )
-    if (header.mode != "full") != (header.base_version is not None):
-        raise SyncError(
-            f"{name}: the header has mode {header.mode!r} and base version {header.base_version}; 'full' has no base "
-            "version, 'delta' and 'adapter' need one"
-        )
-    if header.base_version is not None and header.base_version != had:
-        raise SyncError(
-            f"{name}: a sync of mode {header.mode} needs base version {header.base_version}, but the current "
-            f"version is {had} (-1 = none); send everything"
-        )
-    lowest = max(last + 1 if had >= 0 else last, 0)
-    if header.version < lowest:
-        raise SyncError(
-            f"{name}: version {header.version} does not rise above version {last}, which was received last; send "
-            f"{lowest} or more"
-        )
+def _result(
+    read: list[tuple[str, torch.Tensor, list[Future[RunningDigest]]]],
+) -> list[tuple[str, torch.Tensor, list[int]]]:
+    found = iter(values([work.result() for _, _, parts in read for work in parts]))
+    return [(name, tensor, [next(found) for _ in parts]) for name, tensor, parts in read]

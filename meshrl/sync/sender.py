@@ -11,7 +11,6 @@ nearly every block of 512 has a change, so nearly everything would be sent.)
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,10 +20,10 @@ import numpy as np
 import torch
 
 from meshrl.core.errors import SyncError
-from meshrl.sync.delivery import ALL, Delivery, indices_at, section_bytes
+from meshrl.sync.delivery import ALL, Delivery, pack_changes, section_bytes
 from meshrl.sync.digest import RunningDigest, as_bytes, bits_of, digest_bytes, values
 from meshrl.sync.layout import Layout, Part, Transfer, aligned
-from meshrl.sync.threads import submit, thread_pool
+from meshrl.sync.threads import lap, submit, thread_pool
 
 _Key = tuple[str, tuple[int, ...]]  # name and offsets, of a box or a part
 _CHUNK_BYTES = 2048 << 10  # cast, digested and compared while in a core's cache
@@ -93,7 +92,6 @@ class WeightSender:
         self.base_version: int | None = None
         self.report = SendReport()
         self._keep_base, self._frozen = keep_base, frozen
-        self._lock = threading.Lock()
         self._digests: dict[_Key, int] = {}  # of frozen parts
         self._base: dict[_Key, torch.Tensor] = {}  # by box
         self._held: dict[_Key, Elements] = {}
@@ -138,10 +136,30 @@ class WeightSender:
 
     def fill(self, transfer: Transfer, buffer: torch.Tensor) -> Delivery:
         """Write a transfer, or its changes, into buffer uint8[slot_bytes]."""
-        payload = buffer[: transfer.num_bytes]
-        delivery = self._fill_changes(transfer, payload) if self._changes else self._fill_all(transfer, payload)
-        self.report.num_bytes += delivery.num_bytes
-        return delivery
+        payload, at, counts = buffer[: transfer.num_bytes], 0, []
+        running: dict[_Key, RunningDigest] = {}
+        for part in transfer.parts:
+            count, end = ALL, at + part.num_bytes
+            if self._changes and part.tensor.name in self._frozen:
+                count, end = 0, at
+            elif self._changes and self._keep_base and (found := self._changes_of(part)) is not None:
+                indices, new, running[_key(part)] = found
+                count = len(indices)
+                end = at + section_bytes(part, count)
+                pack_changes(part, payload[at:end], indices, new)
+            else:
+                running[_key(part)] = self._all_of(part, payload[at:end])
+            counts.append(count)
+            at = aligned(end)
+            payload[end:at].zero_()
+        payload = payload[:at]
+        self.report.num_bytes += payload.numel()
+        payload_digest = 0
+        if self._changes:
+            began = time.perf_counter()
+            payload_digest = digest_bytes(self.layout.digest, payload)
+            lap(self.report.seconds, "verify", began)
+        return self._delivery(transfer, payload, self._digested(running), counts, payload_digest)
 
     def write(self, targets: Mapping[str, torch.Tensor]) -> Iterator[Delivery]:
         """Cast directly into the tensors of a receiver in this process; yields deliveries without a payload. A search
@@ -161,36 +179,36 @@ class WeightSender:
 
         began = time.perf_counter()
         with thread_pool(self.report.num_bytes if self.layout.digest == "xxh3" else 0) as pool:
-            running = [work.result() for work in [submit(pool, part.num_bytes, into, part) for part in written]]
-        found = self._digested(written, running)
-        self._scale_seconds(time.perf_counter() - began)
+            works = [submit(pool, part.num_bytes, into, part) for part in written]
+            found = self._digested({_key(part): work.result() for part, work in zip(written, works, strict=True)})
+        spent = self.report.seconds  # of all threads together; scaled to the time that has passed
+        share = min(1.0, (time.perf_counter() - began) / max(sum(spent.values()), 1e-9))
+        self.report.seconds = {stage: seconds * share for stage, seconds in spent.items()}
         for transfer in transfers:
-            keys = [_key(part) for part in transfer.parts]
-            yield Delivery(
-                transfer=transfer,
-                payload=None,
-                digests=tuple(found[key] if key in found else self._digests[key] for key in keys),
-                counts=tuple(ALL if key in found else 0 for key in keys) if self._changes else None,
-            )
+            counts = [ALL if _key(part) in found else 0 for part in transfer.parts]
+            yield self._delivery(transfer, None, found, counts)
 
-    def _scale_seconds(self, wall: float) -> None:
-        """Scale the seconds that several threads have added up to wall time."""
-        spent = self.report.seconds
-        part = min(1.0, wall / max(sum(spent.values()), 1e-9))
-        self.report.seconds = {stage: seconds * part for stage, seconds in spent.items()}
+    def _delivery(
+        self,
+        transfer: Transfer,
+        payload: torch.Tensor | None,
+        digests: Mapping[_Key, int],
+        counts: Sequence[int],
+        payload_digest: int = 0,
+    ) -> Delivery:
+        """digests: of the parts that were read. The others are frozen and were sent before."""
+        keys = map(_key, transfer.parts)
+        return Delivery(
+            transfer=transfer,
+            payload=payload,
+            digests=tuple(digests[key] if key in digests else self._digests[key] for key in keys),
+            counts=tuple(counts) if self._changes else None,
+            payload_digest=payload_digest,
+        )
 
-    def _fill_all(self, transfer: Transfer, payload: torch.Tensor) -> Delivery:
-        end, running = 0, []
-        for part in transfer.parts:
-            payload[end : part.at].zero_()
-            end = part.end
-            running.append(self._all_of(part, payload[part.at : end]))
-        digests = self._digested(transfer.parts, running).values()
-        return Delivery(transfer=transfer, payload=payload, digests=tuple(digests))
-
-    def _digested(self, parts: Sequence[Part], running: Sequence[RunningDigest]) -> dict[_Key, int]:
+    def _digested(self, running: Mapping[_Key, RunningDigest]) -> dict[_Key, int]:
         """The digest of each part. Stores those of frozen tensors."""
-        found = dict(zip(map(_key, parts), values(running), strict=True))
+        found = dict(zip(running, values(list(running.values())), strict=True))
         self._digests |= {key: digest for key, digest in found.items() if key[0] in self._frozen}
         return found
 
@@ -199,60 +217,22 @@ class WeightSender:
         out = payload.view(part.tensor.torch_dtype)
         source = self._held[part.tensor.name, part.held]
         running = RunningDigest(self.layout.digest)
-        readable, clock = running.readable(payload), _Clock()
+        readable, since = running.readable(payload), time.perf_counter()
         for low, high, base in self._chunks(part, source.device):
             chunk = out[low:high]
             chunk.copy_(source[part.first + low : part.first + high])
             if base is not None:
                 base.copy_(chunk)
-            clock.lap("cast")
+            since = lap(self.report.seconds, "cast", since)
             running.update(readable[low * out.element_size() : high * out.element_size()])
-            clock.lap("verify")
-        self._add(clock)
+            since = lap(self.report.seconds, "verify", since)
         return running
-
-    def _fill_changes(self, transfer: Transfer, payload: torch.Tensor) -> Delivery:
-        """Write the changed elements of each part; a part whose changes would not be shorter is written in full."""
-        at, counts = 0, []
-        running: dict[Part, RunningDigest] = {}
-        for part in transfer.parts:
-            if part.tensor.name in self._frozen:
-                counts.append(0)
-                continue
-            found = self._changes_of(part) if self._keep_base else None
-            if found is None:
-                end = at + part.num_bytes
-                running[part] = self._all_of(part, payload[at:end])
-                counts.append(ALL)
-            else:
-                indices, new, running[part] = found
-                end = at + section_bytes(part, len(indices))
-                section = payload[at:end]
-                values_end = len(indices) * new.element_size()
-                section[:values_end].view(new.dtype).copy_(new)
-                section[values_end : indices_at(part, len(indices))].zero_()
-                section[indices_at(part, len(indices)) :].view(torch.int32).copy_(indices)
-                counts.append(len(indices))
-            payload[end : min(aligned(end), len(payload))].zero_()
-            at = aligned(end)
-        payload = payload[: min(at, len(payload))]
-        began = time.perf_counter()
-        payload_digest = digest_bytes(self.layout.digest, payload)
-        self.report.seconds["verify"] += time.perf_counter() - began
-        digests = self._digests | self._digested(list(running), list(running.values()))
-        return Delivery(
-            transfer=transfer,
-            payload=payload,
-            digests=tuple(digests[_key(part)] for part in transfer.parts),
-            counts=tuple(counts),
-            payload_digest=payload_digest,
-        )
 
     def _changes_of(self, part: Part) -> tuple[torch.Tensor, torch.Tensor, RunningDigest] | None:
         """Indices of changed elements and their new bits, int32[N] and [N], and the digest of the part; None if the
         part is shorter in full."""
         source, base = self._held[part.tensor.name, part.held], self._base[part.tensor.name, part.held]
-        running, clock = RunningDigest(self.layout.digest), _Clock()
+        running, since = RunningDigest(self.layout.digest), time.perf_counter()
         indices, new, count = [], [], 0
         for low, high, before in self._chunks(part, source.device):
             assert before is not None
@@ -262,10 +242,9 @@ class WeightSender:
             indices.append((found + low).int())
             new.append(bits)
             bits_of(before).scatter_(0, found, bits)
-            clock.lap("cast")
+            since = lap(self.report.seconds, "cast", since)
             running.update(running.readable(as_bytes(now)))
-            clock.lap("verify")
-        self._add(clock)
+            since = lap(self.report.seconds, "verify", since)
         assert self.report.num_changed is not None
         self.report.num_changed += count
         if section_bytes(part, count) > part.num_bytes:
@@ -289,24 +268,6 @@ class WeightSender:
         for low in range(0, count, step):
             high = min(low + step, count)
             yield low, high, None if base is None else base[part.first + low : part.first + high]
-
-    def _add(self, clock: _Clock) -> None:
-        with self._lock:
-            for stage, seconds in clock.seconds.items():
-                self.report.seconds[stage] += seconds
-
-
-class _Clock:
-    """Seconds by stage."""
-
-    def __init__(self) -> None:
-        self.seconds = {"cast": 0.0, "verify": 0.0}
-        self._since = time.perf_counter()
-
-    def lap(self, stage: str) -> None:
-        now = time.perf_counter()
-        self.seconds[stage] += now - self._since
-        self._since = now
 
 
 def _key(part: Part) -> _Key:

@@ -12,7 +12,6 @@ import _posixshmem
 import mmap
 import os
 from multiprocessing import resource_tracker
-from typing import Self
 
 import numpy as np
 import torch
@@ -22,17 +21,40 @@ from meshrl.process.leases import new_name, take_lease
 from meshrl.sync.delivery import SlotAddress
 
 
-class SharedRing:
-    """The sender's end: creates a segment of num_slots buffers, and unlinks it. A context manager.
+class SharedRingView:
+    """A receiver's end: maps the sender's segment of num_slots buffers, never unlinks it.
 
-    slots: uint8[slot_bytes] each. Extra memory of a sync: num_slots * slot_bytes, once for all receivers.
+    slots: uint8[slot_bytes] each; their memory is unmapped with the last tensor that uses it.
+    """
+
+    def __init__(self, name: str, num_slots: int, slot_bytes: int):
+        """Raises: FileNotFoundError when the sender has closed the ring."""
+        self.name, self.num_slots, self.slot_bytes = name, num_slots, slot_bytes
+        fd = _posixshmem.shm_open(_path(name), os.O_RDWR, mode=0o600)
+        try:
+            self.slots = _map(fd, num_slots, slot_bytes, reserve=False)
+        finally:
+            os.close(fd)
+
+    def slot_address(self, slot: int) -> SlotAddress:
+        """The address of a slot for other processes of this machine."""
+        return SlotAddress(ring=self.name, num_slots=self.num_slots, slot_bytes=self.slot_bytes, slot=slot)
+
+    def close(self) -> None:
+        """Release the segment."""
+        self.slots = []
+
+
+class SharedRing(SharedRingView):
+    """The sender's end: creates the segment, and `close` unlinks it.
+
+    Extra memory of a sync: num_slots * slot_bytes, once for all receivers.
     If this process is killed, its resource tracker unlinks the segment; if both are killed, the next run removes it.
     Raises: SyncError when the machine's shared memory is too small.
     """
 
     def __init__(self, num_slots: int, slot_bytes: int):
         self.num_slots, self.slot_bytes = num_slots, slot_bytes
-        self.slots: list[torch.Tensor] = []
         self.name, fd = _new_segment()
         self._linked = True
         resource_tracker.register(_path(self.name), "shared_memory")
@@ -47,48 +69,13 @@ class SharedRing:
         finally:
             os.close(fd)  # the mapping has its own copy, which keeps the segment and its lease
 
-    def slot_address(self, slot: int) -> SlotAddress:
-        """The address of a slot for other processes of this machine."""
-        return SlotAddress(ring=self.name, num_slots=self.num_slots, slot_bytes=self.slot_bytes, slot=slot)
-
     def close(self) -> None:
-        """Unlink the segment; safe to call twice. The memory is freed with the last tensor that uses it."""
-        self.slots = []
+        """Unlink the segment; safe to call twice."""
+        super().close()
         if self._linked:
             self._linked = False
             _posixshmem.shm_unlink(_path(self.name))
             resource_tracker.unregister(_path(self.name), "shared_memory")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-
-class SharedRingView:
-    """A receiver's end: maps the sender's segment, never unlinks it."""
-
-    def __init__(self, name: str, num_slots: int, slot_bytes: int):
-        """Raises: FileNotFoundError when the sender has closed the ring."""
-        self.name, self.num_slots, self.slot_bytes = name, num_slots, slot_bytes
-        fd = _posixshmem.shm_open(_path(name), os.O_RDWR, mode=0o600)
-        try:
-            self._slots = _map(fd, num_slots, slot_bytes, reserve=False)
-        finally:
-            os.close(fd)
-
-    def slot(self, index: int) -> torch.Tensor:
-        """uint8[slot_bytes]: the memory of a slot."""
-        return self._slots[index]
-
-    def slot_address(self, slot: int) -> SlotAddress:
-        """The address of a slot for other processes of this machine."""
-        return SlotAddress(ring=self.name, num_slots=self.num_slots, slot_bytes=self.slot_bytes, slot=slot)
-
-    def close(self) -> None:
-        """Release the segment; its memory is unmapped when no payload uses it any more."""
-        self._slots = []
 
 
 def _path(name: str) -> str:

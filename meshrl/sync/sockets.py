@@ -127,7 +127,7 @@ class Sockets:
                 facts = bytes(await _read(sock, bytearray(facts_bytes)))
                 if view is not None:
                     slot = transfer.index % NUM_SLOTS
-                    return delivery_from_facts(transfer, facts, view.slot(slot), view.slot_address(slot))
+                    return delivery_from_facts(transfer, facts, view.slots[slot], view.slot_address(slot))
                 if self._buffer is None:
                     self._buffer = torch.empty(self._layout.slot_bytes, dtype=torch.uint8)
                 await _read(sock, self._buffer.numpy().data[:payload_bytes])

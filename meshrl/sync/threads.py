@@ -1,7 +1,9 @@
-"""A thread pool for work on bytes, with as many threads as torch has."""
+"""A thread pool for work on bytes, with as many threads as torch has; and the seconds that each stage takes."""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -12,6 +14,15 @@ import torch
 
 T = TypeVar("T")
 _SMALL_BYTES = 1 << 20  # below this, threads cost more than they gain
+_lock = threading.Lock()
+
+
+def lap(seconds: dict[str, float], stage: str, since: float) -> float:
+    """Add the time since `since` to a stage; several threads may call it at once. Returns the current time."""
+    now = time.perf_counter()
+    with _lock:
+        seconds[stage] += now - since
+    return now
 
 
 @contextmanager

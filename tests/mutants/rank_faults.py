@@ -39,8 +39,8 @@ RANK_FAULTS = [
     Fault(
         "a forked rank keeps descriptors of the fork server",
         _SERVER,
-        "            os.close(self.starter)\n",
-        "",
+        "                os.close(key.fd)",
+        "                pass",
         (_FORKS + "test_a_forked_rank_has_and_computes_what_a_new_interpreter_would",),
     ),
     Fault(

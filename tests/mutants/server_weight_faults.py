@@ -13,7 +13,7 @@ _ECHO = "sent 20 ids and echoed 21 ids"
 SERVER_WEIGHT_FAULTS = [
     Fault(
         "a server worker's parameters are not compared with the received weights",
-        "meshrl/rollout/server/read_back.py",
+        "meshrl/rollout/server/worker_weights.py",
         "elif (held := _digest(patch.of_parameter(param).to(self._dtypes[name]))) != self._values[key]:",
         "elif (held := self._values[key]) != self._values[key]:",
         (
@@ -69,8 +69,8 @@ SERVER_WEIGHT_FAULTS = [
     Fault(
         "a worker that assembles tensors compares no digest",
         "meshrl/rollout/server/assembly.py",
-        "self.progress.require(delivery, part, arrived, delivery.digests[number])",
-        "self.progress.require(delivery, part, arrived, arrived)",
+        "self._progress.require(delivery.digests[number], arrived, delivery.transfer, part)",
+        "self._progress.require(arrived, arrived, delivery.transfer, part)",
         ("tests/unit/sync/test_sync_slices.py::test_workers_refuse_damaged_transfers",),
     ),
     Fault(

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshrl.parallel.boxes import index_of
 from meshrl.sync.layout import Layout, TensorSpec
 
 
@@ -45,25 +46,22 @@ class Patch:
 
     def of_wire(self, wire: torch.Tensor) -> torch.Tensor:
         """The block as a view of the wire tensor."""
-        for dim, (start, size) in enumerate(zip(self.offsets, self.extent, strict=True)):
-            wire = wire.narrow(dim, start, size)
-        return wire
+        return wire[index_of((self.offsets, self.extent))]
 
 
 @dataclass(kw_only=True, slots=True)
 class NameMap:
     """What one worker's loader does with the layout's names.
 
-    refused: name -> reason. dropped: names that the loader ignores. hidden: names that are loaded through arithmetic
-    that can't be traced, and so can't be read back. unfilled: parameter -> (shape, dtype) that no name fills; buffers
-    are not listed, because they may be internal to the engine, like a scale of its cache. dtypes: name -> dtype of the
-    parameter that it fills; for a buffer the dtype that is sent: an engine may store it in another dtype, if the values
-    are exactly equal, which the read-back proves.
+    refused: name -> reason. hidden: names that are loaded through arithmetic that can't be traced, and so can't be read
+    back. unfilled: parameter -> (shape, dtype) that no name fills; buffers are not listed, because they may be internal
+    to the engine, like a scale of its cache. dtypes: name -> dtype of the parameter that it fills; for a buffer the
+    dtype that is sent: an engine may store it in another dtype, if the values are exactly equal, which the read-back
+    proves. A name that the loader ignores is in no field.
     """
 
     patches: dict[str, list[Patch]] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
-    dropped: list[str] = field(default_factory=list)
     hidden: list[str] = field(default_factory=list)
     unfilled: dict[str, tuple[list[int], str]] = field(default_factory=dict)
     dtypes: dict[str, str] = field(default_factory=dict)
@@ -128,8 +126,8 @@ def trace_loader(model: Any, layout: Layout, without_data: WithoutData) -> NameM
                     filled[by_storage[_storage(target)][0]] += target.numel()
             if patches:
                 found.patches[name] = patches
-            elif name in entries:
-                (found.hidden if loaded else found.dropped).append(name)
+            elif name in entries and loaded:
+                found.hidden.append(name)
         for name, placeholder in parameters.items():
             if filled[name] < getattr(placeholder, "weight_loader_numel", placeholder.numel()):
                 found.unfilled[name] = (list(placeholder.shape), str(placeholder.dtype).removeprefix("torch."))

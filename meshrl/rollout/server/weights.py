@@ -19,7 +19,7 @@ from meshrl.core.errors import StaleWeightsError, SyncError, UnloadedParamsError
 from meshrl.model.lora import MergedElements, adapter_names, is_adapter
 from meshrl.sync.delivery import Delivery, delivery_to_json
 from meshrl.sync.layout import Ack, Layout, SyncHeader, layout_to_json, make_layout
-from meshrl.sync.receiver import Receiver, check_header, require_phase
+from meshrl.sync.receiver import Receiver, SyncPhases
 from meshrl.sync.reconcile import reconcile
 from meshrl.sync.sender import BlockElements, Elements, HeldBox, WeightSender
 from meshrl.sync.shared_memory import SharedRing
@@ -30,18 +30,15 @@ Call = Callable[[str, dict[str, Any]], Awaitable[list[dict[str, Any]]]]
 """`await call(step, arguments)` runs a step of `WorkerWeights` in every worker; returns one answer from each."""
 
 
-class ServerWeights:
-    """idle -> begin -> open -> receive* -> commit -> idle, or cancelled until the next begin. After any failure the
-    state is cancelled."""
+class ServerWeights(SyncPhases):
+    """The weights of one server."""
 
     def __init__(self, call: Call, name: str, keep_copy: bool = False, adapter_scale: float | None = None):
         """keep_copy: keep a copy in this process, so that a sync can send changes only. adapter_scale: alpha / rank, if
         the trainer sends adapters separately; None = it sends none."""
-        self.name = name
+        super().__init__(name)
         self._call_workers, self._keep_copy, self._scale = call, keep_copy, adapter_scale
         self._layout: Layout | None = None  # the trainer's layout
-        self._phase: Literal["idle", "open", "cancelled"] = "idle"
-        self._committed: SyncHeader | None = None
         self._header: SyncHeader | None = None  # of the open sync
         self._trusted: int | None = None
         self._as_loaded = True  # no sync and no release has replaced the weights of the model folder
@@ -55,7 +52,7 @@ class ServerWeights:
         """The version in place; -1 = none: before the first sync, during one, after a cancel or a release."""
         if self._trusted is not None:
             return self._trusted
-        return self._committed.version if self._committed is not None and self._phase == "idle" else -1
+        return super().version
 
     @property
     def expected(self) -> int:
@@ -77,7 +74,7 @@ class ServerWeights:
         Raises: UnloadedParamsError; SyncError when there is no room for a copy.
         """
         self.close()
-        self._layout, self._committed, self._header, self._phase = layout, None, None, "idle"
+        self._layout, self._header, self._phase, self._last = layout, None, "idle", -1
         self._copy = _HostCopy(layout, self.name, self._scale or 0.0) if self._keep_copy else None
         served = layout if self._copy is None else self._copy.served
         answers = await self._call("reconcile", {"layout": layout_to_json(served)})
@@ -99,11 +96,9 @@ class ServerWeights:
 
     async def begin(self, header: SyncHeader) -> None:
         """Open a sync. The workers always get all weights. Raises: SyncError."""
-        layout, last = self._require_layout(), -1 if self._committed is None else self._committed.version
-        had = last if self._phase == "idle" else -1
-        self._start_step("begin", "idle", "cancelled")
+        layout = self._require_layout()
         self._trusted, self._as_loaded = None, False
-        check_header(self.name, header, layout, had, last)
+        self._leave_for(header, layout)
         if self._copy is not None:
             self._copy.receiver.begin(header)
         elif header.mode != "full":
@@ -118,7 +113,7 @@ class ServerWeights:
 
     async def receive(self, delivery: Delivery) -> None:
         """Write one transfer into the copy, or have the workers read it. Raises: SyncError."""
-        self._start_step(str(delivery.transfer), "open")
+        self._leave(str(delivery.transfer), "open")
         self._num_bytes += delivery.num_bytes
         header = self._header
         if self._copy is not None:
@@ -129,7 +124,7 @@ class ServerWeights:
 
     async def commit(self) -> Ack:
         """Have the workers finish and read back their parameters, and check the proofs. Raises: SyncError."""
-        self._start_step("commit", "open")
+        self._leave("commit", "open")
         header, layout = self._header, self._require_layout()
         assert header is not None
         copy_ack: Ack | None = None
@@ -150,7 +145,7 @@ class ServerWeights:
                 f"tensors differ from the trainer's:\n{lines}\nThis receiver stays unusable until the next full sync"
             )
         self._finish_step("idle", header)
-        self._committed, self._header = header, None
+        self._last, self._header = header.version, None
         seconds = {part: max(answer["seconds"][part] for answer in answers) for part in ("load", "verify")}
         read_back = None if self._hidden else True
         if copy_ack is not None:
@@ -196,11 +191,6 @@ class ServerWeights:
             slot_address = self._ring.slot_address(0)
         await self._call("receive", delivery_to_json(delivery, slot_address))
 
-    def _start_step(self, step: str, *allowed: str) -> None:
-        """Check that `step` is allowed now, and mark the state cancelled until the step has succeeded."""
-        phase, self._phase = self._phase, "cancelled"
-        require_phase(self.name, step, phase, *allowed)
-
     def _finish_step(self, phase: Literal["idle", "open"], header: SyncHeader | None) -> None:
         """The step has succeeded. Raises: SyncError when its sync was cancelled meanwhile."""
         if self._header is not header:
@@ -228,7 +218,7 @@ class _HostCopy:
         """scale: factor of B A. Raises: SyncError when the machine's shared memory is too small."""
         self._held = {t.name: torch.empty(t.shape, dtype=t.torch_dtype) for t in layout.tensors}
         self._scale = scale
-        self.receiver = Receiver(layout, self._held, name=name)
+        self.receiver = Receiver(layout, lambda: self._held, name)
         served = {t.name: (t.shape, t.dtype) for t in layout.tensors if not is_adapter(t.name)}
         self.served = make_layout(served, None, layout.tied, layout.transfer_bytes, layout.digest)
         self._sender = WeightSender(self.served, 0, keep_base=False)

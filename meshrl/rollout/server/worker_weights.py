@@ -14,9 +14,10 @@ import torch
 
 from meshrl.core.errors import SyncError
 from meshrl.rollout.server.assembly import Assembly
-from meshrl.rollout.server.name_map import NameMap, WithoutData, trace_loader
-from meshrl.rollout.server.read_back import ReadBackDigests
+from meshrl.rollout.server.name_map import NameMap, Patch, WithoutData, trace_loader
+from meshrl.sync.digest import as_bytes, digest_bytes, kind_for
 from meshrl.sync.layout import Layout, SyncHeader, TensorSpec, layout_from_json
+from meshrl.sync.threads import lap
 
 
 class WorkerWeights:
@@ -31,7 +32,6 @@ class WorkerWeights:
         self._assembly: Assembly | None = None
         self._read_back = ReadBackDigests({}, -1)
         self._committed: ReadBackDigests | None = None
-        self._load_s = 0.0
 
     def call(self, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """Run one step of a sync; returns `{"error": text}` after a failure: an exception would reach the client only
@@ -60,7 +60,6 @@ class WorkerWeights:
         self.map = found = trace_loader(self.model, self.layout, self._without_data)
         return {
             "refused": found.refused,
-            "dropped": found.dropped,
             "hidden": found.hidden,
             "unfilled": found.unfilled,
             "dtypes": found.dtypes,
@@ -73,7 +72,6 @@ class WorkerWeights:
         self.before_loading(opened)
         self._read_back = ReadBackDigests(self.map.patches, opened.version)
         self._assembly = Assembly(self.layout, opened, self.name)
-        self._load_s = 0.0
         return {}
 
     def receive(self, **message: Any) -> dict[str, Any]:
@@ -88,16 +86,15 @@ class WorkerWeights:
         began = time.perf_counter()
         with self.loading(), torch.no_grad():
             self.after_loading()
-        self._load_s += time.perf_counter() - began
-        began = time.perf_counter()
+        began = lap(assembly.seconds, "load", began)
         with torch.no_grad():
             held = self.read_back()
             differing = self._read_back.differing(held, self._committed, self.packed()) + self.differing_packed()
-        verify_s = assembly.progress.verify_s + time.perf_counter() - began
+        lap(assembly.seconds, "verify", began)
         if not differing:
             self._committed = self._read_back
         self._assembly = None
-        return {"differing": differing, "seconds": {"load": self._load_s + assembly.copy_s, "verify": verify_s}}
+        return {"differing": differing, "seconds": assembly.seconds}
 
     def cancel(self) -> dict[str, Any]:
         """Discard the open sync."""
@@ -142,18 +139,76 @@ class WorkerWeights:
         return self._assembly
 
     def _load(self, tensors: Iterable[tuple[TensorSpec, torch.Tensor]]) -> None:
-        began = time.perf_counter()
+        seconds, began = self._open().seconds, time.perf_counter()
         names = {spec.name: tensor.to(self._device) for spec, tensor in tensors}
         if not names:
             return
         tied: Mapping[str, str] = self.layout.tied
         names |= {a: names[source] for a, source in tied.items() if source in names and a in self.map.patches}
-        moved = time.perf_counter()
+        began = lap(seconds, "load", began)
         for name, tensor in names.items():
             self._read_back.note(name, tensor)
             self.note(name, tensor)
-        noted = time.perf_counter()
-        self._open().progress.verify_s += noted - moved
+        began = lap(seconds, "verify", began)
         with self.loading(), torch.no_grad():
             self.model.load_weights(list(names.items()))
-        self._load_s += time.perf_counter() - noted + moved - began
+        lap(seconds, "load", began)
+
+
+Key = tuple[str, int]  # wire name, index of the patch among the patches of that name
+
+
+class ReadBackDigests:
+    """Digests of the blocks of one worker's parameters, for one version."""
+
+    def __init__(self, patches: Mapping[str, list[Patch]], version: int):
+        self.version = version
+        self._patches = patches
+        self._values: dict[Key, int] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
+
+    def note(self, name: str, wire: torch.Tensor) -> None:
+        """Record a received and verified tensor, on the device of the parameters."""
+        self._dtypes[name] = wire.dtype
+        for number, patch in enumerate(self._patches.get(name, ())):
+            self._values[name, number] = _digest(patch.of_wire(wire))
+
+    def differing(
+        self, params: Mapping[str, torch.Tensor], before: ReadBackDigests | None, packed: Container[str] = ()
+    ) -> list[str]:
+        """An error text for each block that differs from the received one. before: digests of the last committed sync.
+
+        params: parameters and buffers, by the engine's names. packed: parameters that may exist only as a packed copy;
+        the caller compares that copy.
+        """
+        faults = []
+        for name, own in self._patches.items():
+            for number, patch in enumerate(own):
+                param = params[patch.param]
+                if param.numel() == 0 and patch.param in packed:
+                    continue
+                key = (name, number)
+                if key not in self._values:
+                    faults.append(f"{name} was not received")
+                elif param.numel() == 0:
+                    faults.append(f"{name} can't be read back: {patch.param} has no elements")
+                elif (held := _digest(patch.of_parameter(param).to(self._dtypes[name]))) != self._values[key]:
+                    faults.append(f"{name} {self._explain(key, held, before)}{self._cast(name, param)}")
+        return faults
+
+    def _cast(self, name: str, param: torch.Tensor) -> str:
+        """For a buffer that the engine stores in another dtype: both dtypes."""
+        sent = self._dtypes[name]
+        return "" if param.dtype == sent else f" (sent as {sent}, stored as {param.dtype}, which may round the value)"
+
+    def _explain(self, key: Key, held: int, before: ReadBackDigests | None) -> str:
+        if before is not None and before._values.get(key) == held:
+            return f"still has the values of version {before.version}"
+        others = [name for (name, _), value in self._values.items() if value == held]
+        if others:
+            return f"has the values of {others[0]}"
+        return f"has digest {held:016x}, the trainer's is {self._values[key]:016x}"
+
+
+def _digest(block: torch.Tensor) -> int:
+    return digest_bytes(kind_for(block.device), as_bytes(block.contiguous()))

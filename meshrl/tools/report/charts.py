@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import html
-import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from meshrl.monitor.curve import mean_of_known, split
 from meshrl.monitor.sinks import duration
 
 WIDTH, HEIGHT = 460, 220
@@ -95,8 +95,8 @@ def stacked_chart(layers: Mapping[str, Mapping[int, float]], colours: Sequence[i
     layers: seconds by name and finished steps. colours: one for each layer.
     """
     steps = sorted({step for layer in layers.values() for step in layer})
-    count = min(len(steps), max_bars)
-    bars = [steps[len(steps) * i // count : len(steps) * (i + 1) // count] for i in range(count)]
+    bars = split(steps, max_bars)
+    count = len(bars)
     heights = {n: [sum(layer.get(s, 0.0) for s in bar) / len(bar) for bar in bars] for n, layer in layers.items()}
     top = max((sum(column) for column in zip(*heights.values())), default=0.0)
     if top <= 0:
@@ -136,15 +136,8 @@ def _svg(parts: list[str], data: str = "") -> str:
 def _thinned(line: Line) -> Line:
     if len(line.values) <= MAX_POINTS or line.style == "dots":
         return line
-    cuts = [len(line.values) * i // MAX_POINTS for i in range(MAX_POINTS + 1)]
-    parts = list(itertools.pairwise(cuts))
-    means = [_mean(line.values[a:b]) for a, b in parts]
-    return Line(line.label, [line.steps[b - 1] for _, b in parts], means, line.style)
-
-
-def _mean(values: Sequence[float]) -> float:
-    known = [v for v in values if math.isfinite(v)]
-    return sum(known) / len(known) if known else math.nan
+    means = [mean_of_known(part) for part in split(line.values, MAX_POINTS)]
+    return Line(line.label, [part[-1] for part in split(line.steps, MAX_POINTS)], means, line.style)
 
 
 def _range(values: Sequence[float], unit: str, log: bool) -> tuple[float, float]:
@@ -172,7 +165,7 @@ def _drawn(line: Line, index: int, across: _Scale, up: _Scale) -> list[str]:
     if line.style == "plain" or len(line.values) < SMOOTH_FROM:
         return [_path(line.steps, line.values, across, up, f"l{index}")]
     reach = max(2, len(line.values) // SMOOTH_SHARE)
-    smooth = [_mean(line.values[max(0, i - reach) : i + reach + 1]) for i in range(len(line.values))]
+    smooth = [mean_of_known(line.values[max(0, i - reach) : i + reach + 1]) for i in range(len(line.values))]
     return [
         _path(line.steps, line.values, across, up, f"l{index} raw"),
         _path(line.steps, smooth, across, up, f"l{index}"),

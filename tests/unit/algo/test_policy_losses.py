@@ -222,10 +222,11 @@ def test_sums_and_metrics_do_not_depend_on_the_partition(loss, cuts):
     torch.testing.assert_close(sum(p[0] for p in pieces), unsplit, rtol=1e-6, atol=1e-7)
     for metric in expected:
         merged = [m for p in pieces for m in p[3] if m.name == metric.name]
-        if metric.reduce == "max":
-            assert max(m.sum for m in merged) == metric.sum
-        else:
-            assert sum(m.sum for m in merged) == pytest.approx(metric.sum, rel=1e-6)
+        if metric.reduce in ("max", "min"):
+            assert {"max": max, "min": min}[metric.reduce](m.sum for m in merged) == metric.sum
+            continue
+        assert sum(m.sum for m in merged) == pytest.approx(metric.sum, rel=1e-6)
+        if metric.reduce == "mean":
             assert sum(m.weight for m in merged) == pytest.approx(metric.weight, rel=1e-12)
 
 

@@ -33,9 +33,9 @@ pytestmark = pytest.mark.timeout(300)  # ranks start slowly on a machine that do
 
 AGENT = """
 import sys
-from meshrl.cluster.node_agent import serve
+from meshrl.cluster.node_agent import NodeAgent
 host, port, token, rank = sys.argv[1:]
-sys.exit(serve((host, int(port)), bytes.fromhex(token), int(rank)))
+sys.exit(NodeAgent((host, int(port)), bytes.fromhex(token), int(rank)).serve())
 """
 
 

@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 
+from meshrl.config.algo import CorrectionConfig
 from meshrl.config.check import has_key, value_of
 from meshrl.config.explain import to_yaml
 from meshrl.config.load import load_run_config, load_sft_config
@@ -142,7 +143,7 @@ def test_short_forms_are_written_out(good: Path):
     ).config
     assert config.algo.loss.kind == "ppo_clip"
     assert config.algo.kl.coef == 0
-    assert config.algo.correction == "off"
+    assert config.algo.correction == CorrectionConfig(kind="off")
     assert config.model.lora.enabled is False
     assert config.train.optimizer.lr == 1e-5, "an empty section takes nothing away"
 

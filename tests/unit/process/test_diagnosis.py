@@ -116,12 +116,12 @@ def test_a_process_writes_its_stacks_only_when_it_has_a_handler_and_runs(tmp_pat
         able, unable = started
         assert handles(able.pid, signal.SIGUSR1) and not handles(unable.pid, signal.SIGUSR1)
         for _ in range(2):  # the second snapshot does not contain the stacks of the first
-            assert snapshot(able, file).stacks.count("in here") == 1
-        assert snapshot(unable, file) == diagnosis.Snapshot() and unable.poll() is None
+            assert snapshot(able.pid, able.send_signal, file).stacks.count("in here") == 1
+        assert snapshot(unable.pid, unable.send_signal, file) == diagnosis.Snapshot() and unable.poll() is None
         os.kill(able.pid, signal.SIGSTOP)
         while not is_stopped(able.pid):
             time.sleep(0.01)
-        assert snapshot(able, file) == diagnosis.Snapshot(is_stopped=True)
+        assert snapshot(able.pid, able.send_signal, file) == diagnosis.Snapshot(is_stopped=True)
         for process in started:
             process.kill()
             process.communicate()

@@ -3,13 +3,13 @@
 import pytest
 
 from meshrl.core.errors import ConfigError
-from meshrl.reward.kinds import CHECKS, REWARDS, make_grader, resolve_reward
+from meshrl.reward.kinds import CHECKS, REWARDS, make_grader
 from meshrl.reward.math_answer import math_answer
 
 
 def test_names_and_dotted_paths_resolve_to_functions():
-    assert resolve_reward("math_answer") is math_answer
-    assert resolve_reward("meshrl.reward.math_answer:math_answer") is math_answer
+    for kind in ("math_answer", "meshrl.reward.math_answer:math_answer"):
+        assert make_grader("t", kind, {}).function is math_answer
 
 
 @pytest.mark.parametrize(

@@ -53,9 +53,9 @@ def payload(completion, answer=None):
 
 def grade(sandbox, completions, term="behave", answer=None):
     """Results of these completions, and the number of workers that were killed because of them."""
-    before = sandbox.num_killed
+    before = sandbox.counts["reward/workers_killed"]
     results = asyncio.run(sandbox.grade([(term, payload(c, answer)) for c in completions]))
-    return results, sandbox.num_killed - before
+    return results, sandbox.counts["reward/workers_killed"] - before
 
 
 def kinds(results):
@@ -108,13 +108,16 @@ def test_exceptions_and_exits_are_crashes_with_a_reason(shared_sandbox):
 
 def test_a_worker_that_dies_is_replaced_and_its_item_is_graded_again(shared_sandbox, tmp_path):
     """It is graded again once: an item that kills its worker twice is a crash."""
-    before = shared_sandbox.num_redone
+    before = shared_sandbox.counts["reward/gradings_redone"]
     results = asyncio.run(
         shared_sandbox.grade([("behave", payload(c, str(tmp_path / "marker"))) for c in ("fine", "die_once", "int")])
     )
-    assert results == [1.0, 0.5, 3.0] and shared_sandbox.num_redone - before == 1
+    assert results == [1.0, 0.5, 3.0] and shared_sandbox.counts["reward/gradings_redone"] - before == 1
     results, killed = grade(shared_sandbox, ["os_exit", "fine"])
-    assert kinds(results) == ["crash", 1.0] and (killed, shared_sandbox.num_redone - before) == (2, 2)
+    assert kinds(results) == ["crash", 1.0] and (killed, shared_sandbox.counts["reward/gradings_redone"] - before) == (
+        2,
+        2,
+    )
 
 
 def test_a_worker_that_is_killed_from_outside_loses_no_grading(shared_sandbox):

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+from contextlib import closing
 from dataclasses import asdict
 from typing import Any
 
@@ -35,7 +36,7 @@ def serve(pipe: Any, layout_message: str) -> None:
             else:
                 ring = message["ring"]
                 views.setdefault(ring, SharedRingView(ring, message["num_slots"], message["slot_bytes"]))
-                sampler.receiver.receive(delivery_from_json(layout, message, views[ring].slot(message["slot"])))
+                sampler.receiver.receive(delivery_from_json(layout, message, views[ring].slots[message["slot"]]))
             pipe.send(sampler.receiver.version)
         except SyncError as error:
             pipe.send(error)
@@ -48,7 +49,7 @@ def test_weights_reach_other_processes_through_one_segment():
     layout = layout_on("one rank", 2048)
     (sender,) = Trainer(layout, keep_base=False).senders
     pipes, children, sizes = [], [], []
-    with SharedRing(2, layout.slot_bytes) as ring:
+    with closing(SharedRing(2, layout.slot_bytes)) as ring:
         for _ in range(2):
             ours, theirs = context.Pipe()
             child = context.Process(target=serve, args=(theirs, json.dumps(layout_to_json(layout))), daemon=True)
@@ -95,12 +96,12 @@ def test_weights_reach_other_processes_through_one_segment():
 
 def test_a_separately_started_process_does_not_unlink_the_segment_when_it_ends():
     """Its own resource tracker would remove every segment that it attached."""
-    with SharedRing(1, 64) as ring:
+    with closing(SharedRing(1, 64)) as ring:
         ring.slots[0].fill_(7)
         code = (
             "from meshrl.sync.shared_memory import SharedRingView\n"
             f"view = SharedRingView({ring.name!r}, 1, 64)\n"
-            "print(view.slot(0).sum().item())\n"
+            "print(view.slots[0].sum().item())\n"
         )
         ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
         assert (ended.stdout.strip(), ended.stderr) == (str(7 * 64), "")
@@ -108,7 +109,7 @@ def test_a_separately_started_process_does_not_unlink_the_segment_when_it_ends()
 
 
 def test_the_segment_is_removed_after_an_error_and_closing_twice_is_allowed():
-    with pytest.raises(RuntimeError, match="boom"), SharedRing(1, 64) as ring:
+    with pytest.raises(RuntimeError, match="boom"), closing(SharedRing(1, 64)) as ring:
         raise RuntimeError("boom")
     with pytest.raises(FileNotFoundError):
         SharedRingView(ring.name, 1, 64)
@@ -120,19 +121,19 @@ def test_a_slot_outlives_the_closing_of_both_ends():
     ring = SharedRing(2, 100)
     view = SharedRingView(ring.name, 2, 100)
     ring.slots[1].fill_(5)
-    payload = view.slot(1)[:60]
+    payload = view.slots[1][:60]
     ring.close()
     view.close()
     assert payload.sum() == 300
 
 
 def test_slots_are_separate_and_shared_by_every_view():
-    with SharedRing(3, 33) as ring:
+    with closing(SharedRing(3, 33)) as ring:
         views = [SharedRingView(ring.name, 3, 33) for _ in range(2)]
         for index, slot in enumerate(ring.slots):
             slot.fill_(index + 1)
         for view in views:
-            assert [view.slot(index).tolist() for index in range(3)] == [[index + 1] * 33 for index in range(3)]
+            assert [slot.tolist() for slot in view.slots] == [[index + 1] * 33 for index in range(3)]
             assert view.slot_address(2) == ring.slot_address(2)
 
 

@@ -1,0 +1,83 @@
+"""algo.correction: what auto means, its short forms, and that a loaded config never has auto."""
+
+from pathlib import Path
+
+import pytest
+
+from meshrl.config.algo import CorrectionConfig, RejectionConfig, correction_of_auto
+from meshrl.config.explain import explain, to_yaml
+from meshrl.config.load import load_run_config
+
+ENDPOINT = [
+    "rollout.engine=endpoint",
+    "rollout.endpoint.url=http://h:8000",
+    "rollout.endpoint.weights=files",
+    "cluster.num_rollout_ranks=1",
+]
+
+
+def correction(config: Path, *overrides: str) -> CorrectionConfig:
+    return load_run_config(config, overrides).config.algo.correction
+
+
+@pytest.mark.parametrize(
+    ("staleness", "engine", "kind", "why"),
+    [
+        (0, "embedded", "off", "sampler and trainer agree"),
+        (1, "embedded", "truncate", "loop.max_staleness is 1"),
+        (3, "vllm", "truncate", "loop.max_staleness is 3"),
+        (0, "vllm", "truncate", "rollout.engine is vllm"),
+        (0, "sglang", "truncate", "rollout.engine is sglang"),
+        (0, "endpoint", "truncate", "rollout.engine is endpoint"),
+    ],
+)
+def test_auto_corrects_whatever_is_not_exactly_the_trainers_policy(staleness: int, engine: str, kind: str, why: str):
+    found, reason = correction_of_auto(staleness, engine)
+    assert found == kind and why in reason
+
+
+def test_a_loaded_config_has_the_kind_that_auto_means_and_explain_shows_why(good: Path):
+    """The ranks get this section: an auto that is left in it would silently be no correction."""
+    assert correction(good) == CorrectionConfig(kind="off")
+    assert correction(good, *ENDPOINT) == CorrectionConfig(kind="truncate", level="token", low=None, high=2.0)
+    text = explain(load_run_config(good))
+    assert 'kind: "off"' in text and "# default, from auto: sampler and trainer agree" in text
+    assert "# unused: algo.correction.kind is off" in text
+    text = explain(load_run_config(good, ENDPOINT))
+    assert "kind: truncate" in text and "# default, from auto: rollout.engine is endpoint" in text
+
+
+def test_auto_takes_the_keys_of_the_section_where_it_corrects(good: Path):
+    found = correction(good, *ENDPOINT, "algo.correction={level: sequence, low: 0.5, high: 8}")
+    assert found == CorrectionConfig(kind="truncate", level="sequence", low=0.5, high=8.0)
+
+
+def test_an_explicit_kind_is_left_as_it_is(good: Path):
+    for kind in ("off", "mask", "truncate"):
+        assert correction(good, f"algo.correction={kind}").kind == kind
+        assert correction(good, f"algo.correction.kind={kind}", *ENDPOINT).kind == kind
+
+
+def test_short_forms(good: Path, write):
+    rejection = RejectionConfig(measure="k3", level="seq_max", high=1.0)
+    path = write(
+        "base: run.yaml\nalgo:\n  correction: {kind: mask, rejection: {measure: k3, level: seq_max, high: 1}}\n",
+        "c.yaml",
+    )
+    assert correction(path) == CorrectionConfig(kind="mask", rejection=rejection)
+    assert correction(path, "algo.correction.rejection=off") == CorrectionConfig(kind="mask")
+    assert correction(path, "algo.correction.rejection.high=2").rejection.high == 2
+    assert correction(path, "algo.correction=off") == CorrectionConfig(kind="off"), "the complete section is replaced"
+    assert correction(path, "algo.correction.kind=off") == CorrectionConfig(kind="off", rejection=rejection)
+    again = write(to_yaml(load_run_config(path)), "again.yaml")
+    assert correction(again) == correction(path)
+
+
+def test_no_correction_where_it_is_needed_is_noted(good: Path):
+    def notes(*overrides: str, purpose="train") -> list[str]:
+        return [n for n in load_run_config(good, overrides, purpose=purpose).notices if "algo.correction" in n]
+
+    (note,) = notes(*ENDPOINT, "algo.correction=off")
+    assert "rollout.engine is endpoint" in note and "docs/correction.md" in note
+    assert notes("algo.correction=off") == notes(*ENDPOINT) == notes() == []
+    assert notes(*ENDPOINT, "algo.correction=off", purpose="eval") == []
