@@ -78,7 +78,7 @@ class Steps:
             report = await self.trainer.forward_backward(
                 samples, self.trainer.batch_plan(samples), make_policy_loss(self.algo)
             )
-            self.proof.check(report.mismatch, "bfloat16", self.trainer.version)
+            proven = self.proof.check(report.mismatch, samples, "bfloat16", self.trainer.version)
             update = await self.trainer.optim_step(1e-6)
         await self.sync()
         return {
@@ -86,7 +86,7 @@ class Steps:
             "sampled_tokens": sum(len(t.turns[0].output_ids) for t in trajectories),
             "trained_tokens": sum(len(s) for s in samples),
             "grad_norm": update.grad_norm,
-            **divide(merge(report.mismatch)),
+            **divide(merge(proven)),
         }
 
     def attempts(self, ordinal: int) -> Iterator[Any]:

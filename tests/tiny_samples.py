@@ -68,3 +68,23 @@ def random_groups(seed: int, prompts: Sequence[int], answers: Sequence[int]) -> 
             s.group_id, s.trajectory_id, s.prefix_len = f"g{g}", f"g{g}/{i}", prompt
         out += rows
     return weigh(out)
+
+
+def sampled_row(logprobs: Sequence[float], mask: Sequence[bool] | None = None, engine_id: str = "sampler") -> Sample:
+    """A row with these logprobs of the sampler, at weight version 0; trained where mask is True, by default everywhere.
+    Empty rows are allowed."""
+    n = len(logprobs)
+    trained = np.ones(n, bool) if mask is None else np.array(mask, bool)
+    return Sample(
+        trajectory_id=f"row of {engine_id}",
+        group_id="g",
+        row=0,
+        prefix_len=0,
+        tokens=np.zeros(n, np.int32),
+        mask=trained,
+        turn=np.zeros(n, np.int16),
+        rollout_logprobs=np.array(logprobs, np.float32),
+        versions=np.where(trained, 0, -1).astype(np.int32),
+        rewards=np.zeros(n, np.float32),
+        engine_id=engine_id,
+    )

@@ -94,6 +94,7 @@ def _row(trajectory: Trajectory, path: list[int], trained_before: set[int], row:
         temperature=_temperature(trajectory, path),
         reward=trajectory.reward,
         truncated=trajectory.status == "truncated",
+        engine_id=",".join(dict.fromkeys(t.engine_id for t in turns)),
         media_spans=[
             (media_id, end - r - c + start, size)
             for turn, end, c, r in zip(turns, ends, context, sampled)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from meshrl.algo.mismatch import sampler_mismatch
+from meshrl.algo.mismatch import row_mismatch
 from meshrl.cluster.executor import WorkerSpec
 from meshrl.cluster.phases import phase
 from meshrl.cluster.rank_sync import RankSync
@@ -40,7 +40,7 @@ from meshrl.sync.sender import SendReport
 from meshrl.sync.transaction import SyncOrder, SyncState
 from meshrl.train.batch_plan import BatchPlan
 from meshrl.train.checkpoint_files import FileFact
-from meshrl.train.engine import ForwardBackward, Role, RowArrays, StepReport, TrainEngine
+from meshrl.train.engine import Role, RowArrays, StepReport, TrainEngine
 from meshrl.train.packing import pack
 
 Rows = dict[int, Sample]  # step-wide row index -> sample
@@ -48,11 +48,11 @@ Rows = dict[int, Sample]  # step-wide row index -> sample
 
 @dataclass(kw_only=True, slots=True)
 class UpdateReport:
-    """A rank's share of one forward_backward: the loss's metrics, and how far the trainer's logprobs are from the
-    sampler's (mismatch)."""
+    """A rank's share of one forward_backward: the loss's metrics, and for each row how far the trainer's logprobs are
+    from the sampler's (algo/mismatch.py)."""
 
     metrics: list[Metric]
-    mismatch: list[Metric]
+    mismatch: dict[int, np.ndarray]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -124,8 +124,10 @@ class RankWorker:
     def forward_backward(self, message: RowsMessage, loss: LossFn) -> UpdateReport:
         """Add the gradient of this rank's micro-batches of the batch plan (collective)."""
         rows = self._rows.take(message)
-        result = self._engine("policy").forward_backward(self._batches(message.batch_plan, rows), loss)
-        return UpdateReport(metrics=result.metrics, mismatch=_mismatch(result, rows))
+        engine = self._engine("policy")
+        result = engine.forward_backward(self._batches(message.batch_plan, rows), loss)
+        mismatch = {i: row_mismatch(rows[i], logprobs, engine.version) for i, logprobs in result.logprobs.items()}
+        return UpdateReport(metrics=result.metrics, mismatch=mismatch)
 
     @phase("optim")
     def optim_step(self, lr: float) -> StepReport:
@@ -225,8 +227,8 @@ class RankWorker:
         return await self._sampler().score(ids)
 
     @phase("rollout")
-    async def abort(self) -> int:
-        return await self._sampler().abort()
+    async def abort(self, ids: list[str] | None = None) -> int:
+        return await self._sampler().abort(ids)
 
     @phase("sync")
     async def release_memory(self) -> int:
@@ -273,16 +275,3 @@ class RankWorker:
         if self.sampler is None:
             raise ValueError(f"rank {self.spec.rank} has no sampler")
         return self.sampler
-
-
-def _mismatch(result: ForwardBackward, rows: Rows) -> list[Metric]:
-    """The trainer's logprobs compared with the sampler's, over the trained tokens of this rank's rows."""
-    picked = [(rows[i], logprobs) for i, logprobs in result.logprobs.items()]
-    if not picked:
-        return []
-    return sampler_mismatch(
-        torch.from_numpy(np.concatenate([s.rollout_logprobs for s, _ in picked])),
-        torch.from_numpy(np.concatenate([logprobs for _, logprobs in picked])),
-        torch.from_numpy(np.concatenate([s.mask for s, _ in picked])),
-        [len(s) for s, _ in picked],
-    )

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import itertools
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import Concatenate, Literal, ParamSpec, TypeVar
 
@@ -36,7 +35,6 @@ from meshrl.train.engine import Role, StepReport
 P = ParamSpec("P")
 T = TypeVar("T")
 _DIGEST_PART = 64  # 1/64 of the bytes of the transfers is reserved for their digests
-_MAX_SESSIONS = 100_000  # remembered routes; an older session gets a new route
 
 
 class TrainGroup:
@@ -85,7 +83,8 @@ class TrainGroup:
         """Add the gradient of these samples; returns the metrics of all ranks."""
         reports = await self._rows(RankWorker.forward_backward, samples, batch_plan, loss)
         return UpdateReport(
-            metrics=[m for r in reports for m in r.metrics], mismatch=[m for r in reports for m in r.mismatch]
+            metrics=[m for r in reports for m in r.metrics],
+            mismatch={i: row for r in reports for i, row in r.mismatch.items()},
         )
 
     async def optim_step(self, lr: float) -> StepReport:
@@ -177,7 +176,8 @@ class RolloutGroup:
     on_failure: called at once when a rank can't be replaced. in_flight: what happens to running turns when new weights
     arrive; each token records its version in any case. keep = they stay in their engine; an engine that can't keep them
     finishes them first. abort = the engine aborts them, and they continue from their last token after the sync. restart
-    = they begin again, so that a turn has one version.
+    = they begin again, so that a turn has one version. num_running: requests that have no answer yet. on_turn_end:
+    called when a request has ended.
     """
 
     def __init__(self, executor: Executor, max_restarts: int = 0):
@@ -187,6 +187,7 @@ class RolloutGroup:
         # Sends a new rank the weights that the others have; returns False while the trainer is between two versions.
         self.send_weights: Callable[[int], Awaitable[bool]] | None = None
         self.in_flight: Literal["keep", "abort", "restart"] = "keep"
+        self.on_turn_end: Callable[[], None] = lambda: None
         self._may_generate = asyncio.Event()  # cleared during a sync that aborts turns
         self._may_generate.set()
         self.synced = asyncio.Event()  # set by each sync; a task that waits for the next sync clears it first
@@ -197,12 +198,28 @@ class RolloutGroup:
         self.num_restarts = self.num_redone = self.num_failed_syncs = 0
         self._reported = (0, 0)
         self.ranks = [spec.rank for spec in executor.specs if spec.samples]
-        self._next = itertools.cycle(self.ranks)
-        self._routes: dict[str, int] = {}
+        self._routes: dict[str, int] = {}  # session -> rank
+        self._num_sessions = dict.fromkeys(self.ranks, 0)
+        self._running = dict.fromkeys(self.ranks, 0)
+        self._busy_since: dict[int, float] = {}
+        self._busy_s = 0.0
+        self._aborts: set[asyncio.Task[int]] = set()
 
     async def generate(self, request: Request) -> Turn:
-        """Sample one complete turn: an aborted request is sent again, with the output so far as its prefix."""
+        """Sample one complete turn: an aborted request is sent again, with the output so far as its prefix. A cancelled
+        call ends its request in the sampler, too."""
         rank = self._route(request.session)
+        with self._counted(rank):
+            try:
+                return await self._generate(rank, request)
+            except asyncio.CancelledError:
+                abort = asyncio.ensure_future(self.executor.call(rank, RankWorker.abort, [request.id]))
+                self._aborts.add(abort)
+                abort.add_done_callback(self._aborts.discard)
+                abort.add_done_callback(lambda task: task.cancelled() or task.exception())  # the rank may be lost
+                raise
+
+    async def _generate(self, rank: int, request: Request) -> Turn:
         parts: list[Turn] = []
         asked = request
         while True:
@@ -247,23 +264,56 @@ class RolloutGroup:
             self._may_generate.set()
 
     def _route(self, session: str) -> int:
-        """Distribute sessions round-robin in the order of their first request; a session stays at its KV cache."""
+        """The sampler with the fewest open sessions, else the first of them; a session stays at its KV cache. Requests
+        without a session go where the fewest requests run.
+
+        After all sessions have ended, the next ones get the same routes as at the start of a run: a resumed run has the
+        same rounding as an uninterrupted one (P27).
+        """
         if not session:
-            return next(self._next)
+            return min(self.ranks, key=self._running.__getitem__)
         if session not in self._routes:
-            if len(self._routes) >= _MAX_SESSIONS:
-                self._routes.pop(next(iter(self._routes)))
-            self._routes[session] = next(self._next)
+            rank = self._routes[session] = min(self.ranks, key=self._num_sessions.__getitem__)
+            self._num_sessions[rank] += 1
         return self._routes[session]
 
-    def forget_sessions(self) -> None:
-        """Route new sessions from the first sampler on again, so that a prompt's sampler does not depend on earlier
-        requests: a resumed run has the same routes, and so the same rounding, as an uninterrupted one (P27)."""
-        self._next = itertools.cycle(self.ranks)
-        self._routes.clear()
+    def has_session(self, session: str) -> bool:
+        """Whether the session has sent a request, and has not ended."""
+        return session in self._routes
 
-    async def score(self, ids: np.ndarray) -> np.ndarray:
-        return await self.executor.call(self.ranks[0], RankWorker.score, ids)
+    def end_session(self, session: str) -> None:
+        """Called when a session has no more requests."""
+        if session in self._routes:
+            self._num_sessions[self._routes.pop(session)] -= 1
+
+    @contextmanager
+    def _counted(self, rank: int) -> Iterator[None]:
+        """The context of a request of this rank."""
+        if not self._running[rank]:
+            self._busy_since[rank] = time.perf_counter()
+        self._running[rank] += 1
+        try:
+            yield
+        finally:
+            self._running[rank] -= 1
+            if not self._running[rank]:
+                self._busy_s += time.perf_counter() - self._busy_since.pop(rank)
+            self.on_turn_end()
+
+    @property
+    def num_running(self) -> int:
+        return sum(self._running.values())
+
+    def take_busy_s(self) -> float:
+        """Seconds in which a rank had a request, summed over the ranks, since the last call."""
+        now = time.perf_counter()
+        taken, self._busy_s = self._busy_s + sum(now - since for since in self._busy_since.values()), 0.0
+        self._busy_since = dict.fromkeys(self._busy_since, now)
+        return taken
+
+    async def score(self, ids: np.ndarray) -> list[np.ndarray]:
+        """Each sampler's logprobs of these ids at temperature 1, float32[T]."""
+        return await self._all(lambda rank: self.executor.call(rank, RankWorker.score, ids))
 
     async def abort(self) -> int:
         """Abort all running requests; `generate` continues them by itself."""

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from meshrl.config.algo import ADVANTAGE_NAMES, LOSS_KIND, LossConfig, algorithm_problems, unused_algo_keys
 from meshrl.config.cluster import machine_problems, rank_problems, unused_cluster_keys
 from meshrl.config.data import data_problems, unused_data_keys
-from meshrl.config.loop import loop_problems
+from meshrl.config.loop import loop_problems, unused_loop_keys
 from meshrl.config.model import model_problems
 from meshrl.config.monitor import sink_problems
 from meshrl.config.rollout import engine_problems, unused_engine_keys
@@ -96,6 +96,7 @@ def unused(config: RunConfig | SftRunConfig) -> dict[str, str]:
         found["rollout.release_memory"] = "cluster.num_rollout_ranks is above 0: samplers have devices of their own"
     else:
         found["rollout.sync_transport"] = "cluster.num_rollout_ranks is 0"
+    found |= unused_loop_keys(config.loop)
     found |= unused_algo_keys(config.algo, *config.correction)
     return unused_data_keys(config.data) | unused_engine_keys(config.rollout) | found
 
@@ -107,8 +108,6 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {  # key -> (what this version ca
     "train.mesh.tp": ((1,), "this version has no tensor parallelism in training yet; shard with train.mesh.dp_shard"),
     "train.tensor_model_parallel_size": ((None, 1), "this version has no tensor parallelism in training yet"),
     "rollout.pipeline_model_parallel_size": ((1,), "no rollout engine here splits a model into pipeline stages"),
-    "loop.kind": (("colocated",), "this version has no asynchronous loop yet: it generates and trains in turn"),
-    "loop.max_staleness": ((0,), "the colocated loop always samples with the newest weights"),
 }
 
 

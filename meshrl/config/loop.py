@@ -16,15 +16,35 @@ if TYPE_CHECKING:
 
 class LoopConfig(Slice):
     kind: Literal["colocated", "one_step_off", "fully_async"] = field(
-        "colocated", "schedule of sampling and training; colocated = they take turns"
+        "colocated",
+        "schedule of sampling and training; colocated = they take turns; one_step_off = each batch is sampled while "
+        "the previous one is trained; fully_async = a step trains on the groups that have finished, and new weights "
+        "arrive while others are sampled (docs/schedules.md)",
     )
     num_steps: int = field(..., "number of steps; each step samples and trains", ge=1)
     prompts_per_step: int = field(32, "prompts drawn for each step", ge=1)
     samples_per_prompt: int = field(
         8, "answers sampled for each prompt: the size of its group; 8 or more give a stable baseline", ge=1
     )
-    max_staleness: int = field(
-        0, "weight versions by which a sample may be older than the weights that train on it", ge=0
+    max_staleness: int | None = field(
+        None,
+        "weight versions by which a sample may be older than the weights that train on it; null = 0 for colocated, 1 "
+        "for one_step_off, 2 for fully_async",
+        ge=0,
+    )
+    in_flight: Literal["keep", "abort", "restart"] = field(
+        "keep",
+        "what happens under fully_async to running answers when new weights arrive; keep = the engine continues them "
+        "with the new weights; abort = they are sent again with their tokens so far; restart = they begin again, so "
+        "that an answer has one version",
+    )
+    oversampling: float = field(
+        0.0,
+        "fraction of additional groups that fully_async starts; a step then drops unfinished groups that would become "
+        "too old, up to this fraction, instead of waiting for them. 0 = no group is dropped. This is faster but "
+        "biased: long answers are dropped most often",
+        ge=0,
+        le=1,
     )
     eval_every_steps: int = field(0, "steps between evaluations; 0 = only before and after training", ge=0)
     eval_samples: int = field(
@@ -36,6 +56,13 @@ class LoopConfig(Slice):
     save_every_steps: int = field(
         0, "steps between checkpoints, each with the model; 0 = only at the end and when interrupted", ge=0
     )
+
+    @property
+    def staleness(self) -> int:
+        """max_staleness, or its default for this kind."""
+        if self.max_staleness is not None:
+            return self.max_staleness
+        return {"colocated": 0, "one_step_off": 1, "fully_async": 2}[self.kind]
 
 
 class SftConfig(Slice):
@@ -71,6 +98,25 @@ def loop_problems(config: RunConfig, evaluates: bool) -> Iterator[Problem]:
             ("train.updates_per_step", "loop.prompts_per_step"),
             "must divide prompts_per_step, so that each optimizer step gets the same number of complete groups.",
         )
+    most = {"colocated": 0, "one_step_off": 1}.get(loop.kind)
+    if most is not None and loop.staleness > most:
+        yield Problem(
+            ("loop.max_staleness", "loop.kind"),
+            f"{loop.kind} never trains on samples that are more than {most} versions old. Use at most {most}, or kind: "
+            "fully_async.",
+        )
+    if loop.kind != "colocated" and config.cluster.executor != "inline" and not config.cluster.num_rollout_ranks:
+        yield Problem(
+            ("cluster.num_rollout_ranks", "loop.kind"),
+            f"{loop.kind} samples and trains at the same time, which needs ranks that only sample: use 1 or more.",
+        )
     if config.data.eval_path is None and (loop.eval_every_steps or evaluates):
         keys = ("data.eval_path", "loop.eval_every_steps") if loop.eval_every_steps else ("data.eval_path",)
         yield Problem(keys, "an evaluation needs held-out rows: set data.eval_path to a file of such rows.")
+
+
+def unused_loop_keys(loop: LoopConfig) -> dict[str, str]:
+    """Keys of loop.* that its other choices leave without effect -> why."""
+    if loop.kind == "fully_async":
+        return {}
+    return dict.fromkeys(("loop.in_flight", "loop.oversampling"), f"loop.kind is {loop.kind}")

@@ -81,8 +81,7 @@ class RunConfig(Slice):
     @property
     def correction_of_auto(self) -> tuple[str, str]:
         """(the kind that auto means in this run, why)."""
-        staleness = getattr(self.loop, "staleness", self.loop.max_staleness)
-        return correction_of_auto(int(staleness or 0), self.rollout.engine)
+        return correction_of_auto(self.loop.staleness, self.rollout.engine)
 
     @property
     def num_updates(self) -> int:

@@ -178,7 +178,8 @@ class Sample:
 
     mask: sampled and trained in THIS row; a token shared by two rows is trained in exactly one. prefix_len: leading
     tokens shared by all rows of the group. rollout_logprobs is NaN and versions -1 where not sampled. truncated: the
-    trajectory was cut off; algo.truncated decides whether it is trained.
+    trajectory was cut off; algo.truncated decides whether it is trained. engine_id: of the sampler; commas separate
+    several.
     loss_weight is already divided by the global denominator of the optimizer step (fp64, on the controller, dummies
     0), so loss = sum(loss_weight * l) over all ranks; no other denominator exists.
 
@@ -198,6 +199,7 @@ class Sample:
     temperature: float = 1.0  # the sampler's; the trainer scores with the same (P2)
     reward: float = 0.0  # the trajectory's weighted sum, for group statistics
     truncated: bool = False
+    engine_id: str = ""
     old_logprobs: np.ndarray | None = None
     ref_logprobs: np.ndarray | None = None
     values: np.ndarray | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from typing import Any, Protocol
 from meshrl.agent.loop import Agent
 from meshrl.cluster.groups import RolloutGroup, TrainGroup
 from meshrl.config.run import RunConfig
-from meshrl.core.types import Metric, Prompt
+from meshrl.core.types import Metric, Prompt, Sample, Trajectory
 from meshrl.data.order import PromptFeed
 from meshrl.loops.proof import SamplerProof
 from meshrl.monitor.rollout_log import RolloutLog
@@ -82,6 +83,14 @@ class Task:
     max_context_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class ScoredGroup:
+    """The scored attempts at one prompt, and the metrics of their grading."""
+
+    trajectories: list[Trajectory]
+    metrics: list[Metric]
+
+
 @dataclass(kw_only=True, slots=True)
 class Job:
     """The state of one loop. num_updates: optimizer steps requested so far."""
@@ -101,6 +110,9 @@ class Job:
     rewards: list[float] = field(default_factory=list)  # mean training reward of each step
     evals: list[tuple[int, float]] = field(default_factory=list)  # (finished steps, mean@k)
     noted_no_signal: bool = False  # the note that a step had no signal is written once
+    began: float = field(default_factory=time.perf_counter)  # of the current step, by time.perf_counter
+    probed: list[Sample] = field(default_factory=list)  # rows that the next sync scores on both sides
+    scored: list[ScoredGroup] = field(default_factory=list)  # not trained yet when the train ranks were lost
 
     @property
     def is_over(self) -> bool:
@@ -115,7 +127,7 @@ class Job:
     def snapshot(self) -> dict[str, Any]:
         return {
             "num_updates": self.num_updates,
-            "version": self.trainer.version,
+            "version": self.trainer.version + (not self.trainer.is_synced),
             "data": self.cursor,
             "rewards": list(self.rewards),
             "evals": list(self.evals),

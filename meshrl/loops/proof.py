@@ -1,23 +1,25 @@
-"""The third proof of a weight sync: the trainer re-scores the sampled tokens before the optimizer step (P15)."""
+"""The third proof of a weight sync: the trainer re-scores what was sampled, before the optimizer step (P15)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from meshrl.algo.mismatch import mismatch_metrics, row_means
 from meshrl.core.errors import SamplerMismatchError
-from meshrl.core.types import Metric
-from meshrl.monitor.metrics import divide, merge
+from meshrl.core.types import Metric, Sample
 
 MARGIN = 10.0  # a later step may differ this many times more than the first, when the weights were proven equal
-ROW_MARGIN = 5.0  # the limit of the worst row, as a multiple of the limit of the mean over all rows
+ROW_MARGIN = 5.0  # the limit of the worst row, as a multiple of the limit of an engine's mean
 FLOOR_NATS = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}  # the rounding of a correct engine is below this
 CEILING_NATS = {"float32": 1e-2, "bfloat16": 0.2, "float16": 0.1}  # a larger difference is never rounding
 
 
 @dataclass(slots=True)
 class SamplerProof:
-    """The threshold for the mean absolute difference of logprobs, in nats per token, over all rows and of each row.
+    """The threshold for the mean absolute difference of logprobs, in nats per token, of each engine and of each row.
 
     It is calibrated on the first step: both sides then have the weights of the model's folder, proven by digest, so the
     difference is only rounding.
@@ -25,26 +27,40 @@ class SamplerProof:
 
     threshold: float | None = None
 
-    def check(self, mismatch: Sequence[Metric], dtype: str, version: int) -> None:
-        """Compare one step's re-score with its sampling. Raises: SamplerMismatchError."""
-        values = divide(merge(mismatch))
-        if not values or values[NAME] != values[NAME]:  # nothing was sampled
-            return
-        mean = values[NAME]
+    def check(
+        self, mismatch: Mapping[int, np.ndarray], samples: Sequence[Sample], dtype: str, version: int
+    ) -> list[Metric]:
+        """Compare the trainer's logprobs with the sampler's; returns the metrics. mismatch: index of a sample -> its
+        row_mismatch (algo/mismatch.py). Raises: SamplerMismatchError."""
+        if not mismatch:
+            return []
+        rows, engines = np.stack(list(mismatch.values())), [samples[i].engine_id for i in mismatch]
+        metrics, checked = mismatch_metrics(rows), rows[:, 1].sum()
+        if not checked:  # nothing was sampled with the trainer's weights
+            return metrics
         if self.threshold is None:
+            mean = float(rows[:, 2].sum() / checked)
             limit = CEILING_NATS[dtype]
             self.threshold = min(limit, max(FLOOR_NATS[dtype], MARGIN * mean))
         else:
             limit = self.threshold
-        if mean > limit or values[NAME_ROW] > ROW_MARGIN * limit:
+        names = np.array(engines)
+        means = {name: _mean(rows[names == name]) for name in dict.fromkeys(engines)}
+        engine = max(means, key=lambda name: means[name])
+        of_rows = row_means(rows)
+        worst = int(of_rows.argmax())
+        row = float(of_rows[worst])
+        if means[engine] > limit or row > ROW_MARGIN * limit:
             raise SamplerMismatchError(
-                f"at weight version {version} the sampler's logprobs differ from the trainer's by {mean:.3g} nats per "
-                f"token (worst row {values[NAME_ROW]:.3g}, largest {values[NAME_MAX]:.3g}); allowed: {limit:.3g} for "
-                f"the mean, {ROW_MARGIN * limit:.3g} for a row. Possible causes: stale or corrupt weights in the "
+                f"at weight version {version} the logprobs of sampler {engine} differ from the trainer's by "
+                f"{means[engine]:.3g} nats per token (worst row {row:.3g}: {samples[[*mismatch][worst]].trajectory_id} "
+                f"of {engines[worst]}; largest difference {rows[:, 3].max():.3g}); allowed: {limit:.3g} for the mean "
+                f"of a sampler, {ROW_MARGIN * limit:.3g} for a row. Possible causes: stale or corrupt weights in the "
                 "sampler, another temperature or sampling filter, or different forward passes of the model in sampler "
                 "and trainer. No optimizer step was taken on these samples"
             )
+        return metrics
 
 
-NAME, NAME_MAX = "proof/logprob_abs_diff_mean", "proof/logprob_abs_diff_max"
-NAME_ROW = "proof/logprob_abs_diff_row"
+def _mean(rows: np.ndarray) -> float:
+    return float(rows[:, 2].sum() / max(1, rows[:, 1].sum()))

@@ -1,20 +1,21 @@
-"""The parts of a step that the loops share, as plain functions: collect, annotate, update, sync, finish_step."""
+"""The parts of a step that the schedules share, as plain functions: sample, train_step, sync, finish_step."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
-import torch
 
+from meshrl.agent.flatten import flatten
 from meshrl.agent.loop import AgentContext
+from meshrl.algo.advantages import assign_advantages
 from meshrl.algo.correction import correction_summary
 from meshrl.algo.losses import make_policy_loss
-from meshrl.algo.mismatch import sampler_mismatch
+from meshrl.algo.mismatch import row_mismatch
 from meshrl.algo.reduce import assign_loss_weights
 from meshrl.cluster.groups import RolloutGroup
 from meshrl.cluster.weight_sync import sync_weights
@@ -65,7 +66,10 @@ async def collect(
     sampling: SamplingParams,
     min_version: int,
 ) -> list[Trajectory]:
-    """num_samples attempts at each prompt, all concurrently; returned in the order of prompts and attempts."""
+    """num_samples attempts at each prompt, all concurrently; returned in the order of prompts and attempts.
+
+    min_version: the oldest weights that may answer.
+    """
 
     def context(prompt: Prompt) -> AgentContext:
         return AgentContext(
@@ -74,22 +78,69 @@ async def collect(
             max_new_tokens=cfg.rollout.sampling.max_new_tokens,
             max_context_tokens=task.max_context_tokens,
             run_seed=cfg.run.seed,
-            group_id=f"{prompt.id}@{prompt.ordinal}",
+            group_id=group_id(prompt, purpose),
             purpose=purpose,
             min_version=min_version,
         )
 
-    rollouts.forget_sessions()
     runs = [
         task.agent.run(prompt, index, rollouts.generate, ctx)
         for prompt, ctx in [(prompt, context(prompt)) for prompt in prompts]
         for index in range(num_samples)
     ]
-    trajectories = await gather_with_deadline(cfg.cluster, "eval" if purpose == "eval" else "rollout", runs)
+    try:
+        trajectories = await gather_with_deadline(cfg.cluster, "eval" if purpose == "eval" else "rollout", runs)
+    finally:
+        for prompt in prompts:
+            rollouts.end_session(group_id(prompt, purpose))
     for trajectory in trajectories:
         if not isinstance(trajectory, Trajectory):
             raise MeshrlError(f"agent {cfg.agent.kind} returned {trajectory!r:.80}; it must return a Trajectory")
     return trajectories
+
+
+def group_id(prompt: Prompt, purpose: Purpose) -> str:
+    """The id of the group of attempts at a prompt. A held-out prompt may have the id of a training prompt."""
+    return f"{'eval:' if purpose == 'eval' else ''}{prompt.id}@{prompt.ordinal}"
+
+
+async def answer(job: Job, prompts: Sequence[Prompt]) -> list[Trajectory]:
+    """Answer these training prompts with the current weights or newer ones."""
+    cfg, task, count = job.cfg, job.task, job.cfg.loop.samples_per_prompt
+    sampling = sampling_params(cfg.rollout.sampling, task.stop_token_ids)
+    with job.run.spans("rollout"):
+        return await collect(cfg, task, job.rollouts, prompts, count, "train", sampling, job.trainer.version)
+
+
+async def score(job: Job, trajectories: Sequence[Trajectory]) -> list[Metric]:
+    """Score answers; returns the metrics."""
+    with job.run.spans("reward"):
+        return await grade(job.cfg, job.scorer, trajectories)
+
+
+async def train_step(job: Job, trajectories: Sequence[Trajectory]) -> list[Metric]:
+    """Train on scored trajectories: all optimizer steps of one step, without the sync. Returns the metrics. Without a
+    reward there is nothing to train on, and the weights stay."""
+    samples, metrics = flatten(trajectories)
+    if not samples:
+        job.run.note(f"step {job.step + 1}: none of {len(trajectories)} trajectories has a reward; nothing to train on")
+    else:
+        with job.run.spans("train"):
+            if job.cfg.loop.staleness:
+                metrics.append(_staleness(samples, job.trainer.version))
+            metrics += await release_samplers(job)
+            updates = split_updates(job, samples, job.cfg.train.updates_per_step)
+            metrics += await annotate(job, updates)
+            metrics += assign_advantages(samples, job.cfg.algo)
+            metrics += await update(job, updates)
+            job.probed = _rows_to_probe(samples) if job.cfg.loop.staleness else []
+    return metrics + rollout_metrics(job, trajectories, samples)
+
+
+def _staleness(samples: Sequence[Sample], version: int) -> Metric:
+    """By how many versions the oldest token of each sample is older than the trainer's weights."""
+    oldest = [int(s.versions[s.mask].min()) for s in samples if s.mask.any()]
+    return histogram("rollout/staleness_versions", version - np.array(oldest), "versions")
 
 
 async def grade(cfg: RunConfig, scorer: Scorer, trajectories: Sequence[Trajectory]) -> list[Metric]:
@@ -121,7 +172,7 @@ async def release_samplers(job: Job) -> list[Metric]:
 async def annotate(job: Job, updates: Sequence[Update]) -> list[Metric]:
     """Compute only the logprobs that the algorithm needs: of the reference when the KL coefficient is above 0, old ones
     when the step has several updates (a single update is on-policy and needs no second forward pass, P7)."""
-    mismatch: list[Metric] = []
+    metrics: list[Metric] = []
     for update in updates:
         if job.cfg.algo.kl.coef > 0:
             for s, row in zip(
@@ -129,15 +180,12 @@ async def annotate(job: Job, updates: Sequence[Update]) -> list[Metric]:
             ):
                 s.ref_logprobs = row
         if len(updates) > 1:
-            for s, row in zip(
-                update.samples, await job.trainer.forward(update.samples, update.batch_plan, "policy"), strict=True
-            ):
-                s.old_logprobs = row
-                sampled, scored, mask = map(torch.tensor, (s.rollout_logprobs, row, s.mask))
-                mismatch += sampler_mismatch(sampled, scored, mask, [len(s)])
-    if mismatch:
-        job.proof.check(mismatch, job.cfg.model.dtype, job.trainer.version)
-    return mismatch
+            version, mismatch = job.trainer.version, dict[int, np.ndarray]()
+            for i, row in enumerate(await job.trainer.forward(update.samples, update.batch_plan, "policy")):
+                update.samples[i].old_logprobs = row
+                mismatch[i] = row_mismatch(update.samples[i], row, version)
+            metrics += job.proof.check(mismatch, update.samples, job.cfg.model.dtype, version)
+    return metrics
 
 
 async def update(job: Job, updates: Sequence[Update]) -> list[Metric]:
@@ -153,8 +201,7 @@ async def update(job: Job, updates: Sequence[Update]) -> list[Metric]:
         report = await job.trainer.forward_backward(part.samples, part.batch_plan, loss)
         metrics += report.metrics
         if len(updates) == 1:
-            job.proof.check(report.mismatch, cfg.model.dtype, job.trainer.version)
-            metrics += report.mismatch
+            metrics += job.proof.check(report.mismatch, part.samples, cfg.model.dtype, job.trainer.version)
         lr = learning_rate(job.num_updates, total, cfg.train.optimizer.lr, cfg.train.scheduler)
         step = await job.trainer.optim_step(lr)
         job.num_updates += 1
@@ -185,14 +232,24 @@ async def first_sync(job: Job) -> list[Metric]:
     """The sync before the loop's first step. Its metrics are named first_sync/* and belong to step 0. A resumed run
     drops them: it has reported them before, and its metrics must equal those of an uninterrupted run (P27)."""
     began = time.perf_counter()
-    metrics = await sync(job)
-    metrics.append(Metric(name="sync/latency_s", sum=time.perf_counter() - began, reduce="sum", unit="s"))
+    metrics = await _sync(job)
+    job.began = time.perf_counter()
+    job.rollouts.take_busy_s()
+    metrics.append(Metric(name="sync/latency_s", sum=job.began - began, reduce="sum", unit="s"))
     first = metrics if job.step == 0 else []
-    return [dataclasses.replace(m, name=f"first_sync/{m.name.partition('/')[2]}") for m in first]
+    return [replace(m, name=f"first_sync/{m.name.partition('/')[2]}") for m in first]
 
 
 async def sync(job: Job) -> list[Metric]:
-    """Send the samplers the trainer's weights, with proofs; returns the metrics."""
+    """Send the samplers the trainer's weights, with proofs, unless they have them; returns the metrics."""
+    if job.trainer.is_synced and not job.cfg.rollout.release_memory:
+        return []
+    with job.run.spans("sync"):
+        metrics = await _sync(job)
+        return metrics + (await _probe(job) if job.cfg.loop.staleness else [])
+
+
+async def _sync(job: Job) -> list[Metric]:
     began = time.perf_counter()
     acks = await sync_weights(job.trainer, job.rollouts, job.layout)
     took_s = time.perf_counter() - began
@@ -214,6 +271,37 @@ async def sync(job: Job) -> list[Metric]:
             for stage, seconds in ack.seconds.items()
         ]
     return metrics
+
+
+_PROBED_TOKENS = 2048
+
+
+async def _probe(job: Job) -> list[Metric]:
+    """Score some rows of the last step with the new weights, in the trainer and in every sampler, and compare (P15).
+    Samples that are older than the trainer's weights prove nothing when they are re-scored. Raises:
+    SamplerMismatchError."""
+    if not job.probed:
+        return []
+    version = job.trainer.version
+    scored = await job.trainer.forward(job.probed, job.trainer.batch_plan(job.probed), "policy")
+    mismatch, answers = dict[int, np.ndarray](), list[Sample]()
+    for row, logprobs in zip(job.probed, scored, strict=True):
+        for rank, sampled in zip(job.rollouts.ranks, await job.rollouts.score(row.tokens), strict=True):
+            versions = np.full(len(row), version, np.int32)
+            answer = replace(row, rollout_logprobs=sampled, versions=versions, engine_id=f"rank {rank}")
+            mismatch[len(answers)] = row_mismatch(answer, logprobs, version)
+            answers.append(answer)
+    job.proof.check(mismatch, answers, job.cfg.model.dtype, version)
+    largest = max(float(row[2] / row[1]) for row in mismatch.values())
+    return [Metric(name="proof/probe_diff_mean", sum=largest, reduce="max", unit="nats")]
+
+
+def _rows_to_probe(samples: Sequence[Sample]) -> list[Sample]:
+    """The shortest rows with trained tokens: as many as fit into _PROBED_TOKENS, at least one, at most 4. Samplers
+    score at temperature 1, so the trainer does too."""
+    rows = sorted((s for s in samples if s.mask.any()), key=len)[:4]
+    ends = np.cumsum([len(s) for s in rows])
+    return [replace(s, temperature=1.0) for s, end in zip(rows, ends) if end <= _PROBED_TOKENS or s is rows[0]]
 
 
 def _changes(job: Job, ack: Ack) -> list[Metric]:
@@ -249,6 +337,20 @@ def rollout_metrics(job: Job, trajectories: Sequence[Trajectory], samples: Seque
     return metrics
 
 
+def _idle(job: Job) -> list[Metric]:
+    """The fraction of a step in which each side had nothing to do, if samplers have ranks of their own."""
+    now, spans = time.perf_counter(), job.run.spans
+    wall, job.began = now - job.began, now
+    busy = job.rollouts.take_busy_s() / len(job.rollouts.ranks)
+    if not job.cfg.cluster.num_rollout_ranks:
+        return []
+    train = spans.seconds("train") + spans.seconds("sync")
+    return [
+        Metric(name="run/train_idle", sum=max(0.0, wall - train), weight=wall, unit="fraction"),
+        Metric(name="run/rollout_idle", sum=max(0.0, wall - busy), weight=wall, unit="fraction"),
+    ]
+
+
 _NO_SIGNAL = "no group has answers with different rewards, so the rewards change no weight"
 
 
@@ -268,12 +370,16 @@ def note_run_without_signal(job: Job) -> None:
         )
 
 
-async def finish_step(job: Job, trajectories: Sequence[Trajectory], metrics: list[Metric]) -> None:
-    """Log the rollouts, collect memory and time metrics, report, and count the step."""
+async def finish_step(
+    job: Job, trajectories: Sequence[Trajectory], metrics: list[Metric], cursor: dict[str, Any]
+) -> None:
+    """Log the rollouts, collect memory and time metrics, report, and count the step. cursor: the data's state for a run
+    that continues after this step."""
     for device_metrics, _ in await job.trainer.memory():
         metrics += device_metrics
     metrics += memory_metrics()
     metrics.append(Metric(name="sync/latency_s", sum=job.run.spans.seconds("sync"), reduce="sum", unit="s"))
+    metrics += _idle(job)
     metrics.append(Metric(name="train/restarts", sum=float(job.run.restarts), reduce="max", unit="restarts"))
     metrics += job.run.spans.take()
     if job.proof.threshold is not None:
@@ -285,4 +391,4 @@ async def finish_step(job: Job, trajectories: Sequence[Trajectory], metrics: lis
         job.run.note(f"step {job.step + 1}: {_NO_SIGNAL}. The answers and their rewards are in {rollouts}")
     job.rewards.append(values.get("reward/mean", math.nan))  # NaN if no trajectory of the step has a reward
     job.step += 1
-    job.cursor = job.feed.state()
+    job.cursor = cursor

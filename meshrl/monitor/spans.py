@@ -59,10 +59,13 @@ class Spans:
             self._entered(latest_span())
 
     def seconds(self, phase: str) -> float:
-        """Seconds of a phase in blocks that ended since the last `take`."""
-        return self._seconds.get(phase, 0.0)
+        """Seconds of a phase since the last `take`, up to now if a block is open."""
+        now = self._clock() - self._since[phase] if self._inside[phase] else 0.0
+        return self._seconds.get(phase, 0.0) + now
 
     def take(self) -> list[Metric]:
-        """`time/<phase>_s` of all blocks that ended since the last call; resets the times."""
-        taken, self._seconds = self._seconds, {}
+        """`time/<phase>_s` since the last call, up to now for open blocks; resets the times."""
+        taken = {phase: self.seconds(phase) for phase in self._since}
+        self._seconds = {}
+        self._since = {phase: self._clock() for phase, count in self._inside.items() if count}
         return [Metric(name=f"time/{p}_s", sum=s, reduce="sum", unit="s") for p, s in taken.items()]

@@ -23,7 +23,9 @@ from meshrl.core.errors import MeshrlError
 from meshrl.core.types import Trajectory
 from meshrl.loops.colocated import colocated
 from meshrl.loops.evaluate import evaluate_prompts
+from meshrl.loops.fully_async import fully_async
 from meshrl.loops.job import Job, Task
+from meshrl.loops.one_step_off import one_step_off
 from meshrl.loops.sft import SftJob
 from meshrl.loops.sft import sft as sft_loop
 from meshrl.loops.step import note_run_without_signal
@@ -237,4 +239,4 @@ def _summary(run: LiveRun, job: Job) -> dict[str, Any]:
     }
 
 
-LOOPS = {"colocated": colocated}
+LOOPS = {"colocated": colocated, "one_step_off": one_step_off, "fully_async": fully_async}

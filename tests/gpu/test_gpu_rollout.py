@@ -12,6 +12,7 @@ from tiny_engines import ask, layout_of, plain, run, sync
 from tiny_models import tiny_qwen2
 
 from meshrl.algo.losses import make_policy_loss
+from meshrl.algo.mismatch import mismatch_metrics
 from meshrl.cluster.launch import launched
 from meshrl.cluster.weight_sync import sync_weights
 from meshrl.config.algo import AlgoConfig
@@ -166,7 +167,11 @@ def test_steps_of_trainer_and_sampler(accelerator, tmp_path: Path, executor, sam
                 report = await trainer.forward_backward(
                     samples, trainer.batch_plan(samples), make_policy_loss(AlgoConfig())
                 )
-                found.append(divide(merge(report.mismatch))["proof/logprob_abs_diff_mean"])
+                found.append(
+                    divide(merge(mismatch_metrics(np.stack([*report.mismatch.values()]))))[
+                        "proof/logprob_abs_diff_mean"
+                    ]
+                )
                 assert (await trainer.optim_step(1e-3)).grad_norm > 0
         return found
 

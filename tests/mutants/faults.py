@@ -343,7 +343,7 @@ FAULTS = [
     Fault(
         "one engine of many may sample with other weights",
         "meshrl/loops/proof.py",
-        " or values[NAME_ROW] > ROW_MARGIN * limit",
+        " or row > ROW_MARGIN * limit",
         "",
         ("tests/unit/loops/test_sampler_proof.py::test_one_stale_row_among_many_ends_the_run",),
     ),

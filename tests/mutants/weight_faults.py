@@ -153,7 +153,7 @@ WEIGHT_FAULTS = [
     ),
     Fault(
         "samplers do not release their memory",
-        "meshrl/loops/colocated.py",
+        "meshrl/loops/step.py",
         "metrics += await release_samplers(job)",
         "metrics += []",
         ("tests/e2e/test_release_memory.py::test_the_memory_is_free_while_the_gradient_is_computed",),

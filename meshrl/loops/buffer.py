@@ -1,0 +1,176 @@
+"""Groups of a fully asynchronous run: started under a limit, scored one by one, and trained together.
+
+A group is started while fewer than (finished steps + max_staleness + 1) * prompts_per_step groups were started in the
+run. So at most prompts_per_step groups can become too old for the step after the next sync, and the current step
+takes these first, and waits for them. Therefore no sample is more than max_staleness versions old when it is trained,
+and none is dropped for its age.
+
+With loop.oversampling the limit is higher by that fraction of a step, and a step drops this number of groups instead of
+waiting for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from meshrl.core.types import Metric, Prompt
+from meshrl.loops.job import Job, ScoredGroup
+from meshrl.loops.step import answer, group_id, score
+
+
+@dataclass(kw_only=True, slots=True)
+class Group:
+    """A group that is not trained yet. before: the data's state before its prompt. version: of the weights when it was
+    started; its tokens have this version or later ones."""
+
+    prompt: Prompt
+    before: dict[str, Any]
+    version: int
+    task: asyncio.Task[ScoredGroup]
+
+
+class GroupBuffer:
+    """An asynchronous context manager: when the block ends, unfinished groups are cancelled, and scored ones
+    are stored in job.scored, so that a run that returns to a checkpoint samples them only once.
+
+    The limit rises in `take`, so that with max_staleness 0 an evaluation before it has the samplers to itself, as in a
+    colocated run.
+    """
+
+    def __init__(self, job: Job):
+        loop, self._job = job.cfg.loop, job
+        self._per_step, self._staleness = loop.prompts_per_step, loop.staleness
+        self._spare = math.ceil(loop.oversampling * self._per_step)
+        self._capacity = job.cfg.rollout.max_running_requests * len(job.rollouts.ranks)
+        self._groups: dict[int, Group] = {}  # by ordinal
+        self._step = -1  # the step for which groups are taken next
+        self._num_taken = job.step * self._per_step
+        self._finished = set[int](job.cursor.get("finished", ()))  # trained or dropped, from the cursor on
+        self._reusable = {group.trajectories[0].prompt.ordinal: group for group in job.scored if _is_valid(group, job)}
+        job.scored = []
+        self._unanswered = set[int]()  # ordinals of groups that are being sampled
+        self._num_dropped = 0
+        self._is_open = False
+
+    async def __aenter__(self) -> GroupBuffer:
+        self._is_open = True
+        self._job.rollouts.on_turn_end = self.fill
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._is_open = False
+        self._job.rollouts.on_turn_end = lambda: None
+        groups = self._groups.values()
+        self._job.scored = [g.task.result() for g in groups if _is_scored(g)] + [*self._reusable.values()]
+        for group in groups:
+            group.task.cancel()
+        await asyncio.gather(*(group.task for group in groups), return_exceptions=True)
+
+    def fill(self) -> None:
+        """Start groups while the limits of staleness and of the samplers' load allow it."""
+        job, loop = self._job, self._job.cfg.loop
+        limit = min(self._step + self._staleness + 1, loop.num_steps) * self._per_step + self._spare
+        while self._is_open and len(self._groups) + self._num_taken < limit:
+            if self._load and self._load + loop.samples_per_prompt > self._capacity:
+                return
+            before = job.feed.state()
+            (prompt,) = job.feed.next(1)
+            if prompt.ordinal in self._finished:
+                continue
+            again = self._reusable.pop(prompt.ordinal, None)
+            if again is None:
+                self._unanswered.add(prompt.ordinal)
+            task = asyncio.ensure_future(_ready(again) if again is not None else self._sampled(prompt))
+            task.add_done_callback(lambda _: self.fill())
+            version = job.trainer.version if again is None else _oldest(again)
+            self._groups[prompt.ordinal] = Group(prompt=prompt, before=before, version=version, task=task)
+
+    @property
+    def _load(self) -> int:
+        """Requests of the samplers, with those that groups will send which have just been started."""
+        new = [
+            o for o in self._unanswered if not self._job.rollouts.has_session(group_id(self._groups[o].prompt, "train"))
+        ]
+        return self._job.rollouts.num_running + len(new) * self._job.cfg.loop.samples_per_prompt
+
+    async def _sampled(self, prompt: Prompt) -> ScoredGroup:
+        try:
+            trajectories = await answer(self._job, [prompt])
+        finally:
+            self._unanswered.discard(prompt.ordinal)
+        return ScoredGroup(trajectories, await score(self._job, trajectories))
+
+    async def take(self) -> list[ScoredGroup]:
+        """Wait for the groups of the next step, remove them and return them, in the order of their prompts. Raises: the
+        error of a group."""
+        self._step = self._job.step
+        while True:
+            self.fill()
+            for group in self._groups.values():
+                if group.task.done():
+                    group.task.result()
+            by_age = sorted(self._groups, key=lambda ordinal: (self._groups[ordinal].version, ordinal))
+            scored = [ordinal for ordinal in by_age if _is_scored(self._groups[ordinal])][: self._per_step]
+            oldest = self._job.trainer.version - self._staleness
+            late = [o for o in by_age if self._groups[o].version <= oldest and o not in scored]
+            if len(scored) == self._per_step and len(late) <= self._spare:
+                self._drop(late)
+                self._finished |= {*scored}
+                self._num_taken += len(scored)
+                return [self._groups.pop(ordinal).task.result() for ordinal in sorted(scored)]
+            await asyncio.wait(
+                [g.task for g in self._groups.values() if not g.task.done()], return_when=asyncio.FIRST_COMPLETED
+            )
+
+    def _drop(self, ordinals: Sequence[int]) -> None:
+        for ordinal in ordinals:
+            self._groups.pop(ordinal).task.cancel()
+        self._unanswered -= {*ordinals}
+        self._finished |= {*ordinals}
+        self._num_dropped += len(ordinals)
+
+    def cursor(self) -> dict[str, Any]:
+        """The data's state from which a run continues: before the first prompt that is not trained. finished: the
+        ordinals after it that were trained or dropped."""
+        first = min(self._groups, default=None)
+        state = self._job.feed.state() if first is None else self._groups[first].before
+        self._finished = {ordinal for ordinal in self._finished if first is not None and ordinal > first}
+        return {**state, "finished": sorted(self._finished)}
+
+    def metrics(self) -> list[Metric]:
+        """Groups that wait for the trainer, that are sampled or scored, and that were dropped since the last call."""
+        scored = sum(map(_is_scored, self._groups.values()))
+        dropped, self._num_dropped = self._num_dropped, 0
+        return [
+            Metric(name="rollout/groups_scored", sum=scored, reduce="sum", unit="groups"),
+            Metric(name="rollout/groups_running", sum=len(self._groups) - scored, reduce="sum", unit="groups"),
+            Metric(name="rollout/groups_dropped", sum=dropped, reduce="sum", unit="groups"),
+        ]
+
+
+async def _ready(group: ScoredGroup) -> ScoredGroup:
+    return group
+
+
+def _is_scored(group: Group) -> bool:
+    return group.task.done() and not group.task.cancelled() and group.task.exception() is None
+
+
+def _versions(group: ScoredGroup) -> list[int]:
+    return [int(v) for t in group.trajectories for turn in t.turns for v in turn.versions]
+
+
+def _oldest(group: ScoredGroup) -> int:
+    return min(_versions(group), default=0)
+
+
+def _is_valid(group: ScoredGroup, job: Job) -> bool:
+    """Whether the group was sampled by weights that the run still has after it returned to a checkpoint."""
+    return max(_versions(group), default=0) <= job.trainer.version

@@ -1,0 +1,32 @@
+"""The asynchronous schedule: samplers work all the time, a step trains on the groups that have finished, and new
+weights arrive while others are sampled; each token has its own version."""
+
+from __future__ import annotations
+
+from meshrl.loops.buffer import GroupBuffer
+from meshrl.loops.evaluate import evaluate_if_due
+from meshrl.loops.job import Job
+from meshrl.loops.step import finish_step, first_sync, sync, train_step
+
+
+async def fully_async(job: Job) -> None:
+    """Run until the job is over, from its current step. No sync comes before the requests of an evaluation have ended,
+    because the loop waits for it."""
+    run, loop = job.run, job.cfg.loop
+    job.rollouts.in_flight = loop.in_flight
+    metrics = await first_sync(job)
+    async with GroupBuffer(job) as buffer:
+        while True:
+            await evaluate_if_due(job)
+            await run.save_if_due(job, loop.save_every_steps, with_model=True)
+            if job.is_over:
+                return
+            with run.spans("wait"):
+                groups = await buffer.take()
+            trajectories = [t for group in groups for t in group.trajectories]
+            metrics += [metric for group in groups for metric in group.metrics]
+            with run.updating(job.trainer):
+                metrics += await train_step(job, trajectories)
+                metrics += await sync(job) + buffer.metrics()
+                await finish_step(job, trajectories, metrics, buffer.cursor())
+            metrics = []

@@ -1,0 +1,55 @@
+"""The schedule in which each batch is sampled while the previous one is trained, on different ranks.
+
+Step k: sync version k, then train on batch k while batch k + 1 is sampled with version k. So each batch has one
+version, and is trained one version later. With loop.max_staleness 0 a batch is sampled after the previous one was
+trained, as by `colocated`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from meshrl.core.types import Metric, Trajectory
+from meshrl.loops.evaluate import evaluate_if_due
+from meshrl.loops.job import Job
+from meshrl.loops.step import answer, finish_step, first_sync, score, sync, train_step
+
+
+async def one_step_off(job: Job) -> None:
+    """Run until the job is over, from its current step. Evaluates and saves between a sync and the next batch."""
+    run, loop = job.run, job.cfg.loop
+    metrics = await first_sync(job)
+    ahead: asyncio.Task[_Batch] | None = None
+    try:
+        while True:
+            await evaluate_if_due(job)
+            await run.save_if_due(job, loop.save_every_steps, with_model=True)
+            if job.is_over:
+                return
+            with run.spans("wait"):
+                trajectories, sampled, cursor = await (ahead or _next_batch(job))
+            ahead = None
+            if loop.staleness and job.step + 1 < loop.num_steps:
+                ahead = asyncio.create_task(_next_batch(job))
+            with run.updating(job.trainer):
+                metrics += sampled + await train_step(job, trajectories)
+                await finish_step(job, trajectories, metrics, cursor)
+            if ahead is not None:
+                with run.spans("wait"):
+                    await asyncio.wait({ahead})
+            metrics = await sync(job)
+    finally:
+        if ahead is not None:
+            ahead.cancel()
+            await asyncio.gather(ahead, return_exceptions=True)
+
+
+_Batch = tuple[list[Trajectory], list[Metric], dict[str, Any]]
+
+
+async def _next_batch(job: Job) -> _Batch:
+    """The next step's scored trajectories, the metrics of their grading, and the data's state after their prompts."""
+    prompts, cursor = job.feed.next(job.cfg.loop.prompts_per_step), job.feed.state()
+    trajectories = await answer(job, prompts)
+    return trajectories, await score(job, trajectories), cursor
