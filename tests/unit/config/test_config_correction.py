@@ -1,5 +1,6 @@
 """algo.correction: what auto means, its short forms, and that a loaded config never has auto."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -81,3 +82,18 @@ def test_no_correction_where_it_is_needed_is_noted(good: Path):
     assert "rollout.engine is endpoint" in note and "docs/correction.md" in note
     assert notes("algo.correction=off") == notes(*ENDPOINT) == notes() == []
     assert notes(*ENDPOINT, "algo.correction=off", purpose="eval") == []
+
+
+def test_the_examples_of_the_page_load(good: Path, write):
+    """docs/correction.md: the blocks, and the alternatives in their comments."""
+    page = (Path(__file__).parents[3] / "docs" / "correction.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```yaml\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 2
+    for number, block in enumerate(blocks):
+        assert correction(write(f"base: run.yaml\n{block}", f"page_{number}.yaml")).kind == "truncate"
+    rejections = re.findall(r"(\{measure: .*?\})", blocks[1])
+    assert len(rejections) == 3
+    for rejection in rejections:
+        assert correction(good, f"algo.correction.rejection={rejection}").rejection.measure in rejection
+    assert "{kind: mask, low: 0.5, high: 5.0}" in page
+    assert correction(good, "algo.correction={kind: mask, low: 0.5, high: 5.0}").low == 0.5
