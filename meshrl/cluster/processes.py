@@ -24,10 +24,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing.pool import RemoteTraceback  # type: ignore[attr-defined]
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from meshrl.cluster.actors import RankWorker
 from meshrl.cluster.executor import WorkerSpec
+from meshrl.cluster.node_agent import RemoteProcess
 from meshrl.cluster.phases import phase, phase_of
 from meshrl.core.errors import MeshrlError, RankFailure
 from meshrl.monitor.spans import latest_span
@@ -50,20 +51,6 @@ RANK = Program(
 )
 
 
-class RankProcess(Protocol):
-    """A rank's process on this machine (a SpawnedProcess: its docstrings apply) or on another."""
-
-    place: str  # for messages, such as ", on 10.0.0.2 (gpu-7)"; empty on the controller's machine
-
-    def ending(self, timeout_s: float = 0.0) -> str | None: ...
-
-    def snapshot(self) -> Snapshot: ...
-
-    def kill(self) -> None: ...
-
-    def end(self, grace_s: float) -> None: ...
-
-
 @dataclass(slots=True)
 class _Call:
     """occupies: the rank runs no other command before it has answered this one."""
@@ -73,11 +60,12 @@ class _Call:
     occupies: bool
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class RankConnection:
     """The controller's state of a rank: its process, its channel, and the calls that wait for an answer."""
 
-    process: RankProcess
+    index: int
+    process: SpawnedProcess | RemoteProcess
     sock: socket.socket
     commands: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
     pending: dict[int, _Call] = field(default_factory=dict)
@@ -94,7 +82,6 @@ class RankConnection:
 class _Suspicion:
     """A sign of a failure of a rank. cause: one line; details: a traceback. call: the one that missed its deadline."""
 
-    index: int
     rank: RankConnection
     phase: str
     kind: Literal["raised", "ended", "silent"]
@@ -122,7 +109,7 @@ class ProcessExecutor:
         self._generations = itertools.count(1)  # of train ranks; each generation has its own process group
         self.on_lost: Callable[[RankFailure], None] = lambda failure: None
         self.can_restart_trainers = True
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop: asyncio.AbstractEventLoop  # set by `start`
         self.interface = interface_of("127.0.0.1") or "lo"  # for collectives; a laptop may have no other
 
     async def start(self) -> None:
@@ -180,19 +167,18 @@ class ProcessExecutor:
         }
         return self._attach(spec, SpawnedProcess(RANK, f"rank_{spec.rank}", environment, theirs), ours)
 
-    def _attach(self, spec: WorkerSpec, process: RankProcess, sock: socket.socket) -> RankConnection:
+    def _attach(self, spec: WorkerSpec, process: SpawnedProcess | RemoteProcess, sock: socket.socket) -> RankConnection:
         """Start the threads that read and write a channel."""
-        rank = RankConnection(process, sock)
+        rank = RankConnection(spec.rank, process, sock)
         rank.commands.put(spec)  # sent by the writer thread: a rank that never reads must not block this one
         for target in (self._read, self._write):
-            threading.Thread(target=target, args=(spec.rank, rank), daemon=True).start()
+            threading.Thread(target=target, args=(rank,), daemon=True).start()
         return rank
 
     async def call(self, rank: int, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         state = self._ranks[rank]
         if state.lost is not None:
             raise state.lost
-        assert self._loop is not None, "call comes after start"
         occupies = not inspect.iscoroutinefunction(method)
         call_id, call = next(self._ids), _Call(phase_of(method), self._loop.create_future(), occupies)
         call.future.add_done_callback(_take_exception)
@@ -201,7 +187,7 @@ class ProcessExecutor:
             self._loop.call_soon(self._flush, state)
         state.outbox.append((call_id, method, args, kwargs))
         deadline_s = self.specs[rank].deadline_s(call.phase)
-        timer = self._loop.call_later(deadline_s, self._silent, rank, state, call)
+        timer = self._loop.call_later(deadline_s, self._silent, state, call)
         try:
             return await call.future
         finally:
@@ -212,21 +198,19 @@ class ProcessExecutor:
         state.commands.put(state.outbox)
         state.outbox = []
 
-    def _write(self, index: int, rank: RankConnection) -> None:
+    def _write(self, rank: RankConnection) -> None:
         while (calls := rank.commands.get()) is not None:
             try:
                 frames.send(rank.sock, calls)
             except OSError:
                 return  # the reader thread detects the closed socket and reports it
             except Exception as error:  # an argument can't be pickled: the call would never be answered
-                assert self._loop is not None
                 cause = f"the command could not be sent: {type(error).__name__}: {error}"
-                suspicion = _Suspicion(index, rank, rank.phases, "raised", cause)
+                suspicion = _Suspicion(rank, rank.phases, "raised", cause)
                 self._loop.call_soon_threadsafe(self._suspect, suspicion)
                 return
 
-    def _read(self, index: int, rank: RankConnection) -> None:
-        assert self._loop is not None
+    def _read(self, rank: RankConnection) -> None:
         while True:
             try:
                 answers = frames.receive(rank.sock)
@@ -234,14 +218,14 @@ class ProcessExecutor:
                 answers = None
             if self._loop.is_closed():
                 return
-            self._loop.call_soon_threadsafe(self._answered, index, rank, answers)
+            self._loop.call_soon_threadsafe(self._answered, rank, answers)
             if answers is None:
                 return
 
-    def _answered(self, index: int, rank: RankConnection, answers: list[tuple[int, bool, Any]] | None) -> None:
+    def _answered(self, rank: RankConnection, answers: list[tuple[int, bool, Any]] | None) -> None:
         if answers is None:
             if rank.lost is None and not self._closing:
-                self._suspect(self._ended(index))
+                self._suspect(_ended(rank))
             return
         for call_id, ok, value in answers:
             call = rank.pending.pop(call_id)
@@ -252,33 +236,27 @@ class ProcessExecutor:
                 continue
             error, text = value
             if isinstance(error, MeshrlError):
-                error.add_note(f"in rank {index}, phase {call.phase!r}")
+                error.add_note(f"in rank {rank.index}, phase {call.phase!r}")
                 error.__cause__ = RemoteTraceback(text)
                 call.future.set_exception(error)
             else:
                 rank.pending[call_id] = call  # until the diagnosis has ended
                 last = next((line for line in reversed(text.splitlines()) if line.strip()), "an exception")
-                self._suspect(_Suspicion(index, rank, call.phase, "raised", f"raised {last}", text))
+                self._suspect(_Suspicion(rank, call.phase, "raised", f"raised {last}", text))
 
     # ---- failures
 
-    def _silent(self, index: int, rank: RankConnection, call: _Call) -> None:
-        spec, phase = self.specs[index], call.phase
+    def _silent(self, rank: RankConnection, call: _Call) -> None:
+        spec, phase = self.specs[rank.index], call.phase
         key = f"cluster.deadlines.{phase}" if phase in spec.deadlines else "cluster.timeout_s"
         cause = f"no answer within {key} = {spec.deadline_s(phase):g} s"
-        self._suspect(_Suspicion(index, rank, phase, "silent", cause, call=call))
-
-    def _ended(self, index: int) -> _Suspicion:
-        rank = self._ranks[index]
-        ending = rank.process.ending(_REAP_S) or "its channel is closed, but its process has not ended"
-        return _Suspicion(index, rank, rank.phases, "ended", ending)
+        self._suspect(_Suspicion(rank, phase, "silent", cause, call=call))
 
     def _suspect(self, suspicion: _Suspicion) -> None:
         if self._closing or self._failure is not None:
             return
         self._suspicions.append(suspicion)
         if self._diagnosis is None or self._diagnosis.done():
-            assert self._loop is not None
             self._diagnosis = self._loop.create_task(self._diagnose())
 
     async def _diagnose(self) -> None:
@@ -297,9 +275,9 @@ class ProcessExecutor:
         culprit = first
         if first.kind != "ended":
             until = time.monotonic() + (_SETTLE_S if first.kind == "raised" else 0.0)
-            while (dead := self._dead_partner(first.index)) is None and time.monotonic() < until:
+            while (dead := self._dead_partner(first.rank)) is None and time.monotonic() < until:
                 await asyncio.sleep(0.05)
-            culprit = first if dead is None else self._ended(dead)
+            culprit = first if dead is None else _ended(dead)
         snapshots = await self._take_snapshots()
         if culprit.kind == "silent":
             if first.is_over:
@@ -310,41 +288,42 @@ class ProcessExecutor:
         if culprit.kind == "raised":
             self._failure = failure
         else:
-            lost = [self._ranks[index] for index in self._partners(culprit.index)]
+            lost = self._partners(culprit.rank)
         for rank in lost:
             _mark_lost(rank, failure)
         self.on_lost(failure)
 
-    def _partners(self, index: int) -> list[int]:
+    def _partners(self, rank: RankConnection) -> list[RankConnection]:
         """The ranks that can make this one wait or fail: train ranks each other, by collectives; samplers none."""
-        return [spec.rank for spec in self.specs if spec.trains] if self.specs[index].trains else [index]
+        if not self.specs[rank.index].trains:
+            return [rank]
+        return [other for other in self._ranks if self.specs[other.index].trains]
 
-    def _dead_partner(self, index: int) -> int | None:
+    def _dead_partner(self, rank: RankConnection) -> RankConnection | None:
         """A partner with an ended process that is not marked as lost yet."""
-        ranks = ((i, self._ranks[i]) for i in self._partners(index))
-        return next((i for i, rank in ranks if rank.lost is None and rank.process.ending() is not None), None)
+        partners = self._partners(rank)
+        return next((r for r in partners if r.lost is None and r.process.ending() is not None), None)
 
     async def _take_snapshots(self) -> dict[int, Snapshot]:
         """Snapshots of all live ranks, taken at the same time."""
-        alive = {i: r for i, r in enumerate(self._ranks) if r.lost is None and r.process.ending() is None}
-        loop, threads = asyncio.get_running_loop(), ThreadPoolExecutor(max(1, len(alive)))
-        taken = await asyncio.gather(*(loop.run_in_executor(threads, r.process.snapshot) for r in alive.values()))
+        alive = [rank for rank in self._ranks if rank.lost is None and rank.process.ending() is None]
+        threads = ThreadPoolExecutor(max(1, len(alive)))
+        taken = await asyncio.gather(*(self._loop.run_in_executor(threads, rank.process.snapshot) for rank in alive))
         threads.shutdown(wait=False)
-        return dict(zip(alive, taken, strict=True))
+        return {rank.index: snapshot for rank, snapshot in zip(alive, taken, strict=True)}
 
     def _silent_one(self, first: _Suspicion, snapshots: dict[int, Snapshot]) -> _Suspicion:
         """The rank that caused a missed deadline: a stopped one, else one that the others wait for in a collective."""
-        busy = [i for i in self._partners(first.index) if i in snapshots and self._ranks[i].pending]
-        stopped = [i for i in busy if snapshots[i].is_stopped]
-        at_work = [i for i in busy if not waits_for_others(snapshots[i].stacks)]
+        busy = [r for r in self._partners(first.rank) if r.index in snapshots and r.pending]
+        stopped = [r for r in busy if snapshots[r.index].is_stopped]
+        at_work = [r for r in busy if not waits_for_others(snapshots[r.index].stacks)]
         if stopped:
-            index, note = stopped[0], "; its process is stopped (SIGSTOP, or a debugger)"
-        elif first.index in at_work or not at_work:
-            index, note = first.index, ""
+            rank, note = stopped[0], "; its process is stopped (SIGSTOP, or a debugger)"
+        elif first.rank in at_work or not at_work:
+            rank, note = first.rank, ""
         else:
-            index, note = at_work[0], f", and rank {first.index} waits for it"
-        rank = self._ranks[index]
-        return _Suspicion(index, rank, rank.phases, "silent", first.cause + note)
+            rank, note = at_work[0], f", and rank {first.rank.index} waits for it"
+        return _Suspicion(rank, rank.phases, "silent", first.cause + note)
 
     def _failure_of(self, culprit: _Suspicion, snapshots: dict[int, Snapshot]) -> RankFailure:
         """The error for users: the culprit's traceback or stacks, then the innermost frames of the other ranks."""
@@ -353,25 +332,25 @@ class ProcessExecutor:
             i: "the process is stopped (SIGSTOP, or a debugger)" if s.is_stopped else s.stacks or "it wrote no stack"
             for i, s in snapshots.items()
         }
-        shown = [i for i in stacks if i != culprit.index or culprit.kind == "silent"]
+        shown = [i for i in stacks if i != culprit.rank.index or culprit.kind == "silent"]
         details = [culprit.details.rstrip(), *(f"{heads[i]}\n{innermost_frames(stacks[i])}" for i in shown)]
         full = "\n\n".join(f"{heads[i]}\n{text}" for i, text in stacks.items())
         cause = culprit.cause + culprit.rank.process.place
         text = "\n".join(details).lstrip("\n")
-        return RankFailure(culprit.index, culprit.phase, cause, text, full, culprit.kind)
+        return RankFailure(culprit.rank.index, culprit.phase, cause, text, full, culprit.kind)
 
     # ---- the end
 
     async def close(self) -> None:
         """End all ranks: by request, then by SIGKILL after a few seconds; at once if a rank is still busy with a
         command. No child process is left."""
-        living = [i for i, rank in enumerate(self._ranks) if rank.lost is None]
-        if any(call.occupies for i in living for call in self._ranks[i].pending.values()):
+        living = [rank for rank in self._ranks if rank.lost is None]
+        if any(call.occupies for rank in living for call in rank.pending.values()):
             self._closing = True
-            for i in living:
-                self._ranks[i].process.kill()
+            for rank in living:
+                rank.process.kill()
         elif self._failure is None:
-            stops = [asyncio.ensure_future(self.call(rank, RankWorker.stop)) for rank in living]
+            stops = [asyncio.ensure_future(self.call(rank.index, RankWorker.stop)) for rank in living]
             if stops:
                 await asyncio.wait(stops, timeout=_STOP_GRACE_S)
             for stop in stops:
@@ -389,6 +368,11 @@ class ProcessExecutor:
 def report_pid(worker: RankWorker) -> int:
     """The process id of a rank; the answer shows that the rank accepts commands."""
     return os.getpid()
+
+
+def _ended(rank: RankConnection) -> _Suspicion:
+    ending = rank.process.ending(_REAP_S) or "its channel is closed, but its process has not ended"
+    return _Suspicion(rank, rank.phases, "ended", ending)
 
 
 def _mark_lost(rank: RankConnection, failure: RankFailure) -> None:

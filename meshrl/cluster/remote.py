@@ -8,104 +8,25 @@ diagnosis of failures. The ranks' collectives go from rank to rank.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
-import itertools
 import os
 import secrets
 import socket
-import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from meshrl.cluster.executor import WorkerSpec
-from meshrl.cluster.node_agent import Hello, NodeAgent
+from meshrl.cluster.node_agent import AgentConnection, Hello, NodeAgent, RemoteProcess
 from meshrl.cluster.processes import RANK, ProcessExecutor, RankConnection, common_environment
 from meshrl.cluster.rendezvous import create_store, master
 from meshrl.core.errors import RankFailure
-from meshrl.process import frames
-from meshrl.process.connect import LOST_AFTER_S, Listener
-from meshrl.process.diagnosis import Snapshot
+from meshrl.process.connect import Listener
 
 PASSED = ("HF_", "MESHRL_", "TORCH_", "NCCL_", "GLOO_", "TOKENIZERS_")
 """Environment variables of the controller with these prefixes are set in every rank, unless its machine sets them."""
-_SNAPSHOT_S = 3.0  # the agent itself needs at most 2 s
 _POLL_S = 1.0
-
-
-class AgentConnection:
-    """The controller's end of a node agent. Commands return at once; a thread receives the agent's reports."""
-
-    def __init__(self, sock: socket.socket, hello: Hello):
-        self.ip, self.node = hello.ip, f"{hello.ip} ({hello.machine})"
-        self.reached_at = sock.getsockname()[0].removeprefix("::ffff:")  # this machine's address in that network
-        self.numbers = itertools.count()  # of reports
-        self._sock, self._sending = sock, threading.Lock()
-        self._reported = threading.Condition()
-        self._reports: dict[int, Any] = {}
-        self.lost: str | None = None  # the reason, when the agent can't be reached any more
-        threading.Thread(target=self._receive, daemon=True).start()
-
-    def send(self, method: Callable[..., None], *arguments: Any) -> None:
-        """Call a method of the NodeAgent."""
-        with contextlib.suppress(OSError), self._sending:  # the receiving thread notices that the agent is lost
-            frames.send(self._sock, (method, arguments))
-
-    def report(self, number: int, timeout_s: float) -> Any:
-        """The report with this number; waits for it at most timeout_s. None if the agent has not sent it."""
-        with self._reported:
-            self._reported.wait_for(lambda: number in self._reports or self.lost is not None, timeout_s)
-            return self._reports.get(number)
-
-    def _receive(self) -> None:
-        try:
-            while True:
-                number, value = frames.receive(self._sock)
-                with self._reported:
-                    self._reports[number] = value
-                    self._reported.notify_all()
-        except EOFError:
-            lost = "its node agent has ended"
-        except TimeoutError:
-            lost = f"no message from its machine for {LOST_AFTER_S} s"
-        except OSError as error:
-            lost = f"its machine can't be reached: {error.strerror or error}"
-        with self._reported:
-            self.lost = lost
-            self._reported.notify_all()
-
-    def end(self, code: int) -> None:
-        """Make the agent kill the rank's process, if it still runs, and end with this exit code."""
-        self.send(NodeAgent.end, code)
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)  # messages already sent still arrive
-        self._sock.close()
-
-
-class RemoteProcess:
-    """A rank's process on the machine of its node agent. number: of the report of its end."""
-
-    def __init__(self, agent: AgentConnection, number: int):
-        self._agent, self._number = agent, number
-        self.place = f", on {agent.node}"
-
-    def ending(self, timeout_s: float = 0.0) -> str | None:
-        return self._agent.report(self._number, timeout_s) or self._agent.lost
-
-    def snapshot(self) -> Snapshot:
-        number = next(self._agent.numbers)
-        self._agent.send(NodeAgent.snapshot, number)
-        return self._agent.report(number, _SNAPSHOT_S) or Snapshot()
-
-    def kill(self) -> None:
-        self._agent.send(NodeAgent.kill)
-
-    def end(self, grace_s: float) -> None:
-        if self.ending(grace_s) is None:
-            self.kill()
-            self.ending(LOST_AFTER_S)
 
 
 class RemoteExecutor(ProcessExecutor, ABC):

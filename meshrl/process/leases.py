@@ -49,7 +49,14 @@ class LeasedFolder:
     """
 
     def __init__(self) -> None:
-        self.path, self.fd = _new_folder()
+        while True:
+            self.path = Path(tempfile.gettempdir()) / new_name()
+            self.path.mkdir(mode=0o700)
+            with contextlib.suppress(FileNotFoundError):  # a sweep has removed it
+                self.fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+                if take_lease(self.fd):
+                    break
+                os.close(self.fd)
         self._remove = weakref.finalize(self, _remove, self.path, self.fd)
 
     def close(self) -> None:
@@ -85,17 +92,6 @@ def _swept(path: Path) -> bool:
         return False
     finally:
         os.close(fd)
-
-
-def _new_folder() -> tuple[Path, int]:
-    while True:
-        path = Path(tempfile.gettempdir()) / new_name()
-        path.mkdir(mode=0o700)
-        with contextlib.suppress(FileNotFoundError):  # a sweep has removed it
-            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-            if take_lease(fd):
-                return path, fd
-            os.close(fd)
 
 
 def _remove(path: Path, fd: int) -> None:

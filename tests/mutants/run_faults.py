@@ -104,7 +104,7 @@ RUN_FAULTS = [
     Fault(
         "samplers are restarted together with the train ranks",
         "meshrl/cluster/processes.py",
-        "lost = [self._ranks[index] for index in self._partners(culprit.index)]",
+        "lost = self._partners(culprit.rank)",
         "lost = self._ranks",
         (_LOST + "test_a_train_rank_that_dies_while_it_is_idle_ends_the_wait_and_is_replaced",),
     ),
