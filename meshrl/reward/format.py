@@ -13,17 +13,14 @@ def format_match(completion: str, answer: Any, *, regex: str, where: str = "full
     where: `full` = from the first to the last character, `anywhere` = some part of it.
 
     Example: format_match("<think>2+2</think> 4", None, regex="(?s)<think>.*</think> [0-9]+") is 1.0.
+
+    Raises: ValueError for an invalid `regex` or `where`.
     """
-    text = completion.strip()
-    found = re.fullmatch(regex, text) if where == "full" else re.search(regex, text)
-    return 1.0 if found else 0.0
-
-
-def check_args(regex: str, where: str = "full") -> None:
-    """Check the arguments before anything is graded. Raises: ValueError for an invalid `regex` or `where`."""
     if where not in ("full", "anywhere"):
         raise ValueError(f"where is {where!r}; allowed: full, anywhere")
     try:
-        re.compile(regex)
+        pattern = re.compile(regex)
     except re.error as error:
         raise ValueError(f"regex {regex!r} is not valid: {error}") from error
+    text = completion.strip()
+    return 1.0 if (pattern.fullmatch(text) if where == "full" else pattern.search(text)) else 0.0

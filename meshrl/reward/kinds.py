@@ -13,6 +13,7 @@ and the `args` of its config entry. This file imports the standard library only:
 
 from __future__ import annotations
 
+import functools
 import inspect
 import pickle
 from collections.abc import Callable
@@ -21,7 +22,6 @@ from typing import Any
 
 from meshrl.core.errors import ConfigError
 from meshrl.core.lookup import did_you_mean, look_up
-from meshrl.reward.format import check_args as check_format
 from meshrl.reward.format import format_match
 from meshrl.reward.math_answer import check_args as check_math_answer
 from meshrl.reward.math_answer import math_answer
@@ -103,9 +103,9 @@ REWARDS: dict[str, RewardFn] = {
 NEEDS_ANSWER = frozenset({"math_answer", "meshrl.reward.math_answer:math_answer"})
 """Kinds that compare a completion with the answer of its row. With them, each row must have an answer."""
 
-CHECKS: dict[str, Callable[..., None]] = {
+CHECKS: dict[str, Callable[..., object]] = {
     "math_answer": check_math_answer,
-    "format": check_format,
+    "format": functools.partial(format_match, "", None),
 }
 """kind -> function of the config's args. It raises ValueError for wrong ones, and imports the packages that grading
 needs, so that their import does not count in the time limit of a grading."""
