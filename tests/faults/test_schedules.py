@@ -1,0 +1,148 @@
+"""Overlapping schedules under faults: every prompt is trained once or counted, and nothing that is scored is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from killed_runs import killed
+from run_contents import prompt_counts
+from tiny_run import ascii_share, steps_of, train, write_run
+
+from meshrl.agent.loop import SingleTurn
+from meshrl.core.errors import DeadlineError
+from meshrl.core.types import Trajectory
+from meshrl.monitor.rollout_log import read_rollouts
+
+pytestmark = pytest.mark.timeout(900)  # ranks start slowly on a machine that does much else
+NUM_STEPS, PER_STEP, STALENESS = 6, 2, 2
+KINDS = {
+    "one_step_off": ("loop.kind=one_step_off",),
+    "fully_async": ("loop.kind=fully_async", f"loop.max_staleness={STALENESS}"),
+}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = write_run(tmp_path_factory.mktemp("schedules"))
+    sections = json.loads(path.read_text())
+    sections["loop"] |= {"num_steps": NUM_STEPS, "prompts_per_step": PER_STEP, "samples_per_prompt": 2}
+    sections["loop"]["save_every_steps"] = 1
+    sections["cluster"] = {"num_train_ranks": 1, "num_rollout_ranks": 1}
+    path.write_text(json.dumps(sections))
+    return path
+
+
+def assert_each_prompt_is_trained_once(folder: Path, num_steps: int = NUM_STEPS) -> None:
+    counts = prompt_counts(folder)
+    assert [sum(step.values()) for step in counts] == [2 * PER_STEP] * num_steps
+    assert sum(counts, Counter()) == dict.fromkeys(range(num_steps * PER_STEP), 2)
+
+
+def assert_no_sample_is_too_old(folder: Path) -> None:
+    for step in range(NUM_STEPS):
+        for record in read_rollouts(folder / "rollouts" / f"step_{step:06d}.jsonl"):
+            assert 0 <= step - min(int(t.versions.min()) for t in record.trajectory.turns) <= STALENESS
+
+
+FAULTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "a sampler dies while another one generates": (
+        {"rank": 2, "method": "generate", "call": 5, "how": "kill"},
+        ("cluster.num_rollout_ranks=2",),
+    ),
+    "a train rank dies": ({"rank": 0, "method": "forward_backward", "call": 4, "how": "kill"}, ()),
+    "a sampler dies in a sync": ({"rank": 1, "method": "receive", "call": 12, "how": "kill"}, ()),
+    "a train rank dies in a sync": ({"rank": 0, "method": "sync", "call": 4, "how": "kill"}, ()),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_run_continues_and_trains_each_prompt_once(fault, kind, config, planted):
+    planted(FAULTS[fault][0])
+    folder = train(config, f"{kind} {fault}".replace(" ", "_"), *KINDS[kind], *FAULTS[fault][1])
+    assert_each_prompt_is_trained_once(folder)
+    assert_no_sample_is_too_old(folder)
+    steps = steps_of(folder)
+    if "train rank" in fault:
+        assert steps[-1]["train/restarts"] == 1
+    else:
+        assert sum(step["rollout/ranks_replaced"] for step in steps) == 1
+
+
+def test_groups_that_were_scored_before_the_train_ranks_were_lost_are_not_sampled_again(config, planted):
+    """The train rank is killed late in a step, when the samplers are ahead."""
+    planted({"rank": 0, "method": "optim_step", "call": 4, "how": "kill"})
+    sampled = Counter[str]()
+
+    class Counting(SingleTurn):
+        async def run(self, prompt: Any, index: int, generate: Any, ctx: Any) -> Trajectory:
+            trajectory = await super().run(prompt, index, generate, ctx)
+            sampled[trajectory.id] += 1
+            return trajectory
+
+    import meshrl
+
+    values = json.loads(config.read_text())
+    values["loop"] |= {"kind": "fully_async", "max_staleness": STALENESS}
+    values["model"]["path"] = str(config.parent / "model")
+    values["data"]["path"] = str(config.parent / "rows.jsonl")
+    values["run"]["name"] = "counted"
+    folder = meshrl.train(values, agent=Counting(), quiet=True).folder
+    assert_each_prompt_is_trained_once(folder)
+    assert len(sampled) == 2 * PER_STEP * NUM_STEPS
+    again = sum(sampled.values()) - len(sampled)
+    assert again <= 2 * PER_STEP * 2, "the step that was lost and the groups that ran then, at most"
+
+
+async def stalls(self: Any, prompt: Any, index: int, generate: Any, ctx: Any) -> Trajectory:
+    """An agent that never returns from the third prompt."""
+    if prompt.ordinal == 2:
+        await asyncio.sleep(3600)
+    return await SingleTurn.run(self, prompt, index, generate, ctx)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stalled_agent_ends_the_run_at_the_deadline(kind, config, monkeypatch):
+    monkeypatch.setattr("meshrl.loops.deadlines._SLACK_S", 0.5)
+    monkeypatch.setattr("meshrl.agent.loop.AGENTS", {"single_turn": type("Stalling", (SingleTurn,), {"run": stalls})})
+    with pytest.raises(DeadlineError, match=r"phase 'rollout': none of 2 waiting tasks.*in stalls"):
+        train(config, f"stalled_{kind}", *KINDS[kind], "cluster.deadlines.rollout=4")
+
+
+def slow_share(completion: str, answer: str) -> float:
+    time.sleep(0.1)
+    return ascii_share(completion, answer)
+
+
+def test_a_slow_grader_does_not_let_the_samplers_run_ahead(config):
+    """The limit counts groups that wait for a grade, too."""
+    slow = "reward.terms.ascii.kind=test_schedules:slow_share"
+    folder = train(config, "slow", *KINDS["fully_async"], slow, "reward.num_workers=1")
+    assert_each_prompt_is_trained_once(folder)
+    assert_no_sample_is_too_old(folder)
+    waiting = [step["rollout/groups_scored"] + step["rollout/groups_running"] for step in steps_of(folder)]
+    assert max(waiting) <= (STALENESS + 1) * PER_STEP
+
+
+# ---- kills of the complete run
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_that_is_killed_trains_each_prompt_once(kind, config):
+    """P27: no prompt is lost, and none is trained twice."""
+    killed(config, f"killed_{kind}", 2, 7, 0.4, *KINDS[kind], "loop.num_steps=8")
+    assert_each_prompt_is_trained_once(config.parent / "runs" / f"killed_{kind}", 8)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", KINDS)
+def test_twenty_kills_lose_no_prompt(kind, config):
+    killed(config, f"kills_{kind}", 20, 13, 1.0, *KINDS[kind], "loop.num_steps=30")
+    assert_each_prompt_is_trained_once(config.parent / "runs" / f"kills_{kind}", 30)
