@@ -76,7 +76,7 @@ class SyncPhases:
         """The current weight version; -1 = none, also between begin and commit and after a cancel."""
         return self._last if self._phase == "idle" else -1
 
-    def _leave(self, step: str, *allowed: str) -> None:
+    def _leave(self, step: object, *allowed: str) -> None:
         """Check that `step` is allowed now, and set the phase to cancelled until the step's end. Raises: SyncError."""
         phase, self._phase = self._phase, "cancelled"
         if phase not in allowed:
@@ -153,7 +153,7 @@ class Receiver(SyncPhases):
 
     def receive(self, delivery: Delivery) -> None:
         """Check one transfer's order, length and digests, and write it into the targets. Raises SyncError."""
-        self._leave(str(delivery.transfer), "open")
+        self._leave(delivery.transfer, "open")
         self._progress.check(delivery)
         if delivery.payload is None:
             for part in delivery.transfer.parts:

@@ -113,7 +113,7 @@ class ServerWeights(SyncPhases):
 
     async def receive(self, delivery: Delivery) -> None:
         """Write one transfer into the copy, or have the workers read it. Raises: SyncError."""
-        self._leave(str(delivery.transfer), "open")
+        self._leave(delivery.transfer, "open")
         self._num_bytes += delivery.num_bytes
         header = self._header
         if self._copy is not None:
