@@ -86,20 +86,15 @@ class RemoteExecutor(ProcessExecutor, ABC):
         self, kind: str, rank: int, agent: AgentConnection | None = None
     ) -> tuple[socket.socket, Hello]:
         """Wait for a connection from a rank's machine. agent: raise a failure if this agent is lost meanwhile."""
-        limit = self.specs[rank].deadline_s("start")
+        awaited, limit = self._awaited[kind, rank], self.specs[rank].deadline_s("start")
         until = time.monotonic() + limit
-        while True:
-            try:
-                return await asyncio.wait_for(asyncio.shield(self._awaited[kind, rank]), _POLL_S)
-            except TimeoutError:
-                if agent is not None and agent.lost is not None:
-                    raise RankFailure(rank, "start", f"{agent.lost}, on {agent.node}") from None
-                if time.monotonic() > until:
-                    cause = (
-                        f"its machine has not connected within {limit:g} s; is the controller's address reachable "
-                        "from there?"
-                    )
-                    raise RankFailure(rank, "start", cause) from None
+        while not (await asyncio.wait([awaited], timeout=_POLL_S))[0]:
+            if agent is not None and agent.lost is not None:
+                raise RankFailure(rank, "start", f"{agent.lost}, on {agent.node}")
+            if time.monotonic() > until:
+                cause = f"its machine has not connected within {limit:g} s"
+                raise RankFailure(rank, "start", f"{cause}; is the controller's address reachable from there?")
+        return awaited.result()
 
     def _connected(self, sock: socket.socket, hello: Hello) -> None:
         awaited = self._awaited.get((hello.kind, hello.rank))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import signal
 from collections.abc import Sequence
 
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from meshrl.cluster.node_agent import NodeAgent
 from meshrl.cluster.remote import RemoteExecutor
 from meshrl.core.errors import ConfigError
 from meshrl.process.connect import interface_of
+from meshrl.process.spawn import ignore_interrupts
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -41,8 +41,7 @@ def follow() -> int:
     processes of a run and the controller handles them, so this process ignores them once it has the address.
     """
     controller = json.loads(_launch_store().get(_key()))
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    ignore_interrupts()
     address = controller["host"], controller["port"]
     return NodeAgent(address, bytes.fromhex(controller["token"]), int(os.environ["RANK"])).serve()
 

@@ -190,7 +190,7 @@ def _validate(model: type[C], tree: Tree, keys: dict[str, Key]) -> tuple[C | Non
         found = list(dict.fromkeys(_problem(error, keys) for error in errors[:MAX_SHOWN]))
         if foreign:
             other = COMMANDS[SftRunConfig if model is RunConfig else RunConfig]
-            text = f"this is a config of `{other}`: this command does not read {_and(foreign)}."
+            text = f"this is a config of `{other}`: this command does not read {_listed(foreign)}."
             found.insert(0, Problem(("config",), text, "entire config"))
         if len(errors) > MAX_SHOWN:
             text = (
@@ -208,9 +208,9 @@ def _sections_of_another(model: type[C], tree: Tree) -> list[str]:
     return [] if own & set(tree) else [name for name in tree if name in others]
 
 
-def _and(names: Sequence[str]) -> str:
+def _listed(names: Sequence[str], word: str = "and") -> str:
     *others, last = names
-    return f"{', '.join(others)} and {last}" if others else last
+    return f"{', '.join(others)} {word} {last}" if others else last
 
 
 def _problem(error: ErrorDetails, keys: dict[str, Key]) -> Problem:
@@ -223,7 +223,7 @@ def _problem(error: ErrorDetails, keys: dict[str, Key]) -> Problem:
     if error["type"] == "missing" and not rest and key.is_section:
         needed = [k for k in keys if k.startswith(f"{path}.") and keys[k].default is None and not keys[k].is_section]
         needed = [k for k in needed if NAME not in k.split(".")] or [ONE_OF_DATA]
-        return Problem((path,), f"{_and(needed)} {'are' if len(needed) > 1 else 'is'} required, but not given.")
+        return Problem((path,), f"{_listed(needed)} {'are' if len(needed) > 1 else 'is'} required, but not given.")
     if error["type"] == "missing" and not rest:
         return Problem((path,), f"required, but not given: {key.text}.")
     at = path.removesuffix(f".{rest}") if rest else path
@@ -237,12 +237,10 @@ def _problem(error: ErrorDetails, keys: dict[str, Key]) -> Problem:
 
 
 def _wrong_choice(key: Key, value: Any) -> str:
-    *others, last = key.choices
-    choices = f"{', '.join(others)} or {last}" if others else last
     kinds = ", or a dotted path package.module:name" if key.path == LOSS_KIND else ""
     close = similar_names(value, key.choices, 1) if isinstance(value, str) else []
     near = f" Nearest: {close[0]}." if close else ""
-    return f"must be {'a list of ' if key.allowed.startswith('list') else ''}{choices}{kinds}.{near}"
+    return f"must be {'a list of ' if key.allowed.startswith('list') else ''}{_listed(key.choices, 'or')}{kinds}.{near}"
 
 
 def _form(key: Key, at: str, error: ErrorDetails) -> str:
@@ -279,29 +277,22 @@ def _without(tree: Tree, faulty: set[str], path: str = "") -> Tree:
     return valid
 
 
-_WRAP: dict[str, Any] = {
-    "initial_indent": " " * 6,
-    "subsequent_indent": " " * 6,
-    "break_long_words": False,
-    "break_on_hyphens": False,
-}
-
-
 def _report(path: Path, problems: list[Problem], given: dict[str, Value], config: Slice | None) -> str:
     count = f"{len(problems)} problems" if len(problems) > 1 else "1 problem"
     lines = [f"{path}: {count} in this config"]
+    wrapped = textwrap.TextWrapper(100, " " * 6, " " * 6, break_long_words=False, break_on_hyphens=False)
     for problem in problems:
         lines.append("")
         for key in problem.keys:
             value, origin = _given_or_default(key, given, config)
             lines.append(f"  {_cut(key)}{value}   [{problem.origin or origin}]")
-        lines.append(textwrap.fill(problem.text, 100, **_WRAP))
+        lines.append(wrapped.fill(problem.text))
     return "\n".join(lines)
 
 
 def _given_or_default(key: str, given: dict[str, Value], config: Slice | None) -> tuple[str, str]:
     if key in given:
-        return f" = {_short(given[key].value)}", given[key].origin
+        return f" = {_cut(show(given[key].value))}", given[key].origin
     inside = [value.origin for path, value in given.items() if path.startswith(f"{key}.")]
     if inside:
         return "", inside[0]
@@ -312,11 +303,7 @@ def _given_or_default(key: str, given: dict[str, Value], config: Slice | None) -
     is_section = isinstance(value, Slice) or (
         isinstance(value, dict) and any(isinstance(v, Slice) for v in value.values())
     )
-    return "" if is_section else f" = {_short(value)}", DEFAULT
-
-
-def _short(value: Any) -> str:
-    return _cut(show(value))
+    return "" if is_section else f" = {_cut(show(value))}", DEFAULT
 
 
 def _cut(text: str) -> str:

@@ -133,8 +133,7 @@ class TerminalSink:
     ):
         self._num_steps, self._first, self._step = num_steps, first_step, first_step - 1
         self._stream, self._clock = stream or sys.stdout, clock
-        self._since, self._done_then = clock(), 0  # start of the measurement of steps per second
-        self._measured = False
+        self._first_write: tuple[float, int] | None = None  # time and finished steps, to measure steps per second
         self._eta_s: float | None = None
         self._phase = "start"
         self._values: dict[str, float] = {}
@@ -187,10 +186,10 @@ class TerminalSink:
         """Seconds to the end at the speed since the first write; None before that. The start-up does not count, because
         it takes longer than a step."""
         done = step + 1 - self._first
-        if not self._measured:
-            self._since, self._done_then, self._measured = now, done, True
-        past = done - self._done_then
-        return (now - self._since) / past * (self._num_steps - step - 1) if past > 0 else None
+        if self._first_write is None:
+            self._first_write = now, done
+        since, before = self._first_write
+        return (now - since) / (done - before) * (self._num_steps - step - 1) if done > before else None
 
     def _panel(self) -> Any:
         from rich.console import Group
@@ -256,18 +255,13 @@ def _amount(value: float) -> str:
     return f"{value:.0f}"
 
 
-def _bytes(value: float) -> str:
-    return _amount(value) + "B"
-
-
-def _speed(value: float) -> str:
-    return _amount(value) + " tok/s"
-
-
 _PRINT_EVERY_S = 10.0
 
-# label, metric, format; in the order of display
-LINE_COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+Column = tuple[str, str, Callable[[float], str]]
+"""Label, metric, format."""
+
+# In the order of display.
+LINE_COLUMNS: tuple[Column, ...] = (
     ("reward", "reward/mean", "{:.3f}".format),
     ("length", "rollout/length_mean_tokens", "{:.1f}".format),
     ("truncated", "rollout/truncated_fraction", "{:.1%}".format),
@@ -278,14 +272,14 @@ LINE_COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("clip_high", "loss/clip_fraction_high", "{:.2%}".format),
     ("grad", "train/grad_norm", "{:.3g}".format),
 )
-COLUMNS = (  # of the live panel
+COLUMNS: tuple[Column, ...] = (  # of the live panel
     *LINE_COLUMNS,
     ("eval", "eval/mean_at_k", "{:.3f}".format),
     ("loss", "loss/policy", "{:.4f}".format),
     ("approx_kl", "loss/approx_kl", "{:.2e}".format),
     ("lr", "train/lr", "{:.1e}".format),
-    ("rollout", "rollout/tokens_per_s", _speed),
-    ("train", "train/tokens_per_s", _speed),
+    ("rollout", "rollout/tokens_per_s", lambda value: f"{_amount(value)} tok/s"),
+    ("train", "train/tokens_per_s", lambda value: f"{_amount(value)} tok/s"),
     ("sync", "sync/latency_s", "{:.2f}s".format),
-    ("mem", "memory/rss_bytes", _bytes),
+    ("mem", "memory/rss_bytes", lambda value: f"{_amount(value)}B"),
 )

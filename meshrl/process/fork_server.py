@@ -80,7 +80,7 @@ class _RequestServer:
         _report(status, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
         self.selector.unregister(child)
         os.close(child)
-        with contextlib.suppress(KeyError):  # `send_signal` has closed it
+        if status.fileno() >= 0:  # else `send_signal` has closed it
             self.close(status)
 
     def close(self, sock: socket.socket) -> None:

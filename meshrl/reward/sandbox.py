@@ -253,18 +253,16 @@ class _Worker:
                 retire = "retire" in reply
         except TimeoutError:
             broken = Failure(kind="timeout", message=f"no answer within {timeout_s:g} s; its worker was killed")
-        except (ValueError, KeyError) as error:
-            broken = _incomplete(error)
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError, ValueError, KeyError) as error:
             code = running.process.exit_code(_END_TIMEOUT_S)
             if code == -signal.SIGPROF and items[len(answered)][0] in self._cpu_limited_terms:
                 answered[len(answered)] = 0.0  # items are graded in order
                 self.counts["reward/math_timeouts"] += 1
                 retire = True
-            elif code is not None:
-                broken = Failure(kind="crash", message=f"the worker died with {exit_text(code)}")
             else:
-                broken = _incomplete(error)
+                incomplete = f"the worker's answer is incomplete: {type(error).__name__}: {error}"
+                died = None if code is None else f"the worker died with {exit_text(code)}"
+                broken = Failure(kind="crash", message=died or incomplete)
         if broken or retire:
             self.release()
             self.counts["reward/workers_killed"] += 1
@@ -283,10 +281,6 @@ class _Worker:
             self._running.process.kill()
             self._running.link.close()
             self._running = None
-
-
-def _incomplete(error: Exception) -> Failure:
-    return Failure(kind="crash", message=f"the worker's answer is incomplete: {type(error).__name__}: {error}")
 
 
 def _pickled(term: str, function: Callable[..., Any]) -> bytes:

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import datetime
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,12 +20,12 @@ import torch.distributed as dist
 
 from meshrl.core.device import abort_group, separate_group
 from meshrl.core.errors import SyncInterrupted
-from meshrl.sync.delivery import NUM_HEAD, Delivery, SlotAddress, delivery_from_facts
+from meshrl.sync.delivery import NUM_HEAD, Delivery, delivery_from_facts
 from meshrl.sync.layout import Layout, Transfer
-from meshrl.sync.transport import NUM_SLOTS, Address
+from meshrl.sync.transport import NUM_SLOTS, Address, Transport
 
 
-class Broadcast:
+class Broadcast(Transport):
     """One rank's end."""
 
     def __init__(
@@ -44,21 +46,12 @@ class Broadcast:
         self._store: dist.TCPStore | None = None
         self._groups: dict[int, Any] = {}  # by sender
         self._most_parts = max((len(transfer.parts) for transfer in layout.transfers), default=0)
-
         self._slot_bytes = layout.slot_bytes
         self._slots = [self._empty() for _ in range(NUM_SLOTS)] if sender is not None else []
         self._sending: list[list[Any]] = [[] for _ in range(NUM_SLOTS)]
         self._received: torch.Tensor | None = None
-
-    @property
-    def collective(self) -> bool:
-        """Whether every rank of the group takes part in every transfer."""
-        return self._shared is not None
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the slots."""
-        return sum(slot.numel() for slot in self._slots)
+        self.collective = shared is not None
+        self.num_bytes = len(self._slots) * layout.slot_bytes
 
     def prepare(self, connection_id: str) -> Address | None:
         """The address at which receivers form a group with this rank."""
@@ -79,44 +72,35 @@ class Broadcast:
         """
         if self._shared is not None or connection_id == self._connection_id:
             return
-        joins = {sender: self._join(sender, address, number, num_receivers) for sender, address in senders.items()}
+
+        async def join(rank: int, find_store: Callable[[], Any], failure: str) -> Any:
+            def form() -> Any:
+                return separate_group(find_store(), rank, num_receivers + 1, self._device, self._timeout)
+
+            with _interrupted(failure):
+                return await asyncio.to_thread(form)
+
+        joins = {}
+        for sender, at in senders.items():
+            store = partial(dist.TCPStore, at.host, at.port, is_master=False, timeout=self._timeout)
+            joins[sender] = join(
+                number + 1, store, f"the group of sender {sender} at {at.host}:{at.port} can't be joined"
+            )
         if self._sender is not None and num_receivers:
-            joins[self._sender] = self._form(num_receivers)
+            assert self._store is not None, "call prepare before connect"
+            failure = "the receivers of weights did not join the group of their sender"
+            joins[self._sender] = join(0, lambda: self._store, failure)
         groups = await asyncio.gather(*joins.values())
         self._groups = dict(zip(joins, groups, strict=True))
         self._connection_id = connection_id
 
-    async def _form(self, num_receivers: int) -> Any:
-        assert self._store is not None, "call prepare before connect"
-        try:
-            return await asyncio.to_thread(
-                separate_group, self._store, 0, num_receivers + 1, self._device, self._timeout
-            )
-        except RuntimeError as error:
-            raise SyncInterrupted(
-                f"the receivers of weights did not join the group of their sender: {error}"
-            ) from error
-
-    async def _join(self, sender: int, address: Address, number: int, num_receivers: int) -> Any:
-        def join() -> Any:
-            store = dist.TCPStore(address.host, address.port, is_master=False, timeout=self._timeout)
-            return separate_group(store, number + 1, num_receivers + 1, self._device, self._timeout)
-
-        try:
-            return await asyncio.to_thread(join)
-        except RuntimeError as error:
-            where = f"{address.host}:{address.port}"
-            raise SyncInterrupted(f"the group of sender {sender} at {where} can't be joined: {error}") from error
-
     async def buffer(self, transfer: Transfer) -> torch.Tensor:
-        """The slot for a transfer of this rank, as soon as its previous content is sent. Raises: SyncError."""
         slot = transfer.index % NUM_SLOTS
         await self._wait(transfer, self._sending[slot])
         self._sending[slot] = []
         return self._slots[slot]
 
     async def put(self, delivery: Delivery) -> None:
-        """Begin to send a transfer. Raises: SyncError."""
         payload, transfer = delivery.payload, delivery.transfer
         assert payload is not None
         if self._shared is None and transfer.sender not in self._groups:
@@ -130,7 +114,6 @@ class Broadcast:
         ]
 
     async def get(self, transfer: Transfer) -> Delivery:
-        """Wait for a transfer of another rank; valid until the next one. Raises: SyncError."""
         facts = self._facts()
         await self._wait(transfer, [self._begin(transfer, facts)])
         if self._received is None:
@@ -142,13 +125,6 @@ class Broadcast:
         if delivery.payload is not None and delivery.payload.numel():
             await self._wait(transfer, [self._begin(transfer, delivery.payload)])
         return delivery
-
-    async def release_slot(self, delivery: Delivery) -> None:
-        """Nothing to do: when a broadcast ends, the sender may reuse its slot."""
-
-    def slot_address(self, transfer: Transfer) -> SlotAddress | None:
-        """None: the slots are not in shared memory."""
-        return None
 
     def disconnect(self) -> None:
         """Leave the groups, which ends them for all members."""
@@ -170,16 +146,21 @@ class Broadcast:
         return torch.zeros(1 + NUM_HEAD + 2 * self._most_parts, dtype=torch.int64, device=self._device)
 
     def _begin(self, transfer: Transfer, tensor: torch.Tensor) -> Any:
-        try:
+        with _interrupted(transfer, "could not be broadcast"):
             if self._shared is not None:
                 return self._shared.broadcast(tensor, transfer.sender)
             return self._groups[transfer.sender].broadcast(tensor, 0)
-        except RuntimeError as error:
-            raise SyncInterrupted(f"{transfer} could not be broadcast: {error}") from error
 
     async def _wait(self, transfer: Transfer, works: list[Any]) -> None:
-        try:
+        with _interrupted(transfer, "could not be broadcast"):
             for work in works:
                 await asyncio.to_thread(work.wait)
-        except RuntimeError as error:
-            raise SyncInterrupted(f"{transfer} could not be broadcast: {error}") from error
+
+
+@contextmanager
+def _interrupted(*failure: object) -> Iterator[None]:
+    """Raises: SyncInterrupted with these words for an error of a process group."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise SyncInterrupted(f"{' '.join(map(str, failure))}: {error}") from error

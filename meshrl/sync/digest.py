@@ -24,13 +24,16 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Literal
 
+import numpy as np
 import torch
 import xxhash
 
+from meshrl.core.types import mix64
+
 DigestKind = Literal["sum64", "xxh3"]
 _MASK64 = (1 << 64) - 1
-_ROW_BITS = 14
-_ROW = 1 << _ROW_BITS  # words in a row
+_ROW = 16384  # words
+_ROW_BYTES = 4 * _ROW
 _ONES = 0x01010101
 _ROW_SEED = 1 << 40  # so that row keys and column keys use different counters
 
@@ -63,13 +66,13 @@ class RunningDigest:
         return raw if self._hash is None else raw.cpu().numpy().data
 
     def update(self, part: Readable) -> None:
-        """part: a slice of the result of `readable`. sum64: complete words, except in the last part."""
+        """part: a slice of the result of `readable`. sum64: complete rows of 64 KiB, except in the last part."""
         if self._hash is not None:
             assert isinstance(part, memoryview)
             self._hash.update(part)
         else:
-            assert isinstance(part, torch.Tensor)
-            added = _sum64(part, self._position // 4)
+            assert isinstance(part, torch.Tensor) and self._position % _ROW_BYTES == 0
+            added = _sum64(part, self._position // _ROW_BYTES)
             self._sum = added if self._sum is None else self._sum + added
             self._position += part.numel()
 
@@ -94,49 +97,26 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.uint8)
 
 
-def _chunk_words(device: torch.device) -> int:
-    """Words in one operation: chunk and keys fit in a core's cache; accelerators get few, large launches."""
-    return (8 if device.type == "cpu" else 256) * _ROW
-
-
 def _sum64(raw: torch.Tensor, first: int) -> torch.Tensor:
-    """The sum over bytes that start at word `first`: int64[] with wrap-around, on the bytes' device, without waiting
-    for the device. Extra memory: one chunk as int64."""
-    body = raw.numel() // 4 * 4
-    total = raw.new_zeros((), dtype=torch.int64)
-    if body:
-        total = total + _weigh_words(raw[:body], first)
-    if body < raw.numel():
-        last = torch.zeros(4, dtype=torch.uint8, device=raw.device)
-        last[: raw.numel() - body] = raw[body:]
-        ones = _ONES & ((1 << 8 * (raw.numel() - body)) - 1)
-        word = first + body // 4
-        key = _columns(raw.device)[0][word & (_ROW - 1)] * _rows((word >> _ROW_BITS) + 1, raw.device)[-1]
-        total = total + (last.view(torch.int32).long() + ones)[0] * key
-    return total
-
-
-def _weigh_words(raw: torch.Tensor, first: int) -> torch.Tensor:
-    """The sum over N words, raw[4 * N] bytes, the first with index `first`: incomplete rows, then complete rows."""
-    end = first + raw.numel() // 4
+    """The sum over bytes that start at row `first`: int64[] with wrap-around, on the bytes' device, without waiting for
+    the device. Extra memory: one chunk as int64."""
     column, column_sum = _columns(raw.device)
-    base = first >> _ROW_BITS
-    rows = _rows(-(-end // _ROW), raw.device)[base:]
-    sums = raw.new_zeros(rows.shape, dtype=torch.int64)
-    low, high = -(-first // _ROW) * _ROW, end // _ROW * _ROW  # words [low, high) are complete rows
-    for start, stop in ((first, min(low, end)), (max(low, high), end)):
-        if stop > start:
-            keys = column[start % _ROW :][: stop - start]
-            words = _words(raw[4 * (start - first) : 4 * (stop - first)])
-            sums[(start >> _ROW_BITS) - base] = (words * keys).sum() + _ONES * keys.sum()
-    step = _chunk_words(raw.device)
-    buffer = torch.empty((max(0, min(step, high - low)) // _ROW, _ROW), dtype=torch.int64, device=raw.device)
-    for start in range(low, high, step):
-        stop = min(start + step, high)
-        weighed = buffer[: (stop - start) // _ROW]
-        weighed.copy_(_words(raw[4 * (start - first) : 4 * (stop - first)]).view(-1, _ROW)).mul_(column)
-        sums[(start >> _ROW_BITS) - base : (stop >> _ROW_BITS) - base] = weighed.sum(1) + _ONES * column_sum
-    return (sums * rows).sum()
+    num_rows, rest = divmod(raw.numel(), _ROW_BYTES)
+    sums = raw.new_zeros(num_rows + (rest > 0), dtype=torch.int64)
+    step = 8 if raw.device.type == "cpu" else 256  # chunk and keys fit in a core's cache; few launches on accelerators
+    buffer = torch.empty((min(step, num_rows), _ROW), dtype=torch.int64, device=raw.device)
+    for low in range(0, num_rows, step):
+        high = min(low + step, num_rows)
+        weighed = buffer[: high - low]
+        weighed.copy_(_words(raw[low * _ROW_BYTES : high * _ROW_BYTES]).view(-1, _ROW)).mul_(column)
+        sums[low:high] = weighed.sum(1) + _ONES * column_sum
+    if rest:
+        last = torch.zeros(2, -(-rest // 4) * 4, dtype=torch.uint8, device=raw.device)
+        last[0, :rest] = raw[num_rows * _ROW_BYTES :]
+        last[1, :rest] = 1
+        words = last.view(torch.int32).sum(0)
+        sums[num_rows] = (words * column[: len(words)]).sum()
+    return (sums * _rows(first + len(sums), raw.device)[first:]).sum()
 
 
 def _words(raw: torch.Tensor) -> torch.Tensor:
@@ -147,7 +127,7 @@ def _words(raw: torch.Tensor) -> torch.Tensor:
 @lru_cache(maxsize=16)
 def _columns(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """The column keys and their sum, by which 0x01010101 of all words of a row is multiplied."""
-    keys = _mix64(torch.arange(_ROW, device=device)) | 1
+    keys = _keys(0, _ROW, device)
     return keys, keys.sum()
 
 
@@ -158,19 +138,12 @@ def _rows(count: int, device: torch.device) -> torch.Tensor:
 
 @lru_cache(maxsize=64)
 def _row_table(bits: int, device: torch.device) -> torch.Tensor:
-    return _mix64(torch.arange(1 << bits, device=device) + _ROW_SEED) | 1
+    return _keys(_ROW_SEED, 1 << bits, device)
 
 
-def _mix64(x: torch.Tensor) -> torch.Tensor:
-    """`core.types.mix64` on int64 tensors: sums and products wrap, right shifts have to be masked."""
-    x = x + _signed(0x9E3779B97F4A7C15)
-    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _signed(0x94D049BB133111EB)
-    return x ^ ((x >> 31) & ((1 << 33) - 1))
-
-
-def _signed(x: int) -> int:
-    return x - (1 << 64) if x >= 1 << 63 else x
+def _keys(first: int, count: int, device: torch.device) -> torch.Tensor:
+    keys = np.array([mix64(number) | 1 for number in range(first, first + count)], dtype=np.uint64)
+    return torch.from_numpy(keys.view(np.int64)).to(device)
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -104,8 +104,8 @@ class Transfer:
         return self.parts[-1].end
 
     def __str__(self) -> str:
-        names = [str(part) for part in self.parts]
-        carried = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+        first, last = self.parts[0], self.parts[-1]
+        carried = str(first) if first is last else f"{first} to {last}"
         return f"transfer {self.number} of sender {self.sender} ({carried})"
 
 

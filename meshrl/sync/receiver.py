@@ -76,7 +76,7 @@ class SyncPhases:
         """The current weight version; -1 = none, also between begin and commit and after a cancel."""
         return self._last if self._phase == "idle" else -1
 
-    def _leave(self, step: str, *allowed: str) -> None:
+    def _leave(self, step: object, *allowed: str) -> None:
         """Check that `step` is allowed now, and set the phase to cancelled until the step's end. Raises: SyncError."""
         phase, self._phase = self._phase, "cancelled"
         if phase not in allowed:
@@ -112,6 +112,15 @@ class SyncPhases:
             raise SyncError(
                 f"{self.name}: version {header.version} does not rise above version {self._last}, which was received "
                 f"last; send {lowest} or more"
+            )
+
+    def _require_in_place(self, version: int, faults: Sequence[str], num_tensors: int, most: int | None = None) -> None:
+        """faults: an error text for each tensor with other values; at most `most` are listed. Raises: SyncError."""
+        if faults:
+            lines = "\n".join(f"    {fault}" for fault in faults[:most])
+            raise SyncError(
+                f"{self.name}: version {version} is not in place; {len(faults)} of {num_tensors} tensors differ from "
+                f"the trainer's:\n{lines}\nThis receiver stays unusable until the next full sync"
             )
 
 
@@ -153,7 +162,7 @@ class Receiver(SyncPhases):
 
     def receive(self, delivery: Delivery) -> None:
         """Check one transfer's order, length and digests, and write it into the targets. Raises SyncError."""
-        self._leave(str(delivery.transfer), "open")
+        self._leave(delivery.transfer, "open")
         self._progress.check(delivery)
         if delivery.payload is None:
             for part in delivery.transfer.parts:
@@ -215,10 +224,12 @@ class Receiver(SyncPhases):
         began = time.perf_counter()
         names = {name: name for name in self.layout.by_name}
         if read_back is None:
-            expected.compare(self.targets().items(), names, self.name, before)
+            faults = expected.differing(self.targets().items(), names, before)
         else:
-            expected.compare(read_back(), names | self.layout.tied, self.name, before)
+            names |= self.layout.tied
+            faults = expected.differing(read_back(), names, before)
         lap(progress.seconds, "verify", began)
+        self._require_in_place(expected.version, faults, len(names))
         self._committed, self._writes = expected, {}
         self._phase, self._last = "idle", expected.version
         return Ack(
@@ -272,17 +283,12 @@ class ExpectedDigests:
         """The number of tensors whose digests differ from `before`."""
         return sum(digests != before._digests[name] for name, digests in self._digests.items())
 
-    def compare(
-        self,
-        found: Iterable[tuple[str, torch.Tensor]],
-        names: dict[str, str],
-        receiver: str,
-        before: ExpectedDigests | None,
-    ) -> None:
+    def differing(
+        self, found: Iterable[tuple[str, torch.Tensor]], names: Mapping[str, str], before: ExpectedDigests | None
+    ) -> list[str]:
         """Compare everything read back with the trainer's digests. names: {name to be read back: name sent for it}.
-
-        Raises: SyncError naming all tensors that differ and, if known, the tensor or version whose values they have.
-        """
+        before: of the last committed sync. Returns an error text for each tensor that differs, with the tensor or
+        version whose values it has, if known."""
         faults, left = [], dict(names)
         for name, tensor, held in self._digested(found, names):
             source = left.pop(name, None)
@@ -297,16 +303,10 @@ class ExpectedDigests:
             elif held != self._digests[source]:
                 tie = "" if name == source else f" (tied to {source})"
                 faults.append(f"{name}{tie} {self._explain(source, held, before)}")
-        faults += [f"{name} was not read back" for name in left]
-        if faults:
-            lines = "\n".join(f"    {fault}" for fault in faults)
-            raise SyncError(
-                f"{receiver}: version {self.version} is not in place; {len(faults)} of {len(names)} tensors differ "
-                f"from the trainer's:\n{lines}\nThis receiver stays unusable until the next full sync"
-            )
+        return faults + [f"{name} was not read back" for name in left]
 
     def _digested(
-        self, found: Iterable[tuple[str, torch.Tensor]], names: dict[str, str]
+        self, found: Iterable[tuple[str, torch.Tensor]], names: Mapping[str, str]
     ) -> Iterator[tuple[str, torch.Tensor, list[int]]]:
         """Each tensor with the digests of its parts. A tensor read back may be a copy, so only few are in memory at
         once. The same object under two names (tied) is digested once."""

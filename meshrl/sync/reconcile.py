@@ -73,8 +73,4 @@ def _nearest(name: str, names: Iterable[str]) -> str:
 
 def _listed(lines: list[str]) -> str:
     more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
-    return _lines(lines[:_SHOWN] + more)
-
-
-def _lines(lines: list[str]) -> str:
-    return "\n".join(f"    {line}" for line in lines)
+    return "\n".join(f"    {line}" for line in lines[:_SHOWN] + more)

@@ -11,6 +11,7 @@ nearly every block of 512 has a change, so nearly everything would be sent.)
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -111,7 +112,7 @@ class WeightSender:
         found = {(name, box.offsets): box.elements for name, boxes in held.items() for box in boxes}
         self._held = {}
         for box in self.layout.senders[self.sender]:
-            elements, count = found.get((box.name, box.offsets)), int(np.prod(box.shape, dtype=np.int64))
+            elements, count = found.get((box.name, box.offsets)), math.prod(box.shape)
             if elements is None or elements.numel() != count:
                 got = "nothing" if elements is None else f"{elements.numel()} elements"
                 raise SyncError(
@@ -125,7 +126,7 @@ class WeightSender:
         self._changes = changes
         self.report = SendReport(
             num_changed=0 if changes and self._keep_base else None,
-            extra_bytes=sum(t.numel() * t.element_size() for t in self._base.values()),
+            extra_bytes=sum(base.nbytes for base in self._base.values()),
         )
 
     def finish(self, version: int) -> None:

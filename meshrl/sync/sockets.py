@@ -25,14 +25,14 @@ from meshrl.process.connect import listening_socket
 from meshrl.sync.delivery import Delivery, SlotAddress, delivery_from_facts
 from meshrl.sync.layout import Layout, Transfer
 from meshrl.sync.shared_memory import SharedRing, SharedRingView
-from meshrl.sync.transport import NUM_SLOTS, Address
+from meshrl.sync.transport import NUM_SLOTS, Address, Transport
 
 _HELLO = struct.Struct("<64s64s?")  # token, connection_id, whether the receiver reads the shared memory itself
 _HEAD = struct.Struct("<QQ")  # bytes of the facts, bytes of the payload that follow on the connection
 _HELLO_S = 20.0
 
 
-class Sockets:
+class Sockets(Transport):
     """One rank's end of its connections: as a sender, a receiver, or both."""
 
     def __init__(self, layout: Layout, sender: int | None, host: str, machine: int, timeout_s: float = 600.0):
@@ -50,24 +50,14 @@ class Sockets:
         self._buffer: torch.Tensor | None = None  # for what other machines send
         if sender is not None:
             self._ring = SharedRing(NUM_SLOTS, layout.slot_bytes)
+            self.num_bytes = NUM_SLOTS * layout.slot_bytes
             self._listening = listening_socket()
             self._listening.setblocking(False)
             self._token = secrets.token_hex(32)
             port = self._listening.getsockname()[1]
             self._address = Address(host=host, port=port, token=self._token, ring=self._ring.name, machine=machine)
 
-    @property
-    def collective(self) -> bool:
-        """False: only a sender and its receivers take part in a transfer."""
-        return False
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the slots."""
-        return 0 if self._ring is None else NUM_SLOTS * self._ring.slot_bytes
-
     def prepare(self, connection_id: str) -> Address | None:
-        """The address of this rank for its receivers."""
         return self._address
 
     async def connect(
@@ -93,7 +83,6 @@ class Sockets:
         self._connection_id = connection_id
 
     async def buffer(self, transfer: Transfer) -> torch.Tensor:
-        """The slot for a transfer of this rank, as soon as every receiver has released it. Raises: SyncError."""
         assert self._ring is not None
         slot = transfer.index % NUM_SLOTS
         if self._slots_in_use[slot]:
@@ -102,7 +91,7 @@ class Sockets:
         return self._ring.slots[slot]
 
     async def put(self, delivery: Delivery) -> None:
-        """Announce a transfer that is in its slot; also send its bytes to other machines. Raises: SyncError."""
+        """Announce a transfer; also send its bytes to other machines."""
         facts, payload = delivery.facts(), delivery.payload
         assert payload is not None
         raw = payload.numpy().data
@@ -117,7 +106,6 @@ class Sockets:
         self._slots_in_use[delivery.transfer.index % NUM_SLOTS] = bool(self._receivers)
 
     async def get(self, transfer: Transfer) -> Delivery:
-        """Wait for a transfer of another rank; valid until `release_slot`. Raises: SyncError."""
         sock, view = self._senders[transfer.sender]
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -136,18 +124,14 @@ class Sockets:
             raise SyncInterrupted(f"{transfer} was not received from its sender: {self._why(error)}") from error
 
     async def release_slot(self, delivery: Delivery) -> None:
-        """Acknowledge to its sender that this rank has read a transfer. A sender that has disconnected meanwhile needs
-        no answer; its further transfers fail in `get`."""
         sock, _ = self._senders[delivery.transfer.sender]
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # a sender that has disconnected needs no answer; later `get`s fail
             await asyncio.get_running_loop().sock_sendall(sock, b"t")
 
     def slot_address(self, transfer: Transfer) -> SlotAddress | None:
-        """The shared-memory slot of a transfer of this rank."""
         return None if self._ring is None else self._ring.slot_address(transfer.index % NUM_SLOTS)
 
     def disconnect(self) -> None:
-        """Close all connections, which ends all waits at their other ends."""
         self._connection_id, self._slots_in_use = "", [False] * NUM_SLOTS
         for sock, _ in [*self._receivers, *self._senders.values()]:
             sock.close()
@@ -187,7 +171,7 @@ class Sockets:
         try:
             async with asyncio.timeout(_HELLO_S):
                 token, theirs, shares = _HELLO.unpack(await _read(sock, bytearray(_HELLO.size)))
-        except (OSError, TimeoutError):
+        except OSError:
             sock.close()
             return
         if hmac.compare_digest(token, self._token.encode()) and theirs == _padded(connection_id):
@@ -209,10 +193,9 @@ class Sockets:
             hello = _HELLO.pack(address.token.encode(), _padded(connection_id), shares)
             await asyncio.get_running_loop().sock_sendall(sock, hello)
             view = SharedRingView(address.ring, NUM_SLOTS, self._layout.slot_bytes) if shares else None
-        except (OSError, TimeoutError) as error:
-            where_ = f"{address.host}:{address.port}"
+        except OSError as error:
             raise SyncInterrupted(
-                f"the sender of weights at {where_} can't be reached: {str(error) or 'timeout'}"
+                f"the sender of weights at {address.host}:{address.port} can't be reached: {str(error) or 'timeout'}"
             ) from error
         return sock, view
 

@@ -130,10 +130,10 @@ def with_reports(acks: Sequence[Ack], reports: Sequence[SendReport], header: Syn
                 f"expected version {header.version}, wire True, read_back True (or None from an engine that can't read "
                 "back)"
             )
-    slowest = {stage: 0.0 for stage in ("cast", "load", "verify", "wait")}
-    for seconds in [report.seconds for report in reports]:
-        for stage, taken in seconds.items():
-            slowest[stage] = max(slowest[stage], taken)
+    slowest = {
+        stage: max([report.seconds.get(stage, 0.0) for report in reports], default=0.0)
+        for stage in ("cast", "load", "verify", "wait")
+    }
     known = [report.num_changed for report in reports if report.num_changed is not None]
     changed = sum(known) if reports and len(known) == len(reports) else None
     extra = sum(report.extra_bytes for report in reports)

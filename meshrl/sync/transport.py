@@ -31,17 +31,12 @@ class Transport(Protocol):
     each transfer of the others.
 
     Every wait ends when its task is cancelled; `disconnect` then ends the waits of other ranks.
+    collective: whether a rank that only sends has to `get` the transfers of the others, too. num_bytes: memory of this
+    rank's slots.
     """
 
-    @property
-    def collective(self) -> bool:
-        """Whether a rank that only sends has to `get` the transfers of the others, too."""
-        ...
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of this rank's slots."""
-        ...
+    collective: bool = False
+    num_bytes: int = 0
 
     def prepare(self, connection_id: str) -> Address | None:
         """The address of this rank for the receivers of the next sync; None = it does not send, or needs no address.
@@ -54,16 +49,30 @@ class Transport(Protocol):
         """Connect to the other ranks of the sync. Arguments: as in SyncOrder. Raises: SyncError."""
         ...
 
-    async def buffer(self, transfer: Transfer) -> torch.Tensor: ...
+    async def buffer(self, transfer: Transfer) -> torch.Tensor:
+        """The slot for a transfer of this rank, as soon as its previous content may be replaced. Raises: SyncError."""
+        ...
 
-    async def put(self, delivery: Delivery) -> None: ...
+    async def put(self, delivery: Delivery) -> None:
+        """Begin to send a transfer, which is in its slot. Raises: SyncError."""
+        ...
 
-    async def get(self, transfer: Transfer) -> Delivery: ...
+    async def get(self, transfer: Transfer) -> Delivery:
+        """Wait for a transfer of another rank; valid until `release_slot`. Raises: SyncError."""
+        ...
 
-    async def release_slot(self, delivery: Delivery) -> None: ...
+    async def release_slot(self, delivery: Delivery) -> None:
+        """Let its sender know that this rank has read a transfer."""
+        return
 
-    def slot_address(self, transfer: Transfer) -> SlotAddress | None: ...
+    def slot_address(self, transfer: Transfer) -> SlotAddress | None:
+        """The slot of a transfer of this rank, if it is in shared memory."""
+        return None
 
-    def disconnect(self) -> None: ...
+    def disconnect(self) -> None:
+        """Close all connections, which ends all waits at their other ends."""
+        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Free everything."""
+        ...

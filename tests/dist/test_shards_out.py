@@ -211,7 +211,7 @@ class Model:
     def __init__(self, layout: Layout):
         self.tensors = {t.name: torch.zeros(t.shape, dtype=t.torch_dtype) for t in layout.tensors}
         self.named = self.tensors | {alias: self.tensors[source] for alias, source in layout.tied.items()}
-        self.receiver = Receiver(layout, self.tensors)
+        self.receiver = Receiver(layout, lambda: self.tensors)
 
     async def reconcile(self, layout: Layout) -> None:
         """Nothing to compare: the tensors come from the layout."""

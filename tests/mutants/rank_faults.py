@@ -58,6 +58,13 @@ RANK_FAULTS = [
         (_FORKS + "test_a_fork_server_with_other_threads_executes_a_new_interpreter_for_each_rank",),
     ),
     Fault(
+        "a fork server ends with a child whose end no process waits for",
+        _SERVER,
+        "        if status.fileno() >= 0:  # else `send_signal` has closed it\n            self.close(status)",
+        "        self.close(status)",
+        (_FORKS + "test_a_fork_server_outlives_a_child_whose_end_no_process_waits_for",),
+    ),
+    Fault(
         "a fork server with several threads forks",
         _SERVER,
         'len(os.listdir("/proc/self/task")) == 1 and ',

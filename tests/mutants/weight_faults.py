@@ -385,8 +385,8 @@ WEIGHT_FAULTS = [
     Fault(
         "a tensor that is not read back counts as proven",
         "meshrl/sync/receiver.py",
-        'faults += [f"{name} was not read back" for name in left]',
-        "faults += []",
+        'return faults + [f"{name} was not read back" for name in left]',
+        "return faults",
         (_RECEIVER + "test_an_incomplete_read_back_proves_nothing",),
     ),
     Fault(

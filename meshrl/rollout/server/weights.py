@@ -23,6 +23,7 @@ from meshrl.sync.receiver import Receiver, SyncPhases
 from meshrl.sync.reconcile import reconcile
 from meshrl.sync.sender import BlockElements, Elements, HeldBox, WeightSender
 from meshrl.sync.shared_memory import SharedRing
+from meshrl.sync.threads import lap
 
 _MAX_LISTED = 20  # tensors listed in an error
 
@@ -39,6 +40,7 @@ class ServerWeights(SyncPhases):
         super().__init__(name)
         self._call_workers, self._keep_copy, self._scale = call, keep_copy, adapter_scale
         self._layout: Layout | None = None  # the trainer's layout
+        self._served = Layout(tensors=(), senders=())  # what the server gets: merged weights
         self._header: SyncHeader | None = None  # of the open sync
         self._trusted: int | None = None
         self._as_loaded = True  # no sync and no release has replaced the weights of the model folder
@@ -75,8 +77,11 @@ class ServerWeights(SyncPhases):
         """
         self.close()
         self._layout, self._header, self._phase, self._last = layout, None, "idle", -1
-        self._copy = _HostCopy(layout, self.name, self._scale or 0.0) if self._keep_copy else None
-        served = layout if self._copy is None else self._copy.served
+        self._served = served = layout
+        if self._keep_copy:
+            self._copy = _HostCopy(layout, self.name, self._scale or 0.0)
+            self._served = served = self._copy.served
+            self._ring = SharedRing(1, served.slot_bytes)
         answers = await self._call("reconcile", {"layout": layout_to_json(served)})
         self._hidden = {name for answer in answers for name in answer["hidden"]}
         shapes = {tensor.name: (tensor.shape, tensor.dtype) for tensor in served.tensors}
@@ -107,13 +112,13 @@ class ServerWeights(SyncPhases):
                 "(rollout.sync_mode); send everything"
             )
         self._header, self._num_bytes = header, 0
-        served = layout if self._copy is None else self._copy.served
-        await self._call("begin", {"header": asdict(SyncHeader(version=header.version, layout_hash=served.hash))})
+        served = SyncHeader(version=header.version, layout_hash=self._served.hash)
+        await self._call("begin", {"header": asdict(served)})
         self._finish_step("open", header)
 
     async def receive(self, delivery: Delivery) -> None:
         """Write one transfer into the copy, or have the workers read it. Raises: SyncError."""
-        self._leave(str(delivery.transfer), "open")
+        self._leave(delivery.transfer, "open")
         self._num_bytes += delivery.num_bytes
         header = self._header
         if self._copy is not None:
@@ -127,40 +132,30 @@ class ServerWeights(SyncPhases):
         self._leave("commit", "open")
         header, layout = self._header, self._require_layout()
         assert header is not None
-        copy_ack: Ack | None = None
-        merge_s = 0.0
-        if self._copy is not None:
-            copy_ack = self._copy.receiver.commit()
+        ack = Ack(
+            version=header.version,
+            receiver=self.name,
+            wire=True,
+            read_back=None if self._hidden else True,
+            num_bytes=self._num_bytes,
+            num_tensors=len(layout.tensors),
+            seconds={"load": 0.0, "verify": 0.0},
+        )
+        if self._copy is not None and self._ring is not None:
+            ack = replace(self._copy.receiver.commit(), read_back=ack.read_back)
             began = time.perf_counter()
-            for delivery in self._copy.deliveries(header.version):
-                merge_s += time.perf_counter() - began
+            for delivery in self._copy.deliveries(header.version, self._ring):
+                lap(ack.seconds, "load", began)
                 await self._forward(delivery)
                 began = time.perf_counter()
         answers = await self._call("commit", {})
         faults = list(dict.fromkeys(fault for answer in answers for fault in answer["differing"]))
-        if faults:
-            lines = "\n".join(f"    {fault}" for fault in faults[:_MAX_LISTED])
-            raise SyncError(
-                f"{self.name}: version {header.version} is not in place; {len(faults)} of {len(layout.tensors)} "
-                f"tensors differ from the trainer's:\n{lines}\nThis receiver stays unusable until the next full sync"
-            )
+        self._require_in_place(header.version, faults, len(layout.tensors), _MAX_LISTED)
         self._finish_step("idle", header)
         self._last, self._header = header.version, None
-        seconds = {part: max(answer["seconds"][part] for answer in answers) for part in ("load", "verify")}
-        read_back = None if self._hidden else True
-        if copy_ack is not None:
-            seconds = {part: seconds[part] + copy_ack.seconds[part] for part in seconds}
-            seconds["load"] += merge_s
-            return replace(copy_ack, read_back=read_back, seconds=seconds)
-        return Ack(
-            version=header.version,
-            receiver=self.name,
-            wire=True,
-            read_back=read_back,
-            num_bytes=self._num_bytes,
-            num_tensors=len(layout.tensors),
-            seconds=seconds,
-        )
+        for stage in ack.seconds:
+            ack.seconds[stage] += max(answer["seconds"][stage] for answer in answers)
+        return ack
 
     async def cancel(self) -> None:
         """Give the sync up: its weights are mixed, and nothing is sampled before the next full sync."""
@@ -175,9 +170,8 @@ class ServerWeights(SyncPhases):
             self._copy.receiver.cancel()
 
     def close(self) -> None:
-        for held in (self._ring, self._copy):
-            if held is not None:
-                held.close()
+        if self._ring is not None:
+            self._ring.close()
         self._ring = self._copy = None
 
     async def _forward(self, delivery: Delivery) -> None:
@@ -186,7 +180,7 @@ class ServerWeights(SyncPhases):
         if slot_address is None:
             assert delivery.payload is not None
             if self._ring is None:
-                self._ring = SharedRing(1, self._require_layout().slot_bytes)  # read before the next transfer comes
+                self._ring = SharedRing(1, self._served.slot_bytes)  # read before the next transfer comes
             self._ring.slots[0][: delivery.num_bytes].copy_(delivery.payload)
             slot_address = self._ring.slot_address(0)
         await self._call("receive", delivery_to_json(delivery, slot_address))
@@ -212,20 +206,19 @@ class ServerWeights(SyncPhases):
 
 class _HostCopy:
     """A copy of the last weights in this process, and the transfers for the server, with each adapter merged into its
-    weight. Host memory for each replica: one copy of the weights in the sampler's dtype, and one transfer."""
+    weight. Host memory for each replica: one copy of the weights in the sampler's dtype."""
 
     def __init__(self, layout: Layout, name: str, scale: float):
-        """scale: factor of B A. Raises: SyncError when the machine's shared memory is too small."""
+        """scale: factor of B A."""
         self._held = {t.name: torch.empty(t.shape, dtype=t.torch_dtype) for t in layout.tensors}
         self._scale = scale
         self.receiver = Receiver(layout, lambda: self._held, name)
         served = {t.name: (t.shape, t.dtype) for t in layout.tensors if not is_adapter(t.name)}
         self.served = make_layout(served, None, layout.tied, layout.transfer_bytes, layout.digest)
         self._sender = WeightSender(self.served, 0, keep_base=False)
-        self._ring = SharedRing(1, self.served.slot_bytes)
 
-    def deliveries(self, version: int) -> Iterator[Delivery]:
-        """All transfers for the server; each one is valid until the next one is requested."""
+    def deliveries(self, version: int, ring: SharedRing) -> Iterator[Delivery]:
+        """All transfers for the server, in the ring's slot; each one is valid until the next one is requested."""
         held: dict[str, list[HeldBox]] = {}
         for name in self.served.by_name:
             weight = self._held[name]
@@ -236,8 +229,5 @@ class _HostCopy:
             held[name] = [HeldBox((0,) * weight.dim(), tuple(weight.shape), elements)]
         self._sender.begin(held)
         for transfer in self.served.transfers:
-            yield replace(self._sender.fill(transfer, self._ring.slots[0]), slot_address=self._ring.slot_address(0))
+            yield replace(self._sender.fill(transfer, ring.slots[0]), slot_address=ring.slot_address(0))
         self._sender.finish(version)
-
-    def close(self) -> None:
-        self._ring.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,10 @@ class RunFolder:
     def num_steps(self) -> int:
         """Number of finished steps."""
         return max((steps for series in self.series.values() for steps in series.steps), default=0)
+
+    def known(self, name: str) -> list[float]:
+        """The finite values of a metric; empty if the run did not log it."""
+        return [v for v in self.series[name].values if math.isfinite(v)] if name in self.series else []
 
     def setting(self, key: str) -> str | None:
         return next((s.value for s in self.settings if s.key == key), None)

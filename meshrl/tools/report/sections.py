@@ -48,8 +48,7 @@ def _scores(run: RunFolder) -> Iterable[tuple[str, str, str]]:
             more += f"; best {run.best['score']:.3f} {at}"
         yield "held-out score", f"{first:.3f} → {last:.3f}" if len(held_out.values) > 1 else f"{first:.3f}", more
     for name, title in (("reward/mean", "training reward"), ("loss/nll", "loss")):
-        values = [v for v in run.series[name].values if math.isfinite(v)] if name in run.series else []
-        if values:
+        if values := run.known(name):
             tenth = max(1, len(values) // 10)
             begin, end = sum(values[:tenth]) / tenth, sum(values[-tenth:]) / tenth
             means = f"means of the first and last {tenth} steps" if tenth > 1 else "first and last step"
@@ -61,8 +60,7 @@ def _cost(run: RunFolder) -> Iterable[tuple[str, str, str]]:
     done = f"{run.num_steps} of {planned}" if planned else str(run.num_steps)
     yield "steps", done, f"{duration(run.wall_s)} {'in all' if run.result else 'from first to last line'}"
     for name, title in (("memory/rss_bytes", "all processes"), ("memory/device_peak_bytes", "fullest device")):
-        values = [v for v in run.series[name].values if math.isfinite(v)] if name in run.series else []
-        if values:
+        if values := run.known(name):
             yield "peak memory", number(max(values), "bytes"), title
     for name, title in (("rollout", "sampled"), ("train", "trained")):
         tokens, seconds = run.series.get(f"{name}/num_tokens"), run.series.get(f"time/{name}_s")
@@ -252,7 +250,7 @@ def every_number(run: RunFolder) -> str:
     """All metrics with their first, last and extreme values."""
     rows = []
     for name, series in sorted(run.series.items()):
-        known = [v for v in series.values if math.isfinite(v)] or [math.nan]
+        known = run.known(name) or [math.nan]
         cells = "".join(
             f'<td class="num">{number(v, series.unit)}</td>'
             for v in (series.values[0], series.values[-1], min(known), max(known))

@@ -48,6 +48,15 @@ def test_a_loaded_config_has_the_kind_that_auto_means_and_explain_shows_why(good
     assert "kind: truncate" in text and "# default, from auto: rollout.engine is endpoint" in text
 
 
+@pytest.mark.parametrize(("kind", "staleness"), [("one_step_off", 1), ("fully_async", 2)])
+def test_auto_corrects_samples_of_older_weights(good: Path, kind: str, staleness: int):
+    overrides = (f"loop.kind={kind}", "cluster.num_rollout_ranks=1")
+    assert correction(good, *overrides) == CorrectionConfig(kind="truncate")
+    text = explain(load_run_config(good, overrides))
+    assert f"# default, from auto: loop.max_staleness is {staleness}" in text
+    assert correction(good, *overrides, "loop.max_staleness=0").kind == "off"
+
+
 def test_auto_takes_the_keys_of_the_section_where_it_corrects(good: Path):
     found = correction(good, *ENDPOINT, "algo.correction={level: sequence, low: 0.5, high: 8}")
     assert found == CorrectionConfig(kind="truncate", level="sequence", low=0.5, high=8.0)

@@ -14,6 +14,7 @@ FILES = "rollout.endpoint.weights=files"
 BAD = [
     (SGLANG.replace("python3", "no_such_python"), ["rollout.sglang.python", "no such program"]),
     (f"{SGLANG} rollout.sglang.args=[--tp-size=2]", ["--tp-size is set by meshrl itself"]),
+    (f"{SGLANG} rollout.sglang.args=[--tp_size=2]", ["--tp-size is set by meshrl itself"]),
     (f"{SGLANG} rollout.sglang.api_key_env=KEY", ["gets a key of its own"]),
     (f"{SGLANG} rollout.mesh.infer_tp=3", ["2 ranks can't be split into replicas of 3"]),
     (RUNNING.replace("http://", ""), ["rollout.sglang.url", "an address with its scheme"]),

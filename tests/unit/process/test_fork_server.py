@@ -283,6 +283,30 @@ def test_a_rank_of_a_fork_server_whose_imports_fail_has_its_exit_code(tmp_path):
     assert ran.stdout == "1 0 None 1\n" and "broken by a test" in ran.stderr
 
 
+def test_a_fork_server_outlives_a_child_whose_end_no_process_waits_for(tmp_path):
+    (tmp_path / "sleeper.py").write_text(
+        "import time\nfrom meshrl.process.spawn import inherited_channel\n"
+        "def main():\n    inherited_channel()\n    time.sleep(600)"
+    )
+    script = WITHOUT_TORCH.partition("rank = ")[0] + textwrap.dedent("""
+        import psutil
+        def started():
+            child = fork(Program("sleeper"), "rank_0", environment, theirs.fileno(), theirs.fileno())
+            while not child.pid:
+                time.sleep(0.01)
+            return child
+        pid = started().pid  # the object is gone, and with it the other end of the child's socket
+        server = psutil.Process(pid).ppid()
+        time.sleep(0.2)
+        os.kill(pid, 9)
+        while psutil.pid_exists(pid):
+            time.sleep(0.01)
+        print(psutil.Process(started().pid).ppid() == server == _servers[0].process.pid)
+    """)
+    ran = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True)
+    assert ran.stdout == "True\n", ran.stderr
+
+
 @pytest.mark.parametrize(
     ("opened", "can_fork"),
     [("", True), ("threading.Thread(target=wait).start()", False), ("open('/dev/full')", False)],
