@@ -191,6 +191,7 @@ class RolloutGroup:
         self._may_generate = asyncio.Event()  # cleared during a sync that aborts turns
         self._may_generate.set()
         self.synced = asyncio.Event()  # set by each sync; a task that waits for the next sync clears it first
+        self.needs_sync = asyncio.Event()  # set while a replaced rank waits for a sync
         self.replacing = asyncio.Lock()  # one replacement or sync at a time: both need all train ranks
         self._replacements: dict[RankFailure, asyncio.Task[None]] = {}  # all calls of a lost rank raise the same one
         self._replaced: set[RankFailure] = set()
@@ -360,6 +361,7 @@ class RolloutGroup:
             if await self.send_weights(failure.rank):
                 return
         self.synced.clear()
+        self.needs_sync.set()
         await self.synced.wait()  # that sync sends this rank its weights, too
 
     def _report_failure(self, task: asyncio.Task[None]) -> None:

@@ -29,6 +29,7 @@ async def sync_weights(trainer: TrainGroup, rollouts: RolloutGroup, layout: Layo
 
         rollouts.send_weights = send_weights
         trainer.version, trainer.is_synced = version, True
+        rollouts.needs_sync.clear()
         rollouts.synced.set()
         return acks
 

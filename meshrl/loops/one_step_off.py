@@ -35,14 +35,28 @@ async def one_step_off(job: Job) -> None:
             with run.updating(job.trainer):
                 metrics += sampled + await train_step(job, trajectories)
                 await finish_step(job, trajectories, metrics, cursor)
+            metrics = []
             if ahead is not None:
                 with run.spans("wait"):
+                    if await _needs_sync(job, ahead):
+                        metrics += await sync(job)
                     await asyncio.wait({ahead})
-            metrics = await sync(job)
+            metrics += await sync(job)
     finally:
         if ahead is not None:
             ahead.cancel()
             await asyncio.gather(ahead, return_exceptions=True)
+
+
+async def _needs_sync(job: Job, ahead: asyncio.Task[_Batch]) -> bool:
+    """Wait until the batch is sampled. Returns True before that if a sampler was replaced and waits for weights: the
+    trainer does not have the version any more with which the batch was started."""
+    needs = asyncio.ensure_future(job.rollouts.needs_sync.wait())
+    try:
+        done, _ = await asyncio.wait({ahead, needs}, return_when=asyncio.FIRST_COMPLETED)
+        return ahead not in done
+    finally:
+        needs.cancel()
 
 
 _Batch = tuple[list[Trajectory], list[Metric], dict[str, Any]]
