@@ -110,6 +110,12 @@ def loop_problems(config: RunConfig, evaluates: bool) -> Iterator[Problem]:
             ("cluster.num_rollout_ranks", "loop.kind"),
             f"{loop.kind} samples and trains at the same time, which needs ranks that only sample: use 1 or more.",
         )
+    if loop.staleness and config.rollout.engine == "endpoint":
+        yield Problem(
+            ("loop.kind", "rollout.engine"),
+            "an endpoint can't score given tokens, so that samples which are older than the trainer's weights can't "
+            "prove its weights. Use kind: colocated, or engine: vllm.",
+        )
     if config.data.eval_path is None and (loop.eval_every_steps or evaluates):
         keys = ("data.eval_path", "loop.eval_every_steps") if loop.eval_every_steps else ("data.eval_path",)
         yield Problem(keys, "an evaluation needs held-out rows: set data.eval_path to a file of such rows.")

@@ -54,7 +54,7 @@ class GroupBuffer:
         self._reusable = {group.trajectories[0].prompt.ordinal: group for group in job.scored if _is_valid(group, job)}
         job.scored = []
         self._unanswered = set[int]()  # ordinals of groups that are being sampled
-        self._num_dropped = 0
+        self._num_dropped = 0  # by the last take; not replaced before the next one, because they would be too old
         self._is_open = False
 
     async def __aenter__(self) -> GroupBuffer:
@@ -77,7 +77,7 @@ class GroupBuffer:
         """Start groups while the limits of staleness and of the samplers' load allow it."""
         job, loop = self._job, self._job.cfg.loop
         limit = min(self._step + self._staleness + 1, loop.num_steps) * self._per_step + self._spare
-        while self._is_open and len(self._groups) + self._num_taken < limit:
+        while self._is_open and len(self._groups) + self._num_taken + self._num_dropped < limit:
             if self._load and self._load + loop.samples_per_prompt > self._capacity:
                 return
             before = job.feed.state()
@@ -110,7 +110,7 @@ class GroupBuffer:
     async def take(self) -> list[ScoredGroup]:
         """Wait for the groups of the next step, remove them and return them, in the order of their prompts. Raises: the
         error of a group."""
-        self._step = self._job.step
+        self._step, self._num_dropped = self._job.step, 0
         while True:
             self.fill()
             for group in self._groups.values():
@@ -145,13 +145,12 @@ class GroupBuffer:
         return {**state, "finished": sorted(self._finished)}
 
     def metrics(self) -> list[Metric]:
-        """Groups that wait for the trainer, that are sampled or scored, and that were dropped since the last call."""
+        """Groups that wait for the trainer, that are sampled or scored, and that were dropped by the last `take`."""
         scored = sum(map(_is_scored, self._groups.values()))
-        dropped, self._num_dropped = self._num_dropped, 0
         return [
             Metric(name="rollout/groups_scored", sum=scored, reduce="sum", unit="groups"),
             Metric(name="rollout/groups_running", sum=len(self._groups) - scored, reduce="sum", unit="groups"),
-            Metric(name="rollout/groups_dropped", sum=dropped, reduce="sum", unit="groups"),
+            Metric(name="rollout/groups_dropped", sum=self._num_dropped, reduce="sum", unit="groups"),
         ]
 
 

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from run_contents import assert_equal_tensors, prompt_counts, sampled_turns, weights
 from tiny_run import steps_of, train, write_run
 
+import meshrl
+from meshrl.agent.loop import AgentContext, start_trajectory, take_turn
+from meshrl.cluster.actors import RankWorker
+from meshrl.cluster.phases import phase
+from meshrl.core.errors import SamplerMismatchError
+from meshrl.core.types import Generate, Prompt, Trajectory
 from meshrl.monitor.rollout_log import read_rollouts
+from meshrl.sync.transaction import SyncOrder
 
 pytestmark = pytest.mark.timeout(240)
 KINDS = ("one_step_off", "fully_async")
@@ -73,3 +84,71 @@ def test_each_prompt_is_trained_once_and_no_sample_is_too_old(config, colocated,
         next(s["loss/policy"] for s in steps_of(f) if "loss/policy" in s) for f in (folder, colocated["processes"])
     )
     assert first == expected
+
+
+@pytest.mark.parametrize("mode", ["keep", "abort", "restart"])
+def test_running_answers_meet_new_weights_in_each_mode(config, mode):
+    """The first tokens of an answer may have an older version than the last ones, except under restart. The samplers
+    are slowed by long answers; a small limit of running requests keeps some of them in the queue."""
+    options = ("loop.kind=fully_async", "loop.max_staleness=3", f"loop.in_flight={mode}", "loop.eval_every_steps=0")
+    long = ("rollout.sampling.max_new_tokens=96", "loop.num_steps=8", "loop.prompts_per_step=2")
+    folder = train(config, f"in_flight_{mode}", *RANKS["processes"], *options, *long, "rollout.max_running_requests=8")
+    paths = sorted((folder / "rollouts").glob("step_*.jsonl"))
+    turns = [turn for path in paths for record in read_rollouts(path) for turn in record.trajectory.turns]
+    straddling = [turn for turn in turns if len({*turn.versions.tolist()}) > 1]
+    assert all((np.diff(turn.versions) >= 0).all() for turn in turns)
+    assert bool(straddling) == (mode != "restart")
+
+
+def test_the_turns_of_a_conversation_may_have_different_versions(config):
+    """A multi-turn agent whose tool calls last longer than a step of the trainer."""
+
+    async def converse(prompt: Prompt, index: int, generate: Generate, ctx: AgentContext) -> Trajectory:
+        trajectory = start_trajectory(prompt, index, ctx)
+        context = prompt.ids
+        for _ in range(3):
+            turn = await take_turn(trajectory, context, generate, ctx)
+            if turn is None:
+                break
+            await asyncio.sleep(0.05 * (prompt.ordinal % 3))
+            context = np.concatenate([context, turn.output_ids, prompt.ids[:2]])
+        return trajectory
+
+    values = json.loads(config.read_text())
+    values["loop"] |= {"kind": "fully_async", "max_staleness": 3, "num_steps": 8, "prompts_per_step": 2}
+    values["cluster"] = {"num_train_ranks": 1, "num_rollout_ranks": 1}
+    values["model"]["path"] = str(config.parent / "model")
+    values["data"] |= {"path": str(config.parent / "rows.jsonl"), "eval_path": None}
+    values["loop"]["eval_every_steps"] = 0
+    values["run"]["name"] = "conversations"
+    folder = meshrl.train(values, agent=converse, quiet=True).folder
+    paths = sorted((folder / "rollouts").glob("step_*.jsonl"))
+    trajectories = [record.trajectory for path in paths for record in read_rollouts(path)]
+    assert Counter(t.prompt.ordinal for t in trajectories) == dict.fromkeys(range(16), 2)
+    assert any(t.turns[0].versions[0] < t.turns[-1].versions[-1] for t in trajectories)
+
+
+@pytest.mark.parametrize("part", ["all tensors", "one tensor"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sampler_with_old_weights_is_caught_within_its_step(config, monkeypatch, kind, part):
+    """P15: it acknowledged the new weights, but computes with old ones. All samples are older than the trainer's
+    weights, so only the probe of the sync can detect it."""
+    sync = RankWorker.sync
+
+    @phase("sync")
+    async def stale(self: RankWorker, order: SyncOrder) -> Any:
+        parameters = dict(self._sampler()._weights.lm.named_parameters())
+        names = [*parameters] if part == "all tensors" else [next(n for n in parameters if "down_proj" in n)]
+        old = {name: parameters[name].clone() for name in names}
+        answer = await sync(self, order)
+        if order.header.version == 2:
+            for name in names:
+                parameters[name].copy_(old[name])
+        return answer
+
+    monkeypatch.setattr(RankWorker, "sync", stale)
+    name = f"stale_{kind}_{part}".replace(" ", "_")
+    options = (f"loop.kind={kind}", "loop.max_staleness=1", "loop.eval_every_steps=0")
+    with pytest.raises(SamplerMismatchError, match="at weight version 2 the logprobs of sampler"):
+        train(config, name, *RANKS["inline"], *options)
+    assert sum("loss/policy" in step for step in steps_of(config.parent / "runs" / name)) <= 2

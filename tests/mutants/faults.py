@@ -9,6 +9,7 @@ from correction_faults import CORRECTION_FAULTS
 from fault import Fault
 from reward_faults import REWARD_FAULTS
 from run_faults import RUN_FAULTS
+from schedule_faults import SCHEDULE_FAULTS
 from server_weight_faults import SERVER_WEIGHT_FAULTS
 from turn_faults import TURN_FAULTS
 from weight_faults import WEIGHT_FAULTS
@@ -147,6 +148,7 @@ FAULTS = [
         ("tests/unit/algo/test_own_advantages.py::test_the_function_gets_rewards_less_the_kl",),
     ),
     *CORRECTION_FAULTS,
+    *SCHEDULE_FAULTS,
     Fault(
         "eps is added to the variance instead of the deviation",
         "meshrl/algo/advantages.py",

@@ -1,0 +1,84 @@
+"""Faults of the overlapping schedules."""
+
+from __future__ import annotations
+
+from fault import Fault
+
+_LOOPS = "tests/contract/test_loops.py::"
+_OLD = _LOOPS + "test_each_prompt_is_trained_once_and_no_sample_is_too_old"
+_STALE = _LOOPS + "test_a_sampler_with_old_weights_is_caught_within_its_step"
+_FAULTS = "tests/faults/test_schedules.py::"
+
+SCHEDULE_FAULTS = [
+    Fault(
+        "groups are started without a limit of staleness",
+        "meshrl/loops/buffer.py",
+        "limit = min(self._step + self._staleness + 1, loop.num_steps)",
+        "limit = min(self._step + self._staleness + 2, loop.num_steps)",
+        (_LOOPS + "test_with_staleness_0_every_schedule_is_colocated_to_the_bit",),
+    ),
+    Fault(
+        "a step does not wait for groups that become too old",
+        "meshrl/loops/buffer.py",
+        "if len(scored) == self._per_step and len(late) <= self._spare:",
+        "if len(scored) == self._per_step:",
+        ("tests/unit/loops/test_buffer.py::test_a_slow_group_is_waited_for_before_it_is_too_old",),
+    ),
+    Fault(
+        "a step takes the newest groups",
+        "meshrl/loops/buffer.py",
+        "by_age = sorted(self._groups, key=lambda ordinal: (self._groups[ordinal].version, ordinal))",
+        "by_age = sorted(self._groups, reverse=True)",
+        ("tests/unit/loops/test_buffer.py::test_the_oldest_groups_are_trained_first",),
+    ),
+    Fault(
+        "a resumed run forgets which later groups were trained",
+        "meshrl/loops/buffer.py",
+        '        return {**state, "finished": sorted(self._finished)}',
+        '        return {**state, "finished": []}',
+        ("tests/unit/loops/test_buffer.py::test_a_run_continues_with_the_groups_that_are_not_trained",),
+    ),
+    Fault(
+        "a run that returned to a checkpoint trains groups of weights that it has lost",
+        "meshrl/loops/buffer.py",
+        "return max(_versions(group), default=0) <= job.trainer.version",
+        "return True",
+        ("tests/unit/loops/test_buffer.py::test_groups_of_lost_weights_are_sampled_again",),
+    ),
+    Fault(
+        "a one-step-off run resumes after the batch that was sampled ahead",
+        "meshrl/loops/one_step_off.py",
+        "    prompts, cursor = job.feed.next(job.cfg.loop.prompts_per_step), job.feed.state()\n",
+        "    prompts, cursor = job.feed.next(job.cfg.loop.prompts_per_step), {}\n"
+        "    cursor = {**job.feed.state(), 'next_ordinal': job.feed.state()['next_ordinal'] + len(prompts)}\n",
+        (_FAULTS + "test_a_run_that_is_killed_trains_each_prompt_once",),
+    ),
+    Fault(
+        "a replaced sampler waits for a sync that waits for its answers",
+        "meshrl/cluster/groups.py",
+        "        self.needs_sync.set()\n",
+        "",
+        (_FAULTS + "test_the_run_continues_and_trains_each_prompt_once",),
+    ),
+    Fault(
+        "no probe after a sync",
+        "meshrl/loops/step.py",
+        "(await _probe(job) if job.cfg.loop.staleness else [])",
+        "[]",
+        (_STALE,),
+    ),
+    Fault(
+        "the logprobs of older weights are compared with the trainer's",
+        "meshrl/algo/mismatch.py",
+        "checked = sample.mask & (sample.versions == version)",
+        "checked = sample.mask",
+        (_OLD, "tests/unit/algo/test_sampler_mismatch.py::test_tokens_of_other_versions_are_not_compared"),
+    ),
+    Fault(
+        "the proof takes one mean over all samplers",
+        "meshrl/loops/proof.py",
+        "means = {name: _mean(rows[names == name]) for name in dict.fromkeys(engines)}",
+        "means = {engines[-1]: _mean(rows)}",
+        ("tests/unit/loops/test_sampler_proof.py::test_one_stale_engine_among_many_is_named",),
+    ),
+]

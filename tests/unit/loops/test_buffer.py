@@ -1,0 +1,262 @@
+"""The buffer of a fully asynchronous run: which groups start, are trained, and are repeated after a resume (P25)."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from meshrl.config.run import RunConfig
+from meshrl.core.types import Prompt, Trajectory, Turn
+from meshrl.data.order import PromptSource
+from meshrl.loops.buffer import GroupBuffer
+from meshrl.loops.job import Job, ScoredGroup
+from meshrl.monitor.spans import Spans
+
+PER_STEP, NUM_STEPS = 2, 4
+
+
+class Samplers:
+    """Stands in for the ranks: `finish` ends the answers to a prompt, with tokens of the given versions."""
+
+    def __init__(self) -> None:
+        self.ended: dict[int, asyncio.Future[list[int]]] = {}
+        self.ranks, self.num_running = [0], 0
+        self.on_turn_end: Any = None
+        self.tools: list[dict[str, Any]] = []
+
+    async def run(self, prompt: Prompt, index: int, generate: Any, ctx: Any) -> Trajectory:
+        versions = await self.ended.setdefault(prompt.ordinal, asyncio.get_running_loop().create_future())
+        return Trajectory(prompt=prompt, group_id=ctx.group_id, index=index, turns=[turn(versions)])
+
+    @property
+    def started(self) -> list[int]:
+        return sorted(self.ended)
+
+    async def finish(self, *ordinals: int, versions: tuple[int, ...] = (0,)) -> None:
+        for ordinal in ordinals:
+            self.ended[ordinal].set_result([*versions])
+        await settled()
+
+    async def generate(self, request: Any) -> Any: ...
+    def has_session(self, session: str) -> bool:
+        return True
+
+    def end_session(self, session: str) -> None: ...
+    async def score(self, trajectories: Any) -> list[Any]:
+        return []
+
+
+async def settled() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def turn(versions: list[int]) -> Turn:
+    n = len(versions)
+    ids, logprobs = np.zeros(n, np.int32), np.zeros(n, np.float32)
+    at = np.array(versions, np.int32)
+    return Turn(context_ids=ids, output_ids=ids, logprobs=logprobs, versions=at, stop_reason="stop")
+
+
+def job_of(samplers: Samplers, staleness: int, oversampling: float = 0.0, step: int = 0) -> Job:
+    loop = {"num_steps": NUM_STEPS, "prompts_per_step": PER_STEP, "samples_per_prompt": 2, "kind": "fully_async"}
+    loop |= {"max_staleness": staleness, "oversampling": oversampling}
+    cfg = RunConfig.model_validate(
+        {
+            "model": {"path": "m"},
+            "data": {"path": "d"},
+            "loop": loop,
+            "reward": {"terms": {"right": {"kind": "exact_match"}}},
+        }
+    )
+    prompts = [Prompt(id=str(i), ordinal=0, ids=np.array([i], np.int32)) for i in range(99)]
+    task = SimpleNamespace(
+        agent=samplers,
+        tokenizer=None,
+        stop_token_ids=(),
+        max_context_tokens=9,
+        train_prompts=PromptSource(prompts, seed=0, shuffle=False),
+    )
+    run: Any = SimpleNamespace(spans=Spans(), ends_early=False)
+    parts: dict[str, Any] = {"cfg": cfg, "run": run, "task": task, "rollouts": samplers, "scorer": samplers}
+    parts |= {"trainer": SimpleNamespace(version=step), "layout": None, "rollout_log": None, "step": step}
+    return Job(**parts)
+
+
+def trained(groups: list[ScoredGroup]) -> list[int]:
+    return [group.trajectories[0].prompt.ordinal for group in groups]
+
+
+async def take(buffer: GroupBuffer, job: Job) -> list[int]:
+    """One step of the loop: take, train, sync."""
+    ordinals = trained(await asyncio.wait_for(buffer.take(), 5))
+    job.cursor = buffer.cursor()
+    job.step, job.trainer.version = job.step + 1, job.trainer.version + 1
+    return ordinals
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_the_limit_allows_max_staleness_steps_ahead(staleness):
+    async def scenario() -> None:
+        samplers = Samplers()
+        job = job_of(samplers, staleness)
+        async with GroupBuffer(job) as buffer:
+            step = asyncio.ensure_future(take(buffer, job))
+            await settled()
+            limit = min((staleness + 1) * PER_STEP, NUM_STEPS * PER_STEP)
+            assert samplers.started == [*range(limit)]
+            await samplers.finish(0, 1)
+            assert await step == [0, 1]
+            await settled()
+            assert samplers.started == [*range(limit)], "the limit rises when the next step takes its groups"
+
+    asyncio.run(scenario())
+
+
+def test_groups_finish_in_any_order():
+    """P25: a step trains on the groups that have finished, in the order of their prompts."""
+
+    async def scenario() -> None:
+        samplers = Samplers()
+        job = job_of(samplers, 2)
+        async with GroupBuffer(job) as buffer:
+            step = asyncio.ensure_future(take(buffer, job))
+            await settled()
+            await samplers.finish(4, 1)
+            assert await step == [1, 4]
+            assert job.cursor["next_ordinal"] == 0 and job.cursor["finished"] == [1, 4]
+
+    asyncio.run(scenario())
+
+
+def test_the_oldest_groups_are_trained_first():
+    async def scenario() -> None:
+        samplers = Samplers()
+        job = job_of(samplers, 2)
+        async with GroupBuffer(job) as buffer:
+            step = asyncio.ensure_future(take(buffer, job))
+            await settled()
+            await samplers.finish(0, 1, 2, 3, 4, 5)
+            assert [await step, await take(buffer, job), await take(buffer, job)] == [[0, 1], [2, 3], [4, 5]]
+
+    asyncio.run(scenario())
+
+
+def test_a_slow_group_is_waited_for_before_it_is_too_old():
+    """Group 0 has version 0. With max_staleness 1 it must be trained in step 1 (version 1) at the latest."""
+
+    async def scenario() -> None:
+        samplers = Samplers()
+        job = job_of(samplers, 1)
+        async with GroupBuffer(job) as buffer:
+            step = asyncio.ensure_future(take(buffer, job))
+            await settled()
+            await samplers.finish(1, 2, 3)
+            assert await step == [1, 2]
+            step = asyncio.ensure_future(take(buffer, job))
+            await settled()
+            await samplers.finish(4, 5, versions=(1,))
+            assert not step.done()
+            await samplers.finish(0, versions=(0, 1))
+            assert await step == [0, 3]
+
+    asyncio.run(scenario())
+
+
+def test_oversampling_drops_unfinished_groups_in_place_of_waiting():
+    """With half a step more groups, one group may be dropped each step, and is counted."""
+
+    async def scenario() -> None:
+        samplers = Samplers()
+        job = job_of(samplers, 0, oversampling=0.5)
+        async with GroupBuffer(job) as buffer:
+            step = asyncio.ensure_future(take(buffer, job))
+            await settled()
+            assert samplers.started == [0, 1, 2]
+            await samplers.finish(2)
+            assert not step.done()
+            await samplers.finish(1)
+            assert await step == [1, 2]
+            counts = {m.name: m.sum for m in buffer.metrics()}
+            assert counts["rollout/groups_dropped"] == 1 and counts["rollout/groups_running"] == 0
+            assert job.cursor["next_ordinal"] == 3 and job.cursor["finished"] == []
+
+    asyncio.run(scenario())
+
+
+def test_a_run_continues_with_the_groups_that_are_not_trained():
+    """P27: groups 1 and 4 were trained; the resumed run starts 0, 2, 3, 5 and later ones."""
+
+    async def scenario() -> None:
+        samplers = Samplers()
+        job = job_of(samplers, 2)
+        async with GroupBuffer(job) as buffer:
+            step = asyncio.ensure_future(take(buffer, job))
+            await settled()
+            await samplers.finish(4, 1)
+            await step
+        resumed = Samplers()
+        again = job_of(resumed, 2, step=1)
+        again.cursor = job.cursor
+        again.feed.load_state(job.cursor)
+        async with GroupBuffer(again) as buffer:
+            step = asyncio.ensure_future(take(buffer, again))
+            await settled()
+            assert resumed.started == [0, 2, 3, 5, 6, 7]
+            step.cancel()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("version", [0, 1])
+def test_groups_of_lost_weights_are_sampled_again(version):
+    """A run that returns to version 1 uses the scored group 1 again if all its tokens have version 1 or less."""
+
+    async def scenario() -> None:
+        samplers = Samplers()
+        job = job_of(samplers, 0, step=version)
+        tokens = [0, 1]
+        prompt = Prompt(id="1", ordinal=1, ids=np.array([1], np.int32))
+        scored = Trajectory(prompt=prompt, group_id="1@1", index=0, turns=[turn(tokens)])
+        job.scored = [ScoredGroup([scored], [])]
+        async with GroupBuffer(job) as buffer:
+            step = asyncio.ensure_future(take(buffer, job))
+            await settled()
+            assert samplers.started == ([0] if version else [0, 1])
+            step.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_scored_groups_survive_the_end_of_the_block():
+    async def scenario() -> None:
+        samplers = Samplers()
+        job = job_of(samplers, 1)
+        with pytest.raises(RuntimeError, match="lost"):
+            async with GroupBuffer(job) as buffer:
+                step = asyncio.ensure_future(take(buffer, job))
+                await settled()
+                await samplers.finish(2)
+                step.cancel()
+                raise RuntimeError("the train ranks were lost")
+        assert trained(job.scored) == [2]
+
+    asyncio.run(scenario())
+
+
+def test_an_error_of_a_group_is_raised():
+    async def scenario() -> None:
+        samplers = Samplers()
+        job = job_of(samplers, 1)
+        async with GroupBuffer(job) as buffer:
+            step = asyncio.ensure_future(take(buffer, job))
+            await settled()
+            samplers.ended[3].set_exception(ValueError("an agent's mistake"))
+            with pytest.raises(ValueError, match="an agent's mistake"):
+                await step
+
+    asyncio.run(scenario())
