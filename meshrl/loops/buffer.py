@@ -5,6 +5,9 @@ run. So at most prompts_per_step groups can become too old for the step after th
 takes these first, and waits for them. Therefore no sample is more than max_staleness versions old when it is trained,
 and none is dropped for its age.
 
+Below this limit, the number of groups at a time follows the load: it rises after a step that had to wait for scored
+groups, and falls after one that left many, because groups that wait for the trainer only become older.
+
 With loop.oversampling the limit is higher by that fraction of a step, and a step drops this number of groups instead of
 waiting for them.
 """
@@ -54,6 +57,7 @@ class GroupBuffer:
         self._reusable = {group.trajectories[0].prompt.ordinal: group for group in job.scored if _is_valid(group, job)}
         job.scored = []
         self._unanswered = set[int]()  # ordinals of groups that are being sampled
+        self._window = min(2, self._staleness + 1) * self._per_step  # groups at a time, without the spare ones
         self._num_dropped = 0  # by the last take; not replaced before the next one, because they would be too old
         self._is_open = False
 
@@ -77,7 +81,8 @@ class GroupBuffer:
         """Start groups while the limits of staleness and of the samplers' load allow it."""
         job, loop = self._job, self._job.cfg.loop
         limit = min(self._step + self._staleness + 1, loop.num_steps) * self._per_step + self._spare
-        while self._is_open and len(self._groups) + self._num_taken + self._num_dropped < limit:
+        limit = min(limit - self._num_taken - self._num_dropped, self._window + self._spare)
+        while self._is_open and len(self._groups) < limit:
             if self._load and self._load + loop.samples_per_prompt > self._capacity:
                 return
             before = job.feed.state()
@@ -91,6 +96,14 @@ class GroupBuffer:
             task.add_done_callback(lambda _: self.fill())
             version = job.trainer.version if again is None else _oldest(again)
             self._groups[prompt.ordinal] = Group(prompt=prompt, before=before, version=version, task=task)
+
+    def _adapt(self, waited: bool, num_left: int) -> None:
+        """Allow more groups at a time after a step that had to wait for scored ones, fewer after one that left many."""
+        step, most = self._per_step, (self._staleness + 1) * self._per_step
+        if waited:
+            self._window = min(most, self._window + max(1, step // 2))
+        elif num_left >= step // 2:
+            self._window = max(step, self._window - max(1, step // 8))
 
     @property
     def _load(self) -> int:
@@ -110,21 +123,24 @@ class GroupBuffer:
     async def take(self) -> list[ScoredGroup]:
         """Wait for the groups of the next step, remove them and return them, in the order of their prompts. Raises: the
         error of a group."""
-        self._step, self._num_dropped = self._job.step, 0
+        self._step, self._num_dropped, waited = self._job.step, 0, False
         while True:
             self.fill()
             for group in self._groups.values():
                 if group.task.done():
                     group.task.result()
             by_age = sorted(self._groups, key=lambda ordinal: (self._groups[ordinal].version, ordinal))
-            scored = [ordinal for ordinal in by_age if _is_scored(self._groups[ordinal])][: self._per_step]
+            all_scored = [ordinal for ordinal in by_age if _is_scored(self._groups[ordinal])]
+            scored = all_scored[: self._per_step]
             oldest = self._job.trainer.version - self._staleness
             late = [o for o in by_age if self._groups[o].version <= oldest and o not in scored]
             if len(scored) == self._per_step and len(late) <= self._spare:
                 self._drop(late)
                 self._finished |= {*scored}
                 self._num_taken += len(scored)
+                self._adapt(waited, len(all_scored) - len(scored))
                 return [self._groups.pop(ordinal).task.result() for ordinal in sorted(scored)]
+            waited |= len(scored) < self._per_step
             await asyncio.wait(
                 [g.task for g in self._groups.values() if not g.task.done()], return_when=asyncio.FIRST_COMPLETED
             )

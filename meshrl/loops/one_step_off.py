@@ -13,7 +13,7 @@ from typing import Any
 from meshrl.core.types import Metric, Trajectory
 from meshrl.loops.evaluate import evaluate_if_due
 from meshrl.loops.job import Job
-from meshrl.loops.step import answer, finish_step, first_sync, score, sync, train_step
+from meshrl.loops.step import answer, finish_step, first_sync, probe_result, score, sync, train_step
 
 
 async def one_step_off(job: Job) -> None:
@@ -26,6 +26,7 @@ async def one_step_off(job: Job) -> None:
             await evaluate_if_due(job)
             await run.save_if_due(job, loop.save_every_steps, with_model=True)
             if job.is_over:
+                await probe_result(job)
                 return
             with run.spans("wait"):
                 trajectories, sampled, cursor = await (ahead or _next_batch(job))

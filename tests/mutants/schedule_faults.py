@@ -63,8 +63,8 @@ SCHEDULE_FAULTS = [
     Fault(
         "no probe after a sync",
         "meshrl/loops/step.py",
-        "(await _probe(job) if job.cfg.loop.staleness else [])",
-        "[]",
+        "    if job.probed:\n",
+        "    if False:\n",
         (_STALE,),
     ),
     Fault(
