@@ -37,14 +37,14 @@ async def one_step_off(job: Job) -> None:
                 metrics += sampled + await train_step(job, trajectories)
                 await finish_step(job, trajectories, metrics, cursor)
             metrics = []
-            if ahead is not None:
+            if ahead is not None and not job.is_over:
                 with run.spans("wait"):
                     if await _needs_sync(job, ahead):
                         metrics += await sync(job)
                     await asyncio.wait({ahead})
             metrics += await sync(job)
     finally:
-        if ahead is not None:
+        if ahead is not None:  # the run ends early, or by an error
             ahead.cancel()
             await asyncio.gather(ahead, return_exceptions=True)
 
