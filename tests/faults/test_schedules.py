@@ -184,13 +184,15 @@ def test_three_hundred_steps_with_a_fault_every_twenty_steps(config, planted):
     options = ("loop.kind=fully_async", "loop.max_staleness=2", f"loop.num_steps={steps}", "loop.save_every_steps=5")
     more = ("cluster.num_rollout_ranks=2", "cluster.max_restarts=40", "run.keep_checkpoints=1")
     calm = train(config, "calm", *options, *more)
-    kinds: list[dict[str, Any]] = [
-        {"rank": 1, "method": "generate", "call": 40, "how": "kill"},
-        {"rank": 0, "method": "forward_backward", "call": 37, "how": "kill"},
-        {"rank": 2, "method": "receive", "call": 400, "how": "sync error"},
-        {"rank": 2, "method": "generate", "call": 60, "how": "exit"},
-    ]
-    planted(*(kinds[i % len(kinds)] for i in range(15)))
+    faults: list[dict[str, Any]] = []
+    for i in range(4):  # a new process counts its calls from the beginning
+        faults += [
+            {"rank": 1, "method": "generate", "call": 60, "how": "kill"},
+            {"rank": 0, "method": "forward_backward", "call": 45, "how": "kill"},
+            {"rank": 2, "method": "receive", "call": 60 + 80 * i, "how": "sync error"},
+            {"rank": 2, "method": "generate", "call": 70, "how": "exit"},
+        ]
+    planted(*faults)
     folder = train(config, "soak", *options, *more)
     assert_each_prompt_is_trained_once(folder, steps)
     lines = [step for step in steps_of(folder, ("s",)) if "reward/mean" in step]
