@@ -31,14 +31,13 @@ from meshrl.core.device import (
 from meshrl.core.errors import CapabilityError
 from meshrl.core.types import Metric, Request, Sample, Turn
 from meshrl.monitor.memory import memory_metrics
-from meshrl.parallel.mesh import build_mesh, data_index, resolve_shape
+from meshrl.parallel.mesh import build_mesh, resolve_shape
 from meshrl.rollout.base import EngineStats, RolloutEngine
 from meshrl.rollout.build import build_rollout_engine, takes_adapters
 from meshrl.sync.digest import DigestKind, kind_for
 from meshrl.sync.layout import Ack, Box, Layout
 from meshrl.sync.sender import SendReport
 from meshrl.sync.transaction import SyncOrder, SyncState
-from meshrl.train.batch_plan import BatchPlan
 from meshrl.train.checkpoint_files import FileFact
 from meshrl.train.engine import Role, RowArrays, StepReport, TrainEngine
 from meshrl.train.packing import pack
@@ -115,7 +114,7 @@ class RankWorker:
     @phase("annotate")
     def forward(self, message: RowsMessage, role: Role) -> RowArrays:
         """Logprobs of this rank's rows under the engine of this role (collective)."""
-        batches = self._batches(message.batch_plan, self._rows.take(message))
+        batches = self._batches(message, self._rows.take(message))
         if role == "reference" and self.spec.model.lora.enabled:
             return self._engine("policy").forward(batches, adapter=False)[0]
         return self._engine(role).forward(batches)[0]
@@ -125,7 +124,7 @@ class RankWorker:
         """Add the gradient of this rank's micro-batches of the batch plan (collective)."""
         rows = self._rows.take(message)
         engine = self._engine("policy")
-        result = engine.forward_backward(self._batches(message.batch_plan, rows), loss)
+        result = engine.forward_backward(self._batches(message, rows), loss)
         mismatch = {i: row_mismatch(rows[i], logprobs, engine.version) for i, logprobs in result.logprobs.items()}
         return UpdateReport(metrics=result.metrics, mismatch=mismatch)
 
@@ -158,14 +157,14 @@ class RankWorker:
     def state_bytes(self) -> int:
         return self._engine("policy").state_bytes()
 
-    def _batches(self, batch_plan: BatchPlan, rows: Rows) -> list[Batch]:
+    def _batches(self, message: RowsMessage, rows: Rows) -> list[Batch]:
         hashes: list[str | None] = [None] * self.spec.num_train_ranks
-        dist.all_gather_object(hashes, batch_plan.hash)
+        dist.all_gather_object(hashes, message.plan_hash)
         if len(set(hashes)) > 1:
             raise ValueError(f"ranks have different batch plans; their hashes: {hashes}")
         return [
-            pack([rows[i] for i in micro], micro, self.device, batch_plan.hash, self.spec.train.share_prompts)
-            for micro in batch_plan.micro_batches[data_index(self.spec.train.mesh, self.spec.rank)]
+            pack([rows[i] for i in micro], micro, self.device, message.plan_hash, self.spec.train.share_prompts)
+            for micro in message.micro_batches
         ]
 
     # ---- weights

@@ -90,6 +90,7 @@ class TrainGroup:
     async def optim_step(self, lr: float) -> StepReport:
         self.is_synced = False
         self.num_optim_steps += 1
+        self._sent.forget()  # frees the samples
         return (await self._all(lambda rank: self.executor.call(rank, RankWorker.optim_step, lr)))[0]
 
     async def layout(self, transfer_bytes: int) -> Layout:
@@ -202,6 +203,7 @@ class RolloutGroup:
         self._routes: dict[str, int] = {}  # session -> rank
         self._num_sessions = dict.fromkeys(self.ranks, 0)
         self._running = dict.fromkeys(self.ranks, 0)
+        self.num_running = 0
         self._busy_since: dict[int, float] = {}
         self._busy_s = 0.0
         self._aborts: set[asyncio.Task[int]] = set()
@@ -293,17 +295,15 @@ class RolloutGroup:
         if not self._running[rank]:
             self._busy_since[rank] = time.perf_counter()
         self._running[rank] += 1
+        self.num_running += 1
         try:
             yield
         finally:
             self._running[rank] -= 1
+            self.num_running -= 1
             if not self._running[rank]:
                 self._busy_s += time.perf_counter() - self._busy_since.pop(rank)
             self.on_turn_end()
-
-    @property
-    def num_running(self) -> int:
-        return sum(self._running.values())
 
     def take_busy_s(self) -> float:
         """Seconds in which a rank had a request, summed over the ranks, since the last call."""

@@ -219,9 +219,9 @@ def _ranks_in_turn(config: RunConfig) -> str | None:
     if rollout.engine == "embedded":
         return f"{turns}; {overlap}, or {change}."
     return (
-        f"{turns}; {overlap}. Separate ranks are needed where the training state and the {rollout.engine} server do not fit on "
-        f"one device together. Where they do (rollout.release_memory=true frees the server's memory while the trainer "
-        f"works), {change}."
+        f"{turns}; {overlap}. Separate ranks are needed where the training state and the {rollout.engine} server do "
+        "not fit on one device together. Where they do (rollout.release_memory=true frees the server's memory while the "
+        f"trainer works), {change}."
     )
 
 

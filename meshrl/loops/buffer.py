@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -57,6 +58,10 @@ class GroupBuffer:
         self._reusable = {group.trajectories[0].prompt.ordinal: group for group in job.scored if _is_valid(group, job)}
         job.scored = []
         self._unanswered = set[int]()  # ordinals of groups that are being sampled
+        self._unsent = set[int]()  # those of them that may not have sent a request yet
+        self._unfinished = Counter[int]()  # version -> groups of it that have not ended
+        self._scored, self._has_failed = set[int](), False
+        self._group_ended = asyncio.Event()
         self._window = min(2, self._staleness + 1) * self._per_step  # groups at a time, without the spare ones
         self._num_dropped = 0  # by the last take; not replaced before the next one, because they would be too old
         self._is_open = False
@@ -82,8 +87,10 @@ class GroupBuffer:
         job, loop = self._job, self._job.cfg.loop
         limit = min(self._step + self._staleness + 1, loop.num_steps) * self._per_step + self._spare
         limit = min(limit - self._num_taken - self._num_dropped, self._window + self._spare)
+        load: int | None = None
         while self._is_open and len(self._groups) < limit:
-            if self._load and self._load + loop.samples_per_prompt > self._capacity:
+            load = self._load() if load is None else load
+            if load and load + loop.samples_per_prompt > self._capacity:
                 return
             before = job.feed.state()
             (prompt,) = job.feed.next(1)
@@ -92,10 +99,13 @@ class GroupBuffer:
             again = self._reusable.pop(prompt.ordinal, None)
             if again is None:
                 self._unanswered.add(prompt.ordinal)
+                self._unsent.add(prompt.ordinal)
+                load += loop.samples_per_prompt
             task = asyncio.ensure_future(_ready(again) if again is not None else self._sampled(prompt))
-            task.add_done_callback(lambda _: self.fill())
             version = job.trainer.version if again is None else _oldest(again)
             self._groups[prompt.ordinal] = Group(prompt=prompt, before=before, version=version, task=task)
+            self._unfinished[version] += 1
+            task.add_done_callback(partial(self._ended, prompt.ordinal))
 
     def _adapt(self, waited: bool, num_left: int) -> None:
         """Allow more groups at a time after a step that had to wait for scored ones, fewer after one that left many."""
@@ -105,13 +115,21 @@ class GroupBuffer:
         elif num_left >= step // 2:
             self._window = max(step, self._window - max(1, step // 8))
 
-    @property
     def _load(self) -> int:
         """Requests of the samplers, with those that groups will send which have just been started."""
-        new = [
-            o for o in self._unanswered if not self._job.rollouts.has_session(group_id(self._groups[o].prompt, "train"))
-        ]
-        return self._job.rollouts.num_running + len(new) * self._job.cfg.loop.samples_per_prompt
+        job, groups = self._job, self._groups
+        self._unsent &= self._unanswered
+        self._unsent -= {o for o in self._unsent if job.rollouts.has_session(group_id(groups[o].prompt, "train"))}
+        return job.rollouts.num_running + len(self._unsent) * job.cfg.loop.samples_per_prompt
+
+    def _ended(self, ordinal: int, task: asyncio.Task[ScoredGroup]) -> None:
+        group = self._groups.get(ordinal)
+        if group is not None and group.task is task:  # else it was taken or dropped
+            self._unfinished[group.version] -= 1
+            self._scored.add(ordinal)
+            self._has_failed |= not _is_scored(group)
+            self._group_ended.set()
+        self.fill()
 
     async def _sampled(self, prompt: Prompt) -> ScoredGroup:
         try:
@@ -124,33 +142,43 @@ class GroupBuffer:
         """Wait for the groups of the next step, remove them and return them, in the order of their prompts. Raises: the
         error of a group."""
         self._step, self._num_dropped, waited = self._job.step, 0, False
+        oldest = self._job.trainer.version - self._staleness
+        self._unfinished = +self._unfinished
         while True:
+            self._group_ended.clear()
             self.fill()
-            for group in self._groups.values():
-                if group.task.done():
-                    group.task.result()
-            by_age = sorted(self._groups, key=lambda ordinal: (self._groups[ordinal].version, ordinal))
-            all_scored = [ordinal for ordinal in by_age if _is_scored(self._groups[ordinal])]
-            scored = all_scored[: self._per_step]
-            oldest = self._job.trainer.version - self._staleness
-            late = [o for o in by_age if self._groups[o].version <= oldest and o not in scored]
-            if len(scored) == self._per_step and len(late) <= self._spare:
-                self._drop(late)
-                self._finished |= {*scored}
-                self._num_taken += len(scored)
-                self._adapt(waited, len(all_scored) - len(scored))
-                return [self._groups.pop(ordinal).task.result() for ordinal in sorted(scored)]
-            waited |= len(scored) < self._per_step
-            await asyncio.wait(
-                [g.task for g in self._groups.values() if not g.task.done()], return_when=asyncio.FIRST_COMPLETED
-            )
+            if self._has_failed:
+                for group in self._groups.values():
+                    if group.task.done():
+                        group.task.result()
+            num_late = sum(count for version, count in self._unfinished.items() if version <= oldest)
+            if len(self._scored) >= self._per_step and num_late <= self._spare:
+                self._adapt(waited, len(self._scored) - self._per_step)
+                return self._taken(oldest)
+            waited |= len(self._scored) < self._per_step
+            await self._group_ended.wait()
 
-    def _drop(self, ordinals: Sequence[int]) -> None:
-        for ordinal in ordinals:
-            self._groups.pop(ordinal).task.cancel()
-        self._unanswered -= {*ordinals}
-        self._finished |= {*ordinals}
-        self._num_dropped += len(ordinals)
+    def _taken(self, oldest: int) -> list[ScoredGroup]:
+        """Remove the oldest scored groups and return them; drop the others that would become too old."""
+        by_age = sorted(self._groups, key=lambda ordinal: (self._groups[ordinal].version, ordinal))
+        scored = [ordinal for ordinal in by_age if ordinal in self._scored][: self._per_step]
+        taken = [self._pop(ordinal).task.result() for ordinal in sorted(scored)]
+        late = [ordinal for ordinal, group in self._groups.items() if group.version <= oldest]
+        for ordinal in late:
+            self._pop(ordinal).task.cancel()
+        self._unanswered -= {*late}
+        self._finished |= {*scored, *late}
+        self._num_taken += len(scored)
+        self._num_dropped += len(late)
+        return taken
+
+    def _pop(self, ordinal: int) -> Group:
+        group = self._groups.pop(ordinal)
+        if ordinal in self._scored:
+            self._scored.discard(ordinal)
+        else:
+            self._unfinished[group.version] -= 1
+        return group
 
     def cursor(self) -> dict[str, Any]:
         """The data's state from which a run continues: before the first prompt that is not trained. finished: the

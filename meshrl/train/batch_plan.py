@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 MAX_IMBALANCE = 1.01  # cost of the fullest bin over the lowest possible one; below it no more rows are moved
 MIN_GAIN = 0.999  # a move has to lower the cost of the fullest bin to at most this share
@@ -33,44 +35,51 @@ class BatchPlan:
         return [i for micro in self.micro_batches[rank] for i in micro]
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """What the plan needs of a row: its tokens, and its group, whose first `prefix` tokens it shares (0 = none)."""
-
-    length: int
-    group: int
-    prefix: int = 0
-
-
 def row_cost(length: int) -> float:
     """Relative compute cost of a row: a linear term, and a quadratic term for attention."""
     return length * (1.0 + length / QUADRATIC_TOKENS)
 
 
 @dataclass(slots=True)
+class Row:
+    """What the plan needs of a row: its tokens, and its group, whose first `prefix` tokens it shares (0 = none)."""
+
+    length: int
+    group: int
+    prefix: int = 0
+    cost: float = field(init=False)
+    prefix_cost: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.cost, self.prefix_cost = row_cost(self.length), row_cost(self.prefix)
+
+
+@dataclass(slots=True)
 class _Bin:
-    """A rank, or a micro-batch, while it is filled."""
+    """A rank, or a micro-batch, while it is filled. groups: how many rows of each group are here."""
 
     cost: float = 0.0
     tokens: int = 0
     rows: list[int] = field(default_factory=list)
-    groups: Counter[int] = field(default_factory=Counter)
+    groups: dict[int, int] = field(default_factory=dict)
 
-    def added(self, row: Row) -> tuple[float, int]:
-        """Cost and tokens that this row would add; its prompt counts only if it is not here yet."""
-        here = row.prefix if self.groups[row.group] else 0
-        return row_cost(row.length) - row_cost(here), row.length - here
+    def added_cost(self, row: Row) -> float:
+        """Cost that this row would add; its prompt counts only if it is not here yet."""
+        return row.cost - row.prefix_cost if self.groups.get(row.group) else row.cost
+
+    def added_tokens(self, row: Row) -> int:
+        """Tokens that this row would add."""
+        return row.length - (row.prefix if self.groups.get(row.group) else 0)
 
     def freed(self, row: Row) -> float:
         """Cost that removing this row would free."""
-        return row_cost(row.length) - (row_cost(row.prefix) if self.groups[row.group] > 1 else 0.0)
+        return row.cost - (row.prefix_cost if self.groups[row.group] > 1 else 0.0)
 
     def add(self, i: int, row: Row) -> None:
-        cost, tokens = self.added(row)
-        self.cost += cost
-        self.tokens += tokens
+        self.cost += self.added_cost(row)
+        self.tokens += self.added_tokens(row)
         self.rows.append(i)
-        self.groups[row.group] += 1
+        self.groups[row.group] = self.groups.get(row.group, 0) + 1
 
     def remove(self, i: int, row: Row) -> None:
         self.cost -= self.freed(row)
@@ -96,13 +105,28 @@ def make_batch_plan(
     else:
         rows = [Row(n, g, min(p, n - 1)) for n, g, p in zip(lengths, groups, prefixes, strict=True)]
     bins = _spread(rows, num_ranks)
-    ranks = [b.rows for b in bins]
-    count = max(1, *(_min_micro_batches(rows, b, max_tokens) for b in bins))
-    while any(_fill(rows, members, count, max_tokens) is None for members in ranks):
-        count += 1
-    filled = tuple(_fill(rows, members, count, max_tokens) for members in ranks)
+    filled = _micro_batches(rows, bins, max_tokens)
     facts = [[[r.length, r.group, r.prefix] for r in rows], num_ranks, max_tokens, filled]
-    return BatchPlan(filled, hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16])  # type: ignore[arg-type]
+    return BatchPlan(filled, hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16])
+
+
+def _micro_batches(
+    rows: Sequence[Row], bins: Sequence[_Bin], max_tokens: int
+) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Each rank's micro-batches: as few as possible, and equally many in all ranks."""
+    ranks = [_by_group(rows, b.rows) for b in bins]
+    fullest_first = sorted(range(len(bins)), key=lambda rank: -bins[rank].tokens)  # they decide the number
+    count = max(1, *(_min_micro_batches(rows, b, max_tokens) for b in bins))
+    while True:
+        filled: dict[int, tuple[tuple[int, ...], ...]] = {}
+        for rank in fullest_first:
+            found = _fill(rows, ranks[rank], count, max_tokens)
+            if found is None:
+                break
+            filled[rank] = found
+        else:
+            return tuple(filled[rank] for rank in range(len(bins)))
+        count += 1
 
 
 def _min_micro_batches(rows: Sequence[Row], b: _Bin, max_tokens: int) -> int:
@@ -131,38 +155,62 @@ def _spread(rows: Sequence[Row], num_bins: int) -> list[_Bin]:
     """Complete groups, the costliest first, to the least loaded bin. If these bins can't be balanced, single rows to
     the bin where they cost least."""
     by_group, by_row = ([_Bin() for _ in range(num_bins)] for _ in range(2))
+    costs = np.zeros(num_bins)
     for group in _by_group(rows, range(len(rows))):
-        b = min(by_group, key=lambda b: b.cost)
+        at = int(costs.argmin())
         for i in group:
-            b.add(i, rows[i])
+            by_group[at].add(i, rows[i])
+        costs[at] = by_group[at].cost
     _balance(rows, by_group)
     if _imbalance(rows, by_group) <= MAX_IMBALANCE:
         return by_group
+    costs[:] = 0.0
+    places: dict[int, list[int]] = {}  # group -> the bins that have rows of it
     for i in sorted(range(len(rows)), key=lambda i: (-rows[i].length, i)):
-        min(by_row, key=lambda b: b.cost + b.added(rows[i])[0]).add(i, rows[i])
+        row, after = rows[i], costs + rows[i].cost
+        for at in places.setdefault(row.group, []):
+            after[at] = by_row[at].cost + by_row[at].added_cost(row)
+        at = int(after.argmin())
+        by_row[at].add(i, row)
+        costs[at] = by_row[at].cost
+        if at not in places[row.group]:
+            places[row.group].append(at)
     return min(by_group, by_row, key=lambda bins: max(b.cost for b in bins))
 
 
 def _imbalance(rows: Sequence[Row], bins: Sequence[_Bin]) -> float:
     """Cost of the fullest bin over the lowest possible one: the mean, or the cost of the costliest row."""
-    costs = [b.cost for b in bins]
-    least = max(sum(costs) / len(costs), max((row_cost(row.length) for row in rows), default=0.0))
+    return _over_least([b.cost for b in bins], max((row.cost for row in rows), default=0.0))
+
+
+def _over_least(costs: Sequence[float], costliest_row: float) -> float:
+    least = max(sum(costs) / len(costs), costliest_row)
     return max(costs) / least if least else 1.0
 
 
 def _balance(rows: Sequence[Row], bins: list[_Bin]) -> None:
     """Move or swap single rows between the fullest bin and others until the bins are balanced or nothing helps."""
+    costliest_row = max((row.cost for row in rows), default=0.0)
+    costs = [b.cost for b in bins]
+    order = sorted((cost, at) for at, cost in enumerate(costs))
     for _ in range(2 * len(rows)):
-        *others, high = sorted(bins, key=lambda b: b.cost)
-        if _imbalance(rows, bins) <= MAX_IMBALANCE:
+        if _over_least(costs, costliest_row) <= MAX_IMBALANCE:
             break
-        if not any(_move(rows, high, low) or _swap(rows, high, low) for low in others):
+        high = order[-1][1]
+        for _, low in order[:-1]:
+            if _move(rows, bins[high], bins[low]) or _swap(rows, bins[high], bins[low]):
+                break
+        else:
             break
+        for at in (high, low):
+            del order[bisect_left(order, (costs[at], at))]
+            costs[at] = bins[at].cost
+            insort(order, (costs[at], at))
 
 
 def _move(rows: Sequence[Row], high: _Bin, low: _Bin) -> bool:
     """Move the row that balances the two bins best; False when none helps."""
-    moves = [(max(high.cost - high.freed(rows[i]), low.cost + low.added(rows[i])[0]), i) for i in high.rows]
+    moves = [(max(high.cost - high.freed(rows[i]), low.cost + low.added_cost(rows[i])), i) for i in high.rows]
     if not moves or min(moves)[0] >= MIN_GAIN * high.cost:
         return False
     _, i = min(moves)
@@ -174,15 +222,18 @@ def _move(rows: Sequence[Row], high: _Bin, low: _Bin) -> bool:
 def _swap(rows: Sequence[Row], high: _Bin, low: _Bin) -> bool:
     """Swap the two rows that balance the bins best; False when none helps. Each of the two rows counts with its own
     prompt, which is never less than its real cost."""
-    swaps = [
-        (max(high.cost - high.freed(rows[i]) + row_cost(rows[j].length), low.cost - low.freed(rows[j]) + gain), i, j)
-        for i in high.rows
-        for gain in [low.added(rows[i])[0]]
-        for j in low.rows
-    ]
-    if not swaps or min(swaps)[0] >= MIN_GAIN * high.cost:
+    if not high.rows or not low.rows:
         return False
-    _, i, j = min(swaps)
+    mine, theirs = [rows[i] for i in high.rows], [rows[j] for j in low.rows]
+    freed_high = np.array([high.freed(row) for row in mine])
+    freed_low = np.array([low.freed(row) for row in theirs])
+    high_after = (high.cost - freed_high)[:, None] + np.array([row.cost for row in theirs])
+    low_after = (low.cost - freed_low) + np.array([low.added_cost(row) for row in mine])[:, None]
+    after = np.maximum(high_after, low_after)
+    best = after.min()
+    if best >= MIN_GAIN * high.cost:
+        return False
+    i, j = min((high.rows[a], low.rows[b]) for a, b in np.argwhere(after == best))
     high.remove(i, rows[i])
     low.remove(j, rows[j])
     high.add(j, rows[j])
@@ -191,15 +242,16 @@ def _swap(rows: Sequence[Row], high: _Bin, low: _Bin) -> bool:
 
 
 def _fill(
-    rows: Sequence[Row], members: Sequence[int], count: int, max_tokens: int
+    rows: Sequence[Row], groups: Sequence[Sequence[int]], count: int, max_tokens: int
 ) -> tuple[tuple[int, ...], ...] | None:
-    """Pack members into `count` micro-batches of similar cost within the token budget; None when they don't fit."""
+    """Pack a rank's groups into `count` micro-batches of similar cost within the token budget; None when they don't
+    fit."""
     bins = [_Bin() for _ in range(count)]
-    for group in _by_group(rows, members):
+    for group in groups:
         for i in group:
             row = rows[i]
-            fitting = [b for b in bins if not b.tokens or b.tokens + b.added(row)[1] <= max_tokens]
+            fitting = [b for b in bins if not b.tokens or b.tokens + b.added_tokens(row) <= max_tokens]
             if not fitting:
                 return None
-            min(fitting, key=lambda b: (not b.groups[row.group], b.cost)).add(i, row)
+            min(fitting, key=lambda b: (not b.groups.get(row.group), b.cost)).add(i, row)
     return tuple(tuple(sorted(b.rows)) for b in bins)

@@ -22,7 +22,8 @@ def _forward(rank: int, world: int, budgets: list[int]) -> str:
     samples = random_samples(0, LENGTHS)
     plan = make_batch_plan(LENGTHS, world, budgets[rank])
     try:
-        message = RowsMessage(batch_plan=plan, samples={i: samples[i] for i in plan.rows(rank)})
+        rows_of_rank = {i: samples[i] for i in plan.rows(rank)}
+        message = RowsMessage(plan_hash=plan.hash, micro_batches=plan.micro_batches[rank], samples=rows_of_rank)
         rows = worker.forward(message, "policy")
     except ValueError as error:
         return str(error)

@@ -223,8 +223,8 @@ FAULTS = [
     Fault(
         "the token budget does not count a shared prompt",
         "meshrl/train/batch_plan.py",
-        "return row_cost(row.length) - row_cost(here), row.length - here",
-        "return row_cost(row.length) - row_cost(here), row.length - row.prefix",
+        "return row.length - (row.prefix if self.groups.get(row.group) else 0)",
+        "return row.length - row.prefix",
         (_PACKING + "test_a_plan_of_groups_counts_each_prompt_once_in_a_micro_batch",),
     ),
     Fault(

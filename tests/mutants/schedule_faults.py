@@ -20,8 +20,8 @@ SCHEDULE_FAULTS = [
     Fault(
         "a step does not wait for groups that become too old",
         "meshrl/loops/buffer.py",
-        "if len(scored) == self._per_step and len(late) <= self._spare:",
-        "if len(scored) == self._per_step:",
+        "if len(self._scored) >= self._per_step and num_late <= self._spare:",
+        "if len(self._scored) >= self._per_step:",
         ("tests/unit/loops/test_buffer.py::test_a_slow_group_is_waited_for_before_it_is_too_old",),
     ),
     Fault(

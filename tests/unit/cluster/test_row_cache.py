@@ -55,7 +55,7 @@ def test_another_plan_or_a_failure_sends_the_samples_in_full():
 def test_a_rank_without_the_samples_raises_an_error():
     plan = make_batch_plan(LENGTHS, 1, 64)
     with pytest.raises(ValueError, match=f"no samples of batch plan {plan.hash}"):
-        RowCache().take(RowsMessage(batch_plan=plan))
+        RowCache().take(RowsMessage(plan_hash=plan.hash, micro_batches=plan.micro_batches[0]))
 
 
 @pytest.mark.parametrize(("ulysses", "tp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
