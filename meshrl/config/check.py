@@ -220,8 +220,8 @@ def _ranks_in_turn(config: RunConfig) -> str | None:
         return f"{turns}; {overlap}, or {change}."
     return (
         f"{turns}; {overlap}. Separate ranks are needed where the training state and the {rollout.engine} server do "
-        "not fit on one device together. Where they do (rollout.release_memory=true frees the server's memory while the "
-        f"trainer works), {change}."
+        "not fit on one device together. Where they do (rollout.release_memory=true frees the server's memory while "
+        f"the trainer works), {change}."
     )
 
 
