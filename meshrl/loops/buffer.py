@@ -54,8 +54,7 @@ class GroupBuffer:
         self._finished = set[int](job.cursor.get("finished", ()))  # trained or dropped, from the cursor on
         self._reusable = {group.trajectories[0].prompt.ordinal: group for group in job.scored if _is_valid(group, job)}
         job.scored = []
-        self._unanswered = set[int]()  # ordinals of groups that are being sampled
-        self._unsent = set[int]()  # those of them that may not have sent a request yet
+        self._unsent = set[str]()  # sessions of started groups that have not sent a request yet
         self._unfinished = Counter[int]()  # version -> groups of it that have not ended
         self._scored, self._has_failed = set[int](), False
         self._group_ended = asyncio.Event()
@@ -65,6 +64,7 @@ class GroupBuffer:
     async def __aenter__(self) -> GroupBuffer:
         self._is_open = True
         self._job.rollouts.on_turn_end = self.fill
+        self._job.rollouts.on_session_start = self._unsent.discard
         return self
 
     async def __aexit__(
@@ -72,6 +72,7 @@ class GroupBuffer:
     ) -> None:
         self._is_open = False
         self._job.rollouts.on_turn_end = lambda: None
+        self._job.rollouts.on_session_start = lambda session: None
         groups = self._groups.values()
         self._job.scored = [g.task.result() for g in groups if _is_scored(g)] + [*self._reusable.values()]
         for group in groups:
@@ -82,9 +83,8 @@ class GroupBuffer:
         """Start groups while the limits of staleness and of the samplers' load allow it."""
         job, loop = self._job, self._job.cfg.loop
         limit = min(self._step + self._staleness + 1, loop.num_steps) * self._per_step + self._spare
-        load: int | None = None
         while self._is_open and len(self._groups) + self._num_taken + self._num_dropped < limit:
-            load = self._load() if load is None else load
+            load = job.rollouts.num_running + len(self._unsent) * loop.samples_per_prompt  # requests, also future ones
             if load and load + loop.samples_per_prompt > self._capacity:
                 return
             before = job.feed.state()
@@ -93,21 +93,12 @@ class GroupBuffer:
                 continue
             again = self._reusable.pop(prompt.ordinal, None)
             if again is None:
-                self._unanswered.add(prompt.ordinal)
-                self._unsent.add(prompt.ordinal)
-                load += loop.samples_per_prompt
+                self._unsent.add(group_id(prompt, "train"))
             task = asyncio.ensure_future(_ready(again) if again is not None else self._sampled(prompt))
             version = job.trainer.version if again is None else _oldest(again)
             self._groups[prompt.ordinal] = Group(prompt=prompt, before=before, version=version, task=task)
             self._unfinished[version] += 1
             task.add_done_callback(partial(self._ended, prompt.ordinal))
-
-    def _load(self) -> int:
-        """Requests of the samplers, with those that groups will send which have just been started."""
-        job, groups = self._job, self._groups
-        self._unsent &= self._unanswered
-        self._unsent -= {o for o in self._unsent if job.rollouts.has_session(group_id(groups[o].prompt, "train"))}
-        return job.rollouts.num_running + len(self._unsent) * job.cfg.loop.samples_per_prompt
 
     def _ended(self, ordinal: int, task: asyncio.Task[ScoredGroup]) -> None:
         group = self._groups.get(ordinal)
@@ -122,7 +113,7 @@ class GroupBuffer:
         try:
             trajectories = await answer(self._job, [prompt])
         finally:
-            self._unanswered.discard(prompt.ordinal)
+            self._unsent.discard(group_id(prompt, "train"))
         return ScoredGroup(trajectories, await score(self._job, trajectories))
 
     async def take(self) -> list[ScoredGroup]:
@@ -150,8 +141,9 @@ class GroupBuffer:
         taken = [self._pop(ordinal).task.result() for ordinal in sorted(scored)]
         late = [ordinal for ordinal, group in self._groups.items() if group.version <= oldest]
         for ordinal in late:
-            self._pop(ordinal).task.cancel()
-        self._unanswered -= {*late}
+            group = self._pop(ordinal)
+            group.task.cancel()
+            self._unsent.discard(group_id(group.prompt, "train"))  # a task that never ran does not do it
         self._finished |= {*scored, *late}
         self._num_taken += len(scored)
         self._num_dropped += len(late)
