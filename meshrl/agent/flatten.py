@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from meshrl.agent.tree import TurnError, check_turns, leaf_paths
-from meshrl.core.types import EXTRA_FILLS, Metric, Sample, Trajectory, Turn
+from meshrl.core.types import EXTRA_FILLS, Metric, Sample, Trajectory
 
 _FIRST_TOKENS = 16
 _FROZEN = ("tokens", "mask", "turn", "rollout_logprobs", "versions", "routed_experts")
