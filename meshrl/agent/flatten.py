@@ -7,13 +7,14 @@ T tokens of a row, C new context tokens of a turn, R sampled tokens of a turn, L
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from meshrl.agent.tree import TurnError, check_turns, leaf_paths
-from meshrl.core.types import EXTRA_FILLS, Metric, Sample, Trajectory, Turn
+from meshrl.core.types import EXTRA_FILLS, Metric, Sample, Trajectory
 
+_FIRST_TOKENS = 16
 _FROZEN = ("tokens", "mask", "turn", "rollout_logprobs", "versions", "routed_experts")
 
 
@@ -46,12 +47,15 @@ def flatten(trajectories: Sequence[Trajectory]) -> tuple[list[Sample], list[Metr
 def _rows_of(trajectory: Trajectory) -> list[Sample]:
     trained_before: set[int] = set()  # turns that an earlier row trains
     rows: list[Sample] = []
+    trained: list[Sample] = []
     for path in leaf_paths(trajectory.turns):
         sample = _row(trajectory, path, trained_before, row=len(rows))
-        if len(sample) and (sample.mask.any() or not rows):
+        is_trained = any(len(trajectory.turns[i].output_ids) for i in path if i not in trained_before)
+        if len(sample) and (is_trained or not rows):
             rows.append(sample)
+            if is_trained:
+                trained.append(sample)
         trained_before.update(path)
-    trained = [s for s in rows if s.mask.any()]
     for row, sample in enumerate(trained):
         sample.row = row
     return trained or rows
@@ -65,21 +69,25 @@ def _row(trajectory: Trajectory, path: list[int], trained_before: set[int], row:
     ends = np.cumsum([c + r for c, r in zip(context, sampled)]).tolist()
     length = ends[-1]
 
-    def over_row(dtype: type, fill: float, field: Callable[[Turn], np.ndarray]) -> np.ndarray:
-        """[T]: a field of each turn at its sampled tokens, `fill` elsewhere."""
-        out = np.full(length, fill, dtype)
-        for turn, end, r in zip(turns, ends, sampled):
-            out[end - r : end] = field(turn)
+    def over_row(dtype: type, fill: float, values: Iterable[np.ndarray | int]) -> np.ndarray:
+        """[T]: the values of each turn at its sampled tokens, `fill` elsewhere."""
+        out, begin = np.empty(length, dtype), 0
+        for value, end, r in zip(values, ends, sampled):
+            out[begin : end - r] = fill
+            out[end - r : end] = value
+            begin = end
         return out
 
-    mask, turn_of, rewards = np.zeros(length, bool), np.full(length, -1, np.int16), np.zeros(length, np.float32)
+    mask, rewards = np.zeros(length, bool), np.zeros(length, np.float32)
+    last_trained = -1
     for i, turn, end, r in zip(path, turns, ends, sampled):
-        turn_of[end - r : end] = i
         mask[end - r : end] = i not in trained_before
-        if turn.reward is not None and r and i not in trained_before:
-            rewards[end - 1] += turn.reward
-    if mask.any():
-        rewards[np.flatnonzero(mask)[-1]] += trajectory.reward
+        if r and i not in trained_before:
+            last_trained = end - 1
+            if turn.reward is not None:
+                rewards[end - 1] += turn.reward
+    if last_trained >= 0:
+        rewards[last_trained] += trajectory.reward
     sample = Sample(
         trajectory_id=trajectory.id,
         group_id=trajectory.group_id,
@@ -87,9 +95,9 @@ def _row(trajectory: Trajectory, path: list[int], trained_before: set[int], row:
         prefix_len=context[0],
         tokens=np.concatenate([ids for t in turns for ids in (t.context_ids, t.output_ids)]),
         mask=mask,
-        turn=turn_of,
-        rollout_logprobs=over_row(np.float32, np.nan, lambda t: t.logprobs),
-        versions=over_row(np.int32, -1, lambda t: t.versions),
+        turn=over_row(np.int16, -1, path),
+        rollout_logprobs=over_row(np.float32, np.nan, [t.logprobs for t in turns]),
+        versions=over_row(np.int32, -1, [t.versions for t in turns]),
         rewards=rewards,
         temperature=_temperature(trajectory, path),
         reward=trajectory.reward,
@@ -209,10 +217,18 @@ def _metrics(train: list[Trajectory], samples: list[Sample]) -> list[Metric]:
 
 def _duplicates(train: list[Trajectory]) -> list[bool]:
     """For each trajectory: whether it has output, and an earlier one of its group sampled the same tokens (P14)."""
-    seen: dict[str, set[bytes]] = defaultdict(set)
+    seen: dict[tuple[str, tuple[bytes, ...]], list[Trajectory]] = defaultdict(list)  # by group and first tokens
     flags = []
     for trajectory in train:
-        output = b"|".join(turn.output_ids.tobytes() for turn in trajectory.turns)
-        flags.append(bool(output) and output in seen[trajectory.group_id])
-        seen[trajectory.group_id].add(output)
+        start = tuple(turn.output_ids[:_FIRST_TOKENS].tobytes() for turn in trajectory.turns)
+        earlier = seen[trajectory.group_id, start]
+        flags.append(bool(b"|".join(start)) and any(_same_output(trajectory, other) for other in earlier))
+        if not flags[-1]:
+            earlier.append(trajectory)
     return flags
+
+
+def _same_output(a: Trajectory, b: Trajectory) -> bool:
+    return len(a.turns) == len(b.turns) and all(
+        np.array_equal(x.output_ids, y.output_ids) for x, y in zip(a.turns, b.turns)
+    )

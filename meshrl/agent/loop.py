@@ -31,6 +31,7 @@ from meshrl.core.types import (
     turn_seed,
 )
 from meshrl.data.chat import Message, continuation_ids, render, render_text
+from meshrl.data.decode import text_of
 
 # A turn's stop_reason -> the status of its trajectory. Aborted turns are continued below the agent: an abort that is
 # returned here means that the engine failed.
@@ -146,7 +147,7 @@ async def take_turn(
             f"tokens, which differs from the {len(context_ids)} tokens that were sent; ids must stay unchanged"
         )
     _insert(trajectory, turn, media_spans)
-    text = ctx.tokenizer.decode(turn.output_ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    text = text_of(ctx.tokenizer, turn.output_ids)
     turn.messages = [*new_messages, {"role": "assistant", "content": text}]
     trajectory.status = _STATUS[turn.stop_reason]
     if trajectory.status == "failed":

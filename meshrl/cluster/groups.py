@@ -178,7 +178,7 @@ class RolloutGroup:
     arrive; each token records its version in any case. keep = they stay in their engine; an engine that can't keep them
     finishes them first. abort = the engine aborts them, and they continue from their last token after the sync. restart
     = they begin again, so that a turn has one version. num_running: requests that have no answer yet. on_turn_end:
-    called when a request has ended.
+    called when a request has ended. on_session_start: called at the first request of a session.
     """
 
     def __init__(self, executor: Executor, max_restarts: int = 0):
@@ -189,6 +189,7 @@ class RolloutGroup:
         self.send_weights: Callable[[int], Awaitable[bool]] | None = None
         self.in_flight: Literal["keep", "abort", "restart"] = "keep"
         self.on_turn_end: Callable[[], None] = lambda: None
+        self.on_session_start: Callable[[str], None] = lambda session: None
         self._may_generate = asyncio.Event()  # cleared during a sync that aborts turns
         self._may_generate.set()
         self.synced = asyncio.Event()  # set by each sync; a task that waits for the next sync clears it first
@@ -245,7 +246,7 @@ class RolloutGroup:
     async def _wait_until_ready(self, rank: int) -> None:
         """Wait until no sync aborts turns and the rank is not being replaced: a new rank accepts requests before it has
         weights."""
-        while True:
+        while not self._may_generate.is_set() or self._replacements:
             mine = [task for failure, task in self._replacements.items() if failure.rank == rank and not task.done()]
             if self._may_generate.is_set() and not mine:
                 return
@@ -278,11 +279,8 @@ class RolloutGroup:
         if session not in self._routes:
             rank = self._routes[session] = min(self.ranks, key=self._num_sessions.__getitem__)
             self._num_sessions[rank] += 1
+            self.on_session_start(session)
         return self._routes[session]
-
-    def has_session(self, session: str) -> bool:
-        """Whether the session has sent a request, and has not ended."""
-        return session in self._routes
 
     def end_session(self, session: str) -> None:
         """Called when a session has no more requests."""

@@ -57,8 +57,7 @@ class GroupBuffer:
         self._finished = set[int](job.cursor.get("finished", ()))  # trained or dropped, from the cursor on
         self._reusable = {group.trajectories[0].prompt.ordinal: group for group in job.scored if _is_valid(group, job)}
         job.scored = []
-        self._unanswered = set[int]()  # ordinals of groups that are being sampled
-        self._unsent = set[int]()  # those of them that may not have sent a request yet
+        self._unsent = set[str]()  # sessions of started groups that have not sent a request yet
         self._unfinished = Counter[int]()  # version -> groups of it that have not ended
         self._scored, self._has_failed = set[int](), False
         self._group_ended = asyncio.Event()
@@ -69,6 +68,7 @@ class GroupBuffer:
     async def __aenter__(self) -> GroupBuffer:
         self._is_open = True
         self._job.rollouts.on_turn_end = self.fill
+        self._job.rollouts.on_session_start = self._unsent.discard
         return self
 
     async def __aexit__(
@@ -76,6 +76,7 @@ class GroupBuffer:
     ) -> None:
         self._is_open = False
         self._job.rollouts.on_turn_end = lambda: None
+        self._job.rollouts.on_session_start = lambda session: None
         groups = self._groups.values()
         self._job.scored = [g.task.result() for g in groups if _is_scored(g)] + [*self._reusable.values()]
         for group in groups:
@@ -87,9 +88,8 @@ class GroupBuffer:
         job, loop = self._job, self._job.cfg.loop
         limit = min(self._step + self._staleness + 1, loop.num_steps) * self._per_step + self._spare
         limit = min(limit - self._num_taken - self._num_dropped, self._window + self._spare)
-        load: int | None = None
         while self._is_open and len(self._groups) < limit:
-            load = self._load() if load is None else load
+            load = job.rollouts.num_running + len(self._unsent) * loop.samples_per_prompt  # requests, also future ones
             if load and load + loop.samples_per_prompt > self._capacity:
                 return
             before = job.feed.state()
@@ -98,9 +98,7 @@ class GroupBuffer:
                 continue
             again = self._reusable.pop(prompt.ordinal, None)
             if again is None:
-                self._unanswered.add(prompt.ordinal)
-                self._unsent.add(prompt.ordinal)
-                load += loop.samples_per_prompt
+                self._unsent.add(group_id(prompt, "train"))
             task = asyncio.ensure_future(_ready(again) if again is not None else self._sampled(prompt))
             version = job.trainer.version if again is None else _oldest(again)
             self._groups[prompt.ordinal] = Group(prompt=prompt, before=before, version=version, task=task)
@@ -115,13 +113,6 @@ class GroupBuffer:
         elif num_left >= step // 2:
             self._window = max(step, self._window - max(1, step // 8))
 
-    def _load(self) -> int:
-        """Requests of the samplers, with those that groups will send which have just been started."""
-        job, groups = self._job, self._groups
-        self._unsent &= self._unanswered
-        self._unsent -= {o for o in self._unsent if job.rollouts.has_session(group_id(groups[o].prompt, "train"))}
-        return job.rollouts.num_running + len(self._unsent) * job.cfg.loop.samples_per_prompt
-
     def _ended(self, ordinal: int, task: asyncio.Task[ScoredGroup]) -> None:
         group = self._groups.get(ordinal)
         if group is not None and group.task is task:  # else it was taken or dropped
@@ -135,7 +126,7 @@ class GroupBuffer:
         try:
             trajectories = await answer(self._job, [prompt])
         finally:
-            self._unanswered.discard(prompt.ordinal)
+            self._unsent.discard(group_id(prompt, "train"))
         return ScoredGroup(trajectories, await score(self._job, trajectories))
 
     async def take(self) -> list[ScoredGroup]:
@@ -165,8 +156,9 @@ class GroupBuffer:
         taken = [self._pop(ordinal).task.result() for ordinal in sorted(scored)]
         late = [ordinal for ordinal, group in self._groups.items() if group.version <= oldest]
         for ordinal in late:
-            self._pop(ordinal).task.cancel()
-        self._unanswered -= {*late}
+            group = self._pop(ordinal)
+            group.task.cancel()
+            self._unsent.discard(group_id(group.prompt, "train"))  # a task that never ran does not do it
         self._finished |= {*scored, *late}
         self._num_taken += len(scored)
         self._num_dropped += len(late)

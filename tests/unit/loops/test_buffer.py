@@ -42,9 +42,6 @@ class Samplers:
         await settled()
 
     async def generate(self, request: Any) -> Any: ...
-    def has_session(self, session: str) -> bool:
-        return True
-
     def end_session(self, session: str) -> None: ...
     async def score(self, trajectories: Any) -> list[Any]:
         return []
