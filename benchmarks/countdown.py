@@ -86,7 +86,7 @@ def warm_model(folder: Path, shape: str, num_steps: int, quiet: bool = True) -> 
         "train": {
             "activation_checkpointing": False,
             "optimizer": {"lr": 3e-3},
-            "scheduler": {"kind": "cosine", "warmup_steps": 10, "min_lr_ratio": 0.1},
+            "scheduler": {"kind": "cosine", "warmup_steps": num_steps // 25, "min_lr_ratio": 0.1},
         },
         "sft": {"num_steps": num_steps, "rows_per_step": 48, "max_row_tokens": 400},
         "cluster": {"num_train_ranks": 2},

@@ -112,11 +112,14 @@ class RankSync:
     async def cancel(self) -> None:
         """Cancel the running sync, if there is one, so that no other rank waits for this one. The sampler has no valid
         version then."""
-        if self._running is None:
-            await self._abort()
-        else:  # `sync` calls _abort then
+        running = self._running
+        if running is not None:
             self._cancelled = True
-            self._running.cancel()
+            running.cancel()
+            await asyncio.wait({running})
+            if running.cancelled() or running.exception() is not None:  # then `sync` calls _abort
+                return
+        await self._abort()  # also if the sync has just committed: other ranks may not have
 
     async def _abort(self) -> None:
         if self._transport is not None:

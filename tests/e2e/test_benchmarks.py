@@ -151,3 +151,27 @@ def test_without_trl_the_error_names_the_page_that_explains_its_installation(tmp
 def test_the_bare_loop_is_short() -> None:
     """The engine is compared with a simple loop, as users would write it: at most 60 lines."""
     assert len((BENCHMARKS / "bare_fsdp2.py").read_text().splitlines()) <= 60
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_overlap(tmp_path: Path) -> None:
+    line = smoke("overlap", tmp_path)
+    assert bars(line) == {"phases_equal", "over_longer_phase", "over_in_turn"}
+    assert "over_both_cores" in line["figures"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_async_rl(tmp_path: Path) -> None:
+    line = smoke("async_rl", tmp_path)
+    assert bars(line) == {"speed_up", "reward_below_colocated"}
+    assert "fully_async_run/rollout_idle" in line["figures"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_schedule_learning(tmp_path: Path) -> None:
+    line = smoke("schedule_learning", tmp_path)
+    assert bars(line) == {"accuracy_below_colocated_fully_async_1"}
+    assert "accuracy_fully_async_1_uncorrected" in line["figures"]

@@ -62,8 +62,15 @@ FAULTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("fault", FAULTS)
+FAST = {("a sampler dies while another one generates", "one_step_off"), ("a train rank dies", "fully_async")}
+CASES = [
+    pytest.param(fault, kind, marks=() if (fault, kind) in FAST else pytest.mark.slow)
+    for fault in FAULTS
+    for kind in KINDS
+]
+
+
+@pytest.mark.parametrize(("fault", "kind"), CASES)
 def test_the_run_continues_and_trains_each_prompt_once(fault, kind, config, planted):
     planted(FAULTS[fault][0])
     folder = train(config, f"{kind} {fault}".replace(" ", "_"), *KINDS[kind], *FAULTS[fault][1])
@@ -83,7 +90,9 @@ SYNC_FAILURES = {
 }
 
 
-@pytest.mark.parametrize("layout", SYNC_FAILURES)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=() if "colocated" in name else pytest.mark.slow) for name in SYNC_FAILURES]
+)
 def test_a_sync_that_fails_on_one_rank_is_repeated(layout, config, planted, capfd):
     """Without a lost rank, for example after a damaged transfer: the trainer still has the weights, so all are sent
     again, also where the ranks that train sample too."""
@@ -98,6 +107,7 @@ def test_a_sync_that_fails_on_one_rank_is_repeated(layout, config, planted, capf
     assert steps[-1]["train/restarts"] == 0
 
 
+@pytest.mark.slow
 def test_a_sync_that_fails_twice_ends_the_run(config, planted):
     planted(*({"rank": 1, "method": "receive", "call": call, "how": "sync error"} for call in (12, 13)))
     with pytest.raises(SyncError, match="planted by a test"):
@@ -136,7 +146,7 @@ async def stalls(self: Any, prompt: Any, index: int, generate: Any, ctx: Any) ->
     return await SingleTurn.run(self, prompt, index, generate, ctx)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["fully_async", pytest.param("one_step_off", marks=pytest.mark.slow)])
 def test_a_stalled_agent_ends_the_run_at_the_deadline(kind, config, monkeypatch):
     monkeypatch.setattr("meshrl.loops.deadlines._SLACK_S", 0.5)
     monkeypatch.setattr("meshrl.agent.loop.AGENTS", {"single_turn": type("Stalling", (SingleTurn,), {"run": stalls})})
@@ -162,6 +172,7 @@ def test_a_slow_grader_does_not_let_the_samplers_run_ahead(config):
 # ---- kills of the complete run
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_trains_each_prompt_once(config):
     """P27: no prompt is lost, and none is trained twice."""
     killed(config, "killed", 2, 7, 0.4, *KINDS["fully_async"], "loop.num_steps=8")
