@@ -310,9 +310,15 @@ class RolloutGroup:
         self._busy_since = dict.fromkeys(self._busy_since, now)
         return taken
 
-    async def score(self, ids: np.ndarray) -> list[np.ndarray]:
-        """Each sampler's logprobs of these ids at temperature 1, float32[T]."""
-        return await self._all(lambda rank: self.executor.call(rank, RankWorker.score, ids))
+    async def score(self, ids: np.ndarray) -> dict[int, np.ndarray]:
+        """Logprobs of these ids at temperature 1, float32[T], by sampler. Samplers that are lost have no entry."""
+        scored: dict[int, np.ndarray] = {}
+
+        async def score(rank: int) -> None:
+            scored[rank] = await self.executor.call(rank, RankWorker.score, ids)
+
+        await self._where_not_lost(score)
+        return {rank: scored[rank] for rank in self.ranks if rank in scored}
 
     async def abort(self) -> int:
         """Abort all running requests; `generate` continues them by itself."""

@@ -42,9 +42,13 @@ async def _send_to(
     version: int,
     is_current: Callable[[], bool] = lambda: True,
 ) -> list[Ack]:
-    """Sync these ranks. If a sampler is lost meanwhile and can be replaced, the sync starts again for all of them. The
-    caller holds `replacing`. is_current: whether the trainer still has this version; called under command_lock. If it
-    has not, nothing is sent and the result is empty."""
+    """Sync these ranks. If a sampler is lost meanwhile and can be replaced, or after one failure without a lost rank,
+    such as a damaged transfer, the sync starts again for all of them, with all weights. The caller holds `replacing`.
+
+    is_current: whether the trainer still has this version; called under command_lock. If it has not, nothing is sent
+    and the result is empty.
+    """
+    repeated = False
     while True:
         connection_id = f"{[*ranks]}, {rollouts.num_restarts} replaced, {rollouts.num_failed_syncs} syncs cancelled"
         try:
@@ -57,9 +61,13 @@ async def _send_to(
         except BaseException as error:
             rollouts.num_failed_syncs += 1
             lost = error if isinstance(error, RankFailure) else error.__cause__
-            if not isinstance(lost, RankFailure):
+            if isinstance(lost, RankFailure):
+                await rollouts.restart(lost)
+            elif isinstance(error, SyncError) and not repeated:
+                repeated = True
+                rollouts.note(f"{str(error).splitlines()[0]}; sending the weights again")
+            else:
                 raise
-            await rollouts.restart(lost)
 
 
 async def _sync(

@@ -215,12 +215,13 @@ def _ranks_in_turn(config: RunConfig) -> str | None:
     turns = f"{_count(train, 'train')} and {_count(samplers, 'sampler')} run in turn: each waits while the other works"
     total = train + samplers
     change = f"set cluster.num_train_ranks={total} and cluster.num_rollout_ranks=0 to use all {total} for both"
+    overlap = "loop.kind=one_step_off or fully_async lets them work at the same time (docs/schedules.md)"
     if rollout.engine == "embedded":
-        return f"{turns}; with loop.kind=colocated {change}."
+        return f"{turns}; {overlap}, or {change}."
     return (
-        f"{turns}. Separate ranks are needed where the training state and the {rollout.engine} server do not fit on "
-        f"one device together. Where they do (rollout.release_memory=true frees the server's memory while the trainer "
-        f"works), {change}."
+        f"{turns}; {overlap}. Separate ranks are needed where the training state and the {rollout.engine} server do "
+        "not fit on one device together. Where they do (rollout.release_memory=true frees the server's memory while "
+        f"the trainer works), {change}."
     )
 
 

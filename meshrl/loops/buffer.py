@@ -5,6 +5,9 @@ run. So at most prompts_per_step groups can become too old for the step after th
 takes these first, and waits for them. Therefore no sample is more than max_staleness versions old when it is trained,
 and none is dropped for its age.
 
+Below this limit, the number of groups at a time follows the load: it rises after a step that had to wait for scored
+groups, and falls after one that left many, because groups that wait for the trainer only become older.
+
 With loop.oversampling the limit is higher by that fraction of a step, and a step drops this number of groups instead of
 waiting for them.
 """
@@ -58,6 +61,7 @@ class GroupBuffer:
         self._unfinished = Counter[int]()  # version -> groups of it that have not ended
         self._scored, self._has_failed = set[int](), False
         self._group_ended = asyncio.Event()
+        self._window = min(2, self._staleness + 1) * self._per_step  # groups at a time, without the spare ones
         self._num_dropped = 0  # by the last take; not replaced before the next one, because they would be too old
         self._is_open = False
 
@@ -83,7 +87,8 @@ class GroupBuffer:
         """Start groups while the limits of staleness and of the samplers' load allow it."""
         job, loop = self._job, self._job.cfg.loop
         limit = min(self._step + self._staleness + 1, loop.num_steps) * self._per_step + self._spare
-        while self._is_open and len(self._groups) + self._num_taken + self._num_dropped < limit:
+        limit = min(limit - self._num_taken - self._num_dropped, self._window + self._spare)
+        while self._is_open and len(self._groups) < limit:
             load = job.rollouts.num_running + len(self._unsent) * loop.samples_per_prompt  # requests, also future ones
             if load and load + loop.samples_per_prompt > self._capacity:
                 return
@@ -99,6 +104,14 @@ class GroupBuffer:
             self._groups[prompt.ordinal] = Group(prompt=prompt, before=before, version=version, task=task)
             self._unfinished[version] += 1
             task.add_done_callback(partial(self._ended, prompt.ordinal))
+
+    def _adapt(self, waited: bool, num_left: int) -> None:
+        """Allow more groups at a time after a step that had to wait for scored ones, fewer after one that left many."""
+        step, most = self._per_step, (self._staleness + 1) * self._per_step
+        if waited:
+            self._window = min(most, self._window + max(1, step // 2))
+        elif num_left >= step // 2:
+            self._window = max(step, self._window - max(1, step // 8))
 
     def _ended(self, ordinal: int, task: asyncio.Task[ScoredGroup]) -> None:
         group = self._groups.get(ordinal)
@@ -119,7 +132,7 @@ class GroupBuffer:
     async def take(self) -> list[ScoredGroup]:
         """Wait for the groups of the next step, remove them and return them, in the order of their prompts. Raises: the
         error of a group."""
-        self._step, self._num_dropped = self._job.step, 0
+        self._step, self._num_dropped, waited = self._job.step, 0, False
         oldest = self._job.trainer.version - self._staleness
         self._unfinished = +self._unfinished
         while True:
@@ -131,7 +144,9 @@ class GroupBuffer:
                         group.task.result()
             num_late = sum(count for version, count in self._unfinished.items() if version <= oldest)
             if len(self._scored) >= self._per_step and num_late <= self._spare:
+                self._adapt(waited, len(self._scored) - self._per_step)
                 return self._taken(oldest)
+            waited |= len(self._scored) < self._per_step
             await self._group_ended.wait()
 
     def _taken(self, oldest: int) -> list[ScoredGroup]:

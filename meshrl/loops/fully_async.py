@@ -6,7 +6,7 @@ from __future__ import annotations
 from meshrl.loops.buffer import GroupBuffer
 from meshrl.loops.evaluate import evaluate_if_due
 from meshrl.loops.job import Job
-from meshrl.loops.step import finish_step, first_sync, sync, train_step
+from meshrl.loops.step import finish_step, first_sync, probe_result, sync, train_step
 
 
 async def fully_async(job: Job) -> None:
@@ -20,6 +20,7 @@ async def fully_async(job: Job) -> None:
             await evaluate_if_due(job)
             await run.save_if_due(job, loop.save_every_steps, with_model=True)
             if job.is_over:
+                await probe_result(job)
                 return
             with run.spans("wait"):
                 groups = await buffer.take()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -112,6 +113,7 @@ class Job:
     noted_no_signal: bool = False  # the note that a step had no signal is written once
     began: float = field(default_factory=time.perf_counter)  # of the current step, by time.perf_counter
     probed: list[Sample] = field(default_factory=list)  # rows that the next sync scores on both sides
+    probe: asyncio.Task[list[Metric]] | None = None  # of the last sync
     scored: list[ScoredGroup] = field(default_factory=list)  # not trained yet when the train ranks were lost
 
     @property
@@ -135,6 +137,9 @@ class Job:
         }
 
     async def restore(self, step: int, saved: dict[str, Any], state: Path) -> None:
+        if self.probe is not None:
+            self.probe.cancel()
+        self.probe, self.probed = None, []
         self.feed.load_state(saved["data"])
         await self.trainer.load(str(state), saved["version"])
         self.step, self.num_updates, self.cursor = step, saved["num_updates"], saved["data"]

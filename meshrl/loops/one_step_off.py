@@ -13,7 +13,7 @@ from typing import Any
 from meshrl.core.types import Metric, Trajectory
 from meshrl.loops.evaluate import evaluate_if_due
 from meshrl.loops.job import Job
-from meshrl.loops.step import answer, finish_step, first_sync, score, sync, train_step
+from meshrl.loops.step import answer, finish_step, first_sync, probe_result, score, sync, train_step
 
 
 async def one_step_off(job: Job) -> None:
@@ -26,6 +26,7 @@ async def one_step_off(job: Job) -> None:
             await evaluate_if_due(job)
             await run.save_if_due(job, loop.save_every_steps, with_model=True)
             if job.is_over:
+                await probe_result(job)
                 return
             with run.spans("wait"):
                 trajectories, sampled, cursor = await (ahead or _next_batch(job))
@@ -36,14 +37,14 @@ async def one_step_off(job: Job) -> None:
                 metrics += sampled + await train_step(job, trajectories)
                 await finish_step(job, trajectories, metrics, cursor)
             metrics = []
-            if ahead is not None:
+            if ahead is not None and not job.is_over:
                 with run.spans("wait"):
                     if await _needs_sync(job, ahead):
                         metrics += await sync(job)
                     await asyncio.wait({ahead})
             metrics += await sync(job)
     finally:
-        if ahead is not None:
+        if ahead is not None:  # the run ends early, or by an error
             ahead.cancel()
             await asyncio.gather(ahead, return_exceptions=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -202,6 +203,7 @@ async def update(job: Job, updates: Sequence[Update]) -> list[Metric]:
         metrics += report.metrics
         if len(updates) == 1:
             metrics += job.proof.check(report.mismatch, part.samples, cfg.model.dtype, job.trainer.version)
+        metrics += await probe_result(job)
         lr = learning_rate(job.num_updates, total, cfg.train.optimizer.lr, cfg.train.scheduler)
         step = await job.trainer.optim_step(lr)
         job.num_updates += 1
@@ -245,8 +247,10 @@ async def sync(job: Job) -> list[Metric]:
     if job.trainer.is_synced and not job.cfg.rollout.release_memory:
         return []
     with job.run.spans("sync"):
-        metrics = await _sync(job)
-        return metrics + (await _probe(job) if job.cfg.loop.staleness else [])
+        metrics = await probe_result(job) + await _sync(job)
+    if job.probed:
+        job.probe = asyncio.create_task(_probe(job))
+    return metrics
 
 
 async def _sync(job: Job) -> list[Metric]:
@@ -278,22 +282,33 @@ _PROBED_TOKENS = 2048
 
 async def _probe(job: Job) -> list[Metric]:
     """Score some rows of the last step with the new weights, in the trainer and in every sampler, and compare (P15).
-    Samples that are older than the trainer's weights prove nothing when they are re-scored. Raises:
-    SamplerMismatchError."""
-    if not job.probed:
-        return []
-    version = job.trainer.version
-    scored = await job.trainer.forward(job.probed, job.trainer.batch_plan(job.probed), "policy")
+    Samples that are older than the trainer's weights prove nothing when they are re-scored.
+
+    The trainer scores at once; the answers of busy samplers may come later. Raises: SamplerMismatchError.
+    """
+    version, trainer = job.trainer.version, job.trainer
+    ours, theirs = await asyncio.gather(
+        trainer.forward(job.probed, trainer.batch_plan(job.probed), "policy"),
+        asyncio.gather(*(job.rollouts.score(row.tokens) for row in job.probed)),
+    )
     mismatch, answers = dict[int, np.ndarray](), list[Sample]()
-    for row, logprobs in zip(job.probed, scored, strict=True):
-        for rank, sampled in zip(job.rollouts.ranks, await job.rollouts.score(row.tokens), strict=True):
+    for row, logprobs, of_samplers in zip(job.probed, ours, theirs, strict=True):
+        for rank, sampled in of_samplers.items():
             versions = np.full(len(row), version, np.int32)
             answer = replace(row, rollout_logprobs=sampled, versions=versions, engine_id=f"rank {rank}")
             mismatch[len(answers)] = row_mismatch(answer, logprobs, version)
             answers.append(answer)
     job.proof.check(mismatch, answers, job.cfg.model.dtype, version)
+    if not mismatch:  # all samplers were lost meanwhile
+        return []
     largest = max(float(row[2] / row[1]) for row in mismatch.values())
     return [Metric(name="proof/probe_diff_mean", sum=largest, reduce="max", unit="nats")]
+
+
+async def probe_result(job: Job) -> list[Metric]:
+    """Wait for the probe of the last sync, if there is one; returns its metrics. Raises: SamplerMismatchError."""
+    probe, job.probe = job.probe, None
+    return [] if probe is None else await probe
 
 
 def _rows_to_probe(samples: Sequence[Sample]) -> list[Sample]:

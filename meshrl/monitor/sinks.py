@@ -281,5 +281,8 @@ COLUMNS: tuple[Column, ...] = (  # of the live panel
     ("rollout", "rollout/tokens_per_s", lambda value: f"{_amount(value)} tok/s"),
     ("train", "train/tokens_per_s", lambda value: f"{_amount(value)} tok/s"),
     ("sync", "sync/latency_s", "{:.2f}s".format),
+    ("train idle", "run/train_idle", "{:.0%}".format),
+    ("rollout idle", "run/rollout_idle", "{:.0%}".format),
+    ("staleness", "rollout/staleness_versions/p95", "{:.0f}".format),
     ("mem", "memory/rss_bytes", lambda value: f"{_amount(value)}B"),
 )

@@ -6,7 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from meshrl.core.files import write_text
@@ -14,13 +14,13 @@ from meshrl.monitor.jsonl import to_line
 from meshrl.process.family import started_at
 
 STATUS_FILE = "status.json"
-_SHOWN = ("reward/mean", "loss/nll")  # the main number of a run, by its kind
+_SHOWN = ("reward/mean", "loss/nll", "run/train_idle", "run/rollout_idle", "rollout/staleness_versions/p95")
 
 
 @dataclass(kw_only=True, slots=True)
 class Status:
     """The state of a run. step: finished steps. phase: the current one; "" between two. since: start of the phase,
-    seconds since 1970. value: of the metric `shown` at the last finished step. started: start of the process, which
+    seconds since 1970. values: main metrics of the last finished step. started: start of the process, which
     distinguishes it from a later one with the same id."""
 
     host: str
@@ -30,8 +30,7 @@ class Status:
     step: int = 0
     phase: str = "start"
     since: float = 0.0
-    shown: str = ""
-    value: float | None = None
+    values: dict[str, float | None] = field(default_factory=dict)
 
 
 class StatusFile:
@@ -67,10 +66,8 @@ class StatusFile:
             self._path.write_bytes(self._before)
 
     def write(self, step: int, values: Mapping[str, float], units: Mapping[str, str]) -> None:
-        shown = next((name for name in _SHOWN if name in values), None)
         self.status.step = max(self.status.step, step + 1)
-        if shown is not None:
-            self.status.shown, self.status.value = shown, values[shown]
+        self.status.values |= {name: values[name] for name in _SHOWN if name in values}
         self._write()
 
     def close(self, failed: bool = False) -> None:

@@ -15,7 +15,7 @@ from meshrl.run.status import STATUS_FILE, Status
 
 _STOP_S = 60.0
 _TYPES: dict[str, tuple[type, ...]] = {  # checked because another program may have written the file
-    **dict.fromkeys(("host", "phase", "shown"), (str,)),
+    **dict.fromkeys(("host", "phase"), (str,)),
     **dict.fromkeys(("pid", "num_steps", "step"), (int,)),
     **dict.fromkeys(("started", "since"), (int, float)),
 }
@@ -28,7 +28,8 @@ def read_status(folder: Path) -> Status:
         raise MeshrlError(f"{folder} is not a run's folder: it has no {STATUS_FILE}. Give a folder such as runs/NAME")
     found = read_object(path)
     with data_errors(str(path), "the status of a run"):
-        status = Status(**found | {"value": None if found["value"] is None else float(found["value"])})
+        known = {str(name): float(value) for name, value in found["values"].items() if value is not None}
+        status = Status(**found | {"values": known})
         for name, types in _TYPES.items():
             if type(getattr(status, name)) not in types:
                 raise TypeError(f"{name} is {getattr(status, name)!r:.80}")
@@ -61,8 +62,7 @@ def describe(folder: Path) -> str:
     lines = [f"{folder}: {state}", f"step {status.step} of {status.num_steps}"]
     if runs and status.phase:
         lines[-1] += f", in phase {status.phase} for {time.time() - status.since:.0f} s"
-    if status.value is not None:
-        lines.append(f"{status.shown} {status.value:.4g}")
+    lines += [f"{name} {value:.4g}" for name, value in status.values.items()]
     for process in family(status.pid) if runs else ():
         name = "controller" if process.pid == status.pid else process.name
         lines.append(f"{process.pid:>8}  {name:<12} {process.rss_bytes / 2**20:>8.0f} MB")

@@ -86,6 +86,23 @@ def test_each_prompt_is_trained_once_and_no_sample_is_too_old(config, colocated,
     assert first == expected
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_that_ended_early_continues_with_the_next_prompts(config, kind):
+    """P27: prompts that were sampled ahead, and not trained, are sampled again; no other prompt is."""
+    values = json.loads(config.read_text())
+    values["loop"] |= {"kind": kind, "num_steps": 6, "prompts_per_step": 2, "eval_every_steps": 0}
+    values["cluster"] = {"num_train_ranks": 1, "num_rollout_ranks": 1}
+    values["model"]["path"] = str(config.parent / "model")
+    values["data"] |= {"path": str(config.parent / "rows.jsonl"), "eval_path": None}
+    values["run"] |= {"name": f"early_{kind}", "resume": "auto"}
+    folder = meshrl.train(values, on_step=lambda step, metrics: step < 2, quiet=True).folder
+    assert len(prompt_counts(folder)) == 3
+    meshrl.train(values, quiet=True)
+    counts = prompt_counts(folder)
+    assert [sum(step.values()) for step in counts] == [4] * 6
+    assert sum(counts, start=Counter()) == dict.fromkeys(range(12), 2)
+
+
 @pytest.mark.parametrize("mode", ["keep", "abort", "restart"])
 def test_running_answers_meet_new_weights_in_each_mode(config, mode):
     """The first tokens of an answer may have an older version than the last ones, except under restart. The samplers

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import psutil
@@ -13,6 +14,8 @@ from tiny_models import tiny_qwen2
 from tiny_run import steps_of, train, write_run
 from tiny_tokenizers import tiny_tokenizer
 from vllm_servers import MISSING, MODEL
+
+from meshrl.monitor.rollout_log import read_rollouts
 
 pytestmark = [pytest.mark.skipif(bool(MISSING), reason=MISSING), pytest.mark.timeout(600)]
 
@@ -76,6 +79,20 @@ def test_a_run_samples_with_vllm_and_proves_its_weights(config: Path, layout: tu
     for step in steps:
         assert step["sync/proven_wire"] == step["sync/proven_read_back"] == 1
         assert step["proof/logprob_abs_diff_mean"] < 1e-4
+    assert of_vllm(others) == []
+
+
+def test_vllm_samples_while_the_trainer_trains(config: Path, others: set[int]):
+    """P15, P25: answers go on under new weights, and each sync's probe compares vLLM's scores with the trainer's."""
+    overlapped = ("loop.kind=fully_async", "loop.max_staleness=2", "loop.num_steps=6", "loop.prompts_per_step=2")
+    long = ("rollout.sampling.max_new_tokens=48", "cluster.num_rollout_ranks=1")
+    folder = train(config, "overlapped", *VLLM, *overlapped, *long)
+    steps = steps_of(folder)
+    assert len(steps) == 6 and all(step["sync/proven_read_back"] == 1 for step in steps)
+    assert all(step["proof/probe_diff_mean"] < 1e-3 for step in steps[1:])
+    records = [r for path in sorted((folder / "rollouts").glob("step_*.jsonl")) for r in read_rollouts(path)]
+    assert Counter(r.trajectory.prompt.ordinal for r in records) == dict.fromkeys(range(12), 4)
+    assert any(len({*turn.versions.tolist()}) > 1 for r in records for turn in r.trajectory.turns)
     assert of_vllm(others) == []
 
 

@@ -51,7 +51,7 @@ SCHEDULE_FAULTS = [
         "    prompts, cursor = job.feed.next(job.cfg.loop.prompts_per_step), job.feed.state()\n",
         "    prompts, cursor = job.feed.next(job.cfg.loop.prompts_per_step), {}\n"
         "    cursor = {**job.feed.state(), 'next_ordinal': job.feed.state()['next_ordinal'] + len(prompts)}\n",
-        (_FAULTS + "test_a_run_that_is_killed_trains_each_prompt_once",),
+        (_LOOPS + "test_a_run_that_ended_early_continues_with_the_next_prompts",),
     ),
     Fault(
         "a replaced sampler waits for a sync that waits for its answers",
@@ -63,8 +63,8 @@ SCHEDULE_FAULTS = [
     Fault(
         "no probe after a sync",
         "meshrl/loops/step.py",
-        "(await _probe(job) if job.cfg.loop.staleness else [])",
-        "[]",
+        "    if job.probed:\n",
+        "    if False:\n",
         (_STALE,),
     ),
     Fault(

@@ -287,6 +287,7 @@ LEARNING = (
 STABILITY = (
     Chart("Gradient norm", ("train/grad_norm",)),
     Chart("Distance from the policy that sampled", ("loss/approx_kl",)),
+    Chart("Effective sample size", ("correction/effective_sample_size",)),
     Chart("Distance from the reference", ("loss/kl", "reward/kl")),
     Chart("Clipped ratios", ("loss/clip_fraction_low", "loss/clip_fraction_high")),
     Chart("Equal answers in a group", ("rollout/duplicate_fraction",)),
@@ -297,6 +298,9 @@ STABILITY = (
 SPEED = (
     Chart("Speed", ("rollout/tokens_per_s", "train/tokens_per_s")),
     Chart("Memory", ("memory/rss_bytes", "memory/rss_bytes/controller", "memory/device_peak_bytes"), noisy=False),
+    Chart("Idle ranks", ("run/train_idle", "run/rollout_idle")),
+    Chart("Age of samples", ("rollout/staleness_versions/p50", "rollout/staleness_versions/p95")),
+    Chart("Groups that are not trained yet", ("rollout/groups_scored", "rollout/groups_running")),
     Chart("Weight sync", ("sync/latency_s", "sync/wait_s", "sync/verify_s")),
 )
 

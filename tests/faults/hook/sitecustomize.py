@@ -42,6 +42,12 @@ def fail() -> None:
     raise RuntimeError("planted by a test")
 
 
+def break_sync() -> None:
+    from meshrl.core.errors import SyncError
+
+    raise SyncError("planted by a test")
+
+
 def orphan() -> None:
     """Kill the process that started this rank."""
     import psutil
@@ -53,6 +59,7 @@ def orphan() -> None:
 
 ACTIONS = {
     "raise": fail,
+    "sync error": break_sync,
     "exit": lambda: os._exit(7),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),

@@ -45,8 +45,9 @@ def _notes(config: Path, *overrides: str, purpose: Purpose = "train") -> list[st
 def test_explain_notes_that_train_and_sampler_ranks_wait_for_each_other(good: Path):
     (note,) = _notes(good, "cluster.num_rollout_ranks=2")
     assert note == (
-        "2 train ranks and 2 sampler ranks run in turn: each waits while the other works; with loop.kind=colocated "
-        "set cluster.num_train_ranks=4 and cluster.num_rollout_ranks=0 to use all 4 for both."
+        "2 train ranks and 2 sampler ranks run in turn: each waits while the other works; loop.kind=one_step_off or "
+        "fully_async lets them work at the same time (docs/schedules.md), or set cluster.num_train_ranks=4 and "
+        "cluster.num_rollout_ranks=0 to use all 4 for both."
     )
     (one,) = _notes(good, "cluster.num_train_ranks=1", "cluster.num_rollout_ranks=1")
     assert one.startswith("1 train rank and 1 sampler rank run in turn")

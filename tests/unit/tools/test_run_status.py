@@ -69,7 +69,7 @@ def test_the_file_follows_steps_and_phases(tmp_path):
     file.write(4, {"reward/mean": 0.25}, {})
     file.write(3, {"eval/mean_at_k": 1.0}, {})  # an evaluation is reported with the number of the step before it
     status = read_status(tmp_path)
-    assert (status.step, status.num_steps, status.shown, status.value) == (5, 10, "reward/mean", 0.25)
+    assert (status.step, status.num_steps, status.values) == (5, 10, {"reward/mean": 0.25})
     assert (status.pid, status.host) == (os.getpid(), socket.gethostname())
     assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
 
