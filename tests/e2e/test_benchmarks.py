@@ -144,6 +144,14 @@ def test_weight_sync(tmp_path: Path) -> None:
     assert line["figures"]["delta_fewer_bytes_sockets_2_1"] > 5  # even with small tensors
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_schedule_prediction(tmp_path: Path) -> None:
+    line = smoke("schedule_prediction", tmp_path)
+    assert bars(line) == {"error_one_step_off_smoke", "error_fully_async_smoke"}
+    assert 0.5 < line["figures"]["colocated_smoke"] < 2  # the model repeats its own inputs
+
+
 def test_without_trl_the_error_names_the_page_that_explains_its_installation(tmp_path: Path) -> None:
     assert "benchmarks/README.md" in refusal("grpo_vs_trl", "--trl-python", str(tmp_path / "python"))
 
