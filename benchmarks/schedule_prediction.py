@@ -143,7 +143,7 @@ def _shown(times: dict[str, float]) -> list[str]:
 
 def _cpu_s() -> tuple[float, float]:
     """(all processes of the machine, this one and its ended children): seconds of CPU time."""
-    usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    usage = [resource.getrusage(part) for part in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     own = sum(one.ru_utime + one.ru_stime for one in usage)
     stat = Path("/proc/stat")
     if not stat.exists():
