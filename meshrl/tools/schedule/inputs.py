@@ -131,11 +131,12 @@ def _outside_phases(lines: Sequence[MetricsLine], warm: Sequence[MetricsLine]) -
 
 
 def _probe_s(costs: Costs, groups: Iterable[Sequence[Answer]], ranks: int) -> float:
-    """A forward pass of some short rows in the trainer, and one of each row in the samplers."""
+    """A forward pass of some short rows in the trainer, and one of each row in the samplers. The trainer's pass costs as
+    much without tokens as that of a sampler."""
     lengths = sorted(answer.trained for group in groups for answer in group)
     tokens = PROBED_ROWS * lengths[len(lengths) // 20]
-    train = costs.train_step_s + costs.train_token_s * tokens / ranks
-    return FORWARD_SHARE * train + PROBED_ROWS * costs.decode_step_s + costs.prefill_token_s * tokens
+    train = costs.prefill_step_s + FORWARD_SHARE * costs.train_token_s * tokens / ranks
+    return train + PROBED_ROWS * costs.decode_step_s + costs.prefill_token_s * tokens
 
 
 def _groups(trajectories: Iterable[Trajectory]) -> list[list[Answer]]:

@@ -201,7 +201,8 @@ class Simulation:
             if sampler.waiting:
                 self._continue(sampler)
         if self.setup.max_staleness:
-            yield self.costs.probe_s + PROBED_ROWS * self._message_s
+            first_s = max((sampler.delay_s for sampler in self.samplers), default=0.0)  # a message waits for it, too
+            yield first_s + self.costs.probe_s + PROBED_ROWS * self._message_s
         self.spans.append(Span("sync", self.step, began, self.now))
 
     @property
