@@ -89,6 +89,14 @@ def test_controller_share(tmp_path: Path) -> None:
     assert 0 < line["figures"]["controller_share"] < 1
 
 
+def test_controller_scale(tmp_path: Path) -> None:
+    line = smoke("controller_scale", tmp_path)
+    totals = {"cpu_s_step", "cpu_s_step_and_turns", "ratio_step", "ratio_step_and_turns"}
+    assert bars(line) == totals | {"bytes_ratio_64", "bytes_ratio_256"}
+    parts = ("buffer", "flatten", "planning", "advantages", "loss_weights", "dispatch", "metrics", "turns", "decode")
+    assert all(line["figures"][f"cpu_s_{part}_256"] > 0 for part in parts)
+
+
 CELLS = {f"smoke_float32_16_{kind}" for kind in ("mixed", "equal")}
 
 
