@@ -58,7 +58,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     evaluate = add("eval", _evaluate, "evaluate a model on data.eval_path, with loop.eval_samples answers per prompt")
     launch = add("launch", _launch, "write a Slurm batch file for a run on several nodes")
     launch.add_argument("scheduler", choices=["slurm"], help="the scheduler of the cluster")
-    for sub in (train, sft, evaluate, launch):
+    schedule = add("plan", _plan_schedule, "predict the speed of each loop.kind and of each split of the GPUs")
+    for sub in (train, sft, evaluate, launch, schedule):
         sub.add_argument("config", metavar="CONFIG", help="YAML file; `meshrl config` lists its keys")
         sub.add_argument(
             "overrides",
@@ -73,6 +74,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
             help="start nothing; print the sizes of a step and the resolved config with the origin of each value",
         )
     _add_launch_options(launch)
+    _add_schedule_options(schedule)
     evaluate.add_argument("--model", metavar="FOLDER", help="evaluate this model instead of model.path")
     report = add("report", _report, "write RUN/report.html from the run's files, during the run or after it")
     report.add_argument("folder", metavar="RUN", help="folder of the run, such as runs/NAME")
@@ -116,6 +118,27 @@ def _add_launch_options(launch: argparse.ArgumentParser) -> None:
     for name, text in slurm.items():
         launch.add_argument(f"--{name}", metavar=name.upper(), help=f"{text} (default: the cluster's)")
     launch.add_argument("--out", metavar="FILE", help="file to write (default: print to the terminal)")
+
+
+def _add_schedule_options(schedule: argparse.ArgumentParser) -> None:
+    schedule.add_argument(
+        "--schedule", action="store_true", required=True, help="simulate the schedules; the only prediction so far"
+    )
+    schedule.add_argument(
+        "--from",
+        dest="measured",
+        metavar="RUN",
+        help="folder of a run with loop.kind=colocated, from which times and lengths are taken",
+    )
+    schedule.add_argument(
+        "--assume",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE,...",
+        help="times in seconds and lengths in tokens, such as decode_step_s=0.02,answer_tokens=800 (docs/plan.md)",
+    )
+    schedule.add_argument("--gpus", type=int, metavar="N", help="number of GPUs (default: the ranks of the config)")
+    schedule.add_argument("--out", metavar="FILE", help="write the timelines to this SVG file")
 
 
 def _train(args: argparse.Namespace) -> int:
@@ -181,6 +204,18 @@ def _launch(args: argparse.Namespace) -> int:
     else:
         Path(args.out).write_text(text, encoding="utf-8")
         print(f"wrote {args.out}; submit it with: sbatch {args.out}")
+    return 0
+
+
+def _plan_schedule(args: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from meshrl.run.inputs import load_run
+    from meshrl.tools.schedule.advise import advise
+
+    config = load_run(args.config, args.overrides).config
+    folder, out = (None if path is None else Path(path) for path in (args.measured, args.out))
+    print(advise(config, folder, args.assume, args.gpus, out))
     return 0
 
 

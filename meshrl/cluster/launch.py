@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 
+import torch
+
 from meshrl.cluster.actors import RankWorker
 from meshrl.cluster.executor import Executor, WorkerSpec
 from meshrl.cluster.groups import RolloutGroup, TrainGroup
@@ -18,6 +20,7 @@ from meshrl.config.cluster import ClusterConfig
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
 from meshrl.config.train import TrainConfig
+from meshrl.core.device import keep_freed_memory
 from meshrl.core.errors import ConfigError, RankFailure
 from meshrl.process.leases import LeasedFolder
 from meshrl.sync.layout import Layout
@@ -102,6 +105,7 @@ async def launched(
                 "process for each rank: use executor processes, or start meshrl without torchrun"
             )
         executor = EXECUTORS[cluster.executor](specs, cluster)
+        keep_freed_memory(torch.device("cpu"))  # each step's samples take the memory of the last step's
         try:
             await executor.start()
             groups = Groups(

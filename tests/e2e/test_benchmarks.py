@@ -89,6 +89,14 @@ def test_controller_share(tmp_path: Path) -> None:
     assert 0 < line["figures"]["controller_share"] < 1
 
 
+def test_controller_scale(tmp_path: Path) -> None:
+    line = smoke("controller_scale", tmp_path)
+    totals = {"cpu_s_step", "cpu_s_step_and_turns", "ratio_step", "ratio_step_and_turns"}
+    assert bars(line) == totals | {"bytes_ratio_64", "bytes_ratio_256"}
+    parts = ("buffer", "flatten", "planning", "advantages", "loss_weights", "dispatch", "metrics", "turns", "decode")
+    assert all(line["figures"][f"cpu_s_{part}_256"] > 0 for part in parts)
+
+
 CELLS = {f"smoke_float32_16_{kind}" for kind in ("mixed", "equal")}
 
 
@@ -142,6 +150,14 @@ def test_weight_sync(tmp_path: Path) -> None:
     delta = {"delta_fewer_bytes_sockets_2_1", "delta_over_scan_sockets_2_1"}
     assert bars(line) == shares | delta | {"extra_buckets_colocated_1", "extra_buckets_sockets_2_1"}
     assert line["figures"]["delta_fewer_bytes_sockets_2_1"] > 5  # even with small tensors
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_schedule_prediction(tmp_path: Path) -> None:
+    line = smoke("schedule_prediction", tmp_path)
+    assert bars(line) == {"error_one_step_off_smoke", "error_fully_async_smoke"}
+    assert 0.5 < line["figures"]["colocated_smoke"] < 2  # the model repeats its own inputs
 
 
 def test_without_trl_the_error_names_the_page_that_explains_its_installation(tmp_path: Path) -> None:

@@ -1,0 +1,309 @@
+"""The inputs of the simulation: measured in a colocated run, or assumed."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from meshrl.config.run import RunConfig
+from meshrl.core.errors import ConfigError, MeshrlError
+from meshrl.core.types import Trajectory
+from meshrl.monitor.rollout_log import read_rollouts
+from meshrl.monitor.sinks import MetricsLine, read_metrics
+from meshrl.tools.report.folder import read_run
+from meshrl.tools.schedule.setup import Answer, Costs, TurnLengths
+from meshrl.tools.schedule.simulate import PROBED_ROWS
+
+FORWARD_SHARE = 1 / 3  # of the time of forward and backward
+NUM_ASSUMED_GROUPS = 512
+LENGTHS = {"answer_tokens": 0.0, "answer_sigma": 0.8, "prompt_tokens": 200.0}  # with their defaults
+REQUIRED = ("decode_step_s", "train_token_s", "answer_tokens")  # without a run
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """lengths: the answers of each group. source: where the times come from; notes: what the user should know."""
+
+    costs: Costs
+    lengths: list[list[Answer]]
+    source: str
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Decoding:
+    """A turn in its engine: its decode steps after the first token, from `start` to `end` (seconds since the step's
+    first request), and the context tokens that were computed for it before, in prefill_s."""
+
+    start: float
+    end: float
+    steps: int
+    prefill: int
+    prefill_s: float
+
+
+# ---- measured
+
+
+def measured(folder: Path) -> Inputs:
+    """Fit the costs to a colocated run, and take its lengths. Raises: MeshrlError, DataError."""
+    run = read_run(folder)
+    kind, ranks = run.setting("loop.kind") or "colocated", int(run.setting("cluster.num_train_ranks") or 1)
+    if kind != "colocated":
+        raise MeshrlError(f"{folder} is a run with loop.kind={kind}; give a run with loop.kind=colocated")
+    lines, _ = read_metrics(folder / "metrics.jsonl")
+    found: dict[int, list[Trajectory]] = {}
+    for line in lines:
+        path = folder / "rollouts" / f"step_{line.step:06d}.jsonl"
+        if "time/train_s" in line.metrics and path.exists():
+            found[line.step] = [one.trajectory for one in read_rollouts(path)]
+    if not found:
+        raise MeshrlError(f"{folder} has no finished step with a file in rollouts/; give a run with some steps")
+    warm = [line for line in lines if line.step in found and "time/train_s" in line.metrics][1:]  # the first is slower
+    if len(warm) < 3:
+        raise MeshrlError(f"{folder} has {len(found)} finished steps; 4 or more are needed to fit times to them")
+    groups = [group for trajectories in found.values() for group in _groups(trajectories)]
+    costs = _costs(folder, lines, warm, found, ranks)
+    truncated = float(np.mean([t.status == "truncated" for ts in found.values() for t in ts]))
+    return Inputs(
+        replace(costs, probe_s=_probe_s(costs, groups, ranks)),
+        groups,
+        f"measured in {len(warm)} steps of {folder} ({ranks} train ranks)",
+        (f"{truncated:.0%} of its answers were cut off; under another limit they would be longer",)
+        * (truncated > 0.05),
+    )
+
+
+def _costs(
+    folder: Path,
+    lines: Sequence[MetricsLine],
+    warm: Sequence[MetricsLine],
+    found: dict[int, list[Trajectory]],
+    ranks: int,
+) -> Costs:
+    engines = [_decodings(found[line.step]) for line in warm]
+    turns = [of_engine for step in engines for of_engine in step.values()]
+    if not sum(d.end > d.start for of_engine in turns for d in of_engine):
+        raise MeshrlError(f"the turns in {folder}/rollouts have no decode times; give --assume decode_step_s=SECONDS")
+    decode = _fit_decoding(turns)
+    train = _least_deviations(
+        [(1.0, line.metrics["train/num_tokens"] / ranks) for line in warm],
+        [line.metrics["time/train_s"] for line in warm],
+    )
+    first = [_first_step(of_engine, decode) for of_engine in turns]
+    # Computing a context token is the first third of training on it. The other time of a prefill is the same for all.
+    fitted = _least_deviations([(1.0, tokens) for tokens, _ in first], [seconds for _, seconds in first])
+    token_s = min(fitted[1], train[1] * FORWARD_SHARE)
+    groups = [len({t.group_id for t in found[line.step]}) for line in warm]
+    ends = [max(d.end for of_engine in step.values() for d in of_engine) for step in engines]
+    rollouts = [line.metrics["time/rollout_s"] for line in warm]
+    return Costs(
+        decode_step_s=decode[0],
+        decode_row_s=decode[1],
+        prefill_step_s=max(0.0, median(seconds - token_s * tokens for tokens, seconds in first)),
+        prefill_token_s=token_s,
+        request_s=median(
+            max(0.0, rollout - end) / len(found[line.step]) for rollout, end, line in zip(rollouts, ends, warm)
+        ),
+        reward_group_s=median(line.metrics.get("time/reward_s", 0.0) / n for line, n in zip(warm, groups)),
+        train_step_s=train[0],
+        train_token_s=train[1],
+        sync_s=median(line.metrics.get("time/sync_s", 0.0) for line in warm),
+        step_s=_outside_phases(lines, warm),
+    )
+
+
+def _outside_phases(lines: Sequence[MetricsLine], warm: Sequence[MetricsLine]) -> float:
+    """The median time of a step that no phase has."""
+    rest = [
+        line.time - before.time - sum(s for n, s in line.metrics.items() if n.startswith("time/") and n.endswith("_s"))
+        for before, line in pairwise(lines)
+        if line in warm
+    ]
+    return max(0.0, median(rest))
+
+
+def _probe_s(costs: Costs, groups: Iterable[Sequence[Answer]], ranks: int) -> float:
+    """A forward pass of some short rows in the trainer, and one of each row in the samplers. The trainer's pass costs as
+    much without tokens as that of a sampler."""
+    lengths = sorted(answer.trained for group in groups for answer in group)
+    tokens = PROBED_ROWS * lengths[len(lengths) // 20]
+    train = costs.prefill_step_s + FORWARD_SHARE * costs.train_token_s * tokens / ranks
+    return train + PROBED_ROWS * costs.decode_step_s + costs.prefill_token_s * tokens
+
+
+def _groups(trajectories: Iterable[Trajectory]) -> list[list[Answer]]:
+    groups: dict[str, list[Answer]] = {}
+    for trajectory in trajectories:
+        contexts, parents = _contexts(trajectory), {turn.parent for turn in trajectory.turns}
+        turns = tuple(
+            TurnLengths(max(0, context - turn.times.cached_tokens), context, len(turn.output_ids))
+            for turn, context in zip(trajectory.turns, contexts)
+        )
+        rows = [t.context + t.output for i, t in enumerate(turns) if i not in parents]
+        if turns:
+            groups.setdefault(trajectory.group_id, []).append(Answer(turns, sum(rows)))
+    return list(groups.values())
+
+
+def _contexts(trajectory: Trajectory) -> list[int]:
+    """The tokens of the full context of each turn."""
+    lengths: list[int] = []
+    for turn in trajectory.turns:
+        above = 0 if turn.parent < 0 else lengths[turn.parent] + len(trajectory.turns[turn.parent].output_ids)
+        lengths.append(above + len(turn.context_ids))
+    return lengths
+
+
+def _decodings(trajectories: Sequence[Trajectory]) -> dict[str, list[_Decoding]]:
+    """The turns of a step by engine. All trajectories start together, and a turn when the one before it has ended."""
+    found: dict[str, list[_Decoding]] = defaultdict(list)
+    for trajectory in trajectories:
+        now = 0.0
+        for turn, context in zip(trajectory.turns, _contexts(trajectory)):
+            times = turn.times
+            start = now + times.queue_s + times.prefill_s
+            now = start + times.decode_s
+            prefill = max(0, context - times.cached_tokens)
+            found[turn.engine_id].append(_Decoding(start, now, len(turn.output_ids) - 1, prefill, times.prefill_s))
+    return found
+
+
+def _fit_decoding(engines: Sequence[Sequence[_Decoding]]) -> tuple[float, float]:
+    """(a, b) of the time a + b * (running rows) of a decode step."""
+    fit = (1.0, 0.0)
+    for _ in range(6):  # the mean number of rows of a turn's steps depends on how long each of its steps was
+        columns: list[tuple[float, float]] = []
+        seconds: list[float] = []
+        for turns in engines:
+            used = [turn for turn in turns if turn.steps > 0 and turn.end > turn.start]
+            columns += [(turn.steps, turn.steps * rows) for turn, rows in zip(used, _mean_rows(used, fit))]
+            seconds += [turn.end - turn.start for turn in used]
+        fit = _least_deviations(columns, seconds)
+    return fit
+
+
+def _mean_rows(turns: Sequence[_Decoding], fit: tuple[float, float]) -> Sequence[float]:
+    """For each turn, the mean number of running rows over its decode steps."""
+    if not turns:
+        return ()
+    starts, ends = np.array([turn.start for turn in turns]), np.array([turn.end for turn in turns])
+    edges = np.unique(np.concatenate([starts, ends]))
+    sorted_starts, sorted_ends = np.sort(starts), np.sort(ends)
+    rows = np.searchsorted(sorted_starts, edges, "right") - np.searchsorted(sorted_ends, edges, "right")
+    steps = np.diff(edges, append=edges[-1]) / (fit[0] + fit[1] * np.maximum(rows, 1))
+    before = np.concatenate([[0.0], np.cumsum(steps)])
+    weighted = np.concatenate([[0.0], np.cumsum(steps * rows)])
+    first, last = np.searchsorted(edges, starts), np.searchsorted(edges, ends)
+    mean: list[float] = ((weighted[last] - weighted[first]) / (before[last] - before[first])).tolist()
+    return mean
+
+
+def _first_step(turns: Sequence[_Decoding], decode: tuple[float, float]) -> tuple[float, float]:
+    """(context tokens, seconds) of the prefill in an engine's first step."""
+    earliest = min(turn.start for turn in turns)
+    joined = [turn for turn in turns if turn.start - turn.prefill_s < earliest]
+    seconds = median(turn.prefill_s for turn in joined) - decode[0] - decode[1] * len(joined)
+    return float(sum(turn.prefill for turn in joined)), max(0.0, seconds)
+
+
+def _least_deviations(columns: Sequence[tuple[float, float]], values: Sequence[float]) -> tuple[float, float]:
+    """Coefficients x, y >= 0 of columns * (x, y) = values with the least absolute deviations, so that single slow steps
+    count little."""
+    matrix, target = np.array(columns, np.float64), np.array(values, np.float64)
+    weights, fit = np.ones(len(target)), (0.0, 0.0)
+    scale = max(float(np.abs(target).max()), 1e-12)
+    for _ in range(20):
+        root = np.sqrt(weights)
+        fit = _nonnegative(matrix * root[:, None], target * root)
+        weights = 1 / np.maximum(np.abs(target - matrix @ np.array(fit)), 1e-4 * scale)
+    return fit
+
+
+def _nonnegative(matrix: np.ndarray, target: np.ndarray) -> tuple[float, float]:
+    """The least-squares solution of two columns without negative coefficients."""
+    x, y = np.linalg.lstsq(matrix, target, rcond=None)[0].tolist()
+    if x >= 0 and y >= 0:
+        return x, y
+    alone = [max(0.0, float(column @ target) / max(float(column @ column), 1e-300)) for column in matrix.T]
+    residuals = [float(np.sum((target - column * c) ** 2)) for column, c in zip(matrix.T, alone)]
+    return (alone[0], 0.0) if residuals[0] <= residuals[1] else (0.0, alone[1])
+
+
+# ---- assumed
+
+
+def with_assumed(inputs: Inputs | None, texts: Sequence[str], config: RunConfig) -> Inputs:
+    """The inputs with assumed values in place of measured ones, or with assumed values only. texts: key=value, several
+    separated by commas. Raises: ConfigError."""
+    given = _parsed(texts)
+    if inputs is None and (missing := [key for key in REQUIRED if key not in given]):
+        raise ConfigError(
+            f"there are no times: give --from RUN_FOLDER, or --assume with {', '.join(REQUIRED)} (missing: "
+            f"{', '.join(missing)})"
+        )
+    costs = {key: value for key, value in given.items() if key not in LENGTHS}
+    if inputs is not None:
+        groups = inputs.lengths if given.keys().isdisjoint(LENGTHS) else _assumed_lengths(given, config)
+        source = inputs.source + (f"; assumed: {', '.join(given)}" if given else "")
+        return Inputs(replace(inputs.costs, **costs), groups, source, inputs.notes)
+    return Inputs(Costs(**costs), _assumed_lengths(given, config), "assumed")
+
+
+def _parsed(texts: Sequence[str]) -> dict[str, float]:
+    allowed = [*(field.name for field in fields(Costs)), *LENGTHS]
+    given: dict[str, float] = {}
+    for text in (part for one in texts for part in one.split(",") if part):
+        key, _, value = text.partition("=")
+        if key not in allowed:
+            raise ConfigError(f"--assume {text}: there is no key {key!r}; keys: {', '.join(allowed)}")
+        try:
+            given[key] = float(value)
+        except ValueError:
+            given[key] = math.nan
+        if not 0 <= given[key] < math.inf:
+            raise ConfigError(f"--assume {text}: {value!r} is not a number of at least 0, such as {key}=0.02")
+    if given.get("decode_step_s", 1.0) == 0:
+        raise ConfigError("--assume decode_step_s=0: a decode step takes some time; give more than 0")
+    return given
+
+
+def _assumed_lengths(given: dict[str, float], config: RunConfig) -> list[list[Answer]]:
+    """Answers with log-normal lengths, independent of each other, cut off at rollout.sampling.max_new_tokens."""
+    if "answer_tokens" not in given:
+        raise ConfigError("--assume: answer_sigma and prompt_tokens need answer_tokens, the mean length of an answer")
+    facts = LENGTHS | given
+    mean, sigma, prompt = facts["answer_tokens"], facts["answer_sigma"], round(facts["prompt_tokens"])
+    size, most = config.loop.samples_per_prompt, config.rollout.sampling.max_new_tokens
+    drawn = np.random.default_rng(0).standard_normal((NUM_ASSUMED_GROUPS, size))
+    tokens = np.clip(np.rint(np.exp(math.log(max(mean, 1.0)) - sigma**2 / 2 + sigma * drawn)), 1, most).astype(int)
+    return [
+        [Answer((TurnLengths(prompt * (i == 0), prompt, n),), prompt + n) for i, n in enumerate(group)]
+        for group in tokens.tolist()
+    ]
+
+
+def resized(lengths: Sequence[Sequence[Answer]], config: RunConfig) -> list[list[Answer]]:
+    """Groups of loop.samples_per_prompt answers, each turn cut off at rollout.sampling.max_new_tokens."""
+    size, most = config.loop.samples_per_prompt, config.rollout.sampling.max_new_tokens
+    return [[_cut(group[i % len(group)], most) for i in range(size)] for group in lengths]
+
+
+def _cut(answer: Answer, most: int) -> Answer:
+    over = sum(max(0, turn.output - most) for turn in answer.turns)
+    if not over:
+        return answer
+    turns = tuple(replace(turn, output=min(turn.output, most)) for turn in answer.turns)
+    return Answer(turns, answer.trained - over)
+
+
+def cost_lines(costs: Costs) -> list[str]:
+    """The costs as text, for the user."""
+    return [f"{name} {value:.3g}" for name, value in asdict(costs).items()]

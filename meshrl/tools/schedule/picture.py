@@ -1,0 +1,136 @@
+"""The timelines of some schedules as one SVG file: which groups are sampled while which step is trained."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Sequence
+
+from meshrl.tools.schedule.predict import FIRST_STEPS, Prediction, seconds
+from meshrl.tools.schedule.sampler import Group
+from meshrl.tools.schedule.simulate import Timeline
+
+WIDTH, LEFT, RIGHT = 960, 76, 944
+TITLE, ROLLOUT, GAP, TRAIN, AXIS = 40, 96, 6, 30, 30  # heights in a panel
+STEPS_SHOWN = 4  # of the slowest schedule
+LEGEND = 46
+COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#d4a72c", "#72b7b2")  # of steps, repeated
+STYLE = """
+text { font: 12px system-ui, sans-serif; fill: #222 } .title { font-weight: 600; font-size: 14px }
+.dim { fill: #666 } .on { fill: #fff; font-size: 11px } .back { fill: #f3f4f6 } .axis { stroke: #999 }
+.sync { fill: #222 } .cut { stroke: #222; stroke-width: 1; stroke-dasharray: 2 3; opacity: .55 } .page { fill: #fff }
+"""
+
+
+def picture(found: Sequence[Prediction]) -> str:
+    """One panel for each prediction, all on the same scale of time."""
+    window = STEPS_SHOWN * max(prediction.step_s for prediction in found)
+    panel = TITLE + ROLLOUT + GAP + TRAIN + AXIS
+    height = panel * len(found) + LEGEND
+    parts = [f'<rect class="page" width="{WIDTH}" height="{height}"/>']
+    for index, prediction in enumerate(found):
+        parts += [f'<g transform="translate(0 {index * panel})">', *_panel(prediction, window), "</g>"]
+    parts += _legend(panel * len(found))
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}">'
+        f"<style>{STYLE}</style>{''.join(parts)}</svg>\n"
+    )
+
+
+def _panel(prediction: Prediction, window: float) -> list[str]:
+    timeline, setup = prediction.timeline, prediction.setup
+    start = timeline.ends[min(FIRST_STEPS, len(timeline.ends)) - 1]
+    x = _Scale(start, start + window)
+    below = TITLE + ROLLOUT + GAP
+    ranks = f"{setup.train_ranks} ranks train and sample in turn"
+    if setup.rollout_ranks:
+        ranks = f"{setup.train_ranks} train + {setup.rollout_ranks} sampler ranks, max_staleness {setup.max_staleness}"
+    facts = f"{seconds(prediction.step_s)} for a step; idle: training {prediction.train_idle:.0%}, "
+    facts += f"sampling {prediction.rollout_idle:.0%}; mean staleness {prediction.staleness:.1f}"
+    parts = [
+        f'<text class="title" x="{LEFT}" y="18">{setup.kind}: {ranks}</text>',
+        f'<text class="dim" x="{LEFT}" y="34">{html.escape(facts)}</text>',
+        f'<rect class="back" x="{LEFT}" y="{TITLE}" width="{RIGHT - LEFT}" height="{ROLLOUT}"/>',
+        f'<rect class="back" x="{LEFT}" y="{below}" width="{RIGHT - LEFT}" height="{TRAIN}"/>',
+        f'<text x="{LEFT - 8}" y="{TITLE + ROLLOUT / 2 + 4}" text-anchor="end">sampling</text>',
+        f'<text x="{LEFT - 8}" y="{below + TRAIN / 2 + 4}" text-anchor="end">training</text>',
+    ]
+    return [*parts, *_groups(timeline, x), *_steps(timeline, x, below), *_axis(x, window, below + TRAIN)]
+
+
+class _Scale:
+    """Time to x, within the panel."""
+
+    def __init__(self, start: float, end: float):
+        self.start, self.end = start, end
+
+    def __call__(self, time: float) -> float:
+        share = (time - self.start) / (self.end - self.start)
+        return round(LEFT + min(max(share, 0.0), 1.0) * (RIGHT - LEFT), 1)
+
+    def shows(self, start: float, end: float) -> bool:
+        return end > self.start and start < self.end
+
+
+def _groups(timeline: Timeline, x: _Scale) -> list[str]:
+    """A bar for each group, from its start until it is scored. A group takes the first free lane."""
+    free: list[float] = []  # by lane: when it is free again
+    bars: list[tuple[int, Group, float]] = []
+    for group in timeline.groups:
+        end = group.scored_at if group.is_scored else math.inf
+        lane = next((i for i, until in enumerate(free) if until <= group.began), len(free))
+        free[lane : lane + 1] = [end]
+        if x.shows(group.began, end):
+            bars.append((lane, group, end))
+    lanes = max((lane for lane, _, _ in bars), default=0) + 1
+    height = ROLLOUT / lanes
+    gap = 1.0 if height >= 4 else 0.0
+    return [
+        f'<rect fill="{_colour(group.step)}" x="{x(group.began)}" y="{TITLE + lane * height:.2f}" '
+        f'width="{max(0.5, x(end) - x(group.began)):.1f}" height="{max(0.3, height - gap):.2f}"/>'
+        for lane, group, end in bars
+    ]
+
+
+def _steps(timeline: Timeline, x: _Scale, top: float) -> list[str]:
+    """The training of each step, and its sync with a line through both rows."""
+    parts = []
+    for span in timeline.spans:
+        if not x.shows(span.start, span.end):
+            continue
+        left, width = x(span.start), max(1.0, x(span.end) - x(span.start))
+        if span.phase == "sync":
+            parts.append(f'<rect class="sync" x="{left}" y="{top}" width="{width:.1f}" height="{TRAIN}"/>')
+            parts.append(f'<path class="cut" d="M{left + width / 2:.1f} {TITLE - 2}V{top}"/>')
+            continue
+        box = f'x="{left}" y="{top}" width="{width:.1f}" height="{TRAIN}"'
+        parts.append(f'<rect fill="{_colour(span.step)}" {box}/>')
+        for text in (f"step {span.step + 1}", f"{span.step + 1}"):
+            if 7 * len(text) + 4 < width:
+                place = f'x="{left + width / 2:.1f}" y="{top + TRAIN / 2 + 4}" text-anchor="middle"'
+                parts.append(f'<text class="on" {place}>{text}</text>')
+                break
+    return parts
+
+
+def _axis(x: _Scale, window: float, top: float) -> list[str]:
+    power = 10 ** math.floor(math.log10(window / 4))
+    tick = next(m * power for m in (1, 2, 5, 10) if m * power >= window / 8)
+    parts = [f'<path class="axis" d="M{LEFT} {top + 2}H{RIGHT}"/>']
+    for i in range(math.floor(window / tick + 1e-9) + 1):
+        at = x(x.start + i * tick)
+        parts.append(f'<path class="axis" d="M{at} {top + 2}v4"/>')
+        parts.append(f'<text class="dim" x="{at}" y="{top + 18}" text-anchor="middle">{seconds(i * tick)}</text>')
+    return parts
+
+
+def _legend(top: float) -> list[str]:
+    texts = (
+        "A bar is a group of answers, from its start until it is scored; it has the colour of the step that trains it.",
+        "Black: a sync of weights (the dotted line shows it in both rows). Grey: nothing to do.",
+    )
+    return [f'<text class="dim" x="{LEFT}" y="{top + 14 + 17 * i}">{text}</text>' for i, text in enumerate(texts)]
+
+
+def _colour(step: int | None) -> str:
+    return "#bbbbbb" if step is None else COLOURS[step % len(COLOURS)]

@@ -1,0 +1,174 @@
+"""Times and lengths that a simulation takes from a colocated run, and the command that prints the predictions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_run
+
+from meshrl.cli import main
+from meshrl.config.load import load_run_config
+from meshrl.core.errors import ConfigError, MeshrlError
+from meshrl.core.types import Prompt, Times, Trajectory, Turn
+from meshrl.monitor.rollout_log import RolloutLog
+from meshrl.monitor.sinks import JsonlSink
+from meshrl.tools.schedule.inputs import measured, with_assumed
+from meshrl.tools.schedule.setup import Costs, Setup
+from meshrl.tools.schedule.simulate import simulate
+
+STEP_S, ROW_S, PREFILL_S, PREFILL_TOKEN_S = 0.002, 0.0001, 0.01, 2e-5
+TRAIN_S, TRAIN_TOKEN_S, SYNC_S, REST_S, PROMPT = 0.05, 1e-4, 0.02, 0.015, 20
+NUM_GROUPS, SIZE = 4, 4
+ASSUMED = "decode_step_s=0.02,train_token_s=1e-4,answer_tokens=200"
+
+
+def write_colocated_run(folder: Path, num_steps: int = 8, kind: str = "colocated", times: bool = True) -> Path:
+    """The files of a run whose times follow from the constants above. The number of rows falls while it decodes."""
+    rng = np.random.default_rng(0)
+    log = RolloutLog(folder, decode=str)
+    sink, clock = JsonlSink(folder / "metrics.jsonl", clock=lambda: now), 0.0
+    names = ("rollout", "reward", "train", "sync")
+    for step in range(num_steps):
+        prompt = PROMPT + 10 * step
+        lengths = rng.integers(2, 200, NUM_GROUPS * SIZE)
+        first = PREFILL_S + PREFILL_TOKEN_S * prompt * NUM_GROUPS + STEP_S + ROW_S * len(lengths)
+        decoded = [sum(STEP_S + ROW_S * int((lengths > j).sum()) for j in range(1, n)) for n in lengths]
+        trajectories = [
+            trajectory(step, i, prompt, int(n), first, s if times else 0.0)
+            for i, (n, s) in enumerate(zip(lengths, decoded))
+        ]
+        tokens = int(lengths.sum()) + prompt * len(lengths)
+        spent = (first + max(decoded), 0.004, TRAIN_S + TRAIN_TOKEN_S * tokens, SYNC_S)
+        clock += sum(spent) + REST_S
+        now = 1e6 + clock
+        values = {f"time/{name}_s": seconds for name, seconds in zip(names, spent)}
+        units = dict.fromkeys(values, "s") | {"train/num_tokens": "tokens"}
+        sink.write(step, values | {"train/num_tokens": float(tokens)}, units)
+        log.write(step, trajectories)
+    sink.close()
+    (folder / "config.yaml").write_text(
+        f"loop:\n  kind: {kind}    # file:1\ncluster:\n  num_train_ranks: 1    # default\n"
+    )
+    return folder
+
+
+def trajectory(step: int, index: int, prompt: int, length: int, first: float, decode_s: float) -> Trajectory:
+    group, sibling = divmod(index, SIZE)
+    turn = Turn(
+        context_ids=np.arange(prompt, dtype=np.int32),
+        output_ids=np.zeros(length, np.int32),
+        logprobs=np.zeros(length, np.float32),
+        versions=np.zeros(length, np.int32),
+        stop_reason="stop",
+        times=Times(prefill_s=first, decode_s=decode_s, cached_tokens=prompt * (sibling > 0)),
+    )
+    row = Prompt(id=f"{step}-{group}", ordinal=step * NUM_GROUPS + group, messages=[], answer="")
+    return Trajectory(prompt=row, group_id=row.id, index=sibling, turns=[turn], status="done")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    return tiny_run.write_run(tmp_path)
+
+
+def test_the_costs_of_a_run_are_found_again(tmp_path):
+    inputs = measured(write_colocated_run(tmp_path / "run"))
+    costs = inputs.costs
+    assert costs.decode_step_s == pytest.approx(STEP_S, rel=0.02)
+    assert costs.decode_row_s == pytest.approx(ROW_S, rel=0.05)
+    assert (costs.train_step_s, costs.train_token_s) == pytest.approx((TRAIN_S, TRAIN_TOKEN_S), rel=0.01)
+    assert costs.prefill_token_s == pytest.approx(PREFILL_TOKEN_S, rel=0.05)
+    assert costs.prefill_step_s == pytest.approx(PREFILL_S, rel=0.05)
+    assert costs.sync_s == pytest.approx(SYNC_S) and costs.step_s == pytest.approx(REST_S, rel=0.01)
+    assert costs.reward_group_s == pytest.approx(0.004 / NUM_GROUPS)
+    assert costs.request_s == pytest.approx(0, abs=1e-6)
+    assert len(inputs.lengths) == 8 * NUM_GROUPS and {len(group) for group in inputs.lengths} == {SIZE}
+
+
+def test_the_simulation_of_the_same_schedule_repeats_the_run(tmp_path):
+    inputs = measured(write_colocated_run(tmp_path / "run"))
+    times = [json.loads(line)["time"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[1:]]
+    setup = Setup(
+        kind="colocated",
+        train_ranks=1,
+        rollout_ranks=0,
+        max_staleness=0,
+        num_steps=8,
+        prompts_per_step=NUM_GROUPS,
+        max_running=64,
+        costs=inputs.costs,
+        lengths=inputs.lengths,
+    )
+    assert np.diff(simulate(setup).ends) == pytest.approx(np.diff(times), rel=0.01)
+
+
+def test_single_slow_steps_have_little_influence(tmp_path):
+    folder = write_colocated_run(tmp_path / "run", num_steps=12)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines[6]["metrics"]["time/train_s"] *= 5
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert measured(folder).costs.train_token_s == pytest.approx(TRAIN_TOKEN_S, rel=0.02)
+
+
+def test_other_folders_are_refused(tmp_path):
+    with pytest.raises(MeshrlError, match=r"no metrics\.jsonl"):
+        measured(tmp_path)
+    with pytest.raises(MeshrlError, match="kind=fully_async; give a run with loop"):
+        measured(write_colocated_run(tmp_path / "a", kind="fully_async"))
+    with pytest.raises(MeshrlError, match="3 finished steps; 4 or more"):
+        measured(write_colocated_run(tmp_path / "b", num_steps=3))
+    with pytest.raises(MeshrlError, match="no decode times; give"):
+        measured(write_colocated_run(tmp_path / "c", times=False))
+    for path in (write_colocated_run(tmp_path / "d") / "rollouts").glob("*"):
+        path.unlink()
+    with pytest.raises(MeshrlError, match="no finished step with a file in rollouts"):
+        measured(tmp_path / "d")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "missing: decode_step_s, train_token_s, answer_tokens"),
+        ("decode_step_s=0.02,train_token_s=1e-4", "missing: answer_tokens"),
+        (f"{ASSUMED},sync=1", "no key 'sync'; keys: decode_step_s, "),
+        (f"{ASSUMED},sync_s=fast", "'fast' is not a number of at least 0"),
+        (f"{ASSUMED},sync_s=-1", "'-1' is not a number of at least 0"),
+        ("decode_step_s=0", "give more than 0"),
+    ],
+)
+def test_wrong_assumptions_are_refused(config, text, message):
+    with pytest.raises(ConfigError, match=message):
+        with_assumed(None, [text], load_run_config(config).config)
+
+
+def test_assumed_values_replace_measured_ones(tmp_path, config):
+    loaded = load_run_config(config, ["rollout.sampling.max_new_tokens=64"]).config
+    run = measured(write_colocated_run(tmp_path / "run"))
+    inputs = with_assumed(run, ["sync_s=3"], loaded)
+    assert inputs.costs.sync_s == 3 and inputs.costs.decode_step_s == run.costs.decode_step_s
+    assert inputs.lengths == run.lengths and inputs.source.endswith("assumed: sync_s")
+    alone = with_assumed(None, ["decode_step_s=0.02,train_token_s=1e-4", "answer_tokens=20,answer_sigma=0"], loaded)
+    assert alone.costs == Costs(decode_step_s=0.02, train_token_s=1e-4)
+    assert {answer.turns[0].output for group in alone.lengths for answer in group} == {20}
+    tailed = with_assumed(None, ["decode_step_s=0.02,train_token_s=1e-4,answer_tokens=20"], loaded).lengths
+    tokens = [answer.turns[0].output for group in tailed for answer in group]
+    assert max(tokens) == 64 and 18 < float(np.mean(tokens)) < 20
+
+
+def test_the_command_prints_a_table_and_writes_the_picture(tmp_path, config, capsys):
+    run, out = write_colocated_run(tmp_path / "run"), tmp_path / "schedules.svg"
+    command = ["plan", str(config), "--schedule", "--from", str(run), "--gpus", "4", "--out", str(out)]
+    assert main([*command, "loop.prompts_per_step=8"]) == 0
+    printed = capsys.readouterr().out
+    for text in ("colocated", "one_step_off", "fully_async", "recommended: loop.kind=", "measured in 7 steps"):
+        assert text in printed
+    assert out.read_text().startswith("<svg ")
+    assert main(["plan", str(config), "--schedule", "--assume", ASSUMED, "--gpus", "1"]) == 0
+    assert "recommended: loop.kind=colocated" in capsys.readouterr().out
+    assert main(["plan", str(config), "--schedule", "--assume", ASSUMED, "--gpus", "0"]) == 2
+    assert "--gpus is 0" in capsys.readouterr().err
+    assert main(["plan", str(config), "--schedule", "--from", str(tmp_path)]) == 1
+    assert "no metrics.jsonl" in capsys.readouterr().err
