@@ -131,8 +131,8 @@ def _outside_phases(lines: Sequence[MetricsLine], warm: Sequence[MetricsLine]) -
 
 
 def _probe_s(costs: Costs, groups: Iterable[Sequence[Answer]], ranks: int) -> float:
-    """A forward pass of some short rows in the trainer, and one of each row in the samplers. The trainer's pass costs as
-    much without tokens as that of a sampler."""
+    """A forward pass of some short rows in the trainer, and one of each row in the samplers. Without tokens, the
+    trainer's pass costs as much as that of a sampler."""
     lengths = sorted(answer.trained for group in groups for answer in group)
     tokens = PROBED_ROWS * lengths[len(lengths) // 20]
     train = costs.prefill_step_s + FORWARD_SHARE * costs.train_token_s * tokens / ranks
