@@ -1,9 +1,10 @@
 """Groups of a fully asynchronous run: started under a limit, scored one by one, and trained together.
 
 A group is started while fewer than (finished steps + max_staleness + 1) * prompts_per_step groups were started in the
-run. So at most prompts_per_step groups can become too old for the step after the next sync, and the current step
-takes these first, and waits for them. Therefore no sample is more than max_staleness versions old when it is trained,
-and none is dropped for its age.
+run. A step takes the oldest scored groups, as soon as the groups that remain can all be trained in time: those that
+must be trained within the next j steps are at most j * prompts_per_step. By the limit this is possible at the latest
+when all groups are scored. So no sample is more than max_staleness versions old when it is trained, and none is
+dropped for its age.
 
 Below this limit, the number of groups at a time follows the load: it rises after a step that had to wait for scored
 groups, and falls after one that left many, because groups that wait for the trainer only become older.
@@ -58,7 +59,7 @@ class GroupBuffer:
         self._reusable = {group.trajectories[0].prompt.ordinal: group for group in job.scored if _is_valid(group, job)}
         job.scored = []
         self._unsent = set[str]()  # sessions of started groups that have not sent a request yet
-        self._unfinished = Counter[int]()  # version -> groups of it that have not ended
+        self._num_of, self._num_scored_of = Counter[int](), Counter[int]()  # version -> groups of it, scored ones
         self._scored, self._has_failed = set[int](), False
         self._group_ended = asyncio.Event()
         self._window = min(2, self._staleness + 1) * self._per_step  # groups at a time, without the spare ones
@@ -102,7 +103,7 @@ class GroupBuffer:
             task = asyncio.ensure_future(_ready(again) if again is not None else self._sampled(prompt))
             version = job.trainer.version if again is None else _oldest(again)
             self._groups[prompt.ordinal] = Group(prompt=prompt, before=before, version=version, task=task)
-            self._unfinished[version] += 1
+            self._num_of[version] += 1
             task.add_done_callback(partial(self._ended, prompt.ordinal))
 
     def _adapt(self, waited: bool, num_left: int) -> None:
@@ -116,7 +117,7 @@ class GroupBuffer:
     def _ended(self, ordinal: int, task: asyncio.Task[ScoredGroup]) -> None:
         group = self._groups.get(ordinal)
         if group is not None and group.task is task:  # else it was taken or dropped
-            self._unfinished[group.version] -= 1
+            self._num_scored_of[group.version] += 1
             self._scored.add(ordinal)
             self._has_failed |= not _is_scored(group)
             self._group_ended.set()
@@ -133,8 +134,7 @@ class GroupBuffer:
         """Wait for the groups of the next step, remove them and return them, in the order of their prompts. Raises: the
         error of a group."""
         self._step, self._num_dropped, waited = self._job.step, 0, False
-        oldest = self._job.trainer.version - self._staleness
-        self._unfinished = +self._unfinished
+        self._num_of, self._num_scored_of = +self._num_of, +self._num_scored_of
         while True:
             self._group_ended.clear()
             self.fill()
@@ -142,15 +142,27 @@ class GroupBuffer:
                 for group in self._groups.values():
                     if group.task.done():
                         group.task.result()
-            num_late = sum(count for version, count in self._unfinished.items() if version <= oldest)
-            if len(self._scored) >= self._per_step and num_late <= self._spare:
+            if self._may_take:
                 self._adapt(waited, len(self._scored) - self._per_step)
-                return self._taken(oldest)
+                return self._taken()
             waited |= len(self._scored) < self._per_step
             await self._group_ended.wait()
 
-    def _taken(self, oldest: int) -> list[ScoredGroup]:
+    @property
+    def _may_take(self) -> bool:
+        """Whether a step's groups are scored, and all that remain can be trained before they are too old."""
+        left, to_take = 0, self._per_step
+        for version in sorted(self._num_of):
+            taken = min(to_take, self._num_scored_of[version])
+            left, to_take = left + self._num_of[version] - taken, to_take - taken
+            num_steps = max(0, version + self._staleness - self._job.trainer.version)  # in which they can be trained
+            if left > num_steps * self._per_step + self._spare:
+                return False
+        return to_take == 0
+
+    def _taken(self) -> list[ScoredGroup]:
         """Remove the oldest scored groups and return them; drop the others that would become too old."""
+        oldest = self._job.trainer.version - self._staleness
         by_age = sorted(self._groups, key=lambda ordinal: (self._groups[ordinal].version, ordinal))
         scored = [ordinal for ordinal in by_age if ordinal in self._scored][: self._per_step]
         taken = [self._pop(ordinal).task.result() for ordinal in sorted(scored)]
@@ -166,10 +178,9 @@ class GroupBuffer:
 
     def _pop(self, ordinal: int) -> Group:
         group = self._groups.pop(ordinal)
-        if ordinal in self._scored:
-            self._scored.discard(ordinal)
-        else:
-            self._unfinished[group.version] -= 1
+        self._num_of[group.version] -= 1
+        self._num_scored_of[group.version] -= ordinal in self._scored
+        self._scored.discard(ordinal)
         return group
 
     def cursor(self) -> dict[str, Any]:

@@ -20,9 +20,16 @@ SCHEDULE_FAULTS = [
     Fault(
         "a step does not wait for groups that become too old",
         "meshrl/loops/buffer.py",
-        "if len(self._scored) >= self._per_step and num_late <= self._spare:",
-        "if len(self._scored) >= self._per_step:",
+        "            if left > num_steps * self._per_step + self._spare:\n",
+        "            if False:\n",
         ("tests/unit/loops/test_buffer.py::test_a_slow_group_is_waited_for_before_it_is_too_old",),
+    ),
+    Fault(
+        "a step lets more groups age than later steps can train",
+        "meshrl/loops/buffer.py",
+        "if left > num_steps * self._per_step + self._spare:",
+        "if num_steps == 0 and left > self._spare:",
+        ("tests/unit/loops/test_buffer.py::test_in_any_order_no_group_is_too_old_and_none_is_lost",),
     ),
     Fault(
         "a step takes the newest groups",

@@ -279,3 +279,54 @@ def test_an_error_of_a_group_is_raised():
                 await step
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("oversampling", [0.0, 0.5])
+@pytest.mark.parametrize("staleness", [0, 1, 2, 4])
+@pytest.mark.parametrize("seed", range(6))
+def test_in_any_order_no_group_is_too_old_and_none_is_lost(seed, staleness, oversampling):
+    """P25: groups end in random order, some much later than others. Each prompt is trained once, at most max_staleness
+    versions after its group was started; without over-sampling none is dropped."""
+    random = np.random.default_rng(seed)
+
+    async def scenario() -> None:
+        samplers = Samplers()
+        job = job_of(samplers, staleness, oversampling)
+        seen, dropped = list[int](), 0
+
+        async def end_groups() -> None:
+            while True:
+                running = [o for o, future in samplers.ended.items() if not future.done()]
+                slow = {o for o in running if o % 5 == 0 and random.random() < 0.9}
+                ready = [o for o in running if o not in slow] or running
+                if ready:
+                    samplers.ended[int(random.choice(ready))].set_result([0])
+                await asyncio.sleep(0)
+
+        ends = asyncio.ensure_future(end_groups())
+        async with GroupBuffer(job) as buffer:
+            for _ in range(NUM_STEPS):
+                groups = await asyncio.wait_for(buffer.take(), 5)
+                ordinals = trained(groups)
+                assert len(ordinals) == PER_STEP and ordinals == sorted(ordinals)
+                seen += ordinals
+                dropped += int(buffer.metrics()[2].sum)
+                assert all(job.step - version_at_start[o] <= staleness for o in ordinals)
+                job.cursor = buffer.cursor()
+                job.step, job.trainer.version = job.step + 1, job.trainer.version + 1
+        ends.cancel()
+        assert len({*seen}) == len(seen)
+        if not oversampling:
+            assert sorted(seen) == [*range(NUM_STEPS * PER_STEP)] and dropped == 0
+
+    version_at_start: dict[int, int] = {}
+    started = GroupBuffer.fill
+
+    def fill(self: GroupBuffer) -> None:
+        started(self)
+        for ordinal, group in self._groups.items():
+            version_at_start.setdefault(ordinal, group.version)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GroupBuffer, "fill", fill)
+        asyncio.run(scenario())
