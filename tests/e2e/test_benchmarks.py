@@ -89,6 +89,7 @@ def test_controller_share(tmp_path: Path) -> None:
     assert 0 < line["figures"]["controller_share"] < 1
 
 
+@pytest.mark.slow
 def test_controller_scale(tmp_path: Path) -> None:
     line = smoke("controller_scale", tmp_path)
     totals = {"cpu_s_step", "cpu_s_step_and_turns", "ratio_step", "ratio_step_and_turns"}

@@ -55,5 +55,5 @@ def test_steps_with_only_truncated_answers_do_not_change_the_model(tmp_path: Pat
     assert set(trained) == {True, False}
     for name in ("loss/policy", "train/grad_norm"):
         assert [name in step for step in steps] == trained
-    assert [step["sync/changed_tensors"] for step in steps] == trained
+    assert [step.get("sync/changed_tensors", 0.0) for step in steps] == trained  # without an update there is no sync
     assert not any(math.isnan(value) for step in steps for value in step.values())

@@ -114,31 +114,6 @@ def test_a_sync_that_fails_twice_ends_the_run(config, planted):
         train(config, "twice", *SYNC_FAILURES["colocated"])
 
 
-def test_groups_that_were_scored_before_the_train_ranks_were_lost_are_not_sampled_again(config, planted):
-    """The train rank is killed late in a step, when the samplers are ahead."""
-    planted({"rank": 0, "method": "optim_step", "call": 4, "how": "kill"})
-    sampled = Counter[str]()
-
-    class Counting(SingleTurn):
-        async def run(self, prompt: Any, index: int, generate: Any, ctx: Any) -> Trajectory:
-            trajectory = await super().run(prompt, index, generate, ctx)
-            sampled[trajectory.id] += 1
-            return trajectory
-
-    import meshrl
-
-    values = json.loads(config.read_text())
-    values["loop"] |= {"kind": "fully_async", "max_staleness": STALENESS}
-    values["model"]["path"] = str(config.parent / "model")
-    values["data"]["path"] = str(config.parent / "rows.jsonl")
-    values["run"]["name"] = "counted"
-    folder = meshrl.train(values, agent=Counting(), quiet=True).folder
-    assert_each_prompt_is_trained_once(folder)
-    assert len(sampled) == 2 * PER_STEP * NUM_STEPS
-    again = sum(sampled.values()) - len(sampled)
-    assert again <= 2 * PER_STEP * 2, "the step that was lost and the groups that ran then, at most"
-
-
 async def stalls(self: Any, prompt: Any, index: int, generate: Any, ctx: Any) -> Trajectory:
     """An agent that never returns from the third prompt."""
     if prompt.ordinal == 2:
@@ -146,7 +121,8 @@ async def stalls(self: Any, prompt: Any, index: int, generate: Any, ctx: Any) ->
     return await SingleTurn.run(self, prompt, index, generate, ctx)
 
 
-@pytest.mark.parametrize("kind", ["fully_async", pytest.param("one_step_off", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_stalled_agent_ends_the_run_at_the_deadline(kind, config, monkeypatch):
     monkeypatch.setattr("meshrl.loops.deadlines._SLACK_S", 0.5)
     monkeypatch.setattr("meshrl.agent.loop.AGENTS", {"single_turn": type("Stalling", (SingleTurn,), {"run": stalls})})
@@ -159,6 +135,7 @@ def slow_share(completion: str, answer: str) -> float:
     return ascii_share(completion, answer)
 
 
+@pytest.mark.slow
 def test_a_slow_grader_does_not_let_the_samplers_run_ahead(config):
     """The limit counts groups that wait for a grade, too."""
     slow = "reward.terms.ascii.kind=test_schedules:slow_share"
