@@ -73,7 +73,7 @@ def run(layout: str, model: Path, folder: Path, seed: int, args: Any) -> dict[st
         "reward": float(np.mean(rewards[-max(1, args.steps // 4) :])),
         "rewards": rewards,
         "histogram_of_p95_staleness": np.bincount(np.rint(ages).astype(int)).tolist(),
-        **{name: float(np.mean([m[name] for m in measured])) for name in SHOWN if name in measured[0]},
+        **{name: float(np.mean([m.get(name, 0.0) for m in measured])) for name in SHOWN},
     }
 
 
@@ -112,8 +112,7 @@ def main() -> None:
     report.figure("reward_below_colocated", difference)
     report.figure("reward_spread_over_seeds", float(spread))
     for name in SHOWN:
-        if name in found["fully_async"][0]:
-            report.figure(f"fully_async_{name}", float(np.mean([r[name] for r in found["fully_async"]])))
+        report.figure(f"fully_async_{name}", float(np.mean([r[name] for r in found["fully_async"]])))
     if args.shape == "5M":
         report.print_line("no bar: at 5M the trainer is the slower side")
     else:

@@ -119,7 +119,7 @@ def main() -> None:
     p = parser(__doc__, rounds=5)
     p.add_argument("--shape", default="5M", choices=list(SHAPES), help="of the model (default 5M)")
     p.add_argument("--prompts", type=int, default=8, help="prompts of the first try (default 8)")
-    p.add_argument("--new-tokens", type=int, default=96, help="length of an answer (default 96)")
+    p.add_argument("--new-tokens", type=int, default=192, help="length of an answer (default 192)")
     p.add_argument("--steps", type=int, default=8, help="measured steps of a run (default 8)")
     p.add_argument("--tries", type=int, default=6, help="runs to balance the phases (default 6)")
     args = p.parse_args()
