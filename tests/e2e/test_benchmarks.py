@@ -70,6 +70,7 @@ def test_packing(tmp_path: Path) -> None:
     assert "ratio_shared_over_packed_float32" in line["figures"]
 
 
+@pytest.mark.slow
 def test_where_time_goes(tmp_path: Path) -> None:
     line = smoke("where_time_goes", tmp_path, "--dtypes", "float32")
     shares = {name: value for name, value in line["figures"].items() if name.startswith("share_training_float32")}
