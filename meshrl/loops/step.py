@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -134,7 +134,7 @@ async def train_step(job: Job, trajectories: Sequence[Trajectory]) -> list[Metri
             metrics += await annotate(job, updates)
             metrics += assign_advantages(samples, job.cfg.algo)
             metrics += await update(job, updates)
-            job.probed = _rows_to_probe(samples) if job.cfg.loop.staleness else []
+            job.probed = _rows_to_probe(job, samples) if job.cfg.loop.staleness else []
     return metrics + rollout_metrics(job, trajectories, samples)
 
 
@@ -311,12 +311,24 @@ async def probe_result(job: Job) -> list[Metric]:
     return [] if probe is None else await probe
 
 
-def _rows_to_probe(samples: Sequence[Sample]) -> list[Sample]:
-    """The shortest rows with trained tokens: as many as fit into _PROBED_TOKENS, at least one, at most 4. Samplers
-    score at temperature 1, so the trainer does too."""
-    rows = sorted((s for s in samples if s.mask.any()), key=len)[:4]
+def _rows_to_probe(job: Job, samples: Sequence[Sample]) -> list[Sample]:
+    """The shortest rows with trained tokens: as many as fit into _PROBED_TOKENS, at least one, at most 4. A row that
+    fills the context is cut, because servers score only with room for one more token. Samplers score at temperature 1,
+    so the trainer does too."""
+    room = job.task.max_context_tokens - 1
+    rows = sorted((s for s in samples if s.mask[:room].any()), key=len)[:4]
     ends = np.cumsum([len(s) for s in rows])
-    return [replace(s, temperature=1.0) for s, end in zip(rows, ends) if end <= _PROBED_TOKENS or s is rows[0]]
+    picked = [s for s, end in zip(rows, ends) if end <= _PROBED_TOKENS or s is rows[0]]
+    return [replace(s if len(s) <= room else _first_tokens(s, room), temperature=1.0) for s in picked]
+
+
+def _first_tokens(sample: Sample, count: int) -> Sample:
+    cut = replace(sample, token_extras={name: array[:count] for name, array in sample.token_extras.items()})
+    for f in fields(cut):
+        value = getattr(cut, f.name)
+        if isinstance(value, np.ndarray):
+            setattr(cut, f.name, value[:count])
+    return cut
 
 
 def _changes(job: Job, ack: Ack) -> list[Metric]:
