@@ -145,7 +145,8 @@ class TerminalSink:
             from rich.console import Console
             from rich.live import Live
 
-            self._live = Live(console=Console(file=self._stream), auto_refresh=False, transient=False)
+            console = Console(file=self._stream)
+            self._live = Live(console=console, get_renderable=self._panel, refresh_per_second=_REFRESHES_PER_S)
             self._live.start()
 
     def note(self, text: str) -> None:
@@ -158,19 +159,15 @@ class TerminalSink:
 
     def entered(self, phase: str) -> None:
         """Show the phase that the run has entered; "" = between two phases, when the panel still shows the last one."""
-        if phase and self._live is not None:
-            self._phase = phase
-            self._live.update(self._panel(), refresh=True)
+        self._phase = phase or self._phase
 
     def write(self, step: int, values: Mapping[str, float], units: Mapping[str, str]) -> None:
         """Show one finished step, or an evaluation after it; an evaluation before the first step has first_step - 1."""
         now = self._clock()
         self._step, self._eta_s = step, self._remaining(step, now)
-        self._curve += [values[name] for name in ("reward/mean", "loss/nll") if name in values]
-        if self._live is not None:
-            self._values.update(values)  # an evaluation alone must not blank the step's numbers
-            self._live.update(self._panel(), refresh=True)
-        elif "eval/mean_at_k" not in values:
+        self._curve = self._curve + [values[name] for name in ("reward/mean", "loss/nll") if name in values]
+        self._values = self._values | dict(values)  # an evaluation alone must not blank the step's numbers
+        if self._live is None and "eval/mean_at_k" not in values:
             self._print(step_line(step, self._num_steps, values, self._eta_s), now)
 
     def _print(self, line: str, now: float) -> None:
@@ -216,8 +213,7 @@ class TerminalSink:
     def close(self, failed: bool = False) -> None:
         if self._live is not None:
             self._phase = "failed" if failed else "done"
-            self._live.update(self._panel(), refresh=True)
-            self._live.stop()
+            self._live.stop()  # shows the panel once more
         elif self._skipped is not None:  # the line of the last step, if the run ends early
             self.note(self._skipped)
 
@@ -256,6 +252,7 @@ def _amount(value: float) -> str:
 
 
 _PRINT_EVERY_S = 10.0
+_REFRESHES_PER_S = 4  # of the live panel; phases of overlapping schedules change much more often
 
 Column = tuple[str, str, Callable[[float], str]]
 """Label, metric, format."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from meshrl.core.files import write_text
@@ -14,10 +15,11 @@ from meshrl.monitor.jsonl import to_line
 from meshrl.process.family import started_at
 
 STATUS_FILE = "status.json"
+_WRITE_EVERY_S = 0.2  # in fully_async, phases change a thousand times a second
 _SHOWN = ("reward/mean", "loss/nll", "run/train_idle", "run/rollout_idle", "rollout/staleness_versions/p95")
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Status:
     """The state of a run. step: finished steps. phase: the current one; "" between two. since: start of the phase,
     seconds since 1970. values: main metrics of the last finished step. started: start of the process, which
@@ -34,44 +36,60 @@ class Status:
 
 
 class StatusFile:
-    """A sink that keeps a run's status.json up to date; it is also called at each change of the phase."""
+    """A sink that keeps a run's status.json up to date; it is also called at each change of the phase. A thread writes
+    the file, so that a slow file system does not delay the run."""
 
     def __init__(self, folder: Path, num_steps: int, first_step: int = 0):
         self._path = folder / STATUS_FILE
         self._before = self._path.read_bytes() if self._path.is_file() else None
+        self._changed, self._lock, self._is_open = threading.Event(), threading.Lock(), True
         self.status = Status(
             host=socket.gethostname(),
             pid=os.getpid(),
             started=started_at(os.getpid()) or 0.0,
             num_steps=num_steps,
             step=first_step,
+            since=time.time(),
         )
-        self.entered("start")
+        self._write()
+        threading.Thread(target=self._write_changes, daemon=True).start()
 
     def entered(self, phase: str) -> None:
         """Record that the run has entered this phase."""
-        self.status.phase, self.status.since = phase, time.time()
-        self._write()
+        self.status = replace(self.status, phase=phase, since=time.time())
+        self._changed.set()
 
     def go_back_to(self, step: int) -> None:
         """Record that the run continues after its first `step` steps."""
-        self.status.step = step
-        self._write()
+        self.status = replace(self.status, step=step)
+        self._changed.set()
 
     def restore_file(self) -> None:
-        """Restore the file's former contents, because the run was refused."""
+        """Restore the file's former contents, because the run was refused. Call it after `close`."""
         if self._before is None:
             self._path.unlink()
         else:
             self._path.write_bytes(self._before)
 
     def write(self, step: int, values: Mapping[str, float], units: Mapping[str, str]) -> None:
-        self.status.step = max(self.status.step, step + 1)
-        self.status.values |= {name: values[name] for name in _SHOWN if name in values}
-        self._write()
+        shown = self.status.values | {name: values[name] for name in _SHOWN if name in values}
+        self.status = replace(self.status, step=max(self.status.step, step + 1), values=shown)
+        self._changed.set()
 
     def close(self, failed: bool = False) -> None:
         self.entered("ended")
+        with self._lock:
+            self._is_open = False
+            self._write()
 
     def _write(self) -> None:
         write_text(self._path, to_line(asdict(self.status)))
+
+    def _write_changes(self) -> None:
+        while self._changed.wait():
+            self._changed.clear()
+            with self._lock:
+                if not self._is_open:
+                    return
+                self._write()
+            time.sleep(_WRITE_EVERY_S)

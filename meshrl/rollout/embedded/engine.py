@@ -275,10 +275,14 @@ class EmbeddedEngine:
             self._step_task.add_done_callback(self._on_step_error)
 
     async def _run(self) -> None:
-        await asyncio.sleep(0)  # requests of this event-loop tick join the first step
-        while self._may_step:
-            self._return_turns(self.step())
+        while True:
+            # Two ticks of the event loop: in the first, callers get their results and new requests arrive, which join
+            # the next step; in the second, this process sends the answers to calls that have ended.
             await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            if not self._may_step:
+                return
+            self._return_turns(self.step())
 
     def _on_step_error(self, task: asyncio.Task[None]) -> None:
         """After a step raised, every request ends with its error, so that no caller waits for ever."""

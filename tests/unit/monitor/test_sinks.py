@@ -8,6 +8,7 @@ import re
 import pytest
 
 from meshrl.monitor.sinks import COLUMNS, JsonlSink, TerminalSink, duration, read_metrics, step_line
+from tests.waiting import wait_until
 
 UNITS = {"reward/mean": "reward", "train/grad_norm": "norm"}
 
@@ -223,18 +224,24 @@ def test_on_a_terminal_the_panel_shows_every_column_the_curve_and_notes(terminal
 def test_the_panel_shows_the_phase_from_the_start_on_and_each_reward_term(terminal):
     sink = TerminalSink(4, terminal, clock=lambda: 0.0)
 
-    def drawn_by(action, *args) -> str:
-        before = len(terminal.getvalue())
-        action(*args)
-        return " ".join(re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", terminal.getvalue()[before:]).split())
+    def is_drawn(*texts: str) -> bool:
+        """In the last panel, which a thread draws some times a second."""
 
-    first = drawn_by(sink.entered, "rollout")
-    assert "step 0/4" in first and "phase rollout" in first
-    assert drawn_by(sink.entered, "") == ""  # between two phases
-    step = drawn_by(sink.write, 0, {"reward/term/answer": 0.25, "reward/term/[b]format[/b]": 0.125}, {})
-    assert "term/answer 0.250" in step and "term/[b]format[/b] 0.125" in step
-    assert "phase train" in drawn_by(sink.entered, "train")
-    assert "phase failed" in drawn_by(sink.close, True)
+        def last_panel() -> str:
+            drawn = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", terminal.getvalue())
+            return " ".join(drawn[drawn.rfind("step ") :].split())
+
+        return wait_until(lambda: all(text in last_panel() for text in texts))
+
+    sink.entered("rollout")
+    assert is_drawn("step 0/4", "phase rollout")
+    sink.entered("")  # between two phases
+    sink.write(0, {"reward/term/answer": 0.25, "reward/term/[b]format[/b]": 0.125}, {})
+    assert is_drawn("step 1/4", "phase rollout", "term/answer 0.250", "term/[b]format[/b] 0.125")
+    sink.entered("train")
+    assert is_drawn("phase train")
+    sink.close(True)
+    assert is_drawn("phase failed")
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0s"), (59.6, "1m00s"), (187, "3m07s"), (7500, "2h05m")])

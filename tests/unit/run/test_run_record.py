@@ -24,6 +24,7 @@ from meshrl.run.models import read_best
 from meshrl.run.signals import Stop
 from meshrl.tools.report.page import write_report
 from meshrl.tools.status import read_status
+from tests.waiting import wait_until
 
 GRADER = '''
 from pathlib import Path
@@ -145,8 +146,8 @@ def test_the_phases_of_a_run_are_in_its_status_file_and_on_the_terminal(config: 
     with _recorded(load_run_config(config, ["run.name=phases"])) as record:
         before = len(terminal.getvalue())
         with record.spans("reward"):
-            assert read_status(record.folder).phase == "reward"
-            assert "reward" in terminal.getvalue()[before:]
+            assert wait_until(lambda: read_status(record.folder).phase == "reward")
+            assert wait_until(lambda: "reward" in terminal.getvalue()[before:])
 
 
 def test_runs_that_begin_in_the_same_second_get_different_names(

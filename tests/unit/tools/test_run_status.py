@@ -18,6 +18,7 @@ from meshrl.monitor.spans import Spans
 from meshrl.run.status import StatusFile
 from meshrl.tools import status as module
 from meshrl.tools.status import describe, read_status, stop
+from tests.waiting import wait_until
 
 RUNNER = """
 import json, signal, sys, time
@@ -63,11 +64,12 @@ def test_the_file_follows_steps_and_phases(tmp_path):
     assert (read_status(tmp_path).step, read_status(tmp_path).phase) == (3, "start")
     spans = Spans(entered=file.entered)
     with spans("rollout"):
-        assert read_status(tmp_path).phase == "rollout"
-    assert read_status(tmp_path).phase == ""
+        assert wait_until(lambda: read_status(tmp_path).phase == "rollout")
+    assert wait_until(lambda: read_status(tmp_path).phase == "")
     file.write(3, {"reward/mean": float("nan"), "loss/policy": 1.0}, {})
     file.write(4, {"reward/mean": 0.25}, {})
     file.write(3, {"eval/mean_at_k": 1.0}, {})  # an evaluation is reported with the number of the step before it
+    file.close()
     status = read_status(tmp_path)
     assert (status.step, status.num_steps, status.values) == (5, 10, {"reward/mean": 0.25})
     assert (status.pid, status.host) == (os.getpid(), socket.gethostname())
@@ -78,6 +80,7 @@ def test_status_prints_step_phase_value_and_processes(tmp_path, capsys):
     file = StatusFile(tmp_path, 10)
     file.write(6, {"reward/mean": 0.625}, {})
     file.entered("train")
+    assert wait_until(lambda: read_status(tmp_path).phase == "train")
     assert main(["status", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert f"runs as process {os.getpid()}" in printed and "step 7 of 10, in phase train for 0 s" in printed
