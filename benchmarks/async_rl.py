@@ -80,7 +80,7 @@ def run(layout: str, model: Path, folder: Path, seed: int, args: Any) -> dict[st
 def main() -> None:
     p = parser(__doc__, rounds=3)
     p.add_argument("--shape", default="0.9M", choices=list(countdown.SHAPES), help="of the model (default 0.9M)")
-    p.add_argument("--prompts", type=int, default=16, help="prompts of a step (default 16)")
+    p.add_argument("--prompts", type=int, default=24, help="prompts of a step (default 24)")
     p.add_argument("--samples", type=int, default=2, help="answers to a prompt (default 2)")
     p.add_argument("--steps", type=int, default=120, help="steps of a run (default 120)")
     p.add_argument("--warm-up", type=int, default=250, help="steps of the supervised warm-up (default 250)")

@@ -276,10 +276,13 @@ class EmbeddedEngine:
 
     async def _run(self) -> None:
         while True:
-            # Two ticks of the event loop: in the first, callers get their results and new requests arrive, which join
-            # the next step; in the second, this process sends the answers to calls that have ended.
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
+            version = None
+            while version != self._weights.version:  # a sync that ended in these ticks is acknowledged before the step
+                version = self._weights.version
+                # In the first tick of the event loop, callers get their results and new requests arrive, which join the
+                # next step; in the second, this process sends the answers to calls that have ended.
+                await asyncio.sleep(0)
+                await asyncio.sleep(0)
             if not self._may_step:
                 return
             self._return_turns(self.step())
