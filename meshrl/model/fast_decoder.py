@@ -223,13 +223,13 @@ class _Layer:
     ) -> torch.Tensor:
         """Overwrites and returns x [T, D]; cos and sin [T, 1, S], the first half of sin negated."""
         h, k = self.heads
-        qkv = self.qkv(self.before_attention(x)).view(len(x), h + 2 * k, -1)
+        qkv = self.qkv(self.before_attention(x)).view(x.shape[0], h + 2 * k, -1)
         qk = qkv[:, : h + k]
         if self.q_norm is not None and self.k_norm is not None:
             qk = torch.cat([self.q_norm(qk[:, :h]), self.k_norm(qk[:, h:])], dim=1)
         qk = (qk * cos).addcmul_(qk.roll(qk.shape[-1] // 2, -1), sin)
         attended = context.attend(self.index, qk[:, :h], qk[:, h:], qkv[:, h + k :], self.spec)
-        x += self.out(attended.reshape(len(x), -1))
+        x += self.out(attended.reshape(x.shape[0], -1))
         gate, up = self.gate_up(self.before_mlp(x)).chunk(2, dim=-1)
         x += self.down(F.silu(gate).mul_(up))
         return x

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from meshrl.model.attention import AttentionSpec, PackedAttention, visible
 from meshrl.rollout.embedded.kv_cache import STARTS, KVStore, Write, plan_writes, rows_of_tiles
@@ -70,15 +69,18 @@ class DecodeAttention:
         """Attention scores [N * K, H / K, C] of each row over the positions of the tiles, -inf where masked."""
         scores = []
         for keys, bias in zip(tiles, self._bias(spec.window, kv_heads, q.dtype), strict=True):
-            part = q if len(keys) == len(q) else q[: len(keys)]
+            part = q[: keys.shape[0]]
             if spec.softcap is None:
                 scores.append(torch.baddbmm(bias, part, keys, alpha=spec.scale))
             else:
                 capped = torch.tanh(torch.bmm(part, keys).float() * (spec.scale / spec.softcap))
                 scores.append(capped.mul_(spec.softcap).add_(bias))
-        if any(len(s) < len(q) for s in scores):
-            scores = [F.pad(s, (0, 0, 0, 0, 0, len(q) - len(s)), value=-torch.inf) for s in scores]
-        return scores[0] if len(scores) == 1 else torch.cat(scores, dim=-1)
+        if len(scores) == 1:  # every row has a position in the first tile
+            return scores[0]
+        joined = scores[0].new_full((*q.shape[:2], self.tiles[-1][1].stop), -torch.inf)
+        for part, (_, columns) in zip(scores, self.tiles, strict=True):
+            joined[: part.shape[0], :, columns] = part
+        return joined
 
     def _bias(self, window: int | None, kv_heads: int, dtype: torch.dtype) -> list[torch.Tensor]:
         """The mask of each tile [its rows * K, 1, W]: 0 where the new token may attend, -inf elsewhere; made once per

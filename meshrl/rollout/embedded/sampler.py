@@ -97,7 +97,7 @@ def draw(logits: torch.Tensor, rows: RowSampling, positions: np.ndarray, history
 def _blocks(weights: torch.Tensor) -> torch.Tensor:
     """[N, V] -> [N, blocks, B], padded with zeros."""
     missing = -weights.shape[1] % BLOCK
-    return (F.pad(weights, (0, missing)) if missing else weights).view(len(weights), -1, BLOCK)
+    return (F.pad(weights, (0, missing)) if missing else weights).view(weights.shape[0], -1, BLOCK)
 
 
 def block_ends(weights: torch.Tensor) -> torch.Tensor:
