@@ -250,6 +250,7 @@ async def sync(job: Job) -> list[Metric]:
         metrics = await probe_result(job) + await _sync(job)
     if job.probed:
         job.probe = asyncio.create_task(_probe(job))
+        job.probe.add_done_callback(lambda task: task.cancelled() or task.exception())  # a failed run does not wait
     return metrics
 
 

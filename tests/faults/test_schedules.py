@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from killed_runs import killed
-from run_contents import prompt_counts
+from run_contents import assert_equal_tensors, prompt_counts, sampled_turns, state, weights
 from tiny_run import ascii_share, steps_of, train, write_run
 
 from meshrl.agent.loop import SingleTurn
@@ -162,6 +162,18 @@ def test_a_run_that_is_killed_trains_each_prompt_once(config):
 def test_twenty_kills_lose_no_prompt(kind, config):
     killed(config, f"kills_{kind}", 20, 13, 1.0, *KINDS[kind], "loop.num_steps=30")
     assert_each_prompt_is_trained_once(config.parent / "runs" / f"kills_{kind}", 30)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_with_staleness_0_a_run_that_is_killed_is_equal_to_the_bit(kind, config):
+    options = (f"loop.kind={kind}", "loop.max_staleness=0", "loop.num_steps=12")
+    whole = train(config, f"whole_{kind}", *options)
+    killed(config, f"resumed_{kind}", 6, 17, 0.6, *options)
+    resumed = config.parent / "runs" / f"resumed_{kind}"
+    assert_equal_tensors(weights(resumed, 12), weights(whole, 12))
+    assert_equal_tensors(state(resumed, 12), state(whole, 12))
+    assert sampled_turns(resumed) == sampled_turns(whole)
 
 
 @pytest.mark.slow
