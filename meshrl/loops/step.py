@@ -250,7 +250,8 @@ async def sync(job: Job) -> list[Metric]:
         metrics = await probe_result(job) + await _sync(job)
     if job.probed:
         job.probe = asyncio.create_task(_probe(job))
-        job.probe.add_done_callback(lambda task: task.cancelled() or task.exception())  # a failed run does not wait
+        # Marks the exception as retrieved, for a run that ends before it waits for the probe.
+        job.probe.add_done_callback(lambda task: task.cancelled() or task.exception())
     return metrics
 
 

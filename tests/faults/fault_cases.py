@@ -205,14 +205,17 @@ detected when its command misses its deadline.
 With `loop.kind` one_step_off or fully_async, every prompt is still trained once, and no sample is older than
 `loop.max_staleness` (`tests/faults/test_schedules.py`):
 
-| fault | outcome |
-| --- | --- |
-| a sampler dies while others generate, or during a sync | it is replaced; its requests are repeated; the groups that are already scored stay |
-| a train rank dies, also during a sync | the train ranks return to the newest checkpoint; samplers stay; scored groups are not sampled again |
-| a sync fails on one rank without a lost rank, for example because a transfer is damaged | all weights are sent once more; the second failure in a row ends the run. This applies to loop.kind colocated, too |
-| an agent never returns | the run ends when no task has ended within `cluster.deadlines.rollout`; the error has the agent's stack |
-| graders are slower than samplers | samplers wait: groups that wait for a grade count in the limit of staleness |
-| the entire run is killed, any number of times | it continues from the newest checkpoint; with `loop.max_staleness` 0 its results equal those of an undisturbed run to the bit |
+- A sampler that dies while others generate, or during a sync, is replaced, and its requests are repeated. Groups that
+  are already scored stay.
+- When a train rank dies, also during a sync, the train ranks return to the newest checkpoint. Samplers stay, and scored
+  groups are not sampled again.
+- A sync that fails on one rank without a lost rank, for example because a transfer is damaged, is repeated with all
+  weights. The second failure in a row ends the run. This applies to `loop.kind: colocated`, too.
+- An agent that never returns ends the run when no task has ended within `cluster.deadlines.rollout`; the error has the
+  agent's stack.
+- If graders are slower than samplers, the samplers wait: groups that wait for a grade count in the limit of staleness.
+- A run that is killed, any number of times, continues from the newest checkpoint; with `loop.max_staleness: 0` its
+  results equal those of an undisturbed run to the bit.
 
 ## Graders
 

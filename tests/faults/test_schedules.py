@@ -168,12 +168,12 @@ def test_twenty_kills_lose_no_prompt(kind, config):
 @pytest.mark.parametrize("kind", KINDS)
 def test_with_staleness_0_a_run_that_is_killed_is_equal_to_the_bit(kind, config):
     options = (f"loop.kind={kind}", "loop.max_staleness=0", "loop.num_steps=12")
-    whole = train(config, f"whole_{kind}", *options)
+    undisturbed = train(config, f"undisturbed_{kind}", *options)
     killed(config, f"resumed_{kind}", 6, 17, 0.6, *options)
     resumed = config.parent / "runs" / f"resumed_{kind}"
-    assert_equal_tensors(weights(resumed, 12), weights(whole, 12))
-    assert_equal_tensors(state(resumed, 12), state(whole, 12))
-    assert sampled_turns(resumed) == sampled_turns(whole)
+    assert_equal_tensors(weights(resumed, 12), weights(undisturbed, 12))
+    assert_equal_tensors(state(resumed, 12), state(undisturbed, 12))
+    assert sampled_turns(resumed) == sampled_turns(undisturbed)
 
 
 @pytest.mark.slow
