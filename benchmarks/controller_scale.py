@@ -363,6 +363,8 @@ def main() -> None:
     keep_freed_memory(torch.device("cpu"))  # as a run does
     sizes = [args.samples // 4, args.samples]
     metrics = metrics_of_a_micro_batch(config_of(args.samples // GROUP, args.ranks // 2, args.tokens))
+    gc.collect()
+    gc.freeze()  # as a run does
     with stand_in_ranks(args.ranks, VOCAB, args.tokens, metrics) as socks:
         asyncio.run(run(report, args, socks, sizes))
     report.finish()

@@ -9,7 +9,6 @@ is done once, in `Batch.previous` (train/packing). Index 0 of a row is never tra
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -236,8 +235,8 @@ Generate = Callable[[Request], Awaitable[Turn]]
 
 def freeze(record: Any) -> Any:
     """Make every array of a filled record read-only, and return it."""
-    for f in dataclasses.fields(record):
-        value = getattr(record, f.name)
+    for name in record.__slots__:
+        value = getattr(record, name)
         for array in value.values() if isinstance(value, dict) else (value,):
             if isinstance(array, np.ndarray):
                 array.flags.writeable = False

@@ -1,35 +1,50 @@
-"""The text of sampled ids, without special tokens. For byte-level tokenizers it is a table lookup, 15 times faster than
+"""The text of sampled ids, without special tokens. For byte-level tokenizers it is a table lookup, 20 times faster than
 the tokenizer's `decode`: the controller decodes every answer of a step."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 _CHECKED_IDS = 1024  # ids in one comparison with the tokenizer
-_tables: WeakKeyDictionary[Any, tuple[int, np.ndarray | None]] = WeakKeyDictionary()  # with the tokenizer's size
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """The bytes of all ids end to end, uint8; where those of each id start, and how many there are, int64[V]."""
+
+    data: np.ndarray
+    starts: np.ndarray
+    sizes: np.ndarray
+
+    def text(self, ids: np.ndarray) -> str:
+        sizes = self.sizes.take(ids)
+        ends = sizes.cumsum()
+        places = np.arange(ends[-1])  # of each byte of the text in `data`
+        places += (self.starts.take(ids) - ends + sizes).repeat(sizes)
+        return self.data.take(places).tobytes().decode("utf-8", "replace")
+
+
+_tables: WeakKeyDictionary[Any, tuple[int, _Table | None]] = WeakKeyDictionary()  # with the tokenizer's size
 
 
 def text_of(tokenizer: Any, ids: np.ndarray) -> str:
     """What `decode` returns without special tokens. ids: int32[R]."""
     table = _table_of(tokenizer)
-    if table is None or not len(ids) or ids.min() < 0 or ids.max() >= len(table):
+    if table is None or not len(ids) or ids.view(np.uint32).max() >= len(table.sizes):  # -1 is seen as 2^32 - 1
         return _decoded(tokenizer, ids)
-    return _joined(table, ids)
+    return table.text(ids)
 
 
 def _decoded(tokenizer: Any, ids: np.ndarray) -> str:
     return tokenizer.decode(ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
-def _joined(table: np.ndarray, ids: np.ndarray) -> str:
-    return b"".join(table[ids].tolist()).decode("utf-8", "replace")
-
-
-def _table_of(tokenizer: Any) -> np.ndarray | None:
-    """The bytes of each id; None for a tokenizer that is not byte level."""
+def _table_of(tokenizer: Any) -> _Table | None:
+    """The table of a tokenizer; None for a tokenizer that is not byte level."""
     decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
     if type(decoder).__name__ != "ByteLevel":
         return None
@@ -40,22 +55,24 @@ def _table_of(tokenizer: Any) -> np.ndarray | None:
     return table
 
 
-def _checked_table(tokenizer: Any) -> np.ndarray | None:
+def _checked_table(tokenizer: Any) -> _Table | None:
     """The table, if it gives the tokenizer's texts for all ids in order and in a random order."""
     to_byte = _bytes_of_letters()
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    table = np.empty(len(tokenizer), object)
+    parts = []
     for i, token in enumerate(tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))):
         if token is None or i in special:
-            table[i] = b""
+            parts.append(b"")
         elif all(letter in to_byte for letter in token):
-            table[i] = bytes(to_byte[letter] for letter in token)
+            parts.append(bytes(to_byte[letter] for letter in token))
         else:  # an added token, with text that is not byte level
-            table[i] = token.encode()
-    shuffled = np.random.default_rng(0).permutation(len(table))
-    for order in (np.arange(len(table)), shuffled):
+            parts.append(token.encode())
+    sizes = np.array([len(part) for part in parts])
+    table = _Table(np.frombuffer(b"".join(parts), np.uint8), sizes.cumsum() - sizes, sizes)
+    shuffled = np.random.default_rng(0).permutation(len(sizes))
+    for order in (np.arange(len(sizes)), shuffled):
         for ids in np.array_split(order, -(-len(order) // _CHECKED_IDS)):
-            if _joined(table, ids) != _decoded(tokenizer, ids):
+            if table.text(ids) != _decoded(tokenizer, ids):
                 return None
     return table
 

@@ -4,10 +4,12 @@ the ranks, run the loop."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -94,6 +96,18 @@ def _run(cluster: ClusterConfig, main: Callable[[Stop], Coroutine[Any, Any, T]])
         raise SystemExit(143) from None
 
 
+@contextmanager
+def _garbage_of_the_run() -> Iterator[None]:
+    """Python's garbage collector visits only objects that were made since the start of the run. With those of the
+    imported modules it took a seventh of the controller's time for a request."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 async def _train(stop: Stop, loaded: Loaded[RunConfig], write_report: WriteReport, objects: Objects) -> Path:
     cfg = loaded.config
     try_user_functions(cfg.algo)
@@ -135,7 +149,8 @@ async def _train(stop: Stop, loaded: Loaded[RunConfig], write_report: WriteRepor
                     rollout_log=RolloutLog(run.folder, task.tokenizer.decode),
                 )
                 run.summary = partial(_summary, run, job)
-                await run_to_end(run, job, groups, layout, partial(LOOPS[cfg.loop.kind], job))
+                with _garbage_of_the_run():
+                    await run_to_end(run, job, groups, layout, partial(LOOPS[cfg.loop.kind], job))
         save_curve(run.folder / "reward.png", list(range(1, job.step + 1)), job.rewards, job.evals)
         _note_left_out(run.note, task, cfg, noted)
         note_run_without_signal(job)
