@@ -100,12 +100,15 @@ def _run(cluster: ClusterConfig, main: Callable[[Stop], Coroutine[Any, Any, T]])
 def _garbage_of_the_run() -> Iterator[None]:
     """Python's garbage collector visits only objects that were made since the start of the run. With those of the
     imported modules it took a seventh of the controller's time for a request."""
-    gc.collect()
-    gc.freeze()
+    is_frozen = gc.get_freeze_count() > 0  # by the calling program; then its choice stays
+    if not is_frozen:
+        gc.collect()
+        gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not is_frozen:
+            gc.unfreeze()
 
 
 async def _train(stop: Stop, loaded: Loaded[RunConfig], write_report: WriteReport, objects: Objects) -> Path:
