@@ -284,6 +284,20 @@ FAULTS = [
         "        self._weights.begin(header)",
         (_ENGINE + "test_weights_may_change_under_running_requests",),
     ),
+    Fault(
+        "answers wait for the next decoding step",
+        "meshrl/rollout/embedded/engine.py",
+        "                await asyncio.sleep(0)\n                await asyncio.sleep(0)",
+        "                await asyncio.sleep(0)",
+        (_ENGINE + "test_answers_are_sent_before_the_next_step",),
+    ),
+    Fault(
+        "the acknowledgement of a sync waits for a decoding step",
+        "meshrl/rollout/embedded/engine.py",
+        "            while version != self._weights.version:",
+        "            while version is None:",
+        (_ENGINE + "test_answers_are_sent_before_the_next_step",),
+    ),
     *WEIGHT_FAULTS,
     # ---- runs
     Fault(
