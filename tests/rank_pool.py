@@ -25,6 +25,8 @@ def _serve(rank: int, conn: Any, path: list[str]) -> None:
     import torch
     import torch.distributed as dist
 
+    from meshrl.parallel.mesh import forget_meshes
+
     torch.set_num_threads(1)
     gc.freeze()  # a garbage collection would touch all objects of the imported modules, and so copy their pages
     while True:
@@ -42,6 +44,8 @@ def _serve(rank: int, conn: Any, path: list[str]) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+            forget_meshes()  # the threads of a process group end with its last reference
+            gc.collect()
 
 
 class RankPool:

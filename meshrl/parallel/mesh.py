@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import debug
+from torch.distributed.tensor import _redistribute, debug
 
 from meshrl.config.train import TrainMeshConfig
 from meshrl.core.errors import ConfigError
@@ -54,10 +54,15 @@ def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def forget_meshes() -> None:
-    """Clear DTensor's caches of this thread: they keep meshes, and so process groups, alive as long as the thread. A
-    fork from another thread would destroy these groups in the child, where the threads that they join don't exist, and
-    the child would crash before its exec (Ray starts its servers by such forks).
+    """Clear DTensor's caches: they keep meshes, and so process groups with their threads, alive. A fork from another
+    thread would destroy these groups in the child, where the threads that they join don't exist, and the child would
+    crash before its exec (Ray starts its servers by such forks).
     """
-    clear = getattr(debug, "_clear_sharding_prop_cache", None)  # private: another torch may lack it
-    if clear is not None:
-        clear()
+    plans = getattr(_redistribute, "_gen_transform_infos", None)
+    private = (  # another torch may lack them
+        (plans, "cache_clear"),
+        (_redistribute, "clear_redistribute_planner_cache"),
+        (debug, "_clear_sharding_prop_cache"),
+    )
+    for owner, name in private:
+        getattr(owner, name, lambda: None)()

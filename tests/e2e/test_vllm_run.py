@@ -85,7 +85,7 @@ def test_a_run_samples_with_vllm_and_proves_its_weights(config: Path, layout: tu
 def test_vllm_samples_while_the_trainer_trains(config: Path, others: set[int]):
     """P15, P25: answers go on under new weights, and each sync's probe compares vLLM's scores with the trainer's."""
     overlapped = ("loop.kind=fully_async", "loop.max_staleness=2", "loop.num_steps=6", "loop.prompts_per_step=2")
-    long = ("rollout.sampling.max_new_tokens=48", "cluster.num_rollout_ranks=1")
+    long = ("rollout.sampling.max_new_tokens=120", "cluster.num_rollout_ranks=1")
     folder = train(config, "overlapped", *VLLM, *overlapped, *long)
     steps = steps_of(folder)
     assert len(steps) == 6 and all(step["sync/proven_read_back"] == 1 for step in steps)
