@@ -31,6 +31,8 @@ LONGEST_FIRST: tuple[tuple[str, ...], ...] = (
     ("tests/unit/run/test_run_record.py",),
     ("tests/fuzz/test_fuzz_config.py",),
     ("tests/contract/test_sync_transports.py",),
+    ("tests/contract/test_loops.py",),
+    ("tests/faults/test_schedules.py",),
 )
 
 

@@ -71,11 +71,11 @@ class SharedRing(SharedRingView):
 
     def close(self) -> None:
         """Unlink the segment; safe to call twice."""
-        super().close()
         if self._linked:
             self._linked = False
-            _posixshmem.shm_unlink(_path(self.name))
+            _posixshmem.shm_unlink(_path(self.name))  # while it is mapped: the lease ends with the last mapping
             resource_tracker.unregister(_path(self.name), "shared_memory")
+        super().close()
 
 
 def _path(name: str) -> str:

@@ -104,6 +104,21 @@ def test_a_sweep_between_creating_and_locking_makes_the_owner_create_another_res
     made.close()
 
 
+def test_a_sweep_while_a_segment_closes_finds_its_lease(monkeypatch):
+    """Otherwise the owner's own unlink fails, and the end of a run with it."""
+    from meshrl.sync import shared_memory
+
+    ring, unlink = shared_memory.SharedRing(1, 64), shared_memory._posixshmem.shm_unlink
+
+    def after_a_sweep(name: str) -> None:
+        assert not sweep_of(Path("/dev/shm") / ring.name)
+        unlink(name)
+
+    monkeypatch.setattr(shared_memory._posixshmem, "shm_unlink", after_a_sweep)
+    ring.close()
+    assert not (Path("/dev/shm") / ring.name).exists()
+
+
 def test_resources_with_other_names_are_not_removed(temporary: Path):
     """They were made by another program, or on another machine that shares the disk: its locks are not visible here."""
     other_kernel = new_name().replace(new_name().split("_")[1], "0badcafe")
