@@ -35,6 +35,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -317,7 +318,7 @@ async def measure(report: Report, cfg: RunConfig, executor: StandInExecutor, tok
     report.figure(f"peak_rss_gb_{name}", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6)
     del samples
     with tempfile.TemporaryDirectory() as folder, clock("rollout_log"):
-        RolloutLog(folder, tokenizer.decode).write(0, logged)
+        RolloutLog(folder, partial(text_of, tokenizer, special=True)).write(0, logged)
     clock.seconds["rollout_log"] *= len(lengths) / len(logged)
     numbers = [i // GROUP for i in range(len(lengths))]
     with clock("planning_equal"):

@@ -21,7 +21,7 @@ _FROZEN = ("tokens", "mask", "turn", "rollout_logprobs", "versions", "routed_exp
 def flatten(trajectories: Sequence[Trajectory]) -> tuple[list[Sample], list[Metric]]:
     """Rows to train on, in the order of the trajectories, and metrics about them.
 
-    Left out: purpose other than train, status failed or evicted, reward None, no token at all. Rows of truncated
+    Left out: purpose other than train, status failed, reward None, no token at all. Rows of truncated
     trajectories are included and marked, for algo.truncated; `rollout/truncated_fraction` counts the trajectories.
 
     A turn that is part of several rows is trained only in the first of them; the others have it as context, with its
@@ -35,7 +35,7 @@ def flatten(trajectories: Sequence[Trajectory]) -> tuple[list[Sample], list[Metr
     Raises: TurnError for an invalid turn, a row that mixes temperatures, or a filtered distribution.
     """
     train = [t for t in trajectories if t.purpose == "train"]
-    scored = [t for t in train if t.status not in ("failed", "evicted") and t.reward is not None]
+    scored = [t for t in train if t.status != "failed" and t.reward is not None]
     samples: list[Sample] = []
     for trajectory in scored:
         check_turns(trajectory)
@@ -201,7 +201,7 @@ def _metrics(train: list[Trajectory], samples: list[Sample]) -> list[Metric]:
     def fraction(name: str, flags: Iterable[bool]) -> Metric:
         return Metric(name=name, sum=float(sum(flags)), weight=num, unit="fraction")
 
-    unscored = (t.reward is None and t.status not in ("failed", "evicted") for t in train)
+    unscored = (t.reward is None and t.status != "failed" for t in train)
     return [
         Metric(name="rollout/length_mean_tokens", sum=float(sum(lengths)), weight=num, unit="tokens"),
         Metric(name="rollout/length_max_tokens", sum=float(max(lengths)), reduce="max", unit="tokens"),
@@ -209,7 +209,6 @@ def _metrics(train: list[Trajectory], samples: list[Sample]) -> list[Metric]:
         Metric(name="rollout/rows", sum=float(len(samples)), reduce="sum", unit="rows"),
         fraction("rollout/truncated_fraction", (t.status == "truncated" for t in train)),
         fraction("rollout/failed_fraction", (t.status == "failed" for t in train)),
-        fraction("rollout/evicted_fraction", (t.status == "evicted" for t in train)),
         fraction("rollout/unscored_fraction", unscored),
         fraction("rollout/duplicate_fraction", _duplicates(train)),
     ]

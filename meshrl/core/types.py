@@ -23,7 +23,7 @@ EXTRA_FILLS: dict[str, float] = {}  # token_extras name -> fill value where a ro
 
 StopReason = Literal["stop", "length", "context", "abort", "error"]
 Purpose = Literal["train", "baseline", "eval"]
-Status = Literal["done", "truncated", "failed", "evicted"]
+Status = Literal["done", "truncated", "failed"]
 Reduce = Literal["mean", "sum", "max", "min", "hist"]
 
 

@@ -1,5 +1,5 @@
-"""The text of sampled ids, without special tokens. For byte-level tokenizers it is a table lookup, 20 times faster than
-the tokenizer's `decode`: the controller decodes every answer of a step."""
+"""The text of sampled ids. For byte-level tokenizers it is a table lookup, 20 times faster than the tokenizer's
+`decode`: the controller decodes every answer of a step."""
 
 from __future__ import annotations
 
@@ -28,40 +28,42 @@ class _Table:
         return self.data.take(places).tobytes().decode("utf-8", "replace")
 
 
-_tables: WeakKeyDictionary[Any, tuple[int, _Table | None]] = WeakKeyDictionary()  # with the tokenizer's size
+# By tokenizer, with and without special tokens: the tokenizer's size and its table.
+_tables: WeakKeyDictionary[Any, dict[bool, tuple[int, _Table | None]]] = WeakKeyDictionary()
 
 
-def text_of(tokenizer: Any, ids: np.ndarray) -> str:
-    """What `decode` returns without special tokens. ids: int32[R]."""
-    table = _table_of(tokenizer)
+def text_of(tokenizer: Any, ids: np.ndarray, special: bool = False) -> str:
+    """What `decode` returns. ids: int32[R]. special: with special tokens."""
+    table = _table_of(tokenizer, special)
     if table is None or not len(ids) or ids.view(np.uint32).max() >= len(table.sizes):  # -1 is seen as 2^32 - 1
-        return _decoded(tokenizer, ids)
+        return _decoded(tokenizer, ids, special)
     return table.text(ids)
 
 
-def _decoded(tokenizer: Any, ids: np.ndarray) -> str:
-    return tokenizer.decode(ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+def _decoded(tokenizer: Any, ids: np.ndarray, special: bool) -> str:
+    return tokenizer.decode(ids.tolist(), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
 
 
-def _table_of(tokenizer: Any) -> _Table | None:
+def _table_of(tokenizer: Any, special: bool) -> _Table | None:
     """The table of a tokenizer; None for a tokenizer that is not byte level."""
     decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
     if type(decoder).__name__ != "ByteLevel":
         return None
-    size, table = _tables.get(tokenizer, (-1, None))
+    tables = _tables.setdefault(tokenizer, {})
+    size, table = tables.get(special, (-1, None))
     if size != len(tokenizer):
-        table = _checked_table(tokenizer)
-        _tables[tokenizer] = len(tokenizer), table
+        table = _checked_table(tokenizer, special)
+        tables[special] = len(tokenizer), table
     return table
 
 
-def _checked_table(tokenizer: Any) -> _Table | None:
+def _checked_table(tokenizer: Any, special: bool) -> _Table | None:
     """The table, if it gives the tokenizer's texts for all ids in order and in a random order."""
     to_byte = _bytes_of_letters()
-    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    left_out = set() if special else {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     parts = []
     for i, token in enumerate(tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))):
-        if token is None or i in special:
+        if token is None or i in left_out:
             parts.append(b"")
         elif all(letter in to_byte for letter in token):
             parts.append(bytes(to_byte[letter] for letter in token))
@@ -72,7 +74,7 @@ def _checked_table(tokenizer: Any) -> _Table | None:
     shuffled = np.random.default_rng(0).permutation(len(sizes))
     for order in (np.arange(len(sizes)), shuffled):
         for ids in np.array_split(order, -(-len(order) // _CHECKED_IDS)):
-            if table.text(ids) != _decoded(tokenizer, ids):
+            if table.text(ids) != _decoded(tokenizer, ids, special):
                 return None
     return table
 

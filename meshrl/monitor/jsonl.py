@@ -11,29 +11,50 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import orjson
+
 from meshrl.core.errors import DataError
 from meshrl.core.files import Unreadable, decode, lines_of, open_plain, parse_json, read_json
 
 
 def to_line(record: dict[str, Any]) -> str:
-    """One line of strict JSON with its newline.
+    """One line of strict JSON with its newline. Arrays of one dim become lists of numbers, equal to the bit when they
+    are read.
 
     Raises: TypeError for a value that is not plain JSON.
     """
+    strict = _strict(record)
     try:
-        return json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
-    except ValueError:
-        return json.dumps(_named(record), ensure_ascii=False, allow_nan=False) + "\n"
+        return orjson.dumps(strict, option=_OPTIONS).decode()
+    except TypeError:  # keys that are numbers, integers of more than 64 bits
+        return json.dumps(strict, ensure_ascii=False, allow_nan=False, default=_listed) + "\n"
 
 
-def _named(value: Any) -> Any:
+_PLAIN_ONLY = orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_PASSTHROUGH_DATETIME
+_OPTIONS = _PLAIN_ONLY | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
+
+
+def _strict(value: Any) -> Any:
+    """The value with texts in place of numbers that are not finite, and float64 in place of shorter floats: their
+    decimals would be rounded twice by a reader with float64."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, dict):
-        return {k: _named(v) for k, v in value.items()}
+        return {k: _strict(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_named(v) for v in value]
+        return [_strict(v) for v in value]
+    if isinstance(value, np.generic):
+        return _strict(value.item())
+    if isinstance(value, np.ndarray) and value.dtype.kind == "f":
+        return value.astype(np.float64) if np.isfinite(value).all() else _strict(value.tolist())
     return value
+
+
+def _listed(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
 def read_lines(path: str | Path) -> Iterator[dict[str, Any]]:

@@ -34,10 +34,10 @@ class LoggedTrajectory:
 class RolloutLog:
     """Writes `folder`/rollouts/step_000012.jsonl for each step; `folder` is the run's folder.
 
-    decode: ids -> text with special tokens, e.g. the tokenizer's `decode`.
+    decode: ids int32[R] -> text with special tokens.
     """
 
-    def __init__(self, folder: str | Path, decode: Callable[[list[int]], str]):
+    def __init__(self, folder: str | Path, decode: Callable[[np.ndarray], str]):
         self._folder, self._decode = Path(folder) / "rollouts", decode
         self._folder.mkdir(parents=True, exist_ok=True)
 
@@ -51,7 +51,7 @@ class RolloutLog:
         path = self._folder / f"{name}_{step:06d}.jsonl"
         with replacing(path) as aside, aside.open("w", encoding="utf-8") as file:
             for trajectory in trajectories:
-                texts = [self._decode(turn.output_ids.tolist()) for turn in trajectory.turns]
+                texts = [self._decode(turn.output_ids) for turn in trajectory.turns]
                 file.write(to_line({"schema": SCHEMA, "step": step, **_trajectory_record(trajectory, texts)}))
         return path
 
@@ -104,7 +104,7 @@ def _trajectory_record(t: Trajectory, texts: list[str]) -> Record:
         "rewards": {n: {"failure": asdict(r)} if isinstance(r, Failure) else r for n, r in t.rewards.items()},
         "prompt": {
             **_fields(t.prompt, _PROMPT),
-            "ids": None if t.prompt.ids is None else t.prompt.ids.tolist(),
+            "ids": t.prompt.ids,
             "media": {name: _fields(media, _MEDIA) for name, media in t.prompt.media.items()},
         },
         "turns": [{"text": text, **_turn_record(turn)} for text, turn in zip(texts, t.turns)],
@@ -114,7 +114,7 @@ def _trajectory_record(t: Trajectory, texts: list[str]) -> Record:
 def _turn_record(t: Turn) -> Record:
     return {
         **_fields(t, _TURN),
-        **{name: array.tolist() for name, array in _fields(t, list(_TOKENS)).items()},
+        **_fields(t, list(_TOKENS)),
         "reward": t.reward,
         "media_spans": [list(span) for span in t.media_spans],
         "routed_experts": None if t.routed_experts is None else _array_record(t.routed_experts),
@@ -125,7 +125,7 @@ def _turn_record(t: Turn) -> Record:
 
 
 def _array_record(array: np.ndarray) -> Record:
-    return {"dtype": str(array.dtype), "shape": list(array.shape), "values": array.ravel().tolist()}
+    return {"dtype": str(array.dtype), "shape": list(array.shape), "values": array.ravel()}
 
 
 def _array(record: Record) -> np.ndarray:

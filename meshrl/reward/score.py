@@ -49,7 +49,7 @@ class Scorer:
         await self._sandbox.start()
 
     async def score(self, trajectories: Sequence[Trajectory]) -> list[Metric]:
-        """Grade every trajectory that ended by itself or was truncated; failed and evicted ones get reward None.
+        """Grade every trajectory that ended by itself or was truncated; failed ones get reward None.
 
         A trajectory with a failed grading also gets reward None, has the Failure in `rewards`, and is counted: a
         failure of a grader is never a reward of 0.

@@ -23,6 +23,7 @@ from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.core.device import device_notice
 from meshrl.core.errors import MeshrlError
 from meshrl.core.types import Trajectory
+from meshrl.data.decode import text_of
 from meshrl.loops.colocated import colocated
 from meshrl.loops.evaluate import evaluate_prompts
 from meshrl.loops.fully_async import fully_async
@@ -149,7 +150,7 @@ async def _train(stop: Stop, loaded: Loaded[RunConfig], write_report: WriteRepor
                     rollouts=groups.rollouts,
                     scorer=scorer,
                     layout=layout,
-                    rollout_log=RolloutLog(run.folder, task.tokenizer.decode),
+                    rollout_log=RolloutLog(run.folder, partial(text_of, task.tokenizer, special=True)),
                 )
                 run.summary = partial(_summary, run, job)
                 with _garbage_of_the_run():

@@ -72,12 +72,11 @@ def test_truncated_trajectories_are_marked_and_counted():
     assert numbers(cut, done)["rollout/truncated_fraction"] == (1.0, 2.0)
 
 
-def test_failed_evicted_unscored_and_baseline_trajectories_are_left_out():
+def test_failed_unscored_and_baseline_trajectories_are_left_out():
     """P29: a failure is never a reward of 0."""
     turn = make_turn([1], [2])
     out = [
         make_trajectory(turn, status="failed", failure=Failure(kind="engine", message="gone")),
-        make_trajectory(turn, status="evicted"),
         make_trajectory(turn, reward=None),
         make_trajectory(turn, purpose="baseline"),
         make_trajectory(turn, purpose="eval"),
@@ -86,8 +85,8 @@ def test_failed_evicted_unscored_and_baseline_trajectories_are_left_out():
     trained = make_trajectory(turn, index=7, reward=0.0)
     assert [s.trajectory_id for s in rows(*out, trained)] == ["g/7"]
     found = numbers(*out, trained)
-    for name in ("failed", "evicted", "unscored"):
-        assert found[f"rollout/{name}_fraction"] == (1.0, 5.0)  # baseline and eval are not counted
+    for name in ("failed", "unscored"):
+        assert found[f"rollout/{name}_fraction"] == (1.0, 4.0)  # baseline and eval are not counted
     assert flatten([]) == ([], [])
 
 

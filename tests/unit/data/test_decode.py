@@ -15,15 +15,17 @@ def _same_texts(tokenizer: Any, size: int) -> None:
     for length in (0, 1, 2, 3, 50, 400):
         for _ in range(40):
             ids = rng.integers(0, size, length).astype(np.int32)
-            expected = tokenizer.decode(ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-            assert decode.text_of(tokenizer, ids) == expected
+            for special in (False, True):
+                options = dict(skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+                assert decode.text_of(tokenizer, ids, special) == tokenizer.decode(ids.tolist(), **options)
 
 
 def test_a_byte_level_tokenizer_has_a_table():
     """Random bytes are mostly not valid UTF-8, so both sides replace them."""
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens(["<think>", "two words", "é"])
-    assert decode._table_of(tokenizer) is not None
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<hidden>"]})
+    assert None not in (decode._table_of(tokenizer, False), decode._table_of(tokenizer, True))
     _same_texts(tokenizer, len(tokenizer))
 
 
@@ -33,7 +35,8 @@ def test_a_token_that_is_added_later_is_in_the_text():
     tokenizer.add_tokens(["<answer>"])
     assert decode.text_of(tokenizer, np.array([len(tokenizer) - 1], np.int32)) == "<answer>"
     tokenizer.add_special_tokens({"additional_special_tokens": ["<hidden>"]})
-    assert decode.text_of(tokenizer, np.array([len(tokenizer) - 1], np.int32)) == ""
+    last = np.array([len(tokenizer) - 1], np.int32)
+    assert (decode.text_of(tokenizer, last), decode.text_of(tokenizer, last, special=True)) == ("", "<hidden>")
 
 
 def test_ids_above_the_vocabulary_have_no_text():
@@ -44,5 +47,5 @@ def test_ids_above_the_vocabulary_have_no_text():
 
 def test_other_tokenizers_decode_themselves():
     tokenizer = numbered_tokenizer(30)
-    assert decode._table_of(tokenizer) is None
+    assert decode._table_of(tokenizer, False) is None
     _same_texts(tokenizer, 30)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import json
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from scripted_agent import IdTokenizer, scripted_trajectories
 
 from meshrl.core.errors import DataError, Failure
 from meshrl.core.types import Prompt, Trajectory
+from meshrl.monitor.jsonl import to_line
 from meshrl.monitor.rollout_log import RolloutLog, read_rollouts, remove_steps
 
 
@@ -110,6 +112,34 @@ def test_a_value_that_is_not_json_is_an_error_and_leaves_no_incomplete_file(tmp_
     with pytest.raises(TypeError):
         RolloutLog(tmp_path, decode).write(0, [bad])
     assert not (tmp_path / "rollouts" / "step_000000.jsonl").exists()
+
+
+def test_a_line_has_any_plain_json_value_and_arrays_to_the_bit():
+    """The fast writer refuses integers of more than 64 bits and keys that are numbers, and writes NaN as null."""
+    floats = np.random.default_rng(0).standard_normal(10_000).astype(np.float32)
+    record = {
+        "floats": floats,
+        "with nan": np.array([1.5, np.nan, -np.inf], np.float32),
+        "numbers": [np.float32("nan"), np.float32(0.1), np.int64(3), float("inf")],
+        "ids": np.arange(5, dtype=np.int16)[::2],
+        "text": "\u2028 é \x00",
+    }
+    plain = {
+        **record,
+        "floats": floats.tolist(),
+        "with nan": [1.5, "NaN", "-Infinity"],
+        "numbers": ["NaN", float(np.float32(0.1)), 3, "Infinity"],
+        "ids": [0, 2, 4],
+    }
+    assert json.loads(to_line(record)) == plain
+    assert json.loads(to_line({**record, "answer": 1 << 70, "meta": {1: "a"}})) == {
+        **plain,
+        "answer": 1 << 70,
+        "meta": {"1": "a"},
+    }
+    for value in (object(), {1, 2}, datetime.date(2026, 1, 1), np.datetime64("2026-01-01"), {"deep": [object()]}):
+        with pytest.raises(TypeError):
+            to_line({**record, "answer": value})
 
 
 def test_readers_and_sinks_import_no_torch_and_no_drawing():

@@ -111,10 +111,9 @@ def test_the_threshold_itself_is_still_allowed():
 
 def test_trajectories_that_failed_before_are_not_graded_and_not_counted_as_failed_gradings():
     failed = make_trajectory("4", status="failed", failure=Failure(kind="engine", message="gone"), reward=1.0)
-    evicted = make_trajectory("4", status="evicted")
     truncated = make_trajectory("4", status="truncated")
-    metrics = score([failed, evicted, truncated], terms={"answer": EXACT}, max_failure_fraction=0.0)
-    assert [t.reward for t in (failed, evicted, truncated)] == [None, None, 1.0]
+    metrics = score([failed, truncated], terms={"answer": EXACT}, max_failure_fraction=0.0)
+    assert [t.reward for t in (failed, truncated)] == [None, 1.0]
     assert failed.rewards == {} and metrics["failed"].weight == 1
 
 
