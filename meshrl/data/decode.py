@@ -12,20 +12,25 @@ import numpy as np
 _CHECKED_IDS = 1024  # ids in one comparison with the tokenizer
 
 
+_WORD = 8  # bytes; most tokens are one word, so the arrays of a lookup have about one element for each id
+_PAD = b"\xff"  # fills words; no valid UTF-8 has this byte
+
+
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """The bytes of all ids end to end, uint8; where those of each id start, and how many there are, int64[V]."""
+    """The padded bytes of all ids end to end, uint64; where those of each id start, and how many words there are,
+    int64[V]."""
 
-    data: np.ndarray
+    words: np.ndarray
     starts: np.ndarray
     sizes: np.ndarray
 
     def text(self, ids: np.ndarray) -> str:
         sizes = self.sizes.take(ids)
         ends = sizes.cumsum()
-        places = np.arange(ends[-1])  # of each byte of the text in `data`
+        places = np.arange(ends[-1])  # of each word of the text in `words`
         places += (self.starts.take(ids) - ends + sizes).repeat(sizes)
-        return self.data.take(places).tobytes().decode("utf-8", "replace")
+        return self.words.take(places).tobytes().translate(None, _PAD).decode("utf-8", "replace")
 
 
 # By tokenizer, with and without special tokens: the tokenizer's size and its table.
@@ -69,8 +74,10 @@ def _checked_table(tokenizer: Any, special: bool) -> _Table | None:
             parts.append(bytes(to_byte[letter] for letter in token))
         else:  # an added token, with text that is not byte level
             parts.append(token.encode())
-    sizes = np.array([len(part) for part in parts])
-    table = _Table(np.frombuffer(b"".join(parts), np.uint8), sizes.cumsum() - sizes, sizes)
+    parts = [part.replace(_PAD, "\ufffd".encode()) for part in parts]  # the text has this letter for such a byte
+    sizes = np.array([-(-len(part) // _WORD) for part in parts])
+    padded = b"".join(part.ljust(size * _WORD, _PAD) for part, size in zip(parts, sizes.tolist()))
+    table = _Table(np.frombuffer(padded, np.uint64), sizes.cumsum() - sizes, sizes)
     shuffled = np.random.default_rng(0).permutation(len(sizes))
     for order in (np.arange(len(sizes)), shuffled):
         for ids in np.array_split(order, -(-len(order) // _CHECKED_IDS)):
