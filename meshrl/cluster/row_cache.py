@@ -8,6 +8,7 @@ and does not call numpy for each row.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -24,11 +25,14 @@ _values = attrgetter(*_FIELDS)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowsMessage:
-    """The rows that a rank needs for one command. plan_hash: of the complete batch plan. micro_batches: this rank's
-    part of it. samples: its rows, by their index in the step, when the rank has not got this batch plan yet; None = it
-    has them. changed: their fields that have changed since they were sent last."""
+    """The rows that a rank needs for one command. plan_hash: of the complete batch plan. number: of this batch plan.
+    used: the numbers of all batch plans in use; a rank frees the rows of others. micro_batches: this rank's part of the
+    plan. samples: its rows, by their index in the plan, when the rank has not got them yet; None = it has them.
+    changed: their fields that have changed since they were sent last."""
 
     plan_hash: str
+    number: int
+    used: tuple[int, ...]
     micro_batches: tuple[tuple[int, ...], ...]
     samples: dict[int, Sample] | None = None
     changed: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -43,11 +47,13 @@ class RowsMessage:
             for name in fields:
                 by_name.setdefault(name, []).append(i)
         changed = [(name, rows, _column([self.changed[i][name] for i in rows])) for name, rows in by_name.items()]
-        return _unpickled, (self.plan_hash, self.micro_batches, samples, changed)
+        return _unpickled, (self.plan_hash, self.number, self.used, self.micro_batches, samples, changed)
 
 
 def _unpickled(
     plan_hash: str,
+    number: int,
+    used: tuple[int, ...],
     micro_batches: tuple[tuple[int, ...], ...],
     packed: tuple[list[int], list[Any]] | None,
     packed_changes: list[tuple[str, list[int], Any]],
@@ -60,7 +66,9 @@ def _unpickled(
     for name, indices, column in packed_changes:
         for i, value in zip(indices, _rows(column)):
             changed.setdefault(i, {})[name] = value
-    return RowsMessage(plan_hash=plan_hash, micro_batches=micro_batches, samples=samples, changed=changed)
+    return RowsMessage(
+        plan_hash=plan_hash, number=number, used=used, micro_batches=micro_batches, samples=samples, changed=changed
+    )
 
 
 def _column(values: Sequence[Any]) -> tuple[list[int], np.ndarray] | list[Any]:
@@ -80,33 +88,54 @@ def _rows(column: tuple[list[int], np.ndarray] | list[Any]) -> Iterable[Any]:
     return np.split(array, np.cumsum(lengths[:-1]))
 
 
+@dataclass(kw_only=True, slots=True)
+class _Sent:
+    """A batch plan with its number, and of each sample the values of its fields that the ranks have."""
+
+    batch_plan: BatchPlan
+    number: int
+    values: list[tuple[Any, ...]]
+
+
 class SentRows:
-    """The controller's record of the samples that the ranks have."""
+    """The controller's record of the samples that the ranks have; a step with several updates has a batch plan for
+    each."""
 
     def __init__(self) -> None:
-        self._batch_plan: BatchPlan | None = None
-        self._sent: list[tuple[Any, ...]] = []  # of each sample, the values of its fields
+        self._sent: list[_Sent] = []  # in the order of their last use
+        self._numbers = itertools.count()
 
-    def forget(self) -> None:
-        """The ranks may have other samples now: the next message contains all samples."""
-        self._batch_plan, self._sent = None, []
+    def forget(self, batch_plan: BatchPlan | None = None) -> None:
+        """The samples of this batch plan (None = of all) are sent again if they are used again."""
+        self._sent = [s for s in self._sent if batch_plan is not None and s.batch_plan is not batch_plan]
+
+    def forget_last(self) -> None:
+        """The same for the batch plan of the last messages."""
+        del self._sent[-1:]
 
     def messages(self, samples: Sequence[Sample], batch_plan: BatchPlan) -> list[RowsMessage]:
         """One message for each data index. The same plan object means the same samples: other samples get a new one."""
         now = [_values(sample) for sample in samples]
-        known = batch_plan is self._batch_plan and len(now) == len(self._sent)
+        known = next((s for s in self._sent if s.batch_plan is batch_plan and len(s.values) == len(now)), None)
+        number = next(self._numbers) if known is None else known.number
+        self._sent = [s for s in self._sent if s.batch_plan is not batch_plan]
+        self._sent.append(_Sent(batch_plan=batch_plan, number=number, values=now))
+        used = tuple(s.number for s in self._sent)
 
         def message(index: int) -> RowsMessage:
-            rows, mine = batch_plan.rows(index), batch_plan.micro_batches[index]
-            if not known:
-                return RowsMessage(plan_hash=batch_plan.hash, micro_batches=mine, samples={i: samples[i] for i in rows})
-            changed = {i: _changes(now[i], self._sent[i]) for i in rows}
-            changed = {i: fields for i, fields in changed.items() if fields}
-            return RowsMessage(plan_hash=batch_plan.hash, micro_batches=mine, changed=changed)
+            rows, changes = batch_plan.rows(index), dict[int, dict[str, Any]]()
+            if known is not None:
+                changes = {i: changed for i in rows if (changed := _changes(now[i], known.values[i]))}
+            return RowsMessage(
+                plan_hash=batch_plan.hash,
+                number=number,
+                used=used,
+                micro_batches=batch_plan.micro_batches[index],
+                samples={i: samples[i] for i in rows} if known is None else None,
+                changed=changes,
+            )
 
-        found = [message(index) for index in range(len(batch_plan.micro_batches))]
-        self._batch_plan, self._sent = batch_plan, now
-        return found
+        return [message(index) for index in range(len(batch_plan.micro_batches))]
 
 
 def _changes(now: tuple[Any, ...], before: tuple[Any, ...]) -> dict[str, Any]:
@@ -114,21 +143,20 @@ def _changes(now: tuple[Any, ...], before: tuple[Any, ...]) -> dict[str, Any]:
 
 
 class RowCache:
-    """A rank's own samples of the batch plan that it received last."""
+    """A rank's own samples of the batch plans in use."""
 
     def __init__(self) -> None:
-        self._batch_plan_hash = ""
-        self._samples: dict[int, Sample] = {}
+        self._samples: dict[int, dict[int, Sample]] = {}  # by the number of their batch plan
 
     def take(self, message: RowsMessage) -> dict[int, Sample]:
-        """This rank's current rows, by their index in the step. Raises: ValueError when it has another batch plan."""
+        """This rank's current rows, by their index in the batch plan. Raises: ValueError when it has not got them."""
+        self._samples = {number: rows for number, rows in self._samples.items() if number in message.used}
         if message.samples is not None:
-            self._batch_plan_hash, self._samples = message.plan_hash, message.samples
-        elif message.plan_hash != self._batch_plan_hash:
-            raise ValueError(
-                f"no samples of batch plan {message.plan_hash}; this rank has those of {self._batch_plan_hash!r}"
-            )
+            self._samples[message.number] = message.samples
+        elif message.number not in self._samples:
+            raise ValueError(f"no samples of batch plan {message.number}; this rank has those of {[*self._samples]}")
+        rows = self._samples[message.number]
         for i, fields in message.changed.items():
             for name, value in fields.items():
-                setattr(self._samples[i], name, value)
-        return self._samples
+                setattr(rows[i], name, value)
+        return rows

@@ -23,7 +23,13 @@ def _forward(rank: int, world: int, budgets: list[int]) -> str:
     plan = make_batch_plan(LENGTHS, world, budgets[rank])
     try:
         rows_of_rank = {i: samples[i] for i in plan.rows(rank)}
-        message = RowsMessage(plan_hash=plan.hash, micro_batches=plan.micro_batches[rank], samples=rows_of_rank)
+        message = RowsMessage(
+            plan_hash=plan.hash,
+            number=0,
+            used=(0,),
+            micro_batches=plan.micro_batches[rank],
+            samples=rows_of_rank,
+        )
         rows = worker.forward(message, "policy")
     except ValueError as error:
         return str(error)

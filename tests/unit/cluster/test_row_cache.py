@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from tiny_samples import random_samples
 
-from meshrl.cluster.row_cache import RowCache, RowsMessage, SentRows
+from meshrl.cluster.row_cache import RowCache, SentRows
 from meshrl.config.train import TrainMeshConfig
+from meshrl.core.types import Sample
 from meshrl.parallel.mesh import data_index, num_peers
-from meshrl.train.batch_plan import make_batch_plan
+from meshrl.train.batch_plan import BatchPlan, make_batch_plan
 
 LENGTHS = [12, 3, 40, 7, 9]
 
@@ -54,8 +55,35 @@ def test_another_plan_or_a_failure_sends_the_samples_in_full():
 
 def test_a_rank_without_the_samples_raises_an_error():
     plan = make_batch_plan(LENGTHS, 1, 64)
-    with pytest.raises(ValueError, match=f"no samples of batch plan {plan.hash}"):
-        RowCache().take(RowsMessage(plan_hash=plan.hash, micro_batches=plan.micro_batches[0]))
+    sent, samples = SentRows(), random_samples(0, LENGTHS)
+    sent.messages(samples, plan)
+    (second,) = sent.messages(samples, plan)
+    with pytest.raises(ValueError, match=r"no samples of batch plan 0; this rank has those of \[\]"):
+        RowCache().take(second)
+
+
+def test_each_update_of_a_step_sends_its_samples_once_and_a_rank_frees_them_after_it():
+    """The updates' batch plans may be equal: their hashes don't tell them apart."""
+    updates = [(random_samples(seed, LENGTHS), make_batch_plan(LENGTHS, 1, 64)) for seed in range(3)]
+    sent, rank, num_sent = SentRows(), RowCache(), 0
+
+    def command(samples: list[Sample], plan: BatchPlan) -> None:
+        nonlocal num_sent
+        (message,) = sent.messages(samples, plan)
+        num_sent += message.samples is not None
+        rows = rank.take(pickle.loads(pickle.dumps(message)))
+        assert [rows[i].tokens.tolist() for i in range(len(LENGTHS))] == [s.tokens.tolist() for s in samples]
+
+    for update in updates:
+        command(*update)  # logprobs before the first optimizer step
+    command(*updates[0])
+    assert (num_sent, len(rank._samples)) == (3, 3)
+    sent.forget_last()
+    sent.forget(updates[1][1])  # nothing to train
+    command(*updates[2])
+    assert (num_sent, len(rank._samples)) == (3, 1)
+    sent.forget_last()
+    assert sent._sent == []
 
 
 @pytest.mark.parametrize(("ulysses", "tp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
