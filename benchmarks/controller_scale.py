@@ -65,6 +65,7 @@ from meshrl.loops.step import _staleness, rollout_metrics, split_updates
 from meshrl.monitor.metrics import divide, merge
 from meshrl.monitor.rollout_log import RolloutLog
 from meshrl.monitor.spans import Spans
+from meshrl.run.start import garbage_of_the_run
 from meshrl.train.batch_plan import make_batch_plan
 from meshrl.train.packing import pack
 
@@ -364,9 +365,7 @@ def main() -> None:
     keep_freed_memory(torch.device("cpu"))  # as a run does
     sizes = [args.samples // 4, args.samples]
     metrics = metrics_of_a_micro_batch(config_of(args.samples // GROUP, args.ranks // 2, args.tokens))
-    gc.collect()
-    gc.freeze()  # as a run does
-    with stand_in_ranks(args.ranks, VOCAB, args.tokens, metrics) as socks:
+    with garbage_of_the_run(has_tensors=False), stand_in_ranks(args.ranks, VOCAB, args.tokens, metrics) as socks:
         asyncio.run(run(report, args, socks, sizes))
     report.finish()
 
