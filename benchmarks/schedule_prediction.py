@@ -3,7 +3,8 @@
     python benchmarks/schedule_prediction.py               # 3 workloads, 5 rounds; half an hour on two idle cores
 
 The task is that of countdown.py. A round of a workload makes a colocated run, predicts one_step_off and fully_async
-from its files alone, and then makes both runs, with the same prompts. All runs have one train rank and one sampler
+from its files alone, and then makes both runs, with the same prompts and a learning rate of almost 0: else each run
+would learn other lengths of answers, which differed by a third. All runs have one train rank and one sampler
 rank; in the colocated run they work in turn. Other work on the machine would slow down the runs in which both work, so
 a run waits until the machine is idle (at most --wait-s), and the CPU time of other processes during a run is recorded.
 
@@ -92,6 +93,7 @@ def compare(
         settings["cluster"] = {"num_train_ranks": 1, "num_rollout_ranks": 1}
         settings["rollout"]["sampling"]["max_new_tokens"] = max_new_tokens
         settings["data"]["path"] = str(data)
+        settings["train"]["optimizer"]["lr"] = 1e-9
         settings["reward"] = {"terms": {"count": {"kind": "countdown:reward"}}}
         settings["run"]["seed"] = number
         wait_until_idle(args.wait_s)
