@@ -87,10 +87,6 @@ class TrainGroup:
             mismatch={i: row for r in reports for i, row in r.mismatch.items()},
         )
 
-    def free(self, batch_plan: BatchPlan) -> None:
-        """State that the samples of this batch plan are not used again; an optimizer step does it for its own."""
-        self._sent.forget(batch_plan)
-
     async def optim_step(self, lr: float) -> StepReport:
         self.is_synced = False
         self.num_optim_steps += 1

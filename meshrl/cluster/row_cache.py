@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -90,9 +91,10 @@ def _rows(column: tuple[list[int], np.ndarray] | list[Any]) -> Iterable[Any]:
 
 @dataclass(kw_only=True, slots=True)
 class _Sent:
-    """A batch plan with its number, and of each sample the values of its fields that the ranks have."""
+    """A batch plan with its number, and of each sample the values of its fields that the ranks have. A plan that no
+    object of the step refers to is not used again."""
 
-    batch_plan: BatchPlan
+    batch_plan: weakref.ref[BatchPlan]
     number: int
     values: list[tuple[Any, ...]]
 
@@ -105,21 +107,21 @@ class SentRows:
         self._sent: list[_Sent] = []  # in the order of their last use
         self._numbers = itertools.count()
 
-    def forget(self, batch_plan: BatchPlan | None = None) -> None:
-        """The samples of this batch plan (None = of all) are sent again if they are used again."""
-        self._sent = [s for s in self._sent if batch_plan is not None and s.batch_plan is not batch_plan]
+    def forget(self) -> None:
+        """The ranks may have other samples now: the next messages contain all samples."""
+        self._sent = []
 
     def forget_last(self) -> None:
-        """The same for the batch plan of the last messages."""
+        """The samples of the last messages are not used again."""
         del self._sent[-1:]
 
     def messages(self, samples: Sequence[Sample], batch_plan: BatchPlan) -> list[RowsMessage]:
         """One message for each data index. The same plan object means the same samples: other samples get a new one."""
         now = [_values(sample) for sample in samples]
-        known = next((s for s in self._sent if s.batch_plan is batch_plan and len(s.values) == len(now)), None)
+        known = next((s for s in self._sent if s.batch_plan() is batch_plan and len(s.values) == len(now)), None)
         number = next(self._numbers) if known is None else known.number
-        self._sent = [s for s in self._sent if s.batch_plan is not batch_plan]
-        self._sent.append(_Sent(batch_plan=batch_plan, number=number, values=now))
+        self._sent = [s for s in self._sent if (plan := s.batch_plan()) is not None and plan is not batch_plan]
+        self._sent.append(_Sent(batch_plan=weakref.ref(batch_plan), number=number, values=now))
         used = tuple(s.number for s in self._sent)
 
         def message(index: int) -> RowsMessage:

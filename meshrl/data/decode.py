@@ -10,8 +10,6 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 _CHECKED_IDS = 1024  # ids in one comparison with the tokenizer
-
-
 _WORD = 8  # bytes; most tokens are one word, so the arrays of a lookup have about one element for each id
 _PAD = b"\xff"  # fills words; no valid UTF-8 has this byte
 

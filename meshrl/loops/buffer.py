@@ -62,7 +62,8 @@ class GroupBuffer:
         self._num_of, self._num_scored_of = Counter[int](), Counter[int]()  # version -> groups of it, scored ones
         self._scored, self._has_failed = set[int](), False
         self._group_ended = asyncio.Event()
-        self._window = min(2, self._staleness + 1) * self._per_step  # groups at a time, without the spare ones
+        self._least = min(2, self._staleness + 1) * self._per_step  # a step that waits, and one that is sampled
+        self._window = self._least  # groups at a time, without the spare ones
         self._num_dropped = 0  # by the last take; not replaced before the next one, because they would be too old
         self._is_open = False
 
@@ -112,7 +113,7 @@ class GroupBuffer:
         if waited:
             self._window = min(most, self._window + max(1, step // 2))
         elif num_left >= step // 2:
-            self._window = max(step, self._window - max(1, step // 8))
+            self._window = max(self._least, self._window - max(1, step // 8))
 
     def _ended(self, ordinal: int, task: asyncio.Task[ScoredGroup]) -> None:
         group = self._groups.get(ordinal)

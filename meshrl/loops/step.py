@@ -198,7 +198,6 @@ async def update(job: Job, updates: Sequence[Update]) -> list[Metric]:
     for part in updates:
         if not assign_loss_weights(part.samples, cfg.algo, cfg.rollout.sampling.max_new_tokens):
             job.run.note(f"step {job.step + 1}: {_nothing_to_train(part.samples)}; this optimizer step is skipped")
-            job.trainer.free(part.batch_plan)
             continue
         report = await job.trainer.forward_backward(part.samples, part.batch_plan, loss)
         metrics += report.metrics

@@ -20,7 +20,7 @@ MIN_GAIN = 0.999  # a move has to lower the cost of the fullest bin to at most t
 QUADRATIC_TOKENS = 4096.0  # length at which a row's attention costs as much as the rest of the model
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class BatchPlan:
     """micro_batches[rank][m] = indices of the rows in that micro-batch; [] is a dummy. All ranks have the same number.
 

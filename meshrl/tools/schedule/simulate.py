@@ -266,11 +266,14 @@ def _fully_async(sim: Simulation) -> Iterator[Wait]:
     spare, capacity = math.ceil(setup.oversampling * per_step), setup.max_running * len(sim.samplers)
     held: list[Group] = []
     taking_for = num_taken = num_dropped = 0
+    window = least = min(2, setup.max_staleness + 1) * per_step
+    waited = False
 
     def fill() -> None:
         limit = min(taking_for + setup.max_staleness + 1, setup.num_steps) * per_step + spare
+        limit = min(limit - num_taken - num_dropped, window + spare)
         load, count = sim.num_running, 0
-        while len(held) + count + num_taken + num_dropped < limit:
+        while len(held) + count < limit:
             size = len(setup.lengths[(len(sim.groups) + count) % len(setup.lengths)])
             if load and load + size > capacity:
                 break
@@ -279,6 +282,7 @@ def _fully_async(sim: Simulation) -> Iterator[Wait]:
             held.extend(sim.start(count))
 
     def ready() -> tuple[list[Group], list[Group]] | None:
+        nonlocal waited
         by_age = sorted(held, key=lambda group: (group.version, group.number))
         scored = [group for group in by_age if group.is_scored][:per_step]
         left = [group for group in by_age if group not in scored]
@@ -288,17 +292,23 @@ def _fully_async(sim: Simulation) -> Iterator[Wait]:
             for later in range(max(1, setup.max_staleness))
         )
         if len(scored) < per_step or too_many:  # the next steps could not train all groups that become too old
+            waited |= len(scored) < per_step
             return None
         return scored, [group for group in left if group.version <= oldest]
 
     sim.on_change = fill
     while sim.step < setup.num_steps:
-        taking_for, num_dropped = sim.step, 0  # dropped groups are not replaced before the next step
+        taking_for, num_dropped, waited = sim.step, 0, False  # dropped groups are not replaced before the next step
         fill()
         yield lambda: ready() is not None
         found = ready()
         assert found is not None
         scored, late = found
+        num_left = sum(group.is_scored for group in held) - per_step
+        if waited:
+            window = min((setup.max_staleness + 1) * per_step, window + max(1, per_step // 2))
+        elif num_left >= per_step // 2:
+            window = max(least, window - max(1, per_step // 8))
         held = [group for group in held if group not in scored and group not in late]
         num_taken, num_dropped = num_taken + len(scored), len(late)
         for group in late:
