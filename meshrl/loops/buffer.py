@@ -7,7 +7,8 @@ when all groups are scored. So no sample is more than max_staleness versions old
 dropped for its age.
 
 Below this limit, the number of groups at a time follows the load: it rises after a step that had to wait for scored
-groups, and falls after one that left many, because groups that wait for the trainer only become older.
+groups, and falls after one that left many, because groups that wait for the trainer only become older. It is at least
+two steps (max_staleness 0: one), of which one is sampled while the trainer trains the other.
 
 With loop.oversampling the limit is higher by that fraction of a step, and a step drops this number of groups instead of
 waiting for them.
@@ -175,6 +176,7 @@ class GroupBuffer:
         self._finished |= {*scored, *late}
         self._num_taken += len(scored)
         self._num_dropped += len(late)
+        self.fill()  # if no request runs, no end of a turn would do it before the next step
         return taken
 
     def _pop(self, ordinal: int) -> Group:

@@ -136,6 +136,25 @@ def test_the_number_of_groups_at_a_time_follows_the_load():
     asyncio.run(scenario())
 
 
+def test_samplers_work_while_the_trainer_trains():
+    """Also if they are much faster: then one step waits for the trainer, and the next one is sampled."""
+
+    async def scenario() -> None:
+        samplers = Samplers()
+        job = job_of(samplers, 2)
+        async with GroupBuffer(job) as buffer:
+            buffer.fill()
+            for _ in range(NUM_STEPS - 3):
+                await settled()
+                await samplers.finish(*(o for o, future in samplers.ended.items() if not future.done()))
+                await take(buffer, job)
+                await settled()
+                assert sum(not future.done() for future in samplers.ended.values()) == PER_STEP
+            assert buffer._window == 2 * PER_STEP
+
+    asyncio.run(scenario())
+
+
 def test_groups_finish_in_any_order():
     """P25: a step trains on the groups that have finished, in the order of their prompts."""
 
