@@ -39,6 +39,13 @@ SCHEDULE_FAULTS = [
         ("tests/unit/loops/test_buffer.py::test_the_oldest_groups_are_trained_first",),
     ),
     Fault(
+        "samplers that have finished are idle until the trainer has finished",
+        "meshrl/loops/buffer.py",
+        "        self.fill()  # if no request runs",
+        "        # if no request runs",
+        ("tests/unit/loops/test_buffer.py::test_samplers_work_while_the_trainer_trains",),
+    ),
+    Fault(
         "a resumed run forgets which later groups were trained",
         "meshrl/loops/buffer.py",
         '        return {**state, "finished": sorted(self._finished)}',

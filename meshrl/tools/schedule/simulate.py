@@ -313,6 +313,7 @@ def _fully_async(sim: Simulation) -> Iterator[Wait]:
         num_taken, num_dropped = num_taken + len(scored), len(late)
         for group in late:
             sim.drop(group)
+        fill()
         yield from sim.train(scored)
         yield from sim.sync()
         yield sim.costs.step_s
