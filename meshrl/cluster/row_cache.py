@@ -120,7 +120,7 @@ class SentRows:
         now = [_values(sample) for sample in samples]
         known = next((s for s in self._sent if s.batch_plan() is batch_plan and len(s.values) == len(now)), None)
         number = next(self._numbers) if known is None else known.number
-        self._sent = [s for s in self._sent if (plan := s.batch_plan()) is not None and plan is not batch_plan]
+        self._sent = [s for s in self._sent if (other := s.batch_plan()) is not None and other is not batch_plan]
         self._sent.append(_Sent(batch_plan=weakref.ref(batch_plan), number=number, values=now))
         used = tuple(s.number for s in self._sent)
 

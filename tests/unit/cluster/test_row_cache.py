@@ -63,7 +63,7 @@ def test_a_rank_without_the_samples_raises_an_error():
 
 
 def test_each_update_of_a_step_sends_its_samples_once_and_a_rank_frees_them_after_it():
-    """The updates' batch plans may be equal: their hashes don't tell them apart."""
+    """The updates' batch plans may be equal: their hashes do not distinguish them."""
     updates = [(random_samples(seed, LENGTHS), make_batch_plan(LENGTHS, 1, 64)) for seed in range(3)]
     sent, rank, num_sent = SentRows(), RowCache(), 0
 
