@@ -25,7 +25,7 @@ from meshrl.core.device import has_varlen_kernels
 NAME = "meshrl"
 PAD_WASTE = 1.25  # a padded bucket may cost at most this many times what its rows cost one by one
 ALIGNED_KEYS = 16  # on a CPU, 316 keys take 11 ms and 320 take 7 ms (bf16, forward): a softmax computes full vectors
-SMALL_BUCKET_ROWS = 512 * 512  # sum of l^2 below which padding is cheaper than one more kernel launch
+CHEAP_WASTE = 128 * 128  # scores of padding that cost less than the kernel launches of one more bucket
 
 
 class AttentionContext(Protocol):
@@ -87,7 +87,8 @@ def _attention(
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """Segments of similar length as one batch: B rows of L queries. Each row sees a common prefix and itself."""
+    """Segments of similar length as one batch: B rows of L queries. Each row sees its prefix and itself; the prefixes
+    of a bucket are equally long, but they may be different segments."""
 
     rows: int
     length: int
@@ -109,7 +110,7 @@ class _Padded:
 
     buckets: list[_Bucket]
     queries: torch.Tensor | None  # int64: token of each padded position (a segment's last token fills its padding)
-    keys: torch.Tensor | None  # int64: token of each key, a common prefix before each of its segments
+    keys: torch.Tensor | None  # int64: token of each key, its prefix before each segment
     back: torch.Tensor | None  # int64[T]: padded position of each token
 
 
@@ -119,9 +120,10 @@ class PackedAttention:
     cu_seqlens cuts the pack into segments. A segment is a row, or continues another segment (parents[s], -1 = none): a
     group's prompt is then computed once, and each answer sees the prompt and itself.
 
-    Where PyTorch has a kernel for packed rows, it computes all segments in one call. Elsewhere segments are sorted by
-    length and cut into buckets whose padded cost stays within PAD_WASTE times the sum of l^2, so a pack costs about
-    what its rows cost one by one, with few kernel launches. Right padding can't leak: attention is causal.
+    Where PyTorch has a kernel for packed rows, it computes all segments in one call. Elsewhere segments with prefixes
+    of equal length are sorted by length and cut into buckets, whose padded cost stays within PAD_WASTE times the sum
+    of queries x keys, so a pack costs about what its rows cost one by one, with few kernel launches. Right padding
+    can't leak: attention is causal.
     """
 
     def __init__(self, cu_seqlens: list[int], device: torch.device, parents: Sequence[int] | None = None):
@@ -155,17 +157,18 @@ class PackedAttention:
     def _buckets(self, align: int) -> _Padded:
         cu_seqlens, parents, device = self._segments
         starts, lengths = cu_seqlens[:-1], [b - a for a, b in itertools.pairwise(cu_seqlens)]
-        families: dict[int, list[int]] = {}
+        prefixes = [range(starts[p], starts[p] + lengths[p]) if p >= 0 else range(0) for p in parents or ()]
+        prefixes = prefixes or [range(0)] * len(lengths)
+        by_prefix: dict[int, list[int]] = {}
         for s in sorted(range(len(lengths)), key=lambda s: (-lengths[s], s)):
             if lengths[s] > 0:
-                families.setdefault(-1 if parents is None else parents[s], []).append(s)
+                by_prefix.setdefault(len(prefixes[s]), []).append(s)
         buckets: list[_Bucket] = []
         queries, keys = [], []
         at, back = 0, torch.empty(self.num_tokens, dtype=torch.int64)
-        for parent, segments in sorted(families.items()):
-            first, prefix = (starts[parent], lengths[parent]) if parent >= 0 else (0, 0)
+        for prefix, segments in sorted(by_prefix.items()):
             while segments:
-                size = _bucket_size([lengths[s] for s in segments])
+                size = _bucket_size([lengths[s] for s in segments], prefix)
                 members, segments = sorted(segments[:size]), segments[size:]
                 length = max(lengths[s] for s in members)
                 length += -(prefix + length) % align
@@ -173,7 +176,7 @@ class PackedAttention:
                 for s in members:
                     own = starts[s] + torch.arange(length).clamp_(max=lengths[s] - 1)
                     queries.append(own)
-                    keys += [torch.arange(first, first + prefix), own]
+                    keys += [torch.arange(prefixes[s].start, prefixes[s].stop), own]
                     back[starts[s] : starts[s] + lengths[s]] = torch.arange(at, at + lengths[s])
                     at += length
         picked = [_unless_same(torch.cat(parts) if parts else back, self.num_tokens) for parts in (queries, keys)]
@@ -240,13 +243,13 @@ def _varlen_kernel() -> Callable[..., Any]:
     return partial(varlen_attn, enable_gqa=True) if knows_gqa else varlen_attn
 
 
-def _bucket_size(lengths: list[int]) -> int:
+def _bucket_size(lengths: list[int], prefix: int) -> int:
     """How many of the leading segments (sorted long to short) share one padded batch."""
     longest, cost = lengths[0], 0
     for n, length in enumerate(lengths, start=1):
-        cost += length * length
-        padded = n * longest * longest
-        if padded > PAD_WASTE * cost and padded > SMALL_BUCKET_ROWS:
+        cost += length * (prefix + length)
+        waste = n * longest * (prefix + longest) - cost
+        if waste > max(CHEAP_WASTE, (PAD_WASTE - 1) * cost):
             return n - 1
     return len(lengths)
 
