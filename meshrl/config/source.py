@@ -218,7 +218,7 @@ def _compose(text: str, where: str) -> yaml.Node | None:
         loader = yaml.BaseLoader(text)
         return loader.get_single_node()
     except yaml.YAMLError as e:
-        raise ConfigError(f"{where} is not valid YAML: {e}") from e
+        raise ConfigError(f"{where} is not valid YAML: {e}\nText that contains {{, [, %, # or ': ' needs quotes") from e
     except (RecursionError, ValueError, OverflowError) as e:  # the last two for escapes that are not a character
         at = f" in line {loader.line + 1}" if loader is not None else ""
         what = "sections or lists are nested too deeply" if isinstance(e, RecursionError) else str(e)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -246,7 +247,15 @@ def _messages(value: Any, where: str, name: str, text_role: str | None) -> list[
                 f"{where}: message {i} of {name} is {_shown(message)}; "
                 'it should be like {"role": "user", "content": "text"}'
             )
+        role = message["role"]
+        meant = [] if role in _ROLES else difflib.get_close_matches(role.lower(), _ROLES, 1, cutoff=0.8)
+        if meant:
+            raise DataError(f"{where}: message {i} of {name} has the role {role!r}; did you mean {meant[0]!r}?")
     return list(value)
+
+
+# Templates may have further roles, so only a role that looks like a misspelled one of these is refused.
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 def _plain(value: Any, what: str, where: str) -> Any:

@@ -88,6 +88,8 @@ def test_a_limit_takes_the_first_rows_and_reads_no_further(tmp_path):
         ('{"question": [], "answer": "2"}', "it should be a list of"),
         ('{"question": [{"role": "user"}], "answer": "2"}', r'message 0 .*should be like \{"role"'),
         ('{"question": [{"role": "user", "content": 3}], "answer": "2"}', "message 0"),
+        ('{"question": [{"role": "User", "content": "1"}], "answer": "2"}', "message 0 .* 'User'; did you mean 'user'"),
+        ('{"question": [{"role": "sytem", "content": "1"}], "answer": "2"}', "'sytem'; did you mean 'system'"),
     ],
 )
 def test_the_error_for_a_bad_row_has_file_line_and_expected_form(tmp_path, line, expected):

@@ -8,20 +8,23 @@ from meshrl.monitor.memory import memory_metrics
 
 def test_children_are_counted_and_named():
     """P32"""
-    before = {m.name for m in memory_metrics()}  # other tests may have left children
     code = "x = bytearray(48 << 20); print('ready', flush=True); input()"
-    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    arguments = ["meshrl.cluster.worker", "5", "6", "rank_27"]
+    child = subprocess.Popen([sys.executable, "-c", code, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     child.stdout.readline()
-    sizes = {m.name: m.sum for m in memory_metrics({child.pid: "train_rank_0"})}
-    unnamed = {m.name: m.sum for m in memory_metrics()}
+    sizes = {m.name: m.sum for m in memory_metrics()}
     child.communicate(b"\n")
-    assert sizes["memory/rss_bytes/train_rank_0"] > 48 << 20
+    assert sizes["memory/rss_bytes/rank_27"] > 48 << 20
     assert sizes["memory/rss_bytes"] == sum(v for n, v in sizes.items() if n != "memory/rss_bytes")
-    assert {"memory/rss_bytes", "memory/rss_bytes/controller"} <= before
-    assert set(sizes) == before | {"memory/rss_bytes/train_rank_0"}
-    assert unnamed["memory/rss_bytes/other"] > 48 << 20
-    gone = {m.name for m in memory_metrics({child.pid: "train_rank_0"})}
-    assert "memory/rss_bytes/train_rank_0" not in gone
+    assert sizes["memory/rss_bytes/controller"] > 0
+    assert "memory/rss_bytes/rank_27" not in {m.name for m in memory_metrics()}
+
+
+def test_a_process_that_is_not_part_of_meshrl_is_named_other():
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    names = {m.name for m in memory_metrics()}
+    child.communicate(b"\n")
+    assert "memory/rss_bytes/other" in names
 
 
 def test_a_rank_reports_itself_under_its_own_name():
