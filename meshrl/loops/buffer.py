@@ -52,7 +52,7 @@ class GroupBuffer:
         loop, self._job = job.cfg.loop, job
         self._per_step, self._staleness = loop.prompts_per_step, loop.staleness
         self._spare = math.ceil(loop.oversampling * self._per_step)
-        self._capacity = job.cfg.rollout.max_running_requests * len(job.rollouts.ranks)
+        self._capacity = max(job.cfg.rollout.max_running_requests, loop.samples_per_prompt) * len(job.rollouts.ranks)
         self._groups: dict[int, Group] = {}  # by ordinal
         self._step = -1  # the step for which groups are taken next
         self._num_taken = job.step * self._per_step
@@ -89,6 +89,8 @@ class GroupBuffer:
     def fill(self) -> None:
         """Start groups while the limits of staleness and of the samplers' load allow it."""
         job, loop = self._job, self._job.cfg.loop
+        if self._staleness == 0 and self._has_taken:
+            return  # the trainer trains: a group would be too old before the next step
         limit = min(self._step + self._staleness + 1, loop.num_steps) * self._per_step + self._spare
         limit = min(limit - self._num_taken - self._num_dropped, self._window + self._spare)
         while self._is_open and len(self._groups) < limit:
@@ -100,13 +102,28 @@ class GroupBuffer:
             if prompt.ordinal in self._finished:
                 continue
             again = self._reusable.pop(prompt.ordinal, None)
+            if again is not None and not self._is_in_time(again):
+                again = None
             if again is None:
                 self._unsent.add(group_id(prompt, "train"))
             task = asyncio.ensure_future(_ready(again) if again is not None else self._sampled(prompt))
-            version = job.trainer.version if again is None else _oldest(again)
+            version = job.trainer.version if again is None else self._oldest(again)
             self._groups[prompt.ordinal] = Group(prompt=prompt, before=before, version=version, task=task)
             self._num_of[version] += 1
             task.add_done_callback(partial(self._ended, prompt.ordinal))
+
+    @property
+    def _has_taken(self) -> bool:
+        """Whether the groups of the current step were taken."""
+        return self._num_taken > self._step * self._per_step
+
+    def _oldest(self, group: ScoredGroup) -> int:
+        return min(_versions(group), default=self._job.trainer.version)
+
+    def _is_in_time(self, group: ScoredGroup) -> bool:
+        """Whether a reusable group and all that are held can be trained before it is too old."""
+        steps = self._oldest(group) + self._staleness - self._job.trainer.version + (not self._has_taken)
+        return len(self._groups) < steps * self._per_step
 
     def _adapt(self, waited: bool, num_left: int) -> None:
         """Allow more groups at a time after a step that had to wait for scored ones, fewer after one that left many."""
@@ -214,10 +231,6 @@ def _is_scored(group: Group) -> bool:
 
 def _versions(group: ScoredGroup) -> list[int]:
     return [int(v) for t in group.trajectories for turn in t.turns for v in turn.versions]
-
-
-def _oldest(group: ScoredGroup) -> int:
-    return min(_versions(group), default=0)
 
 
 def _is_valid(group: ScoredGroup, job: Job) -> bool:

@@ -17,9 +17,10 @@ async def colocated(job: Job) -> None:
         await run.save_if_due(job, loop.save_every_steps, with_model=True)
         if job.is_over:
             return
-        trajectories = await answer(job, job.feed.next(loop.prompts_per_step))
+        prompts, cursor = job.next_prompts()
+        trajectories = await answer(job, prompts)
         metrics, start = start + await score(job, trajectories), []
         with run.updating(job.trainer):
             metrics += await train_step(job, trajectories)
             metrics += await sync(job)
-            await finish_step(job, trajectories, metrics, job.feed.state())
+            await finish_step(job, trajectories, metrics, cursor)

@@ -8,7 +8,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 from meshrl.config.cluster import ClusterConfig
-from meshrl.core.errors import DeadlineError
+from meshrl.core.errors import DeadlineError, MeshrlError
 
 T = TypeVar("T")
 _SLACK_S = 10.0  # so that the deadline of a rank's command, which names the rank, comes first
@@ -19,7 +19,7 @@ async def gather_with_deadline(cluster: ClusterConfig, phase: str, jobs: Sequenc
     """The results of the jobs, in order. There is no limit for all of them, as long as some of them end.
 
     Raises: DeadlineError, with the stacks of waiting jobs, when no job ends within the phase's deadline (detected after
-    at most twice that time); else the first exception of a job.
+    at most twice that time); MeshrlError when a job was cancelled from inside; else the first exception of a job.
     """
     tasks = [asyncio.ensure_future(job) for job in jobs]
     limit_s = cluster.deadline_s(phase) + _SLACK_S
@@ -35,7 +35,10 @@ async def gather_with_deadline(cluster: ClusterConfig, phase: str, jobs: Sequenc
                     f"phase {phase!r}: none of {len(waiting)} waiting tasks ended within {limit_s:g} s "
                     f"(cluster.deadlines.{phase}, or cluster.timeout_s, plus {_SLACK_S:g}). They wait at:{places}"
                 )
-        return everything.result()
+        try:
+            return everything.result()
+        except asyncio.CancelledError as cause:  # a cancellation of this task is raised by `wait` above
+            raise MeshrlError(f"phase {phase!r}: a task was cancelled by the code that it runs") from cause
     finally:
         for task in tasks:
             task.cancel()

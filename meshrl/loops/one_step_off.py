@@ -65,6 +65,6 @@ _Batch = tuple[list[Trajectory], list[Metric], dict[str, Any]]
 
 async def _next_batch(job: Job) -> _Batch:
     """The next step's scored trajectories, the metrics of their grading, and the data's state after their prompts."""
-    prompts, cursor = job.feed.next(job.cfg.loop.prompts_per_step), job.feed.state()
+    prompts, cursor = job.next_prompts()
     trajectories = await answer(job, prompts)
     return trajectories, await score(job, trajectories), cursor

@@ -121,7 +121,8 @@ async def score(job: Job, trajectories: Sequence[Trajectory]) -> list[Metric]:
 
 async def train_step(job: Job, trajectories: Sequence[Trajectory]) -> list[Metric]:
     """Train on scored trajectories: all optimizer steps of one step, without the sync. Returns the metrics. Without a
-    reward there is nothing to train on, and the weights stay."""
+    reward there is nothing to train on, and the weights stay. Raises: RewardError when too many gradings failed."""
+    job.scorer.check_failures(trajectories)
     samples, metrics = flatten(trajectories)
     if not samples:
         job.run.note(f"step {job.step + 1}: none of {len(trajectories)} trajectories has a reward; nothing to train on")
@@ -145,7 +146,8 @@ def _staleness(samples: Sequence[Sample], version: int) -> Metric:
 
 
 async def grade(cfg: RunConfig, scorer: Scorer, trajectories: Sequence[Trajectory]) -> list[Metric]:
-    """Score the trajectories, within the deadline of the phase; returns the metrics."""
+    """Score the trajectories, within the deadline of the phase; returns the metrics. The caller checks the number of
+    failed gradings (`Scorer.check_failures`) when all trajectories of a step are scored."""
     (metrics,) = await gather_with_deadline(cfg.cluster, "reward", [scorer.score(trajectories)])
     return metrics
 
@@ -249,7 +251,7 @@ async def sync(job: Job) -> list[Metric]:
     with job.run.spans("sync"):
         metrics = await probe_result(job) + await _sync(job)
     if job.probed:
-        job.probe = asyncio.create_task(_probe(job))
+        job.probe = asyncio.create_task(_probe(job, job.probed))
         # Marks the exception as retrieved, for a run that ends before it waits for the probe.
         job.probe.add_done_callback(lambda task: task.cancelled() or task.exception())
     return metrics
@@ -282,19 +284,19 @@ async def _sync(job: Job) -> list[Metric]:
 _PROBED_TOKENS = 2048
 
 
-async def _probe(job: Job) -> list[Metric]:
-    """Score some rows of the last step with the new weights, in the trainer and in every sampler, and compare (P15).
+async def _probe(job: Job, rows: Sequence[Sample]) -> list[Metric]:
+    """Score these rows of the last step with the new weights, in the trainer and in every sampler, and compare (P15).
     Samples that are older than the trainer's weights prove nothing when they are re-scored.
 
     The trainer scores at once; the answers of busy samplers may come later. Raises: SamplerMismatchError.
     """
     version, trainer = job.trainer.version, job.trainer
     ours, theirs = await asyncio.gather(
-        trainer.forward(job.probed, trainer.batch_plan(job.probed), "policy"),
-        asyncio.gather(*(job.rollouts.score(row.tokens) for row in job.probed)),
+        trainer.forward(rows, trainer.batch_plan(rows), "policy"),
+        asyncio.gather(*(job.rollouts.score(row.tokens) for row in rows)),
     )
     mismatch, answers = dict[int, np.ndarray](), list[Sample]()
-    for row, logprobs, of_samplers in zip(job.probed, ours, theirs, strict=True):
+    for row, logprobs, of_samplers in zip(rows, ours, theirs, strict=True):
         for rank, sampled in of_samplers.items():
             versions = np.full(len(row), version, np.int32)
             answer = replace(row, rollout_logprobs=sampled, versions=versions, engine_id=f"rank {rank}")
@@ -358,9 +360,10 @@ def rollout_metrics(job: Job, trajectories: Sequence[Trajectory], samples: Seque
         histogram("rollout/length_tokens", lengths, "tokens"),
         Metric(name="rollout/num_tokens", sum=float(sampled), reduce="sum", unit="tokens"),
         Metric(name="train/num_tokens", sum=float(trained), reduce="sum", unit="tokens"),
-        Metric(name="rollout/tokens_per_s", sum=sampled, weight=rollout_s, unit="tokens/s"),
         *job.rollouts.replacement_metrics(),
     ]
+    if rollout_s:  # 0 if all groups of an overlapped step were sampled before the previous one ended
+        metrics.append(Metric(name="rollout/tokens_per_s", sum=sampled, weight=rollout_s, unit="tokens/s"))
     if train_s:
         metrics.append(Metric(name="train/tokens_per_s", sum=trained, weight=train_s, unit="tokens/s"))
     return metrics

@@ -63,9 +63,12 @@ class Spans:
         now = self._clock() - self._since[phase] if self._inside[phase] else 0.0
         return self._seconds.get(phase, 0.0) + now
 
-    def take(self) -> list[Metric]:
-        """`time/<phase>_s` since the last call, up to now for open blocks; resets the times."""
-        taken = {phase: self.seconds(phase) for phase in self._since}
-        self._seconds = {}
-        self._since = {phase: self._clock() for phase, count in self._inside.items() if count}
+    def take(self, phase: str | None = None) -> list[Metric]:
+        """`time/<phase>_s` since the last call, up to now for open blocks; resets the times. phase: only this one."""
+        taken = {name: self.seconds(name) for name in self._since if phase in (None, name)}
+        for name in taken:
+            self._seconds.pop(name, None)
+            del self._since[name]
+            if self._inside[name]:
+                self._since[name] = self._clock()
         return [Metric(name=f"time/{p}_s", sum=s, reduce="sum", unit="s") for p, s in taken.items()]

@@ -43,6 +43,7 @@ class Scorer:
             timeout_s=cfg.timeout_s,
             max_memory_bytes=cfg.max_memory_bytes,
         )
+        self._reported = Counter[str]()  # events of the workers that are in the metrics of an earlier `score`
 
     async def start(self) -> None:
         """Start the workers. Raises: ConfigError for a term that can't work, RewardError if a worker does not start."""
@@ -52,11 +53,8 @@ class Scorer:
         """Grade every trajectory that ended by itself or was truncated; failed ones get reward None.
 
         A trajectory with a failed grading also gets reward None, has the Failure in `rewards`, and is counted: a
-        failure of a grader is never a reward of 0.
-
-        Raises: RewardError when the share of failed gradings is above `max_failure_fraction`.
+        failure of a grader is never a reward of 0. Several calls may run at once.
         """
-        before = self._sandbox.counts
         scored = [t for t in trajectories if t.status in ("done", "truncated")]
         for trajectory in trajectories:
             trajectory.rewards, trajectory.reward = {}, None
@@ -65,8 +63,8 @@ class Scorer:
             trajectory.rewards[name] = result
         for trajectory in scored:
             trajectory.reward = self._weighted_sum(trajectory.rewards)
-        self._check_failures(scored)
-        events = self._sandbox.counts - before
+        counts = self._sandbox.counts
+        events, self._reported = counts - self._reported, counts
         counted = [Metric(name=name, sum=events[name], reduce="sum", unit=unit) for name, unit in EVENTS.items()]
         return [*self._metrics(scored), *counted]
 
@@ -90,7 +88,10 @@ class Scorer:
             total += term.weight * value
         return total
 
-    def _check_failures(self, scored: list[Trajectory]) -> None:
+    def check_failures(self, trajectories: Sequence[Trajectory]) -> None:
+        """Raises: RewardError when the share of failed gradings is above `max_failure_fraction`. trajectories: all that
+        were scored for a step."""
+        scored = [t for t in trajectories if t.status in ("done", "truncated")]
         failures = [(t, name, r) for t in scored for name, r in t.rewards.items() if isinstance(r, Failure)]
         gradings = len(scored) * len(self._cfg.terms)
         if len(failures) <= self._cfg.max_failure_fraction * gradings:

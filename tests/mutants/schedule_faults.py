@@ -60,10 +60,38 @@ SCHEDULE_FAULTS = [
         ("tests/unit/loops/test_buffer.py::test_groups_of_lost_weights_are_sampled_again",),
     ),
     Fault(
+        "scored groups are used again although they can not all be trained in time",
+        "meshrl/loops/buffer.py",
+        "if again is not None and not self._is_in_time(again):",
+        "if False:",
+        ("tests/unit/loops/test_buffer.py::test_groups_that_can_not_all_be_trained_in_time_are_sampled_again",),
+    ),
+    Fault(
+        "with staleness 0 spare groups start while the trainer trains",
+        "meshrl/loops/buffer.py",
+        "if self._staleness == 0 and self._has_taken:",
+        "if False:",
+        ("tests/unit/loops/test_buffer.py::test_with_staleness_0_no_group_starts_while_the_trainer_trains",),
+    ),
+    Fault(
+        "a run that continues as another schedule trains prompts twice",
+        "meshrl/loops/job.py",
+        "prompts += [prompt for prompt in found if prompt.ordinal not in finished]",
+        "prompts += found",
+        ("tests/unit/loops/test_buffer.py::test_another_schedule_leaves_out_prompts_that_were_trained",),
+    ),
+    Fault(
+        "a probe compares the rows of a later step",
+        "meshrl/loops/step.py",
+        "    for row, logprobs, of_samplers in zip(rows, ours,",
+        "    for row, logprobs, of_samplers in zip(job.probed, ours,",
+        ("tests/unit/loops/test_probed_rows.py::test_a_probe_compares_its_own_rows_when_a_later_step_has_chosen_others",),
+    ),
+    Fault(
         "a one-step-off run resumes after the batch that was sampled ahead",
         "meshrl/loops/one_step_off.py",
-        "    prompts, cursor = job.feed.next(job.cfg.loop.prompts_per_step), job.feed.state()\n",
-        "    prompts, cursor = job.feed.next(job.cfg.loop.prompts_per_step), {}\n"
+        "    prompts, cursor = job.next_prompts()\n",
+        "    prompts, cursor = job.next_prompts()\n"
         "    cursor = {**job.feed.state(), 'next_ordinal': job.feed.state()['next_ordinal'] + len(prompts)}\n",
         (_LOOPS + "test_a_run_that_ended_early_continues_with_the_next_prompts",),
     ),

@@ -263,13 +263,16 @@ def _one_step_off(sim: Simulation) -> Iterator[Wait]:
 def _fully_async(sim: Simulation) -> Iterator[Wait]:
     """The rules of meshrl/loops/buffer.py."""
     setup, per_step = sim.setup, sim.setup.prompts_per_step
-    spare, capacity = math.ceil(setup.oversampling * per_step), setup.max_running * len(sim.samplers)
+    spare, group_size = math.ceil(setup.oversampling * per_step), max(map(len, setup.lengths))
+    capacity = max(setup.max_running, group_size) * len(sim.samplers)
     held: list[Group] = []
     taking_for = num_taken = num_dropped = 0
     window = least = min(2, setup.max_staleness + 1) * per_step
     waited = False
 
     def fill() -> None:
+        if setup.max_staleness == 0 and num_taken > taking_for * per_step:
+            return
         limit = min(taking_for + setup.max_staleness + 1, setup.num_steps) * per_step + spare
         limit = min(limit - num_taken - num_dropped, window + spare)
         load, count = sim.num_running, 0

@@ -59,13 +59,16 @@ def turn(versions: list[int]) -> Turn:
     return Turn(context_ids=ids, output_ids=ids, logprobs=logprobs, versions=at, stop_reason="stop")
 
 
-def job_of(samplers: Samplers, staleness: int, oversampling: float = 0.0, step: int = 0) -> Job:
+def job_of(
+    samplers: Samplers, staleness: int, oversampling: float = 0.0, step: int = 0, max_running_requests: int = 256
+) -> Job:
     loop = {"num_steps": NUM_STEPS, "prompts_per_step": PER_STEP, "samples_per_prompt": 2, "kind": "fully_async"}
     loop |= {"max_staleness": staleness, "oversampling": oversampling}
     cfg = RunConfig.model_validate(
         {
             "model": {"path": "m"},
             "data": {"path": "d"},
+            "rollout": {"max_running_requests": max_running_requests},
             "loop": loop,
             "reward": {"terms": {"right": {"kind": "exact_match"}}},
         }
@@ -226,6 +229,70 @@ def test_oversampling_drops_unfinished_groups_in_place_of_waiting():
     asyncio.run(scenario())
 
 
+def test_with_staleness_0_no_group_starts_while_the_trainer_trains():
+    """Also not with oversampling, when the samplers had no room for all spare groups."""
+
+    async def scenario() -> None:
+        samplers = Samplers()
+        job = job_of(samplers, 0, oversampling=1.0, max_running_requests=2)
+        async with GroupBuffer(job) as buffer:
+            step = asyncio.ensure_future(take(buffer, job))
+            for ordinal in (0, 1):
+                await settled()
+                assert samplers.started == [*range(ordinal + 1)]
+                await samplers.finish(ordinal)
+            assert await step == [0, 1]
+            await settled()
+            assert samplers.started == [0, 1]
+
+    asyncio.run(scenario())
+
+
+def test_every_sampler_gets_a_group_even_if_it_can_not_run_all_its_answers_at_once():
+    async def scenario() -> None:
+        samplers = Samplers()
+        samplers.ranks = [0, 1, 2]
+        job = job_of(samplers, 2, max_running_requests=1)
+        async with GroupBuffer(job) as buffer:
+            step = asyncio.ensure_future(take(buffer, job))
+            await settled()
+            assert samplers.started == [0, 1, 2]
+            step.cancel()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("tokens", [[], [4]], ids=["no_tokens", "old_tokens"])
+def test_groups_that_can_not_all_be_trained_in_time_are_sampled_again(tokens):
+    """After a return to version 6, with staleness 2, tokens of version 4 can only be trained in the next step."""
+
+    async def scenario() -> None:
+        samplers = Samplers()
+        job = job_of(samplers, 2, step=6)
+        for ordinal in range(5):
+            prompt = Prompt(id=str(ordinal), ordinal=ordinal, ids=np.array([ordinal], np.int32))
+            scored = Trajectory(prompt=prompt, group_id="g", index=0, turns=[turn(tokens)] if tokens else [])
+            job.scored.append(ScoredGroup([scored], []))
+        async with GroupBuffer(job) as buffer:
+            assert await take(buffer, job) == [0, 1]
+            await settled()
+            assert samplers.started == ([2, 3, 4, 5] if tokens else [5])
+
+    asyncio.run(scenario())
+
+
+def test_another_schedule_leaves_out_prompts_that_were_trained():
+    """P27: fully_async trained the prompts 1 and 4; a run that continues as another kind draws 0, 2, 3 and 5."""
+    job = job_of(Samplers(), 2, step=1)
+    job.cursor = {**job.feed.state(), "finished": [1, 4]}
+    drawn = []
+    for finished in ([4], None):
+        prompts, job.cursor = job.next_prompts()
+        drawn += [prompt.ordinal for prompt in prompts]
+        assert job.cursor.get("finished") == finished
+    assert drawn == [0, 2, 3, 5]
+
+
 def test_a_run_continues_with_the_groups_that_are_not_trained():
     """P27: groups 1 and 3 were trained; the resumed run starts 0, 2, 4 and 5."""
 
@@ -256,7 +323,7 @@ def test_groups_of_lost_weights_are_sampled_again(version):
 
     async def scenario() -> None:
         samplers = Samplers()
-        job = job_of(samplers, 0, step=version)
+        job = job_of(samplers, 1, step=version)
         tokens = [0, 1]
         prompt = Prompt(id="1", ordinal=1, ids=np.array([1], np.int32))
         scored = Trajectory(prompt=prompt, group_id="1@1", index=0, turns=[turn(tokens)])
@@ -264,7 +331,7 @@ def test_groups_of_lost_weights_are_sampled_again(version):
         async with GroupBuffer(job) as buffer:
             step = asyncio.ensure_future(take(buffer, job))
             await settled()
-            assert samplers.started == ([0] if version else [0, 1])
+            assert samplers.started == ([0, 2, 3] if version else [0, 1, 2, 3])
             step.cancel()
 
     asyncio.run(scenario())

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from meshrl.config.cluster import ClusterConfig, Deadlines
-from meshrl.core.errors import DeadlineError
+from meshrl.core.errors import DeadlineError, MeshrlError
 from meshrl.loops import deadlines
 from meshrl.loops.deadlines import gather_with_deadline
 
@@ -31,6 +31,29 @@ async def agent(value, ended):
         return value
     finally:
         ended.append(value)
+
+
+def test_a_job_that_its_own_code_cancels_is_an_error():
+    """A CancelledError would look as if the run had been stopped from outside."""
+
+    async def cancelled_by_a_library():
+        inner = asyncio.ensure_future(asyncio.Event().wait())
+        asyncio.get_running_loop().call_soon(inner.cancel)
+        await inner
+
+    with pytest.raises(MeshrlError, match=r"phase 'rollout': a task was cancelled by the code that it runs"):
+        asyncio.run(gather_with_deadline(CLUSTER, "rollout", [cancelled_by_a_library()]))
+
+
+def test_a_cancellation_from_outside_passes_through():
+    async def run():
+        waiting = asyncio.ensure_future(gather_with_deadline(CLUSTER, "rollout", [asyncio.Event().wait()]))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await waiting
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(run())
 
 
 def test_results_come_in_order():

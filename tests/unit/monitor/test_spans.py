@@ -85,3 +85,15 @@ def test_a_task_has_the_phase_in_which_it_was_created_and_the_run_the_phase_ente
 
     assert asyncio.run(main()) == ("", "")
     assert entered == ["eval", "", "train", "inner", "train", ""]
+
+
+def test_a_single_phase_can_be_taken():
+    """An evaluation reports its own time, and leaves the others to the step's report."""
+    now = [0.0]
+    spans = Spans(clock=lambda: now[0])
+    with spans("sync"):
+        now[0] = 2.0
+    with spans("rollout"), spans("eval"):
+        now[0] = 5.0
+    assert {m.name: m.sum for m in spans.take("eval")} == {"time/eval_s": 3.0}
+    assert {m.name: m.sum for m in spans.take()} == {"time/sync_s": 2.0, "time/rollout_s": 3.0}

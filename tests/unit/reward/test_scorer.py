@@ -34,7 +34,9 @@ def score(trajectories, **cfg):
     async def run():
         scorer = Scorer(RewardConfig(**cfg))
         try:
-            return await scorer.score(trajectories)
+            metrics = await scorer.score(trajectories)
+            scorer.check_failures(trajectories)
+            return metrics
         finally:
             await scorer.close()
 
@@ -103,6 +105,19 @@ def test_the_error_for_failures_advises_by_their_kind(text):
         score([make_trajectory(text)], terms={"t": BEHAVE}, timeout_s=0.3, max_memory_bytes=1 << 30)
     advice = str(ended.value).splitlines()[-1]
     assert [each for each in ADVICE.values() if each in advice] == [ADVICE[text]]
+
+
+def test_events_of_the_workers_are_counted_once_when_groups_are_scored_at_the_same_time():
+    async def run():
+        scorer = Scorer(RewardConfig(terms={"t": BEHAVE}, max_failure_fraction=1.0, timeout_s=5.0))
+        try:
+            groups = [[make_trajectory(text)] for text in ("segfault", "fine", "fine", "fine")]
+            return await asyncio.gather(*(scorer.score(group) for group in groups))
+        finally:
+            await scorer.close()
+
+    killed = [m.sum for metrics in asyncio.run(run()) for m in metrics if m.name == "reward/workers_killed"]
+    assert len(killed) == 4 and sum(killed) == 2  # the grading was tried again once
 
 
 def test_the_threshold_itself_is_still_allowed():
