@@ -85,7 +85,9 @@ SCHEDULE_FAULTS = [
         "meshrl/loops/step.py",
         "    for row, logprobs, of_samplers in zip(rows, ours,",
         "    for row, logprobs, of_samplers in zip(job.probed, ours,",
-        ("tests/unit/loops/test_probed_rows.py::test_a_probe_compares_its_own_rows_when_a_later_step_has_chosen_others",),
+        (
+            "tests/unit/loops/test_probed_rows.py::test_a_probe_compares_its_own_rows_when_a_later_step_has_chosen_others",
+        ),
     ),
     Fault(
         "a one-step-off run resumes after the batch that was sampled ahead",
