@@ -88,6 +88,7 @@ def _costs(
     found: dict[int, list[Trajectory]],
     ranks: int,
 ) -> Costs:
+    warm = [line for line in warm if any(t.turns for t in found[line.step])]
     engines = [_decodings(found[line.step]) for line in warm]
     turns = [of_engine for step in engines for of_engine in step.values()]
     if not sum(d.end > d.start for of_engine in turns for d in of_engine):
@@ -209,7 +210,7 @@ def _mean_rows(turns: Sequence[_Decoding], fit: tuple[float, float]) -> Sequence
 def _first_step(turns: Sequence[_Decoding], decode: tuple[float, float]) -> tuple[float, float]:
     """(context tokens, seconds) of the prefill in an engine's first step."""
     earliest = min(turn.start for turn in turns)
-    joined = [turn for turn in turns if turn.start - turn.prefill_s < earliest]
+    joined = [turn for turn in turns if turn.start - turn.prefill_s <= earliest]
     seconds = median(turn.prefill_s for turn in joined) - decode[0] - decode[1] * len(joined)
     return float(sum(turn.prefill for turn in joined)), max(0.0, seconds)
 
