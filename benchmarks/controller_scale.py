@@ -141,6 +141,8 @@ class Rewards:
             t.reward = float(t.index % 2)
         return [Metric(name="reward/term/right", sum=0.5 * len(trajectories), weight=len(trajectories))]
 
+    def check_failures(self, trajectories: list[Trajectory]) -> None: ...
+
 
 def tokenizer_of(vocab: int) -> Any:
     """A byte-level tokenizer of tokens with 1 to 8 letters."""

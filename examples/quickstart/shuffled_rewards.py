@@ -36,6 +36,9 @@ class ShufflingScorer(Scorer):
             trajectory.reward = reward
         return metrics
 
+    def check_failures(self, trajectories: Sequence[Trajectory]) -> None:
+        self._scorer.check_failures(trajectories)
+
 
 async def shuffled(job: Job) -> None:
     """The colocated loop with the shuffling scorer."""

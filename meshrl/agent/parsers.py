@@ -27,6 +27,7 @@ def parse_tool_calls(text: str) -> list[ToolCall]:
 def _parse(body: str) -> ToolCall:
     try:
         call = json.loads(body)
+        json.dumps(call, ensure_ascii=False).encode()  # an escaped half of a surrogate pair is not a text
     except (ValueError, RecursionError) as cause:
         return ToolCall(error=f"the tool call is not valid JSON: {cause}")
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):

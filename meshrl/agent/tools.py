@@ -48,11 +48,27 @@ async def call_tool(tools: dict[str, Tool], call: ToolCall) -> str:
         known, needed = set(tool.parameters["properties"]), set(tool.parameters.get("required", ()))
         if not needed <= set(call.arguments) <= known:
             raise ToolError(f"{tool.name} takes the arguments {sorted(known)}, got {sorted(call.arguments)}")
+        for name, value in call.arguments.items():
+            _check_type(tool, name, value)
         answer = tool.function(**call.arguments)
         text = await answer if inspect.isawaitable(answer) else answer
     except ToolError as refusal:
         text = f"error: {refusal}"
     return text if len(text) <= MAX_ANSWER_CHARS else text[:MAX_ANSWER_CHARS] + "..."
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,), "array": (list,), "object": (dict,)
+}  # fmt: skip
+
+
+def _check_type(tool: Tool, name: str, value: Any) -> None:
+    """Raises: ToolError when the value is not of the type that the tool's schema requires."""
+    wanted = tool.parameters["properties"][name].get("type")
+    allowed = _TYPES.get(wanted) if isinstance(wanted, str) else None
+    is_bool = isinstance(value, bool) and wanted != "boolean"
+    if allowed is not None and (is_bool or not isinstance(value, allowed)):
+        raise ToolError(f"{name} of {tool.name} must be of type {wanted}, got {value!r:.80}")
 
 
 def calculate(expression: str) -> str:

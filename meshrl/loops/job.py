@@ -110,6 +110,7 @@ class Job:
     cursor: dict[str, Any] = field(default_factory=dict)  # the data's state after the last finished step
     rewards: list[float] = field(default_factory=list)  # mean training reward of each step
     evals: list[tuple[int, float]] = field(default_factory=list)  # (finished steps, mean@k)
+    num_refused_steps: int = 0  # in succession, in which the engine refused every answer
     noted_no_signal: bool = False  # the note that a step had no signal is written once
     began: float = field(default_factory=time.perf_counter)  # of the current step, by time.perf_counter
     probed: list[Sample] = field(default_factory=list)  # rows that the next sync scores on both sides
@@ -154,4 +155,6 @@ class Job:
         await self.trainer.load(str(state), saved["version"])
         self.step, self.num_updates, self.cursor = step, saved["num_updates"], saved["data"]
         self.rewards, self.evals = list(saved["rewards"]), [(at, score) for at, score in saved["evals"]]
-        self.proof.threshold = saved["proof_threshold"]
+        now, before = self.cfg.model_dump(mode="json"), saved.get("config", {})
+        is_same = all(before.get(section, now[section]) == now[section] for section in ("model", "rollout"))
+        self.proof.threshold = saved["proof_threshold"] if is_same else None  # another engine or dtype rounds otherwise

@@ -119,14 +119,29 @@ async def score(job: Job, trajectories: Sequence[Trajectory]) -> list[Metric]:
         return await grade(job.cfg, job.scorer, trajectories)
 
 
+_MAX_REFUSED_STEPS = 3  # in succession
+
+
 async def train_step(job: Job, trajectories: Sequence[Trajectory]) -> list[Metric]:
     """Train on scored trajectories: all optimizer steps of one step, without the sync. Returns the metrics. Without a
-    reward there is nothing to train on, and the weights stay. Raises: RewardError when too many gradings failed."""
+    reward there is nothing to train on, and the weights stay.
+
+    Raises: RewardError when too many gradings failed; MeshrlError when the engine refused every answer of the last
+    _MAX_REFUSED_STEPS steps.
+    """
     job.scorer.check_failures(trajectories)
     samples, metrics = flatten(trajectories)
     if not samples:
-        job.run.note(f"step {job.step + 1}: none of {len(trajectories)} trajectories has a reward; nothing to train on")
+        text = f"step {job.step + 1}: none of {len(trajectories)} trajectories has a reward; nothing to train on"
+        refusals = [t.failure.message for t in trajectories if t.failure is not None and t.failure.kind == "engine"]
+        job.num_refused_steps += bool(refusals)
+        job.run.note(
+            f"{text}. The engine refused {len(refusals)} of them, such as: {refusals[0]}" if refusals else text
+        )
+        if job.num_refused_steps == _MAX_REFUSED_STEPS:
+            raise MeshrlError(f"{job.num_refused_steps} steps without an answer; the last refusal: {refusals[0]}")
     else:
+        job.num_refused_steps = 0
         with job.run.spans("train"):
             if job.cfg.loop.staleness:
                 metrics.append(_staleness(samples, job.trainer.version))

@@ -25,7 +25,7 @@ from meshrl.rollout.admission import Bounds, check_supported
 from meshrl.rollout.base import Capabilities
 from meshrl.rollout.folder_weights import FolderWeights
 from meshrl.rollout.server.answer import AnswerPart, full_ids
-from meshrl.rollout.server.dialect import Dialect, check_stop_rule, sampling_body
+from meshrl.rollout.server.dialect import Dialect, check_stop_rule, continuation_seed, sampling_body
 from meshrl.rollout.server.http import HttpClient, authorization, fetch
 
 RELOAD_PATH = "/update_weights_from_disk"
@@ -107,7 +107,7 @@ class CompletionsDialect(Dialect):
             "model": self._model,
             "prompt": full_ids(request),  # ids, so the server neither tokenizes nor applies a template (P21)
             "max_tokens": bounds.limit,
-            "seed": request.seed,
+            "seed": continuation_seed(request),
             "logprobs": 0,  # of the sampled token only
             "return_token_ids": True,
             "stream": True,

@@ -28,7 +28,7 @@ from meshrl.run.folder import Start, changed_keys, choose_start, claim, newest_s
 from meshrl.run.inputs import NO_OBJECTS, Objects, StepCallback
 from meshrl.run.models import Best, best_facts, export_to, is_best, model_folder, replace_best
 from meshrl.run.signals import Stop
-from meshrl.run.status import StatusFile
+from meshrl.run.status import StatusFile, require_unused
 
 WriteReport = Callable[[Path], object]
 """Called with the run's folder after all other files are written."""
@@ -153,6 +153,7 @@ class LiveRun:
         self.spans.take()  # drops the times of steps that are repeated
         if not self.is_open:
             self.is_open = True
+            (self.folder / "result.json").unlink(missing_ok=True)  # of the earlier part of this run
             write_text(self.folder / "config.yaml", to_yaml(self.loaded))
             self.sinks += open_trackers(cfg.monitor, self.folder, cfg.model_dump(mode="json"), self.note)
             if self.objects.on_step is not None:
@@ -190,6 +191,7 @@ def live_run(
     """
     cfg, began = loaded.config, time.monotonic()
     folder = Path(cfg.run.folder) / run_name(loaded)
+    require_unused(folder)
     start = choose_start(cfg.run, folder, kind, num_steps)
     if start is None:
         claim(folder, cfg.run.resume)

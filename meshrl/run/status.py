@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from meshrl.core.errors import MeshrlError
 from meshrl.core.files import write_text
-from meshrl.monitor.jsonl import to_line
+from meshrl.monitor.jsonl import data_errors, read_object, to_line
 from meshrl.process.family import started_at
 
 STATUS_FILE = "status.json"
@@ -33,6 +34,54 @@ class Status:
     phase: str = "start"
     since: float = 0.0
     values: dict[str, float | None] = field(default_factory=dict)
+
+
+_TYPES: dict[str, tuple[type, ...]] = {  # checked because another program may have written the file
+    **dict.fromkeys(("host", "phase"), (str,)),
+    **dict.fromkeys(("pid", "num_steps", "step"), (int,)),
+    **dict.fromkeys(("started", "since"), (int, float)),
+}
+
+
+def read_status(folder: Path) -> Status:
+    """Read a run's status.json. Raises: MeshrlError when it is missing or damaged."""
+    path = folder / STATUS_FILE
+    if not path.exists():
+        raise MeshrlError(f"{folder} is not a run's folder: it has no {STATUS_FILE}. Give a folder such as runs/NAME")
+    found = read_object(path)
+    with data_errors(str(path), "the status of a run"):
+        known = {str(name): float(value) for name, value in found["values"].items() if value is not None}
+        status = Status(**found | {"values": known})
+        for name, types in _TYPES.items():
+            if type(getattr(status, name)) not in types:
+                raise TypeError(f"{name} is {getattr(status, name)!r:.80}")
+        if not 1 < status.pid < 1 << 31:  # `stop` sends it a signal; 0, 1 and -1 would reach other processes
+            raise ValueError(f"pid is {status.pid}")
+    return status
+
+
+def is_running(status: Status) -> bool:
+    """Whether the run's controller still runs. Raises: MeshrlError when it is on another machine."""
+    if status.host != socket.gethostname():
+        raise MeshrlError(
+            f"the run was started on {status.host}, but this is {socket.gethostname()}; run the command there"
+        )
+    started = started_at(status.pid)
+    return started is not None and abs(started - status.started) < 1.0
+
+
+def require_unused(folder: Path) -> None:
+    """Raises: MeshrlError when another process on this machine still writes into this folder."""
+    try:
+        status = read_status(folder)
+        is_used = status.phase != "ended" and status.pid != os.getpid() and is_running(status)
+    except MeshrlError:  # no file, a damaged one, or one of another machine
+        return
+    if is_used:
+        raise MeshrlError(
+            f"{folder}: a run still uses this folder (process {status.pid}). Wait until it has ended, or choose "
+            "another run.name"
+        )
 
 
 class StatusFile:

@@ -10,42 +10,10 @@ from pathlib import Path
 
 from meshrl.core.errors import MeshrlError
 from meshrl.monitor.jsonl import data_errors, read_object
-from meshrl.process.family import family, started_at
-from meshrl.run.status import STATUS_FILE, Status
+from meshrl.process.family import family
+from meshrl.run.status import Status, is_running, read_status
 
 _STOP_S = 60.0
-_TYPES: dict[str, tuple[type, ...]] = {  # checked because another program may have written the file
-    **dict.fromkeys(("host", "phase"), (str,)),
-    **dict.fromkeys(("pid", "num_steps", "step"), (int,)),
-    **dict.fromkeys(("started", "since"), (int, float)),
-}
-
-
-def read_status(folder: Path) -> Status:
-    """Read a run's status.json. Raises: MeshrlError when it is missing or damaged."""
-    path = folder / STATUS_FILE
-    if not path.exists():
-        raise MeshrlError(f"{folder} is not a run's folder: it has no {STATUS_FILE}. Give a folder such as runs/NAME")
-    found = read_object(path)
-    with data_errors(str(path), "the status of a run"):
-        known = {str(name): float(value) for name, value in found["values"].items() if value is not None}
-        status = Status(**found | {"values": known})
-        for name, types in _TYPES.items():
-            if type(getattr(status, name)) not in types:
-                raise TypeError(f"{name} is {getattr(status, name)!r:.80}")
-        if not 1 < status.pid < 1 << 31:  # `stop` sends it a signal; 0, 1 and -1 would reach other processes
-            raise ValueError(f"pid is {status.pid}")
-    return status
-
-
-def is_running(status: Status) -> bool:
-    """Whether the run's controller still runs. Raises: MeshrlError when it is on another machine."""
-    if status.host != socket.gethostname():
-        raise MeshrlError(
-            f"the run was started on {status.host}, but this is {socket.gethostname()}; run the command there"
-        )
-    started = started_at(status.pid)
-    return started is not None and abs(started - status.started) < 1.0
 
 
 def describe(folder: Path) -> str:

@@ -183,7 +183,7 @@ def test_overlap(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 def test_async_rl(tmp_path: Path) -> None:
     line = smoke("async_rl", tmp_path)
-    assert bars(line) == {"speed_up", "reward_below_colocated"}
+    assert bars(line) == {"speed_up", "reward_below_colocated", "length_of_fully_async_to_colocated"}
     assert "fully_async_run/rollout_idle" in line["figures"]
 
 

@@ -102,6 +102,8 @@ def test_a_run_from_python_has_the_numbers_of_the_command(home, config):
     assert sum(t.reward for t in last) / 16 == pytest.approx(seen[-1][1])
     assert {t.prompt.id for t in last} == set(agent.prompt_ids[16:])
     assert run.trajectories(0)[0].prompt.id == agent.prompt_ids[0]
+    with pytest.raises(IndexError, match="no answers of step 2"):
+        run.trajectories(2)
     assert (run.model / "config.json").is_file() and run.model.is_relative_to(run.folder)
     assert meshrl.Run(str(run.folder)).metrics == run.metrics
 

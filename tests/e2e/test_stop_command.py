@@ -13,7 +13,7 @@ import pytest
 from tiny_run import write_run
 
 from meshrl.cli import main
-from meshrl.tools.status import read_status
+from meshrl.run.status import read_status
 from meshrl.train.checkpoint_files import states
 
 

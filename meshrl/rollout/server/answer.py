@@ -105,7 +105,7 @@ class Answer:
             logprobs=np.minimum(np.array(self._logprobs[:count], np.float32), 0),
             versions=versions,
             stop_reason=reason if count == len(self._tokens) else "abort",
-            extras=self._extras(),
+            extras=self._extras(count),
             sampling=self.request.sampling,
             seed=self.request.seed,
             engine_id=engine_id,
@@ -149,11 +149,11 @@ class Answer:
             )
         return versions
 
-    def _extras(self) -> dict[str, np.ndarray]:
+    def _extras(self, count: int) -> dict[str, np.ndarray]:
         topk = max(map(topk_of, self.request.want), default=0)
         if not topk:
             return {}
-        best = [sorted(row, key=lambda pair: -pair[0])[:topk] for row in self._top]
+        best = [sorted(row, key=lambda pair: -pair[0])[:topk] for row in self._top[:count]]
         return {
             "topk_ids": np.array([[token for _, token in row] for row in best], np.int32),
             "topk_logprobs": np.array([[logprob for logprob, _ in row] for row in best], np.float32),

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from meshrl.core.errors import CapabilityError
-from meshrl.core.types import Request
+from meshrl.core.types import Request, mix64
 from meshrl.rollout.admission import Bounds
 from meshrl.rollout.base import Capabilities
 from meshrl.rollout.server.answer import AnswerPart
@@ -80,6 +80,13 @@ class Dialect:
     async def close(self) -> None:
         """Disconnect, and stop the server if this engine has started it."""
         await self.http.close()
+
+
+def continuation_seed(request: Request) -> int:
+    """For servers that seed a generator for each request. A continuation with the same seed would repeat the random
+    numbers of the earlier tokens, so it gets another seed."""
+    done = 0 if request.prefix_output is None else len(request.prefix_output)
+    return mix64(request.seed ^ mix64(done)) >> 1 if done else request.seed
 
 
 def sampling_body(request: Request, bounds: Bounds) -> dict[str, Any]:

@@ -91,8 +91,9 @@ class HttpClient:
                         if text == _DONE:
                             return
                         event = json.loads(text)
-                        if "error" in event:
-                            self._check(path, int(event["error"].get("code") or 500), text)
+                        if (error := event.get("error")) is not None:
+                            code = error.get("code") if isinstance(error, dict) else None
+                            self._check(path, code if isinstance(code, int) and code >= 400 else 500, text)
                         yield event
             except httpx2.TransportError as error:
                 raise EngineFailure(f"{self.name}: the answer to {path} was interrupted: {_cause(error)}") from error

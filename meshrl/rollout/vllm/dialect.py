@@ -19,11 +19,11 @@ from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
 from meshrl.core.device import visible_devices
 from meshrl.core.errors import CapabilityError, EngineFailure, SyncError
-from meshrl.core.types import Request, mix64
+from meshrl.core.types import Request
 from meshrl.rollout.admission import Bounds, check_supported, topk_of
 from meshrl.rollout.base import Capabilities
 from meshrl.rollout.server.answer import AnswerPart, full_ids
-from meshrl.rollout.server.dialect import Dialect, command_line, sampling_body, stream_interval
+from meshrl.rollout.server.dialect import Dialect, command_line, continuation_seed, sampling_body, stream_interval
 from meshrl.rollout.server.http import HttpClient, is_up
 from meshrl.rollout.server.process import ServerProcess
 from meshrl.rollout.vllm import cpu_build
@@ -135,7 +135,7 @@ def _body(request: Request, bounds: Bounds) -> dict[str, Any]:
     topk = max(map(topk_of, request.want), default=0)
     sampling = sampling_body(request, bounds) | {
         "ignore_eos": True,
-        "seed": _seed_of(request),
+        "seed": continuation_seed(request),
         "max_tokens": bounds.limit,
         "logprobs": topk + 1 if topk else 0,
         "detokenize": False,
@@ -149,13 +149,6 @@ def _body(request: Request, bounds: Bounds) -> dict[str, Any]:
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-
-
-def _seed_of(request: Request) -> int:
-    """vLLM seeds a generator for each request. A continuation with the same seed would repeat the random numbers of the
-    earlier tokens, so it gets another seed."""
-    done = 0 if request.prefix_output is None else len(request.prefix_output)
-    return mix64(request.seed ^ mix64(done)) >> 1 if done else request.seed
 
 
 def part_of(event: dict[str, Any]) -> AnswerPart:

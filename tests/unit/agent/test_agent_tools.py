@@ -75,6 +75,7 @@ def test_calls_are_found_in_order_among_other_text():
     [
         ("{", "not valid JSON"),
         ("[" * 100_000, "not valid JSON"),
+        (r'{"name": "a", "arguments": {"x": "\ud83d"}}', "not valid JSON"),
         ("[]", 'must be a JSON object with a "name"'),
         ('{"name": 3}', 'must be a JSON object with a "name"'),
         ('{"name": "a", "arguments": [1]}', '"arguments" must be a JSON object'),
@@ -94,6 +95,8 @@ def test_every_call_is_answered_with_text():
     assert answer(name="calculator", arguments={"expression": "1/0"}) == "error: division by zero"
     assert answer(name="calculator", arguments={}) == "error: calculator takes the arguments ['expression'], got []"
     assert "got ['expression', 'y']" in answer(name="calculator", arguments={"expression": "1", "y": 2})
+    assert "must be of type string, got ['6']" in answer(name="calculator", arguments={"expression": ["6"]})
+    assert "must be of type string, got None" in answer(name="calculator", arguments={"expression": None})
     assert answer(name="nope") == "error: no tool is called 'nope'; there are: calculator"
     assert answer(error="broken") == "error: broken"
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import socket
+import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -16,14 +19,15 @@ from meshrl.config.load import Loaded, load_run_config
 from meshrl.config.run import RunConfig
 from meshrl.core.errors import CheckpointError, MeshrlError, RewardError
 from meshrl.monitor.glossary import meaning_of
-from meshrl.monitor.sinks import read_metrics
+from meshrl.monitor.sinks import JsonlSink, read_metrics
+from meshrl.process.family import started_at
 from meshrl.run import models
 from meshrl.run.folder import run_name
 from meshrl.run.live import LiveRun, live_run
 from meshrl.run.models import read_best
 from meshrl.run.signals import Stop
+from meshrl.run.status import read_status
 from meshrl.tools.report.page import write_report
-from meshrl.tools.status import read_status
 from tests.waiting import wait_until
 
 GRADER = '''
@@ -105,6 +109,48 @@ def test_a_resumed_run_drops_a_best_model_that_is_newer_than_its_checkpoint(conf
     best = read_best(folder)
     assert best is not None and (best.step, best.score) == (1, 0.5)
     assert (Path(best.model) / "model.safetensors").stat().st_size > 0
+
+
+def test_a_resumed_run_has_no_result_before_it_ends_and_may_change_its_dtype(config: Path, tmp_path: Path):
+    """P43: a kill after the resume must not leave the result of the earlier part. The limit of the proof is measured
+    again, because another dtype rounds otherwise."""
+    seen = []
+
+    class Watching(JsonlSink):
+        def write(self, step: int, values: Mapping[str, float], units: Mapping[str, str]) -> None:
+            seen.append((self._path.parent / "result.json").exists())
+            super().write(step, values, units)
+
+    script = tmp_path / "script"
+    script.write_text("0.25 " * 4)
+    overrides = ("loop.eval_every_steps=0", f"reward.terms.answer.args.script={script}")
+    folder = train(config, "longer", "loop.num_steps=1", *overrides)
+    assert (folder / "result.json").exists()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("meshrl.run.live.JsonlSink", Watching)
+        train(config, "longer", "loop.num_steps=2", *overrides, "run.resume=auto", "model.dtype=bfloat16")
+    assert seen and not any(seen)
+    assert json.loads((folder / "result.json").read_text())["steps"] == 2
+
+
+def test_the_folder_of_a_running_run_is_refused(config: Path):
+    """P43: with run.resume=auto a second start would remove the files that the first one writes."""
+    loaded = load_run_config(config, ["run.name=used", "run.resume=auto"])
+    other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    folder = Path(loaded.config.run.folder) / "used"
+    folder.mkdir(parents=True)
+    host, started = socket.gethostname(), started_at(other.pid)
+    assert started is not None
+    status = {"host": host, "pid": other.pid, "started": started, "num_steps": 4, "values": {}}
+    text = json.dumps({**status, "step": 1, "phase": "train", "since": 1.0})
+    (folder / "status.json").write_text(text)
+    (folder / "metrics.jsonl").write_text("")
+    with pytest.raises(MeshrlError, match=rf"still uses this folder \(process {other.pid}\)"), _recorded(loaded):
+        pass
+    assert (folder / "metrics.jsonl").exists() and (folder / "status.json").read_text() == text
+    other.communicate(b"\n")
+    with _recorded(loaded):
+        pass
 
 
 def test_a_model_without_enough_disk_space_is_not_begun(config: Path, monkeypatch: pytest.MonkeyPatch):

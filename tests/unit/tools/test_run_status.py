@@ -15,9 +15,9 @@ import pytest
 from meshrl.cli import main
 from meshrl.core.errors import MeshrlError
 from meshrl.monitor.spans import Spans
-from meshrl.run.status import StatusFile
+from meshrl.run.status import StatusFile, read_status
 from meshrl.tools import status as module
-from meshrl.tools.status import describe, read_status, stop
+from meshrl.tools.status import describe, stop
 from tests.waiting import wait_until
 
 RUNNER = """

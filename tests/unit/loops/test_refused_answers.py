@@ -1,0 +1,50 @@
+"""Steps in which the engine refuses every answer: the reason is printed, and the run does not end as a success."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from meshrl.config.run import RunConfig
+from meshrl.core.errors import Failure, MeshrlError
+from meshrl.core.types import Prompt, Trajectory
+from meshrl.loops.job import Job
+from meshrl.loops.step import train_step
+
+
+def job_of(notes: list[str]) -> Job:
+    sections: dict[str, Any] = {"model": {"path": "m"}, "data": {"path": "d"}, "loop": {"num_steps": 9}}
+    sections |= {"reward": {"terms": {"right": {"kind": "exact_match"}}}}
+    spans = SimpleNamespace(seconds=lambda phase: 0.0)
+    parts: dict[str, Any] = dict.fromkeys(("task", "trainer", "layout", "rollout_log"))
+    parts |= {"cfg": RunConfig.model_validate(sections), "run": SimpleNamespace(note=notes.append, spans=spans)}
+    parts |= {"rollouts": SimpleNamespace(replacement_metrics=list)}
+    return Job(**parts, scorer=SimpleNamespace(check_failures=lambda trajectories: None))
+
+
+def refused(kind: str) -> Trajectory:
+    failure = Failure(kind=kind, message="the server answered 401: no such key")
+    return Trajectory(
+        prompt=Prompt(id="p", ordinal=0), group_id="p@0", index=0, turns=[], status="failed", failure=failure
+    )
+
+
+def test_three_steps_without_an_answer_end_the_run_with_the_reason():
+    notes: list[str] = []
+    job = job_of(notes)
+    for _ in range(2):
+        asyncio.run(train_step(job, [refused("engine")] * 4))
+    with pytest.raises(MeshrlError, match="3 steps without an answer; the last refusal: the server answered 401"):
+        asyncio.run(train_step(job, [refused("engine")] * 4))
+    assert len(notes) == 3 and all("The engine refused 4 of them, such as: the server answered 401" in n for n in notes)
+
+
+def test_answers_that_only_the_reward_failed_to_grade_do_not_end_the_run():
+    notes: list[str] = []
+    job = job_of(notes)
+    for _ in range(5):
+        asyncio.run(train_step(job, [refused("agent")]))
+    assert len(notes) == 5 and "refused" not in notes[0]
