@@ -171,7 +171,7 @@ def test_abort_and_continuation_make_one_turn(make, name):
         rest = await engine.generate(ask("rest", CONTEXT, prefix_output=part.output_ids, **same))
         joined = [*part.output_ids, *rest.output_ids]
         assert len(joined) == LONG and rest.stop_reason == "length" and len(rest.logprobs) == len(rest.output_ids)
-        if name == "endpoint":  # a continuation gets another seed, because a server may seed a generator for each request
+        if name == "endpoint":  # a continuation gets another seed: a server may seed a generator for each request
             assert joined != full.output_ids.tolist()
         elif name != "vllm":  # its random numbers start again with the continuation
             assert joined == full.output_ids.tolist()
