@@ -130,18 +130,19 @@ async def train_step(job: Job, trajectories: Sequence[Trajectory]) -> list[Metri
     _MAX_REFUSED_STEPS steps.
     """
     job.scorer.check_failures(trajectories)
+    refusals = [t.failure.message for t in trajectories if t.failure is not None and t.failure.kind == "engine"]
+    job.num_refused_steps = job.num_refused_steps + 1 if 0 < len(refusals) == len(trajectories) else 0
+    if job.num_refused_steps == _MAX_REFUSED_STEPS:
+        raise MeshrlError(
+            f"step {job.step + 1}: the engine refused every answer of {_MAX_REFUSED_STEPS} steps in succession, such "
+            f"as: {refusals[0]}"
+        )
     samples, metrics = flatten(trajectories)
     if not samples:
-        text = f"step {job.step + 1}: none of {len(trajectories)} trajectories has a reward; nothing to train on"
-        refusals = [t.failure.message for t in trajectories if t.failure is not None and t.failure.kind == "engine"]
-        job.num_refused_steps += bool(refusals)
-        job.run.note(
-            f"{text}. The engine refused {len(refusals)} of them, such as: {refusals[0]}" if refusals else text
-        )
-        if job.num_refused_steps == _MAX_REFUSED_STEPS:
-            raise MeshrlError(f"{job.num_refused_steps} steps without an answer; the last refusal: {refusals[0]}")
+        why = f". The engine refused {len(refusals)} of them, such as: {refusals[0]}" if refusals else ""
+        what = f"none of {len(trajectories)} trajectories has a reward; nothing to train on{why}"
+        job.run.note(f"step {job.step + 1}: {what}")
     else:
-        job.num_refused_steps = 0
         with job.run.spans("train"):
             if job.cfg.loop.staleness:
                 metrics.append(_staleness(samples, job.trainer.version))

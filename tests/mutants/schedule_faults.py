@@ -8,6 +8,7 @@ _LOOPS = "tests/contract/test_loops.py::"
 _OLD = _LOOPS + "test_each_prompt_is_trained_once_and_no_sample_is_too_old"
 _STALE = _LOOPS + "test_a_sampler_with_old_weights_is_caught_within_its_step"
 _FAULTS = "tests/faults/test_schedules.py::"
+_RECORD = "tests/unit/run/test_run_record.py::"
 
 SCHEDULE_FAULTS = [
     Fault(
@@ -88,6 +89,41 @@ SCHEDULE_FAULTS = [
         (
             "tests/unit/loops/test_probed_rows.py::test_a_probe_compares_its_own_rows_when_a_later_step_has_chosen_others",
         ),
+    ),
+    Fault(
+        "a run whose engine refuses every answer ends as a success",
+        "meshrl/loops/step.py",
+        "    if job.num_refused_steps == _MAX_REFUSED_STEPS:\n",
+        "    if False:\n",
+        ("tests/unit/loops/test_refused_answers.py::test_three_steps_without_an_answer_end_the_run_with_the_reason",),
+    ),
+    Fault(
+        "a resume with another dtype has the limit of the earlier one",
+        "meshrl/loops/job.py",
+        'saved["proof_threshold"] if is_same else None',
+        'saved["proof_threshold"]',
+        (_RECORD + "test_a_resumed_run_has_no_result_before_it_ends_and_may_change_its_dtype",),
+    ),
+    Fault(
+        "a resumed run keeps the result of its earlier part",
+        "meshrl/run/live.py",
+        '            (self.folder / "result.json").unlink(missing_ok=True)',
+        "            ",
+        (_RECORD + "test_a_resumed_run_has_no_result_before_it_ends_and_may_change_its_dtype",),
+    ),
+    Fault(
+        "a second start takes over the folder of a running run",
+        "meshrl/run/live.py",
+        "    require_unused(folder)\n",
+        "",
+        (_RECORD + "test_the_folder_of_a_running_run_is_refused",),
+    ),
+    Fault(
+        "a continued turn of an endpoint repeats its random numbers",
+        "meshrl/rollout/completions.py",
+        '"seed": continuation_seed(request),',
+        '"seed": request.seed,',
+        ("tests/contract/test_rollout_engines.py::test_abort_and_continuation_make_one_turn[endpoint]",),
     ),
     Fault(
         "a one-step-off run resumes after the batch that was sampled ahead",

@@ -37,14 +37,15 @@ def test_three_steps_without_an_answer_end_the_run_with_the_reason():
     job = job_of(notes)
     for _ in range(2):
         asyncio.run(train_step(job, [refused("engine")] * 4))
-    with pytest.raises(MeshrlError, match="3 steps without an answer; the last refusal: the server answered 401"):
+    with pytest.raises(MeshrlError, match="every answer of 3 steps in succession, such as: the server answered 401"):
         asyncio.run(train_step(job, [refused("engine")] * 4))
-    assert len(notes) == 3 and all("The engine refused 4 of them, such as: the server answered 401" in n for n in notes)
+    assert len(notes) == 2 and all("The engine refused 4 of them, such as: the server answered 401" in n for n in notes)
 
 
-def test_answers_that_only_the_reward_failed_to_grade_do_not_end_the_run():
+@pytest.mark.parametrize("failures", [("agent",), ("engine", "agent")])
+def test_other_failures_do_not_end_the_run(failures):
     notes: list[str] = []
     job = job_of(notes)
     for _ in range(5):
-        asyncio.run(train_step(job, [refused("agent")]))
-    assert len(notes) == 5 and "refused" not in notes[0]
+        asyncio.run(train_step(job, [refused(kind) for kind in failures]))
+    assert len(notes) == 5 and ("refused 1 of them" in notes[0]) == ("engine" in failures)
