@@ -51,7 +51,7 @@ test-all: setup setup-vllm  ## run all tests that need no GPU, with the slow one
 mutants: setup  ## mutation testing: insert one fault at a time; a test must fail for each
 	$(PY) tests/mutants/run.py
 
-quickstart: setup  ## train a tiny model with GRPO on two FSDP2 ranks, from random weights, in minutes
+quickstart: setup  ## train a tiny model with GRPO on two FSDP2 ranks, from random weights, in about a minute
 	$(PY) examples/quickstart/quickstart.py --seed $(SEED)
 
 setup-vllm: $(VLLM_STAMP)  ## make .venv-vllm with vLLM for CPUs and meshrl

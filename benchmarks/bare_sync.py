@@ -43,11 +43,11 @@ def _copied(self: WeightSender, part: Part, payload: torch.Tensor) -> RunningDig
     return RunningDigest(self.layout.digest)
 
 
-def _placed(self: Receiver, section: torch.Tensor, views: list[torch.Tensor], part: Part, check: bool) -> int:
+def _placed(self: Receiver, section: torch.Tensor, views: list[torch.Tensor], part: Part) -> RunningDigest:
     """Replaces `Receiver._write`."""
     for view in views:
         view.copy_(section.view(view.dtype).view(part.shape))
-    return RunningDigest(self.layout.digest).value
+    return RunningDigest(self.layout.digest)
 
 
 def _nothing(*args: Any) -> list[str]:

@@ -195,7 +195,6 @@ def specs_of(cfg: RunConfig) -> list[WorkerSpec]:
             rollout=cfg.rollout,
             reference=False,
             stop_token_ids=(VOCAB,),
-            rendezvous="",
             timeout_s=cfg.cluster.timeout_s,
             nodes=max(1, (train + rollout) // 8),
         )

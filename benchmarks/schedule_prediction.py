@@ -35,7 +35,7 @@ from meshrl.config.load import load_run_config
 from meshrl.monitor.sinks import read_metrics
 from meshrl.tools.schedule.advise import setup_of
 from meshrl.tools.schedule.inputs import measured
-from meshrl.tools.schedule.predict import predict
+from meshrl.tools.schedule.simulate import predict
 
 KINDS = ("colocated", "one_step_off", "fully_async")
 HERE = Path(__file__).resolve().parent
@@ -105,7 +105,7 @@ def compare(
         config = load_run_config(folder / "config.yaml").config
         setup = setup_of(config, inputs, args.num_steps)
         predicted = predict(setup, FIRST)
-        last = max(FIRST + 1, args.num_steps - 1 - setup.max_staleness)  # as in predict
+        last = max(FIRST + 1, args.num_steps - 1 - setup.loop.staleness)  # as in predict
         ends = [line.time for line in read_metrics(run / "metrics.jsonl")[0] if "train/num_tokens" in line.metrics]
         real_s = (ends[last - 1] - ends[FIRST - 1]) / (last - FIRST)
         found[kind] = {"predicted_s": predicted.step_s, "measured_s": real_s, "others_cores": busy}

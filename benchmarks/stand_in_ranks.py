@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 
 from meshrl.cluster.actors import UpdateReport
-from meshrl.cluster.executor import WorkerSpec
-from meshrl.cluster.phases import phase_of
+from meshrl.cluster.executor import WorkerSpec, phase_of
 from meshrl.cluster.row_cache import RowCache
 from meshrl.core.errors import RankFailure
 from meshrl.core.types import Metric, Request, Times, Turn
@@ -95,8 +94,7 @@ class StandInExecutor:
             self._pending.pop(call_id).set_result(value)
 
     async def start(self) -> None: ...
-    async def restart(self, rank: int) -> None: ...
-    async def restart_trainers(self) -> None: ...
+    async def restart(self, ranks: Sequence[int]) -> None: ...
     async def close(self) -> None: ...
 
 

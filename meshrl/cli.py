@@ -7,10 +7,11 @@ MESHRL_TRACEBACK=1 also prints the traceback of errors; by default only the mess
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshrl.core.errors import ConfigError, MeshrlError
@@ -77,14 +78,15 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     _add_schedule_options(schedule)
     evaluate.add_argument("--model", metavar="FOLDER", help="evaluate this model instead of model.path")
     report = add("report", _report, "write RUN/report.html from the run's files, during the run or after it")
-    report.add_argument("folder", metavar="RUN", help="folder of the run, such as runs/NAME")
     status = add("status", _status, "print the state of a run: step, phase, reward, processes")
-    stop = add("stop", _stop, "end a run with a checkpoint; like Ctrl-C, but from another terminal")
-    for sub in (status, stop):
-        sub.add_argument("folder", metavar="RUN", help="folder of the run, such as runs/NAME")
+    stop = add("stop", _stop, "end a run of this machine with a checkpoint, by SIGTERM; waits until it has ended")
+    for sub in (report, status, stop):
+        sub.add_argument("folder", type=Path, metavar="RUN", help="folder of the run, such as runs/NAME")
     convert = add("convert", _convert, "convert a checkpoint to a model folder that from_pretrained loads")
-    convert.add_argument("checkpoint", metavar="CHECKPOINT", help="such as runs/NAME/checkpoints/step_000100")
-    convert.add_argument("out", metavar="FOLDER", help="the model folder to write; it must not exist yet")
+    convert.add_argument(
+        "checkpoint", type=Path, metavar="CHECKPOINT", help="such as runs/NAME/checkpoints/step_000100"
+    )
+    convert.add_argument("out", type=Path, metavar="FOLDER", help="the model folder to write; it must not exist yet")
     config = add("config", _config, "list the config keys with type, default and meaning")
     config.add_argument("word", metavar="WORD", nargs="?", help="list only keys that contain this word")
 
@@ -117,7 +119,7 @@ def _add_launch_options(launch: argparse.ArgumentParser) -> None:
     slurm = {"time": "time limit, such as 12:00:00", "partition": "partition", "account": "account to charge"}
     for name, text in slurm.items():
         launch.add_argument(f"--{name}", metavar=name.upper(), help=f"{text} (default: the cluster's)")
-    launch.add_argument("--out", metavar="FILE", help="file to write (default: print to the terminal)")
+    launch.add_argument("--out", type=Path, metavar="FILE", help="file to write (default: print to the terminal)")
 
 
 def _add_schedule_options(schedule: argparse.ArgumentParser) -> None:
@@ -127,6 +129,7 @@ def _add_schedule_options(schedule: argparse.ArgumentParser) -> None:
     schedule.add_argument(
         "--from",
         dest="measured",
+        type=Path,
         metavar="RUN",
         help="folder of a run with loop.kind=colocated, from which times and lengths are taken",
     )
@@ -138,120 +141,89 @@ def _add_schedule_options(schedule: argparse.ArgumentParser) -> None:
         help="times in seconds and lengths in tokens, such as decode_step_s=0.02,answer_tokens=800 (docs/plan.md)",
     )
     schedule.add_argument("--gpus", type=int, metavar="N", help="number of GPUs (default: the ranks of the config)")
-    schedule.add_argument("--out", metavar="FILE", help="write the timelines to this SVG file")
+    schedule.add_argument("--out", type=Path, metavar="FILE", help="write the timelines to this SVG file")
 
 
 def _train(args: argparse.Namespace) -> int:
-    from meshrl.run.inputs import load_run, show_notices
+    from meshrl.api import train
+    from meshrl.run.inputs import load_run
 
-    loaded = load_run(args.config, args.overrides)
     if args.explain:
-        return _explain(loaded)
-    show_notices(loaded)
-    from meshrl.run.start import train
-    from meshrl.tools.report.page import write_report
-
-    train(loaded, write_report)
+        return _explain(load_run(args.config, args.overrides))
+    train(args.config, args.overrides)
     return 0
 
 
 def _sft(args: argparse.Namespace) -> int:
-    from meshrl.run.inputs import load_sft, show_notices
+    from meshrl.api import sft
+    from meshrl.run.inputs import load_sft
 
-    loaded = load_sft(args.config, args.overrides)
     if args.explain:
-        return _explain(loaded)
-    show_notices(loaded)
-    from meshrl.run.start import sft
-    from meshrl.tools.report.page import write_report
-
-    sft(loaded, write_report)
+        return _explain(load_sft(args.config, args.overrides))
+    sft(args.config, args.overrides)
     return 0
 
 
 def _evaluate(args: argparse.Namespace) -> int:
-    from meshrl.run.inputs import load_run, show_notices
+    from meshrl.api import evaluate
 
-    model = [f"model.path={json.dumps(args.model)}"] if args.model is not None else []
-    loaded = load_run(args.config, [*args.overrides, *model], "eval")
-    show_notices(loaded)
-    from meshrl.run.start import evaluate
-
-    evaluate(loaded)
+    evaluate(args.config, args.overrides, model=args.model)
     return 0
 
 
 def _launch(args: argparse.Namespace) -> int:
-    from functools import partial
-    from pathlib import Path
-
-    from meshrl.cluster.slurm import SlurmJob, batch_file
+    from meshrl.cluster.slurm import batch_file
     from meshrl.run.inputs import load_run, load_sft
 
     is_sft = args.run == "sft"
     load = partial(load_sft, args.config) if is_sft else partial(load_run, args.config, purpose=args.run)
-    job = SlurmJob(
-        command=args.run,
-        nodes=args.nodes,
-        gpus_per_node=args.gpus_per_node,
-        time=args.time,
-        partition=args.partition,
-        account=args.account,
-    )
-    text = batch_file(load, args.config, args.overrides, job)
+    options = {"time": args.time, "partition": args.partition, "account": args.account}
+    text = batch_file(load, args.run, args.config, args.overrides, args.nodes, args.gpus_per_node, options)
     if args.out is None:
         print(text, end="")
     else:
-        Path(args.out).write_text(text, encoding="utf-8")
+        try:
+            args.out.write_text(text, encoding="utf-8")
+        except OSError as cause:
+            raise ConfigError(f"--out {args.out} can't be written: {cause.strerror}") from cause
         print(f"wrote {args.out}; submit it with: sbatch {args.out}")
     return 0
 
 
 def _plan_schedule(args: argparse.Namespace) -> int:
-    from pathlib import Path
-
     from meshrl.run.inputs import load_run
     from meshrl.tools.schedule.advise import advise
 
     config = load_run(args.config, args.overrides).config
-    folder, out = (None if path is None else Path(path) for path in (args.measured, args.out))
-    print(advise(config, folder, args.assume, args.gpus, out))
+    print(advise(config, args.measured, args.assume, args.gpus, args.out))
     return 0
 
 
 def _report(args: argparse.Namespace) -> int:
-    from pathlib import Path
-
     from meshrl.tools.report.page import write_report
 
-    print(f"wrote {write_report(Path(args.folder))}")
+    print(f"wrote {write_report(args.folder)}")
     return 0
 
 
 def _status(args: argparse.Namespace) -> int:
-    from pathlib import Path
-
     from meshrl.tools.status import describe
 
-    print(describe(Path(args.folder)))
+    print(describe(args.folder))
     return 0
 
 
 def _stop(args: argparse.Namespace) -> int:
-    from pathlib import Path
-
     from meshrl.tools.status import stop
 
-    print(stop(Path(args.folder)))
+    print(stop(args.folder))
     return 0
 
 
 def _convert(args: argparse.Namespace) -> int:
-    from pathlib import Path
-
     from meshrl.tools.convert import convert
 
-    convert(Path(args.checkpoint), Path(args.out))
+    convert(args.checkpoint, args.out)
     print(f"wrote {args.out}")
     return 0
 

@@ -12,7 +12,7 @@ LONGEST_FIRST: tuple[tuple[str, ...], ...] = (
     ("tests/dist/", "tests/unit/run/test_own_loop.py"),  # they use the `pool` of ranks
     ("tests/e2e/test_lora_run.py",),
     ("tests/contract/test_executors.py",),
-    tuple(f"tests/unit/rollout/test_{name}.py" for name in ("sglang_engine", "endpoint_engine", "pauses")),
+    tuple(f"tests/unit/rollout/test_{name}.py" for name in ("sglang_engine", "endpoint_engine")),
     ("tests/contract/test_rollout_engines.py", "tests/contract/test_weight_sync.py"),
     ("tests/unit/cluster/test_remote_executor.py",),
     ("tests/e2e/test_release_memory.py",),

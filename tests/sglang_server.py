@@ -237,13 +237,15 @@ class Server:
 
     async def pause(self, body: Pause) -> dict[str, Any]:
         self.paused = True
-        await self.engine.pause("abort" if body.mode == "abort" else "keep")
+        if body.mode == "abort":
+            await self.engine.abort()
+        await self.engine.release({"kv_cache"})  # running requests return to the queue with their tokens
         return {"message": "Generation paused successfully.", "status": "ok"}
 
     async def resume(self, body: Continue) -> dict[str, Any]:
         await self._compute_with_shards()
         self.paused = False
-        await self.engine.resume()
+        await self.engine.restore({"kv_cache"} - self.released)
         return {"message": "Generation continued successfully.", "status": "ok"}
 
     # ---- weights
@@ -359,7 +361,7 @@ class Server:
         if not tags <= self.released:
             raise Refused(500, {"message": f"KeyError: {sorted(tags - self.released)}"})
         self.released -= tags
-        await self.engine.restore(tags)
+        await self.engine.restore(tags - {"kv_cache"} if self.paused else tags)
 
     async def server_info(self, body: None) -> dict[str, Any]:
         memory = {"weight": 1.0, "kvcache": 0.5, "token_capacity": 4096}

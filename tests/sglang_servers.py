@@ -66,7 +66,6 @@ def serving(
 ENGINE: dict[str, Any] = {
     "stop_token_ids": (2,),
     "max_context_tokens": MAX_CONTEXT_TOKENS,
-    "max_running": 4,
     "vocab_size": 64,
 }
 

@@ -20,7 +20,6 @@ def worker_spec(**changes: Any) -> WorkerSpec:
         rollout=None,
         reference=False,
         stop_token_ids=(),
-        rendezvous="",
         timeout_s=60.0,
     )
     return WorkerSpec(**{**facts, **changes})

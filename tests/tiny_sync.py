@@ -16,7 +16,7 @@ from meshrl.sync.delivery import Delivery
 from meshrl.sync.digest import DigestKind
 from meshrl.sync.layout import Ack, Box, Layout, SyncHeader, SyncMode, make_layout
 from meshrl.sync.receiver import Receiver
-from meshrl.sync.sender import BlockElements, HeldBox, SendReport, WeightSender
+from meshrl.sync.sender import Elements, HeldBox, SendReport, WeightSender
 from meshrl.sync.transaction import SyncOrder, SyncState, make_header, sync_rank, with_reports
 from meshrl.sync.transport import Transport
 
@@ -87,7 +87,7 @@ def held_of(weights: Tensors, boxes: Iterable[Box]) -> dict[str, list[HeldBox]]:
         view = weights[box.name]
         for dim, (start, size) in enumerate(zip(box.offsets, box.shape, strict=True)):
             view = view.narrow(dim, start, size)
-        held[box.name].append(HeldBox(box.offsets, box.shape, BlockElements(view)))
+        held[box.name].append(HeldBox(box.offsets, box.shape, Elements(view)))
     return held
 
 

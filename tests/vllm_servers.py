@@ -58,7 +58,6 @@ def client_of(server: ServerProcess, dialect: type[VllmDialect] = VllmDialect, *
     facts: dict[str, Any] = {
         "stop_token_ids": (2,),
         "max_context_tokens": MAX_CONTEXT_TOKENS,
-        "max_running": 4,
         "vocab_size": 64,
     }
     return ServerEngine(dialect(http_of(server), None, can_release=True), **{**facts, **changes})

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import numpy as np
 
 from meshrl.agent.tree import TurnError, check_turns, leaf_paths
-from meshrl.core.types import EXTRA_FILLS, Metric, Sample, Trajectory
+from meshrl.core.types import Metric, Sample, Trajectory
 
 _FIRST_TOKENS = 16
 _FROZEN = ("tokens", "mask", "turn", "rollout_logprobs", "versions", "routed_experts")
@@ -47,21 +48,16 @@ def flatten(trajectories: Sequence[Trajectory]) -> tuple[list[Sample], list[Metr
 def _rows_of(trajectory: Trajectory) -> list[Sample]:
     trained_before: set[int] = set()  # turns that an earlier row trains
     rows: list[Sample] = []
-    trained: list[Sample] = []
     for path in leaf_paths(trajectory.turns):
-        sample = _row(trajectory, path, trained_before, row=len(rows))
-        is_trained = any(len(trajectory.turns[i].output_ids) for i in path if i not in trained_before)
-        if len(sample) and (is_trained or not rows):
-            rows.append(sample)
-            if is_trained:
-                trained.append(sample)
+        rows.append(_row(trajectory, path, trained_before))
         trained_before.update(path)
-    for row, sample in enumerate(trained):
+    retained = [sample for sample in rows if sample.mask.any()] or [sample for sample in rows if len(sample)][:1]
+    for row, sample in enumerate(retained):
         sample.row = row
-    return trained or rows
+    return retained
 
 
-def _row(trajectory: Trajectory, path: list[int], trained_before: set[int], row: int) -> Sample:
+def _row(trajectory: Trajectory, path: list[int], trained_before: set[int]) -> Sample:
     assert trajectory.reward is not None  # flatten has left out trajectories without a reward
     turns = [trajectory.turns[i] for i in path]
     sampled = [len(t.output_ids) for t in turns]
@@ -78,6 +74,7 @@ def _row(trajectory: Trajectory, path: list[int], trained_before: set[int], row:
             begin = end
         return out
 
+    recorded = partial(_recorded, trajectory.id, path, ends)
     mask, rewards = np.zeros(length, bool), np.zeros(length, np.float32)
     last_trained = -1
     for i, turn, end, r in zip(path, turns, ends, sampled):
@@ -88,10 +85,11 @@ def _row(trajectory: Trajectory, path: list[int], trained_before: set[int], row:
                 rewards[end - 1] += turn.reward
     if last_trained >= 0:
         rewards[last_trained] += trajectory.reward
+    routed = [t.routed_experts for t in turns]  # None for a turn that recorded none
     sample = Sample(
         trajectory_id=trajectory.id,
         group_id=trajectory.group_id,
-        row=row,
+        row=0,
         prefix_len=context[0],
         tokens=np.concatenate([ids for t in turns for ids in (t.context_ids, t.output_ids)]),
         mask=mask,
@@ -108,14 +106,35 @@ def _row(trajectory: Trajectory, path: list[int], trained_before: set[int], row:
             for turn, end, c, r in zip(turns, ends, context, sampled)
             for media_id, start, size in turn.media_spans
         ],
-        routed_experts=_routed_experts(trajectory, path, ends, length),
-        token_extras=_token_extras(trajectory, path, ends, length),
+        routed_experts=recorded("routed_experts", routed, -1) if any(r is not None for r in routed) else None,
+        token_extras={
+            name: recorded(f"extras[{name!r}]", [t.extras.get(name) for t in turns], 0)
+            for name in dict.fromkeys(name for t in turns for name in t.extras)
+        },
     )
     sample.media = {media_id: trajectory.prompt.media[media_id] for media_id, _, _ in sample.media_spans}
     for array in [getattr(sample, name) for name in _FROZEN] + list(sample.token_extras.values()):
         if array is not None:
             array.flags.writeable = False
     return sample
+
+
+def _recorded(
+    trajectory_id: str, path: list[int], ends: list[int], name: str, arrays: Sequence[np.ndarray | None], fill: float
+) -> np.ndarray:
+    """[T, ...]: the array of each turn at the turn's last tokens, `fill` elsewhere. Not all of the arrays are None."""
+    first = next(array for array in arrays if array is not None)
+    out = np.full((ends[-1], *first.shape[1:]), fill, first.dtype)
+    for i, end, array in zip(path, ends, arrays):
+        if array is None:
+            continue
+        if (array.dtype, array.shape[1:]) != (first.dtype, first.shape[1:]):
+            raise TurnError(
+                f"trajectory {trajectory_id!r}, turn {i}: {name} is {array.dtype}{list(array.shape)}; earlier turns of "
+                f"the row have {first.dtype} of shape {list(first.shape[1:])} for each token"
+            )
+        out[end - len(array) : end] = array
+    return out
 
 
 def _temperature(trajectory: Trajectory, path: list[int]) -> float:
@@ -137,37 +156,6 @@ def _temperature(trajectory: Trajectory, path: list[int]) -> float:
     return next(iter(found.values()))
 
 
-def _routed_experts(trajectory: Trajectory, path: list[int], ends: list[int], length: int) -> np.ndarray | None:
-    """int16[T, L, K], -1 where no turn recorded them; None when no turn recorded any."""
-    recorded = {i: array for i in path if (array := trajectory.turns[i].routed_experts) is not None}
-    if not recorded:
-        return None
-    shapes = {i: array.shape[1:] for i, array in recorded.items()}
-    if len(set(shapes.values())) > 1:
-        raise TurnError(f"trajectory {trajectory.id!r}: routed_experts differ in [layers, experts] by turn: {shapes}")
-    out = np.full((length, *next(iter(shapes.values()))), -1, np.int16)
-    for i, end in zip(path, ends):
-        if i in recorded:
-            out[end - len(recorded[i]) : end] = recorded[i]
-    return out
-
-
-def _token_extras(trajectory: Trajectory, path: list[int], ends: list[int], length: int) -> dict[str, np.ndarray]:
-    """Each extra over the row, [T, ...], filled from EXTRA_FILLS where a turn does not have it."""
-    out: dict[str, np.ndarray] = {}
-    for i, end in zip(path, ends):
-        for name, array in trajectory.turns[i].extras.items():
-            if name not in out:
-                out[name] = np.full((length, *array.shape[1:]), EXTRA_FILLS.get(name, 0), array.dtype)
-            if out[name].shape[1:] != array.shape[1:] or out[name].dtype != array.dtype:
-                raise TurnError(
-                    f"trajectory {trajectory.id!r}, turn {i}: extras[{name!r}] is {array.dtype}{list(array.shape)}; "
-                    f"earlier turns of the row have {out[name].dtype}[R, ...] with {list(out[name].shape[1:])} a token"
-                )
-            out[name][end - len(array) : end] = array
-    return out
-
-
 def _set_prefix_lengths(samples: list[Sample]) -> None:
     """Fill prefix_len of each row: leading tokens that all rows of its group share and that none of them sampled. It
     never ends inside a media span, nor after one that has another image in another row."""
@@ -180,12 +168,11 @@ def _set_prefix_lengths(samples: list[Sample]) -> None:
         for other in rows[1:]:
             differ = np.flatnonzero(first.tokens[:shared] != other.tokens[:shared])
             shared = int(differ[0]) if len(differ) else shared
-        spans = {(s.media[name].digest, start, size) for s in rows for name, start, size in s.media_spans}
-        common = set.intersection(
-            *({(s.media[name].digest, start, size) for name, start, size in s.media_spans} for s in rows)
-        )
-        for digest, start, size in sorted(spans, key=lambda span: span[1]):
-            if start < shared and (start + size > shared or (digest, start, size) not in common):
+        spans = [{(s.media[name].digest, start, size) for name, start, size in s.media_spans} for s in rows]
+        common = set.intersection(*spans)
+        for span in sorted(set.union(*spans), key=lambda span: span[1]):
+            _, start, size = span
+            if start < shared and (start + size > shared or span not in common):
                 shared = start
         for sample in rows:
             sample.prefix_len = shared
@@ -216,18 +203,13 @@ def _metrics(train: list[Trajectory], samples: list[Sample]) -> list[Metric]:
 
 def _duplicates(train: list[Trajectory]) -> list[bool]:
     """For each trajectory: whether it has output, and an earlier one of its group sampled the same tokens (P14)."""
-    seen: dict[tuple[str, tuple[bytes, ...]], list[Trajectory]] = defaultdict(list)  # by group and first tokens
+    seen: dict[tuple[str, tuple[int, ...], bytes], list[np.ndarray]] = defaultdict(list)
     flags = []
     for trajectory in train:
-        start = tuple(turn.output_ids[:_FIRST_TOKENS].tobytes() for turn in trajectory.turns)
-        earlier = seen[trajectory.group_id, start]
-        flags.append(bool(b"|".join(start)) and any(_same_output(trajectory, other) for other in earlier))
+        outputs = [turn.output_ids for turn in trajectory.turns]
+        tokens = outputs[0] if len(outputs) == 1 else np.concatenate([np.zeros(0, np.int32), *outputs])
+        alike = seen[trajectory.group_id, tuple(map(len, outputs)), tokens[:_FIRST_TOKENS].tobytes()]
+        flags.append(len(tokens) > 0 and any(np.array_equal(tokens, other) for other in alike))
         if not flags[-1]:
-            earlier.append(trajectory)
+            alike.append(tokens)
     return flags
-
-
-def _same_output(a: Trajectory, b: Trajectory) -> bool:
-    return len(a.turns) == len(b.turns) and all(
-        np.array_equal(x.output_ids, y.output_ids) for x, y in zip(a.turns, b.turns)
-    )

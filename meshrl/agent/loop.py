@@ -12,8 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from meshrl.agent.parsers import parse_tool_calls
-from meshrl.agent.tools import TOOLS, Tool, call_tool
+from meshrl.agent.tools import TOOLS, Tool, call_tool, tool_calls
 from meshrl.agent.tree import TurnError, attach, path_ids
 from meshrl.config.agent import AgentConfig
 from meshrl.core.errors import ConfigError, DataError, Failure, RequestError
@@ -207,7 +206,7 @@ class MultiTurn:
             if turn is None or turn.stop_reason != "stop":
                 return trajectory
             answer = turn.messages[-1]
-            calls = parse_tool_calls(answer["content"])
+            calls = tool_calls(answer["content"])
             if not calls:
                 return trajectory
             if len(trajectory.turns) == self._max_turns:

@@ -1,20 +1,24 @@
-"""Tools that an agent may call, and their limits. A tool's answer is text for the model, and so is a refusal."""
+"""Tools that an agent may call, and their limits. A tool's answer is text for the model, and so is a refusal.
+
+A model writes a call as with Hermes and Qwen: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
+"""
 
 from __future__ import annotations
 
 import ast
 import inspect
+import json
 import math
 import operator
+import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from meshrl.agent.parsers import ToolCall
-
 MAX_EXPRESSION_CHARS = 256
 MAX_INT_BITS = 2048  # about 616 digits: enough for any real exercise, too few to slow down the run
 MAX_ANSWER_CHARS = 2000
+_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
 class ToolError(Exception):
@@ -37,24 +41,42 @@ class Tool:
         return {"type": "function", "function": body}
 
 
-async def call_tool(tools: dict[str, Tool], call: ToolCall) -> str:
+def tool_calls(text: str) -> list[str]:
+    """The bodies of all complete calls in a model's text, in order."""
+    return _CALL.findall(text)
+
+
+async def call_tool(tools: dict[str, Tool], body: str) -> str:
     """The answer to a call: the tool's text, or "error: ..." for a call that is malformed, unknown or refused."""
     try:
-        if call.error:
-            raise ToolError(call.error)
-        if call.name not in tools:
-            raise ToolError(f"no tool is called {call.name!r}; there are: {', '.join(tools)}")
-        tool = tools[call.name]
+        name, arguments = _name_and_arguments(body)
+        if name not in tools:
+            raise ToolError(f"no tool is called {name!r}; there are: {', '.join(tools)}")
+        tool = tools[name]
         known, needed = set(tool.parameters["properties"]), set(tool.parameters.get("required", ()))
-        if not needed <= set(call.arguments) <= known:
-            raise ToolError(f"{tool.name} takes the arguments {sorted(known)}, got {sorted(call.arguments)}")
-        for name, value in call.arguments.items():
-            _check_type(tool, name, value)
-        answer = tool.function(**call.arguments)
+        if not needed <= set(arguments) <= known:
+            raise ToolError(f"{name} takes the arguments {sorted(known)}, got {sorted(arguments)}")
+        for argument, value in arguments.items():
+            _check_type(tool, argument, value)
+        answer = tool.function(**arguments)
         text = await answer if inspect.isawaitable(answer) else answer
     except ToolError as refusal:
         text = f"error: {refusal}"
     return text if len(text) <= MAX_ANSWER_CHARS else text[:MAX_ANSWER_CHARS] + "..."
+
+
+def _name_and_arguments(body: str) -> tuple[str, dict[str, Any]]:
+    try:
+        call = json.loads(body)
+        json.dumps(call, ensure_ascii=False).encode()  # an escaped half of a surrogate pair is not a text
+    except (ValueError, RecursionError) as cause:
+        raise ToolError(f"the tool call is not valid JSON: {cause}") from cause
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        raise ToolError('a tool call must be a JSON object with a "name"')
+    arguments = call.get("arguments", {})
+    if not isinstance(arguments, dict):
+        raise ToolError('"arguments" must be a JSON object')
+    return call["name"], arguments
 
 
 _TYPES: dict[str, tuple[type, ...]] = {

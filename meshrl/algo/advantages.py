@@ -65,18 +65,12 @@ class Group:
 
 @dataclass(kw_only=True, slots=True)
 class _Trajectory:
-    """The rows of one trajectory, with its reward, the KL that is subtracted from the reward, and its advantage."""
+    """The rows of one trajectory, with its reward, and the KL that is subtracted from it for group statistics."""
 
     group_id: str
     reward: float
     rows: list[Sample]
     kl_penalty: float = 0.0
-    advantage: float = 0.0
-
-    @property
-    def penalized(self) -> float:
-        """The reward for group statistics."""
-        return self.reward - self.kl_penalty
 
 
 def assign_advantages(samples: list[Sample], cfg: AlgoConfig) -> list[Metric]:
@@ -102,16 +96,23 @@ def assign_advantages(samples: list[Sample], cfg: AlgoConfig) -> list[Metric]:
     metrics = []
     if cfg.kl.coef > 0 and cfg.kl.place == "reward":
         metrics += _subtract_kl(trajectories, cfg.kl)
-    groups: dict[str, list[_Trajectory]] = {}
+    members: dict[str, list[_Trajectory]] = {}
     for trajectory in trajectories:
-        groups.setdefault(trajectory.group_id, []).append(trajectory)
-    metrics += _advantages_by_group(groups, cfg)
+        members.setdefault(trajectory.group_id, []).append(trajectory)
+    groups = [
+        Group(
+            id=name,
+            rewards=np.array([t.reward - t.kl_penalty for t in found], np.float64),
+            rows=[t.rows for t in found],
+        )
+        for name, found in members.items()
+    ]
+    metrics += _group_metrics(groups, cfg.advantage_eps)  # before a user-defined function, which may write into rewards
+    function = look_up(cfg.advantage, ADVANTAGES, "algo.advantage")
     if cfg.advantage in ADVANTAGES:
-        for trajectory in trajectories:
-            for row in trajectory.rows:
-                row.advantages = np.where(row.mask, np.float32(trajectory.advantage), np.float32(0.0))
+        _assign(groups, [_of_group(function, group, cfg.advantage_eps) for group in groups], cfg.advantage)
     else:
-        _assign_user_defined(groups, cfg.advantage)
+        _assign(groups, function(groups), cfg.advantage)
     rewards = [t.reward for t in trajectories]
     metrics.append(Metric(name="reward/mean", sum=math.fsum(rewards), weight=len(rewards)))
     if rewards:
@@ -140,25 +141,25 @@ def _trajectories(samples: list[Sample]) -> list[_Trajectory]:
     return list(found.values())
 
 
-def _advantages_by_group(groups: dict[str, list[_Trajectory]], cfg: AlgoConfig) -> list[Metric]:
-    """Fill `advantage` with a built-in method. Returns metrics of the groups, with any method."""
-    of_group = ADVANTAGES.get(cfg.advantage)
-    singles = no_signal = 0
-    deviations = []
-    for members in groups.values():
-        if len(members) == 1:
-            singles += 1
-            continue
-        # The last bit of a mean depends on the order of summation; sorted, it does not depend on the group's order.
-        members = sorted(members, key=lambda t: t.penalized)
-        rewards = np.array([t.penalized for t in members], dtype=np.float64)
-        deviations.append(float(rewards.std(ddof=1)))
-        if deviations[-1] < cfg.advantage_eps:
-            no_signal += 1
-            continue
-        if of_group is not None:
-            for member, advantage in zip(members, of_group(rewards, cfg.advantage_eps)):
-                member.advantage = float(advantage)
+def _of_group(function: Callable[[np.ndarray, float], np.ndarray], group: Group, eps: float) -> np.ndarray:
+    """The advantages by a built-in function, float64[G]: 0 in a group of one, or with equal rewards."""
+    advantages = np.zeros(len(group.rewards))
+    # The last bit of a mean depends on the order of summation; sorted, it does not depend on the group's order.
+    order = group.rewards.argsort(kind="stable")
+    if len(order) > 1 and _deviation(group) >= eps:
+        advantages[order] = function(group.rewards[order], eps)
+    return advantages
+
+
+def _deviation(group: Group) -> float:
+    """The sample standard deviation of the rewards of a group of at least two."""
+    return float(np.sort(group.rewards).std(ddof=1))
+
+
+def _group_metrics(groups: list[Group], eps: float) -> list[Metric]:
+    deviations = [_deviation(group) for group in groups if len(group.rewards) > 1]
+    singles = len(groups) - len(deviations)
+    no_signal = sum(deviation < eps for deviation in deviations)
     return [
         Metric(name="reward/group_std", sum=math.fsum(deviations), weight=len(deviations)),
         Metric(name="reward/groups_without_signal", sum=no_signal + singles, weight=len(groups), unit="fraction"),
@@ -166,24 +167,15 @@ def _advantages_by_group(groups: dict[str, list[_Trajectory]], cfg: AlgoConfig) 
     ]
 
 
-def _assign_user_defined(groups: dict[str, list[_Trajectory]], path: str) -> None:
-    """Fill `advantages` of every row with the user's function of all groups."""
-    views = [
-        Group(
-            id=group_id,
-            rewards=np.array([t.penalized for t in members], dtype=np.float64),
-            rows=[t.rows for t in members],
-        )
-        for group_id, members in groups.items()
-    ]
-    returned = look_up(path, ADVANTAGES, "algo.advantage")(views)
+def _assign(groups: list[Group], returned: Any, path: str) -> None:
+    """Fill `advantages` of every row with what a function returned for all groups."""
     name = f"algo.advantage {path}"
-    for members, of_group in zip(groups.values(), _entries(returned, len(groups), f"{name}: groups")):
-        where = f"{name}: trajectories of group {members[0].group_id!r}"
-        for trajectory, value in zip(members, _entries(of_group, len(members), where)):
-            rows = trajectory.rows
-            where = f"{name}: rows of trajectory {rows[0].trajectory_id!r}"
-            per_row = _entries(value, len(rows), where) if isinstance(value, (list, tuple)) else [value] * len(rows)
+    for group, of_group in zip(groups, _entries(returned, len(groups), f"{name}: groups")):
+        where = f"{name}: trajectories of group {group.id!r}"
+        for rows, value in zip(group.rows, _entries(of_group, len(group.rows), where)):
+            per_row = [value] * len(rows)
+            if isinstance(value, (list, tuple)):
+                per_row = _entries(value, len(rows), f"{name}: rows of trajectory {rows[0].trajectory_id!r}")
             for row, advantage in zip(rows, per_row):
                 row.advantages = _of_row(row, advantage, name)
 
@@ -198,6 +190,8 @@ def _entries(values: Any, count: int, where: str) -> list[Any]:
 
 def _of_row(row: Sample, advantage: Any, name: str) -> np.ndarray:
     """float32[T] from one number or one number per token: the advantage where the row is trained, 0 elsewhere."""
+    if isinstance(advantage, float) and math.isfinite(advantage):  # the usual case
+        return np.where(row.mask, np.float32(advantage), np.float32(0.0))
     values = np.asarray(advantage, dtype=np.float32)
     if values.shape not in ((), row.mask.shape):
         raise ValueError(

@@ -13,18 +13,12 @@ So use k1 in the reward, and k2 or k3 in the loss.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 MAX_LOG_RATIO = 20.0
 """Limit of log-ratios in exponents: e^20 = 5e8 is far outside any trust region, and its square fits in float32."""
-
-
-def _k1(log_ratio: torch.Tensor) -> torch.Tensor:
-    return -log_ratio
-
-
-def _k2(log_ratio: torch.Tensor) -> torch.Tensor:
-    return 0.5 * log_ratio.square()
 
 
 def _k3(log_ratio: torch.Tensor) -> torch.Tensor:
@@ -45,4 +39,8 @@ def kl_estimate(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, kind: str) -
     return KL_ESTIMATORS[kind](ref_logprobs - logprobs)
 
 
-KL_ESTIMATORS = {"k1": _k1, "k2": _k2, "k3": _k3}
+KL_ESTIMATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "k1": lambda log_ratio: -log_ratio,
+    "k2": lambda log_ratio: 0.5 * log_ratio.square(),
+    "k3": _k3,
+}

@@ -1,5 +1,5 @@
-"""Policy losses, as functions of the trained tokens of one micro-batch, and the classes that make them loss functions
-of the train engine: (Outputs, Batch) -> (sum over tokens of loss_weight * loss, metrics).
+"""Policy losses, as functions of the trained tokens of one micro-batch, and the loss functions of the train engine:
+(Outputs, Batch) -> (sum over tokens of loss_weight * loss, metrics).
 
 T packed tokens, N of them trained. A policy loss, built-in or user-defined (docs/add_an_algorithm.md), is
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -121,54 +122,42 @@ def policy_terms(cfg: LossConfig, inputs: LossInputs) -> tuple[torch.Tensor, dic
 
 
 def make_policy_loss(cfg: AlgoConfig) -> LossFn:
-    """The policy loss that the config names, with its KL and entropy terms."""
-    return PolicyLoss(cfg)
-
-
-def sft_loss() -> LossFn:
-    """Negative log-likelihood of the trained tokens, weighted by loss_weight."""
-    return NllLoss()
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyLoss:
-    """The common part of all policy losses: the loss of each token times its importance weight (algo.correction),
-    `+ kl.coef * KL(policy, reference)` if kl.place is loss, `- entropy_coef * entropy`, weighted by loss_weight. A
-    token whose loss_weight is 0 is not trained, and not counted.
+    """The loss function of the train engine for this config, for all policy losses: the loss of each token times its
+    importance weight (algo.correction), `+ kl.coef * KL(policy, reference)` if kl.place is loss, `- entropy_coef *
+    entropy`, weighted by loss_weight. A token whose loss_weight is 0 is not trained, and not counted.
 
     Only the config is sent to a rank, which imports a user-defined function by itself.
 
     Raises: ValueError when the batch or the outputs lack a field that the config needs; and as policy_terms.
     """
+    return partial(_policy_loss, cfg)
 
-    cfg: AlgoConfig
 
-    def __call__(self, outputs: Outputs, batch: Batch) -> tuple[torch.Tensor, list[Metric]]:
-        cfg = self.cfg
-        if batch.advantages is None:
-            raise ValueError("the policy loss needs batch.advantages; assign_advantages must run before packing")
-        trained = (batch.mask & (batch.loss_weight != 0)).nonzero()[:, 0]
-        if not len(trained):
-            return outputs.logprobs.index_select(0, trained).sum(), []
-        inputs = _inputs(outputs, batch, trained)
-        weight = batch.loss_weight.index_select(0, trained)
-        loss, seen = policy_terms(cfg.loss, inputs)
-        importance, measured = correct(cfg.correction, inputs)
-        if importance is not None:
-            loss = importance.to(loss.dtype) * loss
-        terms = {"loss/policy": loss}
-        if cfg.kl.coef > 0 and cfg.kl.place == "loss":
-            if inputs.ref_logprobs is None:
-                raise ValueError(f"algo.kl.coef is {cfg.kl.coef}, but the batch has no ref_logprobs")
-            terms["loss/kl"] = kl_estimate(inputs.logprobs, inputs.ref_logprobs, cfg.kl.estimator)
-            loss = loss + cfg.kl.coef * terms["loss/kl"]
-        if inputs.entropy is not None:
-            seen["loss/entropy"] = inputs.entropy
-        if cfg.entropy_coef != 0:
-            if inputs.entropy is None:
-                raise ValueError(f"algo.entropy_coef is {cfg.entropy_coef}, but the outputs have no entropy")
-            loss = loss - cfg.entropy_coef * inputs.entropy
-        return (weight * loss).sum(), _sums(terms, weight) + _sums(seen, torch.ones_like(weight)) + measured
+def _policy_loss(cfg: AlgoConfig, outputs: Outputs, batch: Batch) -> tuple[torch.Tensor, list[Metric]]:
+    if batch.advantages is None:
+        raise ValueError("the policy loss needs batch.advantages; assign_advantages must run before packing")
+    trained = (batch.mask & (batch.loss_weight != 0)).nonzero()[:, 0]
+    if not len(trained):
+        return outputs.logprobs.index_select(0, trained).sum(), []
+    inputs = _inputs(outputs, batch, trained)
+    weight = batch.loss_weight.index_select(0, trained)
+    loss, seen = policy_terms(cfg.loss, inputs)
+    importance, measured = correct(cfg.correction, inputs)
+    if importance is not None:
+        loss = importance.to(loss.dtype) * loss
+    terms = {"loss/policy": loss}
+    if cfg.kl.coef > 0 and cfg.kl.place == "loss":
+        if inputs.ref_logprobs is None:
+            raise ValueError(f"algo.kl.coef is {cfg.kl.coef}, but the batch has no ref_logprobs")
+        terms["loss/kl"] = kl_estimate(inputs.logprobs, inputs.ref_logprobs, cfg.kl.estimator)
+        loss = loss + cfg.kl.coef * terms["loss/kl"]
+    if inputs.entropy is not None:
+        seen["loss/entropy"] = inputs.entropy
+    if cfg.entropy_coef != 0:
+        if inputs.entropy is None:
+            raise ValueError(f"algo.entropy_coef is {cfg.entropy_coef}, but the outputs have no entropy")
+        loss = loss - cfg.entropy_coef * inputs.entropy
+    return (weight * loss).sum(), _sums(terms, weight) + _sums(seen, torch.ones_like(weight)) + measured
 
 
 def _inputs(outputs: Outputs, batch: Batch, trained: torch.Tensor) -> LossInputs:
@@ -194,15 +183,12 @@ def _inputs(outputs: Outputs, batch: Batch, trained: torch.Tensor) -> LossInputs
     )
 
 
-@dataclass(frozen=True, slots=True)
-class NllLoss:
-    """Negative log-likelihood of the tokens; uses loss_weight and no advantages."""
-
-    def __call__(self, outputs: Outputs, batch: Batch) -> tuple[torch.Tensor, list[Metric]]:
-        trained = batch.mask.nonzero()[:, 0]
-        nll = -outputs.logprobs.index_select(0, trained)
-        weight = batch.loss_weight.index_select(0, trained)
-        return (weight * nll).sum(), _sums({"loss/nll": nll}, torch.ones_like(weight))
+def sft_loss(outputs: Outputs, batch: Batch) -> tuple[torch.Tensor, list[Metric]]:
+    """Negative log-likelihood of the trained tokens, weighted by loss_weight; uses no advantages."""
+    trained = batch.mask.nonzero()[:, 0]
+    nll = -outputs.logprobs.index_select(0, trained)
+    weight = batch.loss_weight.index_select(0, trained)
+    return (weight * nll).sum(), _sums({"loss/nll": nll}, torch.ones_like(weight))
 
 
 def _sums(values: dict[str, torch.Tensor], weight: torch.Tensor) -> list[Metric]:
@@ -221,8 +207,7 @@ def _sums(values: dict[str, torch.Tensor], weight: torch.Tensor) -> list[Metric]
     ]
 
 
-_METRICS: dict[str, tuple[Reduce, str]] = {  # any other measurement of a user-defined loss is a mean
-    "loss/policy": ("mean", ""),
+_METRICS: dict[str, tuple[Reduce, str]] = {  # any other metric is a mean without a unit
     "loss/kl": ("mean", "nats"),
     "loss/nll": ("mean", "nats"),
     "loss/entropy": ("mean", "nats"),
@@ -230,7 +215,6 @@ _METRICS: dict[str, tuple[Reduce, str]] = {  # any other measurement of a user-d
     "loss/clip_fraction_low": ("mean", "fraction"),
     "loss/clip_fraction_high": ("mean", "fraction"),
     "loss/clip_fraction_dual": ("mean", "fraction"),
-    "loss/ratio_mean": ("mean", ""),
     "loss/ratio_max": ("max", ""),
 }
 

@@ -41,27 +41,11 @@ def assign_loss_weights(samples: list[Sample], cfg: AlgoConfig, max_new_tokens: 
     return int(lengths.sum())
 
 
-def _token_mean(lengths: np.ndarray, constant: int) -> np.ndarray:
-    return np.full(len(lengths), 1.0 / lengths.sum())
-
-
-def _seq_mean_token_mean(lengths: np.ndarray, constant: int) -> np.ndarray:
-    return 1.0 / (len(lengths) * lengths)
-
-
-def _seq_mean_token_sum(lengths: np.ndarray, constant: int) -> np.ndarray:
-    return np.full(len(lengths), 1.0 / len(lengths))
-
-
-def _constant_length(lengths: np.ndarray, constant: int) -> np.ndarray:
-    return np.full(len(lengths), 1.0 / (len(lengths) * constant))
-
-
 AGGREGATIONS: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {
-    "token_mean": _token_mean,
-    "seq_mean_token_mean": _seq_mean_token_mean,
-    "seq_mean_token_sum": _seq_mean_token_sum,
-    "constant_length": _constant_length,
+    "token_mean": lambda lengths, constant: np.full(len(lengths), 1.0 / lengths.sum()),
+    "seq_mean_token_mean": lambda lengths, constant: 1.0 / (len(lengths) * lengths),
+    "seq_mean_token_sum": lambda lengths, constant: np.full(len(lengths), 1.0 / len(lengths)),
+    "constant_length": lambda lengths, constant: np.full(len(lengths), 1.0 / (len(lengths) * constant)),
 }
 """algo.aggregation -> function of (n_s float64[S], L) that returns the weight of a token in each sequence, float64[S].
 """

@@ -1,7 +1,8 @@
 """RankWorker: one rank's train engine, reference model and sampler, and the commands that the rank accepts.
 
-One thread runs everything, so training and sampling never run at the same time. The docstring of a collective method
-states that it is collective; the controller sends such commands to all train ranks in the same order.
+One thread runs all commands, so training and sampling never run at the same time; only files are written by others. The
+docstring of a collective method states that it is collective; the controller sends such commands to all train ranks in
+the same order.
 """
 
 from __future__ import annotations
@@ -15,10 +16,8 @@ import torch
 import torch.distributed as dist
 
 from meshrl.algo.mismatch import row_mismatch
-from meshrl.cluster.executor import WorkerSpec
-from meshrl.cluster.phases import phase
+from meshrl.cluster.executor import WorkerSpec, phase
 from meshrl.cluster.rank_sync import RankSync
-from meshrl.cluster.rendezvous import open_store
 from meshrl.cluster.row_cache import RowCache, RowsMessage
 from meshrl.core.batch import Batch, LossFn
 from meshrl.core.device import (
@@ -79,15 +78,15 @@ class RankWorker:
         self._weight_sync: RankSync | None = None
 
     @phase("load")
-    def start(self) -> str:
-        """Join the process group and build this rank's engines (collective over train ranks). Returns the device."""
+    def start(self) -> None:
+        """Join the process group and build this rank's engines (collective over train ranks)."""
         spec = self.spec
         set_threads(spec.num_local_ranks)
         self.device = local_device(spec.rank)
         if spec.trains:
             dist.init_process_group(
                 dist_backend(self.device),
-                store=open_store(spec.rendezvous, spec.num_train_ranks, spec.timeout_s),
+                store=_open_store(spec),
                 rank=spec.rank,
                 world_size=spec.num_train_ranks,
                 timeout=datetime.timedelta(seconds=spec.collective_timeout_s),
@@ -107,7 +106,6 @@ class RankWorker:
                     "release its memory. An SGLang server can on a GPU; one that you started yourself needs "
                     "--enable-memory-saver"
                 )
-        return str(self.device)
 
     # ---- training (collective)
 
@@ -116,46 +114,46 @@ class RankWorker:
         """Logprobs of this rank's rows under the engine of this role (collective)."""
         batches = self._batches(message, self._rows.take(message))
         if role == "reference" and self.spec.model.lora.enabled:
-            return self._engine("policy").forward(batches, adapter=False)[0]
-        return self._engine(role).forward(batches)[0]
+            return self.engines["policy"].forward(batches, adapter=False)[0]
+        return self.engines[role].forward(batches)[0]
 
     @phase("train")
     def forward_backward(self, message: RowsMessage, loss: LossFn) -> UpdateReport:
         """Add the gradient of this rank's micro-batches of the batch plan (collective)."""
         rows = self._rows.take(message)
-        engine = self._engine("policy")
+        engine = self.engines["policy"]
         result = engine.forward_backward(self._batches(message, rows), loss)
         mismatch = {i: row_mismatch(rows[i], logprobs, engine.version) for i, logprobs in result.logprobs.items()}
         return UpdateReport(metrics=result.metrics, mismatch=mismatch)
 
     @phase("optim")
     def optim_step(self, lr: float) -> StepReport:
-        return self._engine("policy").optim_step(lr)
+        return self.engines["policy"].optim_step(lr)
 
     @phase("export")
     def export(self, path: str, tokenizer_from: str | None) -> None:
-        self._engine("policy").export(path, tokenizer_from)
+        self.engines["policy"].export(path, tokenizer_from)
 
     # ---- checkpoints
 
     @phase("checkpoint")
     def save(self, folder: str) -> None:
         """Copy the training state to host memory and start to write it (collective)."""
-        self._engine("policy").save(folder)
+        self.engines["policy"].save(folder)
 
     @phase("checkpoint")
     async def finish_save(self) -> tuple[str, FileFact]:
         """Wait for the file that `save` began, while other commands run; returns its name, size and hash."""
-        return await asyncio.to_thread(self._engine("policy").finish_save)
+        return await asyncio.to_thread(self.engines["policy"].finish_save)
 
     @phase("load")
     def load(self, folder: str) -> None:
         """Load the training state of a checkpoint (collective)."""
-        self._engine("policy").load(folder)
+        self.engines["policy"].load(folder)
 
     @phase("checkpoint")
     def state_bytes(self) -> int:
-        return self._engine("policy").state_bytes()
+        return self.engines["policy"].state_bytes()
 
     def _batches(self, message: RowsMessage, rows: Rows) -> list[Batch]:
         hashes: list[str | None] = [None] * self.spec.num_train_ranks
@@ -163,7 +161,7 @@ class RankWorker:
         if len(set(hashes)) > 1:
             raise ValueError(f"ranks have different batch plans; their hashes: {hashes}")
         return [
-            pack([rows[i] for i in micro], micro, self.device, message.plan_hash, self.spec.train.share_prompts)
+            pack([rows[i] for i in micro], micro, self.device, self.spec.train.share_prompts)
             for micro in message.micro_batches
         ]
 
@@ -172,7 +170,7 @@ class RankWorker:
     @phase("load")
     def weights(self) -> HeldBoxes:
         """The boxes that this rank holds of each tensor that samplers need (a collective, with LoRA)."""
-        trainer, cfg = self._engine("policy"), self.spec.rollout
+        trainer, cfg = self.engines["policy"], self.spec.rollout
         held = trainer.weights(merged=cfg is not None and not takes_adapters(cfg))
         return HeldBoxes(
             sender=trainer.mesh["dp_shard"].get_local_rank(),
@@ -185,7 +183,7 @@ class RankWorker:
 
     @phase("export")
     def model_bytes(self) -> int:
-        return self._engine("policy").model_bytes()
+        return self.engines["policy"].model_bytes()
 
     @phase("load")
     async def set_layout(self, layout: Layout) -> None:
@@ -193,11 +191,16 @@ class RankWorker:
 
         Raises: UnloadedParamsError.
         """
-        await self._sync().set_layout(layout)
+        if self._weight_sync is None or self._weight_sync.layout.hash != layout.hash:
+            if self._weight_sync is not None:
+                self._weight_sync.close()
+            self._weight_sync = RankSync(self.spec, self.device, layout, self.engines.get("policy"), self.sampler)
+        if self.sampler is not None:
+            await self.sampler.reconcile(layout)
 
     @phase("sync")
     def sync_state(self, connection_id: str) -> SyncState:
-        """This rank's state before the next sync (the first time a collective over train ranks, with LoRA)."""
+        """This rank's state before the next sync."""
         return self._sync().state(connection_id)
 
     @phase("sync")
@@ -208,7 +211,8 @@ class RankWorker:
     @phase("sync")
     async def cancel_sync(self) -> None:
         """Cancel the running sync, if there is one, and invalidate the sampler's weights."""
-        await self._sync().cancel()
+        if self._weight_sync is not None:
+            await self._weight_sync.cancel()
 
     @phase("load")
     def trust_loaded_weights(self) -> None:
@@ -262,15 +266,19 @@ class RankWorker:
 
     def _sync(self) -> RankSync:
         if self._weight_sync is None:
-            self._weight_sync = RankSync(self.spec, self.device, self.engines.get("policy"), self.sampler)
+            raise ValueError(f"rank {self.spec.rank}: sync was called before set_layout")
         return self._weight_sync
-
-    def _engine(self, role: Role) -> TrainEngine:
-        if role not in self.engines:
-            raise ValueError(f"rank {self.spec.rank} has no {role} engine; it has {', '.join(self.engines) or 'none'}")
-        return self.engines[role]
 
     def _sampler(self) -> RolloutEngine:
         if self.sampler is None:
             raise ValueError(f"rank {self.spec.rank} has no sampler")
         return self.sampler
+
+
+def _open_store(spec: WorkerSpec) -> dist.Store:
+    """The store in which the train ranks form their process group."""
+    if isinstance(spec.rendezvous, str):
+        return dist.FileStore(spec.rendezvous, spec.num_train_ranks)
+    host, port = spec.rendezvous
+    timeout = datetime.timedelta(seconds=spec.timeout_s)
+    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)

@@ -1,4 +1,7 @@
-"""The executor protocol: call a RankWorker's method in a rank and await its answer."""
+"""The executor protocol: call a RankWorker's method in a rank and await its answer.
+
+Each method belongs to a phase of the run. The deadlines of the phases are in `cluster.deadlines` (P26).
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,31 @@ from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.errors import RankFailure
+from meshrl.monitor.spans import current_span
 
 if TYPE_CHECKING:
     from meshrl.cluster.actors import RankWorker
 
 P = ParamSpec("P")
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+_PHASE = "meshrl_phase"
+
+
+def phase(name: str) -> Callable[[F], F]:
+    """Mark a method that the controller calls in ranks with its phase."""
+
+    def mark(method: F) -> F:
+        setattr(method, _PHASE, name)
+        return method
+
+    return mark
+
+
+def phase_of(method: Callable[..., Any]) -> str:
+    """The phase of a method when the controller calls it now; the method's name if it is not marked."""
+    found: str = getattr(method, _PHASE, method.__name__)
+    return "eval" if found == "rollout" and current_span() == "eval" else found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,10 +53,11 @@ class WorkerSpec:
     rollout: RolloutConfig | None
     reference: bool
     stop_token_ids: tuple[int, ...]
-    rendezvous: str  # place of the process group's store, see cluster/rendezvous.py
     timeout_s: float  # deadline of every phase that is not in deadlines
     deadlines: Mapping[str, float] = field(default_factory=dict)  # seconds by phase
     nodes: int = 1  # machines, with equally many ranks each, in the order of the ranks
+    # Set by the executor when it starts the rank:
+    rendezvous: str | tuple[str, int] = ""  # the store of the process group: a file, or host and port of a TCPStore
     address: str = ""  # at which other machines reach this rank's machine; empty when there are none
 
     def deadline_s(self, phase: str) -> float:
@@ -73,16 +96,16 @@ class Executor(Protocol):
 
     Calls of one rank start in the order in which they were made; calls of one tick of the event loop arrive together.
     A MeshrlError raised in a rank is raised here unchanged. Any other failure is a RankFailure that names the rank that
-    caused it, the phase (`phases.phase_of(method)`) and the cause: an exception, a process that ended, or a command
+    caused it, the phase (`phase_of(method)`) and the cause: an exception, a process that ended, or a command
     that was not answered within `spec.deadline_s(phase)`.
 
     A rank is lost when its process died, or missed a deadline and was killed. If a train rank is lost, all train ranks
     are lost, because their process group is broken: their running and later calls raise the same failure until
-    `restart_trainers` has replaced them. If a rank that only samples is lost, the others continue; `restart` replaces
-    it. An exception in any rank ends every rank, and every call raises it.
+    `restart` has replaced them. If a rank that only samples is lost, the others continue. An exception in any rank ends
+    every rank, and every call raises it.
 
     on_lost is called with each failure as soon as it is detected, even while the controller waits for something else.
-    can_restart_trainers: whether this executor supports `restart_trainers`.
+    can_restart_trainers: whether `restart` can replace train ranks.
     """
 
     specs: Sequence[WorkerSpec]
@@ -107,13 +130,9 @@ class Executor(Protocol):
         self, rank: int, method: Callable[Concatenate[RankWorker, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> T: ...
 
-    async def restart(self, rank: int) -> None:
-        """Replace a lost rank that only samples by a new one in the state after `start`. Raises: RankFailure."""
-        ...
-
-    async def restart_trainers(self) -> None:
-        """Replace the lost train ranks by new ones in the state after `start`, with a new process group. Ranks that
-        only sample are not touched. Raises: RankFailure; then all train ranks are lost, and a retry is allowed."""
+    async def restart(self, ranks: Sequence[int]) -> None:
+        """Replace lost ranks by new ones in the state after `start`: ranks that only sample, or all train ranks, which
+        get a new process group. Raises: RankFailure; then all of these ranks are lost, and a retry is allowed."""
         ...
 
     async def close(self) -> None:

@@ -1,7 +1,7 @@
 """TrainGroup and RolloutGroup: all ranks of a kind behind typed methods. The loops use these two classes.
 
-The RankWorker method of the same name does the work; `executor.call(rank, RankWorker.method, ...)` is the only way to
-call it, with every executor.
+The methods of RankWorker do the work; `executor.call(rank, RankWorker.method, ...)` is the only way to call them, with
+every executor.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from meshrl.core.batch import LossFn
 from meshrl.core.errors import RankFailure
 from meshrl.core.types import Metric, Request, Sample, Turn
 from meshrl.parallel.mesh import data_index, num_peers
-from meshrl.rollout.base import EngineStats
 from meshrl.rollout.build import takes_adapters
 from meshrl.rollout.continuation import join_turns
 from meshrl.sync.layout import Layout, SyncMode, make_layout
@@ -38,11 +37,13 @@ _DIGEST_PART = 64  # 1/64 of the bytes of the transfers is reserved for their di
 
 
 class TrainGroup:
-    """All train ranks. Every method is one collective command, sent to the ranks in the order of the calls.
+    """All train ranks. A method that needs the ranks is one collective command, sent to them in the order of the
+    calls.
 
     command_lock: held during a command, and during all commands of a sync: a command between two of them could run
-    between different collectives in different ranks. version: of the last committed sync. is_synced: the weights are
-    those of `version`: no optimizer step has followed it. num_optim_steps: all that were requested so far.
+    between different collectives in different ranks. version: the version of the last committed sync. is_synced:
+    the weights are those of `version`: no optimizer step has followed it. num_optim_steps: the number of optimizer
+    steps that were requested so far.
     """
 
     def __init__(self, executor: Executor):
@@ -150,10 +151,9 @@ class TrainGroup:
         async with self.command_lock:
             messages = self._sent.messages(samples, batch_plan)
             try:
-                answers = await asyncio.gather(
-                    *(
-                        self.executor.call(rank, method, messages[data_index(self.cfg.mesh, rank)], *args, **kwargs)
-                        for rank in range(self.num_ranks)
+                answers = await self._each(
+                    lambda rank: self.executor.call(
+                        rank, method, messages[data_index(self.cfg.mesh, rank)], *args, **kwargs
                     )
                 )
             except BaseException:
@@ -246,11 +246,12 @@ class RolloutGroup:
     async def _wait_until_ready(self, rank: int) -> None:
         """Wait until no sync aborts turns and the rank is not being replaced: a new rank accepts requests before it has
         weights."""
-        while not self._may_generate.is_set() or self._replacements:
+        while True:
+            while not self._may_generate.is_set():  # it may be cleared between the end of the wait and this task's turn
+                await self._may_generate.wait()
             mine = [task for failure, task in self._replacements.items() if failure.rank == rank and not task.done()]
-            if self._may_generate.is_set() and not mine:
+            if not mine:
                 return
-            await self._may_generate.wait()
             for task in mine:
                 await asyncio.shield(task)
 
@@ -268,8 +269,8 @@ class RolloutGroup:
             self._may_generate.set()
 
     def _route(self, session: str) -> int:
-        """The sampler with the fewest open sessions, else the first of them; a session stays at its KV cache. Requests
-        without a session go where the fewest requests run.
+        """The sampler with the fewest open sessions, else the first of them. A session stays at its sampler, which
+        has its KV cache. Requests without a session go where the fewest requests run.
 
         After all sessions have ended, the next ones get the same routes as at the start of a run: a resumed run has the
         same rounding as an uninterrupted one (P27).
@@ -312,21 +313,11 @@ class RolloutGroup:
 
     async def score(self, ids: np.ndarray) -> dict[int, np.ndarray]:
         """Logprobs of these ids at temperature 1, float32[T], by sampler. Samplers that are lost have no entry."""
-        scored: dict[int, np.ndarray] = {}
-
-        async def score(rank: int) -> None:
-            scored[rank] = await self.executor.call(rank, RankWorker.score, ids)
-
-        await self._where_not_lost(score)
-        return {rank: scored[rank] for rank in self.ranks if rank in scored}
-
-    async def abort(self) -> int:
-        """Abort all running requests; `generate` continues them by itself."""
-        return sum(await self._all(lambda rank: self.executor.call(rank, RankWorker.abort)))
+        return await self._where_not_lost(lambda rank: self.executor.call(rank, RankWorker.score, ids))
 
     async def release_memory(self) -> int:
         """Free the memory of colocated samplers until the next sync; returns bytes. No request may be running."""
-        return sum(await self._all(lambda rank: self.executor.call(rank, RankWorker.release_memory)))
+        return sum(await asyncio.gather(*(self.executor.call(rank, RankWorker.release_memory) for rank in self.ranks)))
 
     async def reconcile(self, layout: Layout) -> None:
         """Compare the trainer's layout with every sampler's own parameters. Raises: UnloadedParamsError."""
@@ -341,9 +332,13 @@ class RolloutGroup:
             return True
 
         self.send_weights = trust
-        await self._all(lambda rank: self.executor.call(rank, RankWorker.trust_loaded_weights))
+        await asyncio.gather(*map(trust, self.ranks))
 
     # ---- ranks that are lost
+
+    def replaces(self, failure: RankFailure) -> bool:
+        """Whether the failure is the loss of a rank that only samples."""
+        return failure.kind != "raised" and not self.executor.specs[failure.rank].trains
 
     def replace_lost(self, failure: RankFailure) -> asyncio.Task[None]:
         """Start to replace the lost rank by a new one with the same weights; once for each failure."""
@@ -354,7 +349,7 @@ class RolloutGroup:
 
     async def replaced(self, failure: RankFailure) -> None:
         """Wait until the rank of this failure is replaced. Raises: as `restart`."""
-        if self.executor.specs[failure.rank].trains:
+        if not self.replaces(failure):
             raise failure
         await asyncio.shield(self.replace_lost(failure))  # others wait for it, too
 
@@ -381,16 +376,21 @@ class RolloutGroup:
             for task in self._replacements.values():
                 task.cancel()
             self._replacements.clear()
-        await self._where_not_lost(lambda rank: self.executor.call(rank, RankWorker.cancel_sync), only_sampling=True)
+        only_sampling = [rank for rank in self.ranks if not self.executor.specs[rank].trains]
+        await self._where_not_lost(lambda rank: self.executor.call(rank, RankWorker.cancel_sync), only_sampling)
 
-    async def _where_not_lost(self, call: Callable[[int], Awaitable[object]], only_sampling: bool = False) -> None:
-        """Call the samplers. Lost ranks that only sample are ignored: their replacements start without state."""
-        specs = (self.executor.specs[rank] for rank in self.ranks)
-        asked = [spec.rank for spec in specs if not (only_sampling and spec.trains)]
-        for outcome in await asyncio.gather(*map(call, asked), return_exceptions=True):
-            lost = outcome.rank if isinstance(outcome, RankFailure) and outcome.kind != "raised" else None
-            if isinstance(outcome, BaseException) and (lost is None or self.executor.specs[lost].trains):
+    async def _where_not_lost(
+        self, call: Callable[[int], Awaitable[T]], ranks: Sequence[int] | None = None
+    ) -> dict[int, T]:
+        """Call the samplers, or these ranks; returns the answers by rank. Lost ranks that only sample have none: their
+        replacements start without state."""
+        asked, answers = self.ranks if ranks is None else ranks, dict[int, T]()
+        for rank, outcome in zip(asked, await asyncio.gather(*map(call, asked), return_exceptions=True), strict=True):
+            if not isinstance(outcome, BaseException):
+                answers[rank] = outcome
+            elif not isinstance(outcome, RankFailure) or not self.replaces(outcome):
                 raise outcome
+        return answers
 
     async def restart(self, failure: RankFailure) -> bool:
         """Replace a lost rank by a new one without weights; returns False if that was done before. The caller holds
@@ -403,7 +403,7 @@ class RolloutGroup:
         began, rank = time.monotonic(), failure.rank
         lost, chain = failure, {failure}
         while True:
-            if self.executor.specs[lost.rank].trains:
+            if not self.replaces(lost):
                 raise lost
             if self.num_restarts >= self.max_restarts:
                 lost.add_note(f"{self.num_restarts} lost ranks had already been replaced (cluster.max_restarts)")
@@ -411,7 +411,7 @@ class RolloutGroup:
             self.num_restarts += 1
             self.note(f"{str(lost).splitlines()[0]}; replacing it")
             try:
-                await self.executor.restart(rank)
+                await self.executor.restart([rank])
                 if self._layout is not None and rank in self.ranks:
                     await self.executor.call(rank, RankWorker.set_layout, self._layout)
             except RankFailure as again:
@@ -431,14 +431,6 @@ class RolloutGroup:
             Metric(name="rollout/ranks_replaced", sum=self.num_restarts - restarts, reduce="sum", unit="ranks"),
             Metric(name="rollout/requests_redone", sum=self.num_redone - redone, reduce="sum", unit="requests"),
         ]
-
-    # ----
-
-    async def stats(self) -> list[EngineStats]:
-        return await self._all(lambda rank: self.executor.call(rank, RankWorker.stats))
-
-    async def _all(self, call: Callable[[int], Awaitable[T]]) -> list[T]:
-        return await asyncio.gather(*map(call, self.ranks))
 
 
 def _continued(request: Request, parts: Sequence[Turn]) -> Request:

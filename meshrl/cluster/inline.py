@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import inspect
 from collections.abc import Callable, Sequence
@@ -13,21 +14,18 @@ from meshrl.cluster.actors import RankWorker
 from meshrl.cluster.executor import WorkerSpec
 from meshrl.core.errors import ConfigError, RankFailure
 from meshrl.parallel.mesh import forget_meshes
+from meshrl.process.leases import LeasedFolder
 
 
 class InlineExecutor:
     """Errors are raised unchanged: the traceback shows the engine's own frames."""
 
     def __init__(self, specs: Sequence[WorkerSpec]):
-        if len(specs) != 1:
-            raise ConfigError(
-                f"cluster.executor inline has one rank, but the config needs {len(specs)}; use executor processes"
-            )
-        self.specs = specs
+        self.specs = specs  # of one rank: the config's check refuses several
         self.on_lost: Callable[[RankFailure], None] = lambda failure: None  # never: this process is the rank
         self.can_restart_trainers = False
         self.worker = RankWorker(specs[0])
-        self._is_started = False
+        self._home: LeasedFolder | None = None  # of the process group's store; None before `start` and after `close`
 
     async def start(self) -> None:
         if self.specs[0].trains and dist.is_initialized():
@@ -35,25 +33,24 @@ class InlineExecutor:
                 "cluster.executor inline needs the process group of this process, and there is one already: of another "
                 "meshrl run in this process, or of your own code. End that first, or use executor processes"
             )
-        self._is_started = True
+        self._home = LeasedFolder()
+        self.worker.spec = dataclasses.replace(self.specs[0], rendezvous=str(self._home.path / "store"))
         self.worker.start()
 
     async def call(self, rank: int, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = method(self.worker, *args, **kwargs)
         return await result if inspect.isawaitable(result) else result
 
-    async def restart(self, rank: int) -> None:
-        raise AssertionError("the rank is this process, so it can't be lost alone")
-
-    async def restart_trainers(self) -> None:
+    async def restart(self, ranks: Sequence[int]) -> None:
         raise AssertionError("the rank is this process, so it can't be lost alone")
 
     async def close(self) -> None:
         """Free the engines, which contain reference cycles: this process continues."""
-        if not self._is_started:
+        home, self._home = self._home, None
+        if home is None:
             return
-        self._is_started = False
         await self.worker.stop()
+        home.close()
         self.worker = RankWorker(self.specs[0])
         forget_meshes()
         gc.collect()

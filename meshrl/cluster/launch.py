@@ -1,11 +1,11 @@
-"""Starts the groups of ranks that the config describes: chooses the ranks, the executor and the rendezvous."""
+"""Starts the groups of ranks that the config describes: chooses the ranks and the executor."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,6 @@ from meshrl.config.rollout import RolloutConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.device import keep_freed_memory
 from meshrl.core.errors import ConfigError, RankFailure
-from meshrl.process.leases import LeasedFolder
 from meshrl.sync.layout import Layout
 
 
@@ -41,7 +40,7 @@ class Groups:
 
     def lost(self, failure: RankFailure) -> None:
         """Replace a lost sampler, or pass the failure on."""
-        if failure.kind != "raised" and self.rollouts is not None and not self.executor.specs[failure.rank].trains:
+        if self.rollouts is not None and self.rollouts.replaces(failure):
             self.rollouts.replace_lost(failure)
         else:
             self.on_failure(failure)
@@ -60,7 +59,7 @@ class Groups:
         """
         if self.rollouts is not None:
             await self.rollouts.invalidate()
-        await self.executor.restart_trainers()
+        await self.executor.restart([spec.rank for spec in self.executor.specs if spec.trains])
         if self.rollouts is not None and layout is not None:
             await self.rollouts.reconcile(layout)
 
@@ -81,49 +80,47 @@ async def launched(
 
     Raises: RankFailure when a rank does not start, or fails while it ends.
     """
-    with closing(LeasedFolder()) as home:
-        specs = [
-            WorkerSpec(
-                rank=rank,
-                num_train_ranks=num_train_ranks,
-                num_rollout_ranks=num_rollout_ranks,
-                model=model,
-                train=train,
-                rollout=rollout,
-                reference=reference,
-                stop_token_ids=stop_token_ids,
-                rendezvous=str(home.path / "store"),
-                timeout_s=cluster.timeout_s,
-                nodes=math.gcd(cluster.nodes, num_train_ranks + num_rollout_ranks),  # an evaluation may have fewer
-                deadlines={phase: seconds for phase, seconds in cluster.deadlines if seconds is not None},
-            )
-            for rank in range(num_train_ranks + num_rollout_ranks)
-        ]
-        if is_launched() and cluster.executor != "processes":
-            raise ConfigError(
-                f"cluster.executor is {cluster.executor}, but torchrun (RANK and WORLD_SIZE are set) has started one "
-                "process for each rank: use executor processes, or start meshrl without torchrun"
-            )
-        executor = EXECUTORS[cluster.executor](specs, cluster)
-        keep_freed_memory(torch.device("cpu"))  # each step's samples take the memory of the last step's
-        try:
-            await executor.start()
-            groups = Groups(
-                TrainGroup(executor) if num_train_ranks else None,
-                RolloutGroup(executor, cluster.max_restarts) if any(spec.samples for spec in specs) else None,
-                executor,
-            )
-            executor.on_lost = groups.lost
-            if groups.rollouts is not None:
-                groups.rollouts.on_failure = lambda failure: groups.on_failure(failure)
-            yield groups
-            executor.on_lost = lambda failure: None  # a sampler that ends from now on is no failure
-            ends = (executor.call(spec.rank, RankWorker.stop) for spec in specs)
-            for end in await asyncio.gather(*ends, return_exceptions=True):
-                if isinstance(end, BaseException) and not (isinstance(end, RankFailure) and not specs[end.rank].trains):
-                    raise end
-        finally:
-            await executor.close()
+    specs = [
+        WorkerSpec(
+            rank=rank,
+            num_train_ranks=num_train_ranks,
+            num_rollout_ranks=num_rollout_ranks,
+            model=model,
+            train=train,
+            rollout=rollout,
+            reference=reference,
+            stop_token_ids=stop_token_ids,
+            timeout_s=cluster.timeout_s,
+            nodes=math.gcd(cluster.nodes, num_train_ranks + num_rollout_ranks),  # an evaluation may have fewer
+            deadlines={phase: seconds for phase, seconds in cluster.deadlines if seconds is not None},
+        )
+        for rank in range(num_train_ranks + num_rollout_ranks)
+    ]
+    if is_launched() and cluster.executor != "processes":
+        raise ConfigError(
+            f"cluster.executor is {cluster.executor}, but torchrun (RANK and WORLD_SIZE are set) has started one "
+            "process for each rank: use executor processes, or start meshrl without torchrun"
+        )
+    executor = EXECUTORS[cluster.executor](specs, cluster)
+    keep_freed_memory(torch.device("cpu"))  # each step's samples take the memory of the last step's
+    try:
+        await executor.start()
+        groups = Groups(
+            TrainGroup(executor) if num_train_ranks else None,
+            RolloutGroup(executor, cluster.max_restarts) if any(spec.samples for spec in specs) else None,
+            executor,
+        )
+        executor.on_lost = groups.lost
+        if groups.rollouts is not None:
+            groups.rollouts.on_failure = lambda failure: groups.on_failure(failure)
+        yield groups
+        executor.on_lost = lambda failure: None  # a sampler that ends from now on is no failure
+        ends = (executor.call(spec.rank, RankWorker.stop) for spec in specs)
+        for end in await asyncio.gather(*ends, return_exceptions=True):
+            if isinstance(end, BaseException) and not (isinstance(end, RankFailure) and not specs[end.rank].trains):
+                raise end
+    finally:
+        await executor.close()
 
 
 def _processes(specs: Sequence[WorkerSpec], cluster: ClusterConfig) -> Executor:

@@ -44,7 +44,6 @@ class NodeAgent:
     def __init__(self, address: tuple[str, int], token: bytes, rank: int):
         """address: of the controller."""
         self.address, self.token, self.rank = address, token, rank
-        self.interface: str | None = None
         self.child: SpawnedProcess | None = None
         self.exit_code: int | None = None
         self.control: socket.socket
@@ -71,18 +70,15 @@ class NodeAgent:
             self.control.close()
 
     def connect(self, kind: Literal["control", "channel"]) -> socket.socket:
-        def hello(ip: str) -> Hello:
-            self.interface = interface_of(ip)
-            return Hello(rank=self.rank, kind=kind, ip=ip)
-
-        return connect(self.address, self.token, hello)
+        return connect(self.address, self.token, lambda ip: Hello(rank=self.rank, kind=kind, ip=ip))
 
     def spawn(self, number: int, program: Program, fixed: dict[str, str], passed: dict[str, str]) -> None:
         """Start the rank's process, with its own connection to the controller; report when it has ended. fixed:
         environment variables; passed: variables that are set only where the machine has not set them."""
         self.end_child()
         sock = self.connect("channel")
-        nearest = {"GLOO_SOCKET_IFNAME": self.interface} if self.interface else {}
+        interface = interface_of(sock.getsockname()[0])
+        nearest = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
         unset = {name: value for name, value in (nearest | passed).items() if name not in os.environ}
         self.child = SpawnedProcess(program, f"rank_{self.rank}", unset | fixed, sock)
         threading.Thread(target=self.report_end, args=(number, self.child), daemon=True).start()
@@ -117,7 +113,7 @@ class AgentConnection:
     def __init__(self, sock: socket.socket, hello: Hello):
         self.ip, self.node = hello.ip, f"{hello.ip} ({hello.machine})"
         self.reached_at = sock.getsockname()[0].removeprefix("::ffff:")  # this machine's address in that network
-        self.numbers = itertools.count()  # of reports
+        self.numbers = itertools.count()  # numbers of the commands that are answered by a report
         self._sock, self._sending = sock, threading.Lock()
         self._reported = threading.Condition()
         self._reports: dict[int, Any] = {}

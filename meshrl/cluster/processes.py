@@ -1,10 +1,9 @@
 """Executor `processes`: one process for each rank on this machine, with torch.distributed inside. It needs no Ray.
 
 In the controller, one thread for each rank reads its answers and one writes its commands, so a rank that is busy
-training never blocks the event loop, and the two sides can't deadlock by waiting for each other to read. A call ends
-with the rank's answer, the end of the rank's process (its socket closes), or the deadline of the call's phase. The last
-two, and an exception, start a diagnosis that finds the rank that caused the failure. It ends every rank, all train
-ranks, or one rank that only samples. The end of a process starts a diagnosis even when no call waits.
+training never blocks the event loop, and the two sides can't deadlock by waiting for each other to read. An exception,
+the end of a process (its socket closes, also when no call waits) and a missed deadline start a diagnosis. It finds the
+rank that caused the failure, and ends the ranks that are lost with it (see Executor).
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from multiprocessing.pool import RemoteTraceback  # type: ignore[attr-defined]
 from typing import Any, Literal
 
 from meshrl.cluster.actors import RankWorker
-from meshrl.cluster.executor import WorkerSpec
+from meshrl.cluster.executor import WorkerSpec, phase, phase_of
 from meshrl.cluster.node_agent import RemoteProcess
-from meshrl.cluster.phases import phase, phase_of
 from meshrl.core.errors import MeshrlError, RankFailure
 from meshrl.monitor.spans import latest_span
 from meshrl.process import frames
 from meshrl.process.connect import interface_of
 from meshrl.process.diagnosis import Snapshot, innermost_frames, waits_for_others
+from meshrl.process.leases import LeasedFolder
 from meshrl.process.spawn import Program, SpawnedProcess
 
 _STOP_GRACE_S = 5.0
@@ -89,72 +88,55 @@ class _Suspicion:
     details: str = ""
     call: _Call | None = None
 
-    @property
-    def is_over(self) -> bool:
-        """Whether the call has been answered since: the rank waited for another rank, which has been handled first."""
-        return self.call is not None and self.call not in self.rank.pending.values()
-
 
 class ProcessExecutor:
     """Starts one process for each rank; a socket pair connects it with this process."""
 
     def __init__(self, specs: Sequence[WorkerSpec]):
         self.specs = specs
-        self._ranks: list[RankConnection] = []
+        self._ranks: dict[int, RankConnection] = {}
         self._ids = itertools.count()
         self._failure: RankFailure | None = None
         self._suspicions: list[_Suspicion] = []
         self._diagnosis: asyncio.Task[None] | None = None  # handles the suspicions in order
         self._closing = False
-        self._generations = itertools.count(1)  # of train ranks; each generation has its own process group
+        self._store: Any = None  # of the train ranks' process group; it exists as long as this object
+        self._rendezvous: str | tuple[str, int] = ""
         self.on_lost: Callable[[RankFailure], None] = lambda failure: None
         self.can_restart_trainers = True
         self._loop: asyncio.AbstractEventLoop  # set by `start`
         self.interface = interface_of("127.0.0.1") or "lo"  # for collectives; a laptop may have no other
+        self.address = ""  # at which other machines reach the ranks of this machine
 
     async def start(self) -> None:
-        """Start all ranks and wait until each has built its engines."""
         self._loop = asyncio.get_running_loop()
-        for spec in self.specs:
-            self._ranks.append(await self._spawn(spec))
-        await asyncio.gather(*(self.call(spec.rank, report_pid) for spec in self.specs))
-        await asyncio.gather(*(self.call(spec.rank, RankWorker.start) for spec in self.specs))
+        self._new_store()
+        await self._start_ranks(range(len(self.specs)))
 
-    async def restart(self, rank: int) -> None:
-        """Replace a lost rank that only samples. Raises: RankFailure; the run's failure if the run has failed."""
+    async def restart(self, ranks: Sequence[int]) -> None:
         if self._failure is not None:
             raise self._failure
-        await self._replace([rank])
-
-    async def restart_trainers(self) -> None:
-        """Replace all train ranks, with a new rendezvous. Raises: RankFailure; the run's failure if it has failed."""
-        if self._failure is not None:
-            raise self._failure
-        rendezvous = self._new_rendezvous()
-        self.specs = [dataclasses.replace(spec, rendezvous=rendezvous) for spec in self.specs]
-        ranks = [spec.rank for spec in self.specs if spec.trains]
+        if self.specs[ranks[0]].trains:
+            self._new_store()
+        await self._end([self._ranks[rank] for rank in ranks])
         try:
-            await self._replace(ranks)
+            await self._start_ranks(ranks)
         except RankFailure as failure:
             for rank in ranks:  # also those that have started: the others will not join them
                 if self._ranks[rank].lost is None:
                     _mark_lost(self._ranks[rank], failure)
             raise
 
-    def _new_rendezvous(self) -> str:
-        """For a new generation of train ranks: it must not read keys that the last one has left in its store."""
-        return f"{self.specs[0].rendezvous}.{next(self._generations)}"
+    def _new_store(self) -> None:
+        """For each generation of train ranks: a process group must not read keys that the last one has left."""
+        self._store = LeasedFolder()
+        self._rendezvous = str(self._store.path / "store")
 
-    async def _replace(self, ranks: Sequence[int]) -> None:
-        """Replace the processes of lost ranks; the new ones are then in the state after `start`."""
-        lost = [self._ranks[rank] for rank in ranks]
-        for rank in lost:
-            _disconnect(rank)
-        await asyncio.gather(*(asyncio.to_thread(rank.process.end, _STOP_GRACE_S) for rank in lost))
-        for index in ranks:
+    async def _start_ranks(self, ranks: Sequence[int]) -> None:
+        for rank in ranks:
             if self._closing:
-                raise self._ranks[index].lost or RankFailure(index, "start", "the run has ended meanwhile")
-            self._ranks[index] = await self._spawn(self.specs[index])
+                raise self._ranks[rank].lost or RankFailure(rank, "start", "the run has ended meanwhile")
+            self._ranks[rank] = await self._spawn(self.specs[rank])
         await asyncio.gather(*(self.call(rank, report_pid) for rank in ranks))
         await asyncio.gather(*(self.call(rank, RankWorker.start) for rank in ranks))
 
@@ -165,12 +147,16 @@ class ProcessExecutor:
             **common_environment(),
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", self.interface),
         }
-        return self._attach(spec, SpawnedProcess(RANK, f"rank_{spec.rank}", environment, theirs), ours)
+        process = SpawnedProcess(RANK, f"rank_{spec.rank}", environment, theirs)
+        return self._attach(spec, process, ours, self.address)
 
-    def _attach(self, spec: WorkerSpec, process: SpawnedProcess | RemoteProcess, sock: socket.socket) -> RankConnection:
-        """Start the threads that read and write a channel."""
+    def _attach(
+        self, spec: WorkerSpec, process: SpawnedProcess | RemoteProcess, sock: socket.socket, address: str
+    ) -> RankConnection:
+        """Start the threads that read and write a channel. address: of the rank's machine."""
         rank = RankConnection(spec.rank, process, sock)
-        rank.commands.put(spec)  # sent by the writer thread: a rank that never reads must not block this one
+        # Sent by the writer thread: a rank that never reads must not block this one.
+        rank.commands.put(dataclasses.replace(spec, rendezvous=self._rendezvous, address=address))
         for target in (self._read, self._write):
             threading.Thread(target=target, args=(rank,), daemon=True).start()
         return rank
@@ -181,7 +167,8 @@ class ProcessExecutor:
             raise state.lost
         occupies = not inspect.iscoroutinefunction(method)
         call_id, call = next(self._ids), _Call(phase_of(method), self._loop.create_future(), occupies)
-        call.future.add_done_callback(_take_exception)
+        # The caller may have been cancelled, or have raised another failure: mark the exception as retrieved.
+        call.future.add_done_callback(lambda future: future.cancelled() or future.exception())
         state.pending[call_id] = call
         if not state.outbox:
             self._loop.call_soon(self._flush, state)
@@ -280,15 +267,13 @@ class ProcessExecutor:
             culprit = first if dead is None else _ended(dead)
         snapshots = await self._take_snapshots()
         if culprit.kind == "silent":
-            if first.is_over:
+            if first.call not in first.rank.pending.values():  # it waited for a rank that has been handled first
                 return
             culprit = self._silent_one(first, snapshots)
         failure = self._failure_of(culprit, snapshots)
-        lost = self._ranks
+        lost = self._partners(culprit.rank)
         if culprit.kind == "raised":
-            self._failure = failure
-        else:
-            lost = self._partners(culprit.rank)
+            self._failure, lost = failure, [*self._ranks.values()]
         for rank in lost:
             _mark_lost(rank, failure)
         self.on_lost(failure)
@@ -297,7 +282,7 @@ class ProcessExecutor:
         """The ranks that can make this one wait or fail: train ranks each other, by collectives; samplers none."""
         if not self.specs[rank.index].trains:
             return [rank]
-        return [other for other in self._ranks if self.specs[other.index].trains]
+        return [other for other in self._ranks.values() if self.specs[other.index].trains]
 
     def _dead_partner(self, rank: RankConnection) -> RankConnection | None:
         """A partner with an ended process that is not marked as lost yet."""
@@ -306,7 +291,7 @@ class ProcessExecutor:
 
     async def _take_snapshots(self) -> dict[int, Snapshot]:
         """Snapshots of all live ranks, taken at the same time."""
-        alive = [rank for rank in self._ranks if rank.lost is None and rank.process.ending() is None]
+        alive = [rank for rank in self._ranks.values() if rank.lost is None and rank.process.ending() is None]
         threads = ThreadPoolExecutor(max(1, len(alive)))
         taken = await asyncio.gather(*(self._loop.run_in_executor(threads, rank.process.snapshot) for rank in alive))
         threads.shutdown(wait=False)
@@ -344,24 +329,26 @@ class ProcessExecutor:
     async def close(self) -> None:
         """End all ranks: by request, then by SIGKILL after a few seconds; at once if a rank is still busy with a
         command. No child process is left."""
-        living = [rank for rank in self._ranks if rank.lost is None]
+        living = [rank for rank in self._ranks.values() if rank.lost is None]
         if any(call.occupies for rank in living for call in rank.pending.values()):
             self._closing = True
             for rank in living:
                 rank.process.kill()
         elif self._failure is None:
-            stops = [asyncio.ensure_future(self.call(rank.index, RankWorker.stop)) for rank in living]
-            if stops:
-                await asyncio.wait(stops, timeout=_STOP_GRACE_S)
-            for stop in stops:
-                stop.cancel()
-            await asyncio.gather(*stops, return_exceptions=True)
+            stops = (self.call(rank.index, RankWorker.stop) for rank in living)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.gather(*stops, return_exceptions=True), _STOP_GRACE_S)
         self._closing = True
         if self._diagnosis is not None:
             self._diagnosis.cancel()
-        for rank in self._ranks:
+        await self._end([*self._ranks.values()])
+        self._store = None
+
+    async def _end(self, ranks: Sequence[RankConnection]) -> None:
+        """Close the channels, which ends the ranks; kill those that still run after _STOP_GRACE_S."""
+        for rank in ranks:
             _disconnect(rank)
-        await asyncio.gather(*(asyncio.to_thread(rank.process.end, _STOP_GRACE_S) for rank in self._ranks))
+        await asyncio.gather(*(asyncio.to_thread(rank.process.end, _STOP_GRACE_S) for rank in ranks))
 
 
 @phase("start")
@@ -382,12 +369,6 @@ def _mark_lost(rank: RankConnection, failure: RankFailure) -> None:
     for call in rank.pending.values():
         if not call.future.done():
             call.future.set_exception(failure)
-
-
-def _take_exception(future: asyncio.Future[Any]) -> None:
-    """Mark the exception as retrieved: the caller may have been cancelled, or have raised another failure."""
-    if not future.cancelled():
-        future.exception()
 
 
 def _disconnect(rank: RankConnection) -> None:

@@ -23,48 +23,40 @@ from meshrl.train.engine import TrainEngine
 
 
 class RankSync:
-    """One object for each rank. `set_layout` is called before the first sync, and again after ranks were replaced."""
+    """One object for each rank and layout."""
 
     def __init__(
-        self, spec: WorkerSpec, device: torch.device, trainer: TrainEngine | None, sampler: RolloutEngine | None
+        self,
+        spec: WorkerSpec,
+        device: torch.device,
+        layout: Layout,
+        trainer: TrainEngine | None,
+        sampler: RolloutEngine | None,
     ):
         assert spec.rollout is not None, "weights are sent to samplers"
+        self.layout = layout
         self._spec, self._cfg, self._device = spec, spec.rollout, device
         self._trainer, self._sampler = trainer, sampler
-        self._layout: Layout | None = None
         self._sender: WeightSender | None = None
-        self._transport: Transport | None = None
+        self._transport: Transport | None = None  # made by the first sync that needs it
         self._running: asyncio.Task[Ack | None] | None = None
         self._cancelled = False
-
-    async def set_layout(self, layout: Layout) -> None:
-        """Compare the layout with the sampler's own parameters. Raises: UnloadedParamsError."""
-        if self._layout is None or self._layout.hash != layout.hash:
-            self.close()
-            self._layout = layout
-        if self._sampler is not None:
-            await self._sampler.reconcile(layout)
+        self._replica = 0 if trainer is None else trainer.mesh["dp_replicate"].get_local_rank()
+        if trainer is not None and (self._colocated or not self._replica):  # else the first replica sends
+            frozen = trainer.frozen() if takes_adapters(self._cfg) else frozenset()
+            shard = trainer.mesh["dp_shard"].get_local_rank()
+            self._sender = WeightSender(layout, shard, self._cfg.sync_mode == "delta", frozen)
 
     def state(self, connection_id: str) -> SyncState:
         """This rank's state before the next sync. connection_id: as in SyncOrder."""
         version = None if self._sampler is None else self._sampler.stats().version
-        if self._trainer is None:
-            return SyncState(version=version)
-        mesh = self._trainer.mesh
-        replica = mesh["dp_replicate"].get_local_rank()
-        if replica and not self._colocated:
-            return SyncState(version=version)  # the first replica sends
-        layout = self._needed_layout()
-        shard = mesh["dp_shard"].get_local_rank()
         if self._sender is None:
-            frozen = self._trainer.frozen() if takes_adapters(self._cfg) else frozenset()
-            self._sender = WeightSender(layout, shard, self._cfg.sync_mode == "delta", frozen)
-        if self._transport is None and not self._in_place:
-            self._transport = self._new_transport(layout, shard)
+            return SyncState(version=version)
+        transport = self._needed_transport()
         return SyncState(
-            sender=shard,
-            replica=replica,
-            address=None if self._transport is None else self._transport.prepare(connection_id),
+            sender=self._sender.sender,
+            replica=self._replica,
+            address=None if transport is None else transport.prepare(connection_id),
             base_version=self._sender.base_version,
             version=version,
         )
@@ -88,19 +80,17 @@ class RankSync:
             self._running = None
 
     async def _sync(self, order: SyncOrder) -> Ack | None:
-        layout, sampler, trainer = self._needed_layout(), self._sampler, self._trainer
+        sampler, trainer = self._sampler, self._trainer
         shares_device = self._colocated and self._cfg.release_memory
         if shares_device:
             self._empty_caches()
             if sampler is not None:
                 await sampler.restore({"weights"})
-        if self._transport is None and not self._in_place:
-            self._transport = self._new_transport(layout, None)
         if self._sender is not None and trainer is not None:
             held = trainer.weights(merged=not takes_adapters(self._cfg)).held
             self._sender.begin(held, changes=order.header.mode != "full")
         targets = sampler.targets() if self._in_place and isinstance(sampler, EmbeddedEngine) else None
-        ack = await sync_rank(order, layout, self._transport, self._sender, sampler, targets)
+        ack = await sync_rank(order, self.layout, self._needed_transport(), self._sender, sampler, targets)
         if shares_device:
             self._empty_caches()
             if sampler is not None:
@@ -131,7 +121,7 @@ class RankSync:
         """Free the buffers. No sync may be running."""
         if self._transport is not None:
             self._transport.close()
-        self._transport = self._sender = None
+        self._transport = None
 
     # ----
 
@@ -146,25 +136,25 @@ class RankSync:
         alone = trainer is not None and trainer.mesh["dp_shard"].size() == 1
         return self._colocated and alone and isinstance(self._sampler, EmbeddedEngine)
 
-    def _new_transport(self, layout: Layout, sender: int | None) -> Transport:
+    def _needed_transport(self) -> Transport | None:
+        if self._transport is None and not self._in_place:
+            self._transport = self._new_transport(None if self._sender is None else self._sender.sender)
+        return self._transport
+
+    def _new_transport(self, sender: int | None) -> Transport:
         """Shared memory and sockets; or broadcasts, if the config selects them, or if colocated ranks are on several
         machines or hold their weights on accelerators."""
         spec, timeout_s = self._spec, self._spec.deadline_s("sync") / 2  # fails before the rank misses its deadline
         host = "127.0.0.1" if spec.nodes == 1 else spec.address
         if self._trainer is not None and self._colocated and (spec.nodes > 1 or self._device.type != "cpu"):
             shared = self._trainer.mesh["dp_shard"].get_group()
-            return Broadcast(layout, sender, host, self._device, timeout_s, shared)
+            return Broadcast(self.layout, sender, host, self._device, timeout_s, shared)
         if not self._colocated and self._cfg.sync_transport == "broadcast":
-            return Broadcast(layout, sender, host, transfer_device(self._device), timeout_s)
-        return Sockets(layout, sender, host, machine=spec.rank // spec.num_local_ranks, timeout_s=timeout_s)
+            return Broadcast(self.layout, sender, host, transfer_device(self._device), timeout_s)
+        return Sockets(self.layout, sender, host, machine=spec.rank // spec.num_local_ranks, timeout_s=timeout_s)
 
     def _empty_caches(self) -> None:
         """Release torch's cached memory to the device, on all ranks: a sampler may be another process, on the devices
         of several ranks (a collective)."""
         empty_cache(self._device)
         dist.barrier()
-
-    def _needed_layout(self) -> Layout:
-        if self._layout is None:
-            raise ValueError(f"rank {self._spec.rank}: sync was called before set_layout")
-        return self._layout

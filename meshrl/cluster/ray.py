@@ -14,6 +14,7 @@ import logging
 import os
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import ray
@@ -48,7 +49,7 @@ class RayExecutor(RemoteExecutor):
         self._group: PlacementGroup | None = None
         self._bundles: list[int] = []  # of the machines, in the order of the ranks
         self._actors: dict[int, Any] = {}  # by rank
-        self._monitors: dict[int, asyncio.Task[None]] = {}
+        self._served: dict[int, asyncio.Future[int]] = {}
         self._controller = ("", 0)
         self._need: dict[str, float] = {}  # of one rank
 
@@ -132,31 +133,30 @@ class RayExecutor(RemoteExecutor):
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle),
         )
         actor = self._actors[spec.rank] = actor.remote(self._controller, self.token, spec.rank)
-        served = asyncio.wrap_future(actor.serve.remote().future())
-        self._monitors[spec.rank] = asyncio.create_task(self._monitor(spec.rank, served))
+        served = self._served[spec.rank] = asyncio.wrap_future(actor.serve.remote().future())
+        served.add_done_callback(partial(self._agent_ended, spec.rank))
 
     async def replace_agent(self, rank: int, lost: AgentConnection) -> None:
         """Start another actor in the bundle of the lost one; Ray moves the bundle when its machine is lost."""
-        self._monitors[rank].cancel()  # the end of the old actor does not concern the new one
+        self._served[rank].cancel()  # the end of the old actor does not concern the new one
         ray.kill(self._actors[rank])
         lost.end(1)
         self._expect("control", rank)
         self._start_agent(self.specs[rank])
         await self.await_agents([rank])
 
-    async def _monitor(self, rank: int, served: asyncio.Future[int]) -> None:
+    def _agent_ended(self, rank: int, served: asyncio.Future[int]) -> None:
         """Report an actor that fails before its node agent connects. A later failure closes the agent's connection."""
-        try:
-            await served
-        except ray.exceptions.RayError as error:
+        if self._served.get(rank) is not served:
+            return  # another actor has taken its place
+        if not served.cancelled() and (error := served.exception()) is not None:
             self._refuse_start(rank, f"its actor has failed: {error}")
 
     async def close(self) -> None:
         """End all ranks and release the machines."""
         await super().close()
-        for monitor in self._monitors.values():
-            monitor.cancel()
-        await asyncio.gather(*self._monitors.values(), return_exceptions=True)
+        for served in self._served.values():
+            served.cancel()
         if ray.is_initialized():
             await asyncio.to_thread(self._leave)
 

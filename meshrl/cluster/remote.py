@@ -8,19 +8,18 @@ diagnosis of failures. The ranks' collectives go from rank to rank.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
 import secrets
 import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+
+import torch.distributed as dist
 
 from meshrl.cluster.executor import WorkerSpec
 from meshrl.cluster.node_agent import AgentConnection, Hello, NodeAgent, RemoteProcess
 from meshrl.cluster.processes import RANK, ProcessExecutor, RankConnection, common_environment
-from meshrl.cluster.rendezvous import create_store, master
 from meshrl.core.errors import RankFailure
 from meshrl.process.connect import Listener
 
@@ -37,8 +36,7 @@ class RemoteExecutor(ProcessExecutor, ABC):
         self.token = secrets.token_bytes(32)
         self._agents: dict[int, AgentConnection] = {}
         self._listener: Listener | None = None
-        self._store: Any = None
-        self._reached_at = ""
+        self._host = ""  # address of this machine for the machines of the ranks
         self._awaited: dict[tuple[str, int], asyncio.Future[tuple[socket.socket, Hello]]] = {}
 
     @abstractmethod
@@ -56,28 +54,25 @@ class RemoteExecutor(ProcessExecutor, ABC):
     async def start(self) -> None:
         """Find the machines, start a node agent for each rank, then the ranks."""
         loop = asyncio.get_running_loop()
-        self._reached_at = await self.find_machines()
-        rendezvous = self._new_rendezvous()
-        self.specs = [dataclasses.replace(spec, rendezvous=rendezvous) for spec in self.specs]
+        self._host = await self.find_machines()
         for spec in self.specs:
             self._expect("control", spec.rank)
         self._listener = Listener(
-            self._reached_at,
+            self._host,
             self.token,
             lambda sock, hello: loop.call_soon_threadsafe(self._connected, sock, hello),
         )
         await self.await_agents(sorted(await self.start_agents(self._listener.address)))
         await super().start()
 
-    def _new_rendezvous(self) -> str:
-        self._store, rendezvous = create_store(self._reached_at)
-        return rendezvous
+    def _new_store(self) -> None:
+        self._store = dist.TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
+        self._rendezvous = self._host, self._store.port
 
     async def await_agents(self, ranks: Sequence[int]) -> None:
         """Wait until the node agents of these ranks have connected."""
         for rank in ranks:
-            agent = self._agents[rank] = AgentConnection(*await self._connection("control", rank))
-            self.specs = [dataclasses.replace(s, address=agent.ip) if s.rank == rank else s for s in self.specs]
+            self._agents[rank] = AgentConnection(*await self._connection("control", rank))
 
     def _expect(self, kind: str, rank: int) -> None:
         self._awaited[kind, rank] = asyncio.get_running_loop().create_future()
@@ -114,35 +109,32 @@ class RemoteExecutor(ProcessExecutor, ABC):
             return await super()._spawn(spec)
         if self._agents[spec.rank].lost is not None:
             await self.replace_agent(spec.rank, self._agents[spec.rank])
-            spec = self.specs[spec.rank]
         agent = self._agents[spec.rank]
         number = next(agent.numbers)
         self._expect("channel", spec.rank)
         passed = {name: value for name, value in os.environ.items() if name.startswith(PASSED)}
         agent.send(NodeAgent.spawn, number, RANK, self.environment(spec), passed)
         sock, _ = await self._connection("channel", spec.rank, agent)
-        return self._attach(spec, RemoteProcess(agent, number), sock)
+        return self._attach(spec, RemoteProcess(agent, number), sock, agent.ip)
 
     def environment(self, spec: WorkerSpec) -> dict[str, str]:
         """Environment variables of a rank's process, with torchrun's names."""
-        host, port = master(spec.rendezvous)
         return {
             **common_environment(),
             "RANK": str(spec.rank),
             "WORLD_SIZE": str(spec.num_ranks),
             "LOCAL_RANK": str(spec.rank % spec.num_local_ranks),
             "LOCAL_WORLD_SIZE": str(spec.num_local_ranks),
-            "MASTER_ADDR": host,
-            "MASTER_PORT": str(port),
+            "MASTER_ADDR": self._host,
+            "MASTER_PORT": str(self._store.port),
         }
 
     async def close(self) -> None:
         """End all ranks and node agents, and close the listener and the store."""
-        failed = any(rank.lost is not None and self.specs[i].trains for i, rank in enumerate(self._ranks))
+        failed = any(rank.lost is not None and self.specs[i].trains for i, rank in self._ranks.items())
         failed = failed or self._failure is not None
         await super().close()
         for agent in self._agents.values():
             agent.end(1 if failed else 0)
         if self._listener is not None:
             self._listener.close()
-        self._store = None

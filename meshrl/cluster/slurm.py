@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from meshrl.config.load import Loaded
@@ -17,22 +16,6 @@ from meshrl.core.errors import ConfigError
 
 Load = Callable[[Sequence[str]], Loaded[RunConfig] | Loaded[SftRunConfig]]
 """Reads and checks the config with these overrides."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SlurmJob:
-    """The resources that the batch file requests from Slurm. None = the cluster's default.
-
-    gpus_per_node: None = one for each rank of the config; 0 = no GPUs, the ranks run on CPUs.
-    """
-
-    command: str
-    nodes: int = 1
-    gpus_per_node: int | None = None
-    time: str | None = None
-    partition: str | None = None
-    account: str | None = None
-
 
 _SCRIPT = """\
 #!/bin/bash
@@ -51,43 +34,51 @@ srun --kill-on-bad-exit=1 bash -c 'exec "$PYTHON" -m torch.distributed.run \\
 """
 
 
-def batch_file(load: Load, config: str, overrides: Sequence[str], job: SlurmJob) -> str:
+def batch_file(
+    load: Load,
+    command: str,
+    config: str,
+    overrides: Sequence[str],
+    nodes: int,
+    gpus_per_node: int | None,
+    options: Mapping[str, str | None],
+) -> str:
     """The text of the file. The number of ranks that follows from the job's size is added to the overrides.
 
-    Raises: ConfigError when the config can't run, or can't run on this number of GPUs.
+    gpus_per_node: None = one for each rank of the config; 0 = no GPUs, the ranks run on CPUs. options: of sbatch; None
+    = the default of the cluster. Raises: ConfigError when the config can't run, or can't run on this number of GPUs.
     """
-    if job.nodes < 1 or (job.gpus_per_node is not None and job.gpus_per_node < 0):
-        raise ConfigError(
-            f"--nodes {job.nodes} --gpus-per-node {job.gpus_per_node}: give 1 node or more, and 0 GPUs or more"
-        )
+    if nodes < 1:
+        raise ConfigError(f"--nodes {nodes}: give 1 or more")
+    if gpus_per_node is not None and gpus_per_node < 0:
+        raise ConfigError(f"--gpus-per-node {gpus_per_node}: give 0 or more")
     loaded = load(overrides)
-    overrides = [*overrides, *_ranks(loaded.config, job)]
+    if gpus_per_node:
+        overrides = [*overrides, _train_ranks(loaded.config.cluster.num_rollout_ranks, nodes, gpus_per_node)]
     cluster = load(overrides).config.cluster
     if cluster.executor != "processes":
         raise ConfigError(
             f"cluster.executor is {cluster.executor}, but the batch file starts ranks with torchrun; use processes"
         )
     ranks = cluster.num_train_ranks + cluster.num_rollout_ranks
-    if ranks % job.nodes:
+    if ranks % nodes:
         raise ConfigError(
             f"{ranks} ranks (cluster.num_train_ranks + cluster.num_rollout_ranks) can't be spread evenly over --nodes "
-            f"{job.nodes}; give --gpus-per-node, or change one of the numbers"
+            f"{nodes}; give --gpus-per-node, or change one of the numbers"
         )
-    local = ranks // job.nodes
-    gpus = local if job.gpus_per_node is None else job.gpus_per_node
+    local = ranks // nodes
+    gpus = local if gpus_per_node is None else gpus_per_node
     directives = {
         "job-name": loaded.path.stem,
-        "nodes": job.nodes,
+        "nodes": nodes,
         "ntasks-per-node": 1,
         "gpus-per-node": gpus or None,
         "cpus-per-task": local if not gpus else None,
-        "time": job.time,
-        "partition": job.partition,
-        "account": job.account,
+        **options,
         "output": "%x-%j.log",
         "signal": "TERM@120",
     }
-    run = ["meshrl", job.command, str(Path(config).resolve()), *overrides]
+    run = ["meshrl", command, str(Path(config).resolve()), *overrides]
     return _SCRIPT.format(
         directives="\n".join(f"#SBATCH --{name}={value}" for name, value in directives.items() if value is not None),
         folder=shlex.quote(str(Path.cwd())),
@@ -97,14 +88,12 @@ def batch_file(load: Load, config: str, overrides: Sequence[str], job: SlurmJob)
     )
 
 
-def _ranks(config: RunConfig | SftRunConfig, job: SlurmJob) -> list[str]:
+def _train_ranks(num_rollout_ranks: int, nodes: int, gpus_per_node: int) -> str:
     """The override that makes all GPUs of the job train, except those of ranks that only sample."""
-    if not job.gpus_per_node:
-        return []
-    training = job.nodes * job.gpus_per_node - config.cluster.num_rollout_ranks
+    training = nodes * gpus_per_node - num_rollout_ranks
     if training < 1:
         raise ConfigError(
-            f"--nodes {job.nodes} x --gpus-per-node {job.gpus_per_node} leaves no GPU to train after "
-            f"cluster.num_rollout_ranks = {config.cluster.num_rollout_ranks}; request more GPUs"
+            f"--nodes {nodes} x --gpus-per-node {gpus_per_node} leaves no GPU to train after "
+            f"cluster.num_rollout_ranks = {num_rollout_ranks}; request more GPUs"
         )
-    return [f"cluster.num_train_ranks={training}"]
+    return f"cluster.num_train_ranks={training}"

@@ -76,9 +76,8 @@ class TorchrunExecutor(RemoteExecutor):
     async def await_agents(self, ranks: Sequence[int]) -> None:
         """Wait for the agents; rank 0 then uses the network interface on which the last of them has connected."""
         await super().await_agents(ranks)
-        own = self._agents[max(ranks)].reached_at
-        self.interface = interface_of(own) or self.interface
-        self.specs = [dataclasses.replace(self.specs[0], address=own), *self.specs[1:]]
+        self.address = self._agents[max(ranks)].reached_at
+        self.interface = interface_of(self.address) or self.interface
 
 
 def _launch_store() -> dist.Store:

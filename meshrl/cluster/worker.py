@@ -52,12 +52,10 @@ class _Server:
     async def run(self, call_id: int, call: Callable[[], Awaitable[Any]]) -> None:
         try:
             self.answer(call_id, True, await call())
-        except EngineEnded as error:
-            if not self.worker.spec.trains:  # the controller can replace this rank
+        except Exception as error:
+            if isinstance(error, EngineEnded) and not self.worker.spec.trains:  # the controller can replace this rank
                 print(f"rank {self.worker.spec.rank}: {error}", file=sys.stderr, flush=True)
                 os._exit(1)
-            self.answer(call_id, False, _portable(error))
-        except Exception as error:
             self.answer(call_id, False, _portable(error))
 
     def answer(self, call_id: int, ok: bool, value: Any) -> None:

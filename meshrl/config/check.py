@@ -1,104 +1,119 @@
 """All checks of a config whose keys and types are right. Checks of one section are in the file of its slice; this file
-checks several sections together, and choices that this version does not have. All of them run before torch is imported.
+has those of several sections, of keys without effect, and of choices that this version does not have. All of them run
+before torch is imported.
 
 Each check yields Problems: which keys, what is wrong, what to do. None raises, so that a user sees all of them at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from meshrl.config.algo import ADVANTAGE_NAMES, LOSS_KIND, LossConfig, algorithm_problems, unused_algo_keys
-from meshrl.config.cluster import machine_problems, rank_problems, unused_cluster_keys
-from meshrl.config.data import data_problems, unused_data_keys
-from meshrl.config.loop import loop_problems, unused_loop_keys
+from meshrl.config.algo import ADVANTAGE_NAMES, LOSS_KIND, LossConfig, algorithm_problems, correction_of_auto
+from meshrl.config.case import Case, Problem, Purpose
+from meshrl.config.cluster import NOT_IN_SFT, ONLY_OF_PROCESSES, machine_problems
+from meshrl.config.data import data_problems
+from meshrl.config.loop import loop_problems
 from meshrl.config.model import model_problems
 from meshrl.config.monitor import sink_problems
-from meshrl.config.rollout import engine_problems, unused_engine_keys
+from meshrl.config.rollout import engine_problems
 from meshrl.config.run import RunConfig, SftRunConfig, run_problems
-from meshrl.config.source import Problem, Value
 from meshrl.config.train import train_problems
 from meshrl.config.values import show
 from meshrl.core.lookup import DOTTED_PATH, can_be_imported, similar_names
 
-Purpose = Literal["train", "eval", "sft"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
-    """Input of the checks. given: the values of files and command line by dotted key; all other keys have defaults.
-
-    known: names of the reward and agent tables, {"reward": {...}, "agent": {...}}; without an entry only the form of
-    a kind is checked. Its entry "needs_answer" has the reward kinds that need the answer of a row. rows: rows in
-    memory, by the config key that they replace.
-    """
-
-    config: RunConfig | SftRunConfig
-    given: dict[str, Value]
-    folder: Path
-    purpose: Purpose
-    known: dict[str, set[str]] = field(default_factory=dict)
-    rows: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-
-
-Check = Callable[[Case], Iterable[Problem]]
-
 
 def check(case: Case) -> list[Problem]:
     """All problems of a config whose keys and types are right."""
-    config, training = case.config, case.purpose == "train"
-    checks = [_not_in_this_version, _aliases, _unused, train_problems, model_problems, run_problems, machine_problems]
-    problems = [problem for each in checks for problem in each(case)]
-    if case.purpose != "eval":  # an evaluation only prints
-        problems += sink_problems(config.monitor)
-    if isinstance(config, RunConfig):
-        problems += [*data_problems(case, config), *loop_problems(config, case.purpose == "eval")]
-        problems += [*_kinds(case, config), *rank_problems(config)]
-        problems += [*engine_problems(case.given, config, case.purpose), *algorithm_problems(config.algo, training)]
-    return problems
-
-
-def value_of(config: Any, path: str) -> Any:
-    """The value under a dotted key; KeyError where the config has no such key."""
-    for name in path.split("."):
-        if isinstance(config, dict):
-            config = config[name]
-        elif name in type(config).model_fields:
-            config = getattr(config, name)
-        else:
-            raise KeyError(path)
-    return config
-
-
-def has_key(config: RunConfig | SftRunConfig, path: str) -> bool:
-    """Whether this kind of config has the key's section at all: an SFT run has no rollout.*."""
-    return path.partition(".")[0] in type(config).model_fields
+    checks = [_not_in_this_version, _aliases, _unused, train_problems, model_problems, run_problems]
+    checks += [machine_problems, sink_problems]
+    if isinstance(case.config, RunConfig):
+        checks += [data_problems, loop_problems, _kinds, engine_problems, algorithm_problems]
+    return [problem for each in checks for problem in each(case)]
 
 
 def unused(config: RunConfig | SftRunConfig) -> dict[str, str]:
     """Keys that have no effect with the other choices -> why. Setting one is an error; --explain marks them."""
-    found = unused_cluster_keys(config.cluster, isinstance(config, SftRunConfig))
+    found: dict[str, str] = {}
+    of_command = _unused_in_sft() if isinstance(config, SftRunConfig) else _unused_in_rl(config)
+    for section, names, why in (*_unused_in_both(config), *of_command):
+        found |= {f"{section}.{name}": why for name in names.split()}
+    return found
+
+
+Unused = Iterator[tuple[str, str, str]]
+"""(section, names of its keys separated by blanks, why they have no effect) ..."""
+
+
+def _unused_in_both(config: RunConfig | SftRunConfig) -> Unused:
+    executor = config.cluster.executor
+    if executor != "ray":
+        yield "cluster", "address", f"cluster.executor is {executor}"
+    if executor == "inline":
+        why = "cluster.executor is inline: the only rank is this process"
+        yield "cluster", "max_restarts", why
+        yield "cluster.deadlines", ONLY_OF_PROCESSES, why
     if not config.model.lora.enabled:
-        found |= dict.fromkeys((f"model.lora.{name}" for name in ("rank", "alpha", "targets")), "model.lora is off")
+        yield "model.lora", "rank alpha targets", "model.lora is off"
     if config.train.scheduler.kind == "constant":
-        found["train.scheduler.min_lr_ratio"] = "train.scheduler.kind is constant"
+        yield "train.scheduler", "min_lr_ratio", "train.scheduler.kind is constant"
     if "wandb" not in config.monitor.sinks:
-        found["monitor.wandb_project"] = "monitor.sinks has no wandb"
-    if isinstance(config, SftRunConfig):
-        return found | {"train.updates_per_step": "an SFT step is one optimizer step"}
-    if config.data.eval_path is None:
-        for key in ("loop.eval_samples", "loop.save_best"):
-            found[key] = "data.eval_path is null"
+        yield "monitor", "wandb_project", "monitor.sinks has no wandb"
+
+
+def _unused_in_sft() -> Unused:
+    yield "cluster", "num_rollout_ranks", "SFT samples nothing"
+    yield "cluster.deadlines", NOT_IN_SFT, "SFT has no such phase"
+    yield "train", "updates_per_step", "an SFT step is one optimizer step"
+
+
+def _unused_in_rl(config: RunConfig) -> Unused:
+    data, rollout, kind = config.data, config.rollout, config.loop.kind
+    if data.sources:
+        names = "split subset format" if data.eval_path is None else "split"
+        yield "data", names, "each of data.sources names its own"
+    if data.map is not None:
+        yield "data", "prompt answer", "data.map makes the prompt of each row"
+    for name, source in data.sources.items():
+        if source.map or data.map:
+            by = f"data.sources.{name}.map" if source.map else "data.map"
+            yield f"data.sources.{name}", "prompt answer", f"{by} makes the prompt of each row"
+    if data.eval_path is None:
+        yield "data", "eval_split eval_limit", "data.eval_path is null"
+        yield "loop", "eval_samples save_best", "data.eval_path is null"
+    if kind != "fully_async":
+        yield "loop", "in_flight oversampling", f"loop.kind is {kind}"
+    for engine, server in (("vllm", rollout.vllm), ("sglang", rollout.sglang), ("endpoint", rollout.endpoint)):
+        if rollout.engine != engine:
+            yield f"rollout.{engine}", " ".join(type(server).model_fields), f"rollout.engine is {rollout.engine}"
+    if rollout.engine == "sglang" and rollout.sglang.url is not None:
+        names = "python args mem_fraction_static start_deadline_s"
+        yield "rollout.sglang", names, "the server at rollout.sglang.url already runs"
+    if rollout.engine == "endpoint" and rollout.endpoint.weights == "none":
+        yield "rollout.endpoint", "reload_url folder", "rollout.endpoint.weights is none"
     if config.cluster.num_rollout_ranks:
-        found["rollout.release_memory"] = "cluster.num_rollout_ranks is above 0: samplers have devices of their own"
+        why = "cluster.num_rollout_ranks is above 0: samplers have devices of their own"
+        yield "rollout", "release_memory", why
     else:
-        found["rollout.sync_transport"] = "cluster.num_rollout_ranks is 0"
-    found |= unused_loop_keys(config.loop)
-    found |= unused_algo_keys(config.algo, *config.correction)
-    return unused_data_keys(config.data) | unused_engine_keys(config.rollout) | found
+        yield "rollout", "sync_transport", "cluster.num_rollout_ranks is 0"
+    yield from _unused_in_algo(config)
+
+
+def _unused_in_algo(config: RunConfig) -> Unused:
+    algo, (correction, why) = config.algo, config.correction
+    if algo.kl.coef == 0:
+        yield "algo.kl", "estimator place", "algo.kl.coef is 0"
+    if algo.aggregation != "constant_length":
+        yield "algo", "constant_length", f"algo.aggregation is {algo.aggregation}"
+    if algo.advantage != "grpo":
+        without = "which does not divide by the group's std"
+        yield "algo", "advantage_eps", f"algo.advantage is {algo.advantage}, {without}"
+    if correction == "off":
+        yield "algo.correction", "level low high", f"algo.correction.kind is {why}"
+    if algo.correction.rejection.measure == "off":
+        yield "algo.correction.rejection", "level low high", "algo.correction.rejection.measure is off"
 
 
 ONLY: dict[str, tuple[tuple[Any, ...], str]] = {  # key -> (what this version can do, why nothing else)
@@ -113,7 +128,7 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {  # key -> (what this version ca
 
 def _not_in_this_version(case: Case) -> Iterator[Problem]:
     for key, (possible, why) in ONLY.items():
-        if has_key(case.config, key) and value_of(case.config, key) not in possible:
+        if key in case.given and case.given[key].value not in possible:
             choices = " or ".join(show(value) for value in possible if value is not None)
             yield Problem((key,), f"not possible: {why}. Use {choices}.")
 
@@ -127,18 +142,19 @@ ALIASES = {
 def _aliases(case: Case) -> Iterator[Problem]:
     for alias, key in ALIASES.items():
         if alias in case.given and key in case.given and case.given[alias].value not in (None, case.given[key].value):
-            yield Problem(
-                (alias, key), "these are two names of one number, with different values: give only one of them."
-            )
+            text = "these are two names of one number, with different values: give only one of them."
+            yield Problem((alias, key), text)
 
 
 def _unused(case: Case) -> Iterator[Problem]:
     for key, why in unused(case.config).items():
         if key in case.given and case.given[key].value is not None:
-            yield Problem((key,), f"would have no effect: {why}. Remove it, or change that.")
+            yield Problem((key,), f"would have no effect: {why}. Remove this key, or change the other one.")
 
 
-def _kinds(case: Case, config: RunConfig) -> Iterator[Problem]:
+def _kinds(case: Case) -> Iterator[Problem]:
+    """Problems of everything that is named by a word of a table or by a dotted path."""
+    config = case.rl
     terms = config.reward.terms
     if not terms:
         yield Problem(("reward.terms",), "without a reward there is nothing to learn: name at least one term.")
@@ -151,17 +167,17 @@ def _kinds(case: Case, config: RunConfig) -> Iterator[Problem]:
     if case.purpose == "train":
         named += [("advantage", "algo.advantage", config.algo.advantage), ("loss", LOSS_KIND, config.algo.loss.kind)]
     for table, key, kind in named:
-        names = known.get(table)
-        if DOTTED_PATH.fullmatch(kind) and kind not in (names or ()):
+        names = known.get(table, set())
+        if kind in names:
+            continue
+        if DOTTED_PATH.fullmatch(kind):
             if not can_be_imported(kind):
                 yield Problem((key,), f"no such module, neither installed nor in the working folder {Path.cwd()}.")
-            continue
-        if (names is None and kind.isidentifier()) or kind in (names or ()):
-            continue
-        close = similar_names(kind, names or ())
-        meant = f" Nearest: {', '.join(close)}." if close else ""
-        choices = f" one of {', '.join(sorted(names))}" if names else " a name"
-        yield Problem((key,), f"must be{choices}, or a dotted path package.module:name.{meant}")
+        elif names or not kind.isidentifier():
+            close = similar_names(kind, names)
+            meant = f" Nearest: {', '.join(close)}." if close else ""
+            choices = f"one of {', '.join(sorted(names))}" if names else "a name"
+            yield Problem((key,), f"must be {choices}, or a dotted path package.module:name.{meant}")
 
 
 def notices(config: RunConfig | SftRunConfig, purpose: Purpose) -> list[str]:
@@ -175,7 +191,7 @@ def notices(config: RunConfig | SftRunConfig, purpose: Purpose) -> list[str]:
             "SGLang itself. Look at the three proofs of the first steps (docs/rollout_engines.md)."
         )
     if isinstance(config, RunConfig) and purpose == "train" and config.algo.correction.kind == "off":
-        used, why = config.correction_of_auto
+        used, why = correction_of_auto(config.loop.staleness, config.rollout.engine)
         if used != "off":
             found.append(
                 f"algo.correction.kind is off, although {why}: the loss treats samples of another policy as its own "
@@ -206,11 +222,10 @@ def _ranks_in_turn(config: RunConfig) -> str | None:
     train, samplers, rollout = config.cluster.num_train_ranks, config.cluster.num_rollout_ranks, config.rollout
     if not samplers or config.loop.kind != "colocated":
         return None
-    url = {"endpoint": "rollout.endpoint.url", "sglang": "rollout.sglang.url"}.get(rollout.engine)
-    if url is not None and (rollout.engine == "endpoint" or rollout.sglang.url is not None):
+    if rollout.engine == "endpoint" or rollout.sglang.url is not None:
         return (
-            f"{_count(train, 'train')} and the server at {url} run in turn: each waits while the other works, because "
-            "loop.kind=colocated samples with the newest weights only."
+            f"{_count(train, 'train')} and the server at rollout.{rollout.engine}.url run in turn: each waits while "
+            "the other works, because loop.kind=colocated samples with the newest weights only."
         )
     turns = f"{_count(train, 'train')} and {_count(samplers, 'sampler')} run in turn: each waits while the other works"
     total = train + samplers

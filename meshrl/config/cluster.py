@@ -4,77 +4,72 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from meshrl.config.base import Slice, field
-from meshrl.config.source import Problem
+from pydantic import Field
 
-if TYPE_CHECKING:
-    from meshrl.config.check import Case
-    from meshrl.config.run import RunConfig
+from meshrl.config.base import Slice
+from meshrl.config.case import Case, Problem
 
 
 class Deadlines(Slice):
     """Seconds for each phase of a run, by the phase's name."""
 
-    start: float | None = field(None, "seconds in which the ranks' processes start and import torch", gt=0)
-    load: float | None = field(None, "seconds in which the ranks connect and load models, or a checkpoint", gt=0)
-    rollout: float | None = field(
-        None, "seconds for one answer of a sampler, including the time of its request in queues", gt=0
-    )
-    reward: float | None = field(
-        None, "seconds for all gradings of one step; reward.timeout_s also limits each grading", gt=0
-    )
-    annotate: float | None = field(
-        None, "seconds for one pass of the reference, or of the policy for old logprobs", gt=0
-    )
-    train: float | None = field(None, "seconds for forward and backward of one optimizer step", gt=0)
-    optim: float | None = field(None, "seconds for the optimizer's update of the parameters", gt=0)
-    sync: float | None = field(None, "seconds for each stage of sending weights: begin, a bucket, commit", gt=0)
-    checkpoint: float | None = field(
-        None, "seconds for copying a training state to host memory, and for writing it", gt=0
-    )
-    export: float | None = field(None, "seconds for writing the model", gt=0)
-    eval: float | None = field(None, "seconds for one answer to a held-out prompt", gt=0)
-    report: float | None = field(None, "seconds in which the ranks report a step's memory use", gt=0)
-    end: float | None = field(None, "seconds in which the ranks free their resources and end", gt=0)
+    start: float | None = Field(None, gt=0)
+    """seconds in which the ranks' processes start and import torch"""
+    load: float | None = Field(None, gt=0)
+    """seconds in which the ranks connect and load models, or a checkpoint"""
+    rollout: float | None = Field(None, gt=0)
+    """seconds for one answer of a sampler, including the time of its request in queues"""
+    reward: float | None = Field(None, gt=0)
+    """seconds for all gradings of one step; reward.timeout_s also limits each grading"""
+    annotate: float | None = Field(None, gt=0)
+    """seconds for one pass of the reference, or of the policy for old logprobs"""
+    train: float | None = Field(None, gt=0)
+    """seconds for forward and backward of one optimizer step"""
+    optim: float | None = Field(None, gt=0)
+    """seconds for the optimizer's update of the parameters"""
+    sync: float | None = Field(None, gt=0)
+    """seconds for each stage of sending weights: begin, a bucket, commit"""
+    checkpoint: float | None = Field(None, gt=0)
+    """seconds for copying a training state to host memory, and for writing it"""
+    export: float | None = Field(None, gt=0)
+    """seconds for writing the model"""
+    eval: float | None = Field(None, gt=0)
+    """seconds for one answer to a held-out prompt"""
+    report: float | None = Field(None, gt=0)
+    """seconds in which the ranks report a step's memory use"""
+    end: float | None = Field(None, gt=0)
+    """seconds in which the ranks free their resources and end"""
 
 
-ONLY_OF_PROCESSES = ("start", "load", "annotate", "optim", "report", "end")
+ONLY_OF_PROCESSES = "start load annotate optim report end"
 """Phases with a deadline only where ranks have processes of their own. The other deadlines also end a call that blocks
 the controller."""
-NOT_IN_SFT = ("rollout", "reward", "annotate", "sync", "eval", "report")
+NOT_IN_SFT = "rollout reward annotate sync eval report"
 
 
 class ClusterConfig(Slice):
-    executor: Literal["inline", "processes", "ray"] = field(
-        "processes",
-        "processes = one process for each rank, on this machine or on the machines where torchrun starts them; ray = "
-        "one actor for each rank, on the machines of a Ray cluster; inline = everything in this process, for debugging",
-    )
-    num_train_ranks: int = field(1, "FSDP2 ranks, one for each device (or share of the CPU)", ge=1)
-    num_rollout_ranks: int = field(0, "ranks that only sample; 0 = the train ranks sample too", ge=0)
-    nodes: int = field(
-        1, "machines that executor ray uses, each with the same number of ranks; under torchrun leave it at 1", ge=1
-    )
-    address: str | None = field(
-        None,
-        "Ray cluster to run on, as host:port; local = a new cluster for this run only; null = RAY_ADDRESS if it "
-        "is set, else the cluster that runs on this machine, else local if one node is enough",
-    )
-    timeout_s: float = field(
-        600.0,
-        "seconds that a phase may take if its key in cluster.deadlines is null; a rank that misses a deadline has "
-        "failed (see cluster.max_restarts), and the error names rank and phase",
-        gt=0,
-    )
-    deadlines: Deadlines = field(Deadlines(), "deadlines of single phases, in seconds; null = cluster.timeout_s")
-    max_restarts: int = field(
-        3,
-        "a run may replace this number of failed ranks that only sample, and may restart this number of times from its "
-        "last checkpoint after a failure of train ranks; the next failure ends the run",
-        ge=0,
-    )
+    executor: Literal["inline", "processes", "ray"] = "processes"
+    """processes = one process for each rank, on this machine or on the machines where torchrun starts them; ray = one
+    actor for each rank, on the machines of a Ray cluster; inline = everything in this process, for debugging"""
+    num_train_ranks: int = Field(1, ge=1)
+    """FSDP2 ranks, one for each device (or share of the CPU)"""
+    num_rollout_ranks: int = Field(0, ge=0)
+    """ranks that only sample; 0 = the train ranks sample too"""
+    nodes: int = Field(1, ge=1)
+    """machines that executor ray uses, each with the same number of ranks; under torchrun leave it at 1"""
+    address: str | None = None
+    """Ray cluster to run on, as host:port; local = a new cluster for this run only; null = RAY_ADDRESS if it is set,
+    else the cluster that runs on this machine, else local if one node is enough"""
+    timeout_s: float = Field(600.0, gt=0)
+    """seconds that a phase may take if its key in cluster.deadlines is null; a rank that misses a deadline has failed
+    (see cluster.max_restarts), and the error names rank and phase"""
+    deadlines: Deadlines = Deadlines()
+    """deadlines of single phases, in seconds; null = cluster.timeout_s"""
+    max_restarts: int = Field(3, ge=0)
+    """a run may replace this number of failed ranks that only sample, and may restart this number of times from its
+    last checkpoint after a failure of train ranks; the next failure ends the run"""
 
     def deadline_s(self, phase: str) -> float:
         """Seconds that a phase may take. phase: the name of a field of Deadlines."""
@@ -82,23 +77,15 @@ class ClusterConfig(Slice):
         return self.timeout_s if given is None else given
 
 
-def unused_cluster_keys(cluster: ClusterConfig, sft: bool) -> dict[str, str]:
-    """Keys of cluster.* that its other choices leave without effect -> why."""
-    found: dict[str, str] = {}
-    if cluster.executor != "ray":
-        found["cluster.address"] = f"cluster.executor is {cluster.executor}"
-    if cluster.executor == "inline":
-        keys = ["cluster.max_restarts", *(f"cluster.deadlines.{phase}" for phase in ONLY_OF_PROCESSES)]
-        found |= dict.fromkeys(keys, "cluster.executor is inline: the only rank is this process")
-    if sft:
-        found["cluster.num_rollout_ranks"] = "SFT samples nothing"
-        found |= dict.fromkeys((f"cluster.deadlines.{phase}" for phase in NOT_IN_SFT), "SFT has no such phase")
-    return found
-
-
 def machine_problems(case: Case) -> Iterator[Problem]:
+    """Problems of cluster.*: of the executor, and of the machines that it uses."""
     cluster = case.config.cluster
     ranks = cluster.num_train_ranks + cluster.num_rollout_ranks
+    if cluster.executor == "inline":
+        for name, needed in (("num_train_ranks", 1), ("num_rollout_ranks", 0)):
+            if getattr(cluster, name) != needed:
+                text = f"inline runs everything in this process: {name} must be {needed}. Or use executor: processes."
+                yield Problem((f"cluster.{name}", "cluster.executor"), text)
     if cluster.executor != "ray":
         if cluster.nodes > 1:
             text = "several machines need executor: ray. Or start the run with torchrun, and leave nodes out."
@@ -107,19 +94,9 @@ def machine_problems(case: Case) -> Iterator[Problem]:
     if importlib.util.find_spec("ray") is None:
         yield Problem(("cluster.executor",), "ray is not installed: pip install 'meshrl[ray]', on every machine.")
     if cluster.address == "local" and cluster.nodes > 1:
-        yield Problem(
-            ("cluster.address", "cluster.nodes"), "a local Ray has one machine. Give the cluster's host:port."
-        )
+        text = "a local Ray has one machine. Give the cluster's host:port."
+        yield Problem(("cluster.address", "cluster.nodes"), text)
     if ranks % cluster.nodes:
         keys = ("cluster.nodes", "cluster.num_train_ranks", "cluster.num_rollout_ranks")
         text = f"every machine has the same number of ranks, but {cluster.nodes} machines do not divide {ranks} ranks."
         yield Problem(keys, text)
-
-
-def rank_problems(config: RunConfig) -> Iterator[Problem]:
-    cluster = config.cluster
-    if cluster.executor == "inline":
-        for name, needed in (("num_train_ranks", 1), ("num_rollout_ranks", 0)):
-            if getattr(cluster, name) != needed:
-                text = f"inline runs everything in this process: {name} must be {needed}. Or use executor: processes."
-                yield Problem((f"cluster.{name}", "cluster.executor"), text)

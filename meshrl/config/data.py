@@ -3,97 +3,84 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from meshrl.config.base import Slice, field
-from meshrl.config.source import Problem
+from pydantic import Field
+
+from meshrl.config.base import Slice
+from meshrl.config.case import Case, Problem
 from meshrl.core.lookup import DOTTED_PATH, can_be_imported
-
-if TYPE_CHECKING:
-    from meshrl.config.check import Case
-    from meshrl.config.run import RunConfig
 
 Format = Literal["auto", "jsonl", "parquet", "datasets"]
 
 
 class DataSource(Slice):
-    path: str = field(
-        ...,
-        "rows of the source NAME, in any form that data.path accepts; data.sources is a mixture of data sets, given in "
-        "place of data.path",
-    )
-    weight: float = field(1.0, "share of the prompts that come from this source, relative to the other weights", gt=0)
-    format: Format = field("auto", "as data.format")
-    subset: str | None = field(None, "as data.subset")
-    split: str | None = field(None, "as data.split")
-    prompt: str | None = field(None, "column with the question; null = data.prompt")
-    answer: str | None = field(None, "column with the ground truth; null = data.answer")
-    map: str | None = field(None, "function that makes a prompt of each row; null = data.map")
+    path: str
+    """rows of the source NAME, in any form that data.path accepts; data.sources is a mixture of data sets, given in
+    place of data.path"""
+    weight: float = Field(1.0, gt=0)
+    """share of the prompts that come from this source, relative to the other weights"""
+    format: Format = "auto"
+    """as data.format"""
+    subset: str | None = None
+    """as data.subset"""
+    split: str | None = None
+    """as data.split"""
+    prompt: str | None = None
+    """column with the question; null = data.prompt"""
+    answer: str | None = None
+    """column with the ground truth; null = data.answer"""
+    map: str | None = None
+    """function that makes a prompt of each row; null = data.map"""
 
 
 class DataConfig(Slice):
-    path: str | None = field(
-        None,
-        "training rows: a JSONL or parquet file or a folder of such shards (relative to the config file or the working "
-        "folder), a folder made by save_to_disk, or a hub id such as organisation/name",
-    )
-    sources: dict[str, DataSource] = field(
-        {},
-        "in place of path: a mixture of data sets, by name; each step has the share of every set, rounded to a prompt",
-    )
-    eval_path: str | None = field(None, "held-out rows, in any form that path accepts; null = no evaluation")
-    format: Format = field("auto", "the format of path and eval_path; auto = by suffix, or by the files in the folder")
-    subset: str | None = field(None, "configuration of a hub data set that has several, such as main of openai/gsm8k")
-    split: str | None = field(None, "split of a Hugging Face data set in path; required if the data set has several")
-    eval_split: str | None = field(None, "split of a Hugging Face data set in eval_path")
-    prompt: str = field(
-        "question", "column with the question text or a list of chat messages; a.b = field b of column a"
-    )
-    answer: str | None = field("answer", "column with the ground truth that rewards get; null = no ground truth")
-    map: str | None = field(
-        None,
-        "function package.module:name in place of the columns: it gets a row and returns a dict with prompt or "
-        "messages, optionally with answer, env and meta",
-    )
-    system: str | None = field(None, "system message put before each question")
-    chat_template: str | None = field(
-        None,
-        "Jinja chat template in place of the tokenizer's own, as a file or as the text itself; it is also saved with "
-        "exported models; null = the tokenizer's",
-    )
-    chat_template_kwargs: dict[str, Any] = field(
-        {}, "variables that the chat template gets in every rendering, such as enable_thinking: false"
-    )
-    max_prompt_tokens: int = field(1024, "limit of a prompt in tokens; longer prompts are left out and counted", ge=1)
-    shuffle: bool = field(True, "draw the rows of each pass in a new random order, from run.seed")
-    streaming: bool = field(
-        False,
-        "read and render each row only when it is drawn, for data sets larger than memory; an invalid row is an error "
-        "only when it is drawn",
-    )
-    eval_limit: int | None = field(None, "rows of eval_path to use, from its start; null = all", ge=1)
+    path: str | None = None
+    """training rows: a JSONL or parquet file or a folder of such shards (relative to the config file or the working
+    folder), a folder made by save_to_disk, or a hub id such as organisation/name"""
+    sources: dict[str, DataSource] = Field({})
+    """in place of path: a mixture of data sets, by name; each step has the share of every set, rounded to a prompt"""
+    eval_path: str | None = None
+    """held-out rows, in any form that path accepts; null = no evaluation"""
+    format: Format = "auto"
+    """the format of path and eval_path; auto = by suffix, or by the files in the folder"""
+    subset: str | None = None
+    """configuration of a hub data set that has several, such as main of openai/gsm8k"""
+    split: str | None = None
+    """split of a Hugging Face data set in path; required if the data set has several"""
+    eval_split: str | None = None
+    """split of a Hugging Face data set in eval_path"""
+    prompt: str = "question"
+    """column with the question text or a list of chat messages; a.b = field b of column a"""
+    answer: str | None = "answer"
+    """column with the ground truth that rewards get; null = no ground truth"""
+    map: str | None = None
+    """function package.module:name in place of the columns: it gets a row and returns a dict with prompt or messages,
+    optionally with answer, env and meta"""
+    system: str | None = None
+    """system message put before each question"""
+    chat_template: str | None = None
+    """Jinja chat template in place of the tokenizer's own, as a file or as the text itself; it is also saved with
+    exported models; null = the tokenizer's"""
+    chat_template_kwargs: dict[str, Any] = Field({})
+    """variables that the chat template gets in every rendering, such as enable_thinking: false"""
+    max_prompt_tokens: int = Field(1024, ge=1)
+    """limit of a prompt in tokens; longer prompts are left out and counted"""
+    shuffle: bool = True
+    """draw the rows of each pass in a new random order, from run.seed"""
+    streaming: bool = False
+    """read and render each row only when it is drawn, for data sets larger than memory; an invalid row is an error only
+    when it is drawn"""
+    eval_limit: int | None = Field(None, ge=1)
+    """rows of eval_path to use, from its start; null = all"""
 
 
-def data_problems(case: Case, config: RunConfig) -> Iterator[Problem]:
+def data_problems(case: Case) -> Iterator[Problem]:
     """Problems of data.*. Those of the training rows only for training: an evaluation does not need these rows."""
     if case.purpose == "train":
-        yield from _one_of_path_and_sources(config.data)
-    yield from _maps(config.data)
-    yield from _answers(case, config)
-
-
-def unused_data_keys(data: DataConfig) -> dict[str, str]:
-    """Keys of data.* that the others leave without effect -> why."""
-    found: dict[str, str] = {}
-    if data.sources:
-        found["data.split"] = "each of data.sources names its own"
-        if data.eval_path is None:
-            found["data.subset"] = found["data.format"] = "each of data.sources names its own"
-    if data.map is not None:
-        found["data.prompt"] = found["data.answer"] = "data.map makes the prompt of each row"
-    if data.eval_path is None:
-        found["data.eval_split"] = found["data.eval_limit"] = "data.eval_path is null"
-    return found
+        yield from _one_of_path_and_sources(case.rl.data)
+    yield from _maps(case.rl.data)
+    yield from _answers(case)
 
 
 def _one_of_path_and_sources(data: DataConfig) -> Iterator[Problem]:
@@ -106,11 +93,11 @@ def _one_of_path_and_sources(data: DataConfig) -> Iterator[Problem]:
             yield Problem(("data.sources",), f"the name {name!r} must be one word of letters, digits and underscores.")
 
 
-def _answers(case: Case, config: RunConfig) -> Iterator[Problem]:
+def _answers(case: Case) -> Iterator[Problem]:
     """Rewards that need an answer, where no answer column is configured. The rows that a map returns are checked when
     they are read."""
-    data, kinds = config.data, case.known.get("needs_answer", set())
-    terms = {f"reward.terms.{name}.kind": term.kind for name, term in config.reward.terms.items() if term.kind in kinds}
+    data, rewards, kinds = case.rl.data, case.rl.reward.terms, case.known.get("needs_answer", set())
+    terms = {f"reward.terms.{name}.kind": term.kind for name, term in rewards.items() if term.kind in kinds}
     if not terms or data.answer is not None:
         return
     training = case.purpose == "train"
@@ -128,15 +115,8 @@ def _answers(case: Case, config: RunConfig) -> Iterator[Problem]:
 
 
 def _maps(data: DataConfig) -> Iterator[Problem]:
-    named = {"data.map": data.map}
-    for name, source in data.sources.items():
-        key = f"data.sources.{name}"
-        named[f"{key}.map"] = source.map
-        for column in ("prompt", "answer"):
-            if (source.map or data.map) and getattr(source, column) is not None:
-                by = f"{key}.map" if source.map else "data.map"
-                yield Problem((f"{key}.{column}", by), "would have no effect: the map makes the prompt of each row.")
-    for key, function in named.items():
+    of_sources = {f"data.sources.{name}.map": source.map for name, source in data.sources.items()}
+    for key, function in ({"data.map": data.map} | of_sources).items():
         if function is None:
             continue
         if not DOTTED_PATH.fullmatch(function):

@@ -12,13 +12,18 @@ from meshrl.config.source import dotted
 from meshrl.config.values import show
 
 ORIGIN_COLUMN = 48
+Sizes = list[tuple[str, str]]  # (what, how much): upper bounds, not predictions
 
 
 def explain(loaded: Loaded[RunConfig] | Loaded[SftRunConfig], num_data_rows: int | None = None) -> str:
     """The output of `--explain`: the sizes of a step as comments, then every key as YAML. num_data_rows: rows of the
     training data, None = not known."""
     config = loaded.config
-    rows = batch_lines(config, num_data_rows) + _mixture(config)
+    step, run, drawn = _sizes_of_sft(config) if isinstance(config, SftRunConfig) else _sizes_of_rl(config)
+    rows = [*step, *_sizes_of_update(config), *run]
+    if num_data_rows:
+        passes = f"{drawn / num_data_rows:.2f} of {num_data_rows:,} rows, before filtering"
+        rows.append(("passes over the data", passes))
     width = max(len(what) for what, _ in rows)
     lines = [f"# {what:<{width}}  {how_much}" for what, how_much in rows]
     lines += [f"# note: {notice}" for notice in loaded.notices]
@@ -49,46 +54,50 @@ def _section(
         lines.append(f"{line:<{ORIGIN_COLUMN}}  # {origin}")
 
 
-def batch_lines(config: RunConfig | SftRunConfig, num_data_rows: int | None) -> list[tuple[str, str]]:
-    """(what, how much) of each line, derived from earlier lines. All numbers are upper bounds, not predictions."""
-    lines = _sft_rows(config) if isinstance(config, SftRunConfig) else _rl_rows(config)
-    ranks, mesh, rows = config.cluster.num_train_ranks, config.train.mesh, config.rows_per_update
-    replicate, shard = config.train.data_ranks(ranks)
-    lines += [
-        ("train ranks", f"{ranks}, executor {config.cluster.executor}"),
-        ("mesh", f"dp_replicate {replicate} x dp_shard {shard} x ulysses {mesh.ulysses} x tp {mesh.tp}"),
-    ]
-    longest, budget = config.longest_row_tokens, config.train.max_tokens_per_microbatch
-    if longest is None:
-        lines.append(("longest row", "the model's context (rollout.max_context_tokens is not set)"))
-    else:
-        most = ceil(ceil(rows / ranks) / max(1, budget // longest))
-        lines += [
-            ("longest row", _longest(config, longest)),
-            ("tokens per optimizer step", f"at most {rows} x {longest:,} = {rows * longest:,}"),
-            ("micro-batches per rank", f"at most {most} per optimizer step, of {budget:,} tokens each"),
-        ]
-    return lines + _totals(config, num_data_rows)
-
-
-def _rl_rows(config: RunConfig) -> list[tuple[str, str]]:
-    loop, updates = config.loop, config.train.updates_per_step
-    rows = loop.prompts_per_step * loop.samples_per_prompt
+def _sizes_of_rl(config: RunConfig) -> tuple[Sizes, Sizes, int]:
+    """The sizes of a step, those of the run, and the number of prompts that the run draws."""
+    loop, updates, sources = config.loop, config.train.updates_per_step, config.data.sources
+    prompts, samples = loop.prompts_per_step, loop.samples_per_prompt
+    rows, drawn = prompts * samples, loop.num_steps * prompts
     policy = "on-policy: ratio 1, no clipping" if updates == 1 else "only the first of each step is on-policy"
     samplers = config.cluster.num_rollout_ranks
     place = f"{samplers} separate ranks" if samplers else "colocated in the train ranks"
-    return [
-        ("rows per step", f"{loop.prompts_per_step} prompts x {loop.samples_per_prompt} samples = {rows:,}"),
+    step = [
+        ("rows per step", f"{prompts} prompts x {samples} samples = {rows:,}"),
         ("optimizer steps", f"{loop.num_steps} steps x {updates} = {loop.num_steps * updates:,} ({policy})"),
         ("rows per optimizer step", f"{rows:,} / {updates} = {rows // updates:,}"),
         ("samplers", f"{config.rollout.engine}, {place}"),
     ]
+    run = [("samples of the run", f"{drawn:,} prompts x {samples} = {drawn * samples:,}")]
+    if sources:
+        total = sum(source.weight for source in sources.values())
+        shares = [f"{name} {source.weight / total:.1%}" for name, source in sources.items()]
+        run.append(("mixture of prompts", ", ".join(shares)))
+    return step, run, drawn
 
 
-def _sft_rows(config: SftRunConfig) -> list[tuple[str, str]]:
+def _sizes_of_sft(config: SftRunConfig) -> tuple[Sizes, Sizes, int]:
+    steps, rows = config.sft.num_steps, config.sft.rows_per_step
+    step = [("optimizer steps", f"{steps:,}"), ("rows per optimizer step", f"{rows:,}")]
+    return step, [("rows of the run", f"{steps * rows:,}")], steps * rows
+
+
+def _sizes_of_update(config: RunConfig | SftRunConfig) -> Sizes:
+    """The sizes of an optimizer step on each rank."""
+    ranks, rows = config.cluster.num_train_ranks, config.rows_per_update
+    lines = [
+        ("train ranks", f"{ranks}, executor {config.cluster.executor}"),
+        ("mesh", " x ".join(f"{axis} {size}" for axis, size in config.train.mesh)),
+    ]
+    longest, budget = config.longest_row_tokens, config.train.max_tokens_per_microbatch
+    if longest is None:
+        return [*lines, ("longest row", "the model's context (rollout.max_context_tokens is not set)")]
+    most = ceil(ceil(rows / ranks) / max(1, budget // longest))
     return [
-        ("optimizer steps", f"{config.sft.num_steps:,}"),
-        ("rows per optimizer step", f"{config.sft.rows_per_step:,}"),
+        *lines,
+        ("longest row", _longest(config, longest)),
+        ("tokens per optimizer step", f"at most {rows} x {longest:,} = {rows * longest:,}"),
+        ("micro-batches per rank", f"at most {most} per optimizer step, of {budget:,} tokens each"),
     ]
 
 
@@ -99,25 +108,3 @@ def _longest(config: RunConfig | SftRunConfig, longest: int) -> str:
         sampling = config.rollout.sampling
         return f"{config.data.max_prompt_tokens:,} prompt + {sampling.max_new_tokens:,} answer = {longest:,} tokens"
     return f"{longest:,} tokens (rollout.max_context_tokens)"
-
-
-def _totals(config: RunConfig | SftRunConfig, num_data_rows: int | None) -> list[tuple[str, str]]:
-    if isinstance(config, SftRunConfig):
-        drawn = config.sft.num_steps * config.sft.rows_per_step
-        lines = [("rows of the run", f"{drawn:,}")]
-    else:
-        drawn = config.loop.num_steps * config.loop.prompts_per_step
-        samples = drawn * config.loop.samples_per_prompt
-        lines = [("samples of the run", f"{drawn:,} prompts x {config.loop.samples_per_prompt} = {samples:,}")]
-    if num_data_rows:
-        lines.append(
-            ("passes over the data", f"{drawn / num_data_rows:.2f} of {num_data_rows:,} rows, before filtering")
-        )
-    return lines
-
-
-def _mixture(config: RunConfig | SftRunConfig) -> list[tuple[str, str]]:
-    sources = {} if isinstance(config, SftRunConfig) else config.data.sources
-    total = sum(source.weight for source in sources.values())
-    shares = ", ".join(f"{name} {source.weight / total:.1%}" for name, source in sources.items())
-    return [("mixture of prompts", shares)] if shares else []

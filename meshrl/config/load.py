@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
@@ -16,20 +16,20 @@ from pydantic_core import ErrorDetails
 from meshrl.config import check as checks
 from meshrl.config.algo import LOSS_KIND
 from meshrl.config.base import Slice
+from meshrl.config.case import Case, Check, Problem, Purpose, Value
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.config.schema import NAME, Key, all_keys, locate, nearest
 from meshrl.config.source import (
     CONFIG_DICT,
     PYTHON_OBJECT,
-    Problem,
+    SHORT_FORMS,
     Reader,
     Tree,
-    Value,
-    dotted,
     expand,
-    find,
+    given_in,
     leaves,
     merge,
+    nested,
     plain,
 )
 from meshrl.config.values import show
@@ -42,15 +42,10 @@ Source = str | Path | Mapping[str, Any] | RunConfig | SftRunConfig  # a config i
 COMMANDS: dict[type[Slice], str] = {RunConfig: "meshrl train", SftRunConfig: "meshrl sft"}
 C = TypeVar("C", bound=RunConfig | SftRunConfig)
 PATH_KEYS = (
-    *("model.path", "data.path", "data.eval_path", "data.chat_template", "sft.path", "sft.chat_template"),
-    "run.resume",
+    *("model.path", "data.path", f"data.sources.{NAME}.path", "data.eval_path", "data.chat_template"),
+    *("sft.path", "sft.chat_template", "run.resume"),
 )
 ONE_OF_DATA = "data.path or data.sources (for `meshrl eval` data.eval_path)"  # one of them is required
-SHORT_FORMS = {  # of sections
-    "algo.loss": "the name of a loss",
-    "algo.correction": "auto, off, truncate or mask",
-    **dict.fromkeys(("algo.kl", "algo.correction.rejection", "model.lora"), "off"),
-}
 MAX_SHOWN = 50  # wrong keys that are reported at once; each is compared with all known keys
 NO_PATHS = ("auto", "never")  # words that run.resume takes in place of a path
 
@@ -92,13 +87,13 @@ def load_run_config(
     source: Source,
     overrides: Sequence[str] = (),
     known: dict[str, set[str]] | None = None,
-    purpose: checks.Purpose = "train",
+    purpose: Purpose = "train",
     in_memory: InMemory = NOTHING_IN_MEMORY,
-    further: Sequence[checks.Check] = (),
+    further: Sequence[Check] = (),
 ) -> Loaded[RunConfig]:
     """The config of `meshrl train`, or with purpose "eval" of `meshrl eval`, where top_p and other filters are allowed.
 
-    source: a file, a dict with the content of a file, or a config. known: as in checks.Case. further: checks of higher
+    source: a file, a dict with the content of a file, or a config. known: as in Case. further: checks of higher
     packages, made together with those of the config.
 
     Raises: ConfigError that lists all problems at once, each with key, value, origin and what to do.
@@ -110,7 +105,7 @@ def load_sft_config(
     source: Source,
     overrides: Sequence[str] = (),
     in_memory: InMemory = NOTHING_IN_MEMORY,
-    further: Sequence[checks.Check] = (),
+    further: Sequence[Check] = (),
 ) -> Loaded[SftRunConfig]:
     """The config of `meshrl sft`. Raises: ConfigError, as load_run_config."""
     return _load(SftRunConfig, source, overrides, {}, "sft", in_memory, further)
@@ -121,9 +116,9 @@ def _load(
     source: Source,
     overrides: Sequence[str],
     known: dict[str, set[str]],
-    purpose: checks.Purpose,
+    purpose: Purpose,
     in_memory: InMemory,
-    further: Sequence[checks.Check],
+    further: Sequence[Check],
 ) -> Loaded[C]:
     if isinstance(overrides, str | Mapping):
         raise ConfigError(f"overrides is {overrides!r:.80}; it must be a list of texts: ['train.optimizer.lr=1e-6']")
@@ -133,24 +128,31 @@ def _load(
     for layer in [*layers, *(reader.override(text) for text in overrides)]:
         tree = merge(tree, expand(layer, keys))
     (objects,) = reader.mapping(in_memory.values, PYTHON_OBJECT)
-    written = dict(leaves(tree))
-    reader.problems += _given_twice([*dict(leaves(objects)), *in_memory.unused], written)
+    written = given_in(tree)
+    reader.problems += _given_twice([*leaves(objects), *in_memory.unused], written)
     tree = merge(tree, objects)
-    given = dict(leaves(tree)) | written
-    config, wrong = _validate(model, tree, keys)
+    given = given_in(tree) | written
+    config, wrong = _validate(model, plain(tree), keys)
     faulty = {problem.keys[0] for problem in wrong}
+    valid: dict[str, Value] = {}
     if wrong:  # without the wrong values, the rest may have further problems, for the same message
-        config, still_wrong = _validate(model, _without(tree, faulty), keys)
-        config = None if still_wrong else config
+        valid = {key: Value(value, DEFAULT, folder) for key, value in _placeholders(faulty, keys).items()}
+        content = plain(tree, faulty)
+        for key, value in valid.items():
+            content = merge(content, nested(key, value.value))
+        config, _ = _validate(model, content, keys)
     problems = [*reader.problems, *wrong]
     if config is not None:
-        case = checks.Case(config=config, given=given, folder=folder, known=known, purpose=purpose, rows=in_memory.rows)
+        case = Case(
+            config=config, given=given | valid, folder=folder, known=known, purpose=purpose, rows=in_memory.rows
+        )
         found = [*checks.check(case), *(problem for check in further for problem in check(case))]
         problems += [problem for problem in found if not _about(problem, faulty)]
     if config is None or problems:
-        raise ConfigError(_report(path, problems, given, config))
-    config, resolved = _resolve(config, given, folder)
-    origins = {key: given[key].origin if key in given else DEFAULT for key in _keys_of(config.model_dump(mode="json"))}
+        defaults = _values_of(config) if config is not None else {}
+        raise ConfigError(_report(path, problems, given, {key: v for key, v in defaults.items() if key not in valid}))
+    config, resolved = _resolve(config, case, keys)
+    origins = {key: given[key].origin if key in given else DEFAULT for key in _values_of(config)}
     origins |= {key: f"{origins[key]}, {how}" for key, how in resolved.items()}
     notices = tuple(checks.notices(config, purpose))
     return Loaded(config=config, origins=origins, path=path, notices=notices)
@@ -180,16 +182,16 @@ def _given_twice(replaced: Sequence[str], given: dict[str, Value]) -> list[Probl
     return [Problem((key,), text, given[key].origin) for key in also]
 
 
-def _validate(model: type[C], tree: Tree, keys: dict[str, Key]) -> tuple[C | None, list[Problem]]:
+def _validate(model: type[C], content: dict[str, Any], keys: dict[str, Key]) -> tuple[C | None, list[Problem]]:
     try:
         # As JSON, strictly: a list fills a tuple, 1 a float, but true is no number and "8" no integer.
-        return cast(C, model.model_validate_json(json.dumps(plain(tree)), strict=True)), []
+        return cast(C, model.model_validate_json(json.dumps(content), strict=True)), []
     except ValidationError as e:
-        foreign = _sections_of_another(model, tree)
+        foreign = _sections_of_another(model, content)
         errors = [error for error in e.errors(include_url=False) if error["loc"] not in [(name,) for name in foreign]]
         found = list(dict.fromkeys(_problem(error, keys) for error in errors[:MAX_SHOWN]))
         if foreign:
-            other = COMMANDS[SftRunConfig if model is RunConfig else RunConfig]
+            other = COMMANDS[_other(model)]
             text = f"this is a config of `{other}`: this command does not read {_listed(foreign)}."
             found.insert(0, Problem(("config",), text, "entire config"))
         if len(errors) > MAX_SHOWN:
@@ -200,12 +202,21 @@ def _validate(model: type[C], tree: Tree, keys: dict[str, Key]) -> tuple[C | Non
         return None, found
 
 
-def _sections_of_another(model: type[C], tree: Tree) -> list[str]:
-    """Sections that belong to another command only; none if the config has a section that belongs to this one only."""
-    fields = {kind: set(kind.model_fields) for kind in COMMANDS}
-    shared = set.intersection(*fields.values())
-    own, others = fields[model] - shared, set.union(*fields.values()) - fields[model]
-    return [] if own & set(tree) else [name for name in tree if name in others]
+def _placeholders(faulty: set[str], keys: dict[str, Key]) -> dict[str, Any]:
+    """For each required key that is wrong or missing, a value of its type."""
+    known = {fault: keys[fault] for fault in faulty if fault in keys}
+    required = [key for key in known.values() if key.default is None and not key.is_section]
+    return {key.path: 1 if key.allowed.startswith("integer") else "unknown" for key in required}
+
+
+def _sections_of_another(model: type[C], content: dict[str, Any]) -> list[str]:
+    """Sections that only the other command has; none if the config has a section that only this command has."""
+    mine, other = (set(kind.model_fields) for kind in (model, _other(model)))
+    return [] if set(content) & (mine - other) else [name for name in content if name in other - mine]
+
+
+def _other(model: type[C]) -> type[Slice]:
+    return next(kind for kind in COMMANDS if kind is not model)
 
 
 def _listed(names: Sequence[str], word: str = "and") -> str:
@@ -229,18 +240,20 @@ def _problem(error: ErrorDetails, keys: dict[str, Key]) -> Problem:
     at = path.removesuffix(f".{rest}") if rest else path
     if key.is_section:
         inside = ", ".join(k.rpartition(".")[2] for k in keys if k.rpartition(".")[0] == key.path)
-        also = SHORT_FORMS.get(at, "")
-        return Problem((at,), f"must be a section with keys of its own ({inside}){f', or {also}' * bool(also)}.")
+        also = f", or {SHORT_FORMS[at][0]}" if at in SHORT_FORMS else ""
+        return Problem((at,), f"must be a section with keys of its own ({inside}){also}.")
     if error["type"] == "literal_error":
         return Problem((at,), _wrong_choice(key, error["input"]))
     return Problem((at,), f"allowed: {key.allowed} ({key.text}).{_form(key, at, error)}")
 
 
 def _wrong_choice(key: Key, value: Any) -> str:
+    choices = key.allowed.removeprefix("list of ").split(" | ")
+    a_list = "a list of " if key.allowed.startswith("list") else ""
     kinds = ", or a dotted path package.module:name" if key.path == LOSS_KIND else ""
-    close = similar_names(value, key.choices, 1) if isinstance(value, str) else []
+    close = similar_names(value, choices, 1) if isinstance(value, str) else []
     near = f" Nearest: {close[0]}." if close else ""
-    return f"must be {'a list of ' if key.allowed.startswith('list') else ''}{_listed(key.choices, 'or')}{kinds}.{near}"
+    return f"must be {a_list}{_listed(choices, 'or')}{kinds}.{near}"
 
 
 def _form(key: Key, at: str, error: ErrorDetails) -> str:
@@ -268,76 +281,61 @@ def _about(problem: Problem, faulty: set[str]) -> bool:
     return any(fault == key or fault.startswith(f"{key}.") for fault in faulty for key in problem.keys)
 
 
-def _without(tree: Tree, faulty: set[str], path: str = "") -> Tree:
-    valid: Tree = {}
-    for name, entry in tree.items():
-        inner = dotted(path, name)
-        if inner not in faulty:
-            valid[name] = _without(entry, faulty, inner) if isinstance(entry, dict) else entry
-    return valid
-
-
-def _report(path: Path, problems: list[Problem], given: dict[str, Value], config: Slice | None) -> str:
+def _report(path: Path, problems: list[Problem], given: dict[str, Value], defaults: dict[str, Any]) -> str:
     count = f"{len(problems)} problems" if len(problems) > 1 else "1 problem"
     lines = [f"{path}: {count} in this config"]
     wrapped = textwrap.TextWrapper(100, " " * 6, " " * 6, break_long_words=False, break_on_hyphens=False)
     for problem in problems:
         lines.append("")
         for key in problem.keys:
-            value, origin = _given_or_default(key, given, config)
+            value, origin = _value_and_origin(key, given, defaults)
             lines.append(f"  {_cut(key)}{value}   [{problem.origin or origin}]")
         lines.append(wrapped.fill(problem.text))
     return "\n".join(lines)
 
 
-def _given_or_default(key: str, given: dict[str, Value], config: Slice | None) -> tuple[str, str]:
+def _value_and_origin(key: str, given: dict[str, Value], defaults: dict[str, Any]) -> tuple[str, str]:
+    """The value of a key as " = value", which is empty for a section, and its origin."""
     if key in given:
         return f" = {_cut(show(given[key].value))}", given[key].origin
     inside = [value.origin for path, value in given.items() if path.startswith(f"{key}.")]
     if inside:
         return "", inside[0]
-    try:
-        value = checks.value_of(config, key)
-    except (KeyError, AttributeError):
-        return "", "not given"
-    is_section = isinstance(value, Slice) or (
-        isinstance(value, dict) and any(isinstance(v, Slice) for v in value.values())
-    )
-    return "" if is_section else f" = {_cut(show(value))}", DEFAULT
+    if key in defaults:
+        return f" = {_cut(show(defaults[key]))}", DEFAULT
+    return "", DEFAULT if any(path.startswith(f"{key}.") for path in defaults) else "not given"
 
 
 def _cut(text: str) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _keys_of(section: dict[str, Any], path: str = "") -> Iterator[str]:
-    """The dotted key of every value, and of every empty section."""
-    for name, value in section.items():
-        inner = dotted(path, name)
-        yield from _keys_of(value, inner) if isinstance(value, dict) and value else [inner]
+def _values_of(config: Slice) -> dict[str, Any]:
+    """Every value, and every empty section, by its dotted key."""
+    return leaves(config.model_dump(mode="json"))
 
 
-def _resolve(config: C, given: dict[str, Value], folder: Path) -> tuple[C, dict[str, str]]:
+def _resolve(config: C, case: Case, keys: dict[str, Key]) -> tuple[C, dict[str, str]]:
     """The config with absolute paths, and with aliases, the mesh and algo.correction written out; and for each size and
     kind that changed, how."""
     changes: dict[str, Any] = {}
-    sources = config.data.sources if isinstance(config, RunConfig) else {}
-    for key in (*PATH_KEYS, *(f"data.sources.{name}.path" for name in sources)):
-        if key in given and checks.has_key(config, key) and given[key].value not in (None, *NO_PATHS):
-            found, _ = find(given[key], folder)
+    given = {key: value for key, value in case.given.items() if value.value is not None}
+    for key, value in given.items():
+        known, _ = locate(keys, key)
+        if known is not None and known.path in PATH_KEYS and value.value not in NO_PATHS:
+            found, _ = case.find(key)
             if found is not None:
                 changes[key] = str(found)
     how: dict[str, str] = {}
-    replicate, shard = config.train.data_ranks(config.cluster.num_train_ranks)
-    for key, size in (("train.mesh.dp_replicate", replicate), ("train.mesh.dp_shard", shard)):
-        written = checks.value_of(config, key)
+    for name, size in zip(("dp_replicate", "dp_shard"), config.train.data_ranks(config.cluster.num_train_ranks)):
+        written = getattr(config.train.mesh, name)
         if written != size:
-            changes[key], how[key] = size, f"from {written}"
+            changes[f"train.mesh.{name}"], how[f"train.mesh.{name}"] = size, f"from {written}"
     if isinstance(config, RunConfig) and config.algo.correction.kind == "auto":
         changes["algo.correction.kind"], why = config.correction
         how["algo.correction.kind"] = f"from {why}"
     for alias, key in checks.ALIASES.items():
-        if alias in given and given[alias].value is not None:
+        if alias in given:
             changes[key] = given[alias].value
     for key, value in changes.items():
         config = _replaced(config, key.split("."), value)

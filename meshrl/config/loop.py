@@ -3,59 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+from pydantic import Field
 
 from meshrl.config.algo import ADVANTAGE_NAMES
-from meshrl.config.base import Slice, field
+from meshrl.config.base import Slice
+from meshrl.config.case import Case, Problem
 from meshrl.config.data import Format
-from meshrl.config.source import Problem
-
-if TYPE_CHECKING:
-    from meshrl.config.run import RunConfig
 
 
 class LoopConfig(Slice):
-    kind: Literal["colocated", "one_step_off", "fully_async"] = field(
-        "colocated",
-        "schedule of sampling and training; colocated = they take turns; one_step_off = each batch is sampled while "
-        "the previous one is trained; fully_async = a step trains on the groups that have finished, and new weights "
-        "arrive while others are sampled (docs/schedules.md)",
-    )
-    num_steps: int = field(..., "number of steps; each step samples and trains", ge=1)
-    prompts_per_step: int = field(32, "prompts drawn for each step", ge=1)
-    samples_per_prompt: int = field(
-        8, "answers sampled for each prompt: the size of its group; 8 or more give a stable baseline", ge=1
-    )
-    max_staleness: int | None = field(
-        None,
-        "weight versions by which a sample may be older than the weights that train on it; null = 0 for colocated, 1 "
-        "for one_step_off, 2 for fully_async",
-        ge=0,
-    )
-    in_flight: Literal["keep", "abort", "restart"] = field(
-        "keep",
-        "what happens under fully_async to running answers when new weights arrive; keep = the engine continues them "
-        "with the new weights; abort = they are sent again with their tokens so far; restart = they begin again, so "
-        "that an answer has one version",
-    )
-    oversampling: float = field(
-        0.0,
-        "fraction of additional groups that fully_async starts; a step then drops unfinished groups that would become "
-        "too old, up to this fraction, instead of waiting for them. 0 = no group is dropped. This is faster but "
-        "biased: long answers are dropped most often",
-        ge=0,
-        le=1,
-    )
-    eval_every_steps: int = field(0, "steps between evaluations; 0 = only before and after training", ge=0)
-    eval_samples: int = field(
-        1, "answers sampled for each held-out prompt: k of mean@k and pass@k; 1 = one greedy answer", ge=1
-    )
-    save_best: bool = field(
-        True, "save the model whenever an evaluation has the best eval/mean_at_k so far; the previous best is deleted"
-    )
-    save_every_steps: int = field(
-        0, "steps between checkpoints, each with the model; 0 = only at the end and when interrupted", ge=0
-    )
+    kind: Literal["colocated", "one_step_off", "fully_async"] = "colocated"
+    """schedule of sampling and training; colocated = they take turns; one_step_off = each batch is sampled while the
+    previous one is trained; fully_async = a step trains on the groups that have finished, and new weights arrive while
+    others are sampled (docs/schedules.md)"""
+    num_steps: int = Field(ge=1)
+    """number of steps; each step samples and trains"""
+    prompts_per_step: int = Field(32, ge=1)
+    """prompts drawn for each step"""
+    samples_per_prompt: int = Field(8, ge=1)
+    """answers sampled for each prompt: the size of its group; 8 or more give a stable baseline"""
+    max_staleness: int | None = Field(None, ge=0)
+    """weight versions by which a sample may be older than the weights that train on it; null = 0 for colocated, 1 for
+    one_step_off, 2 for fully_async"""
+    in_flight: Literal["keep", "abort", "restart"] = "keep"
+    """what happens under fully_async to running answers when new weights arrive; keep = the engine continues them with
+    the new weights; abort = they are sent again with their tokens so far; restart = they begin again, so that an answer
+    has one version"""
+    oversampling: float = Field(0.0, ge=0, le=1)
+    """fraction of additional groups that fully_async starts; a step then drops groups that it does not take and that
+    would become too old, up to this fraction, instead of waiting for them. 0 = no group is dropped. This is faster
+    but biased: long answers are dropped most often"""
+    eval_every_steps: int = Field(0, ge=0)
+    """steps between evaluations; 0 = only before and after training"""
+    eval_samples: int = Field(1, ge=1)
+    """answers sampled for each held-out prompt: k of mean@k and pass@k; 1 = one greedy answer"""
+    save_best: bool = True
+    """save the model whenever an evaluation has the best eval/mean_at_k so far; the previous best is deleted"""
+    save_every_steps: int = Field(0, ge=0)
+    """steps between checkpoints, each with the model; 0 = only at the end and when interrupted"""
 
     @property
     def staleness(self) -> int:
@@ -66,27 +53,35 @@ class LoopConfig(Slice):
 
 
 class SftConfig(Slice):
-    path: str = field(
-        ...,
-        "training rows, in any form that data.path accepts; each row has a list of chat messages, in which the "
-        "assistant's messages are trained",
-    )
-    format: Format = field("auto", "as data.format")
-    subset: str | None = field(None, "as data.subset")
-    split: str | None = field(None, "as data.split")
-    messages: str = field("messages", "column with the chat messages")
-    chat_template: str | None = field(None, "as data.chat_template")
-    chat_template_kwargs: dict[str, Any] = field({}, "as data.chat_template_kwargs")
-    rows_per_step: int = field(64, "rows in one optimizer step", ge=1)
-    num_steps: int = field(..., "optimizer steps", ge=1)
-    save_every_steps: int = field(0, "steps between checkpoints; 0 = only at the end and when interrupted", ge=0)
-    max_row_tokens: int = field(1024, "limit of a row in tokens; longer rows are left out and counted", ge=1)
-    shuffle: bool = field(True, "draw the rows of each pass in a new random order, from run.seed")
+    path: str
+    """training rows, in any form that data.path accepts; each row has a list of chat messages, in which the assistant's
+    messages are trained"""
+    format: Format = "auto"
+    """as data.format"""
+    subset: str | None = None
+    """as data.subset"""
+    split: str | None = None
+    """as data.split"""
+    messages: str = "messages"
+    """column with the chat messages"""
+    chat_template: str | None = None
+    """as data.chat_template"""
+    chat_template_kwargs: dict[str, Any] = Field({})
+    """as data.chat_template_kwargs"""
+    rows_per_step: int = Field(64, ge=1)
+    """rows in one optimizer step"""
+    num_steps: int = Field(ge=1)
+    """optimizer steps"""
+    save_every_steps: int = Field(0, ge=0)
+    """steps between checkpoints; 0 = only at the end and when interrupted"""
+    max_row_tokens: int = Field(1024, ge=1)
+    """limit of a row in tokens; longer rows are left out and counted"""
+    shuffle: bool = True
+    """draw the rows of each pass in a new random order, from run.seed"""
 
 
-def loop_problems(config: RunConfig, evaluates: bool) -> Iterator[Problem]:
-    """evaluates: whether this is an evaluation, which needs held-out rows."""
-    loop = config.loop
+def loop_problems(case: Case) -> Iterator[Problem]:
+    config, loop = case.rl, case.rl.loop
     if loop.samples_per_prompt == 1 and config.algo.advantage in ADVANTAGE_NAMES:
         yield Problem(
             ("loop.samples_per_prompt", "algo.advantage"),
@@ -116,13 +111,6 @@ def loop_problems(config: RunConfig, evaluates: bool) -> Iterator[Problem]:
             "an endpoint can't score given tokens, so that samples which are older than the trainer's weights can't "
             "prove its weights. Use kind: colocated, or engine: vllm.",
         )
-    if config.data.eval_path is None and (loop.eval_every_steps or evaluates):
+    if config.data.eval_path is None and (loop.eval_every_steps or case.purpose == "eval"):
         keys = ("data.eval_path", "loop.eval_every_steps") if loop.eval_every_steps else ("data.eval_path",)
         yield Problem(keys, "an evaluation needs held-out rows: set data.eval_path to a file of such rows.")
-
-
-def unused_loop_keys(loop: LoopConfig) -> dict[str, str]:
-    """Keys of loop.* that its other choices leave without effect -> why."""
-    if loop.kind == "fully_async":
-        return {}
-    return dict.fromkeys(("loop.in_flight", "loop.oversampling"), f"loop.kind is {loop.kind}")

@@ -4,27 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from meshrl.config.base import Slice, field
-from meshrl.config.source import HUB_ID, Problem, find
+from pydantic import Field
+
+from meshrl.config.base import Slice
+from meshrl.config.case import Case, Problem
+from meshrl.config.source import HUB_ID
 from meshrl.core.files import Unreadable, is_there, read_json
-
-if TYPE_CHECKING:
-    from meshrl.config.check import Case
 
 
 class LoraConfig(Slice):
-    enabled: bool = field(False, "train low-rank adapters instead of all weights")
-    rank: int = field(
-        16, "rank of an adapter B A, the number of rows of A and of columns of B; a higher rank can learn more", ge=1
-    )
-    alpha: float = field(32.0, "an adapter's output is multiplied by alpha / rank; twice the rank is usual", gt=0)
-    targets: list[str] = field(
-        ["all-linear"],
-        "linear layers that get an adapter, by the last part of their names, such as q_proj; all-linear as the only "
-        "entry = all linear layers except the head",
-    )
+    enabled: bool = False
+    """train low-rank adapters instead of all weights"""
+    rank: int = Field(16, ge=1)
+    """rank of an adapter B A, the number of rows of A and of columns of B; a higher rank can learn more"""
+    alpha: float = Field(32.0, gt=0)
+    """an adapter's output is multiplied by alpha / rank; twice the rank is usual"""
+    targets: list[str] = Field(["all-linear"])
+    """linear layers that get an adapter, by the last part of their names, such as q_proj; all-linear as the only entry
+    = all linear layers except the head"""
 
     @property
     def scale(self) -> float:
@@ -33,25 +32,21 @@ class LoraConfig(Slice):
 
 
 class ModelConfig(Slice):
-    path: str = field(
-        ..., "folder with config.json, safetensors and tokenizer, or a Hugging Face Hub id organisation/name"
-    )
-    dtype: Literal["bfloat16", "float16", "float32"] = field(
-        "bfloat16", "dtype in which trainer and sampler compute; the trainer stores parameters in train.master_dtype"
-    )
-    attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = field(
-        "auto",
-        "all four values give the same packed attention with torch's SDPA, which chooses its kernel for the hardware",
-    )
-    lora: LoraConfig = field(LoraConfig(), "low-rank adapters")
-    vision: Literal["shard", "replicate", "freeze"] = field(
-        "shard", "placement of a vision tower: shard = sharded, replicate = a copy in each rank, freeze = not trained"
-    )
+    path: str
+    """folder with config.json, safetensors and tokenizer, or a Hugging Face Hub id organisation/name"""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """dtype in which trainer and sampler compute; the trainer stores parameters in train.master_dtype"""
+    attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
+    """all four values give the same packed attention with torch's SDPA, which chooses its kernel for the hardware"""
+    lora: LoraConfig = LoraConfig()
+    """low-rank adapters"""
+    vision: Literal["shard", "replicate", "freeze"] = "shard"
+    """placement of a vision tower: shard = sharded, replicate = a copy in each rank, freeze = not trained"""
 
 
 def model_problems(case: Case) -> Iterator[Problem]:
     key, text = "model.path", case.config.model.path
-    path, places = find(case.given[key], case.folder)
+    path, places = case.find(key)
     if path is None:
         starts_in_a_folder = any(is_there(place.parent) for place in places if "/" in text)
         if not HUB_ID.fullmatch(text) or starts_in_a_folder:
@@ -101,4 +96,6 @@ def _model_config(case: Case, path: Path) -> Iterator[Problem]:
     if not isinstance(room, int) or need is None or need <= room:
         return
     keys = (*case.config.ROW_LENGTH_KEYS, "model.path")
-    yield Problem(keys, f"the longest row has {need} tokens, but the model has positions for {room}. Lower them.")
+    limits = " + ".join(case.config.ROW_LENGTH_KEYS)
+    text = f"the longest row has {need} tokens, but the model has positions for {room}: {limits} may be at most {room}."
+    yield Problem(keys, text)

@@ -6,20 +6,20 @@ import importlib.util
 from collections.abc import Iterator
 from typing import Literal
 
-from meshrl.config.base import Slice, field
-from meshrl.config.source import Problem
+from pydantic import Field
+
+from meshrl.config.base import Slice
+from meshrl.config.case import Case, Problem
 
 
 class MonitorConfig(Slice):
-    sinks: list[Literal["tensorboard", "wandb"]] = field(
-        [], "further places for metrics; the terminal, metrics.jsonl and report.html always get them"
-    )
-    wandb_project: str | None = field(
-        None, "project of the wandb sink; null = WANDB_PROJECT, else meshrl. Its other WANDB_* variables apply, too"
-    )
+    sinks: list[Literal["tensorboard", "wandb"]] = Field([])
+    """further places for metrics; the terminal, metrics.jsonl and report.html always get them"""
+    wandb_project: str | None = None
+    """project of the wandb sink; null = WANDB_PROJECT, else meshrl. Its other WANDB_* variables apply, too"""
 
 
-def sink_problems(monitor: MonitorConfig) -> Iterator[Problem]:
-    for name in monitor.sinks:
+def sink_problems(case: Case) -> Iterator[Problem]:
+    for name in case.config.monitor.sinks if case.purpose != "eval" else ():  # an evaluation only prints
         if importlib.util.find_spec(name) is None:
             yield Problem(("monitor.sinks",), f"{name} is not installed: pip install {name}, or leave it out here.")

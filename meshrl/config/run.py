@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
+
+from pydantic import Field
 
 from meshrl.config.agent import AgentConfig
 from meshrl.config.algo import AlgoConfig, correction_of_auto
-from meshrl.config.base import Slice, field
+from meshrl.config.base import Slice
+from meshrl.config.case import Case, Problem
 from meshrl.config.cluster import ClusterConfig
 from meshrl.config.data import DataConfig
 from meshrl.config.loop import LoopConfig, SftConfig
@@ -16,42 +19,49 @@ from meshrl.config.model import ModelConfig
 from meshrl.config.monitor import MonitorConfig
 from meshrl.config.reward import RewardConfig
 from meshrl.config.rollout import RolloutConfig
-from meshrl.config.source import Problem, find
 from meshrl.config.train import TrainConfig
-
-if TYPE_CHECKING:
-    from meshrl.config.check import Case
 
 
 class RunSection(Slice):
-    name: str = field("auto", "the run's folder below run.folder; auto = the config file's name and the time")
-    folder: str = field("runs", "folder that contains the folders of all runs")
-    seed: int = field(0, "seed of data order, sampling and all other random choices", ge=0)
-    resume: str = field(
-        "never",
-        "never = a new run, which refuses a folder that has checkpoints; auto = the run continues from its newest "
-        "checkpoint, if there is one; or the folder of a checkpoint, of this run or of another",
-    )
-    keep_checkpoints: int = field(
-        2, "number of newest training states to keep on disk; the models of older checkpoints are kept, too", ge=1
-    )
+    name: str = "auto"
+    """the run's folder below run.folder; auto = the config file's name and the time"""
+    folder: str = "runs"
+    """folder that contains the folders of all runs"""
+    seed: int = Field(0, ge=0)
+    """seed of data order, sampling and all other random choices"""
+    resume: str = "never"
+    """never = a new run, which refuses a folder that has checkpoints; auto = the run continues from its newest
+    checkpoint, if there is one; or the folder of a checkpoint, of this run or of another"""
+    keep_checkpoints: int = Field(2, ge=1)
+    """number of newest training states to keep on disk; the models of older checkpoints are kept, too"""
 
 
 class RunConfig(Slice):
     """The complete configuration of `meshrl train`. Only cli, run, loops and cluster see it; a component gets its
     slice."""
 
-    model: ModelConfig = field(..., "the model")
-    train: TrainConfig = field(TrainConfig(), "the train engine")
-    rollout: RolloutConfig = field(RolloutConfig(), "the rollout engine, which samples")
-    algo: AlgoConfig = field(AlgoConfig(), "the algorithm")
-    data: DataConfig = field(..., "the data")
-    reward: RewardConfig = field(RewardConfig(), "the rewards")
-    agent: AgentConfig = field(AgentConfig(), "the agent")
-    loop: LoopConfig = field(..., "the schedule")
-    cluster: ClusterConfig = field(ClusterConfig(), "where it runs")
-    monitor: MonitorConfig = field(MonitorConfig(), "where its metrics are sent")
-    run: RunSection = field(RunSection(), "name, folder, seed")
+    model: ModelConfig
+    """the model"""
+    train: TrainConfig = TrainConfig()
+    """the train engine"""
+    rollout: RolloutConfig = RolloutConfig()
+    """the rollout engine, which samples"""
+    algo: AlgoConfig = AlgoConfig()
+    """the algorithm"""
+    data: DataConfig
+    """the data"""
+    reward: RewardConfig = RewardConfig()
+    """the rewards"""
+    agent: AgentConfig = AgentConfig()
+    """the agent"""
+    loop: LoopConfig
+    """the schedule"""
+    cluster: ClusterConfig = ClusterConfig()
+    """where it runs"""
+    monitor: MonitorConfig = MonitorConfig()
+    """where its metrics are sent"""
+    run: RunSection = RunSection()
+    """name, folder, seed"""
 
     NUM_STEPS_KEY: ClassVar[str] = "loop.num_steps"
     ROW_LENGTH_KEYS: ClassVar[tuple[str, ...]] = ("data.max_prompt_tokens", "rollout.sampling.max_new_tokens")
@@ -75,13 +85,8 @@ class RunConfig(Slice):
         kind = self.algo.correction.kind
         if kind != "auto":
             return kind, kind
-        used, why = self.correction_of_auto
+        used, why = correction_of_auto(self.loop.staleness, self.rollout.engine)
         return used, f"auto: {why}"
-
-    @property
-    def correction_of_auto(self) -> tuple[str, str]:
-        """(the kind that auto means in this run, why)."""
-        return correction_of_auto(self.loop.staleness, self.rollout.engine)
 
     @property
     def num_updates(self) -> int:
@@ -97,12 +102,18 @@ class RunConfig(Slice):
 class SftRunConfig(Slice):
     """The complete configuration of `meshrl sft`."""
 
-    model: ModelConfig = field(..., "the model")
-    train: TrainConfig = field(TrainConfig(), "the train engine")
-    sft: SftConfig = field(..., "rows and steps")
-    cluster: ClusterConfig = field(ClusterConfig(), "where it runs")
-    monitor: MonitorConfig = field(MonitorConfig(), "where its metrics are sent")
-    run: RunSection = field(RunSection(), "name, folder, seed")
+    model: ModelConfig
+    """the model"""
+    train: TrainConfig = TrainConfig()
+    """the train engine"""
+    sft: SftConfig
+    """rows and steps"""
+    cluster: ClusterConfig = ClusterConfig()
+    """where it runs"""
+    monitor: MonitorConfig = MonitorConfig()
+    """where its metrics are sent"""
+    run: RunSection = RunSection()
+    """name, folder, seed"""
 
     NUM_STEPS_KEY: ClassVar[str] = "sft.num_steps"
     ROW_LENGTH_KEYS: ClassVar[tuple[str, ...]] = ("sft.max_row_tokens",)
@@ -140,7 +151,7 @@ def _resume(case: Case) -> Iterator[Problem]:
             text = "with run.name auto each run gets a new name, so there is no earlier run to resume. Set run.name."
             yield Problem(("run.resume", "run.name"), text)
         return
-    path, places = find(case.given["run.resume"], case.folder)
+    path, places = case.find("run.resume")
     if path is None:
         looked = " and ".join(str(place) for place in places)
         yield Problem(("run.resume",), f"allowed: never, auto, or a checkpoint's folder; looked for {looked}.")

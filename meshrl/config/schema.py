@@ -5,10 +5,11 @@ from __future__ import annotations
 import difflib
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from pydantic import TypeAdapter
 from pydantic.fields import FieldInfo
 
 from meshrl.config.base import Slice
@@ -20,8 +21,7 @@ NAME = "NAME"  # the part of a dotted key that the user chooses, as in reward.te
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Key:
-    """One key. allowed: its type and limits in words. default: as YAML, None = required. choices: all values that it,
-    or each entry of its list, can have; () = not a choice.
+    """One key. allowed: its type and limits in words. default: as YAML, None = required.
 
     Example: Key(path="train.optimizer.lr", allowed="number > 0", default="1e-06", text="peak learning rate; ...",
     is_section=False).
@@ -32,29 +32,29 @@ class Key:
     default: str | None
     text: str
     is_section: bool
-    choices: tuple[str, ...] = ()
 
 
 def all_keys(model: type[Slice], prefix: str = "") -> dict[str, Key]:
     """Every key of a slice by its dotted path, sections before their keys, in the order of the slices."""
-    return {key.path: key for key in _walk(model, prefix)}
-
-
-def _walk(model: type[Slice], prefix: str) -> Iterator[Key]:
+    keys: dict[str, Key] = {}
     for name, info in model.model_fields.items():
         path = f"{prefix}{name}"
         section, entries = _slice_of(info.annotation), _entries_of(info.annotation)
-        default = None if info.is_required() else show(_plain(info.get_default(call_default_factory=True)))
-        allowed = "a section" if section else _allowed(info)
-        is_section = section is not None or entries is not None
-        text, choices = info.description or "", _choices(info.annotation)
-        yield Key(path=path, allowed=allowed, default=default, text=text, is_section=is_section, choices=choices)
+        keys[path] = Key(
+            path=path,
+            allowed="a section" if section else _allowed(info),
+            default=None if info.is_required() else show(_as_json(info.get_default(call_default_factory=True))),
+            text=" ".join((info.description or "").split()),
+            is_section=bool(section or entries),
+        )
         if section:
-            yield from _walk(section, f"{path}.")
+            keys |= all_keys(section, f"{path}.")
         if entries:
-            table = f"{path}.{NAME}"
-            yield Key(path=table, allowed="a section", default=None, text=f"one entry of {path}", is_section=True)
-            yield from _walk(entries, f"{table}.")
+            path = f"{path}.{NAME}"
+            text = f"one entry of {prefix}{name}"
+            keys[path] = Key(path=path, allowed="a section", default=None, text=text, is_section=True)
+            keys |= all_keys(entries, f"{path}.")
+    return keys
 
 
 def locate(keys: dict[str, Key], path: str) -> tuple[Key | None, str]:
@@ -72,12 +72,10 @@ def locate(keys: dict[str, Key], path: str) -> tuple[Key | None, str]:
     return keys[known], ""
 
 
-def nearest(
-    keys: dict[str, Key], path: str, is_section: bool = False, count: int = 3, least: float = 0.65
-) -> list[str]:
-    """The keys that a user may have meant: first the key that has this name in another framework, then keys with a
-    similar last part and section. is_section: the unknown key is a section. least: the lowest similarity, 0 to 1, of
-    the last parts."""
+def nearest(keys: dict[str, Key], path: str, is_section: bool = False, least: float = 0.65) -> list[str]:
+    """At most three keys that a user may have meant: first the key that has this name in another framework, then keys
+    with a similar last part and section. is_section: the unknown key is a section. least: the lowest similarity, 0 to
+    1, of the last parts."""
     if len(path) > LONGEST_MISSPELT:
         return []
     section, _, leaf = path.rpartition(".")
@@ -92,7 +90,7 @@ def nearest(
     found = [known for known in sorted(scores, key=lambda k: -scores[k]) if scores[known] > best - 0.3]
     if meant in keys:
         found = [meant, *(known for known in found if scores[known] >= 1.0)]
-    return [_in_the_users_names(known, path) for known in dict.fromkeys(found)][:count]
+    return [_in_the_users_names(known, path) for known in dict.fromkeys(found)][:3]
 
 
 def _likeness(one: str, other: str) -> float:
@@ -136,13 +134,6 @@ def words(annotation: Any) -> str:
     return _WORDS[annotation]
 
 
-def _choices(annotation: Any) -> tuple[str, ...]:
-    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is Literal:
-        return tuple(show(value) for value in args)
-    return _choices(args[0]) if origin is list else ()
-
-
 def _slice_of(annotation: Any) -> type[Slice] | None:
     return annotation if isinstance(annotation, type) and issubclass(annotation, Slice) else None
 
@@ -152,12 +143,8 @@ def _entries_of(annotation: Any) -> type[Slice] | None:
     return _slice_of(args[1]) if typing.get_origin(annotation) is dict else None
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Slice):
-        return value.model_dump(mode="json", exclude_defaults=True)
-    if isinstance(value, dict):
-        return {name: _plain(entry) for name, entry in value.items()}
-    return value
+def _as_json(value: Any) -> Any:
+    return TypeAdapter(Any).dump_python(value, mode="json", exclude_defaults=True)
 
 
 NAMES_ELSEWHERE = {  # key -> its names in other frameworks

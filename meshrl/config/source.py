@@ -1,7 +1,7 @@
 """Config files, Python dicts and command-line overrides as trees of values with the place where each was written.
 
 A tree is a dict of trees and Values; lists and scalars are Values. Each layer (base file, file, each override) is read,
-its shorthands are written out, then the layers are merged: a later layer wins; sections merge, all else is replaced.
+its short forms are written out, then the layers are merged: a later layer wins; sections merge, all else is replaced.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias, Union
 
 import yaml
 
+from meshrl.config.case import Problem, Value
 from meshrl.config.schema import Key, locate
 from meshrl.config.values import scalar
 from meshrl.core.errors import ConfigError
@@ -26,47 +27,16 @@ COMMAND_LINE = "command line"
 CONFIG_DICT = "config-dict"  # a config that is a Python dict: its name, and the origin of its values
 PYTHON_OBJECT = "Python object"
 MAX_BYTES = 256 << 10  # of a config file: YAML is parsed at about this rate per second
-MAX_DEPTH = 30  # sections in sections; an alias that contains itself has no end
+MAX_DEPTH = 30  # sections and lists in each other; an alias that contains itself has no end
 MAX_VALUES = 10_000  # with each alias written out: nine lines of aliases can mean a billion values
 YAML_TAGS = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("str", "seq", "map"))  # text, list and section, unmarked
-
-
-@dataclass(frozen=True, slots=True)
-class Value:
-    """A value as given. origin: "gsm8k.yaml:12", "command line", CONFIG_DICT or PYTHON_OBJECT. folder: a relative path
-    in the value starts there."""
-
-    value: Any
-    origin: str
-    folder: Path
 
 
 Tree: TypeAlias = dict[str, Union["Tree", Value]]
 
 
-class ShorthandSection(dict[str, Any]):
-    """A section written out from a shorthand: it replaces the section of earlier layers instead of merging with it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """One fault of a config: its keys (the first is the wrong one), and a text with what to do. origin: where the fault
-    is, "" = where the keys were given."""
-
-    keys: tuple[str, ...]
-    text: str
-    origin: str = ""
-
-
-def find(given: Value, folder: Path) -> tuple[Path | None, list[Path]]:
-    """(the file or folder that a path names, places tried). The path is relative to the config file, else to the
-    working folder."""
-    try:
-        path = Path(given.value).expanduser()
-    except RuntimeError:  # ~name, where there is no such user
-        path = Path(given.value)
-    places = list(dict.fromkeys(start / path for start in (given.folder, folder, Path.cwd())))
-    return next((place.resolve() for place in places if is_there(place)), None), places
+class ShortSection(dict[str, Any]):
+    """A section written out from a short form: it replaces the section of earlier layers instead of merging with it."""
 
 
 def dotted(path: str, name: str) -> str:
@@ -90,6 +60,16 @@ class Reader:
         """The layers of a dict in the form of a config file, after those of its base. Raises: ConfigError, as `files`,
         and for a key that is not text or a value that a config file can't contain."""
         return self._on_base(self.folder / CONFIG_DICT, self._section(config, origin, ""), ())
+
+    def override(self, text: str) -> Tree:
+        """The layer of one `dotted.key=value`; the value is YAML, as in a file."""
+        path, equals, value = text.partition("=")
+        if not equals or not all(path.split(".")):
+            raise ConfigError(f"{text!r} is not an override: write dotted.key=value, such as train.optimizer.lr=1e-6")
+        node = _compose(value, f"the value of {path} on the command line")
+        empty = Value(None, COMMAND_LINE, self.folder)
+        read = empty if node is None else self._read(node, node, COMMAND_LINE, self.folder, path)
+        return nested(path, read)
 
     def _on_base(self, path: Path, tree: Tree, seen: tuple[Path, ...]) -> list[Tree]:
         base = tree.pop("base", None)
@@ -128,18 +108,6 @@ class Reader:
                 ) from cause
         return tree
 
-    def override(self, text: str) -> Tree:
-        """The layer of one `dotted.key=value`; the value is YAML, as in a file."""
-        path, equals, value = text.partition("=")
-        if not equals or not all(path.split(".")):
-            raise ConfigError(f"{text!r} is not an override: write dotted.key=value, such as train.optimizer.lr=1e-6")
-        node = _compose(value, f"the value of {path} on the command line")
-        read = self._read(node, COMMAND_LINE, path, self.folder) if node else Value(None, COMMAND_LINE, self.folder)
-        for part in reversed(path.split(".")):
-            read = {part: read}
-        assert isinstance(read, dict)
-        return read
-
     def _file(self, path: Path) -> Tree:
         try:
             text = read_text(path, MAX_BYTES)
@@ -147,7 +115,7 @@ class Reader:
             raise ConfigError(f"config file {str(path)!r}: {cause} (working folder {Path.cwd()})") from cause
         node = _compose(text, str(path))
         name = os.path.relpath(path.resolve(), self.folder)
-        tree = self._read(node, name, "", path.resolve().parent) if node else {}
+        tree = {} if node is None else self._read(node, node, name, path.resolve().parent)
         if not isinstance(tree, dict):
             raise ConfigError(
                 f"{path}: a config file is a mapping of sections (model:, train:, ...), not a single value"
@@ -155,60 +123,49 @@ class Reader:
         return tree
 
     def _read(
-        self, node: yaml.Node, name: str, path: str, folder: Path, key_line: int | None = None, depth: int = 0
+        self, node: yaml.Node, key: yaml.Node, name: str, folder: Path, path: str = "", depth: int = 0
     ) -> Tree | Value:
-        """The tree of a YAML node. name: of the file. key_line: the line of the node's key."""
-        line = node.start_mark.line + 1 if key_line is None else key_line
-        origin = name if name == COMMAND_LINE else f"{name}:{line}"
-        if depth > MAX_DEPTH:
-            raise ConfigError(f"{origin}: sections nested more than {MAX_DEPTH} deep")
-        if not isinstance(node, yaml.MappingNode):
-            return Value(self._plain(node, origin), origin, folder)
-        _require_no_tag(node, origin)
-        tree: Tree = {}
-        for key, entry in self._entries(node, name, path):
-            inner, at = dotted(path, key.value), key.start_mark.line + 1
-            tree[key.value] = self._read(entry, name, inner, folder, at, depth + 1)
-        return tree
-
-    def _plain(self, node: yaml.Node, origin: str, depth: int = 0) -> Any:
-        """A list or a single value; entries of a list have no origins of their own."""
+        """A mapping as a tree, anything else as a Value; the entries of a list have no origins of their own. key: the
+        node in whose line the value begins. name: of the file. path: the dotted key."""
+        origin = _origin(name, key)
         self._num_values += 1
         if depth > MAX_DEPTH:
-            raise ConfigError(f"{origin}: lists nested more than {MAX_DEPTH} deep")
+            raise ConfigError(f"{origin}: sections or lists nested more than {MAX_DEPTH} deep")
         if self._num_values > MAX_VALUES:
             raise ConfigError(
                 f"{origin}: more than {MAX_VALUES:,} values, counting those of an alias (*name) in each place "
                 "where it is used; a normal config has some hundred values. Remove the aliases, or give the "
                 "rows as a data file"
             )
-        _require_no_tag(node, origin)
-        if isinstance(node, yaml.SequenceNode):
-            return [self._plain(entry, origin, depth + 1) for entry in node.value]
+        if node.tag not in YAML_TAGS:
+            raise ConfigError(f"{origin}: the YAML tag {node.tag!r} is not used here; write the plain value")
         if isinstance(node, yaml.MappingNode):
-            name = origin.rpartition(":")[0] or origin
-            return {key.value: self._plain(entry, origin, depth + 1) for key, entry in self._entries(node, name, "")}
-        quoted = isinstance(node, yaml.ScalarNode) and node.style is not None
-        return node.value if quoted else scalar(node.value)
+            return {
+                inner.value: self._read(entry, inner, name, folder, dotted(path, inner.value), depth + 1)
+                for inner, entry in self._entries(node, name, path)
+            }
+        if isinstance(node, yaml.SequenceNode):
+            entries = [plain(self._read(entry, key, name, folder, path, depth + 1)) for entry in node.value]
+            return Value(entries, origin, folder)
+        assert isinstance(node, yaml.ScalarNode)
+        is_quoted = node.style is not None
+        return Value(node.value if is_quoted else scalar(node.value), origin, folder)
 
     def _entries(self, node: yaml.MappingNode, name: str, path: str) -> Iterator[tuple[yaml.ScalarNode, yaml.Node]]:
         first: dict[str, int] = {}
         for key, entry in node.value:
-            line = key.start_mark.line + 1
             if not isinstance(key, yaml.ScalarNode):
-                raise ConfigError(f"{name}:{line}: a key must be a single word, not a list or a mapping")
+                raise ConfigError(f"{_origin(name, key)}: a key must be a single word, not a list or a mapping")
             if key.value in first:
-                origin = name if name == COMMAND_LINE else f"{name}:{line}"
                 text = f"given twice, first in line {first[key.value]}: YAML would ignore one of them. Remove one."
-                self.problems.append(Problem((dotted(path, key.value),), text, origin))
+                self.problems.append(Problem((dotted(path, key.value),), text, _origin(name, key)))
                 continue
-            first[key.value] = line
+            first[key.value] = key.start_mark.line + 1
             yield key, entry
 
 
-def _require_no_tag(node: yaml.Node, origin: str) -> None:
-    if node.tag not in YAML_TAGS:
-        raise ConfigError(f"{origin}: the YAML tag {node.tag!r} is not used here; write the plain value")
+def _origin(name: str, node: yaml.Node) -> str:
+    return name if name == COMMAND_LINE else f"{name}:{node.start_mark.line + 1}"
 
 
 def _compose(text: str, where: str) -> yaml.Node | None:
@@ -226,7 +183,7 @@ def _compose(text: str, where: str) -> yaml.Node | None:
 
 
 def expand(tree: Tree, keys: dict[str, Key], path: str = "") -> Tree:
-    """Write out the shorthands of one layer (`algo.loss: ppo_clip`, `algo.kl: off`, a section left empty).
+    """Write out the short forms of one layer (`algo.loss: ppo_clip`, `algo.kl: off`, a section left empty).
 
     Raises: ConfigError for a dotted key in a file, which would otherwise be reported as an unknown key only.
     """
@@ -234,64 +191,85 @@ def expand(tree: Tree, keys: dict[str, Key], path: str = "") -> Tree:
     for name, entry in tree.items():
         inner = dotted(path, name)
         if "." in name and inner in keys:
-            origin = next((value.origin for _, value in leaves({name: entry})), "")
+            origin = next((value.origin for value in given_in({name: entry}).values()), "")
             raise ConfigError(f"{origin}: {name}: in a file write each part of a dotted key as a section of its own")
         if isinstance(entry, dict):
             written[name] = expand(entry, keys, inner)
             continue
-        short = _SHORTHANDS.get((inner, type(entry.value)))
         key, rest = locate(keys, inner)
-        if short:
-            meant = short(entry.value)
-            if isinstance(meant, dict):
-                section = {part: Value(v, entry.origin, entry.folder) for part, v in meant.items()}
-                written[name] = ShorthandSection(section)
-            else:
-                written[name] = Value(meant, entry.origin, entry.folder)
-        elif entry.value is None and key is not None and key.is_section and not rest:
+        _, meaning = SHORT_FORMS.get(inner, ("", None))
+        value = meaning(entry.value) if meaning else entry.value
+        if isinstance(value, dict):
+            written[name] = ShortSection({part: replace(entry, value=v) for part, v in value.items()})
+        elif value is None and key is not None and key.is_section and not rest:
             written[name] = {}
         else:
-            written[name] = entry
+            written[name] = replace(entry, value=value)
     return written
 
 
-_SHORTHANDS: dict[tuple[str, type], Any] = {  # (key, type of the value) -> the section; YAML reads `off` as false
-    ("algo.loss", str): lambda kind: {"kind": kind},
-    ("algo.kl", bool): lambda on: on or {"coef": 0.0},
-    ("algo.kl", str): lambda word: {"coef": 0.0} if word == "off" else word,  # of a Python dict, or quoted
-    ("algo.correction", bool): lambda on: on or {"kind": "off"},
-    ("algo.correction", str): lambda kind: {"kind": kind},
-    ("algo.correction.kind", bool): lambda on: on or "off",
-    ("algo.correction.rejection", bool): lambda on: on or {"measure": "off"},
-    ("algo.correction.rejection", str): lambda word: {"measure": "off"} if word == "off" else word,
-    ("algo.correction.rejection.measure", bool): lambda on: on or "off",
-    ("model.lora", bool): lambda on: {"enabled": on},
-    ("model.lora", str): lambda word: {"enabled": word == "on"} if word in ("on", "off") else word,
+def _off(meaning: Any) -> Callable[[Any], Any]:
+    """YAML reads `off` as false; in a Python dict, or quoted, it is text."""
+    return lambda value: meaning if value is False or value == "off" else value
+
+
+def _kind(value: Any) -> Any:
+    return {"kind": value} if isinstance(value, str) else value
+
+
+def _switch(value: Any) -> Any:
+    is_on = {"on": True, "off": False}.get(value) if isinstance(value, str) else value
+    return {"enabled": is_on} if isinstance(is_on, bool) else value
+
+
+SHORT_FORMS: dict[str, tuple[str, Callable[[Any], Any]]] = {  # key -> (its short forms in words, value -> its meaning)
+    "algo.loss": ("the name of a loss", _kind),
+    "algo.kl": ("off", _off({"coef": 0.0})),
+    "algo.correction": ("auto, off, truncate or mask", lambda value: _kind(_off("off")(value))),
+    "algo.correction.kind": ("off", _off("off")),
+    "algo.correction.rejection": ("off", _off({"measure": "off"})),
+    "algo.correction.rejection.measure": ("off", _off("off")),
+    "model.lora": ("off", _switch),
 }
 
 
 def merge(below: Tree, above: Tree) -> Tree:
-    """The layer `above` over the layer `below`: sections merge; values, lists and written-out shorthands replace."""
+    """The layer `above` over the layer `below`: sections merge; values, lists and written-out short forms replace."""
     merged = dict(below)
     for name, entry in above.items():
         old = merged.get(name)
-        if isinstance(old, dict) and isinstance(entry, dict) and not isinstance(entry, ShorthandSection):
+        if isinstance(old, dict) and isinstance(entry, dict) and not isinstance(entry, ShortSection):
             merged[name] = merge(old, entry)
         else:
             merged[name] = entry
     return merged
 
 
-def leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, Value]]:
-    """Every (dotted key, Value) of a tree."""
+def nested(path: str, entry: Any) -> dict[str, Any]:
+    """A dict of dicts with one entry, at this dotted key."""
+    for part in reversed(path.split(".")):
+        entry = {part: entry}
+    found: dict[str, Any] = entry
+    return found
+
+
+def leaves(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """The entries of nested dicts that are no dicts, or empty ones, by their dotted keys."""
+    found: dict[str, Any] = {}
     for name, entry in tree.items():
         inner = dotted(path, name)
-        if isinstance(entry, dict):
-            yield from leaves(entry, inner)
-        else:
-            yield inner, entry
+        found |= leaves(entry, inner) if isinstance(entry, dict) and entry else {inner: entry}
+    return found
 
 
-def plain(tree: Tree) -> dict[str, Any]:
-    """The tree without origins, for validation."""
-    return {name: plain(entry) if isinstance(entry, dict) else entry.value for name, entry in tree.items()}
+def given_in(tree: Tree) -> dict[str, Value]:
+    """Every value of a tree by its dotted key."""
+    return {key: value for key, value in leaves(tree).items() if isinstance(value, Value)}
+
+
+def plain(entry: Tree | Value, without: Collection[str] = (), path: str = "") -> Any:
+    """The content of a tree or value without origins, for validation. without: dotted keys to leave out."""
+    if isinstance(entry, Value):
+        return entry.value
+    keys = {name: dotted(path, name) for name in entry}
+    return {name: plain(inner, without, keys[name]) for name, inner in entry.items() if keys[name] not in without}

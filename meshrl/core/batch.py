@@ -43,13 +43,10 @@ class Batch:
     rollout_logprobs: torch.Tensor  # float32, NaN where not sampled
     old_logprobs: torch.Tensor | None = None
     ref_logprobs: torch.Tensor | None = None
-    values: torch.Tensor | None = None
     advantages: torch.Tensor | None = None
-    returns: torch.Tensor | None = None
     routed_experts: torch.Tensor | None = None  # int16[T, L, K]
     token_extras: dict[str, torch.Tensor] = field(default_factory=dict)
     model_kwargs: dict[str, Any] = field(default_factory=dict)  # pixel_values, image_grid_thw, ...
-    plan_hash: str = ""
     is_dummy: bool = False
 
     @property
@@ -66,7 +63,6 @@ class Outputs:
 
     logprobs: torch.Tensor
     entropy: torch.Tensor | None = None
-    values: torch.Tensor | None = None
 
 
 LossFn = Callable[[Outputs, Batch], tuple[torch.Tensor, list[Metric]]]

@@ -1,7 +1,8 @@
 """Everything that depends on the kind of accelerator: device type, backend, threads and memory. No other file names a
 kind.
 
-CUDA and CPU are covered by tests; NPU and XPU have the same torch.accelerator interface, but are untested.
+The CPU is tested; tests of CUDA exist (tests/gpu), but were not run yet. NPU and XPU have the same torch.accelerator
+interface, and are untested.
 AMD GPUs appear as "cuda" in PyTorch.
 """
 

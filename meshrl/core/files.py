@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import stat
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -84,23 +85,23 @@ def decode(data: bytes) -> str:
         raise Unreadable(f"not UTF-8 at byte {cause.start}; save the file as UTF-8") from cause
 
 
-def lines_of(file: BinaryIO, max_bytes: int = MAX_LINE_BYTES) -> Iterator[bytes]:
-    """The lines of a file; never more than one in memory. Raises: Unreadable, also for a line above max_bytes."""
+def lines_of(file: BinaryIO) -> Iterator[bytes]:
+    """The lines of a file; never more than one in memory. Raises: Unreadable, also for a line above MAX_LINE_BYTES."""
     while True:
         try:
-            line = file.readline(max_bytes + 1)
+            line = file.readline(MAX_LINE_BYTES + 1)
         except OSError as cause:
             raise Unreadable(f"can't be read further ({cause.strerror or cause})") from cause
-        if len(line) > max_bytes:
-            raise Unreadable(f"a line of more than {max_bytes:,} bytes; each line should be one JSON object")
+        if len(line) > MAX_LINE_BYTES:
+            raise Unreadable(f"a line of more than {MAX_LINE_BYTES:,} bytes; each line should be one JSON object")
         if not line:
             return
         yield line
 
 
-def read_json(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     """The JSON object that a file contains. Raises: Unreadable."""
-    found = parse_json(read_text(path, max_bytes))
+    found = parse_json(read_text(path))
     if not isinstance(found, dict):
         raise Unreadable(f"not a JSON object {{key: value}}, but a {type(found).__name__}")
     return found
@@ -131,8 +132,7 @@ def parse_json(text: str, constants: bool = True) -> Any:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) != len(pairs):
-        seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
         raise ValueError(f"the key {twice[:80]!r} occurs twice in one object")
     return made
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -19,10 +19,8 @@ from meshrl.core.errors import Failure
 
 SCHEMA = 1  # written into every file that contains records
 
-EXTRA_FILLS: dict[str, float] = {}  # token_extras name -> fill value where a row has none; default 0
-
 StopReason = Literal["stop", "length", "context", "abort", "error"]
-Purpose = Literal["train", "baseline", "eval"]
+Purpose = Literal["train", "eval"]
 Status = Literal["done", "truncated", "failed"]
 Reduce = Literal["mean", "sum", "max", "min", "hist"]
 
@@ -172,8 +170,8 @@ class Trajectory:
 class Sample:
     """One root-to-leaf row of a trajectory's tree, all arrays [T].
 
-    Filled by flatten: tokens .. versions, truncated, media; by annotate: old_logprobs, ref_logprobs, values (None when
-    the algorithm does not need them); by algo: rewards (KL subtracted), advantages, returns, loss_weight.
+    Filled by flatten: tokens .. versions, truncated, media; by annotate: old_logprobs, ref_logprobs (None when the
+    algorithm does not need them); by algo: rewards (KL subtracted), advantages, loss_weight.
 
     mask: sampled and trained in THIS row; a token shared by two rows is trained in exactly one. prefix_len: leading
     tokens shared by all rows of the group. rollout_logprobs is NaN and versions -1 where not sampled. truncated: the
@@ -201,14 +199,12 @@ class Sample:
     engine_id: str = ""
     old_logprobs: np.ndarray | None = None
     ref_logprobs: np.ndarray | None = None
-    values: np.ndarray | None = None
     advantages: np.ndarray | None = None
-    returns: np.ndarray | None = None
     loss_weight: np.ndarray | None = None
     media_spans: list[tuple[str, int, int]] = field(default_factory=list)  # absolute offsets
     media: dict[str, Media] = field(default_factory=dict)
     routed_experts: np.ndarray | None = None  # int16[T, L, K]
-    token_extras: dict[str, np.ndarray] = field(default_factory=dict)  # each [T, ...]; fills in EXTRA_FILLS
+    token_extras: dict[str, np.ndarray] = field(default_factory=dict)  # each [T, ...]; 0 where a turn has none
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -244,10 +240,12 @@ def freeze(record: Any) -> Any:
 
 
 _MASK64 = (1 << 64) - 1
+Bits = TypeVar("Bits", int, np.ndarray)
 
 
-def mix64(x: int) -> int:
-    """splitmix64's finalizer: a bijection of 64-bit integers with full avalanche. Source: Steele et al. 2014."""
+def mix64(x: Bits) -> Bits:
+    """splitmix64's finalizer: a bijection of 64-bit integers with full avalanche; of each element of a uint64 array.
+    Source: Steele et al. 2014."""
     x = (x + 0x9E3779B97F4A7C15) & _MASK64
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64

@@ -16,7 +16,8 @@ import numpy as np
 
 from meshrl.core.errors import DataError
 from meshrl.core.files import Unreadable, is_there, read_json, read_text, size_of
-from meshrl.core.lookup import similar_names
+from meshrl.core.lookup import did_you_mean
+from meshrl.data.files import as_data_error
 from meshrl.data.time_limit import TooLongError, time_limit
 
 Message = dict[str, Any]
@@ -38,15 +39,13 @@ def load_tokenizer(
     a template or variables that can't be used.
     """
     tokenizer = _load(path)
-    try:
+    with as_data_error(f"the chat template for {str(path)!r} ({(chat_template or 'its own'):.80}) "):
         if chat_template is not None:
             tokenizer.chat_template = template_text(chat_template)
         own = tokenizer.chat_template or {}
         named = own if isinstance(own, dict) else {"default": own}
         checked = named.values() if chat_template is not None or chat_template_kwargs else ()
         reads = {name for text in checked for name in variables_read_by(text)}
-    except DataError as cause:
-        raise DataError(f"the chat template for {str(path)!r} ({(chat_template or 'its own'):.80}) {cause}") from cause
     require_read(chat_template_kwargs or (), reads)
     tokenizer.init_kwargs[_VARIABLES] = dict(chat_template_kwargs or {})
     return tokenizer
@@ -77,15 +76,11 @@ def _require_plain_files(folder: Path) -> None:
         file = folder / name
         if not is_there(file) and not file.is_symlink():
             continue
-        try:
+        with as_data_error(f"{file}: ", ". Copy the tokenizer's files again, or write them by save_pretrained."):
             size_of(file)
             found = read_json(file) if name in _JSON_FILES else {}
             if name == "chat_template.jinja" and read_text(file) and file.read_bytes().startswith(codecs.BOM_UTF8):
                 raise Unreadable("it begins with a byte order mark, which would precede every prompt; remove it")
-        except Unreadable as cause:
-            raise DataError(
-                f"{file}: {cause}. Copy the tokenizer's files again, or write them by save_pretrained."
-            ) from cause
         if "auto_map" in found and name == "tokenizer_config.json" and not is_there(folder / "tokenizer.json"):
             raise DataError(
                 f"{file}: auto_map names code of its own ({found['auto_map']!r:.120}), which meshrl never runs. "
@@ -118,10 +113,8 @@ def template_text(given: str | Path) -> str:
     """
     if isinstance(given, str) and is_template_text(given):
         return given
-    try:
+    with as_data_error(""):
         text = read_text(Path(given))
-    except Unreadable as cause:
-        raise DataError(str(cause)) from cause
     if not is_template_text(text):
         raise DataError(f"has neither {{{{ nor {{% in it, so every prompt would be the text {text[:60]!r}")
     return text
@@ -160,22 +153,20 @@ def require_read(variables: Iterable[str], reads: set[str]) -> None:
     """Raises: DataError for a variable of chat_template_kwargs that would have no effect."""
     for name in variables:
         if name not in reads:
-            near = similar_names(name, reads, 1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
             raise DataError(
                 f"chat_template_kwargs.{name} would have no effect: the chat template does not read it. It reads "
-                f"{', '.join(sorted(reads)) or 'no variable'}.{hint} Remove it, or correct its name"
+                f"{', '.join(sorted(reads)) or 'no variable'}{did_you_mean(name, reads) or '.'} Remove it, or correct "
+                "its name"
             )
 
 
-def render_text(
-    tokenizer: Any, messages: Sequence[Message], add_generation_prompt: bool = True, tools: list[dict] | None = None
-) -> str:
-    """The text of these messages as the template renders it: for reading and comparing, never to be encoded again.
+def render_text(tokenizer: Any, messages: Sequence[Message], tools: list[dict] | None = None) -> str:
+    """The text of these messages and of a generation prompt, as the template renders it: for reading and comparing,
+    never to be encoded again.
 
     Raises: DataError without a chat template, or when the template refuses the messages.
     """
-    return _apply_template(tokenizer, messages, add_generation_prompt, tools, tokenize=False)
+    return _apply_template(tokenizer, messages, True, tools, tokenize=False)
 
 
 def render(
@@ -231,27 +222,19 @@ def _line_of(error: BaseException) -> str:
     return "" if line is None else f", in line {line} of it"
 
 
-def stop_token_ids(
-    tokenizer: Any, generation_config: str | Path | None = None, extra: Iterable[int] = ()
-) -> tuple[int, ...]:
-    """Every id that ends a turn, sorted: the tokenizer's EOS, those of generation_config.json, the token with which the
-    chat template ends an assistant's turn, and `extra`.
+def stop_token_ids(tokenizer: Any, model: str | Path | None = None) -> tuple[int, ...]:
+    """Every id that ends a turn, sorted: the tokenizer's EOS, those of generation_config.json in the folder `model`,
+    and the token with which the chat template ends an assistant's turn.
 
     Models differ in the place of these ids: Qwen2.5's tokenizer has <|im_end|>, and its generation config also
     <|endoftext|>; the EOS of a base model is often not the token with which its chat template ends a turn.
-    generation_config: the file, or the model folder that may have it. If no place has an id, the result is empty: the
-    model stops only at its length limit.
+    If no place has an id, the result is empty: the model stops only at its length limit.
 
     Raises: DataError when the file exists but is not JSON, or names a value that is not a token id.
     """
-    found = set(extra)
-    if tokenizer.eos_token_id is not None:
-        found.add(tokenizer.eos_token_id)
-    if generation_config is not None:
-        path = Path(generation_config)
-        path = path / "generation_config.json" if path.is_dir() else path
-        if is_there(path):
-            found.update(_eos_of_generation_config(path))
+    found = set() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
+    if model is not None and is_there(config := Path(model) / "generation_config.json"):
+        found.update(_eos_of_generation_config(config))
     return tuple(sorted(found | _end_of_turn(tokenizer)))
 
 
@@ -287,10 +270,8 @@ def _content_end(tokenizer: Any, ids: np.ndarray) -> int:
 
 
 def _eos_of_generation_config(path: Path) -> list[int]:
-    try:
+    with as_data_error(f"{path}: "):
         named = read_json(path).get("eos_token_id")
-    except Unreadable as cause:
-        raise DataError(f"{path}: {cause}") from cause
     ids = [] if named is None else named if isinstance(named, list) else [named]
     bad = [i for i in ids if not isinstance(i, int) or isinstance(i, bool) or i < 0]
     if bad:
@@ -299,10 +280,7 @@ def _eos_of_generation_config(path: Path) -> list[int]:
 
 
 def sft_row(
-    tokenizer: Any,
-    messages: Sequence[Message],
-    stop_ids: Iterable[int] | None = None,
-    tools: list[dict] | None = None,
+    tokenizer: Any, messages: Sequence[Message], stop_ids: Iterable[int] | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """One conversation as (ids int32[T], mask bool[T]); the mask is True for the tokens that a sampler would produce.
 
@@ -322,12 +300,12 @@ def sft_row(
         raise DataError(
             f"roles {[m.get('role') for m in messages]}: training needs an assistant message after another message"
         )
-    ids = render(tokenizer, messages[: turns[-1] + 1], add_generation_prompt=False, tools=tools)
+    ids = render(tokenizer, messages[: turns[-1] + 1], add_generation_prompt=False)
     mask = np.zeros(len(ids), bool)
     end = 0
     for i in turns:
-        head = render(tokenizer, messages[:i], tools=tools)
-        full = render(tokenizer, messages[: i + 1], add_generation_prompt=False, tools=tools)
+        head = render(tokenizer, messages[:i])
+        full = render(tokenizer, messages[: i + 1], add_generation_prompt=False)
         _require_prefix(tokenizer, head, full, f"message {i} does not begin with its generation prompt")
         end = _turn_end(tokenizer, full, len(head), stops)
         rest = tokenizer.decode(full[end:].tolist(), skip_special_tokens=True)

@@ -9,16 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshrl.config.check import Case
+from meshrl.config.case import Case, Problem
 from meshrl.config.data import DataConfig, DataSource
 from meshrl.config.loop import SftConfig
 from meshrl.config.run import RunConfig, SftRunConfig
-from meshrl.config.source import Problem, find
 from meshrl.core.errors import DataError
 from meshrl.core.files import is_there
 from meshrl.data.chat import is_template_text, require_read, template_text, variables_read_by
 from meshrl.data.files import Kind, files_of, kind_of
-from meshrl.data.tables import Row, RowTable, open_table
+from meshrl.data.tables import RowTable, columns_of, open_table
 
 WRITTEN_BY_MESHRL = ("messages", "tools", "add_generation_prompt")  # variables of a chat template
 MAX_COUNTED_BYTES = 1 << 30  # of JSONL, whose rows are counted by reading them
@@ -96,12 +95,11 @@ def _table_problems(case: Case, table: _Table, kinds: dict[str, Kind]) -> Iterat
     if table.path in case.rows:
         source, kind = RowTable("rows", case.rows[table.path]), "rows"
     else:
-        given = case.given[table.path]
-        source, places = find(given, case.folder)
+        source, places = case.find(table.path)
         # A misspelt path in a folder that exists is not a hub id.
         in_folder = next((place for place in places if is_there(place.parent)), None)
         try:
-            kind = kind_of(source or in_folder or given.value, table.slice.format)
+            kind = kind_of(source or in_folder or case.given[table.path].value, table.slice.format)
         except DataError as e:
             looked = f"; looked for {' and '.join(str(place) for place in places)}" if source is None else ""
             yield Problem((table.path,), f"{e}{looked}.")
@@ -121,22 +119,12 @@ def _table_problems(case: Case, table: _Table, kinds: dict[str, Kind]) -> Iterat
     if first is None:
         yield Problem((table.path,), "has no rows.")
         return
-    there = _columns(first.data)
+    there = columns_of(first.data)
     for key, name in table.columns.items():
         if name is not None and name not in there:
             unneeded = " If no reward needs an answer, set data.answer: null." if key == "data.answer" else ""
             text = f"no column {name!r} in the first row; it has {', '.join(map(repr, there))}.{unneeded}"
             yield Problem((key, table.path), text)
-
-
-def _columns(row: Row, prefix: str = "") -> list[str]:
-    """The names of a row's columns; a field inside a column is column.name."""
-    names = []
-    for name, value in row.items():
-        names.append(f"{prefix}{name}")
-        if isinstance(value, dict):
-            names += _columns(value, f"{prefix}{name}.")
-    return names
 
 
 def _without_effect(format_key: str, format: str, tables: list[_Table], kinds: dict[str, Kind]) -> Iterator[Problem]:
@@ -158,7 +146,7 @@ def _chat_template(case: Case, section: str, given: str | None, variables: dict[
             yield Problem((f"{key}_kwargs.{name}",), "is set by meshrl in each rendering. Leave it out.")
     if given is None:
         return
-    path, places = (None, []) if is_template_text(given) else find(case.given[key], case.folder)
+    path, places = (None, []) if is_template_text(given) else case.find(key)
     if places and path is None:
         looked = " and ".join(str(place) for place in places)
         yield Problem((key,), f"no such file; looked for {looked}. The text of a template has {{{{ or {{% in it.")

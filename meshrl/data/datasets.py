@@ -7,6 +7,7 @@ import functools
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from meshrl.core.errors import ConfigError, DataError
 from meshrl.core.lookup import look_up
 from meshrl.core.types import Prompt
 from meshrl.data.chat import Message, render, sft_row
-from meshrl.data.tables import RawRow, Row, RowTable, Table, open_table
+from meshrl.data.files import as_data_error
+from meshrl.data.tables import RawRow, Row, RowTable, Table, columns_of, open_table
 
 MAPPED = ("prompt", "messages", "answer", "env", "meta")  # what a data.map function may return
 
@@ -79,10 +81,8 @@ class PromptMaker:
             env=row["env"] or self.source or "default",
             meta={name: _plain(value, f"column {name!r}", raw.where) for name, value in row["meta"].items()},
         )
-        try:
+        with as_data_error(f"{raw.where}: "):
             prompt.ids = render(self.tokenizer, messages, tools=self.tools)
-        except DataError as cause:
-            raise DataError(f"{raw.where}: {cause}") from cause
         _require_known(prompt.ids, self.tokenizer, self.vocab_size, raw.where)
         prompt.ids.flags.writeable = False
         return prompt
@@ -173,10 +173,8 @@ def load_sft_rows(
         where = raw.where
         content = _column(raw.data, cfg.messages, "sft.messages", where)
         messages = _messages(content, where, f"column {cfg.messages!r}", text_role=None)
-        try:
+        with as_data_error(f"{where}: "):
             ids, mask = sft_row(tokenizer, messages, stops)
-        except DataError as cause:
-            raise DataError(f"{where}: {cause}") from cause
         _require_known(ids, tokenizer, vocab_size, where)
         ids.flags.writeable = mask.flags.writeable = False
         lengths.append(len(ids))
@@ -217,6 +215,9 @@ def all_too_long(name: str, lengths: list[int], key: str, limit: int) -> DataErr
     )
 
 
+_MAX_SHOWN = 50  # columns in an error
+
+
 def _column(row: Row, name: str, key: str, where: str) -> Any:
     """The value of a column. A name with dots may name a value inside a column: reward_model.ground_truth."""
     if name in row:
@@ -224,9 +225,8 @@ def _column(row: Row, name: str, key: str, where: str) -> Any:
     value: Any = row
     for part in name.split("."):
         if not isinstance(value, dict) or part not in value:
-            raise DataError(
-                f"{where}: no column {name!r} (columns: {', '.join(row) or 'none'}); set {key} to one of them"
-            )
+            there = ", ".join(islice(columns_of(row), _MAX_SHOWN)) or "none"
+            raise DataError(f"{where}: no column {name!r} (columns: {there}); set {key} to one of them")
         value = value[part]
     return value
 

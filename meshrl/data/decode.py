@@ -62,7 +62,7 @@ def _table_of(tokenizer: Any, special: bool) -> _Table | None:
 
 def _checked_table(tokenizer: Any, special: bool) -> _Table | None:
     """The table, if it gives the tokenizer's texts for all ids in order and in a random order."""
-    to_byte = _bytes_of_letters()
+    to_byte = bytes_of_letters()
     left_out = set() if special else {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     parts = []
     for i, token in enumerate(tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))):
@@ -84,7 +84,7 @@ def _checked_table(tokenizer: Any, special: bool) -> _Table | None:
     return table
 
 
-def _bytes_of_letters() -> dict[str, int]:
+def bytes_of_letters() -> dict[str, int]:
     """The letter that stands for each byte in byte-level vocabularies: itself if it is printable, else one of the
     letters from 256 on. Source: Radford et al. 2019 (GPT-2), `bytes_to_unicode`."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}

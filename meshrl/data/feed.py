@@ -46,7 +46,7 @@ def _open_one(make: PromptMaker, seed: int, rows: RowTable | None) -> PromptFeed
     assert path is not None, "the config's check requires data.path or data.sources"
     if cfg.streaming:
         table = open_table(path, cfg.format, cfg.subset, cfg.split)
-        return PromptStream(table, make, cfg.max_prompt_tokens, seed, cfg.shuffle)
+        return PromptStream(table, make, seed)
     prompts, left_out = load_prompts(path, make, split=cfg.split)
     return PromptSource(prompts, seed, cfg.shuffle, left_out)
 

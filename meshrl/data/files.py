@@ -5,6 +5,8 @@ The text of every DataError of this file follows a path and a colon.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -111,14 +113,19 @@ def require_own_arrow_files(folder: Path) -> None:
 
 def json_of_saved_set(file: Path) -> dict[str, Any]:
     """The contents of a JSON file that save_to_disk wrote. Raises: DataError."""
-    try:
+    with as_data_error(f"{file.name} in it: ", ". Write the folder again with save_to_disk"):
         return read_json(file)
-    except Unreadable as cause:
-        raise DataError(f"{file.name} in it: {cause}. Write the folder again with save_to_disk") from cause
 
 
 def _require_regular(file: Path, prefix: str = "") -> None:
-    try:
+    with as_data_error(prefix):
         size_of(file)
-    except Unreadable as cause:
-        raise DataError(f"{prefix}{cause}") from cause
+
+
+@contextmanager
+def as_data_error(prefix: str, suffix: str = "") -> Iterator[None]:
+    """Raise an Unreadable or DataError of the block as a DataError with more text around it."""
+    try:
+        yield
+    except (Unreadable, DataError) as cause:
+        raise DataError(f"{prefix}{cause}{suffix}") from cause

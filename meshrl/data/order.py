@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from meshrl.core.errors import DataError
 from meshrl.core.types import SCHEMA, Prompt, Sample
-from meshrl.data.datasets import SftRow, all_too_long, require_rows
+from meshrl.data.datasets import PromptMaker, SftRow, all_too_long, require_rows
 from meshrl.data.tables import RawRow, Table
 
 PROBED_ROWS = 8  # a stream renders them at the start, so that another tokenizer or template changes its digest
@@ -72,8 +72,6 @@ class _Source:
     """
 
     def __init__(self, digest: str, num_rows: int, seed: int, shuffle: bool, **identity: Any):
-        if num_rows < 1:
-            raise DataError("an order over 0 rows has no next row")
         self._num_rows, self._seed, self._shuffle = num_rows, seed, shuffle
         self._epoch, self._epoch_rows = -1, np.arange(num_rows)
         facts = {"num_rows": num_rows, "seed": seed, "shuffle": shuffle, "digest": digest}
@@ -114,22 +112,14 @@ class PromptSource(_Source):
 
 class PromptStream(_Source):
     """A PromptFeed that reads, renders and filters each row of a table when it is drawn, and keeps none. A bad row is
-    an error when it is drawn, with file and line.
-
-    make: RawRow and ordinal -> rendered Prompt. Ordinals count returned prompts, positions count rows that were read.
+    an error when it is drawn, with file and line. Ordinals count returned prompts, positions count rows that were read.
     """
 
-    def __init__(
-        self,
-        table: Table,
-        make: Callable[[RawRow, int], Prompt],
-        max_prompt_tokens: int,
-        seed: int,
-        shuffle: bool = True,
-    ):
+    def __init__(self, table: Table, make: PromptMaker, seed: int):
         require_rows(table, table.num_rows)
-        super().__init__(_digest(table, make), table.num_rows, seed, shuffle, max_prompt_tokens=max_prompt_tokens)
-        self._table, self._make, self._max_prompt_tokens = table, make, max_prompt_tokens
+        self._table, self._make, self._limit = table, make, make.cfg.max_prompt_tokens
+        digest = _digest(table, make)
+        super().__init__(digest, table.num_rows, seed, make.cfg.shuffle, max_prompt_tokens=self._limit)
         self.position, self.num_left_out = 0, 0
 
     def next(self, n: int) -> list[Prompt]:
@@ -139,7 +129,7 @@ class PromptStream(_Source):
             prompt = self._make(self._row(self._row_at(self.position)), self.next_ordinal)
             self.position += 1
             length = len(prompt.ids) if prompt.ids is not None else 0
-            if length <= self._max_prompt_tokens:
+            if length <= self._limit:
                 self.next_ordinal += 1
                 prompts.append(prompt)
                 too_long.clear()
@@ -147,7 +137,7 @@ class PromptStream(_Source):
             self.num_left_out += 1
             too_long.append(length)
             if len(too_long) >= self._num_rows:
-                raise all_too_long(self._table.name, too_long, "data.max_prompt_tokens", self._max_prompt_tokens)
+                raise all_too_long(self._table.name, too_long, "data.max_prompt_tokens", self._limit)
         return prompts
 
     def _row(self, number: int) -> RawRow:
@@ -167,7 +157,7 @@ class PromptStream(_Source):
         self.position, self.num_left_out = int(state["position"]), int(state["num_left_out"])
 
 
-def _digest(table: Table, make: Callable[[RawRow, int], Prompt]) -> str:
+def _digest(table: Table, make: PromptMaker) -> str:
     """Digest of the first rows as rendered, and of the table's fingerprint; the other rows are not read for it."""
     prompts = [make(raw, 0) for raw in table.rows(0, PROBED_ROWS)]
     fingerprint = np.frombuffer(repr(table.fingerprint()).encode(), np.uint8)

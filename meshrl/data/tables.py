@@ -15,11 +15,11 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from meshrl.core.errors import DataError
 from meshrl.core.files import Unreadable, decode, lines_of, open_plain, parse_json
-from meshrl.data.files import chosen_split, files_of, kind_of, require_own_arrow_files, split_folder
+from meshrl.data.files import as_data_error, chosen_split, files_of, kind_of, require_own_arrow_files, split_folder
 
 Row = dict[str, Any]
 ROWS_AT_ONCE = 256  # read together from Arrow files
@@ -34,6 +34,17 @@ class RawRow:
     id: str
     where: str
     data: Row
+
+
+def columns_of(row: Row, prefix: str = "") -> Row:
+    """The values of a row by the names of its columns; a value inside a column is column.name, as in
+    reward_model.ground_truth."""
+    columns = {f"{prefix}{name}": value for name, value in row.items()}
+    for name, value in row.items():
+        if isinstance(value, dict):
+            for inner, found in columns_of(value, f"{prefix}{name}.").items():
+                columns.setdefault(inner, found)
+    return columns
 
 
 class Table(ABC):
@@ -69,15 +80,13 @@ def open_table(
     if isinstance(path, RowTable):
         return path
     place = Path(path)
-    try:
+    with as_data_error(f"{path}: "):
         kind = kind_of(path, format)
         if kind == "hub":
             return _from_hub(str(path), subset, split)
         if kind == "datasets":
             return _from_saved(place, split)
         files = files_of(place, kind)
-    except DataError as cause:
-        raise DataError(f"{path}: {cause}") from cause
     tables: list[Table] = [ParquetTable(file) if kind == "parquet" else JsonlTable(file) for file in files]
     return tables[0] if len(tables) == 1 else Shards(str(path), tables)
 
@@ -117,38 +126,30 @@ class JsonlTable(Table):
         return self._index[0]
 
     def rows(self, start: int = 0, stop: int | None = None) -> Iterator[RawRow]:
-        row, at, number = 0, 0, 0
+        row, at, before = 0, 0, 0
         if start:
             if start >= self.num_rows:
                 return
             marks = self._index[1]
-            row, at, number = marks[bisect_right(marks, start, key=lambda mark: mark[0]) - 1]
-        with self._open() as file:
-            file.seek(at)
-            for line in self._lines(file, number):
-                if stop is not None and row >= stop:
-                    return
-                number += 1
-                if line.strip():
-                    if row >= start:
-                        yield self._parsed(line, number)
-                    row += 1
+            row, at, before = marks[bisect_right(marks, start, key=lambda mark: mark[0]) - 1]
+        for num_lines, _, line in self._filled_lines(at, before):
+            if stop is not None and row >= stop:
+                return
+            if row >= start:
+                yield self._parsed(line, num_lines + 1)
+            row += 1
 
     def _parsed(self, line: bytes, number: int) -> RawRow:
-        where = f"{self._path}:{number}"
-        try:
+        if line.startswith(PARQUET_MAGIC):
+            raise DataError(
+                f"{self._path} begins like a parquet file; give it the suffix .parquet, or set format: parquet"
+            )
+        where, start = f"{self._path}:{number}", line[:40].decode("utf-8", "replace").strip()
+        advice = f"; each line should be one complete JSON object, and this one begins with {start!r}"
+        with as_data_error(f"{where}: ", advice):
             row = parse_json(decode(line), constants=False)
             if not isinstance(row, dict):
                 raise Unreadable(f"a JSON {type(row).__name__} and not an object {{column: value}}")
-        except Unreadable as cause:
-            if line.startswith(PARQUET_MAGIC):
-                raise DataError(
-                    f"{self._path} begins like a parquet file; give it the suffix .parquet, or set format: parquet"
-                ) from cause
-            start = line[:40].decode("utf-8", "replace").strip()
-            raise DataError(
-                f"{where}: {cause}; each line should be one complete JSON object, and this one begins with {start!r}"
-            ) from cause
         return RawRow(f"{self._path.stem}-{number}", where, row)
 
     def fingerprint(self) -> list[Any]:
@@ -158,30 +159,27 @@ class JsonlTable(Table):
     def _index(self) -> tuple[int, list[list[int]]]:
         """(number of rows, [row, byte, lines before it] of the first row and of one row per MB), from one pass over the
         file."""
-        count, at = 0, 0
-        marks = list[list[int]]()
-        with self._open() as file:
-            for number, line in enumerate(self._lines(file)):
-                if line.strip():
-                    if not marks or at - marks[-1][1] >= MARK_BYTES:
-                        marks.append([count, at, number])
-                    count += 1
-                at += len(line)
+        marks, count = list[list[int]](), 0
+        for before, at, _ in self._filled_lines():
+            if not marks or at - marks[-1][1] >= MARK_BYTES:
+                marks.append([count, at, before])
+            count += 1
         return count, marks
 
-    def _open(self) -> BinaryIO:
-        try:
-            return open_plain(self._path)
-        except Unreadable as cause:
-            raise DataError(f"{self._path}: {cause}") from cause
-
-    def _lines(self, file: BinaryIO, before: int = 0) -> Iterator[bytes]:
-        try:
-            for line in lines_of(file):
-                yield line
-                before += 1
-        except Unreadable as cause:
-            raise DataError(f"{self._path}:{before + 1}: {cause}") from cause
+    def _filled_lines(self, at: int = 0, before: int = 0) -> Iterator[tuple[int, int, bytes]]:
+        """(number of lines before it, byte where it begins, line) of each line that is not blank, from the byte `at`
+        on, which `before` lines precede."""
+        with as_data_error(f"{self._path}: "):
+            file = open_plain(self._path)
+        with file:
+            file.seek(at)
+            try:
+                for line in lines_of(file):
+                    if line.strip():
+                        yield before, at, line
+                    before, at = before + 1, at + len(line)
+            except Unreadable as cause:
+                raise DataError(f"{self._path}:{before + 1}: {cause}") from cause
 
 
 class DatasetTable(Table):
@@ -199,7 +197,7 @@ class DatasetTable(Table):
         stop = self.num_rows if stop is None else min(stop, self.num_rows)
         for begin in range(start, stop, ROWS_AT_ONCE):
             end = min(begin + ROWS_AT_ONCE, stop)
-            with _as_data_error(self.name, f"row {begin} (from 0) or one soon after it can't be read"):
+            with _library_errors(f"{self.name}: row {begin} (from 0) or one soon after it can't be read"):
                 # Arrow uses the offsets in a mapped file without a check: damaged ones would crash the process.
                 self._arrow[begin:end].validate(full=True)
                 columns = self._dataset[begin:end]
@@ -219,7 +217,7 @@ class ParquetTable(Table):
         from pyarrow import parquet
 
         self._path, self.name = path, str(path)
-        with _as_data_error(self.name, "this is not a parquet file that pyarrow can read"):
+        with _library_errors(f"{self.name}: this is not a parquet file that pyarrow can read"):
             footer = parquet.read_metadata(path)
             groups = [footer.row_group(i) for i in range(footer.num_row_groups)]
             self._groups = [[group.num_rows, group.total_byte_size] for group in groups]
@@ -238,7 +236,7 @@ class ParquetTable(Table):
 
         where = f"{self.name}: row 0 (from 0)"
         verified = {"page_checksum_verification": True}
-        with _as_data_error(where, "can't be read"), parquet.ParquetFile(self._path, **verified) as file:
+        with _library_errors(f"{where}: can't be read"), parquet.ParquetFile(self._path, **verified) as file:
             batches = (batch for batch in file.iter_batches(batch_size=1) if batch.num_rows)
             rows = next(batches).to_pylist() if self.num_rows else []
         return RawRow(f"{self._path.stem}-0", where, rows[0]) if rows else None
@@ -253,7 +251,7 @@ class ParquetTable(Table):
 
         cache = datasets.config.HF_DATASETS_CACHE
         what = f"its rows can't be read, or can't be written to {cache} (HF_DATASETS_CACHE sets another folder)"
-        with _as_data_error(self.name, what):
+        with _library_errors(f"{self.name}: {what}"):
             verified = ParquetFragmentScanOptions(page_checksum_verification=True)
             # Escaped, because `datasets` reads the path as a glob pattern.
             dataset = datasets.Dataset.from_parquet(glob.escape(self.name), fragment_scan_options=verified)
@@ -297,7 +295,7 @@ def _from_saved(path: Path, split: str | None) -> DatasetTable:
     """The data set in a folder of save_to_disk. Raises: DataError, with a text that follows the path."""
     folder = split_folder(path, split)
     require_own_arrow_files(folder)
-    with _as_data_error(None, "this is not a complete folder of save_to_disk"):
+    with _library_errors("this is not a complete folder of save_to_disk"):
         dataset = _datasets().load_from_disk(str(folder))
         dataset.data.validate()  # the offsets of rows are checked when rows are read
     stem = "-".join(part.name for part in dict.fromkeys((path, folder)))
@@ -321,15 +319,14 @@ def _from_hub(name: str, subset: str | None, split: str | None) -> DatasetTable:
 
 
 @contextlib.contextmanager
-def _as_data_error(name: str | None, what: str) -> Iterator[None]:
+def _library_errors(what: str) -> Iterator[None]:
     """For blocks in which a library reads a user's file: it may raise anything for a damaged one. Raises: DataError."""
     try:
         yield
     except Exception as error:
         cause = error.__cause__ or error  # `datasets` wraps the error that states the fault in a general one
-        prefix = "" if name is None else f"{name}: "
         reason = f"{type(cause).__name__}: {cause!s:.1000}"
-        raise DataError(f"{prefix}{what}: {reason}. Restore the file, or write it again") from error
+        raise DataError(f"{what}: {reason}. Restore the file, or write it again") from error
 
 
 def _datasets() -> Any:

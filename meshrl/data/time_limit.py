@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import Any
 
 _TICK_S = 0.1
 
@@ -16,25 +16,18 @@ class TooLongError(Exception):
     """Raised inside the block, between two instructions of Python: a single call into C is not interrupted."""
 
 
-@dataclass(eq=False, slots=True)
-class _Block:
-    thread: int
-    deadline: float
-    interrupted: bool = False
-
-
 _lock = threading.Lock()
-_running: set[_Block] = set()
+_deadlines: dict[int, float] = {}  # by thread, while it runs a block
 _watchdog: threading.Thread | None = None  # runs while a block runs, and up to one tick longer
 
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TooLongError in the block when it takes longer. Costs some microseconds."""
+    """Raise TooLongError in the block when it takes longer. Costs some microseconds. Not to be nested."""
     global _watchdog
-    block = _Block(threading.get_ident(), time.monotonic() + seconds)
+    thread = threading.get_ident()
     with _lock:
-        _running.add(block)
+        _deadlines[thread] = time.monotonic() + seconds
         if _watchdog is None or not _watchdog.is_alive():
             _watchdog = threading.Thread(target=_interrupt_all, name="time-limit", daemon=True)
             _watchdog.start()
@@ -42,17 +35,16 @@ def time_limit(seconds: float) -> Iterator[None]:
         yield
     finally:
         try:
-            _leave(block)
+            _leave(thread)
         except TooLongError:  # raised just now; the next one could come only a tick later
-            _leave(block)
+            _leave(thread)
             raise
 
 
-def _leave(block: _Block) -> None:
+def _leave(thread: int) -> None:
     with _lock:
-        _running.discard(block)
-        if block.interrupted:  # perhaps not yet raised: it must not be raised after the block
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(block.thread), None)
+        _deadlines.pop(thread, None)
+        _raise_in(thread, None)  # one that is not yet raised must not be raised after the block
 
 
 def _interrupt_all() -> None:
@@ -60,12 +52,14 @@ def _interrupt_all() -> None:
     while True:
         time.sleep(_TICK_S)
         with _lock:
-            if not _running:
+            if not _deadlines:
                 _watchdog = None
                 return
             now = time.monotonic()
-            for block in _running:
-                if now > block.deadline:  # again in each tick: the block may have caught the last one
-                    block.interrupted = True
-                    error = ctypes.py_object(TooLongError)
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(block.thread), error)
+            for thread, deadline in _deadlines.items():
+                if now > deadline:  # again in each tick: the block may have caught the last one
+                    _raise_in(thread, ctypes.py_object(TooLongError))
+
+
+def _raise_in(thread: int, error: Any) -> None:
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), error)

@@ -10,7 +10,7 @@ from meshrl.cluster.groups import RolloutGroup
 from meshrl.config.run import RunConfig
 from meshrl.core.types import Metric, Trajectory
 from meshrl.loops.job import Job, Task
-from meshrl.loops.step import collect, grade, sampling_params
+from meshrl.loops.step import collect, grade
 from meshrl.reward.score import Scorer
 
 
@@ -41,9 +41,7 @@ async def evaluate_prompts(
     cfg: RunConfig, task: Task, rollouts: RolloutGroup, scorer: Scorer, min_version: int
 ) -> tuple[list[Trajectory], list[Metric]]:
     """Answer and score every held-out prompt with the samplers' current weights."""
-    k = cfg.loop.eval_samples
-    sampling = sampling_params(cfg.rollout.sampling, task.stop_token_ids, greedy=k == 1)
-    trajectories = await collect(cfg, task, rollouts, task.eval_prompts, k, "eval", sampling, min_version)
+    trajectories = await collect(cfg, task, rollouts, task.eval_prompts, "eval", min_version)
     await grade(cfg, scorer, trajectories)
     scorer.check_failures(trajectories)
     return trajectories, eval_metrics(trajectories, cfg)

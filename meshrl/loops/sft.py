@@ -49,7 +49,7 @@ class SftJob:
 
 async def sft(job: SftJob) -> None:
     """Run until the job is over, from its current step."""
-    cfg, trainer, loss, spans = job.cfg, job.trainer, sft_loss(), job.run.spans
+    cfg, trainer, loss, spans = job.cfg, job.trainer, sft_loss, job.run.spans
     denominator = AlgoConfig(aggregation="token_mean")
     while True:
         await job.run.save_if_due(job, cfg.sft.save_every_steps, with_model=job.is_over)

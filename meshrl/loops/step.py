@@ -1,4 +1,4 @@
-"""The parts of a step that the schedules share, as plain functions: sample, train_step, sync, finish_step."""
+"""The parts of a step that the schedules share, as plain functions: answer, score, train_step, sync, finish_step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from meshrl.algo.reduce import assign_loss_weights
 from meshrl.cluster.groups import RolloutGroup
 from meshrl.cluster.weight_sync import sync_weights
 from meshrl.config.algo import ADVANTAGE_NAMES
-from meshrl.config.rollout import SamplingConfig
 from meshrl.config.run import RunConfig
 from meshrl.core.errors import MeshrlError
 from meshrl.core.types import Metric, Prompt, Purpose, Sample, SamplingParams, Trajectory
@@ -44,53 +43,40 @@ class Update:
     batch_plan: BatchPlan
 
 
-def sampling_params(cfg: SamplingConfig, stop_token_ids: tuple[int, ...], greedy: bool = False) -> SamplingParams:
-    """The config's sampling parameters for a request."""
-    return SamplingParams(
-        temperature=0.0 if greedy else cfg.temperature,
-        top_p=cfg.top_p,
-        top_k=cfg.top_k,
-        min_p=cfg.min_p,
-        repetition_penalty=cfg.repetition_penalty,
-        stop_token_ids=tuple(sorted({*stop_token_ids, *cfg.stop_token_ids})),
-        stop=tuple(cfg.stop),
-    )
-
-
 async def collect(
-    cfg: RunConfig,
-    task: Task,
-    rollouts: RolloutGroup,
-    prompts: Sequence[Prompt],
-    num_samples: int,
-    purpose: Purpose,
-    sampling: SamplingParams,
-    min_version: int,
+    cfg: RunConfig, task: Task, rollouts: RolloutGroup, prompts: Sequence[Prompt], purpose: Purpose, min_version: int
 ) -> list[Trajectory]:
-    """num_samples attempts at each prompt, all concurrently; returned in the order of prompts and attempts.
+    """All attempts at these prompts, concurrently; returned in the order of prompts and attempts. A single attempt of
+    an evaluation is greedy.
 
     min_version: the oldest weights that may answer.
     """
-
-    def context(prompt: Prompt) -> AgentContext:
-        return AgentContext(
+    is_eval, given = purpose == "eval", cfg.rollout.sampling
+    num_attempts = cfg.loop.eval_samples if is_eval else cfg.loop.samples_per_prompt
+    sampling = SamplingParams(
+        temperature=0.0 if is_eval and num_attempts == 1 else given.temperature,
+        top_p=given.top_p,
+        top_k=given.top_k,
+        min_p=given.min_p,
+        repetition_penalty=given.repetition_penalty,
+        stop_token_ids=tuple(sorted({*task.stop_token_ids, *given.stop_token_ids})),
+        stop=tuple(given.stop),
+    )
+    runs = []
+    for prompt in prompts:
+        context = AgentContext(
             tokenizer=task.tokenizer,
             sampling=sampling,
-            max_new_tokens=cfg.rollout.sampling.max_new_tokens,
+            max_new_tokens=given.max_new_tokens,
             max_context_tokens=task.max_context_tokens,
             run_seed=cfg.run.seed,
             group_id=group_id(prompt, purpose),
             purpose=purpose,
             min_version=min_version,
         )
-
-    runs = [
-        task.agent.run(prompt, index, rollouts.generate, ctx)
-        for prompt, ctx in [(prompt, context(prompt)) for prompt in prompts]
-        for index in range(num_samples)
-    ]
+        runs += [task.agent.run(prompt, index, rollouts.generate, context) for index in range(num_attempts)]
     try:
-        trajectories = await gather_with_deadline(cfg.cluster, "eval" if purpose == "eval" else "rollout", runs)
+        trajectories = await gather_with_deadline(cfg.cluster, "eval" if is_eval else "rollout", runs)
     finally:
         for prompt in prompts:
             rollouts.end_session(group_id(prompt, purpose))
@@ -107,10 +93,8 @@ def group_id(prompt: Prompt, purpose: Purpose) -> str:
 
 async def answer(job: Job, prompts: Sequence[Prompt]) -> list[Trajectory]:
     """Answer these training prompts with the current weights or newer ones."""
-    cfg, task, count = job.cfg, job.task, job.cfg.loop.samples_per_prompt
-    sampling = sampling_params(cfg.rollout.sampling, task.stop_token_ids)
     with job.run.spans("rollout"):
-        return await collect(cfg, task, job.rollouts, prompts, count, "train", sampling, job.trainer.version)
+        return await collect(job.cfg, job.task, job.rollouts, prompts, "train", job.trainer.version)
 
 
 async def score(job: Job, trajectories: Sequence[Trajectory]) -> list[Metric]:
@@ -367,13 +351,11 @@ def _changes(job: Job, ack: Ack) -> list[Metric]:
 
 def rollout_metrics(job: Job, trajectories: Sequence[Trajectory], samples: Sequence[Sample]) -> list[Metric]:
     """Lengths and speeds of a step, in addition to the metrics of flatten and the scorer."""
-    turns = [turn for t in trajectories for turn in t.turns]
-    sampled = sum(len(turn.output_ids) for turn in turns)
-    trained = sum(len(s) for s in samples)
+    lengths = [sum(len(turn.output_ids) for turn in t.turns) for t in trajectories]
+    sampled, trained = sum(lengths), sum(len(s) for s in samples)
     rollout_s, train_s = job.run.spans.seconds("rollout"), job.run.spans.seconds("train")
-    lengths = np.array([sum(len(turn.output_ids) for turn in t.turns) for t in trajectories])
     metrics = [
-        histogram("rollout/length_tokens", lengths, "tokens"),
+        histogram("rollout/length_tokens", np.array(lengths), "tokens"),
         Metric(name="rollout/num_tokens", sum=float(sampled), reduce="sum", unit="tokens"),
         Metric(name="train/num_tokens", sum=float(trained), reduce="sum", unit="tokens"),
         *job.rollouts.replacement_metrics(),

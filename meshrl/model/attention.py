@@ -144,7 +144,7 @@ class PackedAttention:
         outs = []
         for i, b in enumerate(padded.buckets):
             x, y, z = (_in_rows(part, b.rows) for part in (queries[i], keys[i], values[i]))
-            out = _continued_attention(x, y, z, b.prefix, spec) if b.prefix else causal_attention(x, y, z, spec)
+            out = _causal_attention(x, y, z, spec)
             outs.append(out.transpose(1, 2).reshape(b.num_queries, q.shape[1], v.shape[2]))
         return _picked(outs[0] if len(outs) == 1 else torch.cat(outs), padded.back)
 
@@ -268,21 +268,14 @@ def _in_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
     return x.reshape(rows, -1, x.shape[1], x.shape[2]).transpose(1, 2)
 
 
-def _continued_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prefix: int, spec: AttentionSpec
-) -> torch.Tensor:
-    """Segments after their common prefix: queries [B, H, L, D] over keys [B, K, prefix + L, D]."""
-    position = torch.arange(k.shape[2], device=q.device)
-    return masked_attention(q, k, v, visible(position[prefix:], position, spec.window), spec)
-
-
-def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
-    """Causal attention of equally long rows: q [B, H, L, D], k and v [B, K, L, D] -> [B, H, L, Dv]."""
-    length = q.shape[2]
-    unseen = spec.window is not None and length > spec.window
-    if unseen or spec.softcap is not None or _short_on_cpu(q, length):
-        position = torch.arange(length, device=q.device)
-        return masked_attention(q, k, v, visible(position, position, spec.window), spec)
+def _causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+    """Equally long rows, each after a prefix of N - L tokens: q [B, H, L, D], k and v [B, K, N, D] -> [B, H, L, Dv]."""
+    n = k.shape[2]
+    prefix = n - q.shape[2]
+    unseen = spec.window is not None and n > spec.window
+    if prefix or unseen or spec.softcap is not None or _short_on_cpu(q, n):
+        position = torch.arange(n, device=q.device)
+        return masked_attention(q, k, v, visible(position[prefix:], position, spec.window), spec)
     return F.scaled_dot_product_attention(
         q, k, v, is_causal=True, scale=spec.scale, enable_gqa=q.shape[1] != k.shape[1]
     )

@@ -12,7 +12,6 @@ Letters: T new tokens, D hidden size, H query heads, K key/value heads, S head s
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -28,7 +27,7 @@ from meshrl.model.lora import Adapter, adapter_of, base_layer_of
 # Largest difference of a hidden state, relative to the largest one, in fp32. Rounding stays below it; a scale or norm
 # that is not computed here changes a hundred times more.
 RELATIVE_TOLERANCE = 1e-4
-TABLE_POSITIONS = 1 << 16  # positions with precomputed rotations
+TABLE_POSITIONS = 1 << 17  # models with more positions compute the rotations in each step
 PACK_BYTES = 1 << 30  # of weights that are stored twice for speed; larger models multiply the parameters themselves
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _QKV = ("q_proj", "k_proj", "v_proj")
@@ -44,9 +43,10 @@ class FastDecoder:
 
     def __init__(self, base: Any, specs: Sequence[AttentionSpec]):
         self.embedding, self._rotary = base.embed_tokens.weight, base.rotary_emb
+        self._num_positions = getattr(base.config, "max_position_embeddings", None) or TABLE_POSITIONS + 1
         self._table: tuple[torch.Tensor, torch.Tensor] | None = None
-        self.layers = [_layer(i, block, spec) for i, (block, spec) in enumerate(zip(base.layers, specs, strict=True))]
-        self.norm = _norm(base.norm)
+        self.layers = [_Layer(i, block, spec) for i, (block, spec) in enumerate(zip(base.layers, specs, strict=True))]
+        self.norm = _Norm(base.norm)
 
     def hidden(self, tokens: torch.Tensor, position_ids: torch.Tensor, context: AttentionContext) -> torch.Tensor:
         """As CausalModel.hidden: tokens int64[T], position_ids int64[T] -> final hidden states [T, D]."""
@@ -57,14 +57,14 @@ class FastDecoder:
         return self.norm(x)
 
     def _rotation(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines [T, 1, S], from a table of the first TABLE_POSITIONS; others are computed each time."""
-        end = int(position_ids.max()) + 1
-        if end > TABLE_POSITIONS:
+        """Cosines and sines [T, 1, S], from a table of all positions: its size must not depend on position_ids, which
+        would have to be read from the device in each step. (Rope types whose rotations depend on the longest row are
+        refused when the model is loaded.)"""
+        if self._num_positions > TABLE_POSITIONS:
             return self._cos_sin(x, position_ids)
         known = self._table
-        if known is None or len(known[0]) < end or (known[0].dtype, known[0].device) != (x.dtype, x.device):
-            positions = torch.arange(max(256, 1 << (end - 1).bit_length()), device=x.device)
-            known = self._table = self._cos_sin(x, positions)
+        if known is None or (known[0].dtype, known[0].device) != (x.dtype, x.device):
+            known = self._table = self._cos_sin(x, torch.arange(self._num_positions, device=x.device))
         return known[0].index_select(0, position_ids), known[1].index_select(0, position_ids)
 
     def _cos_sin(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -190,12 +190,11 @@ class _FusedLinear:
         self._packed = None
 
 
-@dataclass(frozen=True, slots=True)
 class _Norm:
     """RMSNorm; x / rms(x) is rounded before it is multiplied by the weight, as in Transformers' modules."""
 
-    weight: torch.Tensor
-    eps: float
+    def __init__(self, module: Any):
+        self.weight, self.eps = module.weight, module.variance_epsilon
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         wide = x.float()
@@ -204,19 +203,20 @@ class _Norm:
         return torch.mul(wide, scale).to(x.dtype).mul_(self.weight)
 
 
-@dataclass(frozen=True, slots=True)
 class _Layer:
-    index: int
-    spec: AttentionSpec
-    heads: tuple[int, int]  # H, K
-    before_attention: _Norm
-    qkv: _FusedLinear
-    q_norm: _Norm | None
-    k_norm: _Norm | None
-    out: _FusedLinear
-    before_mlp: _Norm
-    gate_up: _FusedLinear
-    down: _FusedLinear
+    def __init__(self, index: int, block: Any, spec: AttentionSpec):
+        attention, mlp = block.self_attn, block.mlp
+        self.index, self.spec, size = index, spec, attention.head_dim
+        self.heads = (attention.q_proj.out_features // size, attention.k_proj.out_features // size)  # H, K
+        self.before_attention = _Norm(block.input_layernorm)
+        self.qkv = _FusedLinear([getattr(attention, name) for name in _QKV])
+        q_norm = getattr(attention, "q_norm", None)
+        self.head_norms = None if q_norm is None else (_Norm(q_norm), _Norm(attention.k_norm))
+        self.out = _FusedLinear([attention.o_proj])
+        self.before_mlp = _Norm(block.post_attention_layernorm)
+        self.gate_up = _FusedLinear([mlp.gate_proj, mlp.up_proj])
+        self.down = _FusedLinear([mlp.down_proj])
+        self.fused = [self.qkv, self.out, self.gate_up, self.down]
 
     def __call__(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, context: AttentionContext
@@ -225,40 +225,15 @@ class _Layer:
         h, k = self.heads
         qkv = self.qkv(self.before_attention(x)).view(x.shape[0], h + 2 * k, -1)
         qk = qkv[:, : h + k]
-        if self.q_norm is not None and self.k_norm is not None:
-            qk = torch.cat([self.q_norm(qk[:, :h]), self.k_norm(qk[:, h:])], dim=1)
+        if self.head_norms is not None:
+            q_norm, k_norm = self.head_norms
+            qk = torch.cat([q_norm(qk[:, :h]), k_norm(qk[:, h:])], dim=1)
         qk = (qk * cos).addcmul_(qk.roll(qk.shape[-1] // 2, -1), sin)
         attended = context.attend(self.index, qk[:, :h], qk[:, h:], qkv[:, h + k :], self.spec)
         x += self.out(attended.reshape(x.shape[0], -1))
         gate, up = self.gate_up(self.before_mlp(x)).chunk(2, dim=-1)
         x += self.down(F.silu(gate).mul_(up))
         return x
-
-    @property
-    def fused(self) -> list[_FusedLinear]:
-        return [self.qkv, self.out, self.gate_up, self.down]
-
-
-def _layer(index: int, block: Any, spec: AttentionSpec) -> _Layer:
-    attention, mlp = block.self_attn, block.mlp
-    q_norm, size = getattr(attention, "q_norm", None), attention.head_dim
-    return _Layer(
-        index=index,
-        spec=spec,
-        heads=(attention.q_proj.out_features // size, attention.k_proj.out_features // size),
-        before_attention=_norm(block.input_layernorm),
-        qkv=_FusedLinear([getattr(attention, name) for name in _QKV]),
-        q_norm=None if q_norm is None else _norm(q_norm),
-        k_norm=None if q_norm is None else _norm(attention.k_norm),
-        out=_FusedLinear([attention.o_proj]),
-        before_mlp=_norm(block.post_attention_layernorm),
-        gate_up=_FusedLinear([mlp.gate_proj, mlp.up_proj]),
-        down=_FusedLinear([mlp.down_proj]),
-    )
-
-
-def _norm(module: Any) -> _Norm:
-    return _Norm(module.weight, module.variance_epsilon)
 
 
 @lru_cache(maxsize=64)

@@ -127,35 +127,27 @@ def base_layer_of(layer: Any) -> Any:
     return layer.base_layer if _has_adapter(layer) else layer
 
 
-class MergedElements:
-    """The elements of a block of the merged weight W + s B A, in order; computed when they are read, in fp32."""
+def merged_rows(
+    weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float
+) -> Callable[[int, int], torch.Tensor]:
+    """A function that computes the rows [first, end) of a block of the merged weight W + s B A, in fp32.
 
-    def __init__(self, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float):
-        """weight: [out, in], a block of W; a: [R, in], its columns of A; b: [out, R], its rows of B."""
-        self._weight, self._a, self._b, self._scale = weight, a.float(), b, scale
-        self.device = weight.device
-
-    def numel(self) -> int:
-        return self._weight.numel()
-
-    def __getitem__(self, part: slice) -> torch.Tensor:
-        low, high, _ = part.indices(self.numel())
-        columns = self._weight.shape[1]
-        first, end = low // columns, -(-high // columns)
-        rows = torch.addmm(self._weight[first:end].float(), self._b[first:end].float(), self._a, alpha=self._scale)
-        return rows.view(-1)[low - first * columns : high - first * columns]
+    weight: [out, in], a block of W; a: [R, in], its columns of A; b: [out, R], its rows of B.
+    """
+    a = a.float()
+    return lambda first, end: torch.addmm(weight[first:end].float(), b[first:end].float(), a, alpha=scale)
 
 
-def merged(adapter: Adapter) -> Callable[[LocalBox], MergedElements]:
-    """A function from a box of the adapter's weight to the merged elements of that box (a collective if the model is
-    sharded: each rank needs the full A and B, which are small)."""
+def merged(adapter: Adapter) -> Callable[[LocalBox], Callable[[int, int], torch.Tensor]]:
+    """A function from a box of the adapter's weight to `merged_rows` of that box (a collective if the model is sharded:
+    each rank needs the full A and B, which are small)."""
     a, b = full_tensor(adapter.a.detach()).float(), full_tensor(adapter.b.detach()).float()
 
-    def elements(local: LocalBox) -> MergedElements:
+    def rows_of(local: LocalBox) -> Callable[[int, int], torch.Tensor]:
         rows, columns = index_of(local.box)
-        return MergedElements(local.tensor, a[:, columns], b[rows], adapter.scale)
+        return merged_rows(local.tensor, a[:, columns], b[rows], adapter.scale)
 
-    return elements
+    return rows_of
 
 
 @contextmanager

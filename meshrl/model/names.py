@@ -108,8 +108,8 @@ def _require_fit(name: str, entry: StoredTensor, shape: tuple[int, ...], wanted:
     """Raises: ConfigError when a tensor of the files has another shape or kind than the model's."""
     if entry.shape != shape:
         raise ConfigError(
-            f"{entry.file}: {entry.name!r} has shape {list(entry.shape)}, but with config.json {name!r} of {model} has "
-            f"shape {list(shape)}. The file and config.json are of different models"
+            f"{entry.file}: {entry.name!r} has shape {list(entry.shape)!s:.80}, but with config.json {name!r} of "
+            f"{model} has shape {list(shape)}. The file and config.json are of different models"
         )
     dtype = DTYPES.get(entry.kind)
     if dtype is None or dtype.is_floating_point != wanted.is_floating_point():

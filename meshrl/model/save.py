@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from meshrl.model.hub_names import HubNames, persistent_buffers
 from meshrl.model.lora import Adapter, adapters_of, is_adapter, merged, named_weights
-from meshrl.model.weight_files import write_tensors
+from meshrl.model.weight_files import INDEX, SINGLE, write_tensors
 from meshrl.parallel.boxes import LocalBox, boxes, index_of, owners
 
 if TYPE_CHECKING:
@@ -85,8 +85,8 @@ def save_pretrained(
 
 
 def _merged_values(adapter: Adapter) -> Callable[[LocalBox], torch.Tensor]:
-    elements = merged(adapter)
-    return lambda local: elements(local)[:].view(local.tensor.shape)
+    rows_of = merged(adapter)
+    return lambda local: rows_of(local)(0, len(local.tensor))
 
 
 def gathered(
@@ -164,7 +164,7 @@ def _write(lm: PreTrainedModel, tensors: dict[str, torch.Tensor], path: Path) ->
 
 
 def _file_name(number: int, num_files: int) -> str:
-    return "model.safetensors" if num_files == 1 else f"model-{number + 1:05d}-of-{num_files:05d}.safetensors"
+    return SINGLE if num_files == 1 else f"model-{number + 1:05d}-of-{num_files:05d}.safetensors"
 
 
 def _write_index(path: Path, written: Sequence[dict[str, int]], num_files: int) -> None:
@@ -172,7 +172,7 @@ def _write_index(path: Path, written: Sequence[dict[str, int]], num_files: int) 
         "metadata": {"total_size": sum(sum(sizes.values()) for sizes in written)},
         "weight_map": {name: _file_name(i, num_files) for i, names in enumerate(written) for name in sorted(names)},
     }
-    (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    (path / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def _copy_tokenizer(tokenizer_from: str | Path | None, path: Path) -> None:

@@ -54,27 +54,21 @@ def mean_of_known(values: Sequence[float]) -> float:
     return sum(known) / len(known) if known else math.nan
 
 
-def save_curve(
-    path: str | Path,
-    steps: Sequence[int],
-    rewards: Sequence[float],
-    evals: Sequence[tuple[int, float]] = (),
-    title: str = "reward",
-) -> None:
-    """Draw the training reward by step (thin), its moving average (thick) and evaluations (dots) as a PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+def save_curve(path: Path, rewards: Sequence[float], evals: Sequence[tuple[int, float]]) -> None:
+    """Draw the training reward of each step from the first one (thin), its moving average (thick) and evaluations
+    (dots; finished steps, score) as a PNG."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
+    steps = range(1, len(rewards) + 1)
     axes.plot(steps, rewards, color="tab:blue", alpha=0.35, linewidth=1, label="training, each step")
     axes.plot(steps, moving_average(rewards), color="tab:blue", linewidth=2, label="training, moving average")
     if evals:
         axes.plot([s for s, _ in evals], [v for _, v in evals], "o", color="tab:orange", label="held-out")
     axes.set_xlabel("step")
     axes.set_ylabel("mean reward")
-    axes.set_title(title)
+    axes.set_title("reward")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, format="png")

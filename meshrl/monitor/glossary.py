@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from importlib import resources
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class Entry:
     """healthy: the curve of a good run. otherwise: the meaning of another curve, and what to do; may be empty. labels:
     readable names for the output of commands, one for each of `names`, or none."""
 
-    names: tuple[str, ...]
-    units: tuple[str, ...]
+    names: Sequence[str]
+    units: Sequence[str]
     healthy: str
-    otherwise: str
-    labels: tuple[str, ...]
+    otherwise: str = ""
+    labels: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +51,9 @@ def _load() -> list[tuple[str, str, list[Entry]]]:
     """(title, introduction, entries) of each section."""
     text = resources.files("meshrl.monitor").joinpath("glossary.json").read_text(encoding="utf-8")
     return [
-        (section["title"], section["intro"], [_entry(**metric) for metric in section["metrics"]])
+        (section["title"], section["intro"], [Entry(**metric) for metric in section["metrics"]])
         for section in json.loads(text)
     ]
-
-
-def _entry(names: list[str], units: list[str], healthy: str, otherwise: str = "", labels: Sequence[str] = ()) -> Entry:
-    return Entry(tuple(names), tuple(units), healthy, otherwise, tuple(labels))
 
 
 SECTIONS = _load()

@@ -143,10 +143,12 @@ def _order_of_cuts(placements: Sequence[Placement], sizes: Sequence[int]) -> lis
         if placement.is_replicate():
             continue
         right = _shards_to_the_right(placements, sizes, axis)
-        cuts_last = isinstance(placement, _StridedShard) and right > 1
-        if isinstance(placement, _StridedShard) and right > 1 and placement.split_factor != right:
+        if not isinstance(placement, _StridedShard) or right == 1:
+            first.append(axis)
+        elif placement.split_factor == right:
+            last.append(axis)
+        else:
             raise ValueError(f"a tensor placed as {placements} on a mesh of {tuple(sizes)} is cut in an unknown order")
-        (last if cuts_last else first).append(axis)
     return first + last[::-1]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -57,13 +58,11 @@ def is_stopped(pid: int) -> bool:
 def handles(pid: int, number: int) -> bool:
     """Whether the process has installed a handler for the signal; without one, the signal would end it. True if the
     system does not report this."""
-    status = Path(f"/proc/{pid}/status")
-    if not status.parent.parent.joinpath("self").exists():
-        return True
     try:
-        caught = re.search(r"^SigCgt:\s*(\w+)", status.read_text(), re.MULTILINE)
+        status = Path(f"/proc/{pid}/status").read_text()
     except (FileNotFoundError, ProcessLookupError):
-        return False
+        return sys.platform != "linux"
+    caught = re.search(r"^SigCgt:\s*(\w+)", status, re.MULTILINE)
     return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
 
 

@@ -72,7 +72,7 @@ def send_bytes(sock: socket.socket, body: bytes) -> None:
     sock.sendall(_LENGTH.pack(len(body)) + body)
 
 
-def receive_bytes(sock: socket.socket, max_bytes: int = (1 << 32) - 1) -> bytes:
+def receive_bytes(sock: socket.socket, max_bytes: int) -> bytes:
     """Read one frame of bytes. Raises: EOFError at the end, or when the frame is longer than max_bytes."""
     (length,) = _LENGTH.unpack(receive_exactly(sock, _LENGTH.size))
     if length > max_bytes:

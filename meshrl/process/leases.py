@@ -64,34 +64,28 @@ class LeasedFolder:
         self._remove()
 
 
-def sweep() -> list[Path]:
-    """Remove this user's resources without a lease from shared memory and from the system's folder for temporary files,
-    and return their paths. It never waits."""
-    removed: list[Path] = []
+def sweep() -> None:
+    """Remove this user's resources without a lease from shared memory and from the system's folder for temporary files.
+    It never waits."""
     for folder in (_SHARED_MEMORY, Path(tempfile.gettempdir())) if _KERNEL else ():
         with contextlib.suppress(OSError):
-            removed += [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and _swept(path)]
-    return removed
+            for path in folder.iterdir():
+                if _NAME.fullmatch(path.name):
+                    _remove_without_lease(path)
 
 
-def _swept(path: Path) -> bool:
-    try:
+def _remove_without_lease(path: Path) -> None:
+    # Errors: it has a lease, it belongs to another user, or another process has removed it meanwhile.
+    with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:  # removed meanwhile, or it belongs to another user
-        return False
-    try:
+        stack.callback(os.close, fd)
         if os.fstat(fd).st_uid != os.geteuid():
-            return False
+            return
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink()
-        return not path.exists()
-    except OSError:  # it has a lease, or another process has removed it
-        return False
-    finally:
-        os.close(fd)
 
 
 def _remove(path: Path, fd: int) -> None:

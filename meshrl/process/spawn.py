@@ -182,7 +182,7 @@ class _ForkServer:
     inherited: tuple[Any, ...]
 
 
-_servers: list[_ForkServer] = []  # only the last one gets requests; the others end after their last child
+_server: _ForkServer | None = None  # former ones end after their last child
 _starting = threading.Lock()
 
 
@@ -207,6 +207,7 @@ def fork(program: Program, name: str, environment: Mapping[str, str], channel: i
 
 def _server_with(preload: tuple[str, ...], environment: Mapping[str, str]) -> _ForkServer:
     """The fork server for children with these properties; a new one replaces a server with others."""
+    global _server
     inherited = (
         preload,
         environment,
@@ -215,8 +216,7 @@ def _server_with(preload: tuple[str, ...], environment: Mapping[str, str]) -> _F
         Path("/proc/self/status").read_text().partition("Umask:")[2].split()[0],  # os.umask can only read by writing
         [resource.getrlimit(number) for number in _LIMITS],
     )
-    _servers[:] = [server for server in _servers if server.process.poll() is None]
-    if not _servers or _servers[-1].inherited != inherited or _servers[-1].requests.fileno() < 0:
+    if _server is None or _server.process.poll() is not None or _server.inherited != inherited:
         retire()
         requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         module = [sys.executable, "-m", "meshrl.process.fork_server"]
@@ -227,20 +227,21 @@ def _server_with(preload: tuple[str, ...], environment: Mapping[str, str]) -> _F
                 stdin=subprocess.DEVNULL,
                 env=environment,
             )
-        _servers.append(_ForkServer(process, requests, inherited))
-    return _servers[-1]
+        _server = _ForkServer(process, requests, inherited)
+    return _server
 
 
 def retire() -> None:
     """Send the fork server no more requests: it ends after its last child."""
-    for server in _servers:
-        if server.requests.fileno() >= 0:
-            server.requests.close()
-            threading.Thread(target=server.process.wait, daemon=True).start()  # else a zombie is left
+    global _server
+    if _server is not None:
+        _server.requests.close()
+        threading.Thread(target=_server.process.wait, daemon=True).start()  # else a zombie is left
+        _server = None
 
 
 @atexit.register
-def _end_all() -> None:
-    for server in _servers:
-        server.process.kill()
-        server.process.wait()
+def _end_server() -> None:
+    if _server is not None:
+        _server.process.kill()
+        _server.process.wait()

@@ -5,9 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterator
 
-from meshrl.config.check import Case
-from meshrl.config.run import RunConfig
-from meshrl.config.source import Problem
+from meshrl.config.case import Case, Problem
 from meshrl.core.errors import ConfigError
 from meshrl.core.lookup import DOTTED_PATH, can_be_imported
 from meshrl.reward.kinds import REWARDS, make_grader
@@ -20,9 +18,8 @@ def check_graders(in_memory: Collection[str], case: Case) -> Iterator[Problem]:
     Modules that only this check imports are removed from sys.modules, so that the check of the next config in this
     process reads their files again.
     """
-    assert isinstance(case.config, RunConfig)
     before = set(sys.modules)
-    for name, term in case.config.reward.terms.items():
+    for name, term in case.rl.reward.terms.items():
         is_path = DOTTED_PATH.fullmatch(term.kind) and can_be_imported(term.kind)
         if name in in_memory or not (term.kind in REWARDS or is_path):
             continue

@@ -8,14 +8,11 @@ meshrl.reward.plain_text reads answers in a sentence or with a unit.
 from __future__ import annotations
 
 import re
-from decimal import Decimal
 
 from meshrl.reward.plain_text import normalized, number_with_unit, stated_expression
 
 MAX_TEXT_CHARS = 8_000
 """Without a box, only this much of the end of a completion is searched: the search is quadratic in some texts."""
-
-_E_NOTATION = re.compile(r"(?<![\w.\\])([0-9]+(?:\.[0-9]+)?[eE][-+]?[0-9]{1,2})(?![\w^])")
 
 _BOX = re.compile(r"\\f?boxed\s*\{")
 _EQUALS = re.compile(r"^(?:=|≈|\\approx(?![a-zA-Z]))\s*")
@@ -47,11 +44,6 @@ def final_expression(section: str) -> str:
     if stated is None:
         return text
     return f"\\boxed{{{stated}}}" if stated else ""
-
-
-def with_decimals(text: str) -> str:
-    """`text` with 1500 in place of 1.5e3, which math-verify would read as a product with Euler's number."""
-    return _E_NOTATION.sub(lambda m: format(Decimal(m[1]), "f"), text)
 
 
 def marked_answer(text: str) -> str | None:

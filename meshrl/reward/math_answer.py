@@ -19,23 +19,17 @@ from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 
-from meshrl.reward.final_answer import (
-    answer_section,
-    box_contents,
-    final_expression,
-    marked_answer,
-    with_decimals,
-)
+from meshrl.reward.final_answer import answer_section, box_contents, final_expression, marked_answer
 from meshrl.reward.plain_text import normalized, number_with_unit
 
-_MARKED = re.compile(r"#### (\$?-?\$?[0-9.,]+)")
 _GSM8K_NUMBER = re.compile(r"\$?-?\$?[0-9.,]+")
+_MARKED = re.compile(f"#### ({_GSM8K_NUMBER.pattern})")
 _PLAIN_NUMBER = re.compile(
     r"[-+]?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,4})?"
 )
+_E_NOTATION = re.compile(r"(?<![\w.\\])[0-9]+(?:\.[0-9]+)?[eE][-+]?[0-9]{1,2}(?![\w^])")
 _MULTIPLE_OF_E = re.compile(r"[0-9]\s*e")  # in the reference; e in the answer 2e-3 is then Euler's number, too
 _ALTERNATIVE = re.compile(r"\\(?:lor|vee)(?![a-zA-Z])")
-_CHOICES = tuple("ABCDEFGHIJ")
 _CHOICE = re.compile(r"\\boxed\{\s*(?:\\[a-z]+\s*\{\s*)?\(([A-J])\)")  # "(C) 5" states both the choice and its value
 _DECIMALS = 6  # math-verify's own, so that 0.333333 = 1/3
 _LATEX_MARKS = ("$", "\\boxed", "\\(", "\\[")
@@ -90,11 +84,11 @@ def math_verify(completion: str, answer: str) -> bool:
 
     reference, text = normalized(answer), final_expression(answer_section(completion))
     choice = _CHOICE.match(text)
-    if choice and reference.strip("()") in _CHOICES:
+    if choice and re.fullmatch(r"\(*[A-J]\)*", reference):
         return choice[1] == reference.strip("()")
     number, decimals = _plain_number(reference), _DECIMALS
     if number is not None or not _MULTIPLE_OF_E.search(reference):
-        reference, text = with_decimals(reference), with_decimals(text)
+        reference, text = _with_decimals(reference), _with_decimals(text)
     if number:
         decimals += max(0, -1 - number.adjusted())
     return verify(_math_reference(reference), _parsed(text), float_rounding=decimals, timeout_seconds=None)
@@ -132,6 +126,11 @@ def _gsm8k_reference(answer: str) -> str:
 def _plain_number(text: str) -> Decimal | None:
     text = text.strip().replace("\u2212", "-")
     return Decimal(text.replace(",", "")) if _PLAIN_NUMBER.fullmatch(text) else None
+
+
+def _with_decimals(text: str) -> str:
+    """`text` with 1500 in place of 1.5e3, which math-verify would read as a product with Euler's number."""
+    return _E_NOTATION.sub(lambda m: format(Decimal(m[0]), "f"), text)
 
 
 @functools.lru_cache(maxsize=1024)  # a group's attempts share their reference

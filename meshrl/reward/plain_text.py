@@ -18,11 +18,8 @@ _CHARACTERS = str.maketrans(
     {
         **dict.fromkeys("\u2212\ufe63\uff0d", "-"),  # minus signs
         **dict.fromkeys("\u00a0\u2009\u202f", " "),  # spaces that separate thousands
-        "×": "*",
-        "·": "*",
-        "÷": "/",
-        **{"π": "\\pi ", "∞": "\\infty ", "∪": "\\cup ", "∩": "\\cap ", "∈": "\\in "},
-        **{"≤": "\\leq ", "≥": "\\geq ", "≠": "\\neq "},
+        **dict.fromkeys("×·", "*"),
+        **{"π": "\\pi ", "∞": "\\infty ", "∈": "\\in "},  # math-verify reads other operators, such as ≤ and ∪
     }
 )
 _SUPERSCRIPTS = str.maketrans("⁻⁺⁰¹²³⁴⁵⁶⁷⁸⁹", "-+0123456789")
@@ -84,8 +81,8 @@ _CONNECTIVE = re.compile(
     r"(?:and|or|to|plus|minus|times|over)\s+(?:[-$]*[0-9]|[a-z]\b|half|more|less|fewer)|squared|cubed|factorial",
     re.IGNORECASE,
 )
-_PLAIN_NUMBER = re.compile(rf"[-+]?(?:{_NUMBER})(?: ?/ ?[0-9]+)?\s*(?:\\?%)?")
-_LENGTH_UNIT = re.compile(rf"({_PLAIN_NUMBER.pattern})\s+[ckm]?m(?:\^\(?[23]\)?|/[a-z]+(?:\^\(?2\)?)?)")  # m^2, m/s^2
+_SINGLE_NUMBER = re.compile(rf"[-+]?(?:{_NUMBER})(?: ?/ ?[0-9]+)?\s*(?:\\?%)?")
+_LENGTH_UNIT = re.compile(rf"({_SINGLE_NUMBER.pattern})\s+[ckm]?m(?:\^\(?[23]\)?|/[a-z]+(?:\^\(?2\)?)?)")  # m^2, m/s^2
 
 
 def normalized(text: str) -> str:
@@ -122,7 +119,7 @@ def stated_expression(text: str) -> str | None:
 
 def number_with_unit(text: str) -> str | None:
     """The number in "18 dollars", which a box may contain; None for anything else."""
-    match = re.fullmatch(rf"\$?({_PLAIN_NUMBER.pattern})\s+[^\W\d_]{{3,}}[^\d\\]*", text)
+    match = re.fullmatch(rf"\$?({_SINGLE_NUMBER.pattern})\s+[^\W\d_]{{3,}}[^\d\\]*", text)
     return None if match is None or _CONNECTIVE.match(text, match.end(1) + 1) else match[1]
 
 
@@ -147,7 +144,7 @@ def _expression(statement: str) -> str | None:
         return ""
     if not _is_formula(formula) or _CONNECTIVE.match(after):
         return None
-    return formula if _PLAIN_NUMBER.fullmatch(formula) or not re.search("[0-9]", after) else None
+    return formula if _SINGLE_NUMBER.fullmatch(formula) or not re.search("[0-9]", after) else None
 
 
 def _is_formula(text: str) -> bool:

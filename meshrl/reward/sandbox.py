@@ -15,7 +15,6 @@ import functools
 import json
 import math
 import os
-import pickle
 import queue
 import signal
 import socket
@@ -28,9 +27,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import IO, Any
 
+from meshrl.config.reward import RewardConfig
 from meshrl.core.errors import ConfigError, Failure, RewardError
 from meshrl.process.diagnosis import exit_text, output_tail
-from meshrl.process.frames import receive_bytes, send_bytes
+from meshrl.process.frames import receive_bytes, send
 from meshrl.process.guard import GuardedProcess
 
 Item = tuple[str, dict[str, Any]]
@@ -51,32 +51,27 @@ EVENTS = {
 
 
 class Sandbox:
-    """A pool of worker processes that grade items with the functions of `terms`: {term: (kind, args)}.
+    """A pool of worker processes that grade items with the functions of `cfg.terms`.
 
-    functions: Python objects, by term. Functions that a worker can't import, such as lambdas and functions of a script
-    or a notebook, are sent by value.
-    timeout_s: wall-clock seconds of one grading. max_memory_bytes: address space of one worker (enforced on Linux).
+    functions: Python objects in place of a term's kind, by term. Functions that a worker can't import, such as lambdas
+    and functions of a script or a notebook, are sent by value.
     Workers search a user's modules where this process does, then in the working folder; their output is dropped.
 
     Raises: ConfigError for a function that can't be sent.
     """
 
-    def __init__(
-        self,
-        terms: dict[str, tuple[str, dict[str, Any]]],
-        functions: Mapping[str, Callable[..., Any]] | None = None,
-        *,
-        num_workers: int,
-        timeout_s: float,
-        max_memory_bytes: int,
-    ):
-        pickled = {term: _pickled(term, function) for term, function in (functions or {}).items()}
-        setup = {"terms": terms, "functions": pickled, "timeout_s": timeout_s, "max_memory_bytes": max_memory_bytes}
-        self._workers = [_Worker(setup) for _ in range(num_workers)]
+    def __init__(self, cfg: RewardConfig, functions: Mapping[str, Callable[..., Any]] | None = None):
+        setup = {
+            "terms": {name: (term.kind, dict(term.args)) for name, term in cfg.terms.items()},
+            "functions": {term: _pickled(term, function) for term, function in (functions or {}).items()},
+            "timeout_s": cfg.timeout_s,
+            "max_memory_bytes": cfg.max_memory_bytes,  # of a worker's address space; enforced on Linux
+        }
+        self._workers = [_Worker(setup) for _ in range(cfg.num_workers)]
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
-        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
+        self._threads = ThreadPoolExecutor(cfg.num_workers, thread_name_prefix="reward")
         self._starting = asyncio.Lock()
         self._started = self._closed = False
 
@@ -175,7 +170,7 @@ class _Worker:
             running = self._spawn(output)
             try:
                 running.link.settimeout(_START_TIMEOUT_S)
-                send_bytes(running.link, pickle.dumps(self._setup))
+                send(running.link, self._setup)
                 reply = json.loads(receive_bytes(running.link, _MAX_REPLY_BYTES))
             except (OSError, EOFError) as error:
                 code = running.process.exit_code(0.0 if isinstance(error, TimeoutError) else _END_TIMEOUT_S)
@@ -242,7 +237,7 @@ class _Worker:
         retire = False
         try:
             running.link.settimeout(timeout_s + (_ASYNC_GRACE_S if items[0][0] in self.async_terms else 0.0))
-            send_bytes(running.link, pickle.dumps(items))
+            send(running.link, items)
             while len(answered) < len(items) and not retire:
                 reply = json.loads(receive_bytes(running.link, _MAX_REPLY_BYTES))
                 if "failure" in reply:

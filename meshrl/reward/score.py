@@ -36,13 +36,7 @@ class Scorer:
     def __init__(self, cfg: RewardConfig, functions: Mapping[str, Callable[..., Any]] | None = None):
         """functions: Python objects given in place of a kind, by term. Raises: ConfigError, as Sandbox."""
         self._cfg = cfg
-        self._sandbox = Sandbox(
-            {name: (term.kind, dict(term.args)) for name, term in cfg.terms.items()},
-            functions or {},
-            num_workers=cfg.num_workers,
-            timeout_s=cfg.timeout_s,
-            max_memory_bytes=cfg.max_memory_bytes,
-        )
+        self._sandbox = Sandbox(cfg, functions)
         self._reported = Counter[str]()  # events of the workers that are in the metrics of an earlier `score`
 
     async def start(self) -> None:

@@ -17,7 +17,7 @@ from meshrl.reward.score import Scorer
 
 Note = Callable[[str], None]
 Pair = tuple[float | Failure, float | Failure]
-"""Result of one row's answer as the completion, and result of the empty completion."""
+"""The result of a text, mostly the row's answer, as the completion, and that of the empty completion."""
 
 NUM_ROWS = 4  # rows of the data on which a user's functions are tried
 _TRIAL_S = 0.2  # no further row is tried after this time: a judge model may take seconds for each
@@ -72,43 +72,40 @@ async def try_on_answers(scorer: Scorer, cfg: RewardConfig, prompts: Sequence[Pr
     Raises: ConfigError for a function that fails on all of them with an error that does not depend on the completion.
     """
     users = [name for name, term in cfg.terms.items() if term.kind not in SELF_TESTS]
-    if prompts and all(prompt.answer is None for prompt in prompts):
-        await _try_without_answers(scorer, users, prompts[0], note)
-        return
+    without_answers = bool(prompts) and all(prompt.answer is None for prompt in prompts)
     rows = [(prompt, str(prompt.answer)) for prompt in prompts if isinstance(prompt.answer, str | int | float)]
-    rows = [(prompt, answer) for prompt, answer in rows if answer.strip()]
+    if without_answers:
+        rows = [(prompts[0], "\n".join(TEXTS))]
     pairs: dict[str, list[Pair]] = {name: [] for name in users}
-    await scorer.start()
     began, tried = time.monotonic(), list[str]()
-    for prompt, answer in rows if users else ():
-        items = [(name, _attempt(prompt, text)) for name in users for text in (answer, "")]
-        graded = await scorer.grade(items)
-        for name, own, empty in zip(users, graded[::2], graded[1::2]):
-            pairs[name].append((own, empty))
+    for prompt, text in rows if users else ():
+        if not text.strip():
+            continue
+        graded = await scorer.grade([(name, _attempt(prompt, each)) for name in users for each in (text, "")])
+        for name, pair in zip(users, zip(graded[::2], graded[1::2])):
+            pairs[name].append(pair)
         tried.append(prompt.id)
         if time.monotonic() - began > _TRIAL_S:
             break
     for name in users if tried else ():
-        found = check_results(name, cfg.terms[name], pairs[name])
+        term = cfg.terms[name]
+        found = _graded_alike(name, *pairs[name][0]) if without_answers else check_results(name, term, pairs[name])
         if found is not None:
             note(f"note: {found} (tried on {', '.join(tried)})")
 
 
-async def _try_without_answers(scorer: Scorer, users: Sequence[str], prompt: Prompt, note: Note) -> None:
-    """Report each function whose result for a text of many forms equals the one for no text, with None as answer."""
-    texts = ("\n".join(TEXTS), "")
-    graded = await scorer.grade([(name, _attempt(prompt, text)) for name in users for text in texts])
-    for name, some, empty in zip(users, graded[::2], graded[1::2]):
-        if isinstance(some, Failure) and isinstance(empty, Failure):
-            result = f"failed on a text and on the empty completion alike, with {some.kind}: {some.message}"
-        elif some == empty:
-            result = f"scored a text and the empty completion alike ({some:g})"
-        else:
-            continue
-        note(
-            f"note: reward.terms.{name} gets None as the answer of each row tried, because data.answer is null or "
-            f"data.map returns no answer; it {result}. If the function reads the answer, name its column as data.answer"
-        )
+def _graded_alike(name: str, some: float | Failure, empty: float | Failure) -> str | None:
+    """A note about a function whose result for a text of many forms equals the one for no text, without an answer."""
+    if isinstance(some, Failure) and isinstance(empty, Failure):
+        result = f"failed on a text and on the empty completion alike, with {some.kind}: {some.message}"
+    elif some == empty:
+        result = f"scored a text and the empty completion alike ({some:g})"
+    else:
+        return None
+    return (
+        f"reward.terms.{name} gets None as the answer of each row tried, because data.answer is null or data.map "
+        f"returns no answer; it {result}. If the function reads the answer, name its column as data.answer"
+    )
 
 
 def check_results(name: str, term: RewardTerm, pairs: Sequence[Pair]) -> str | None:

@@ -6,8 +6,8 @@ math_answer evaluates expressions that a model wrote, so its work is unbounded. 
 time, which does not depend on the machine's load. The kernel enforces the limit with SIGPROF, which also ends a hang in
 C. The process dies and raises no exception: an exception inside SymPy leaves caches that change later results.
 
-Frames are bytes (process/frames.py): pickle to the worker, which trusts its parent, and JSON back, so that no answer
-can run code in the parent.
+Messages (process/frames.py) are objects to the worker, which trusts its parent, and JSON back, so that no answer can
+run code in the parent.
 
     parent -> worker   dict(terms={term: (kind, args)}, functions={term: pickled function}, timeout_s,
                        max_memory_bytes), then lists of (term, payload)
@@ -22,7 +22,6 @@ import json
 import math
 import numbers
 import os
-import pickle
 import resource
 import signal
 import socket
@@ -31,7 +30,7 @@ import traceback
 from typing import Any, NoReturn
 
 from meshrl.core.errors import ConfigError
-from meshrl.process.frames import receive_bytes, send_bytes
+from meshrl.process.frames import receive, send_bytes
 from meshrl.process.guard import fork_below_guard
 from meshrl.reward.kinds import Grader, make_grader
 from meshrl.reward.math_answer import math_answer
@@ -51,7 +50,7 @@ def main(fd: int) -> NoReturn:
 
 def serve(link: socket.socket) -> None:
     """Read the setup, report ready, grade batches until the parent closes the socket."""
-    setup = pickle.loads(receive_bytes(link))
+    setup = receive(link)
     _limit(resource.RLIMIT_CORE, 0)
     _limit(resource.RLIMIT_AS, setup["max_memory_bytes"])
     sys.path.append(os.getcwd())
@@ -69,7 +68,7 @@ def serve(link: socket.socket) -> None:
     loop = None
     while True:
         try:
-            batch = pickle.loads(receive_bytes(link))
+            batch = receive(link)
         except EOFError:
             return
         if not graders[batch[0][0]].is_async:

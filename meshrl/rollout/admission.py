@@ -1,16 +1,17 @@
-"""The checks that every engine makes when it gets a request (ids, room, stop ids, sampling parameters, extras), so that
-no step can fail because of them."""
+"""The checks that every engine makes when it gets a request (weight version, ids, room, stop ids, sampling parameters,
+extras), so that no step can fail because of them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container
+from collections.abc import Callable, Collection, Container
 from dataclasses import dataclass
 
 import numpy as np
 
 from meshrl.core.errors import CapabilityError, RequestError, StaleWeightsError
 from meshrl.core.types import Request, SamplingParams, StopReason
+from meshrl.sync.layout import SyncHeader
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,6 +21,47 @@ class Bounds:
     stop_ids: frozenset[int]
     limit: int
     limit_reason: StopReason
+
+
+class WeightVersion:
+    """Base class of an engine's weights: the version by which requests are admitted and tokens are labelled. The
+    weights are those of the model folder until a sync begins or a release frees them; then those of the last sync."""
+
+    name: str  # of the engine, in errors
+    _trusted: int | None = None
+    _as_loaded = True
+    _header: SyncHeader | None = None  # of the open sync
+
+    @property
+    def _received(self) -> int:
+        """The version of the last sync; -1 = none, also during a sync and after a cancel."""
+        raise NotImplementedError
+
+    @property
+    def version(self) -> int:
+        """The version in place; -1 = none: before the first sync, during one, after a cancel or a release."""
+        return self._received if self._trusted is None else self._trusted
+
+    @property
+    def expected(self) -> int:
+        """The version in place or, during a sync, the version of that sync."""
+        return self.version if self._header is None else self._header.version
+
+    def trust(self, version: int) -> None:
+        """Use the weights of the model folder under this version number: for evaluation, where no trainer sends any.
+
+        Raises: StaleWeightsError when a sync, a cancel or a release has replaced them.
+        """
+        if not self._as_loaded:
+            raise StaleWeightsError(
+                f"{self.name} no longer has the weights of its model folder: a sync, a cancel or a release has "
+                "replaced them; build a new engine, or sync"
+            )
+        self._trusted = version
+
+    def _replace(self) -> None:
+        """The weights of the model folder are gone, and no sync is open."""
+        self._trusted, self._as_loaded, self._header = None, False, None
 
 
 def check_admission(request: Request, engine_id: str, version: int, closed: bool, unfinished: Container[str]) -> None:
@@ -36,6 +78,13 @@ def check_admission(request: Request, engine_id: str, version: int, closed: bool
     if closed or request.id in unfinished:
         why = "this engine is closed" if closed else "a request with that id is not finished; ids must be unique"
         raise RequestError(f"request {request.id}: {why}")
+
+
+def check_scorable(engine_id: str, version: int, released: Collection[str]) -> None:
+    """released: the released parts of the engine's memory. Raises: StaleWeightsError."""
+    if version < 0 or released:
+        need = f"restore {', '.join(sorted(released))}" if released else "sync weights"
+        raise StaleWeightsError(f"{engine_id} has no usable weights or cache to score with; {need} first")
 
 
 def check_supported(

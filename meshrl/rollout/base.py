@@ -7,16 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from meshrl.core.errors import CapabilityError
-from meshrl.core.types import Media, Request, Turn
+from meshrl.core.types import Request, Turn
 from meshrl.sync.receiver import WeightReceiver
 
-PauseMode = Literal["wait", "abort", "keep"]
-PARTS = ("weights", "kv_cache", "graphs")  # parts of an engine's memory that can be released
+PARTS = {"weights", "kv_cache"}  # parts of an engine's memory that can be released
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,29 +23,26 @@ class Capabilities:
     """What an engine can do besides sampling and loading weights; anything else raises CapabilityError."""
 
     release: bool = False  # it can release its memory
-    in_flight: bool = False  # weights may change while requests run (pause mode keep)
+    in_flight: bool = False  # weights may change while requests run
     score: bool = False
 
 
 @dataclass(kw_only=True, slots=True)
 class EngineStats:
-    """A snapshot: running and waiting requests, tokens in the cache, free rows, speed, weight version."""
+    """A snapshot: running and waiting requests, tokens in the cache, computed tokens, weight version."""
 
     running: int = 0
     waiting: int = 0
     cached_tokens: int = 0
-    free_slots: int = 0
     prefill_tokens: int = 0  # since start
     decode_tokens: int = 0  # sampled, since start
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
     version: int = -1
 
 
 def check_parts(parts: set[str]) -> None:
     """Check the argument of `release` and `restore`. Raises: CapabilityError."""
-    if not parts <= set(PARTS):
-        raise CapabilityError(f"parts {sorted(parts - set(PARTS))} are unknown; allowed: {', '.join(PARTS)}")
+    if not parts <= PARTS:
+        raise CapabilityError(f"parts {sorted(parts - PARTS)} are unknown; allowed: {', '.join(sorted(PARTS))}")
 
 
 class RolloutEngine(WeightReceiver, Protocol):
@@ -59,11 +55,13 @@ class RolloutEngine(WeightReceiver, Protocol):
     capabilities: Capabilities
 
     async def generate(self, request: Request) -> Turn:
-        """Sample one turn. Waits while paused. An aborted request returns its tokens so far, stop_reason "abort"."""
+        """Sample one turn. Waits while a sync is open and while memory is released. An aborted request returns its
+        tokens so far, stop_reason "abort"."""
         ...
 
-    async def score(self, ids: np.ndarray, media: dict[str, Media] | None = None) -> np.ndarray:
-        """Teacher-forced logprobs at temperature 1, float32[T]; index 0 is 0. Used to test cache, loading, mismatch."""
+    async def score(self, ids: np.ndarray) -> np.ndarray:
+        """Teacher-forced logprobs at temperature 1, float32[T]; index 0 is 0. The probe after a sync compares them with
+        the trainer's."""
         ...
 
     async def abort(self, ids: Sequence[str] | None = None) -> int:
@@ -77,14 +75,8 @@ class RolloutEngine(WeightReceiver, Protocol):
         """
         ...
 
-    async def pause(self, mode: PauseMode = "wait") -> None:
-        """Stop sampling: wait = running requests finish first, abort = they return now, keep = they stay in place."""
-        ...
-
-    async def resume(self) -> None: ...
-
     async def release(self, parts: set[str]) -> int:
-        """Free parts of {weights, kv_cache, graphs}; returns bytes freed."""
+        """Free parts of {weights, kv_cache}; returns bytes freed."""
         ...
 
     async def restore(self, parts: set[str]) -> int:

@@ -38,10 +38,9 @@ def build_rollout_engine(
         connect(model_cfg, rollout_cfg, device, engine_id, max_context_tokens),
         stop_token_ids=stop_token_ids,
         max_context_tokens=max_context_tokens,
-        max_running=rollout_cfg.max_running_requests,
         vocab_size=vocab_size,
         keep_weights=rollout_cfg.sync_mode == "delta",
-        adapter_scale=model_cfg.lora.scale if model_cfg.lora.enabled else None,
+        adapter_scale=model_cfg.lora.scale,
         stop_strings=stop_strings_of(model_cfg, rollout_cfg),
     )
 

@@ -21,11 +21,11 @@ from meshrl.config.rollout import RolloutConfig
 from meshrl.core.errors import CapabilityError, EngineFailure
 from meshrl.core.types import Request
 from meshrl.process.leases import LeasedFolder
-from meshrl.rollout.admission import Bounds, check_supported
+from meshrl.rollout.admission import Bounds
 from meshrl.rollout.base import Capabilities
 from meshrl.rollout.folder_weights import FolderWeights
 from meshrl.rollout.server.answer import AnswerPart, full_ids
-from meshrl.rollout.server.dialect import Dialect, check_stop_rule, continuation_seed, sampling_body
+from meshrl.rollout.server.dialect import Dialect, continuation_seed, sampling_body
 from meshrl.rollout.server.http import HttpClient, authorization, fetch
 
 RELOAD_PATH = "/update_weights_from_disk"
@@ -79,15 +79,10 @@ class CompletionsDialect(Dialect):
         removes."""
         super().__init__(http)
         self._model, self._takes_folders, self._reload_url = model, takes_folders, reload_url
-        self._temporary = LeasedFolder() if versions is None else None
-        folder = versions or (self._temporary.path if self._temporary else Path())
-        self._folders = FolderWeights(model_folder, folder, self._reload, http.name)
+        self._temporary = LeasedFolder()
+        self._folders = FolderWeights(model_folder, versions or self._temporary.path, self._reload, http.name)
         self._connections = asyncio.Semaphore(max_running)
         self._aborts: dict[str, asyncio.Future[None]] = {}  # by id of each sent request; done when it is aborted
-
-    def check(self, request: Request, bounds: Bounds) -> None:
-        check_supported(request, self.name)
-        check_stop_rule(request, bounds, self.name)
 
     async def stream(self, request: Request, bounds: Bounds) -> AsyncGenerator[AnswerPart]:
         aborted = self._aborts[request.id] = asyncio.get_running_loop().create_future()
@@ -146,8 +141,7 @@ class CompletionsDialect(Dialect):
 
     async def close(self) -> None:
         await super().close()
-        if self._temporary is not None:
-            self._temporary.close()
+        self._temporary.close()
 
 
 def part_of(event: dict[str, Any], request_id: str) -> AnswerPart:

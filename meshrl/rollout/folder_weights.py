@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from meshrl.core.errors import SyncError
 from meshrl.model.weight_files import INDEX, stored_tensors, write_tensors
 from meshrl.rollout.server.assembly import Assembly
 from meshrl.sync.layout import Layout, SyncHeader, TensorSpec, layout_from_json
@@ -43,28 +42,24 @@ class FolderWeights:
 
     async def call(self, step: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
         """Run a step, as a server with one worker. Raises: SyncError."""
-        match step:
-            case "reconcile":
-                return [self.reconcile(layout_from_json(arguments["layout"]))]
-            case "begin":
-                return [self.begin(SyncHeader(**arguments["header"]))]
-            case "receive":
-                return [self.receive(arguments)]
-            case "commit":
-                return [await self.commit()]
-            case "cancel":
-                self._drop()
-                return [{}]
-        raise SyncError(f"{self._name}: unknown step {step!r}")
+        if step == "commit":
+            return [await self.commit()]
+        steps: dict[str, Callable[..., dict[str, Any]]] = {
+            "reconcile": self.reconcile,
+            "begin": self.begin,
+            "receive": self.receive,
+            "cancel": self.cancel,
+        }
+        return [steps[step](**arguments)]
 
-    def reconcile(self, layout: Layout) -> dict[str, Any]:
+    def reconcile(self, layout: dict[str, Any]) -> dict[str, Any]:
         """Compare with the names in the files of the model folder: nothing else is known about the server's loader."""
-        self._layout = layout
-        dtypes = {tensor.name: tensor.dtype for tensor in layout.tensors}
+        self._layout = sent = layout_from_json(layout)
+        dtypes = {tensor.name: tensor.dtype for tensor in sent.tensors}
         common = next(iter(dtypes.values()), "float32")
         held = {name: stored.shape for name, stored in stored_tensors(self._model_folder).items()}
-        fitting = [tensor.name for tensor in layout.tensors if held.get(tensor.name) == tensor.shape]
-        others = {name: shape for name, shape in held.items() if name not in fitting and name not in layout.tied}
+        fitting = [tensor.name for tensor in sent.tensors if held.get(tensor.name) == tensor.shape]
+        others = {name: shape for name, shape in held.items() if name not in fitting and name not in sent.tied}
         return {
             "refused": {},
             "hidden": fitting,  # the server's parameters can't be read back
@@ -72,10 +67,10 @@ class FolderWeights:
             "dtypes": {},
         }
 
-    def begin(self, header: SyncHeader) -> dict[str, Any]:
+    def begin(self, header: dict[str, Any]) -> dict[str, Any]:
         """Create the folder of this version, with copies of all files of the model folder except the weights."""
-        self._drop()
-        self._assembly = Assembly(self._layout, header, self._name)
+        self.cancel()
+        self._assembly = Assembly(self._layout, SyncHeader(**header), self._name)
         folder = self._incoming
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -84,15 +79,17 @@ class FolderWeights:
                 shutil.copyfile(file, folder / file.name)
         return {}
 
-    def receive(self, message: dict[str, Any]) -> dict[str, Any]:
+    def receive(self, **message: Any) -> dict[str, Any]:
         """Take the tensors that a transfer completes."""
-        self._add(self._open().take(message))
+        assert self._assembly is not None
+        self._add(self._assembly, self._assembly.take(message))
         return {}
 
     async def commit(self) -> dict[str, Any]:
         """Rename the folder and have the server load it."""
-        assembly = self._open()
-        self._add(assembly.finish(), last=True)
+        assembly = self._assembly
+        assert assembly is not None
+        self._add(assembly, assembly.finish(), last=True)
         self._assembly = None
         began = time.perf_counter()
         total = sum(tensor.num_bytes for tensor in self._layout.tensors)
@@ -108,16 +105,20 @@ class FolderWeights:
         lap(assembly.seconds, "load", began)
         return {"differing": [], "seconds": assembly.seconds}
 
+    def cancel(self) -> dict[str, Any]:
+        """Discard the open sync."""
+        self._waiting, self._file_of = {}, {}
+        if self._assembly is not None:
+            self._assembly.close()
+            self._assembly = None
+            shutil.rmtree(self._incoming, ignore_errors=True)
+        return {}
+
     @property
     def _incoming(self) -> Path:
         return self._versions / "arriving"
 
-    def _open(self) -> Assembly:
-        if self._assembly is None:
-            raise SyncError(f"{self._name}: no sync is open")
-        return self._assembly
-
-    def _add(self, tensors: list[tuple[TensorSpec, torch.Tensor]], last: bool = False) -> None:
+    def _add(self, assembly: Assembly, tensors: list[tuple[TensorSpec, torch.Tensor]], last: bool = False) -> None:
         began = time.perf_counter()
         self._waiting |= {spec.name: tensor for spec, tensor in tensors}
         if last or sum(tensor.nbytes for tensor in self._waiting.values()) >= _FILE_BYTES:
@@ -125,11 +126,4 @@ class FolderWeights:
             write_tensors(self._waiting, self._incoming / name)
             self._file_of |= dict.fromkeys(self._waiting, name)
             self._waiting = {}
-        lap(self._open().seconds, "load", began)
-
-    def _drop(self) -> None:
-        self._waiting, self._file_of = {}, {}
-        if self._assembly is not None:
-            self._assembly.close()
-            self._assembly = None
-            shutil.rmtree(self._incoming, ignore_errors=True)
+        lap(assembly.seconds, "load", began)

@@ -18,8 +18,10 @@ from meshrl.config.rollout import RolloutConfig
 from meshrl.core.errors import CapabilityError
 from meshrl.core.types import Request
 from meshrl.data.chat import load_tokenizer
+from meshrl.data.decode import bytes_of_letters
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")  # SentencePiece's name for a token of a single byte
+_BYTE_OF = bytes_of_letters()  # of byte-level tokenizers
 _REPLACEMENT = "\ufffd"  # tokenizers decode the bytes of an incomplete character to it
 
 
@@ -114,13 +116,3 @@ def bytes_of(tokenizer: Any, token: int) -> bytes:
     if all(char in _BYTE_OF for char in piece):
         return bytes(_BYTE_OF[char] for char in piece)
     return piece.replace("▁", " ").encode()
-
-
-def _byte_level() -> dict[str, int]:
-    """{letter of byte-level BPE: byte}; a printable byte is its own letter. Source: GPT-2's encoder.py."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTE_OF = _byte_level()

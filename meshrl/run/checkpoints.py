@@ -22,7 +22,7 @@ from meshrl.train.checkpoint_files import (
     write_json,
 )
 
-_HEADER_BYTES = 16 << 20  # of the files besides the tensors themselves
+_HEADER_BYTES = 16 << 20  # more than headers and JSON files need
 
 
 class Checkpoints:

@@ -10,6 +10,7 @@ from typing import Any
 
 from meshrl.config.load import Loaded
 from meshrl.config.run import RunSection
+from meshrl.config.source import leaves
 from meshrl.core.errors import CheckpointError, MeshrlError
 from meshrl.monitor.rollout_log import remove_steps
 from meshrl.run.models import restore_best
@@ -131,7 +132,8 @@ def remove_later_steps(folder: Path, start: Start | None) -> None:
     step = start.step if start is not None else 0
     if (folder / "checkpoints").is_dir():
         remove_leftovers(folder / "checkpoints")
-        restore_best(folder, step, start.saved.get("best") if start is not None else None)
+        is_own = start is not None and start.folder.is_relative_to(folder)  # another run's best model is not this one's
+        restore_best(folder, step, start.saved.get("best") if start is not None and is_own else None)
     if (folder / "rollouts").is_dir():
         remove_steps(folder / "rollouts", step)
     if step == 0:
@@ -140,15 +142,7 @@ def remove_later_steps(folder: Path, start: Start | None) -> None:
 
 def changed_keys(was: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
     """A line for each key of the config that differs from a checkpoint's config, except run.*."""
-    before, after = dict(_leaves(was)), dict(_leaves(now))
+    before, after = ({key: value for key, value in leaves(config).items() if value != {}} for config in (was, now))
     for key in sorted(before.keys() | after.keys()):
         if before.get(key) != after.get(key) and not key.startswith("run."):
             yield f"changed since the checkpoint: {key} was {before.get(key)!r}, is {after.get(key)!r}"
-
-
-def _leaves(config: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in config.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{path}{name}.")
-        else:
-            yield path + name, value

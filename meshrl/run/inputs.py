@@ -14,10 +14,9 @@ from typing import Any, Literal, cast
 import numpy as np
 
 from meshrl.agent.loop import AGENTS, Agent, AgentContext, resolve_agent
-from meshrl.config.check import Case
+from meshrl.config.case import Check
 from meshrl.config.load import InMemory, Loaded, Source, load_run_config, load_sft_config
 from meshrl.config.run import RunConfig, SftRunConfig
-from meshrl.config.source import Problem
 from meshrl.core.errors import ConfigError, MeshrlError
 from meshrl.core.types import Generate, Prompt, Trajectory
 from meshrl.data.check import check_data
@@ -134,7 +133,7 @@ def load_run(
         "agent": {*AGENTS, *(() if objects.agent is None else (_name_of(objects.agent),))},
         "needs_answer": set(NEEDS_ANSWER),
     }
-    checks: list[Callable[[Case], Iterable[Problem]]] = [check_data, partial(check_graders, objects.rewards)]
+    checks: list[Check] = [check_data, partial(check_graders, objects.rewards)]
     loaded = load_run_config(source, overrides, known, purpose, objects.in_memory(), checks)
     if loaded.config.agent.kind in AGENTS:
         resolve_agent(loaded.config.agent)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
-import os
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,9 @@ from meshrl.monitor.sinks import JsonlSink, Sink, TerminalSink, report
 from meshrl.monitor.spans import Spans
 from meshrl.monitor.trackers import open_trackers
 from meshrl.run.checkpoints import Checkpoints
-from meshrl.run.folder import Start, changed_keys, choose_start, claim, newest_start, remove_later_steps, run_name
+from meshrl.run.folder import Start, changed_keys, choose_start, claim, remove_later_steps, run_name
 from meshrl.run.inputs import NO_OBJECTS, Objects, StepCallback
-from meshrl.run.models import Best, best_facts, export_to, is_best, model_folder, replace_best
+from meshrl.run.models import Best, best_facts, export_to, model_folder, read_best, replace_best
 from meshrl.run.signals import Stop
 from meshrl.run.status import StatusFile, require_unused
 
@@ -34,7 +34,6 @@ WriteReport = Callable[[Path], object]
 """Called with the run's folder after all other files are written."""
 
 
-@dataclass(kw_only=True, slots=True)
 class LiveRun:
     """The services for a loop (loops/job.py: RunServices), and the start and end of the run.
 
@@ -44,25 +43,35 @@ class LiveRun:
     newest model; 0 = none yet.
     """
 
-    loaded: Loaded[Any]
-    kind: str
-    num_steps: int
-    folder: Path
-    began: float
-    start: Start | None
-    stop: Stop
-    status: StatusFile
-    sinks: list[Sink]
-    note: Callable[[str], None]
-    spans: Spans
-    objects: Objects
-    checkpoints: Checkpoints = field(init=False)  # set when the ranks have started
-    is_open: bool = False
-    restarts: int = 0
-    ends_early: bool = False
-    exported_step: int = 0
-    chat_template: str | None = None
-    summary: Callable[[], dict[str, Any]] = dict
+    checkpoints: Checkpoints  # set when the ranks have started
+
+    def __init__(
+        self,
+        loaded: Loaded[Any],
+        kind: str,
+        num_steps: int,
+        folder: Path,
+        start: Start | None,
+        stop: Stop,
+        objects: Objects,
+    ):
+        self.loaded, self.kind, self.num_steps, self.folder = loaded, kind, num_steps, folder
+        self.start, self.stop, self.objects, self.began = start, stop, objects, time.monotonic()
+        first_step = start.step if start else 0
+        self.status = StatusFile(folder, num_steps, first_step)
+        terminal = TerminalSink(num_steps, io.StringIO() if objects.quiet else None, first_step=first_step)
+        self.note = terminal.note
+        self.sinks: list[Sink] = [terminal, self.status]
+
+        def entered(phase: str) -> None:
+            self.status.entered(phase)
+            terminal.entered(phase)
+
+        self.spans = Spans(entered=entered)
+        self.is_open = self.ends_early = False
+        self.restarts = self.exported_step = 0
+        self.chat_template: str | None = None
+        self.summary: Callable[[], dict[str, Any]] = dict
 
     @property
     def seconds(self) -> float:
@@ -88,9 +97,7 @@ class LiveRun:
         await self.save(job)
 
     async def save(self, job: Resumable) -> None:
-        """Start to save a checkpoint of the last finished step, unless it is saved or no step is finished."""
-        if job.step == 0:
-            return
+        """Start to save a checkpoint of the last finished step, unless it is saved."""
         saved = {
             "kind": self.kind,
             "exported_step": self.exported_step,
@@ -123,7 +130,8 @@ class LiveRun:
     async def keep_best(self, step: int, score: float) -> None:
         """Make the model of `step` the best one if its score is higher; for step 0 that is the model of model.path."""
         with self.spans("export"):
-            if not is_best(self.folder, score):
+            best = read_best(self.folder)
+            if math.isnan(score) or (best is not None and score <= best.score):
                 return
             model = str(await self.export_model(step)) if step else self.loaded.config.model.path
             await self.checkpoints.settle()  # the checkpoint that is being written may refer to the former best model
@@ -133,11 +141,6 @@ class LiveRun:
         """Whether the model of a step is retained when a better one is written."""
         every = self.loaded.config.loop.save_every_steps
         return step == self.num_steps or bool(every and step % every == 0)
-
-    def newest_start(self) -> Start | None:
-        """The newest checkpoint in the run's folder, else the one that it started from. Raises: CheckpointError when it
-        is damaged."""
-        return newest_start(self.folder, self.kind, self.num_steps) or self.start
 
     def continue_from(self, start: Start | None) -> None:
         """Remove the output of later steps, and write from this checkpoint on; None: from the beginning. Called again
@@ -150,6 +153,7 @@ class LiveRun:
             remove_later_steps(self.folder, start)
         self.sinks.insert(0, JsonlSink(self.folder / "metrics.jsonl", first_step))
         self.status.go_back_to(first_step)
+        self.ends_early = False  # on_step is called again for the steps that are repeated
         self.spans.take()  # drops the times of steps that are repeated
         if not self.is_open:
             self.is_open = True
@@ -189,36 +193,14 @@ def live_run(
     kind: "train" or "sft". Raises: MeshrlError and CheckpointError, as choose_start and claim; ConfigError when a sink
     can't be opened.
     """
-    cfg, began = loaded.config, time.monotonic()
+    cfg = loaded.config
     folder = Path(cfg.run.folder) / run_name(loaded)
     require_unused(folder)
     start = choose_start(cfg.run, folder, kind, num_steps)
     if start is None:
         claim(folder, cfg.run.resume)
     folder.mkdir(parents=True, exist_ok=True)
-    first_step = start.step if start else 0
-    silent = open(os.devnull, "w", encoding="utf-8") if objects.quiet else None  # noqa: SIM115, closed with the sinks
-    terminal = TerminalSink(num_steps, silent, first_step=first_step)
-    status_file = StatusFile(folder, num_steps, first_step)
-
-    def entered(phase: str) -> None:
-        status_file.entered(phase)
-        terminal.entered(phase)
-
-    run = LiveRun(
-        loaded=loaded,
-        kind=kind,
-        num_steps=num_steps,
-        folder=folder,
-        began=began,
-        start=start,
-        stop=stop,
-        status=status_file,
-        sinks=[terminal, status_file],
-        note=terminal.note,
-        spans=Spans(entered=entered),
-        objects=objects,
-    )
+    run = LiveRun(loaded, kind, num_steps, folder, start, stop, objects)
     status, error = "done", None
     try:
         if start is None:
@@ -233,10 +215,8 @@ def live_run(
     finally:
         for sink in run.sinks:
             sink.close(failed=status != "done")
-        if silent is not None:
-            silent.close()
         if run.is_open:
             run.write_result(status, error)
             write_report(folder)
         else:
-            status_file.restore_file()
+            run.status.restore_file()

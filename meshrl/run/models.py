@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from typing import Any
 from meshrl.cluster.groups import TrainGroup
 from meshrl.core.errors import CheckpointError
 from meshrl.core.files import replacing, write_text
-from meshrl.train.checkpoint_files import read_controller, require_space, states
+from meshrl.train.checkpoint_files import read_controller, require_space, state_folder, states
 
 _OTHER_FILES_BYTES = 64 << 20  # a model's config, tokenizer and headers
 
@@ -30,7 +29,7 @@ class Best:
 
 
 def model_folder(run: Path, step: int) -> Path:
-    return run / "checkpoints" / f"step_{step:06d}" / "model"
+    return state_folder(run / "checkpoints", step).with_name("model")
 
 
 async def export_to(trainer: TrainGroup, path: Path, tokenizer_from: str, chat_template: str | None = None) -> None:
@@ -53,12 +52,6 @@ def write_template(model: Path, text: str | None) -> None:
     """Replace the chat template in a written model's folder; None = keep the tokenizer's template."""
     if text is not None:  # Transformers prefers this file to a template in tokenizer_config.json
         (model / "chat_template.jinja").write_text(text, encoding="utf-8", newline="")
-
-
-def is_best(run: Path, score: float) -> bool:
-    """Whether the score is higher than those of all earlier evaluations of the run."""
-    best = best_facts(run)
-    return not math.isnan(score) and (best is None or score > best["score"])
 
 
 def replace_best(run: Path, best: Best, is_retained: Callable[[int], bool]) -> None:

@@ -1,5 +1,5 @@
-"""A run that loses train ranks starts new ones and continues from its last checkpoint. Ranks that only sample, reward
-workers and the loaded task are kept."""
+"""The loop of a run until its end. A run that loses train ranks starts new ones and continues from its last checkpoint;
+ranks that only sample, reward workers and the loaded task are kept. An interrupted run saves a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 
 from meshrl.cluster.launch import Groups
 from meshrl.core.errors import RankFailure, SyncError
 from meshrl.loops.job import Resumable
-from meshrl.run.folder import Start
+from meshrl.run.folder import Start, newest_start
 from meshrl.run.live import LiveRun
-from meshrl.run.signals import save_at_the_end
+from meshrl.run.signals import GRACE_S
 from meshrl.sync.layout import Layout
 
 _CAUSE_WAIT_S = 5.0
+_LAST_SAVE_S = 1.0  # for a checkpoint that is almost complete
 
 
 @contextmanager
@@ -55,8 +55,31 @@ async def run_to_end(
     try:
         await _with_restarts(run, job, groups, layout, loop)
     except asyncio.CancelledError:
-        await save_at_the_end(run.stop, run.checkpoints, job.step, partial(run.save, job), run.note)
+        await _save_at_the_end(run, job)
         raise
+
+
+async def _save_at_the_end(run: LiveRun, job: Resumable) -> None:
+    """Save the last finished step of an interrupted run, or report the last checkpoint. Waits for the running command
+    of the ranks, after Ctrl-C at most GRACE_S."""
+    if run.stop.trainer_is_valid and job.step in (0, run.checkpoints.newest_on_disk()):
+        what = ", which is saved" if job.step else "; there is nothing to save yet"
+        run.note(f"interrupted after step {job.step}{what}")
+        return
+    if run.stop.trainer_is_valid:
+        run.note(f"interrupted; ending with a checkpoint of step {job.step}")
+        try:
+            async with asyncio.timeout(GRACE_S if run.stop.is_urgent else None):
+                await run.checkpoints.trainer.idle()
+        except (TimeoutError, RankFailure):
+            pass
+        else:
+            await run.save(job)
+            return
+    await run.checkpoints.abandon(_LAST_SAVE_S)
+    last = run.checkpoints.saved_step
+    ends_with = f"its last checkpoint, after step {last}" if last else "no checkpoint"
+    run.note(f"the ranks are in the middle of a step, which is not saved; the run ends with {ends_with}")
 
 
 async def _with_restarts(
@@ -108,7 +131,7 @@ async def _next_start(run: LiveRun, groups: Groups, first: RankFailure, failure:
         first.add_note(f"the train ranks had already been restarted {run.restarts} times (cluster.max_restarts)")
         raise first
     await run.checkpoints.abandon()
-    start = run.newest_start()
+    start = newest_start(run.folder, run.kind, run.num_steps) or run.start
     if start is None:
         first.add_note("the train ranks can't be restarted, because there is no checkpoint yet")
         raise first

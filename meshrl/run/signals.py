@@ -5,17 +5,14 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 from meshrl.cluster.groups import TrainGroup
-from meshrl.core.errors import RankFailure
-from meshrl.run.checkpoints import Checkpoints
 
 GRACE_S = 4.0  # after Ctrl-C, for the running command of the ranks; saving and ending take a few seconds more
-_LAST_SAVE_S = 1.0  # for a checkpoint that is almost complete
 
 
 class Stop:
@@ -34,8 +31,8 @@ class Stop:
         self.trainer_is_valid = True
         self.can_fall_back: Callable[[], bool] = lambda: False
         self._task: asyncio.Task[Any] | None = None
-        self._updates: list[Callable[[], bool]] = []  # for each running update: whether the weights have changed
-        self._num_saves = 0
+        self._has_changed: Callable[[], bool] = lambda: False  # whether the running update has changed the weights
+        self._is_saving = False
 
     @property
     def is_urgent(self) -> bool:
@@ -53,10 +50,10 @@ class Stop:
             self._task.get_loop().call_later(GRACE_S, self._interrupt_update)
 
     def _is_delayed(self) -> bool:
-        return self._num_saves > 0 or any(changed() for changed in self._updates)
+        return self._is_saving or self._has_changed()
 
     def _interrupt_update(self) -> None:
-        if self._task is not None and self._is_delayed() and not self._num_saves:
+        if self._task is not None and self._has_changed() and not self._is_saving:
             self.trainer_is_valid = False
             self._task.cancel()
 
@@ -65,25 +62,21 @@ class Stop:
         """Context of one step's update: no signal interrupts it after its first optimizer step, which changes the
         weights. Raises: CancelledError at its end, if the end of the run was requested meanwhile."""
         before = trainer.num_optim_steps
-
-        def changed() -> bool:
-            return trainer.num_optim_steps > before
-
-        self._updates.append(changed)
+        self._has_changed = lambda: trainer.num_optim_steps > before
         try:
             yield
         finally:
-            self._updates.remove(changed)
+            self._has_changed = lambda: False
         self._end_if_requested()
 
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Context of a save: no signal interrupts it. Raises: as `updating`."""
-        self._num_saves += 1
+        self._is_saving = True
         try:
             yield
         finally:
-            self._num_saves -= 1
+            self._is_saving = False
         self._end_if_requested()
 
     def _end_if_requested(self) -> None:
@@ -112,29 +105,3 @@ class Stop:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-async def save_at_the_end(
-    stop: Stop, checkpoints: Checkpoints, step: int, save: Callable[[], Awaitable[None]], note: Callable[[str], None]
-) -> None:
-    """The end of an interrupted run: save its last finished step, or report the last checkpoint.
-
-    Waits for the running command of the ranks, after Ctrl-C at most GRACE_S.
-    """
-    if stop.trainer_is_valid and step in (0, checkpoints.newest_on_disk()):
-        note(f"interrupted after step {step}" + (", which is saved" if step else "; there is nothing to save yet"))
-        return
-    if stop.trainer_is_valid:
-        note(f"interrupted; ending with a checkpoint of step {step}")
-        try:
-            async with asyncio.timeout(GRACE_S if stop.is_urgent else None):
-                await checkpoints.trainer.idle()
-        except (TimeoutError, RankFailure):
-            pass
-        else:
-            await save()
-            return
-    await checkpoints.abandon(_LAST_SAVE_S)
-    last = checkpoints.saved_step
-    ends_with = f"its last checkpoint, after step {last}" if last else "no checkpoint"
-    note(f"the ranks are in the middle of a step, which is not saved; the run ends with {ends_with}")

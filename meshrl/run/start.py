@@ -139,8 +139,7 @@ async def _train(stop: Stop, loaded: Loaded[RunConfig], write_report: WriteRepor
             ) as groups,
         ):
             assert groups.trainer is not None and groups.rollouts is not None
-            saving = Checkpoints(run.folder, groups.trainer, cfg.run.keep_checkpoints, run.note)
-            async with saving as run.checkpoints:
+            async with Checkpoints(run.folder, groups.trainer, cfg.run.keep_checkpoints, run.note) as run.checkpoints:
                 groups.rollouts.note = run.note
                 with failures_raised(groups):
                     layout = await groups.trainer.layout(cfg.rollout.sync_bucket_bytes)
@@ -163,7 +162,7 @@ async def _train(stop: Stop, loaded: Loaded[RunConfig], write_report: WriteRepor
                 run.summary = partial(_summary, run, job)
                 with garbage_of_the_run(cfg.cluster.executor == "inline"):
                     await run_to_end(run, job, groups, layout, partial(LOOPS[cfg.loop.kind], job))
-        save_curve(run.folder / "reward.png", list(range(1, job.step + 1)), job.rewards, job.evals)
+        save_curve(run.folder / "reward.png", job.rewards, job.evals)
         _note_left_out(run.note, task, cfg, noted)
         note_run_without_signal(job)
         _note_end(run, job.step)
@@ -180,8 +179,7 @@ async def _sft(stop: Stop, loaded: Loaded[SftRunConfig], write_report: WriteRepo
             cfg.model, cfg.train, None, cfg.cluster, num_train_ranks=ranks, num_rollout_ranks=0
         ) as groups:
             assert groups.trainer is not None
-            saving = Checkpoints(run.folder, groups.trainer, cfg.run.keep_checkpoints, run.note)
-            async with saving as run.checkpoints:
+            async with Checkpoints(run.folder, groups.trainer, cfg.run.keep_checkpoints, run.note) as run.checkpoints:
                 if left_out:
                     run.note(f"left out {left_out} rows over {cfg.sft.max_row_tokens} tokens")
                 run.note(f"ready after {run.seconds:.1f} s")

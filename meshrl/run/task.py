@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 from meshrl.agent.loop import AGENTS, resolve_agent
 from meshrl.config.run import RunConfig, SftRunConfig
@@ -16,7 +14,7 @@ from meshrl.data.datasets import PromptMaker, load_sft_rows
 from meshrl.data.feed import load_eval_prompts, open_feed
 from meshrl.data.order import SftSource
 from meshrl.loops.job import Task
-from meshrl.model.limits import vocab_size_of
+from meshrl.model.limits import limits_of, vocab_size_of
 from meshrl.reward.kinds import NEEDS_ANSWER
 from meshrl.reward.score import Scorer
 from meshrl.reward.self_test import NUM_ROWS, try_built_in, try_on_answers
@@ -28,7 +26,8 @@ def load_task(cfg: RunConfig, objects: Objects, training: bool) -> Task:
     tokenizer = load_tokenizer(cfg.model.path, cfg.data.chat_template, cfg.data.chat_template_kwargs)
     agent = resolve_agent(cfg.agent) if objects.agent is None else objects.agent
     answer_for = [name for name, term in cfg.reward.terms.items() if term.kind in NEEDS_ANSWER]
-    make = PromptMaker(cfg.data, tokenizer, agent.tools, vocab_size_of(cfg.model.path), answer_for)
+    max_context_tokens, vocab_size = limits_of(cfg.model.path, cfg.rollout.max_context_tokens)  # as in the samplers
+    make = PromptMaker(cfg.data, tokenizer, agent.tools, vocab_size, answer_for)
     feed = open_feed(make, cfg.run.seed, objects.table("data.path")) if training else None
     held_out, num_eval_left_out = load_eval_prompts(make, objects.table("data.eval_path"))
     return Task(
@@ -38,7 +37,7 @@ def load_task(cfg: RunConfig, objects: Objects, training: bool) -> Task:
         eval_prompts=held_out,
         num_eval_left_out=num_eval_left_out,
         stop_token_ids=stop_token_ids(tokenizer, cfg.model.path),
-        max_context_tokens=_max_context(cfg),
+        max_context_tokens=max_context_tokens,
     )
 
 
@@ -50,16 +49,6 @@ def load_sft_source(cfg: SftRunConfig, objects: Objects) -> tuple[SftSource, int
     rows, left_out = load_sft_rows(table, cfg.sft, tokenizer, stop_token_ids(tokenizer, path), vocab_size_of(path))
     template = tokenizer.chat_template if cfg.sft.chat_template is not None else None
     return SftSource(rows, cfg.run.seed, cfg.sft.shuffle), left_out, template
-
-
-def _max_context(cfg: RunConfig) -> int:
-    """rollout.max_context_tokens, else the limit in the model's config, else the sum of the data's limits."""
-    if cfg.rollout.max_context_tokens is not None:
-        return cfg.rollout.max_context_tokens
-    facts = Path(cfg.model.path) / "config.json"
-    known = json.loads(facts.read_text(encoding="utf-8")) if facts.is_file() else {}
-    known = known.get("text_config", known)
-    return known.get("max_position_embeddings") or cfg.data.max_prompt_tokens + cfg.rollout.sampling.max_new_tokens
 
 
 @asynccontextmanager

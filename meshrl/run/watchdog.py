@@ -30,23 +30,15 @@ def run_in_own_loop(main: Coroutine[Any, Any, T]) -> T:
     """asyncio.run that also works where a loop already runs in this thread, as in a notebook; that loop waits
     meanwhile. The run is in the caller's thread: Ctrl-C and the watchdog need signals, which only the main thread
     handles."""
-    with _outer_loop_suspended():
-        return asyncio.run(main)
-
-
-@contextmanager
-def _outer_loop_suspended() -> Iterator[None]:
-    """Hide this thread's running loop. asyncio has these functions for libraries that have their own event loops."""
-    loop = asyncio._get_running_loop()
+    loop = asyncio._get_running_loop()  # asyncio has these functions for libraries that have their own event loops
     if loop is None:
-        yield
-        return
+        return asyncio.run(main)
     task = asyncio.current_task()
     if task is not None:
         asyncio._leave_task(loop, task)
     asyncio._set_running_loop(None)
     try:
-        yield
+        return asyncio.run(main)
     finally:
         asyncio._set_running_loop(loop)
         asyncio.set_event_loop(loop)  # asyncio.run has removed it

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import datetime
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ import torch.distributed as dist
 
 from meshrl.core.device import abort_group, separate_group
 from meshrl.core.errors import SyncInterrupted
-from meshrl.sync.delivery import NUM_HEAD, Delivery, delivery_from_facts
+from meshrl.sync.delivery import Delivery, delivery_from_facts, facts_bytes
 from meshrl.sync.layout import Layout, Transfer
 from meshrl.sync.transport import NUM_SLOTS, Address, Transport
 
@@ -45,7 +44,6 @@ class Broadcast(Transport):
         self._connection_id = self._prepared = ""
         self._store: dist.TCPStore | None = None
         self._groups: dict[int, Any] = {}  # by sender
-        self._most_parts = max((len(transfer.parts) for transfer in layout.transfers), default=0)
         self._slot_bytes = layout.slot_bytes
         self._slots = [self._empty() for _ in range(NUM_SLOTS)] if sender is not None else []
         self._sending: list[list[Any]] = [[] for _ in range(NUM_SLOTS)]
@@ -73,25 +71,17 @@ class Broadcast(Transport):
         if self._shared is not None or connection_id == self._connection_id:
             return
 
-        async def join(rank: int, find_store: Callable[[], Any], failure: str) -> Any:
-            def form() -> Any:
-                return separate_group(find_store(), rank, num_receivers + 1, self._device, self._timeout)
+        def join(sender: int, rank: int, at: Address) -> Any:
+            with _interrupted(f"the group of sender {sender} at {at.host}:{at.port} and its receivers can't be formed"):
+                store = dist.TCPStore(at.host, at.port, is_master=False, timeout=self._timeout)
+                return separate_group(store, rank, num_receivers + 1, self._device, self._timeout)
 
-            with _interrupted(failure):
-                return await asyncio.to_thread(form)
-
-        joins = {}
-        for sender, at in senders.items():
-            store = partial(dist.TCPStore, at.host, at.port, is_master=False, timeout=self._timeout)
-            joins[sender] = join(
-                number + 1, store, f"the group of sender {sender} at {at.host}:{at.port} can't be joined"
-            )
-        if self._sender is not None and num_receivers:
-            assert self._store is not None, "call prepare before connect"
-            failure = "the receivers of weights did not join the group of their sender"
-            joins[self._sender] = join(0, lambda: self._store, failure)
-        groups = await asyncio.gather(*joins.values())
-        self._groups = dict(zip(joins, groups, strict=True))
+        members = [(sender, number + 1, at) for sender, at in senders.items()]
+        own = self.prepare(connection_id)
+        if self._sender is not None and own is not None and num_receivers:
+            members.append((self._sender, 0, own))
+        groups = await asyncio.gather(*(asyncio.to_thread(join, *member) for member in members))
+        self._groups = {sender: group for (sender, _, _), group in zip(members, groups, strict=True)}
         self._connection_id = connection_id
 
     async def buffer(self, transfer: Transfer) -> torch.Tensor:
@@ -100,30 +90,23 @@ class Broadcast(Transport):
         self._sending[slot] = []
         return self._slots[slot]
 
-    async def put(self, delivery: Delivery) -> None:
+    async def put(self, delivery: Delivery) -> Delivery:
         payload, transfer = delivery.payload, delivery.transfer
         assert payload is not None
-        if self._shared is None and transfer.sender not in self._groups:
-            return  # this rank is its only receiver
-        facts = self._facts()
-        raw = torch.frombuffer(bytearray(delivery.facts()), dtype=torch.uint8)
-        facts[0] = len(raw)
-        facts.view(torch.uint8)[8 : 8 + len(raw)].copy_(raw)
-        self._sending[transfer.index % NUM_SLOTS] = [
-            self._begin(transfer, tensor) for tensor in (facts, payload) if tensor.numel()
-        ]
+        if self._shared is not None or transfer.sender in self._groups:  # else this rank is its only receiver
+            facts = torch.frombuffer(bytearray(delivery.facts()), dtype=torch.uint8).to(self._device)
+            works = [self._begin(transfer, tensor) for tensor in (facts, payload) if tensor.numel()]
+            self._sending[transfer.index % NUM_SLOTS] = works
+        return delivery
 
     async def get(self, transfer: Transfer) -> Delivery:
-        facts = self._facts()
+        facts = torch.empty(facts_bytes(transfer), dtype=torch.uint8, device=self._device)
         await self._wait(transfer, [self._begin(transfer, facts)])
         if self._received is None:
             self._received = self._empty()
-        host = facts.cpu()
-        length = int(host[0])
-        raw = host.view(torch.uint8)[8 : 8 + length].numpy().tobytes()
-        delivery = delivery_from_facts(transfer, raw, self._received)
-        if delivery.payload is not None and delivery.payload.numel():
-            await self._wait(transfer, [self._begin(transfer, delivery.payload)])
+        delivery = delivery_from_facts(transfer, facts.cpu().numpy().tobytes(), self._received)
+        if delivery.num_bytes:
+            await self._wait(transfer, [self._begin(transfer, self._received[: delivery.num_bytes])])
         return delivery
 
     def disconnect(self) -> None:
@@ -141,26 +124,22 @@ class Broadcast(Transport):
     def _empty(self) -> torch.Tensor:
         return torch.empty(self._slot_bytes, dtype=torch.uint8, device=self._device)
 
-    def _facts(self) -> torch.Tensor:
-        """A tensor for the facts of any transfer, with their length in front."""
-        return torch.zeros(1 + NUM_HEAD + 2 * self._most_parts, dtype=torch.int64, device=self._device)
-
     def _begin(self, transfer: Transfer, tensor: torch.Tensor) -> Any:
-        with _interrupted(transfer, "could not be broadcast"):
+        with _interrupted(f"{transfer} could not be broadcast"):
             if self._shared is not None:
                 return self._shared.broadcast(tensor, transfer.sender)
             return self._groups[transfer.sender].broadcast(tensor, 0)
 
     async def _wait(self, transfer: Transfer, works: list[Any]) -> None:
-        with _interrupted(transfer, "could not be broadcast"):
+        with _interrupted(f"{transfer} could not be broadcast"):
             for work in works:
                 await asyncio.to_thread(work.wait)
 
 
 @contextmanager
-def _interrupted(*failure: object) -> Iterator[None]:
-    """Raises: SyncInterrupted with these words for an error of a process group."""
+def _interrupted(failure: str) -> Iterator[None]:
+    """Raises: SyncInterrupted with this text for an error of a process group."""
     try:
         yield
     except RuntimeError as error:
-        raise SyncInterrupted(f"{' '.join(map(str, failure))}: {error}") from error
+        raise SyncInterrupted(f"{failure}: {error}") from error

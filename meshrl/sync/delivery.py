@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import struct
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from itertools import repeat
 from typing import Any
 
-import numpy as np
 import torch
 
 from meshrl.core.errors import SyncError
@@ -18,6 +17,7 @@ from meshrl.sync.threads import lap
 
 ALL = -1  # in Delivery.counts: the part is sent in full
 _INDEX_BYTES = 4  # the index of a changed element is an int32, counted from the part's first element
+_HEAD = struct.Struct("<3Q")  # of the facts: number of the transfer, length of the payload, digest of the payload
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,19 +34,19 @@ class SlotAddress:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Delivery:
     """payload: uint8[N], valid until the receiver has read it; None = a sender in this process has written directly
-    into the receiver's tensors.
+    into the receiver's tensors. For each part it contains all elements, or the changed elements and then their
+    indices. A part starts at a multiple of 16 bytes, its indices at a multiple of 4.
 
     digests: one for each part, of the part's final bytes in the target tensor.
-    counts: in a delta, the number of changed elements of each part (ALL = the part is sent in full). The payload then
-    has for each part, from a multiple of 16 bytes on, the new elements and, from a multiple of 4 on, their indices.
-    payload_digest: in a delta, of the payload itself.
+    counts: one for each part, its number of changed elements; ALL = it is sent in full.
+    payload_digest: of a payload with changed elements; 0 for others, which `digests` verify.
     slot_address: the shared-memory slot of the payload, for an engine whose weights are in another process.
     """
 
     transfer: Transfer
     payload: torch.Tensor | None
     digests: tuple[int, ...]
-    counts: tuple[int, ...] | None = None
+    counts: tuple[int, ...]
     payload_digest: int = 0
     slot_address: SlotAddress | None = None
 
@@ -55,72 +55,49 @@ class Delivery:
         """Bytes that were sent or, without a payload, written."""
         if self.payload is not None:
             return self.payload.numel()
-        return sum(part.num_bytes for part, count in self._counted() if count == ALL)
+        return sum(part.num_bytes for part, count in zip(self.transfer.parts, self.counts) if count == ALL)
 
     def sections(self) -> Iterator[tuple[Part, int, torch.Tensor]]:
         """For each part: the part, its number of changed elements (ALL = sent in full), and its bytes."""
         assert self.payload is not None
         at = 0
-        for part, count in self._counted():
+        for part, count in zip(self.transfer.parts, self.counts):
             section = self.payload[at : at + section_bytes(part, count)]
             at += aligned(section.numel())
             yield part, count, section
 
-    def check(self, name: str, changes: bool) -> None:
-        """Check length and kind of the payload. name: of the receiver. changes: the sync's mode is delta or adapter.
-        Raises: SyncError."""
-        transfer, parts = self.transfer, self.transfer.parts
-        numbers = [len(each) for each in (self.digests, self.counts) if each is not None]
-        if set(numbers) != {len(parts)}:
-            raise SyncError(f"{name}: {transfer} has {numbers} digests and counts for {len(parts)} parts")
-        if (self.counts is not None) != changes:
-            kind, mode = ("full tensors", "changes") if changes else ("changes", "everything")
-            raise SyncError(f"{name}: {transfer} carries {kind} in a sync of {mode}")
-        longer = [p for p, n in zip(parts, self.counts or ()) if n < ALL or section_bytes(p, n) > p.num_bytes]
-        if longer:
-            raise SyncError(f"{name}: {transfer} states that the changes of {longer[0]} are longer than the part")
-        if self.payload is None:
-            return
-        wanted = transfer.num_bytes
-        if self.counts is not None:
-            wanted = min(wanted, sum(aligned(section_bytes(p, n)) for p, n in self._counted()))
-        if self.payload.dtype != torch.uint8 or self.payload.shape != (wanted,):
-            raise SyncError(
-                f"{name}: {transfer} has {list(self.payload.shape)} {self.payload.dtype}, expected [{wanted}] "
-                "torch.uint8"
-            )
-
-    def _counted(self) -> Iterator[tuple[Part, int]]:
-        """Each part with its number of changed elements."""
-        return zip(self.transfer.parts, repeat(ALL) if self.counts is None else self.counts)
-
     def facts(self) -> bytes:
         """Everything except the payload, for a transport; `delivery_from_facts` reads it."""
-        counts = self.counts if self.counts is not None else ()
-        head = [self.transfer.number, self.num_bytes, self.payload_digest, self.counts is not None]
-        return np.array([*head, *self.digests, *(count & _MASK for count in counts)], dtype=np.uint64).tobytes()
+        head = _HEAD.pack(self.transfer.number, self.num_bytes, self.payload_digest)
+        return head + _numbers(self.transfer).pack(*self.digests, *self.counts)
 
 
-_MASK = (1 << 64) - 1
-NUM_HEAD = 4  # numbers in `facts` before the digests
+def facts_bytes(transfer: Transfer) -> int:
+    """The length of the facts of any delivery of this transfer."""
+    return _HEAD.size + _numbers(transfer).size
+
+
+def _numbers(transfer: Transfer) -> struct.Struct:
+    """The digests and the counts."""
+    return struct.Struct(f"<{len(transfer.parts)}Q{len(transfer.parts)}q")
 
 
 def delivery_from_facts(
-    transfer: Transfer, facts: bytes, payload: torch.Tensor, slot_address: SlotAddress | None = None
+    transfer: Transfer,
+    facts: bytes | bytearray | memoryview,
+    slot: torch.Tensor,
+    slot_address: SlotAddress | None = None,
 ) -> Delivery:
-    """payload: the slot with the bytes. Raises: SyncError when the facts are of another transfer."""
-    number, num_bytes, payload_digest, has_counts, *numbers = np.frombuffer(facts, dtype=np.uint64).tolist()
-    count = len(transfer.parts)
-    if number != transfer.number or len(numbers) != count * (1 + has_counts) or num_bytes > payload.numel():
-        raise SyncError(
-            f"{transfer} was expected; transfer {number} with {num_bytes} bytes and {len(numbers)} numbers was received"
-        )
-    counts = tuple(int(n) - (1 << 64) if n >> 63 else int(n) for n in numbers[count:])
+    """slot: has the payload, or gets it afterwards. Raises: SyncError when the facts are of another transfer."""
+    number, num_bytes, payload_digest = _HEAD.unpack_from(facts)
+    if number != transfer.number or num_bytes > slot.numel():
+        raise SyncError(f"{transfer} was expected; transfer {number} with {num_bytes} bytes was received")
+    numbers = _numbers(transfer).unpack_from(facts, _HEAD.size)
     return Delivery(
         transfer=transfer,
-        payload=payload[:num_bytes],
-        digests=tuple(numbers[:count]),
-        counts=counts if has_counts else None,
+        payload=slot[:num_bytes],
+        digests=numbers[: len(transfer.parts)],
+        counts=numbers[len(transfer.parts) :],
         payload_digest=payload_digest,
         slot_address=slot_address,
     )
@@ -131,12 +108,12 @@ def delivery_to_json(delivery: Delivery, slot_address: SlotAddress) -> dict[str,
     return {"number": delivery.transfer.number, "facts": delivery.facts().hex(), **asdict(slot_address)}
 
 
-def delivery_from_json(layout: Layout, message: dict[str, Any], payload: torch.Tensor) -> Delivery:
-    """The transfer of a message of `delivery_to_json`. payload: its slot. Raises: SyncError for an unknown number."""
+def delivery_from_json(layout: Layout, message: dict[str, Any], slot: torch.Tensor) -> Delivery:
+    """The transfer of a message of `delivery_to_json`. Raises: SyncError for an unknown number."""
     transfers, number = layout.transfers, message["number"]
     if not 0 <= number < len(transfers):
         raise SyncError(f"transfer {number} was received; the layout has {len(transfers)}")
-    return delivery_from_facts(transfers[number], bytes.fromhex(message["facts"]), payload)
+    return delivery_from_facts(transfers[number], bytes.fromhex(message["facts"]), slot)
 
 
 def section_bytes(part: Part, count: int) -> int:
@@ -180,18 +157,35 @@ class Progress:
         self._next = 0
 
     def check(self, delivery: Delivery) -> None:
-        """Raises: SyncError for a transfer that is not the next one, or a payload of another length or digest. The
-        digests of full parts are checked when their bytes are copied."""
-        transfers, number = self.layout.transfers, delivery.transfer.number
-        if number != self._next or number >= len(transfers) or delivery.transfer != transfers[number]:
-            expected = transfers[self._next] if self._next < len(transfers) else "no more"
-            raise SyncError(f"{self.name}: {delivery.transfer} was received; expected {expected} of {len(transfers)}")
-        delivery.check(self.name, changes=self.header.mode != "full")
-        if delivery.counts is not None and delivery.payload is not None:
-            began = time.perf_counter()
-            arrived = digest_bytes(self.layout.digest, delivery.payload)
-            lap(self.seconds, "verify", began)
-            self.require(delivery.payload_digest, arrived, delivery.transfer)
+        """Raises: SyncError for a transfer that is not the next one, or a payload of another kind, length or digest.
+        The digests of full parts are checked when their bytes are copied."""
+        transfers, transfer = self.layout.transfers, delivery.transfer
+        expected = transfers[self._next] if self._next < len(transfers) else None
+        if transfer != expected:
+            more = expected or "no more"
+            raise SyncError(f"{self.name}: {transfer} was received; expected {more} of {len(transfers)}")
+        parts, counts, payload = transfer.parts, delivery.counts, delivery.payload
+        if not len(delivery.digests) == len(counts) == len(parts):
+            numbers = [len(delivery.digests), len(counts)]
+            raise SyncError(f"{self.name}: {transfer} has {numbers} digests and counts for {len(parts)} parts")
+        if self.header.mode == "full" and set(counts) != {ALL}:
+            raise SyncError(f"{self.name}: {transfer} carries changes in a sync of everything")
+        sizes = [section_bytes(part, count) for part, count in zip(parts, counts)]
+        for part, count, size in zip(parts, counts, sizes):
+            if count < ALL or size > part.num_bytes:
+                raise SyncError(f"{self.name}: {transfer} states that the changes of {part} are longer than the part")
+        if payload is not None:
+            length = min(transfer.num_bytes, sum(map(aligned, sizes)))
+            if payload.dtype != torch.uint8 or payload.shape != (length,):
+                raise SyncError(
+                    f"{self.name}: {transfer} has {list(payload.shape)} {payload.dtype}, expected [{length}] "
+                    "torch.uint8"
+                )
+            if max(counts) > 0:
+                began = time.perf_counter()
+                arrived = digest_bytes(self.layout.digest, payload)
+                lap(self.seconds, "verify", began)
+                self.require(delivery.payload_digest, arrived, transfer)
         self.num_bytes += delivery.num_bytes
         self._next += 1
 

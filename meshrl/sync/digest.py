@@ -20,16 +20,18 @@ float32 values), 2^-26. The digest protects against faults, not against attacks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
 import xxhash
 
 from meshrl.core.types import mix64
+from meshrl.sync.threads import in_threads
 
+S = TypeVar("S")
 DigestKind = Literal["sum64", "xxh3"]
 _MASK64 = (1 << 64) - 1
 _ROW = 16384  # words
@@ -89,6 +91,13 @@ def values(running: Sequence[RunningDigest]) -> list[int]:
         each._hash.intdigest() if each._hash is not None else 0 if each._sum is None else next(found) & _MASK64
         for each in running
     ]
+
+
+def digests_in_threads(
+    kind: DigestKind, digest: Callable[[S], RunningDigest], items: Sequence[S], num_bytes: Sequence[int]
+) -> list[int]:
+    """The digest of each item; of host memory by all threads. num_bytes: of each item."""
+    return values(in_threads(digest, items, num_bytes) if kind == "xxh3" else [digest(item) for item in items])
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,22 +13,17 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from itertools import count, groupby, product, zip_longest
+from itertools import count, groupby, zip_longest
 from typing import Any, Literal, NamedTuple
 
 import torch
 
-from meshrl.parallel.boxes import index_of
+from meshrl.parallel.boxes import index_of, overlap
 from meshrl.sync.digest import DigestKind
 
 SyncMode = Literal["full", "delta", "adapter"]
-DTYPES = {
-    name: getattr(torch, name)
-    for name in (
-        *("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"),
-        *("int64", "int32", "int16", "int8", "uint8"),
-    )
-}
+_FLOATS = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+DTYPES = {name: getattr(torch, name) for name in (*_FLOATS, "int64", "int32", "int16", "int8", "uint8")}
 ALIGNMENT_BYTES = 16  # of each part's first byte in a transfer; the gaps are zero and unused
 
 
@@ -91,8 +86,8 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """What one sender sends at once: at least one part. number: its index in the layout's transfers. index: its index
-    in this sender's transfers."""
+    """What one sender sends at once: at least one part. number: its place in the list of all transfers. index: its
+    place among the transfers of this sender."""
 
     number: int
     sender: int
@@ -225,17 +220,15 @@ def _require_cover(specs: Mapping[str, TensorSpec], boxes: set[Box]) -> None:
     for name, own in of.items():
         shape = specs[name].shape
         for box in own:
-            ends = [a + n for a, n in zip(box.offsets, box.shape)]
-            if len(box.shape) != len(shape) or any(a < 0 for a in box.offsets) or any(map(int.__gt__, ends, shape)):
+            if len(box.shape) != len(shape) or overlap(box[1:], ((0,) * len(shape), shape)) != box[1:]:
                 raise ValueError(f"the box {list(box.shape)} at {list(box.offsets)} is not inside {name} {list(shape)}")
-        if own and shape:
-            own.sort(key=lambda box: box.offsets)
-            for number, box in enumerate(own):
-                for other in own[number + 1 :]:
-                    if other.offsets[0] >= box.offsets[0] + box.shape[0]:
-                        break
-                    if all(a < b + m and b < a + n for a, n, b, m in zip(box[1], box[2], other[1], other[2])):
-                        raise ValueError(f"{name}: the boxes at {list(box.offsets)} and {list(other.offsets)} overlap")
+        own.sort(key=lambda box: box.offsets)
+        for number, box in enumerate(own):
+            for other in own[number + 1 :]:
+                if other.offsets[0] >= box.offsets[0] + box.shape[0]:
+                    break
+                if overlap(box[1:], other[1:]):
+                    raise ValueError(f"{name}: the boxes at {list(box.offsets)} and {list(other.offsets)} overlap")
         held = sum(math.prod(box.shape) for box in own)
         if held != math.prod(shape):
             raise ValueError(f"{name}: the ranks hold {held} of {math.prod(shape)} elements; nothing sends the rest")
@@ -245,8 +238,14 @@ def _windows(layout: Layout) -> Iterator[tuple[Transfer, ...]]:
     """The boxes of each sender, cut and packed into transfers of at most the limit."""
     num_senders = len(layout.senders)
     limit = max(layout.transfer_bytes // max(num_senders, 1) // ALIGNMENT_BYTES, 1) * ALIGNMENT_BYTES
-    cut = [_cut_boxes(layout, boxes, limit) for boxes in layout.senders]
-    parts_of = [{name: list(parts) for name, parts in groupby(own, key=lambda part: part.tensor.name)} for own in cut]
+    parts_of: list[dict[str, list[Part]]] = [{} for _ in layout.senders]
+    for boxes, own in zip(layout.senders, parts_of):
+        for box in boxes:
+            tensor, first = layout.by_name[box.name], 0
+            for offsets, shape in _cut(box.offsets, box.shape, max(limit // tensor.torch_dtype.itemsize, 1)):
+                part = Part(tensor, offsets, shape, 0, box.offsets, first)
+                own.setdefault(box.name, []).append(part)
+                first += part.numel
     open_parts: list[list[Part]] = [[] for _ in layout.senders]
     number, indices = count(), [count() for _ in layout.senders]
 
@@ -270,24 +269,18 @@ def _windows(layout: Layout) -> Iterator[tuple[Transfer, ...]]:
         yield close()
 
 
-def _cut_boxes(layout: Layout, boxes: Sequence[Box], limit: int) -> Iterator[Part]:
-    """Parts of at most `limit` bytes each, in order, with `at` still 0."""
-    for box in boxes:
-        tensor = layout.by_name[box.name]
-        most = max(limit // tensor.torch_dtype.itemsize, 1)
-        dim, inner = len(box.shape), 1  # everything from dim on fits together
-        while dim and inner * box.shape[dim - 1] <= most:
-            dim, inner = dim - 1, inner * box.shape[dim - 1]
-        if dim == 0:
-            yield Part(tensor, box.offsets, box.shape, 0, box.offsets, 0)
-            continue
-        rows, step, first = box.shape[dim - 1], max(most // inner, 1), 0
-        for outer in product(*map(range, box.shape[: dim - 1])):
-            for low in range(0, rows, step):
-                shape = (1,) * len(outer) + (min(step, rows - low), *box.shape[dim:])
-                start = tuple(a + b for a, b in zip(box.offsets, (*outer, low)))
-                yield Part(tensor, (*start, *box.offsets[dim:]), shape, 0, box.offsets, first)
-                first += math.prod(shape)
+def _cut(
+    offsets: tuple[int, ...], shape: tuple[int, ...], most: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """A box as (offsets, shape) of boxes of at most `most` elements, in the order of the elements."""
+    if math.prod(shape) <= most:
+        yield offsets, shape
+        return
+    dim = next(dim for dim, size in enumerate(shape) if size > 1)
+    step = max(most // math.prod(shape[dim + 1 :]), 1)
+    for low in range(0, shape[dim], step):
+        start = (*offsets[:dim], offsets[dim] + low, *offsets[dim + 1 :])
+        yield from _cut(start, (*shape[:dim], min(step, shape[dim] - low), *shape[dim + 1 :]), most)
 
 
 def aligned(num_bytes: int) -> int:
@@ -328,8 +321,8 @@ class Ack:
     digest differs from the last commit; None = no earlier commit. num_changed_elements: elements that differ from the
     version before, if the senders compared them (delta). extra_bytes: memory of this sync and of the base for the next
     one, all senders together. seconds: of the slowest rank in each stage: "cast" (to the sampler's dtype, into the
-    transfer, and the search for changes), "load" (into the target tensors), "verify" (digests), "wait" (for other ranks
-    and their bytes).
+    transfer, and the search for changes), "load" (into the target tensors), "verify" (digests), "wait" (the rest: for
+    other ranks and their bytes).
     """
 
     version: int

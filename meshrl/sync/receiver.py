@@ -7,23 +7,19 @@ new version becomes visible, that they equal the trainer's.
 from __future__ import annotations
 
 import time
-import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, Protocol
 
 import torch
 
 from meshrl.core.errors import SyncError
 from meshrl.sync.delivery import ALL, Delivery, Progress, write_changes
-from meshrl.sync.digest import DigestKind, RunningDigest, as_bytes, values
+from meshrl.sync.digest import RunningDigest, as_bytes, digests_in_threads, values
 from meshrl.sync.layout import Ack, Layout, Part, SyncHeader
 from meshrl.sync.reconcile import describe, reconcile
-from meshrl.sync.threads import lap, submit, thread_pool
+from meshrl.sync.threads import lap
 
 _CHUNK_BYTES = 1 << 20  # digested, then copied while it is still in a core's cache
-_AHEAD_BYTES = 256 << 20  # of tensors that are read back while earlier ones are still digested
 
 Targets = Mapping[str, torch.Tensor]
 """{name: tensor of the sent shape and dtype}, to be written in place. An alias with memory of its own is written, too;
@@ -31,7 +27,8 @@ an alias that is left out shares its source's memory."""
 
 ReadBack = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 """Yields (name, parameter) for every sent name and every alias, from the tensors that the engine computes with. It may
-yield one object under several names. A copy must be a new object, which is not changed until the comparison ends."""
+yield one object under several names. All tensors are held until the comparison ends, so they should be views, and none
+may be changed before."""
 
 
 class WeightReceiver(Protocol):
@@ -142,11 +139,6 @@ class Receiver(SyncPhases):
         self._bind()
         self._writes: dict[str, list[torch.Tensor]] = {}  # by sent name, while a sync is open
         self._committed: ExpectedDigests | None = None
-        self._expect(SyncHeader(version=-1, layout_hash=layout.hash))
-
-    def _expect(self, header: SyncHeader) -> None:
-        self._progress = Progress(self.layout, header, self.name)
-        self._expected = ExpectedDigests(self.layout, header.version)
 
     def targets(self) -> dict[str, torch.Tensor]:
         """By sent name, the tensors that a sender in this process may write into while a sync is open."""
@@ -157,7 +149,8 @@ class Receiver(SyncPhases):
         """Open a sync. Raises: SyncError; UnloadedParamsError when the targets no longer fit the layout."""
         self._leave_for(header, self.layout)
         self._writes = self._bind()
-        self._expect(header)
+        self._progress = Progress(self.layout, header, self.name)
+        self._expected = ExpectedDigests(self.layout, header.version)
         self._phase = "open"
 
     def receive(self, delivery: Delivery) -> None:
@@ -175,33 +168,35 @@ class Receiver(SyncPhases):
         self._phase = "open"
 
     def _load(self, delivery: Delivery) -> None:
-        """Write the transfer into the targets; compare the digests of full parts while they are copied."""
-        check = delivery.counts is None  # otherwise the payload's digest was compared
-        for number, (part, count, section) in enumerate(delivery.sections()):
+        """Write the transfer into the targets; compare the digests of parts that were sent in full."""
+        seconds, sent = self._progress.seconds, []
+        running: list[RunningDigest] = []
+        for digest, (part, count, section) in zip(delivery.digests, delivery.sections(), strict=True):
             views = [part.of(target) for target in self._writes[part.tensor.name]]
-            if count != ALL:
-                began = time.perf_counter()
-                for view in views:
-                    write_changes(part, section, count, view)
-                lap(self._progress.seconds, "load", began)
+            if count == ALL:
+                running.append(self._write(section, views, part))
+                sent.append((digest, part))
                 continue
-            arrived = self._write(section, views, part, check)
-            if check:
-                self._progress.require(delivery.digests[number], arrived, delivery.transfer, part)
+            began = time.perf_counter()
+            for view in views:
+                write_changes(part, section, count, view)
+            lap(seconds, "load", began)
+        began = time.perf_counter()
+        for (digest, part), arrived in zip(sent, values(running), strict=True):
+            self._progress.require(digest, arrived, delivery.transfer, part)
+        lap(seconds, "verify", began)
 
-    def _write(self, section: torch.Tensor, views: list[torch.Tensor], part: Part, check: bool) -> int:
+    def _write(self, section: torch.Tensor, views: list[torch.Tensor], part: Part) -> RunningDigest:
         """Copy a part into its views. Returns the digest of the received bytes, computed while they are in a core's
         cache."""
         running, seconds = RunningDigest(self.layout.digest), self._progress.seconds
-        readable = running.readable(section) if check else None
+        readable, since = running.readable(section), time.perf_counter()
         in_chunks = section.device.type == "cpu" and all(view.is_contiguous() for view in views)
         raws = [as_bytes(view) for view in views] if in_chunks else []
         step = _CHUNK_BYTES if in_chunks else max(section.numel(), 1)
-        since = time.perf_counter()
         for low in range(0, section.numel(), step):
-            if readable is not None:
-                running.update(readable[low : low + step])
-                since = lap(seconds, "verify", since)
+            running.update(readable[low : low + step])
+            since = lap(seconds, "verify", since)
             for raw in raws:
                 raw[low : low + step].copy_(section[low : low + step])
             since = lap(seconds, "load", since)
@@ -209,7 +204,7 @@ class Receiver(SyncPhases):
             for view in views:
                 view.copy_(section.view(view.dtype).view(part.shape))
             lap(seconds, "load", since)
-        return running.value if check else 0
+        return running
 
     def commit(self, read_back: ReadBack | None = None) -> Ack:
         """Prove that everything was received and is in the right tensors, then raise the version.
@@ -222,12 +217,9 @@ class Receiver(SyncPhases):
         progress, expected, before = self._progress, self._expected, self._committed
         progress.check_complete()
         began = time.perf_counter()
-        names = {name: name for name in self.layout.by_name}
-        if read_back is None:
-            faults = expected.differing(self.targets().items(), names, before)
-        else:
-            names |= self.layout.tied
-            faults = expected.differing(read_back(), names, before)
+        names = {name: name for name in self.layout.by_name} | ({} if read_back is None else self.layout.tied)
+        found = self.targets().items() if read_back is None else read_back()
+        faults = expected.differing(found, names, before)
         lap(progress.seconds, "verify", began)
         self._require_in_place(expected.version, faults, len(names))
         self._committed, self._writes = expected, {}
@@ -264,6 +256,9 @@ class Receiver(SyncPhases):
         return writes
 
 
+_Key = tuple[str, int]  # of a tensor that was read back: the name sent for it, and its id
+
+
 class ExpectedDigests:
     """The trainer's digests of one version, for each part of each tensor."""
 
@@ -289,8 +284,8 @@ class ExpectedDigests:
         """Compare everything read back with the trainer's digests. names: {name to be read back: name sent for it}.
         before: of the last committed sync. Returns an error text for each tensor that differs, with the tensor or
         version whose values it has, if known."""
-        faults, left = [], dict(names)
-        for name, tensor, held in self._digested(found, names):
+        left, faults, fitting = dict(names), [], {}
+        for name, tensor in found:
             source = left.pop(name, None)
             if source is None:
                 why = "twice" if name in names else "though nothing of that name was sent"
@@ -300,67 +295,41 @@ class ExpectedDigests:
             shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
             if (shape, dtype) != (sent.shape, sent.dtype):
                 faults.append(f"{name} is {list(shape)} {dtype}, sent as {list(sent.shape)} {sent.dtype}")
-            elif held != self._digests[source]:
+            else:
+                fitting[name] = source, tensor
+        # One object under two names (tied) is digested once.
+        work = {(source, id(tensor)): (tensor, self._parts[source]) for source, tensor in fitting.values()}
+        digests = self._digests_of(work)
+        for name, (source, tensor) in fitting.items():
+            held = digests[source, id(tensor)]
+            if held != self._digests[source]:
                 tie = "" if name == source else f" (tied to {source})"
                 faults.append(f"{name}{tie} {self._explain(source, held, before)}")
         return faults + [f"{name} was not read back" for name in left]
 
-    def _digested(
-        self, found: Iterable[tuple[str, torch.Tensor]], names: Mapping[str, str]
-    ) -> Iterator[tuple[str, torch.Tensor, list[int]]]:
-        """Each tensor with the digests of its parts. A tensor read back may be a copy, so only few are in memory at
-        once. The same object under two names (tied) is digested once."""
-        read: dict[str, tuple[weakref.ref[torch.Tensor], list[Future[RunningDigest]]]] = {}  # by the sent name
-        ahead: deque[tuple[str, torch.Tensor, list[Future[RunningDigest]]]] = deque()
-        held = 0
-        kind = self._layout.digest
-        with thread_pool(self._layout.num_bytes if kind == "xxh3" else 0) as pool:
-            for name, tensor in found:
-                source = names.get(name, name)
-                if source not in read or read[source][0]() is not tensor:
-                    parts = self._fitting(source, tensor)
-                    work = [submit(pool, part.num_bytes, _part_digest, kind, tensor, part) for part in parts]
-                    read[source] = weakref.ref(tensor), work
-                ahead.append((name, tensor, read[source][1]))
-                held += tensor.nbytes
-                del tensor
-                while held > _AHEAD_BYTES:
-                    held -= ahead[0][1].nbytes
-                    yield _result([ahead.popleft()])[0]
-            yield from _result(list(ahead))
+    def _digests_of(self, work: Mapping[_Key, tuple[torch.Tensor, Sequence[Part]]]) -> dict[_Key, list[int]]:
+        """The digest of each part of each tensor."""
 
-    def _fitting(self, name: str, tensor: torch.Tensor) -> Sequence[Part]:
-        """The sent parts of the tensor with this name; none if its shape or element size differs."""
-        sent = self._layout.by_name.get(name)
-        if sent is None or tuple(tensor.shape) != sent.shape or tensor.element_size() != sent.torch_dtype.itemsize:
-            return []
-        return self._parts[name]
+        def digest(each: tuple[torch.Tensor, Part]) -> RunningDigest:
+            full, part = each
+            running = RunningDigest(self._layout.digest)
+            running.update(running.readable(as_bytes(part.of(full).contiguous())))
+            return running
+
+        flat = [(tensor, part) for tensor, parts in work.values() for part in parts]
+        sizes = [part.num_bytes for _, part in flat]
+        found = iter(digests_in_threads(self._layout.digest, digest, flat, sizes))
+        return {key: [next(found) for _ in parts] for key, (_, parts) in work.items()}
 
     def _explain(self, name: str, held: list[int], before: ExpectedDigests | None) -> str:
         """A description of the wrong values, for the error."""
         if before is not None and before._digests[name] == held:
             return f"still has the values of version {before.version}"
         should = self._digests[name]
-        others = [other for other, digests in self._digests.items() if digests == held and digests]
+        others = [other for other, digests in self._digests.items() if digests == held]
         if others:
             return f"has the values of {others[0]}"
         wrong = [number for number, (a, b) in enumerate(zip(held, should)) if a != b]
-        if not wrong:
-            return "was not sent in full"
         more = f", and {len(wrong) - 1} more parts" if len(wrong) > 1 else ""
         where = "" if len(held) == 1 else f" in {self._parts[name][wrong[0]]}{more}"
         return f"has digest {held[wrong[0]]:016x}, the trainer's is {should[wrong[0]]:016x}{where}"
-
-
-def _part_digest(kind: DigestKind, full: torch.Tensor, part: Part) -> RunningDigest:
-    """The digest of a part's bytes in the full tensor."""
-    running = RunningDigest(kind)
-    running.update(running.readable(as_bytes(part.of(full).contiguous())))
-    return running
-
-
-def _result(
-    read: list[tuple[str, torch.Tensor, list[Future[RunningDigest]]]],
-) -> list[tuple[str, torch.Tensor, list[int]]]:
-    found = iter(values([work.result() for _, _, parts in read for work in parts]))
-    return [(name, tensor, [next(found) for _ in parts]) for name, tensor, parts in read]

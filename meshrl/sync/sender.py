@@ -13,40 +13,34 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from meshrl.core.errors import SyncError
 from meshrl.sync.delivery import ALL, Delivery, pack_changes, section_bytes
-from meshrl.sync.digest import RunningDigest, as_bytes, bits_of, digest_bytes, values
+from meshrl.sync.digest import RunningDigest, as_bytes, bits_of, digest_bytes, digests_in_threads, values
 from meshrl.sync.layout import Layout, Part, Transfer, aligned
-from meshrl.sync.threads import lap, submit, thread_pool
+from meshrl.sync.threads import lap
 
 _Key = tuple[str, tuple[int, ...]]  # name and offsets, of a box or a part
 _CHUNK_BYTES = 2048 << 10  # cast, digested and compared while in a core's cache
 
 
-class Elements(Protocol):
-    """The elements of a box in order: a flat tensor, or an object that computes them when they are read."""
+class Elements:
+    """The elements of a block in order. Only the rows that are read are copied or computed."""
+
+    def __init__(self, block: torch.Tensor, rows: Callable[[int, int], torch.Tensor] | None = None):
+        """rows(first, end): returns the values to be sent for these rows; None = the block's own values."""
+        self.block, self._rows = block, rows
+        self._flat = block.view(-1) if rows is None and block.is_contiguous() else None
 
     @property
-    def device(self) -> torch.device: ...
-
-    def numel(self) -> int: ...
-
-    def __getitem__(self, part: slice, /) -> torch.Tensor: ...
-
-
-class BlockElements:
-    """The elements of a block with any strides; copies only what is read, and nothing if the block is contiguous."""
-
-    def __init__(self, block: torch.Tensor):
-        self.block, self.device = block, block.device
-        self._flat = block.view(-1) if block.is_contiguous() else None
+    def device(self) -> torch.device:
+        return self.block.device
 
     def numel(self) -> int:
         return self.block.numel()
@@ -55,9 +49,10 @@ class BlockElements:
         if self._flat is not None:
             return self._flat[part]
         low, high, _ = part.indices(self.numel())
-        inner = self.numel() // self.block.shape[0]
-        first = low // inner
-        return self.block[first : -(-high // inner)].reshape(-1)[low - first * inner : high - first * inner]
+        inner = self.numel() // len(self.block)
+        first, end = low // inner, -(-high // inner)
+        rows = self.block[first:end] if self._rows is None else self._rows(first, end)
+        return rows.reshape(-1)[low - first * inner : high - first * inner]
 
 
 class HeldBox(NamedTuple):
@@ -93,7 +88,7 @@ class WeightSender:
         self.base_version: int | None = None
         self.report = SendReport()
         self._keep_base, self._frozen = keep_base, frozen
-        self._digests: dict[_Key, int] = {}  # of frozen parts
+        self._digests: dict[_Key, int] = {}  # of the parts as they were sent last
         self._base: dict[_Key, torch.Tensor] = {}  # by box
         self._held: dict[_Key, Elements] = {}
         self._changes = False
@@ -141,7 +136,7 @@ class WeightSender:
         running: dict[_Key, RunningDigest] = {}
         for part in transfer.parts:
             count, end = ALL, at + part.num_bytes
-            if self._changes and part.tensor.name in self._frozen:
+            if not self._is_sent(part):
                 count, end = 0, at
             elif self._changes and self._keep_base and (found := self._changes_of(part)) is not None:
                 indices, new, running[_key(part)] = found
@@ -155,21 +150,23 @@ class WeightSender:
             payload[end:at].zero_()
         payload = payload[:at]
         self.report.num_bytes += payload.numel()
+        self._digests |= dict(zip(running, values(list(running.values())), strict=True))
         payload_digest = 0
-        if self._changes:
+        if max(counts) > 0:
             began = time.perf_counter()
             payload_digest = digest_bytes(self.layout.digest, payload)
             lap(self.report.seconds, "verify", began)
-        return self._delivery(transfer, payload, self._digested(running), counts, payload_digest)
+        return self._delivery(transfer, payload, counts, payload_digest)
 
     def write(self, targets: Mapping[str, torch.Tensor]) -> Iterator[Delivery]:
         """Cast directly into the tensors of a receiver in this process; yields deliveries without a payload. A search
         for changes would not save anything, so all tensors are written, or those that are not frozen."""
-        transfers = [t for t in self.layout.transfers if t.sender == self.sender]
-        written = [p for t in transfers for p in t.parts if not (self._changes and p.tensor.name in self._frozen)]
-        self.report.num_bytes, self.report.num_changed = sum(part.num_bytes for part in written), None
+        transfers = [transfer for transfer in self.layout.transfers if transfer.sender == self.sender]
+        written = [part for transfer in transfers for part in transfer.parts if self._is_sent(part)]
+        sizes = [part.num_bytes for part in written]
+        self.report.num_bytes, self.report.num_changed = sum(sizes), None
 
-        def into(part: Part) -> RunningDigest:
+        def write_part(part: Part) -> RunningDigest:
             target = part.of(targets[part.tensor.name])
             if target.is_contiguous():
                 return self._all_of(part, as_bytes(target))
@@ -179,39 +176,27 @@ class WeightSender:
             return running
 
         began = time.perf_counter()
-        with thread_pool(self.report.num_bytes if self.layout.digest == "xxh3" else 0) as pool:
-            works = [submit(pool, part.num_bytes, into, part) for part in written]
-            found = self._digested({_key(part): work.result() for part, work in zip(written, works, strict=True)})
+        found = digests_in_threads(self.layout.digest, write_part, written, sizes)
+        self._digests |= dict(zip(map(_key, written), found, strict=True))
         spent = self.report.seconds  # of all threads together; scaled to the time that has passed
         share = min(1.0, (time.perf_counter() - began) / max(sum(spent.values()), 1e-9))
         self.report.seconds = {stage: seconds * share for stage, seconds in spent.items()}
         for transfer in transfers:
-            counts = [ALL if _key(part) in found else 0 for part in transfer.parts]
-            yield self._delivery(transfer, None, found, counts)
+            yield self._delivery(transfer, None, [ALL if self._is_sent(part) else 0 for part in transfer.parts])
+
+    def _is_sent(self, part: Part) -> bool:
+        return not (self._changes and part.tensor.name in self._frozen)
 
     def _delivery(
-        self,
-        transfer: Transfer,
-        payload: torch.Tensor | None,
-        digests: Mapping[_Key, int],
-        counts: Sequence[int],
-        payload_digest: int = 0,
+        self, transfer: Transfer, payload: torch.Tensor | None, counts: Sequence[int], payload_digest: int = 0
     ) -> Delivery:
-        """digests: of the parts that were read. The others are frozen and were sent before."""
-        keys = map(_key, transfer.parts)
         return Delivery(
             transfer=transfer,
             payload=payload,
-            digests=tuple(digests[key] if key in digests else self._digests[key] for key in keys),
-            counts=tuple(counts) if self._changes else None,
+            digests=tuple(self._digests[_key(part)] for part in transfer.parts),
+            counts=tuple(counts),
             payload_digest=payload_digest,
         )
-
-    def _digested(self, running: Mapping[_Key, RunningDigest]) -> dict[_Key, int]:
-        """The digest of each part. Stores those of frozen tensors."""
-        found = dict(zip(running, values(list(running.values())), strict=True))
-        self._digests |= {key: digest for key, digest in found.items() if key[0] in self._frozen}
-        return found
 
     def _all_of(self, part: Part, payload: torch.Tensor) -> RunningDigest:
         """Cast a part into `payload`. Returns its digest."""

@@ -13,7 +13,6 @@ import mmap
 import os
 from multiprocessing import resource_tracker
 
-import numpy as np
 import torch
 
 from meshrl.core.errors import SyncError
@@ -100,5 +99,5 @@ def _map(fd: int, num_slots: int, slot_bytes: int, reserve: bool) -> list[torch.
         os.posix_fallocate(fd, 0, size)  # reserves the pages now: a full /dev/shm would be a bus error later
     elif reserve:
         os.ftruncate(fd, size)
-    segment = torch.from_numpy(np.frombuffer(mmap.mmap(fd, size), dtype=np.uint8))
+    segment = torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)
     return [segment[slot * stride : slot * stride + slot_bytes] for slot in range(num_slots)]

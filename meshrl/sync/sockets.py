@@ -16,19 +16,19 @@ import secrets
 import socket
 import struct
 from collections.abc import Coroutine, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from meshrl.core.errors import SyncError, SyncInterrupted
+from meshrl.core.errors import SyncInterrupted
 from meshrl.process.connect import listening_socket
-from meshrl.sync.delivery import Delivery, SlotAddress, delivery_from_facts
+from meshrl.sync.delivery import Delivery, delivery_from_facts, facts_bytes
 from meshrl.sync.layout import Layout, Transfer
 from meshrl.sync.shared_memory import SharedRing, SharedRingView
 from meshrl.sync.transport import NUM_SLOTS, Address, Transport
 
-_HELLO = struct.Struct("<64s64s?")  # token, connection_id, whether the receiver reads the shared memory itself
-_HEAD = struct.Struct("<QQ")  # bytes of the facts, bytes of the payload that follow on the connection
+_HELLO = struct.Struct("<64s64s?")  # token, connection_id (padded with zeros), whether the receiver shares the memory
 _HELLO_S = 20.0
 
 
@@ -90,36 +90,36 @@ class Sockets(Transport):
             self._slots_in_use[slot] = False
         return self._ring.slots[slot]
 
-    async def put(self, delivery: Delivery) -> None:
+    async def put(self, delivery: Delivery) -> Delivery:
         """Announce a transfer; also send its bytes to other machines."""
         facts, payload = delivery.facts(), delivery.payload
-        assert payload is not None
+        assert payload is not None and self._ring is not None
         raw = payload.numpy().data
         loop = asyncio.get_running_loop()
 
         async def send(sock: socket.socket, shares: bool) -> None:
-            await loop.sock_sendall(sock, _HEAD.pack(len(facts), 0 if shares else len(raw)) + facts)
+            await loop.sock_sendall(sock, facts)
             if not shares:
                 await loop.sock_sendall(sock, raw)
 
         await self._all(delivery.transfer, [send(sock, shares) for sock, shares in self._receivers])
-        self._slots_in_use[delivery.transfer.index % NUM_SLOTS] = bool(self._receivers)
+        slot = delivery.transfer.index % NUM_SLOTS
+        self._slots_in_use[slot] = bool(self._receivers)
+        return replace(delivery, slot_address=self._ring.slot_address(slot))
 
     async def get(self, transfer: Transfer) -> Delivery:
         sock, view = self._senders[transfer.sender]
         try:
             async with asyncio.timeout(self._timeout_s):
-                facts_bytes, payload_bytes = _HEAD.unpack(await _read(sock, bytearray(_HEAD.size)))
-                if facts_bytes > 1 << 26 or payload_bytes > self._layout.slot_bytes:
-                    raise SyncError(f"{transfer}: its sender announces {facts_bytes} and {payload_bytes} bytes")
-                facts = bytes(await _read(sock, bytearray(facts_bytes)))
+                facts = await _read(sock, bytearray(facts_bytes(transfer)))
                 if view is not None:
                     slot = transfer.index % NUM_SLOTS
                     return delivery_from_facts(transfer, facts, view.slots[slot], view.slot_address(slot))
                 if self._buffer is None:
                     self._buffer = torch.empty(self._layout.slot_bytes, dtype=torch.uint8)
-                await _read(sock, self._buffer.numpy().data[:payload_bytes])
-                return delivery_from_facts(transfer, facts, self._buffer)
+                delivery = delivery_from_facts(transfer, facts, self._buffer)
+                await _read(sock, self._buffer.numpy().data[: delivery.num_bytes])
+                return delivery
         except OSError as error:
             raise SyncInterrupted(f"{transfer} was not received from its sender: {self._why(error)}") from error
 
@@ -127,9 +127,6 @@ class Sockets(Transport):
         sock, _ = self._senders[delivery.transfer.sender]
         with contextlib.suppress(OSError):  # a sender that has disconnected needs no answer; later `get`s fail
             await asyncio.get_running_loop().sock_sendall(sock, b"t")
-
-    def slot_address(self, transfer: Transfer) -> SlotAddress | None:
-        return None if self._ring is None else self._ring.slot_address(transfer.index % NUM_SLOTS)
 
     def disconnect(self) -> None:
         self._connection_id, self._slots_in_use = "", [False] * NUM_SLOTS
@@ -174,7 +171,7 @@ class Sockets(Transport):
         except OSError:
             sock.close()
             return
-        if hmac.compare_digest(token, self._token.encode()) and theirs == _padded(connection_id):
+        if hmac.compare_digest(token, self._token.encode()) and theirs.rstrip(b"\0") == connection_id.encode():
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._receivers.append((sock, shares))
         else:
@@ -183,14 +180,10 @@ class Sockets(Transport):
     async def _join(self, connection_id: str, address: Address) -> tuple[socket.socket, SharedRingView | None]:
         shares = address.machine == self._machine
         try:
-            found = await asyncio.get_running_loop().getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-            family, kind, protocol, _, where = found[0]
-            sock = socket.socket(family, kind, protocol)
+            sock = await asyncio.to_thread(socket.create_connection, (address.host, address.port), _HELLO_S)
             sock.setblocking(False)
-            async with asyncio.timeout(_HELLO_S):
-                await asyncio.get_running_loop().sock_connect(sock, where)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            hello = _HELLO.pack(address.token.encode(), _padded(connection_id), shares)
+            hello = _HELLO.pack(address.token.encode(), connection_id.encode(), shares)
             await asyncio.get_running_loop().sock_sendall(sock, hello)
             view = SharedRingView(address.ring, NUM_SLOTS, self._layout.slot_bytes) if shares else None
         except OSError as error:
@@ -214,10 +207,6 @@ class Sockets(Transport):
     def _why(self, error: OSError) -> str:
         """The error's text; a timeout has no text of its own."""
         return f"not within {self._timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
-
-
-def _padded(connection_id: str) -> bytes:
-    return connection_id.encode()[:64].ljust(64, b"\0")
 
 
 async def _read(sock: socket.socket, into: bytearray | memoryview) -> bytearray | memoryview:

@@ -56,54 +56,45 @@ async def sync_rank(
     without a transport. Waits for: the other ranks. Unblocked by: cancelling its task, or a rank that disconnects.
     Raises: SyncError; the caller then cancels the receiver and disconnects the transport.
     """
-    began, waited = time.perf_counter(), 0.0
+    began = time.perf_counter()
     if receiver is not None:
         await receiver.begin(order.header)
     if sender is not None and targets is not None and receiver is not None:
         for delivery in sender.write(targets):
             await receiver.receive(delivery)
     elif transport is not None:
-        since = time.perf_counter()
         await transport.connect(order.connection_id, order.senders, order.number, order.num_receivers)
-        waited += time.perf_counter() - since
         for window in layout.windows:
-            waited += await _run_window(window, transport, sender, receiver)
+            await _run_window(window, transport, sender, receiver)
     if sender is not None:
         sender.finish(order.header.version)
         sender.report.extra_bytes += 0 if transport is None else transport.num_bytes
     if receiver is None:
         return None
     ack = await receiver.commit()
-    rest = time.perf_counter() - began - sum(ack.seconds.values())
-    rest -= 0.0 if sender is None else sum(sender.report.seconds.values())
-    return replace(ack, seconds={**ack.seconds, "wait": min(waited, max(rest, 0.0))})
+    worked = sum(ack.seconds.values()) + (0.0 if sender is None else sum(sender.report.seconds.values()))
+    return replace(ack, seconds={**ack.seconds, "wait": max(time.perf_counter() - began - worked, 0.0)})
 
 
 async def _run_window(
     window: Sequence[Transfer], transport: Transport, sender: WeightSender | None, receiver: WeightReceiver | None
-) -> float:
-    """Send and receive one transfer of each sender; returns the seconds spent waiting. A sender fills its own transfer
-    first, so that all senders cast at the same time."""
-    waited, since, filled = 0.0, time.perf_counter(), None
+) -> None:
+    """Send and receive one transfer of each sender. A sender fills its own transfer first, so that all senders cast at
+    the same time."""
+    filled = None
     for transfer in window:
         if sender is not None and transfer.sender == sender.sender:
-            buffer = await transport.buffer(transfer)
-            waited += time.perf_counter() - since
-            filled = replace(sender.fill(transfer, buffer), slot_address=transport.slot_address(transfer))
+            filled = sender.fill(transfer, await transport.buffer(transfer))
     for transfer in window:
-        since = time.perf_counter()
         if filled is not None and transfer is filled.transfer:
-            await transport.put(filled)
-            waited += time.perf_counter() - since
+            delivery = await transport.put(filled)
             if receiver is not None:
-                await receiver.receive(filled)
+                await receiver.receive(delivery)
         elif receiver is not None or transport.collective:
             delivery = await transport.get(transfer)
-            waited += time.perf_counter() - since
             if receiver is not None:
                 await receiver.receive(delivery)
             await transport.release_slot(delivery)
-    return waited
 
 
 def make_header(layout: Layout, version: int, states: Sequence[SyncState], mode: SyncMode) -> SyncHeader:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from meshrl.sync.delivery import Delivery, SlotAddress
+from meshrl.sync.delivery import Delivery
 from meshrl.sync.layout import Transfer
 
 NUM_SLOTS = 2  # for each sender: one is filled while the other is read
@@ -53,8 +53,9 @@ class Transport(Protocol):
         """The slot for a transfer of this rank, as soon as its previous content may be replaced. Raises: SyncError."""
         ...
 
-    async def put(self, delivery: Delivery) -> None:
-        """Begin to send a transfer, which is in its slot. Raises: SyncError."""
+    async def put(self, delivery: Delivery) -> Delivery:
+        """Begin to send a transfer, which is in its slot. Returns it with the slot's address, if other processes can
+        open the slot. Raises: SyncError."""
         ...
 
     async def get(self, transfer: Transfer) -> Delivery:
@@ -64,10 +65,6 @@ class Transport(Protocol):
     async def release_slot(self, delivery: Delivery) -> None:
         """Let its sender know that this rank has read a transfer."""
         return
-
-    def slot_address(self, transfer: Transfer) -> SlotAddress | None:
-        """The slot of a transfer of this rank, if it is in shared memory."""
-        return None
 
     def disconnect(self) -> None:
         """Close all connections, which ends all waits at their other ends."""

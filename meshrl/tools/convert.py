@@ -12,7 +12,7 @@ from meshrl.model.lora import add_adapters
 from meshrl.model.save import save_pretrained
 from meshrl.run.folder import state_in
 from meshrl.run.models import write_template
-from meshrl.train.checkpoint_files import CONTROLLER, read_controller
+from meshrl.train.checkpoint_files import CONTROLLER, MANIFEST, read_controller
 from meshrl.train.state import load_model
 
 
@@ -27,6 +27,8 @@ def convert(checkpoint: Path, out: Path) -> None:
     if out.exists():
         raise CheckpointError(f"{out} already exists; give the name of a new folder")
     folder = state_in(checkpoint)
+    if not (folder / MANIFEST).exists():
+        raise CheckpointError(f"{checkpoint} is no checkpoint; give a folder such as runs/NAME/checkpoints/step_000100")
     model, masters, template = _model_of(folder)
     lm = load_causal_lm(model.path, dtype=DTYPES[model.dtype if model.lora.enabled else masters])
     if model.lora.enabled:

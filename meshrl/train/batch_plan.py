@@ -161,8 +161,7 @@ def _spread(rows: Sequence[Row], num_bins: int) -> list[_Bin]:
         for i in group:
             by_group[at].add(i, rows[i])
         costs[at] = by_group[at].cost
-    _balance(rows, by_group)
-    if _imbalance(rows, by_group) <= MAX_IMBALANCE:
+    if _balance(rows, by_group):
         return by_group
     costs[:] = 0.0
     places: dict[int, list[int]] = {}  # group -> the bins that have rows of it
@@ -178,34 +177,32 @@ def _spread(rows: Sequence[Row], num_bins: int) -> list[_Bin]:
     return min(by_group, by_row, key=lambda bins: max(b.cost for b in bins))
 
 
-def _imbalance(rows: Sequence[Row], bins: Sequence[_Bin]) -> float:
-    """Cost of the fullest bin over the lowest possible one: the mean, or the cost of the costliest row."""
-    return _over_least([b.cost for b in bins], max((row.cost for row in rows), default=0.0))
-
-
-def _over_least(costs: Sequence[float], costliest_row: float) -> float:
-    least = max(sum(costs) / len(costs), costliest_row)
-    return max(costs) / least if least else 1.0
-
-
-def _balance(rows: Sequence[Row], bins: list[_Bin]) -> None:
-    """Move or swap single rows between the fullest bin and others until the bins are balanced or nothing helps."""
+def _balance(rows: Sequence[Row], bins: list[_Bin]) -> bool:
+    """Move or swap single rows between the fullest bin and others until the bins are balanced or nothing helps.
+    Returns whether they are balanced."""
     costliest_row = max((row.cost for row in rows), default=0.0)
     costs = [b.cost for b in bins]
     order = sorted((cost, at) for at, cost in enumerate(costs))
     for _ in range(2 * len(rows)):
-        if _over_least(costs, costliest_row) <= MAX_IMBALANCE:
-            break
+        if _is_balanced(costs, costliest_row):
+            return True
         high = order[-1][1]
         for _, low in order[:-1]:
             if _move(rows, bins[high], bins[low]) or _swap(rows, bins[high], bins[low]):
                 break
         else:
-            break
+            return False
         for at in (high, low):
             del order[bisect_left(order, (costs[at], at))]
             costs[at] = bins[at].cost
             insort(order, (costs[at], at))
+    return _is_balanced(costs, costliest_row)
+
+
+def _is_balanced(costs: Sequence[float], costliest_row: float) -> bool:
+    """Whether the fullest bin costs little more than the lowest possible cost: the mean, or that of one row."""
+    least = max(sum(costs) / len(costs), costliest_row)
+    return not least or max(costs) / least <= MAX_IMBALANCE
 
 
 def _move(rows: Sequence[Row], high: _Bin, low: _Bin) -> bool:

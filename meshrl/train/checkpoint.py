@@ -16,6 +16,7 @@ import json
 import struct
 import threading
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from math import prod
@@ -71,29 +72,19 @@ def _saves_plain(tensors: Tensors) -> dict[str, bool]:
     return {name: name not in before for name in plain}
 
 
-class BackgroundWrite:
-    """`write` in a thread. finish() waits for it and raises its error."""
+def write_in_background(folder: Path, slices: list[StoredSlice]) -> Future[tuple[str, FileFact]]:
+    """`write` this rank's file in a thread, which does not keep the process alive. The result is the file's name, size
+    and hash."""
+    name, written = f"rank_{dist.get_rank():05d}.safetensors", Future[tuple[str, FileFact]]()
 
-    def __init__(self, folder: Path, slices: list[StoredSlice]):
-        self.name = f"rank_{dist.get_rank():05d}.safetensors"
-        self._fact: FileFact | None = None
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, args=(folder / self.name, slices), daemon=True)
-        self._thread.start()
-
-    def _run(self, path: Path, slices: list[StoredSlice]) -> None:
+    def run() -> None:
         try:
-            self._fact = write(path, slices)
-        except Exception as error:  # finish() raises it in the caller's thread
-            self._error = error
+            written.set_result((name, write(folder / name, slices)))
+        except Exception as error:  # result() raises it in the caller's thread
+            written.set_exception(error)
 
-    def finish(self) -> tuple[str, FileFact]:
-        """The file's name, size and hash. Raises: CheckpointError."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        assert self._fact is not None
-        return self.name, self._fact
+    threading.Thread(target=run, daemon=True).start()
+    return written
 
 
 def write(path: Path, slices: list[StoredSlice]) -> FileFact:

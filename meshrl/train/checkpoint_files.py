@@ -19,6 +19,7 @@ import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ CHECKPOINT_SCHEMA = 2
 MANIFEST, CONTROLLER = "manifest.json", "controller.json"
 _CHUNK_BYTES = 16 << 20
 _STEP_FOLDER = re.compile(r"step_(\d{6,})")
+_new_digest = partial(hashlib.blake2b, digest_size=16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,12 +218,10 @@ def faults(folder: Path, manifest: Manifest, share: int = 0, num_shares: int = 1
 
 def require_as_written(path: Path, fact: FileFact) -> None:
     """Raises: CheckpointError when the file is missing, truncated, or has another content than was written."""
-    digest, size = _new_digest(), 0
     try:
         with open_plain(path) as file:
-            while chunk := file.read(_CHUNK_BYTES):
-                digest.update(chunk)
-                size += len(chunk)
+            digest = hashlib.file_digest(file, _new_digest)  # type: ignore[arg-type]  # any function makes a digest
+            size = os.fstat(file.fileno()).st_size
     except (OSError, Unreadable) as cause:
         raise CheckpointError(f"{path} can't be read: {cause}. {_WHAT_TO_DO}") from cause
     if size != fact.num_bytes:
@@ -250,14 +250,8 @@ def _quick_faults(folder: Path, manifest: Manifest | None = None) -> Iterator[st
             yield f"{path} is not a file of this checkpoint; remove it"
 
 
-def _new_digest() -> Any:
-    return hashlib.blake2b(digest_size=16)
-
-
 def _digest_of(content: dict[str, Any]) -> str:
-    digest = _new_digest()
-    digest.update(json.dumps(content, sort_keys=True).encode())
-    return digest.hexdigest()
+    return _new_digest(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 _WHAT_TO_DO = "Continue from another checkpoint (run.resume=FOLDER), or remove this one"

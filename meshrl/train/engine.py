@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -41,7 +42,7 @@ from meshrl.model.save import save_pretrained
 from meshrl.model.stream import StoredWeights
 from meshrl.parallel.fsdp import full_tensor, local_shard, reshard, shard_model
 from meshrl.parallel.mesh import data_parallel_mesh
-from meshrl.train.checkpoint import BackgroundWrite, stage
+from meshrl.train.checkpoint import stage, write_in_background
 from meshrl.train.checkpoint_files import FileFact
 from meshrl.train.optim import build_optimizer, clip_gradients
 from meshrl.train.packing import pack
@@ -97,7 +98,7 @@ class TrainEngine:
         self.num_optimizer_steps = 0
         self.num_skipped_in_a_row = 0
         self.version = 0
-        self._write: BackgroundWrite | None = None
+        self._write: Future[tuple[str, FileFact]] | None = None
 
     @classmethod
     def build(cls, model_cfg: ModelConfig, train_cfg: TrainConfig, mesh: DeviceMesh, role: Role) -> TrainEngine:
@@ -292,13 +293,13 @@ class TrainEngine:
         reshard(self.model)
         counters = (self.num_optimizer_steps, self.num_skipped_in_a_row)
         state = state_tensors(self.model.lm, self.optimizer, counters, self.device)
-        self._write = BackgroundWrite(Path(folder), stage(state))
+        self._write = write_in_background(Path(folder), stage(state))
 
     def finish_save(self) -> tuple[str, FileFact]:
         """Wait until this rank's file is on disk. Returns its name, size and hash. Raises: CheckpointError."""
         assert self._write is not None, "call save before finish_save"
         write, self._write = self._write, None
-        return write.finish()
+        return write.result()
 
     def load(self, folder: str | Path) -> None:
         """Load a state that any number of ranks saved (a collective).

@@ -6,15 +6,13 @@ The controller makes the batch plan from lengths alone (train/batch_plan.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from meshrl.core.batch import Batch
-from meshrl.core.types import EXTRA_FILLS, Sample
-
-_DUMMY_TOKENS = 2
+from meshrl.core.types import Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +67,6 @@ def pack(
     samples: Sequence[Sample],
     rows: Sequence[int],
     device: torch.device | str = "cpu",
-    plan_hash: str = "",
     share_prefix: bool = True,
 ) -> Batch:
     """Lay samples end to end as one Batch; without samples, a dummy that every rank can run (zero mask).
@@ -79,7 +76,7 @@ def pack(
     values would be trained on.
     """
     if not samples:
-        return _dummy(device, plan_hash)
+        return replace(pack([bare_row("dummy", [0, 0], scored=False)], [-1], device), is_dummy=True)
     pieces = _pieces(samples, rows, share_prefix)
     lengths = [p.stop - p.start for p in pieces]
     cu = np.zeros(len(pieces) + 1, np.int32)
@@ -100,6 +97,7 @@ def pack(
             )
         return None if lacking else cat(name, torch.float32)
 
+    routed_experts = _routed_experts(pieces)
     per_row = np.repeat(np.arange(len(pieces), dtype=np.int32), lengths)
     temperature = np.array([p.sample.temperature for p in pieces], np.float32)[per_row]
     return Batch(
@@ -112,62 +110,52 @@ def pack(
         parents=[p.parent for p in pieces],
         offsets=[p.start for p in pieces],
         mask=cat("mask", torch.bool),
-        loss_weight=_loss_weight(pieces, device),
+        loss_weight=_loss_weight(pieces).to(device),
         temperature=torch.from_numpy(temperature).to(device),
         rollout_logprobs=cat("rollout_logprobs", torch.float32),
         old_logprobs=cat_if_annotated("old_logprobs"),
         ref_logprobs=cat_if_annotated("ref_logprobs"),
-        values=cat_if_annotated("values"),
         advantages=cat_if_annotated("advantages"),
-        returns=cat_if_annotated("returns"),
-        routed_experts=_routed_experts(pieces, device),
-        token_extras=_token_extras(pieces, device),
+        routed_experts=None if routed_experts is None else routed_experts.to(device),
+        token_extras={name: extra.to(device) for name, extra in _token_extras(pieces).items()},
         model_kwargs=_model_kwargs(pieces, device),
-        plan_hash=plan_hash,
     )
 
 
-def _loss_weight(pieces: Sequence[_Piece], device: torch.device | str) -> torch.Tensor:
-    """fp64 weights stay fp64, which the equality tests need; runs have fp32."""
+def _filled(
+    pieces: Sequence[_Piece], arrays: Sequence[np.ndarray | None], like: np.ndarray, fill: float
+) -> torch.Tensor:
+    """Each piece's part of its sample's array; where a sample has none, `fill`, in the dtype and with the further dims
+    of `like`."""
     rows = [
-        np.zeros(p.stop - p.start, np.float32)
-        if p.sample.loss_weight is None
-        else p.sample.loss_weight[p.start : p.stop]
-        for p in pieces
+        np.full((p.stop - p.start, *like.shape[1:]), fill, like.dtype) if array is None else array[p.start : p.stop]
+        for p, array in zip(pieces, arrays, strict=True)
     ]
-    return torch.from_numpy(np.concatenate(rows)).to(device)
+    return torch.from_numpy(np.concatenate(rows))
 
 
-def _routed_experts(pieces: Sequence[_Piece], device: torch.device | str) -> torch.Tensor | None:
+def _loss_weight(pieces: Sequence[_Piece]) -> torch.Tensor:
+    """fp64 weights stay fp64, which the equality tests need; runs have fp32."""
+    arrays = [p.sample.loss_weight for p in pieces]
+    return _filled(pieces, arrays, next((a for a in arrays if a is not None), np.zeros(0, np.float32)), 0.0)
+
+
+def _routed_experts(pieces: Sequence[_Piece]) -> torch.Tensor | None:
     """[T, L, K]; rows without recorded experts are filled with -1 (the router chooses there)."""
-    shapes = {p.sample.routed_experts.shape[1:] for p in pieces if p.sample.routed_experts is not None}
-    if not shapes:
-        return None
+    arrays = [p.sample.routed_experts for p in pieces]
+    known = [array for array in arrays if array is not None]
+    shapes = {array.shape[1:] for array in known}
     if len(shapes) > 1:
         raise ValueError(f"routed_experts of one batch have shapes {sorted(shapes)}; a model has one")
-    (shape,) = shapes
-    rows = [
-        np.full((p.stop - p.start, *shape), -1, np.int16)
-        if p.sample.routed_experts is None
-        else p.sample.routed_experts[p.start : p.stop]
-        for p in pieces
-    ]
-    return torch.from_numpy(np.concatenate(rows)).to(device)
+    return _filled(pieces, arrays, known[0], -1) if known else None
 
 
-def _token_extras(pieces: Sequence[_Piece], device: torch.device | str) -> dict[str, torch.Tensor]:
-    names = sorted({name for p in pieces for name in p.sample.token_extras})
+def _token_extras(pieces: Sequence[_Piece]) -> dict[str, torch.Tensor]:
     out = {}
-    for name in names:
-        known = next(p.sample.token_extras[name] for p in pieces if name in p.sample.token_extras)
-        fill = EXTRA_FILLS.get(name, 0)
-        rows = [
-            p.sample.token_extras[name][p.start : p.stop]
-            if name in p.sample.token_extras
-            else np.full((p.stop - p.start, *known.shape[1:]), fill, known.dtype)
-            for p in pieces
-        ]
-        out[name] = torch.from_numpy(np.concatenate(rows)).to(device)
+    for name in sorted({name for p in pieces for name in p.sample.token_extras}):
+        arrays = [p.sample.token_extras.get(name) for p in pieces]
+        like = next(array for array in arrays if array is not None)
+        out[name] = _filled(pieces, arrays, like, 0)
     return out
 
 
@@ -182,23 +170,19 @@ def _model_kwargs(pieces: Sequence[_Piece], device: torch.device | str) -> dict[
     return {name: torch.from_numpy(np.concatenate(arrays)).to(device) for name, arrays in parts.items()}
 
 
-def _dummy(device: torch.device | str, plan_hash: str) -> Batch:
-    n = _DUMMY_TOKENS
-    zeros = torch.zeros(n, device=device)
-    return Batch(
-        tokens=torch.zeros(n, dtype=torch.int64, device=device),
-        cu_seqlens=torch.tensor([0, n], dtype=torch.int32),
-        position_ids=torch.arange(n, device=device),
-        previous=torch.zeros(n, dtype=torch.int64, device=device),
-        sample_index=torch.zeros(n, dtype=torch.int32, device=device),
-        rows=[-1],
-        parents=[-1],
-        offsets=[0],
-        mask=torch.zeros(n, dtype=torch.bool, device=device),
-        loss_weight=zeros,
-        temperature=zeros + 1,
-        rollout_logprobs=zeros + float("nan"),
-        advantages=zeros.clone(),
-        plan_hash=plan_hash,
-        is_dummy=True,
+def bare_row(name: str, tokens: Sequence[int], scored: bool) -> Sample:
+    """A row that no sampler made and that trains nothing. scored: its tokens are in the mask, except the first one."""
+    n = len(tokens)
+    return Sample(
+        trajectory_id=name,
+        group_id=name,
+        row=0,
+        prefix_len=0,
+        tokens=np.array(tokens, np.int32),
+        mask=(np.arange(n) > 0) & scored,
+        turn=np.zeros(n, np.int16),
+        rollout_logprobs=np.full(n, np.nan, np.float32),
+        versions=np.zeros(n, np.int32),
+        rewards=np.zeros(n, np.float32),
+        advantages=np.zeros(n, np.float32),
     )

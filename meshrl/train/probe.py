@@ -9,6 +9,7 @@ import numpy as np
 from meshrl.core.errors import ConfigError
 from meshrl.core.types import Sample
 from meshrl.model.load import TOLERANCE_NATS
+from meshrl.train.packing import bare_row
 
 
 def require_independent_rows(
@@ -26,9 +27,9 @@ def require_independent_rows(
     Raises: ConfigError when the model's scores are random, or when packed rows affect each other.
     """
     before, row, after = (
-        _row("before", [(1 + i) % vocab_size for i in range(9)]),
-        _row("row", [3, 1, 2, 4, 1]),
-        _row("after", [(2 + i) % vocab_size for i in range(9)]),
+        bare_row("before", [(1 + i) % vocab_size for i in range(9)], scored=True),
+        bare_row("row", [3, 1, 2, 4, 1], scored=True),
+        bare_row("after", [(2 + i) % vocab_size for i in range(9)], scored=True),
     )
     first, again = (score([before, row, after])[1] for _ in range(2))
     swapped = score([after, row, before])[1]
@@ -45,19 +46,3 @@ def require_independent_rows(
             f"(allowed: {TOLERANCE_NATS:g}) when its neighbours are swapped. It can't be trained packed. Choose "
             "another model"
         )
-
-
-def _row(name: str, tokens: list[int]) -> Sample:
-    n = len(tokens)
-    return Sample(
-        trajectory_id=name,
-        group_id=name,
-        row=0,
-        prefix_len=0,
-        tokens=np.array(tokens, np.int32),
-        mask=np.arange(n) > 0,
-        turn=np.zeros(n, np.int16),
-        rollout_logprobs=np.zeros(n, np.float32),
-        versions=np.zeros(n, np.int32),
-        rewards=np.zeros(n, np.float32),
-    )

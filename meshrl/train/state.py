@@ -22,12 +22,12 @@ from meshrl.model.hub_names import persistent_buffers
 from meshrl.model.lora import adapters_of, is_adapter, named_weights, trained_weights
 from meshrl.parallel.boxes import LocalBox, boxes, replica
 from meshrl.parallel.fsdp import local_shard
+from meshrl.sync.digest import bits_of
 from meshrl.train.checkpoint import SavedTensor, SavedTensors
 
 Counters = tuple[int, int]
 _BASE = "lora.base"
 _DIGEST_ELEMENTS = 1 << 18  # at a time: their bits as int64 stay in a core's cache
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers by their bytes
 # Frozen parameters never change, so their digest is computed once.
 _base_digests: weakref.WeakKeyDictionary[torch.nn.Module, torch.Tensor] = weakref.WeakKeyDictionary()
 _SLOTS_OF_ADAMW = 2  # tensors as large as the parameter; `step` is one number
@@ -139,7 +139,7 @@ def box_digest(local: LocalBox) -> torch.Tensor:
     step = max(1, _DIGEST_ELEMENTS // rows.shape[1])
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     for part, part_keys in zip(rows.split(step), row_keys.split(step), strict=True):
-        total += ((part.contiguous().view(_BITS[part.element_size()]).long() * keys).sum(1) * part_keys).sum()
+        total += ((bits_of(part.contiguous()).long() * keys).sum(1) * part_keys).sum()
     return total.cpu()
 
 

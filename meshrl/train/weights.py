@@ -11,7 +11,7 @@ from meshrl.model.lora import adapters_of, is_adapter, named_weights
 from meshrl.model.lora import merged as merged_with
 from meshrl.parallel.boxes import LocalBox, boxes
 from meshrl.sync.layout import Box
-from meshrl.sync.sender import BlockElements, Elements, HeldBox
+from meshrl.sync.sender import Elements, HeldBox
 
 
 @dataclass(kw_only=True, slots=True)
@@ -44,11 +44,10 @@ def held_weights(lm: torch.nn.Module, names: HubNames, dtype: torch.dtype, merge
         for hub_name in names.of(name):
             found.tensors[hub_name] = names.tensors[hub_name], str(sent).removeprefix("torch.")
             found.held[hub_name] = []
-        elements_of = merged_with(adapters[name]) if name in adapters else None
+        rows_of = merged_with(adapters[name]) if name in adapters else None
         for offsets, local in boxes(full.detach()):
             for hub_name, start, view in names.split(name, offsets, local):
-                elements: Elements = BlockElements(view)
-                if elements_of is not None:  # a layer with an adapter is one tensor of the files
-                    elements = elements_of(LocalBox(start, view))
-                found.held[hub_name].append(HeldBox(start, tuple(view.shape), elements))
+                # A layer with an adapter is one tensor of the files.
+                rows = None if rows_of is None else rows_of(LocalBox(start, view))
+                found.held[hub_name].append(HeldBox(start, tuple(view.shape), Elements(view, rows)))
     return found

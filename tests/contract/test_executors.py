@@ -20,8 +20,8 @@ from tiny_run import steps_of, train, write_run
 from torchrun_runs import processes_of_run, train_by_torchrun
 
 from meshrl.cluster.actors import RankWorker
+from meshrl.cluster.executor import phase
 from meshrl.cluster.inline import InlineExecutor
-from meshrl.cluster.phases import phase
 from meshrl.core.errors import CheckpointError, SamplerMismatchError
 from meshrl.monitor.rollout_log import read_rollouts
 from meshrl.sync.transaction import SyncOrder

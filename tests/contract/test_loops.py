@@ -16,7 +16,7 @@ from tiny_run import steps_of, train, write_run
 import meshrl
 from meshrl.agent.loop import AgentContext, start_trajectory, take_turn
 from meshrl.cluster.actors import RankWorker
-from meshrl.cluster.phases import phase
+from meshrl.cluster.executor import phase
 from meshrl.core.errors import SamplerMismatchError
 from meshrl.core.types import Generate, Prompt, Trajectory
 from meshrl.monitor.rollout_log import read_rollouts

@@ -80,21 +80,6 @@ def go(main):
     asyncio.run(asyncio.wait_for(main(), 100))
 
 
-async def paused_within(engine, mode):
-    """A task with a turn of LONG tokens that was running when the engine paused. On a busy machine the turn may be
-    finished before this process receives its first tokens; then it tries again."""
-    for attempt in range(10):
-        turn = engine.generate(ask(f"within {attempt}", CONTEXT, max_new_tokens=LONG, ignore_eos=True))
-        before, task = engine.stats().decode_tokens, asyncio.create_task(turn)
-        await until_tokens(engine, before + 3)
-        await engine.pause(mode)
-        await asyncio.sleep(0.02)
-        if mode == "wait" or not task.done() or task.result().stop_reason == "abort":
-            return task
-        await engine.resume()
-    raise AssertionError("ten turns in a row were finished before the engine paused")
-
-
 async def until_tokens(engine, count):
     while engine.stats().decode_tokens < count:
         await asyncio.sleep(0.001)
@@ -245,30 +230,6 @@ def test_a_stop_string_ends_a_turn_that_its_server_would_continue(make):
     go(main)
 
 
-@pytest.mark.parametrize("mode", ["wait", "abort", "keep"])
-def test_pause_stops_and_resume_continues(make, mode):
-    async def main():
-        engine = await make()
-        if mode == "keep" and not engine.capabilities.in_flight:
-            with pytest.raises(CapabilityError):
-                await engine.pause(mode)
-            return
-        task = await paused_within(engine, mode)
-        late = asyncio.create_task(engine.generate(ask("late", CONTEXT)))
-        await asyncio.sleep(0.02)
-        held = engine.stats().decode_tokens
-        await asyncio.sleep(0.02)
-        assert engine.stats().decode_tokens == held and not late.done()
-        assert task.done() == (mode != "keep")
-        await engine.resume()
-        turn = await task
-        assert turn.stop_reason == ("abort" if mode == "abort" else "length")
-        assert (len(turn.output_ids) == LONG) == (mode != "abort")
-        await late
-
-    go(main)
-
-
 def test_a_sync_replaces_the_weights_and_the_version(make, name, lm):
     """P15, P17: after a sync, the new weights answer the old prompt; a version that does not exist is refused."""
 
@@ -302,19 +263,24 @@ def test_a_cancelled_sync_leaves_no_usable_weights(make, lm):
     go(main)
 
 
-def test_running_requests_survive_new_weights_where_declared(make):
+def test_running_requests_survive_new_weights_where_declared(make, lm):
     async def main():
-        engine, other = await make(), tiny_vllm_lm(seed=1)
+        engine, models = await make(), [lm, tiny_vllm_lm(seed=1)]
         if not engine.capabilities.in_flight:
             return
-        task = await paused_within(engine, "keep")
-        await sync(other, engine, 1)
-        await engine.resume()
-        turn = await task
-        assert len(turn.versions) == LONG and set(turn.versions) == {0, 1} and (np.diff(turn.versions) >= 0).all()
+        for version in range(1, 11):  # on a busy machine the turn may be finished before the sync begins
+            before = engine.stats().decode_tokens
+            task = asyncio.create_task(engine.generate(ask("a", CONTEXT, max_new_tokens=LONG, ignore_eos=True)))
+            await until_tokens(engine, before + 3)
+            await sync(models[version % 2], engine, version)
+            turn = await task
+            if turn.versions[-1] == version:
+                break
+        assert len(turn.versions) == LONG and (np.diff(turn.versions) >= 0).all()
+        assert set(turn.versions) == {version - 1, version}
         if engine.capabilities.score:  # the new weights have computed the cache again (P17)
             scores = (await engine.score(np.concatenate([CONTEXT, turn.output_ids])[:-1]))[len(CONTEXT) :]
-            new = turn.versions[:-1] == 1
+            new = turn.versions[:-1] == version
             np.testing.assert_allclose(turn.logprobs[:-1][new], scores[new], atol=1e-4)
 
     go(main)
@@ -328,13 +294,12 @@ def test_released_memory_can_be_restored_where_declared(make, lm):
         running = asyncio.create_task(engine.generate(ask("a", CONTEXT, max_new_tokens=LONG, ignore_eos=True)))
         while engine.stats().decode_tokens < 2:
             await asyncio.sleep(0)
-        assert await engine.release({"weights", "kv_cache", "graphs"}) > 0
+        assert await engine.release({"weights", "kv_cache"}) > 0
         with pytest.raises(StaleWeightsError):
             await engine.generate(ask("b", CONTEXT))
         num_tokens = engine.stats().decode_tokens
-        assert await engine.restore({"weights", "kv_cache", "graphs"}) > 0
-        await engine.resume()  # must not sample with garbage weights
-        await asyncio.sleep(0.3)
+        assert await engine.restore({"weights", "kv_cache"}) > 0
+        await asyncio.sleep(0.3)  # it must not sample with garbage weights
         assert engine.stats().decode_tokens - num_tokens <= 2  # tokens that were still in transit
         versions = {0} if running.done() else {0, 1}  # an engine may finish it before it releases memory
         await sync(lm, engine, 1)

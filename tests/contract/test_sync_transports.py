@@ -195,7 +195,6 @@ FAULTS: dict[str, tuple[Any, str]] = {  # -> change of the transfer, expected er
     "a bit flipped": (flip_a_bit, r"transfer \d+ of sender 0 .*was sent with digest"),
     "scrambled": (scramble, r"transfer \d+ of sender 0 .*was sent with digest"),
     "cut short": (lambda d, _: replace(d, payload=d.payload[:-16]), r"\[\d+\] torch.uint8, expected|was expected"),
-    "without its digests": (lambda d, _: replace(d, digests=d.digests[1:]), "digests and counts for|numbers was rec"),
     "sender ends half-way": (end_early, "the train rank has ended"),
 }
 

@@ -15,6 +15,7 @@ from vllm_servers import tiny_vllm_lm
 
 from meshrl.core.errors import StaleWeightsError, SyncError
 from meshrl.model.hub_names import HubNames
+from meshrl.sync.delivery import ALL
 from meshrl.sync.digest import digest_bytes
 from meshrl.sync.layout import Box, make_layout
 from meshrl.train.weights import held_weights
@@ -233,7 +234,7 @@ def wrong_change(delivery):
 
 
 def full_in_a_delta(delivery):
-    return replace(delivery, counts=None)
+    return replace(delivery, counts=(ALL,) * len(delivery.counts))
 
 
 @pytest.mark.parametrize("fault", [wrong_payload, wrong_change, full_in_a_delta])

@@ -55,14 +55,13 @@ class SyncedRank:
             nodes=nodes,
             address="127.0.0.1",
         )
-        self.own = {rank: RankSync(spec, CPU, trainer, None if apart else sampler)}
+        self.own = {rank: RankSync(spec, CPU, self.layout, trainer, None if apart else sampler)}
         if apart:
-            self.own[world + rank] = RankSync(replace(spec, rank=world + rank), CPU, None, sampler)
+            self.own[world + rank] = RankSync(replace(spec, rank=world + rank), CPU, self.layout, None, sampler)
         self._samplers = range(world, 2 * world) if apart else range(world)
 
     async def reconcile(self) -> None:
-        for sync in self.own.values():
-            await sync.set_layout(self.layout)
+        await self.sampler.reconcile(self.layout)
 
     async def sync(self, version: int) -> Ack:
         """Returns the Ack of this process's sampler. Raises: SyncError."""

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from meshrl.train.checkpoint import BackgroundWrite, SavedTensors, stage
+from meshrl.train.checkpoint import SavedTensors, stage, write_in_background
 from meshrl.train.checkpoint_files import (
     CONTROLLER,
     Manifest,
@@ -43,8 +43,8 @@ def save_for_ever(checkpoints: Path) -> None:
         for step in range(first, first + 10_000):
             final = state_folder(checkpoints, step)
             temporary = make_temporary_folder(final)
-            write = BackgroundWrite(temporary, stage({name: torch.full((60, 1000), float(step)) for name in NAMES}))
-            files = dict([write.finish()])
+            write = write_in_background(temporary, stage({name: torch.full((60, 1000), float(step)) for name in NAMES}))
+            files = dict([write.result()])
             files[CONTROLLER] = write_json(temporary / CONTROLLER, {"step": step})
             commit(final, Manifest(step=step, num_ranks=1, files=files))
             prune(checkpoints, KEEP)

@@ -28,7 +28,7 @@ from meshrl.model.save import gathered
 from meshrl.parallel.boxes import boxes, index_of
 from meshrl.parallel.fsdp import full_tensor
 from meshrl.train.batch_plan import make_batch_plan
-from meshrl.train.checkpoint import BackgroundWrite, SavedTensors, stage
+from meshrl.train.checkpoint import SavedTensors, stage, write_in_background
 from meshrl.train.checkpoint_files import (
     CONTROLLER,
     MANIFEST,
@@ -53,7 +53,7 @@ UNEVEN = {"hidden_size": 40, "intermediate_size": 50, "vocab_size": 61}  # 4 ran
 def _step(engine: TrainEngine, rank: int, world: int, seed: int) -> None:
     samples = weigh(random_samples(seed, LENGTHS, vocab=60))
     plan = make_batch_plan([len(s) for s in samples], world, 40)
-    engine.forward_backward([pack([samples[i] for i in m], m) for m in plan.micro_batches[rank]], sft_loss())
+    engine.forward_backward([pack([samples[i] for i in m], m) for m in plan.micro_batches[rank]], sft_loss)
     engine.optim_step(1e-2)
 
 
@@ -315,7 +315,7 @@ def _through_files(rank: int, world: int, final: Path) -> dict[str, bool]:
     temporary = make_temporary_folder(final) if rank == 0 else final.with_name("state.aside")
     dist.barrier()
     files: list[Any] = [None] * world
-    dist.all_gather_object(files, BackgroundWrite(temporary, stage(dict(module.named_parameters()))).finish())
+    dist.all_gather_object(files, write_in_background(temporary, stage(dict(module.named_parameters()))).result())
     if rank == 0:
         own = {CONTROLLER: write_json(temporary / CONTROLLER, {})}
         commit(final, Manifest(step=1, num_ranks=world, files={**own, **dict(files)}))

@@ -189,7 +189,7 @@ def _rows(
     for name, p in named_weights(lm):
         if not is_adapter(name):
             box = LocalBox((0,) * p.dim(), full_tensor(p.detach()).float())
-            full[name] = merged(adapters[name])(box)[:].view(p.shape) if name in adapters else box.tensor
+            full[name] = merged(adapters[name])(box)(0, len(p)) if name in adapters else box.tensor
     return rows, full
 
 

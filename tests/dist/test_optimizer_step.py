@@ -24,7 +24,7 @@ LENGTHS = [12, 3, 40, 7, 7, 21, 2, 30]
 def _backward(engine: TrainEngine, rank: int, world: int, samples: list[Any]) -> None:
     plan = make_batch_plan([len(s) for s in samples], world, 40)
     batches = [pack([samples[i] for i in micro], micro) for micro in plan.micro_batches[rank]]
-    engine.forward_backward(batches, sft_loss())
+    engine.forward_backward(batches, sft_loss)
 
 
 def _full_parameters(engine: TrainEngine) -> list[torch.Tensor]:
@@ -44,7 +44,7 @@ def _clipped(rank: int, world: int, clip: float) -> tuple[float, float]:
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_norm_and_clipping_equal_those_of_the_unsharded_gradient(pool, world):
     """P12: every rank returns the norm before clipping; the applied gradient has the clip norm, or a smaller norm."""
-    want = norm_of(unsharded(tiny_qwen2(torch.float64), weigh(random_samples(0, LENGTHS)), sft_loss())["grads"])
+    want = norm_of(unsharded(tiny_qwen2(torch.float64), weigh(random_samples(0, LENGTHS)), sft_loss)["grads"])
     for clip, applied in ((want / 3, want / 3), (want * 3, want), (0.0, want)):
         for norm, moved in pool.run(_clipped, world, clip):
             assert norm == pytest.approx(want, rel=1e-9)

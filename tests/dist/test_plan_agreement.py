@@ -10,7 +10,7 @@ from tiny_samples import random_samples
 from tiny_specs import worker_spec
 
 from meshrl.cluster.actors import RankWorker
-from meshrl.cluster.row_cache import RowsMessage
+from meshrl.cluster.row_cache import SentRows
 from meshrl.train.batch_plan import make_batch_plan
 
 LENGTHS = [12, 3, 40, 7]
@@ -22,15 +22,7 @@ def _forward(rank: int, world: int, budgets: list[int]) -> str:
     samples = random_samples(0, LENGTHS)
     plan = make_batch_plan(LENGTHS, world, budgets[rank])
     try:
-        rows_of_rank = {i: samples[i] for i in plan.rows(rank)}
-        message = RowsMessage(
-            plan_hash=plan.hash,
-            number=0,
-            used=(0,),
-            micro_batches=plan.micro_batches[rank],
-            samples=rows_of_rank,
-        )
-        rows = worker.forward(message, "policy")
+        rows = worker.forward(SentRows().messages(samples, plan)[rank], "policy")
     except ValueError as error:
         return str(error)
     assert all(np.isfinite(row).all() for row in rows.values())

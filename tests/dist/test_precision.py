@@ -49,7 +49,7 @@ def _built(world: int, folder: Path, dtype: str, role: Any = "policy", **train: 
 
 def _step(engine: TrainEngine, rank: int, lr: float = 1e-6) -> None:
     samples = weigh(random_samples(rank, [9, 5]))
-    engine.forward_backward([pack(samples, [0, 1])], sft_loss())
+    engine.forward_backward([pack(samples, [0, 1])], sft_loss)
     assert not engine.optim_step(lr).skipped
 
 
@@ -68,7 +68,7 @@ def _dtypes_in_rank(rank: int, world: int, folder: Path, dtype: str) -> list[dic
     seen = [_dtypes(engine)]
     gradients: set[torch.dtype] = set()
     samples = weigh(random_samples(rank, [9, 5]))
-    engine.forward_backward([pack(samples, [0, 1])], sft_loss())
+    engine.forward_backward([pack(samples, [0, 1])], sft_loss)
     gradients |= {p.grad.dtype for p in engine.model.parameters()}
     engine.optim_step(1e-6)
     seen.append({**_dtypes(engine), "gradients": gradients})
@@ -141,7 +141,7 @@ def _ties_in_rank(rank: int, world: int, tie: bool, strategy: str) -> list[bool]
     samples = weigh(random_samples(rank, [9, 5]))
     engine.forward([pack(samples, [0, 1])])
     look()
-    engine.forward_backward([pack(samples, [0, 1])], sft_loss())
+    engine.forward_backward([pack(samples, [0, 1])], sft_loss)
     look()
     engine.optim_step(0.01)
     look()

@@ -213,7 +213,8 @@ With `loop.kind` one_step_off or fully_async, every prompt is still trained once
   weights. The second failure in a row ends the run. This applies to `loop.kind: colocated`, too.
 - An agent that never returns ends the run when no task has ended within `cluster.deadlines.rollout`; the error has the
   agent's stack.
-- If graders are slower than samplers, the samplers wait: groups that wait for a grade count in the limit of staleness.
+- If graders are slower than samplers, the samplers wait: groups that wait for a grade count towards the limit of
+  started groups.
 - A run that is killed, any number of times, continues from the newest checkpoint; with `loop.max_staleness: 0` its
   results equal those of an undisturbed run to the bit.
 

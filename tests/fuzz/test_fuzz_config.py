@@ -37,8 +37,13 @@ run: {name: fuzzed}
 BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
     f"{name}: &{name} [{','.join(['*' + before] * 9)}]\n" for before, name in zip("abcdefghi", "bcdefghij")
 )
+SECTIONS = "a: &a {p: {}, q: {}, r: {}, s: {}, t: {}, u: {}}\n" + "".join(
+    f"{name}: &{name} {{{', '.join(f'{key}: *{before}' for key in 'pqrstu')}}}\n"
+    for before, name in zip("abcdefghi", "bcdefghij")
+)
 HOSTILE = {
     "a billion values behind aliases": BOMB,
+    "sixty million empty sections behind aliases": SECTIONS,
     "an alias that contains itself": "model: &m {path: *m}\n",
     "an alias that contains itself under an empty key": "&a {'': *a}\n",
     "a thousand lists": "model: " + "[" * 1000,

@@ -55,10 +55,38 @@ FAULTS = [
         (_LOSSES + "test_sums_and_metrics_do_not_depend_on_the_partition",),
     ),
     Fault(
+        "the fast decoder reads a position from the device in each step",
+        "meshrl/model/fast_decoder.py",
+        "if self._num_positions > TABLE_POSITIONS:",
+        "if int(position_ids.max()) >= TABLE_POSITIONS:",
+        ("tests/unit/rollout/test_engine_on_meta.py::test_a_step_of_decode_waits_for_the_device_once",),
+    ),
+    Fault(
+        "the loss reads the temperatures from the device",
+        "meshrl/model/logprob.py",
+        'flat = hidden.device.type == "cpu" and bool(',
+        "flat = bool(",
+        ("tests/unit/model/test_trainer_on_meta.py::test_no_step_of_a_layer_waits_for_the_device",),
+    ),
+    Fault(
+        "each digest of a sync is read from the device by itself",
+        "meshrl/sync/digest.py",
+        "found = iter(torch.stack(sums).tolist() if sums else ())",
+        "found = iter([int(each) for each in sums])",
+        ("tests/unit/sync/test_sync_on_meta.py::test_a_sync_in_place_reads_all_digests_of_a_proof_together",),
+    ),
+    Fault(
+        "the products of the head are rounded to bf16 on accelerators",
+        "meshrl/model/logprob.py",
+        "out = torch.mm(hidden, self.weight.T, out_dtype=wide)",
+        "out = torch.mm(hidden, self.weight.T).to(wide)",
+        ("tests/unit/model/test_trainer_on_meta.py::test_bf16_rows_take_one_varlen_kernel_a_layer_and_an_fp32_head",),
+    ),
+    Fault(
         "token_mean divides by the row's own tokens",
         "meshrl/algo/reduce.py",
-        "return np.full(len(lengths), 1.0 / lengths.sum())",
-        "return 1.0 / lengths",
+        "np.full(len(lengths), 1.0 / lengths.sum())",
+        "1.0 / lengths",
         (_REDUCE + "test_golden_weights",),
     ),
     Fault(
@@ -141,10 +169,21 @@ FAULTS = [
         ),
     ),
     Fault(
+        "a user-defined advantage that writes into the rewards changes the metrics",
+        "meshrl/algo/advantages.py",
+        "        _assign(groups, function(groups), cfg.advantage)\n",
+        "        _assign(groups, function(groups), cfg.advantage)\n"
+        "        metrics = _group_metrics(groups, cfg.advantage_eps)\n",
+        (
+            "tests/unit/algo/test_own_advantages.py::"
+            "test_a_function_may_write_into_the_rewards_without_changing_the_metrics",
+        ),
+    ),
+    Fault(
         "a user-defined advantage gets rewards without the KL penalty",
         "meshrl/algo/advantages.py",
-        "rewards=np.array([t.penalized for t in members], dtype=np.float64),",
-        "rewards=np.array([t.reward for t in members], dtype=np.float64),",
+        "rewards=np.array([t.reward - t.kl_penalty for t in found], np.float64)",
+        "rewards=np.array([t.reward for t in found], np.float64)",
         ("tests/unit/algo/test_own_advantages.py::test_the_function_gets_rewards_less_the_kl",),
     ),
     *CORRECTION_FAULTS,
@@ -159,8 +198,8 @@ FAULTS = [
     Fault(
         "groups are formed by position",
         "meshrl/algo/advantages.py",
-        "groups.setdefault(trajectory.group_id, []).append(trajectory)",
-        "groups.setdefault(str(trajectories.index(trajectory) // 4), []).append(trajectory)",
+        "members.setdefault(trajectory.group_id, []).append(trajectory)",
+        "members.setdefault(str(trajectories.index(trajectory) // 4), []).append(trajectory)",
         (_GROUPS + "test_order_changes_no_bit",),
     ),
     Fault(
@@ -223,8 +262,8 @@ FAULTS = [
     Fault(
         "a dummy micro-batch trains",
         "meshrl/train/packing.py",
-        "mask=torch.zeros(n, dtype=torch.bool, device=device),",
-        "mask=torch.ones(n, dtype=torch.bool, device=device),",
+        '"dummy", [0, 0], scored=False',
+        '"dummy", [0, 0], scored=True',
         (_PACKING + "test_a_dummy_is_a_batch_that_trains_nothing",),
     ),
     Fault(
@@ -273,8 +312,8 @@ FAULTS = [
     Fault(
         "all rows are drawn with one seed",
         "meshrl/rollout/embedded/sampler.py",
-        "bits = _mix64(seeds ^ _mix64(positions.astype(np.uint64)))",
-        "bits = _mix64(seeds[:1] ^ _mix64(positions.astype(np.uint64)))",
+        "bits = mix64(seeds ^ mix64(positions.astype(np.uint64)))",
+        "bits = mix64(seeds[:1] ^ mix64(positions.astype(np.uint64)))",
         (_SAMPLER + "test_a_draw_does_not_depend_on_the_other_rows",),
     ),
     Fault(
@@ -413,7 +452,7 @@ FAULTS = [
     Fault(
         "a line without an end is read without a limit",
         "meshrl/core/files.py",
-        "line = file.readline(max_bytes + 1)",
+        "line = file.readline(MAX_LINE_BYTES + 1)",
         "line = file.readline()",
         (_FUZZ_DATA + "test_a_line_above_the_limit_is_not_read_to_its_end",),
     ),
@@ -441,7 +480,7 @@ FAULTS = [
     Fault(
         "a chat template may run for ever",
         "meshrl/data/time_limit.py",
-        "if now > block.deadline:",
+        "if now > deadline:",
         "if now < 0:",
         ("tests/fuzz/test_fuzz_tokenizer.py::test_a_template_that_takes_too_long_is_stopped_and_the_line_named",),
     ),

@@ -46,14 +46,14 @@ RANK_FAULTS = [
     Fault(
         "ranks are forked by a fork server with another environment",
         _STARTER,
-        " or _servers[-1].inherited != inherited",
+        " or _server.inherited != inherited",
         "",
         (_FORKS + "test_a_forked_rank_has_and_computes_what_a_new_interpreter_would",),
     ),
     Fault(
         "a replaced fork server remains as a zombie",
         _STARTER,
-        "            threading.Thread(target=server.process.wait, daemon=True).start()  # else a zombie is left\n",
+        "        threading.Thread(target=_server.process.wait, daemon=True).start()  # else a zombie is left\n",
         "",
         (_FORKS + "test_a_fork_server_with_other_threads_executes_a_new_interpreter_for_each_rank",),
     ),

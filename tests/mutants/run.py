@@ -1,4 +1,5 @@
-"""Mutation testing: insert one fault at a time into a copy of the package; one of its named tests must fail.
+"""Mutation testing: insert one fault at a time into a copy of the package; one of its named tests must fail, or
+not end (some faults are deadlocks).
 
     python tests/mutants/run.py [--list] [--only WORDS] [-j JOBS]
 
@@ -35,7 +36,7 @@ TEST_LIMIT_S = 60
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """caught: a named test failed. shown: the name of that test, or the reason why none failed."""
+    """caught: a named test failed, or did not end. shown: the name of that test, or the reason why none failed."""
 
     name: str
     caught: bool
@@ -137,6 +138,8 @@ def _try(copy: Path, fault: Fault) -> Verdict:
     failed = re.findall(r"^FAILED (\S+)", output, re.MULTILINE)
     if code == 1 and failed:
         return Verdict(fault.name, True, failed[0], seconds)
+    if code == -1:
+        return Verdict(fault.name, True, f"no end within {LIMIT_S:g} s", seconds)
     errors = re.findall(r"^ERROR .*", output, re.MULTILINE)
     shown = f"pytest ended with exit code {code}: {(errors or [_last_line(output)])[0]}"
     return Verdict(fault.name, False, shown, seconds)

@@ -19,9 +19,9 @@ LEVELS = {
     "loops": 8,
     "run": 9,
     "tools": 10,
-    "cli": 11,
     "api": 11,
-    "__main__": 12,
+    "cli": 12,
+    "__main__": 13,
 }
 
 EVERYWHERE = {"numpy"}
@@ -64,7 +64,6 @@ HOMES: dict[str, set[str]] = {  # library -> packages or files of meshrl that ma
     "vllm": {
         "rollout/vllm/cpu_build.py",
         "rollout/vllm/packed.py",
-        "rollout/vllm/placeholders.py",
         "rollout/vllm/worker.py",
     },
 }

@@ -2,15 +2,15 @@
 
 Callers use `await generate(request)`, or `submit` and `step` without an event loop.
 
-Weights may change while requests run (pause "keep", sync, resume): the KV cache is dropped with the old weights and
-computed again from the tokens with the new ones. So every logprob belongs exactly to the recorded weight version, which
-a cache of mixed versions could not guarantee.
+Weights may change while requests run: the KV cache is dropped with the old weights and computed again from the tokens
+with the new ones. So every logprob belongs exactly to the recorded weight version, which a cache of mixed versions
+could not guarantee.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
+import dataclasses
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Seq
 
@@ -20,18 +20,18 @@ import torch
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
 from meshrl.core.device import empty_cache
-from meshrl.core.errors import CapabilityError, MeshrlError, StaleWeightsError
-from meshrl.core.types import Media, Request, StopReason, Turn
+from meshrl.core.errors import MeshrlError
+from meshrl.core.types import Request, StopReason, Turn
 from meshrl.model.causal import CausalModel
 from meshrl.model.fast_decoder import FastDecoder, fast_decoder
 from meshrl.model.limits import limits_of
 from meshrl.model.load import DTYPES, cast_parameters, load_causal_lm
 from meshrl.model.lora import add_adapters, init_adapters, randomize_adapters
-from meshrl.rollout.admission import bounds_of, check_admission, check_supported, topk_of
-from meshrl.rollout.base import Capabilities, EngineStats, PauseMode, check_parts
+from meshrl.rollout.admission import bounds_of, check_admission, check_scorable, check_supported, topk_of
+from meshrl.rollout.base import Capabilities, EngineStats, check_parts
 from meshrl.rollout.embedded.runner import Runner
 from meshrl.rollout.embedded.sampler import RowSampling, draw
-from meshrl.rollout.embedded.scheduler import Admission, Scheduler, Sequence
+from meshrl.rollout.embedded.scheduler import Scheduler, Sequence
 from meshrl.rollout.embedded.weights import EngineWeights
 from meshrl.rollout.stop_strings import StopStrings, stop_strings_of
 from meshrl.sync.delivery import Delivery
@@ -76,8 +76,8 @@ class EmbeddedEngine:
     """rollout.base.RolloutEngine over a CausalModel.
 
     Consumes requests; the requests of one event-loop tick are admitted together. One task steps while there is work and
-    neither a pause, a sync nor released memory prevents it. It yields to the event loop after each step; `generate`,
-    `resume`, `commit` and `restore` start it again.
+    neither a sync nor released memory prevents it. It yields to the event loop after each step; `generate`, `commit`
+    and `restore` start it again.
     """
 
     def __init__(
@@ -107,7 +107,6 @@ class EmbeddedEngine:
         self._ids: set[str] = set()
         self._futures: dict[str, asyncio.Future[Turn]] = {}
         self._step_task: asyncio.Task[None] | None = None
-        self._pause: PauseMode | None = None
         self._released: set[str] = set()
         self._closed = False
 
@@ -127,15 +126,7 @@ class EmbeddedEngine:
             lambda name: name == "entropy" or topk_of(name) > 0,
             "entropy and topk:N, N from 1",
         )
-        self._scheduler.submit(
-            Sequence(
-                request=request,
-                stop_ids=bounds.stop_ids,
-                limit=bounds.limit,
-                limit_reason=bounds.limit_reason,
-                stop_search=self._stop_strings.search(request),
-            )
-        )
+        self._scheduler.submit(Sequence(request, bounds, self._stop_strings.search(request)))
         self._ids.add(request.id)
 
     @torch.inference_mode()
@@ -143,8 +134,7 @@ class EmbeddedEngine:
         """Admit requests that fit, sample one token for every running request, and return the finished ones."""
         if not self._may_step:
             return []
-        began = time.perf_counter()
-        admission = self._scheduler.admit() if self._pause is None else Admission()
+        admission = self._scheduler.admit()
         rows = self._scheduler.running
         logits = self._runner.step(rows, admission)
         if self._sampling is None or admission.joined:
@@ -158,7 +148,8 @@ class EmbeddedEngine:
         finished = [(rows[row].request.id, self._turn(rows[row], reason)) for row, reason in done.items()]
         if done or admission.joined:
             self._compact(done.keys())
-        self._count(admission, len(rows), time.perf_counter() - began)
+        self._totals.prefill_tokens += sum(len(prefill.ids) for prefill in admission.prefills)
+        self._totals.decode_tokens += len(rows)
         return finished
 
     def _record(
@@ -181,10 +172,10 @@ class EmbeddedEngine:
             sequence.logprobs.append(logprob)
             sequence.versions.append(version)
             search = sequence.stop_search
-            if token in sequence.stop_ids or (search is not None and search.ends_with(token)):
+            if token in sequence.bounds.stop_ids or (search is not None and search.ends_with(token)):
                 done[row] = "stop"
-            elif len(sequence.tokens) >= sequence.limit:
-                done[row] = sequence.limit_reason
+            elif len(sequence.tokens) >= sequence.bounds.limit:
+                done[row] = sequence.bounds.limit_reason
         for row, values in extras.items():
             rows[row].extras.append(values)
         return done
@@ -212,15 +203,6 @@ class EmbeddedEngine:
         self._runner.move_rows(*self._scheduler.compact(gone))
         self._sampling = None
 
-    def _count(self, admission: Admission, num_rows: int, seconds: float) -> None:
-        """A step computes contexts and new tokens together; its time is split in proportion to their tokens."""
-        prefilled = sum(len(prefill.ids) for prefill in admission.prefills)
-        share = prefilled / max(1, prefilled + num_rows - len(admission.joined))
-        self._totals.prefill_tokens += prefilled
-        self._totals.decode_tokens += num_rows
-        self._totals.prefill_s += seconds * share
-        self._totals.decode_s += seconds * (1 - share)
-
     def _withdraw(self, ids: Collection[str] | None) -> list[tuple[str, Turn]]:
         """End these requests (None = all) with their tokens so far."""
         left, rows = self._scheduler.withdraw(ids)
@@ -237,7 +219,7 @@ class EmbeddedEngine:
     # ---- generation, with an event loop
 
     async def generate(self, request: Request) -> Turn:
-        """Sample one turn. Waits while paused or while a sync is open."""
+        """Sample one turn. Waits while a sync is open and while memory is released."""
         self.submit(request)
         future: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
         self._futures[request.id] = future
@@ -251,23 +233,9 @@ class EmbeddedEngine:
         self._return_turns(ended)
         return len(ended)
 
-    async def pause(self, mode: PauseMode = "wait") -> None:
-        """Stop: wait = running requests finish first, abort = all return now, keep = all stay in place."""
-        self._pause = mode
-        if mode == "abort":
-            await self.abort()
-        while mode == "wait" and self._pause == "wait" and self._scheduler.running:
-            self._start_steps()
-            await asyncio.sleep(0)
-
-    async def resume(self) -> None:
-        self._pause = None
-        self._start_steps()
-
     @property
     def _may_step(self) -> bool:
-        held = self._released or self._weights.version < 0 or self._pause in ("abort", "keep")
-        return not held and bool(self._scheduler.running or (self._pause is None and self._scheduler.waiting))
+        return self.has_work and self._weights.version >= 0 and not self._released
 
     def _start_steps(self) -> None:
         if self._may_step and (self._step_task is None or self._step_task.done()):
@@ -303,12 +271,13 @@ class EmbeddedEngine:
             if future is not None and not future.done():
                 future.set_result(turn)
 
-    async def score(self, ids: np.ndarray, media: dict[str, Media] | None = None) -> np.ndarray:
-        """Teacher-forced logprobs at temperature 1, float32[T], computed without a cache; index 0 is 0."""
-        if media:
-            raise CapabilityError("score() was given media; the embedded engine takes text only")
-        if self._weights.version < 0 or self._released:
-            raise StaleWeightsError(f"{self.engine_id} has no usable weights to score with; sync weights first")
+    async def score(self, ids: np.ndarray) -> np.ndarray:
+        """Teacher-forced logprobs at temperature 1, float32[T], computed without a cache; index 0 is 0.
+
+        Raises: RequestError for ids that the model has no row for, or too many; StaleWeightsError.
+        """
+        check_scorable(self.engine_id, self._weights.version, self._released)
+        bounds_of(Request(id="score", context_ids=ids), (), self.max_context_tokens + 1, self._vocab_size)
         return self._runner.score(ids)
 
     # ---- weights
@@ -323,7 +292,7 @@ class EmbeddedEngine:
 
     def targets(self) -> dict[str, torch.Tensor]:
         """The tensors that the next sync has to fill, by wire name. A trainer in this process may write them directly
-        between begin and commit (`ShardSender.in_place`)."""
+        between begin and commit (`sync_rank`)."""
         return self._weights.targets()
 
     async def begin(self, header: SyncHeader) -> None:
@@ -349,18 +318,14 @@ class EmbeddedEngine:
     # ---- memory and the rest
 
     async def release(self, parts: set[str]) -> int:
-        """Free parts of {weights, kv_cache, graphs}; running requests wait, and their KV cache is computed again.
-
-        Returns bytes freed; 0 for graphs, which this engine does not have.
-        """
+        """Free parts of {weights, kv_cache}; returns bytes freed. Running requests wait, and their KV cache is computed
+        again."""
         check_parts(parts)
-        freed = 0
-        if parts & {"weights", "kv_cache"}:
-            freed += self._runner.num_bytes if "kv_cache" in parts else 0
-            self._flush()
+        freed = self._runner.num_bytes if "kv_cache" in parts else 0
+        self._flush()
         if "weights" in parts - self._released:
             freed += self._weights.release()
-        self._released |= parts & {"weights", "kv_cache"}
+        self._released |= parts
         empty_cache(self._device)
         return freed
 
@@ -374,15 +339,11 @@ class EmbeddedEngine:
 
     def stats(self) -> EngineStats:
         running, prompts = self._scheduler.running, self._scheduler.prompts
-        return EngineStats(
+        return dataclasses.replace(
+            self._totals,
             running=len(running),
             waiting=len(self._scheduler.waiting),
             cached_tokens=sum(s.cached for s in running) + sum(p.length for p in prompts),
-            free_slots=self._scheduler.max_running - len(running),
-            prefill_tokens=self._totals.prefill_tokens,
-            decode_tokens=self._totals.decode_tokens,
-            prefill_s=self._totals.prefill_s,
-            decode_s=self._totals.decode_s,
             version=self._weights.version,
         )
 

@@ -35,6 +35,7 @@ def _starts(limit: int) -> np.ndarray:
 
 STARTS = _starts(1 << 24)
 Tiles = list[tuple[torch.Tensor, torch.Tensor]]  # of one layer: keys and values
+RowCopy = tuple[int, int, int]  # new row, old row, its length
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +90,8 @@ def rows_of_tiles(lengths: np.ndarray) -> list[int]:
     return [int(np.count_nonzero(reach > start)) for start in STARTS[:num_tiles]]
 
 
-def arrange(lengths: Sequence[int], gone: Collection[int]) -> list[int] | None:
-    """New order of rows (old index of each new row) without the rows in `gone`; None = nothing moves.
+def arrange(lengths: Sequence[int], gone: Collection[int]) -> list[int]:
+    """New order of rows (old index of each new row) without the rows in `gone`.
 
     Rows from the end fill the gaps, which moves the fewest rows. If the tiles are then larger than needed by MAX_WASTE,
     rows are sorted, long ones first: all rows grow at the same speed, so they stay sorted until one joins or leaves.
@@ -105,9 +106,7 @@ def arrange(lengths: Sequence[int], gone: Collection[int]) -> list[int] | None:
     needed = int(STARTS[np.searchsorted(STARTS, after, side="left")].sum())
     if read > MAX_WASTE * needed:
         order.sort(key=lambda row: -lengths[row])
-    elif not gone:
-        return None
-    return None if order == list(range(len(lengths))) else order
+    return order
 
 
 class KVStore:
@@ -145,31 +144,18 @@ class KVStore:
             self._reads[layer, tile] = known
         return known[1], known[2]
 
-    def copy_rows(self, other: KVStore, pairs: Sequence[tuple[int, int, int]], device: torch.device) -> None:
-        """Copy rows of another store; pairs: (row here, row there, length)."""
+    def copy_rows(self, source: KVStore, copies: Sequence[RowCopy], device: torch.device) -> None:
+        """Copy rows of `source`, all at once, so that rows of this store may move."""
         for t, start in enumerate(STARTS):
-            pairs = [pair for pair in pairs if pair[2] > start]
-            if not pairs:
+            copies = [copy for copy in copies if copy[2] > start]
+            if not copies:
                 return
-            here, there, _ = (torch.tensor(side, device=device) for side in zip(*pairs, strict=True))
-            for layer, tiles in other.layers.items():
-                mine = self._tile(
-                    layer, t, max(pair[0] for pair in pairs) + 1, *(x[0].transpose(0, 1) for x in tiles[t])
-                )
-                for to, source in zip(mine, tiles[t], strict=True):
-                    to.index_copy_(0, here, source.index_select(0, there))
-
-    def move(self, order: Sequence[int], lengths: Sequence[int], device: torch.device) -> None:
-        """Row order[i] becomes row i. lengths: of the rows in their old order."""
-        moves = [(new, old) for new, old in enumerate(order) if new != old]
-        for tile, start in enumerate(STARTS):
-            moves = [(new, old) for new, old in moves if lengths[old] > start]
-            if not moves:
-                return
-            to, source = (torch.tensor(side, device=device) for side in zip(*moves, strict=True))
-            for tiles in self.layers.values():
-                for x in tiles[tile]:
-                    x.index_copy_(0, to, x.index_select(0, source))
+            new, old, _ = (torch.tensor(side, device=device) for side in zip(*copies, strict=True))
+            num_rows = max(copy[0] for copy in copies) + 1
+            for layer, tiles in source.layers.items():
+                own = self._tile(layer, t, num_rows, *(x[0].transpose(0, 1) for x in tiles[t]))
+                for x, taken in zip(own, tiles[t], strict=True):
+                    x.index_copy_(0, new, taken.index_select(0, old))
 
     def clear(self) -> None:
         """Free the memory."""

@@ -13,8 +13,8 @@ from meshrl.model.causal import CausalModel
 from meshrl.model.fast_decoder import FastDecoder
 from meshrl.model.logprob import Head, token_logprobs
 from meshrl.rollout.embedded.cached_attention import DecodeAttention, PrefillAttention, StepAttention
-from meshrl.rollout.embedded.kv_cache import KVStore, plan_writes
-from meshrl.rollout.embedded.scheduler import Admission, Move, Prefill, Sequence
+from meshrl.rollout.embedded.kv_cache import KVStore, RowCopy, plan_writes
+from meshrl.rollout.embedded.scheduler import Admission, Prefill, Sequence
 
 
 class Runner:
@@ -93,11 +93,10 @@ class Runner:
         return PrefillAttention(bounds.tolist(), self.device, writes)
 
     @torch.inference_mode()
-    def move_rows(self, running: Move | None, prompts: Move | None) -> None:
+    def move_rows(self, running: list[RowCopy], prompts: list[RowCopy]) -> None:
         """Move rows as `Scheduler.compact` decided."""
-        for store, move in ((self.running, running), (self.prompts, prompts)):
-            if move is not None:
-                store.move(move.order, move.lengths, self.device)
+        self.running.copy_rows(self.running, running, self.device)
+        self.prompts.copy_rows(self.prompts, prompts, self.device)
 
     @torch.inference_mode()
     def score(self, ids: np.ndarray) -> np.ndarray:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from meshrl.core.types import Request, SamplingParams
+from meshrl.core.types import Request, SamplingParams, mix64
 from meshrl.rollout.admission import topk_of
 
 _ALMOST_ONE = 1 - 2.0**-53  # a positive fp64 number times this is the next smaller number
@@ -56,16 +56,8 @@ def _filters(p: SamplingParams) -> bool:
 
 def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """u in [0, 1), float64[N], from uint64 seeds and output positions: mix64(seed ^ mix64(position)) / 2^64."""
-    bits = _mix64(seeds ^ _mix64(positions.astype(np.uint64)))
+    bits = mix64(seeds ^ mix64(positions.astype(np.uint64)))
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
-def _mix64(x: np.ndarray) -> np.ndarray:
-    """core.types.mix64 on arrays; uint64 arithmetic wraps."""
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
 
 
 def draw(logits: torch.Tensor, rows: RowSampling, positions: np.ndarray, history: History) -> Drawn:

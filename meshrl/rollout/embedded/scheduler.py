@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from meshrl.core.types import Request, StopReason, Times
-from meshrl.rollout.embedded.kv_cache import arrange
+from meshrl.core.types import Request, Times
+from meshrl.rollout.admission import Bounds
+from meshrl.rollout.embedded.kv_cache import RowCopy, arrange
 from meshrl.rollout.stop_strings import StopSearch
 
 
@@ -37,10 +38,8 @@ class Sequence:
     """One unfinished request. tokens, logprobs, versions, extras: sampled by this engine, without prefix_output."""
 
     request: Request
-    stop_ids: frozenset[int]
-    limit: int  # tokens that this engine may sample for it
-    limit_reason: StopReason
-    stop_search: StopSearch | None = None
+    bounds: Bounds
+    stop_search: StopSearch | None
     key: bytes = b""  # context, prefix and sampled tokens; sequences with equal keys share a prompt
     cached: int = 0  # tokens in its row of the KV cache
     tokens: list[int] = field(default_factory=list)
@@ -85,14 +84,6 @@ class Admission:
 
     joined: list[tuple[Sequence, SharedPrompt | None]] = field(default_factory=list)
     prefills: list[Prefill] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """Row order[i] becomes row i; lengths: of the rows in their old order."""
-
-    order: list[int]
-    lengths: list[int]
 
 
 class Scheduler:
@@ -140,23 +131,23 @@ class Scheduler:
             admission.joined.append((sequence, prompt))
         return admission
 
-    def compact(self, gone: Collection[int]) -> tuple[Move | None, Move | None]:
+    def compact(self, gone: Collection[int]) -> tuple[list[RowCopy], list[RowCopy]]:
         """Remove the rows in `gone`, drop prompts that no sequence waits for, and close the gaps.
 
-        Returns how running rows and prompt rows move (None = they stay); the caller must move the rows of the KV cache
-        before the next step.
+        Returns the moves of running rows and of prompt rows; the caller must move the rows of the KV cache before the
+        next step.
         """
-        running = _move([s.cached for s in self.running], gone)
-        if running is not None:
-            self.running = [self.running[row] for row in running.order]
+        order = arrange([s.cached for s in self.running], gone)
+        running = [(row, old, self.running[old].cached) for row, old in enumerate(order) if row != old]
+        self.running = [self.running[row] for row in order]
         unused = {p.row for p in self.prompts if not self._waiting_of_key[p.key]}
         for row in unused:
             del self._prompt_of_key[self.prompts[row].key]
-        prompts = _move([p.length for p in self.prompts], unused)
-        if prompts is not None:
-            self.prompts = [self.prompts[row] for row in prompts.order]
-            for row, prompt in enumerate(self.prompts):
-                prompt.row = row
+        order = arrange([p.length for p in self.prompts], unused)
+        self.prompts = [self.prompts[row] for row in order]
+        prompts = [(row, p.row, p.length) for row, p in enumerate(self.prompts) if row != p.row]
+        for row, prompt in enumerate(self.prompts):
+            prompt.row = row
         return running, prompts
 
     def withdraw(self, ids: Collection[str] | None) -> tuple[list[Sequence], list[int]]:
@@ -185,8 +176,3 @@ class Scheduler:
         self._waiting_of_key[sequence.key] -= 1
         if not self._waiting_of_key[sequence.key]:
             del self._waiting_of_key[sequence.key]
-
-
-def _move(lengths: list[int], gone: Collection[int]) -> Move | None:
-    order = arrange(lengths, gone)
-    return None if order is None else Move(order, lengths)

@@ -6,17 +6,18 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from meshrl.core.errors import StaleWeightsError, SyncError
+from meshrl.core.errors import SyncError
 from meshrl.model.fast_decoder import FastDecoder
 from meshrl.model.hub_names import HubNames, persistent_buffers
 from meshrl.model.lora import named_weights
+from meshrl.rollout.admission import WeightVersion
 from meshrl.sync.delivery import Delivery
 from meshrl.sync.layout import Ack, Layout, SyncHeader
 from meshrl.sync.receiver import Receiver
 from meshrl.sync.reconcile import describe, reconcile
 
 
-class EngineWeights:
+class EngineWeights(WeightVersion):
     """Names are the names in the model's files (HubNames). A tied weight is stored once and read back under both."""
 
     def __init__(self, lm: torch.nn.Module, name: str, fast: FastDecoder | None = None):
@@ -24,33 +25,10 @@ class EngineWeights:
         self.lm, self.name, self._fast = lm, name, fast
         self._names = HubNames(lm)
         self._receiver: Receiver | None = None
-        self._trusted: int | None = None
-        self._as_loaded = True  # no sync and no release has replaced the weights of the model folder
-        self._syncing: int | None = None  # the version of the open sync
 
     @property
-    def version(self) -> int:
-        """The version in place; -1 = none: before the first sync, during one, after a cancel or a release."""
-        if self._trusted is not None:
-            return self._trusted
+    def _received(self) -> int:
         return self._receiver.version if self._receiver is not None else -1
-
-    @property
-    def expected(self) -> int:
-        """The version in place or, during a sync, the version of that sync."""
-        return self.version if self._syncing is None else self._syncing
-
-    def trust(self, version: int) -> None:
-        """Use the weights of the model folder under this version number: for evaluation, where no trainer sends any.
-
-        Raises: StaleWeightsError when a sync or a release has replaced them.
-        """
-        if not self._as_loaded:
-            raise StaleWeightsError(
-                f"{self.name} no longer has the weights of its model folder: a sync or a release has replaced them; "
-                "build a new engine, or sync"
-            )
-        self._trusted = version
 
     def reconcile(self, layout: Layout) -> None:
         reconcile(layout, describe(self._held()), self._names.tied)
@@ -60,27 +38,25 @@ class EngineWeights:
         return self._require_receiver().targets()
 
     def begin(self, header: SyncHeader) -> None:
-        self._trusted = self._syncing = None
-        self._as_loaded = False
+        self._replace()
         self._require_receiver().begin(header)
-        self._syncing = header.version
+        self._header = header
 
     def receive(self, delivery: Delivery) -> None:
         self._require_receiver().receive(delivery)
 
     def commit(self) -> Ack:
-        self._syncing = None
+        self._header = None
         return self._require_receiver().commit(self._read_back)
 
     def cancel(self) -> None:
-        self._trusted = self._syncing = None
+        self._replace()
         if self._receiver is not None:
             self._receiver.cancel()
 
     def release(self) -> int:
         """Free the parameters' memory; returns bytes freed. Buffers stay: a sync does not send most of them."""
         self.cancel()
-        self._as_loaded = False
         freed = 0
         if self._fast is not None:
             self._fast.split()

@@ -10,10 +10,11 @@ import numpy as np
 
 from meshrl.core.errors import CapabilityError
 from meshrl.core.types import Request, mix64
-from meshrl.rollout.admission import Bounds
+from meshrl.rollout.admission import Bounds, check_supported
 from meshrl.rollout.base import Capabilities
 from meshrl.rollout.server.answer import AnswerPart
 from meshrl.rollout.server.http import HttpClient
+from meshrl.rollout.server.process import ServerProcess
 
 STREAM_INTERVAL = 16  # tokens per event; the first event has one token
 STREAM_INTERVAL_STOP = 4  # with stop strings: the server samples until this process has found one
@@ -33,12 +34,19 @@ class Dialect:
     drains_before_release = False
     no_release = "its server has no command for it"
 
-    def __init__(self, http: HttpClient):
-        self.http = http
+    def __init__(self, http: HttpClient, server: ServerProcess | None = None):
+        """server: stopped by `close`; None = it continues to run."""
+        self.http, self._server = http, server
 
     def check(self, request: Request, bounds: Bounds) -> None:
-        """Raises: CapabilityError for a request that this server can't process as specified."""
-        raise NotImplementedError
+        """Raises: CapabilityError for a request that this server can't process as specified: media, extras, and stop
+        rules that servers interpret differently."""
+        check_supported(request, self.name)
+        if request.sampling.ignore_eos and bounds.stop_ids:
+            raise CapabilityError(
+                f"request {request.id} has ignore_eos and stop_token_ids {sorted(bounds.stop_ids)}; with ignore_eos "
+                f"{self.name} may ignore both. Use only one of them"
+            )
 
     def stream(self, request: Request, bounds: Bounds) -> AsyncGenerator[AnswerPart]:
         """Send the request and yield the parts of its answer. Raises: RequestError, EngineFailure."""
@@ -80,6 +88,8 @@ class Dialect:
     async def close(self) -> None:
         """Disconnect, and stop the server if this engine has started it."""
         await self.http.close()
+        if self._server is not None:
+            self._server.close()
 
 
 def continuation_seed(request: Request) -> int:
@@ -101,15 +111,6 @@ def sampling_body(request: Request, bounds: Bounds) -> dict[str, Any]:
         "ignore_eos": not bounds.stop_ids,
     }
     return body | ({"stop_token_ids": sorted(bounds.stop_ids)} if bounds.stop_ids else {})
-
-
-def check_stop_rule(request: Request, bounds: Bounds, server: str) -> None:
-    """Raises: CapabilityError for stop rules that servers interpret differently."""
-    if request.sampling.ignore_eos and bounds.stop_ids:
-        raise CapabilityError(
-            f"request {request.id} has ignore_eos and stop_token_ids {sorted(bounds.stop_ids)}; with ignore_eos "
-            f"{server} may ignore both. Use only one of them"
-        )
 
 
 def stream_interval(request: Request) -> int:

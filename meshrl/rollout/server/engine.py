@@ -3,39 +3,38 @@
 Servers get and return token ids; nothing is tokenized. Logprobs belong to the distribution that was sampled from, with
 temperature applied (P2).
 
-Weights may change while requests run (pause "keep", sync, resume): the server drops its KV cache and computes it again
-with the new weights, so every logprob belongs exactly to the recorded weight version.
+Weights may change while requests run: the server drops its KV cache and computes it again with the new weights, so
+every logprob belongs exactly to the recorded weight version.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 from collections.abc import Sequence
 from contextlib import aclosing, suppress
 
 import numpy as np
 
-from meshrl.core.errors import CapabilityError, EngineEnded, StaleWeightsError
-from meshrl.core.types import Media, Request, Turn
-from meshrl.rollout.admission import Bounds, bounds_of, check_admission
-from meshrl.rollout.base import EngineStats, PauseMode, check_parts
+from meshrl.core.errors import CapabilityError, EngineEnded
+from meshrl.core.types import Request, Turn
+from meshrl.rollout.admission import bounds_of, check_admission, check_scorable
+from meshrl.rollout.base import EngineStats, check_parts
 from meshrl.rollout.server.answer import Answer, Labels
 from meshrl.rollout.server.dialect import Dialect
 from meshrl.rollout.server.gate import Gate
 from meshrl.rollout.server.weights import ServerWeights
-from meshrl.rollout.stop_strings import StopSearch, StopStrings
+from meshrl.rollout.stop_strings import StopStrings
 from meshrl.sync.delivery import Delivery
 from meshrl.sync.layout import Ack, Layout, SyncHeader
-
-RELEASABLE = {"weights", "kv_cache"}  # parts that a server can release; its graphs stay
 
 
 class ServerEngine:
     """rollout.base.RolloutEngine over a server.
 
-    Consumes requests; each one is a stream from the server. A pause, a sync and released memory shut a gate in this
-    process, at which requests wait; `resume`, `commit`, `cancel` and `restore` open it. After a server that is a child
-    of this process has ended, all calls raise EngineEnded.
+    Consumes requests; each one is a stream from the server. A sync and released memory shut a gate in this process, at
+    which requests wait; `commit`, `cancel` and `restore` open it. After a server that is a child of this process has
+    ended, all calls raise EngineEnded.
     """
 
     def __init__(
@@ -44,63 +43,56 @@ class ServerEngine:
         *,
         stop_token_ids: tuple[int, ...],
         max_context_tokens: int,
-        max_running: int,
         vocab_size: int,
         keep_weights: bool = False,
-        adapter_scale: float | None = None,
+        adapter_scale: float = 1.0,
         stop_strings: StopStrings | None = None,
     ):
         """keep_weights: keep a copy in this machine's memory, for syncs of changes only. adapter_scale: alpha / rank of
-        the adapters in such syncs, which this process merges into the base; None = there are no adapters."""
+        the adapters in such syncs, which this process merges into the base."""
         self.engine_id, self.capabilities = dialect.http.name, dialect.capabilities
         self.max_context_tokens = max_context_tokens
         self._dialect = dialect
-        self._stop_token_ids, self._vocab_size, self._max_running = stop_token_ids, vocab_size, max_running
+        self._stop_token_ids, self._vocab_size = stop_token_ids, vocab_size
         self._stop_strings = stop_strings or StopStrings()
         self._gate = Gate(dialect.abort)
         self._weights = ServerWeights(dialect.call_workers, self.engine_id, keep_weights, adapter_scale)
         self._run = secrets.token_hex(4)  # part of the labels, so that weights of another client have other labels
         self._labels: dict[str, int] = {}
+        self._totals = EngineStats()
         self._released: set[str] = set()
         self._awaits_sync = False  # the weights' memory was released: nothing may be sampled before a full sync
 
     # ---- generation
 
     async def generate(self, request: Request) -> Turn:
-        """Sample one turn. Waits while paused, while a sync is open, and while memory is released."""
+        """Sample one turn. Waits while a sync is open, and while memory is released."""
         check_admission(request, self.engine_id, self._weights.expected, self._gate.closed, self._gate.ids)
         bounds = bounds_of(request, self._stop_token_ids, self.max_context_tokens, self._vocab_size)
         self._dialect.check(request, bounds)
         search = self._stop_strings.search(request)
-        if await self._gate.admitted(request.id):
-            with self._gate.sending(request.id):
-                return await self._sample(request, bounds, search)
-        answer = Answer(request, bounds, self._dialect.name, self._labels)
-        answer.reason = "abort"
-        return answer.turn(self.engine_id)
-
-    async def _sample(self, request: Request, bounds: Bounds, search: StopSearch | None) -> Turn:
-        versions: Labels | int = self._weights.version if self._dialect.loaded_label is None else self._labels
-        answer = Answer(request, bounds, self._dialect.name, versions, search)
-        async with aclosing(self._dialect.stream(request, bounds)) as parts:
-            async for part in parts:
-                self._gate.count_tokens(answer.add(part))
-                if answer.needs_abort:
-                    await self._dialect.abort([request.id])
-        turn = answer.turn(self.engine_id)
-        self._gate.count_turn(request, turn)
+        async with self._gate.admission(request.id) as is_admitted:
+            versions: Labels | int = self._weights.version if self._dialect.loaded_label is None else self._labels
+            answer = Answer(request, bounds, self._dialect.name, versions, search)
+            if not is_admitted:
+                answer.reason = "abort"
+                return answer.turn(self.engine_id)
+            async with aclosing(self._dialect.stream(request, bounds)) as parts:
+                async for part in parts:
+                    self._totals.decode_tokens += answer.add(part)
+                    if answer.needs_abort:
+                        await self._dialect.abort([request.id])
+            turn = answer.turn(self.engine_id)
+        self._totals.prefill_tokens += len(request.context_ids) - turn.times.cached_tokens
         return turn
 
-    async def score(self, ids: np.ndarray, media: dict[str, Media] | None = None) -> np.ndarray:
+    async def score(self, ids: np.ndarray) -> np.ndarray:
         """Teacher-forced logprobs at temperature 1, float32[T], computed without a cache; index 0 is 0.
 
         Servers need room for one more token, so a row can have at most max_context_tokens - 1 ids.
         """
-        if media:
-            raise CapabilityError(f"score() was given media; {self._dialect.name} takes text only")
-        if self.capabilities.score and (self._weights.version < 0 or self._released):
-            need = f"restore {', '.join(sorted(self._released))}" if self._released else "sync weights"
-            raise StaleWeightsError(f"{self.engine_id} has no usable weights or cache to score with; {need} first")
+        if self.capabilities.score:
+            check_scorable(self.engine_id, self._weights.version, self._released)
         row = np.asarray(ids)
         bounds_of(Request(id="score", context_ids=row), (), self.max_context_tokens, self._vocab_size)
         return await self._dialect.score(row.tolist())
@@ -109,25 +101,7 @@ class ServerEngine:
         """Abort these requests (None = all), sent or waiting; returns their number."""
         return await self._gate.abort(ids)
 
-    async def pause(self, mode: PauseMode = "wait") -> None:
-        """Stop: wait = running requests finish first, abort = all return now, keep = all stay in place.
-
-        Raises: CapabilityError when requests can't stay in place.
-        """
-        if mode == "keep" and not self.capabilities.in_flight:
-            raise CapabilityError(
-                f"{self.engine_id} can't pause running requests in place (capabilities.in_flight); use mode wait or "
-                "abort"
-            )
-        await self._gate.pause(mode)
-        if mode == "keep":
-            await self._dialect.pause()
-
-    async def resume(self) -> None:
-        self._gate.pause_mode = None
-        await self._resume_if_allowed()
-
-    async def _pause_server(self) -> None:
+    async def _pause(self) -> None:
         """After this nothing is sent or sampled; running requests stay in place, or have finished."""
         self._gate.shut()
         if not self.capabilities.in_flight:
@@ -135,13 +109,11 @@ class ServerEngine:
         await self._dialect.pause()
 
     async def _resume_if_allowed(self) -> None:
-        """Resume the server and open the gate, unless a release, a sync or a pause still prevents it."""
+        """Resume the server and open the gate, unless a release or a sync still prevents it."""
         if self._released or self._awaits_sync or self._weights.expected != self._weights.version:
             return
-        if self._gate.pause_mode != "keep":
-            await self._dialect.resume()
-        if self._gate.pause_mode is None:
-            self._gate.open()
+        await self._dialect.resume()
+        self._gate.open()
 
     # ---- weights
 
@@ -152,7 +124,7 @@ class ServerEngine:
 
     async def reconcile(self, layout: Layout) -> None:
         """Compare the layout with the server's parameters, in both directions. Raises: UnloadedParamsError."""
-        await self._pause_server()
+        await self._pause()
         try:
             await self._weights.reconcile(layout)
         finally:
@@ -160,7 +132,7 @@ class ServerEngine:
 
     async def begin(self, header: SyncHeader) -> None:
         """Pause all requests, drop the cache, and expect the transfers of this version."""
-        await self._pause_server()
+        await self._pause()
         await self._dialect.begin_update(self._label(header.version), "kv_cache" not in self._released)
         await self._weights.begin(header)
 
@@ -193,18 +165,18 @@ class ServerEngine:
     # ---- memory and the rest
 
     async def release(self, parts: set[str]) -> int:
-        """Free parts of {weights, kv_cache, graphs}; returns bytes freed, over all workers; 0 for graphs.
+        """Free parts of {weights, kv_cache}; returns bytes freed, over all workers.
 
         Running requests stay in place and lose their cache, or finish first; later requests wait.
         """
         self._check_parts(parts)
-        new = parts & RELEASABLE - self._released
+        new = parts - self._released
         if not new:
             return 0
         self._gate.shut()
         if self._dialect.drains_before_release:
             await self._gate.drained()
-        await self._pause_server()
+        await self._pause()
         if "weights" in new:
             self._weights.drop()
             self._awaits_sync = True
@@ -226,7 +198,12 @@ class ServerEngine:
             raise CapabilityError(f"{self.engine_id} can't release its memory: {self._dialect.no_release}")
 
     def stats(self) -> EngineStats:
-        return self._gate.stats(self._weights.version, self._max_running)
+        return dataclasses.replace(
+            self._totals,
+            running=self._gate.num_sent,
+            waiting=self._gate.num_waiting,
+            version=self._weights.version,
+        )
 
     async def close(self) -> None:
         """Abort all requests, and stop the server if this engine has started it."""

@@ -10,8 +10,8 @@ Runs in the engine's worker.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,9 +67,9 @@ class NameMap:
     dtypes: dict[str, str] = field(default_factory=dict)
 
 
-WithoutData = Callable[[Any], AbstractContextManager[dict[str, torch.Tensor]]]
-"""A context that replaces each parameter and persistent buffer of a model by a placeholder without data; it yields
-{name: placeholder}."""
+MakePlaceholder = Callable[[Any, str, torch.Tensor], torch.Tensor]
+"""`make(layer, name, tensor)`: a tensor without data, in the shape that checkpoints are loaded into, with everything
+that the server's loader needs of a layer's tensor."""
 
 
 class _CopyRecorder(TorchDispatchMode):
@@ -88,11 +88,11 @@ class _CopyRecorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def trace_loader(model: Any, layout: Layout, without_data: WithoutData) -> NameMap:
+def trace_loader(model: Any, layout: Layout, make_placeholder: MakePlaceholder) -> NameMap:
     """Record how `model.load_weights` loads each name of the layout, and each alias. The model stays unchanged."""
     entries = layout.by_name
     found = NameMap()
-    with without_data(model) as placeholders, torch.no_grad():
+    with _without_data(model, make_placeholder) as placeholders, torch.no_grad():
         by_storage = {_storage(placeholder): (name, placeholder) for name, placeholder in placeholders.items()}
         parameters = {
             name: placeholder
@@ -132,6 +132,30 @@ def trace_loader(model: Any, layout: Layout, without_data: WithoutData) -> NameM
             if filled[name] < getattr(placeholder, "weight_loader_numel", placeholder.numel()):
                 found.unfilled[name] = (list(placeholder.shape), str(placeholder.dtype).removeprefix("torch."))
     return found
+
+
+@contextmanager
+def _without_data(model: Any, make_placeholder: MakePlaceholder) -> Iterator[dict[str, torch.Tensor]]:
+    """Replace each parameter and persistent buffer by a placeholder; yields {name: placeholder}. A tensor in two
+    modules has one placeholder, under its first name."""
+    held = [
+        (f"{prefix}.{name}" if prefix else name, layer, table, name, tensor)
+        for prefix, layer in model.named_modules()
+        for table in (layer._parameters, layer._buffers)
+        for name, tensor in table.items()
+        if tensor is not None and name not in layer._non_persistent_buffers_set
+    ]
+    made: dict[int, torch.Tensor] = {}
+    placeholders: dict[str, torch.Tensor] = {}
+    try:
+        for path, layer, table, name, tensor in held:
+            if id(tensor) not in made:
+                placeholders[path] = made[id(tensor)] = make_placeholder(layer, name, tensor)
+            table[name] = made[id(tensor)]
+        yield placeholders
+    finally:
+        for _, _, table, name, tensor in held:
+            table[name] = tensor
 
 
 def _patch(name: str, entry: TensorSpec, source: torch.Tensor, param: str, target: torch.Tensor) -> Patch | None:

@@ -50,7 +50,7 @@ class ServerProcess:
         until = time.monotonic() + deadline_s
         while not ready():
             failure = ""
-            if self.has_ended():
+            if self.ends_within(0):
                 failure = "ended before it was ready"
             elif time.monotonic() > until:
                 failure = f"was not ready after {deadline_s:g} s; a large model may need longer ({key})"
@@ -59,9 +59,6 @@ class ServerProcess:
                 self.close()
                 raise EngineFailure(f"{self.name} {failure}{diagnosis}")
             time.sleep(_POLL_S)
-
-    def has_ended(self) -> bool:
-        return self._process.exit_code() is not None
 
     def ends_within(self, seconds: float) -> bool:
         """Whether the server has ended, or ends by itself within that time. Blocks."""

@@ -15,13 +15,14 @@ from typing import Any, Literal
 
 import torch
 
-from meshrl.core.errors import StaleWeightsError, SyncError, UnloadedParamsError
-from meshrl.model.lora import MergedElements, adapter_names, is_adapter
+from meshrl.core.errors import SyncError, UnloadedParamsError
+from meshrl.model.lora import adapter_names, is_adapter, merged_rows
+from meshrl.rollout.admission import WeightVersion
 from meshrl.sync.delivery import Delivery, delivery_to_json
 from meshrl.sync.layout import Ack, Layout, SyncHeader, layout_to_json, make_layout
 from meshrl.sync.receiver import Receiver, SyncPhases
 from meshrl.sync.reconcile import reconcile
-from meshrl.sync.sender import BlockElements, Elements, HeldBox, WeightSender
+from meshrl.sync.sender import Elements, HeldBox, WeightSender
 from meshrl.sync.shared_memory import SharedRing
 from meshrl.sync.threads import lap
 
@@ -31,44 +32,24 @@ Call = Callable[[str, dict[str, Any]], Awaitable[list[dict[str, Any]]]]
 """`await call(step, arguments)` runs a step of `WorkerWeights` in every worker; returns one answer from each."""
 
 
-class ServerWeights(SyncPhases):
+class ServerWeights(WeightVersion, SyncPhases):
     """The weights of one server."""
 
-    def __init__(self, call: Call, name: str, keep_copy: bool = False, adapter_scale: float | None = None):
-        """keep_copy: keep a copy in this process, so that a sync can send changes only. adapter_scale: alpha / rank, if
-        the trainer sends adapters separately; None = it sends none."""
+    def __init__(self, call: Call, name: str, keep_copy: bool = False, adapter_scale: float = 1.0):
+        """keep_copy: keep a copy in this process, so that a sync can send changes only. adapter_scale: alpha / rank of
+        adapters that the trainer sends separately."""
         super().__init__(name)
         self._call_workers, self._keep_copy, self._scale = call, keep_copy, adapter_scale
         self._layout: Layout | None = None  # the trainer's layout
         self._served = Layout(tensors=(), senders=())  # what the server gets: merged weights
-        self._header: SyncHeader | None = None  # of the open sync
-        self._trusted: int | None = None
-        self._as_loaded = True  # no sync and no release has replaced the weights of the model folder
         self._hidden: set[str] = set()  # names that are loaded through arithmetic and can't be read back
         self._ring: SharedRing | None = None  # for transfers that are not in shared memory already
         self._copy: _HostCopy | None = None
         self._num_bytes = 0  # received in the open sync
 
     @property
-    def version(self) -> int:
-        """The version in place; -1 = none: before the first sync, during one, after a cancel or a release."""
-        if self._trusted is not None:
-            return self._trusted
-        return super().version
-
-    @property
-    def expected(self) -> int:
-        """The version in place or, during a sync, the version of that sync."""
-        return self.version if self._header is None else self._header.version
-
-    def trust(self, version: int) -> None:
-        """Use the weights of the model folder under this version number. Raises: StaleWeightsError."""
-        if not self._as_loaded:
-            raise StaleWeightsError(
-                f"{self.name} no longer has the weights of its model folder: a sync or a release has replaced them; "
-                "build a new engine, or sync"
-            )
-        self._trusted = version
+    def _received(self) -> int:
+        return super(WeightVersion, self).version  # of SyncPhases
 
     async def reconcile(self, layout: Layout) -> None:
         """Compare the layout with the names that the server's loader loads, in both directions; forget earlier syncs.
@@ -79,7 +60,7 @@ class ServerWeights(SyncPhases):
         self._layout, self._header, self._phase, self._last = layout, None, "idle", -1
         self._served = served = layout
         if self._keep_copy:
-            self._copy = _HostCopy(layout, self.name, self._scale or 0.0)
+            self._copy = _HostCopy(layout, self.name, self._scale)
             self._served = served = self._copy.served
             self._ring = SharedRing(1, served.slot_bytes)
         answers = await self._call("reconcile", {"layout": layout_to_json(served)})
@@ -102,7 +83,7 @@ class ServerWeights(SyncPhases):
     async def begin(self, header: SyncHeader) -> None:
         """Open a sync. The workers always get all weights. Raises: SyncError."""
         layout = self._require_layout()
-        self._trusted, self._as_loaded = None, False
+        self._replace()
         self._leave_for(header, layout)
         if self._copy is not None:
             self._copy.receiver.begin(header)
@@ -165,7 +146,8 @@ class ServerWeights(SyncPhases):
 
     def drop(self) -> None:
         """Like `cancel`, without a call to the server: its weights are released already."""
-        self._phase, self._trusted, self._header, self._as_loaded = "cancelled", None, None, False
+        self._phase = "cancelled"
+        self._replace()
         if self._copy is not None:
             self._copy.receiver.cancel()
 
@@ -223,10 +205,10 @@ class _HostCopy:
         for name in self.served.by_name:
             weight = self._held[name]
             a, b = adapter_names(name)
-            elements: Elements = BlockElements(weight)
+            rows = None
             if a in self._held:
-                elements = MergedElements(weight, self._held[a], self._held[b], self._scale)
-            held[name] = [HeldBox((0,) * weight.dim(), tuple(weight.shape), elements)]
+                rows = merged_rows(weight, self._held[a], self._held[b], self._scale)
+            held[name] = [HeldBox((0,) * weight.dim(), tuple(weight.shape), Elements(weight, rows))]
         self._sender.begin(held)
         for transfer in self.served.transfers:
             yield replace(self._sender.fill(transfer, ring.slots[0]), slot_address=ring.slot_address(0))

@@ -14,50 +14,53 @@ import torch
 
 from meshrl.core.errors import SyncError
 from meshrl.rollout.server.assembly import Assembly
-from meshrl.rollout.server.name_map import NameMap, Patch, WithoutData, trace_loader
+from meshrl.rollout.server.name_map import MakePlaceholder, NameMap, Patch, trace_loader
 from meshrl.sync.digest import as_bytes, digest_bytes, kind_for
 from meshrl.sync.layout import Layout, SyncHeader, TensorSpec, layout_from_json
 from meshrl.sync.threads import lap
 
 
 class WorkerWeights:
-    """Runs the steps of a sync in a worker. Messages and answers are JSON."""
+    """Runs the steps of a sync in a worker. Messages and answers are JSON. steps: by name; a subclass may add some."""
 
-    def __init__(self, model: Any, name: str, without_data: WithoutData):
+    def __init__(self, model: Any, name: str, make_placeholder: MakePlaceholder):
         self.model, self.name = model, name
         self.layout = Layout(tensors=(), senders=())
         self.map = NameMap()
-        self._without_data = without_data
+        self._make_placeholder = make_placeholder
         self._device = next(model.parameters()).device  # during vLLM's reload its parameters have no device
         self._assembly: Assembly | None = None
         self._read_back = ReadBackDigests({}, -1)
         self._committed: ReadBackDigests | None = None
-
-    def call(self, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Run one step of a sync; returns `{"error": text}` after a failure: an exception would reach the client only
-        as a status code, or end the server."""
-        steps: dict[str, Callable[..., dict[str, Any]]] = {
+        self.steps: dict[str, Callable[..., dict[str, Any]]] = {
             "reconcile": self.reconcile,
             "begin": self.begin,
             "receive": self.receive,
             "commit": self.commit,
             "cancel": self.cancel,
         }
+
+    def call(self, step: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Run one step; returns `{"error": text}` after a failure: an exception would reach the client only as a status
+        code, or end the server."""
         try:
-            if method not in steps:
+            if step not in self.steps:
                 raise SyncError(
-                    f"the worker has no method {method!r}; server and client must run the same version of meshrl"
+                    f"the worker has no step {step!r}; server and client must run the same version of meshrl"
                 )
-            return steps[method](**arguments)
+            return self.steps[step](**arguments)
         except SyncError as error:
             return {"error": str(error)}
         except Exception as error:
             return {"error": f"{type(error).__name__}: {error}\n{traceback.format_exc()}"}
 
     def reconcile(self, layout: dict[str, Any]) -> dict[str, Any]:
-        """Find out what the loader does with the names of the layout."""
+        """Find out what the loader does with the names of the layout. A sync that another client has left open is
+        cancelled."""
+        self.cancel()
+        self._committed = None
         self.layout = layout_from_json(layout)
-        self.map = found = trace_loader(self.model, self.layout, self._without_data)
+        self.map = found = trace_loader(self.model, self.layout, self._make_placeholder)
         return {
             "refused": found.refused,
             "hidden": found.hidden,
@@ -88,8 +91,7 @@ class WorkerWeights:
             self.after_loading()
         began = lap(assembly.seconds, "load", began)
         with torch.no_grad():
-            held = self.read_back()
-            differing = self._read_back.differing(held, self._committed, self.packed()) + self.differing_packed()
+            differing = self.differing()
         lap(assembly.seconds, "verify", began)
         if not differing:
             self._committed = self._read_back
@@ -118,20 +120,16 @@ class WorkerWeights:
     def note(self, name: str, tensor: torch.Tensor) -> None:
         """Called with each verified full tensor, on the device of the parameters, before it is loaded."""
 
-    def read_back(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers with which the model computes, by the engine's names."""
-        held: dict[str, torch.Tensor] = dict(self.model.named_parameters(remove_duplicate=False))
-        return held | dict(self.model.named_buffers(remove_duplicate=False))
-
-    def packed(self) -> Container[str]:
-        """Parameters that may exist only as a packed copy."""
-        return ()
-
-    def differing_packed(self) -> list[str]:
-        """An error text for each packed copy with wrong values."""
-        return []
+    def differing(self) -> list[str]:
+        """An error text for each block with which the model computes and that differs from the received one."""
+        return self._read_back.differing(self._held(), self._committed)
 
     # ----
+
+    def _held(self) -> dict[str, torch.Tensor]:
+        """The model's parameters and buffers, by the engine's names."""
+        held: dict[str, torch.Tensor] = dict(self.model.named_parameters(remove_duplicate=False))
+        return held | dict(self.model.named_buffers(remove_duplicate=False))
 
     def _open(self) -> Assembly:
         if self._assembly is None:

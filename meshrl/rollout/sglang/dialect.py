@@ -8,11 +8,15 @@ set.
 from __future__ import annotations
 
 import asyncio
+import base64
+import json
+import pickle
 import re
 import secrets
 import socket
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,14 +27,15 @@ from meshrl.config.rollout import RolloutConfig
 from meshrl.core.device import visible_devices
 from meshrl.core.errors import ConfigError, EngineFailure, RequestError, SyncError
 from meshrl.core.types import Request
-from meshrl.rollout.admission import Bounds, check_supported
+from meshrl.process.leases import LeasedFolder
+from meshrl.rollout.admission import Bounds
 from meshrl.rollout.base import Capabilities
 from meshrl.rollout.server.answer import MIXED, AnswerPart, full_ids
-from meshrl.rollout.server.dialect import Dialect, check_stop_rule, command_line, sampling_body, stream_interval
+from meshrl.rollout.server.dialect import Dialect, command_line, sampling_body, stream_interval
 from meshrl.rollout.server.http import HttpClient, authorization, fetch, is_up
 from meshrl.rollout.server.process import ServerProcess
-from meshrl.rollout.sglang.workers import LOADER, Workers
 
+LOADER = "meshrl.rollout.sglang.loader.load"  # runs in the workers
 OLDEST = (0, 5, 19)  # the first release that returns a weight label for each token (weight_versions)
 _WITH_SESSIONS = (0, 5, 21)  # the first release that needs begin_weight_update and end_weight_update
 _MEMORY_KEYS = {"weights": "weight", "kv_cache": "kvcache"}  # keys of SGLang's memory_usage, in GiB on each rank
@@ -46,24 +51,22 @@ class SglangDialect(Dialect):
     no_release = "the server runs without --enable-memory-saver"
 
     def __init__(self, http: HttpClient, info: dict[str, Any], loaded_label: str, server: ServerProcess | None = None):
-        """info: the server's answer to /server_info. server: stopped by `close`; None = another process started it."""
-        super().__init__(http)
+        """info: the server's answer to /server_info. server: None = another process started it."""
+        super().__init__(http, server)
         self.capabilities = Capabilities(release=bool(info.get("enable_memory_saver")), in_flight=True, score=True)
         self.loaded_label = loaded_label
         self.has_sessions = _release_of(info) >= _WITH_SESSIONS
-        self._tp_size, self._server = int(info["tp_size"]), server
+        self._tp_size = int(info["tp_size"])
         self._gib = (info.get("internal_states") or [{}])[0].get("memory_usage") or {}
         self._run, self._num_rids = secrets.token_hex(4), 0
         self._rids: dict[str, str] = {}  # request id -> SGLang's rid, of sent requests
-        self._workers = Workers(self.http.post, self._tp_size)
+        self._answers = LeasedFolder()  # each worker writes its answer to a file in this folder
+        self._num_calls = 0
+        self._commit_fields: dict[str, Any] = {}  # sent with the next commit
         self._in_session = False
         self._is_first_client = server is not None
 
     # ---- requests
-
-    def check(self, request: Request, bounds: Bounds) -> None:
-        check_supported(request, self.name)
-        check_stop_rule(request, bounds, self.name)
 
     async def stream(self, request: Request, bounds: Bounds) -> AsyncGenerator[AnswerPart]:
         rid, num_sampled = self._new_rid(), 0
@@ -122,15 +125,38 @@ class SglangDialect(Dialect):
             return []
         if step in ("reconcile", "begin"):
             await self._open_session()
-        answers = await self._workers.call(step, arguments)
+        answers = await self._run_in_workers(step, arguments)
         if step in ("reconcile", "commit"):
             await self._close_session()
+        return answers
+
+    async def _run_in_workers(self, step: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+        """Call `loader.load` in every worker. Raises: RequestError, EngineFailure."""
+        self._num_calls += 1
+        answer_files = [self._answers.path / f"{self._num_calls}.{rank}" for rank in range(self._tp_size)]
+        body: dict[str, Any] = {
+            "serialized_named_tensors": [_payload(step, arguments, file) for file in answer_files],
+            "load_format": LOADER,
+            "flush_cache": False,
+        }
+        if step == "commit":
+            body |= self._commit_fields
+        await self.http.post("/update_weights_from_tensor", body)
+        missing = [rank for rank, file in enumerate(answer_files) if not file.is_file()]
+        if missing:
+            raise EngineFailure(
+                f"SGLang's workers {missing} of {self._tp_size} did not answer {step}: they must run on this "
+                "machine, with access to its temporary folder and its shared memory"
+            )
+        answers = [json.loads(file.read_text()) for file in answer_files]
+        for file in answer_files:
+            file.unlink()
         return answers
 
     async def begin_update(self, label: str, has_cache: bool) -> None:
         """The last request of the sync, which completes the weights, also sets the label and drops the cache; if either
         is refused, the sync fails."""
-        self._workers.commit_fields = {"weight_version": label, "flush_cache": has_cache}
+        self._commit_fields = {"weight_version": label, "flush_cache": has_cache}
 
     async def end_update(self, label: str) -> None:
         held = (await self.http.get("/model_info"))["weight_version"]
@@ -173,9 +199,15 @@ class SglangDialect(Dialect):
 
     async def close(self) -> None:
         await super().close()
-        self._workers.close()
-        if self._server is not None:
-            self._server.close()
+        self._answers.close()
+
+
+def _payload(step: str, arguments: dict[str, Any], answer: Path) -> str:
+    """SGLang takes a pickled [(name, tensor)] in base64, and unpickles only tensors, so the message is a uint8
+    tensor."""
+    text = json.dumps({"step": step, "arguments": arguments, "answer": str(answer)}).encode()
+    message = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    return base64.b64encode(pickle.dumps([("meshrl", message)])).decode()
 
 
 def _body(request: Request, bounds: Bounds, rid: str) -> dict[str, Any]:

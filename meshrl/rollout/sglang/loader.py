@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,32 +31,11 @@ def load(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
     message = json.loads(bytes(tensor.tolist()))
     weights = _WORKERS.get(id(model))
     if weights is None:
-        weights = _WORKERS[id(model)] = WorkerWeights(model, f"sglang worker {os.getpid()}", _without_data)
+        weights = _WORKERS[id(model)] = WorkerWeights(model, f"sglang worker {os.getpid()}", make_placeholder)
     write_text(Path(message["answer"]), json.dumps(weights.call(message["step"], message["arguments"])))
 
 
-@contextmanager
-def _without_data(model: Any) -> Iterator[dict[str, torch.Tensor]]:
-    """Replace each parameter and persistent buffer by a placeholder without data; yields {first name: placeholder}."""
-    held = [
-        (table, name, tensor)
-        for layer in model.modules()
-        for table in (layer._parameters, layer._buffers)
-        for name, tensor in table.items()
-        if tensor is not None and name not in layer._non_persistent_buffers_set
-    ]
-    names = {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
-    placeholders = {id(tensor): _placeholder(tensor) for _, _, tensor in held}
-    try:
-        for table, name, tensor in held:
-            table[name] = placeholders[id(tensor)]
-        yield {names[key]: placeholder for key, placeholder in placeholders.items()}
-    finally:
-        for table, name, tensor in held:
-            table[name] = tensor
-
-
-def _placeholder(tensor: torch.Tensor) -> torch.Tensor:
+def make_placeholder(layer: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:
     """A tensor without memory, with class and attributes of the given one, such as SGLang's weight_loader."""
     placeholder = torch.empty_like(tensor, device="meta")
     if isinstance(tensor, torch.nn.Parameter):

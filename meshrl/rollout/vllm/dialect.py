@@ -50,9 +50,7 @@ class VllmDialect(Dialect):
     no_release = "the server runs without --enable-sleep-mode; use rollout.release_memory"
 
     def __init__(self, http: HttpClient, server: ServerProcess | None, can_release: bool):
-        """server: stopped by `close`; None = it continues to run."""
-        super().__init__(http)
-        self._server = server
+        super().__init__(http, server)
         self.capabilities = Capabilities(release=can_release, in_flight=True, score=True)
 
     # ---- requests
@@ -93,11 +91,8 @@ class VllmDialect(Dialect):
         await self.http.post("/resume")
 
     async def call_workers(self, step: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
-        return await self._rpc("meshrl_weights", {"step": step, "arguments": arguments})
-
-    async def _rpc(self, method: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
-        answer = await self.http.post("/collective_rpc", {"method": method, "kwargs": arguments})
-        return list(answer["results"])
+        body = {"method": "meshrl_call", "kwargs": {"step": step, "arguments": arguments}}
+        return list((await self.http.post("/collective_rpc", body))["results"])
 
     async def begin_update(self, label: str, has_cache: bool) -> None:
         await self._drop_caches()
@@ -107,13 +102,13 @@ class VllmDialect(Dialect):
 
     async def release(self, parts: set[str]) -> int:
         await self._drop_caches()
-        return await self._memory("meshrl_release", parts)
+        return await self._memory("release", parts)
 
     async def restore(self, parts: set[str]) -> int:
-        return await self._memory("meshrl_restore", parts)
+        return await self._memory("restore", parts)
 
-    async def _memory(self, method: str, parts: set[str]) -> int:
-        answers = await self._rpc(method, {"parts": sorted(parts)})
+    async def _memory(self, step: str, parts: set[str]) -> int:
+        answers = await self.call_workers(step, {"parts": sorted(parts)})
         for answer in answers:
             if "error" in answer:
                 raise EngineFailure(f"{self.http.name}: {answer['error']}")
@@ -124,11 +119,6 @@ class VllmDialect(Dialect):
         answer = await self.http.post("/reset_prefix_cache", reset_running_requests=True)
         if not answer["success"]:
             raise SyncError(f"{self.http.name}: vLLM could not drop its prefix cache, which belongs to the old weights")
-
-    async def close(self) -> None:
-        await super().close()
-        if self._server is not None:
-            self._server.close()
 
 
 def _body(request: Request, bounds: Bounds) -> dict[str, Any]:

@@ -34,9 +34,10 @@ class WorkerMemory:
     def restore(self, parts: set[str]) -> int:
         """Allocate these parts again, if they are released; returns bytes."""
         back = parts & self.released
-        taken = 0
-        if back:
-            taken = self._cpu.restore(back) if self._cpu is not None else self._taken(lambda: self._wake(back))
+        if self._cpu is not None:
+            taken = self._cpu.restore(back)
+        else:
+            taken = self._taken(lambda: self._worker.wake_up(tags=sorted(back))) if back else 0
         self.released -= back
         return taken
 
@@ -47,9 +48,6 @@ class WorkerMemory:
                 self._worker.wake_up(tags=["kv_cache"])
         elif parts:
             self._worker.discard(tuple(parts))
-
-    def _wake(self, parts: set[str]) -> None:
-        self._worker.wake_up(tags=sorted(parts))
 
     def _taken(self, run: Callable[[], None]) -> int:
         free = torch.accelerator.get_memory_info()[0]

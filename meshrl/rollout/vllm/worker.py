@@ -2,48 +2,46 @@
 them back for the proof.
 
 The server is started with `--worker-extension-cls meshrl.rollout.vllm.worker.WeightsExtension`; each of its workers
-then has the `meshrl_*` methods. `/collective_rpc` calls them with JSON, and they answer with JSON, `{"error": text}`
+then has the method `meshrl_call`. `/collective_rpc` calls it with JSON, and it answers with JSON, `{"error": text}`
 after a failure.
 """
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
+from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
 from meshrl.core.errors import SyncError
 from meshrl.rollout.server.worker_weights import WorkerWeights
 from meshrl.rollout.vllm.memory import WorkerMemory
 from meshrl.rollout.vllm.packed import PackedExperts, PackedLayers
-from meshrl.rollout.vllm.placeholders import without_data
 from meshrl.sync.layout import SyncHeader
 
 
 class WeightsExtension:
     """A mixin of vLLM's worker class. It uses the worker's get_model(), model_config and vllm_config."""
 
-    def meshrl_weights(self, step: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        if step == "reconcile" or not hasattr(self, "_meshrl_weights"):
+    def meshrl_call(self, step: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        if not hasattr(self, "_meshrl_weights"):
             self._meshrl_weights = VllmWeights(self)
         return self._meshrl_weights.call(step, arguments)
 
-    def meshrl_release(self, parts: list[str]) -> dict[str, Any]:
-        return _answer(lambda: {"num_bytes": _memory_of(self).release(set(parts))})
-
-    def meshrl_restore(self, parts: list[str]) -> dict[str, Any]:
-        return _answer(lambda: {"num_bytes": _memory_of(self).restore(set(parts))})
-
 
 class VllmWeights(WorkerWeights):
-    """The weights of one worker, loaded by vLLM's layer-by-layer reload."""
+    """The weights of one worker, loaded by vLLM's layer-by-layer reload; and its memory."""
 
     def __init__(self, worker: Any):
-        super().__init__(worker.get_model(), f"vllm worker {worker.rank}", without_data)
-        self.worker = worker
+        super().__init__(worker.get_model(), f"vllm worker {worker.rank}", _make_placeholder)
+        self.worker, self.memory = worker, WorkerMemory(worker)
+        self.steps |= {"release": self.release, "restore": self.restore}
         self._packed = PackedLayers(self.model, -1)
         self._experts = PackedExperts(self.model)
         self._reloading = False
@@ -55,9 +53,7 @@ class VllmWeights(WorkerWeights):
         return answer | {"dtypes": self.map.dtypes | {name: sent[name] for name in biases if name in sent}}
 
     def before_loading(self, header: SyncHeader) -> None:
-        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-
-        if "weights" in _memory_of(self.worker).released:
+        if "weights" in self.memory.released:
             raise SyncError(f"{self.name}: the weights' memory is released; restore it before a sync")
         self._packed = PackedLayers(self.model, header.version)
         with self.loading():
@@ -77,15 +73,11 @@ class VllmWeights(WorkerWeights):
         return super().cancel()
 
     def _finish_reload(self) -> None:
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-
         self._reloading = False
         finalize_layerwise_reload(self.model, self.worker.model_config)
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        from vllm.config import set_current_vllm_config
-
         with set_current_vllm_config(self.worker.vllm_config), torch.no_grad():
             yield
 
@@ -94,26 +86,21 @@ class VllmWeights(WorkerWeights):
             if patch.param in self._packed:
                 self._packed.note(patch, tensor)
 
-    def read_back(self) -> dict[str, torch.Tensor]:
-        return super().read_back() | self._experts.unpacked()
+    def differing(self) -> list[str]:
+        held = self._held() | self._experts.unpacked()
+        return self._read_back.differing(held, self._committed, self._packed) + self._packed.differing()
 
-    def packed(self) -> Container[str]:
-        return self._packed
+    def release(self, parts: list[str]) -> dict[str, Any]:
+        return {"num_bytes": self.memory.release(set(parts))}
 
-    def differing_packed(self) -> list[str]:
-        return self._packed.differing()
-
-
-def _memory_of(worker: Any) -> WorkerMemory:
-    if not hasattr(worker, "_meshrl_memory"):
-        worker._meshrl_memory = WorkerMemory(worker)
-    memory: WorkerMemory = worker._meshrl_memory
-    return memory
+    def restore(self, parts: list[str]) -> dict[str, Any]:
+        return {"num_bytes": self.memory.restore(set(parts))}
 
 
-def _answer(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The process boundary: an exception here would reach the client only as status 500."""
-    try:
-        return run()
-    except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}\n{traceback.format_exc()}"}
+def _make_placeholder(layer: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    recorded = get_layerwise_info(layer).restore_metadata[name in layer._buffers].get(name)
+    placeholder = restore_layer_refs(to_meta_tensor(tensor if recorded is None else recorded), layer)
+    # vLLM's reload wraps a loader into one that waits for the complete layer; restore_metadata retains the wrapper.
+    while getattr(placeholder, "weight_loader", None) and placeholder.weight_loader.__name__ == "online_process_loader":
+        placeholder.weight_loader = placeholder.weight_loader.__wrapped__
+    return placeholder

@@ -19,18 +19,22 @@ SMOOTH_FROM = 12  # points; a shorter curve is not smoothed
 SMOOTH_SHARE = 30  # a smoothed point is the mean over 1/30 of the curve on each side
 
 
+Style = Literal["noisy", "plain", "dots", "limit"]
+"""noisy: pale, with its moving average. limit: dashed."""
+
+
 @dataclass(frozen=True, slots=True)
 class Line:
-    """style: noisy (pale, with its moving average), plain, dots, or limit (dashed). Non-finite values are gaps."""
+    """Non-finite values are gaps."""
 
     label: str
     steps: Sequence[int]
     values: Sequence[float]
-    style: Literal["noisy", "plain", "dots", "limit"] = "plain"
+    style: Style = "plain"
 
 
 @dataclass(frozen=True, slots=True)
-class _Scale:
+class Scale:
     """Converts a value to its position between two edges of the drawing."""
 
     low: float
@@ -76,8 +80,8 @@ def line_chart(lines: Sequence[Line], unit: str, log: bool = False) -> str:
     values = [v for line in drawn for v in line.values if math.isfinite(v) and (v > 0 or not log)]
     if not values:
         return ""
-    across = _Scale(steps[0], steps[-1], LEFT, RIGHT)
-    up = _Scale(*_range(values, unit, log), BOTTOM, TOP, log)
+    across = Scale(steps[0], steps[-1], LEFT, RIGHT)
+    up = Scale(*_range(values, unit, log), BOTTOM, TOP, log)
     parts = [*_axes(across, up, unit)]
     for index, line in enumerate(drawn):
         parts += _drawn(line, index, across, up)
@@ -101,10 +105,10 @@ def stacked_chart(layers: Mapping[str, Mapping[int, float]], colours: Sequence[i
     top = max((sum(column) for column in zip(*heights.values())), default=0.0)
     if top <= 0:
         return ""
-    up = _Scale(0.0, top * 1.05, BOTTOM, TOP)
-    edge = _Scale(0, count, LEFT, RIGHT)
+    up = Scale(0.0, top * 1.05, BOTTOM, TOP)
+    edge = Scale(0, count, LEFT, RIGHT)
     gap = 1 if count > 20 else 3
-    parts = _axes(_Scale(steps[0], steps[-1], (edge(0) + edge(1)) / 2, (edge(count - 1) + edge(count)) / 2), up, "s")
+    parts = _axes(Scale(steps[0], steps[-1], (edge(0) + edge(1)) / 2, (edge(count - 1) + edge(count)) / 2), up, "s")
     for i in range(count):
         base = 0.0
         for colour, (name, column) in zip(colours, heights.items()):
@@ -124,7 +128,7 @@ def sparkline(values: Sequence[float]) -> str:
     known = [v for v in thin if math.isfinite(v)]
     if len(known) < 2:
         return ""
-    across, up = _Scale(0, len(thin) - 1, 1, 89), _Scale(min(known), max(known), 16, 2)
+    across, up = Scale(0, len(thin) - 1, 1, 89), Scale(min(known), max(known), 16, 2)
     return f'<svg class="spark" viewBox="0 0 90 18">{_path(range(len(thin)), thin, across, up, "l0")}</svg>'
 
 
@@ -152,7 +156,7 @@ def _range(values: Sequence[float], unit: str, log: bool) -> tuple[float, float]
     return low - pad, high + pad
 
 
-def _drawn(line: Line, index: int, across: _Scale, up: _Scale) -> list[str]:
+def _drawn(line: Line, index: int, across: Scale, up: Scale) -> list[str]:
     if line.style == "limit":
         return [_path(line.steps, line.values, across, up, "limit")]
     if line.style == "dots":
@@ -172,7 +176,7 @@ def _drawn(line: Line, index: int, across: _Scale, up: _Scale) -> list[str]:
     ]
 
 
-def _path(steps: Sequence[int], values: Sequence[float], across: _Scale, up: _Scale, css: str) -> str:
+def _path(steps: Sequence[int], values: Sequence[float], across: Scale, up: Scale, css: str) -> str:
     moves, pen_down = [], False
     for step, value in zip(steps, values):
         if math.isfinite(value):
@@ -188,13 +192,13 @@ def _by_step(line: Line, steps: Sequence[int], unit: str) -> list[str]:
     return [known.get(step, "") for step in steps]
 
 
-def _axes(across: _Scale, up: _Scale, unit: str) -> list[str]:
+def _axes(across: Scale, up: Scale, unit: str) -> list[str]:
     parts = []
-    for tick in _log_ticks(up) if up.log else _ticks(up.low, up.high, 5):
+    for tick in _log_ticks(up) if up.log else ticks(up.low, up.high, 5):
         y = up(tick)
         parts.append(f'<path class="grid" d="M{LEFT} {y}H{RIGHT}"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{y + 3.5}" text-anchor="end">{number(tick, unit)}</text>')
-    for tick in _ticks(across.low, across.high, 6):
+    for tick in ticks(across.low, across.high, 6):
         if abs(tick - round(tick)) < 1e-9:
             parts.append(f'<text x="{across(tick)}" y="{HEIGHT - 8}" text-anchor="middle">{tick:g}</text>')
     parts.append(f'<text x="{LEFT - 14}" y="{HEIGHT - 8}" text-anchor="end">step</text>')
@@ -202,7 +206,7 @@ def _axes(across: _Scale, up: _Scale, unit: str) -> list[str]:
     return parts
 
 
-def _ticks(low: float, high: float, about: int) -> list[float]:
+def ticks(low: float, high: float, about: int) -> list[float]:
     """Round values between low and high, approximately `about` of them."""
     if high <= low:
         return [low]
@@ -213,7 +217,7 @@ def _ticks(low: float, high: float, about: int) -> list[float]:
     return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def _log_ticks(up: _Scale) -> list[float]:
+def _log_ticks(up: Scale) -> list[float]:
     low, high = round(math.log10(up.low)), round(math.log10(up.high))
     every = max(1, math.ceil((high - low) / 6))
     return [10.0**power for power in range(low, high + 1, every)]

@@ -70,6 +70,7 @@ class RunFolder:
     folder: Path
     result: dict[str, Any]
     best: dict[str, Any] | None
+    lines: list[MetricsLine]
     series: dict[str, Series]
     phases: dict[str, dict[int, float]]
     wall_s: float
@@ -109,6 +110,7 @@ def read_run(folder: Path) -> RunFolder:
         folder=folder,
         result=result,
         best=_best(folder / "checkpoints" / "best.json"),
+        lines=lines,
         series=series,
         phases=_phases(lines),
         wall_s=result.get("wall_s") or (lines[-1].time - lines[0].time if lines else 0.0),
@@ -136,11 +138,15 @@ def _best(path: Path) -> dict[str, Any] | None:
         return best | {"step": int(best["step"]), "score": float(best["score"])}
 
 
+def seconds_by_phase(line: MetricsLine) -> dict[str, float]:
+    return {n[5:-2]: s for n, s in line.metrics.items() if n.startswith("time/") and n.endswith("_s")}
+
+
 def _phases(lines: list[MetricsLine]) -> dict[str, dict[int, float]]:
     phases: dict[str, dict[int, float]] = {}
     for before, line in zip([None, *lines], lines):
         step = max(line.step + 1, 1)  # an evaluation before the first step is shown with that step
-        spent = {n[5:-2]: s for n, s in line.metrics.items() if n.startswith("time/") and n.endswith("_s")}
+        spent = seconds_by_phase(line)
         rest = line.time - before.time - sum(spent.values()) if before else 0.0
         spent["other"] = rest if 0 < rest < PAUSE_S else 0.0
         for phase, seconds in spent.items():

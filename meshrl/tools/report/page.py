@@ -9,13 +9,14 @@ from pathlib import Path
 from meshrl.core.files import write_text
 from meshrl.tools.report.folder import RunFolder, read_run
 from meshrl.tools.report.sections import (
+    LEARNING,
+    STABILITY,
+    curves,
     every_number,
     headline,
-    learning,
     proofs,
     samples,
     settings,
-    stability,
     timing,
 )
 
@@ -31,7 +32,8 @@ def write_report(folder: Path) -> Path:
 def page(run: RunFolder) -> str:
     """The complete page."""
     name = escape(run.folder.resolve().name)
-    parts = [headline(run), learning(run), samples(run), stability(run), proofs(run), timing(run), settings(run)]
+    parts = [headline(run), curves(run, "Learning", LEARNING), samples(run), curves(run, "Stability", STABILITY)]
+    parts += [proofs(run), timing(run), settings(run)]
     if not run.series:
         parts.insert(1, '<p class="note">No step is finished yet.</p>')
     return (

@@ -10,7 +10,7 @@ from html import escape
 
 from meshrl.monitor.glossary import Entry, meaning_of
 from meshrl.monitor.sinks import duration
-from meshrl.tools.report.charts import Line, line_chart, number, sparkline, stacked_chart
+from meshrl.tools.report.charts import Line, Style, line_chart, number, sparkline, stacked_chart
 from meshrl.tools.report.folder import LoggedPrompt, RunFolder
 
 SAMPLES_OF_A_KIND = 3
@@ -20,11 +20,11 @@ PHASES = ("rollout", "reward", "train", "sync", "eval", "export")  # in the orde
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """names: metrics on the same axis, if the run logged them. noisy: drawn with a moving average."""
+    """names: metrics on the same axis, if the run logged them. style: of those that are no evaluation and no limit."""
 
     title: str
     names: tuple[str, ...]
-    noisy: bool = True
+    style: Style = "noisy"
     log: bool = False
 
 
@@ -69,15 +69,8 @@ def _cost(run: RunFolder) -> Iterable[tuple[str, str, str]]:
             yield f"tokens {title}", number(sum(tokens.values)), f"{number(speed)} a second in that phase"
 
 
-def learning(run: RunFolder) -> str:
-    return _charts(run, "Learning", LEARNING)
-
-
-def stability(run: RunFolder) -> str:
-    return _charts(run, "Stability", STABILITY)
-
-
-def _charts(run: RunFolder, title: str, charts: Sequence[Chart]) -> str:
+def curves(run: RunFolder, title: str, charts: Sequence[Chart]) -> str:
+    """The curves of those metrics that the run logged."""
     figures = "".join(_figure(run, chart) for chart in charts)
     return f'<section><h2>{title}</h2><div class="grid2">{figures}</div></section>' if figures else ""
 
@@ -86,11 +79,10 @@ def _figure(run: RunFolder, chart: Chart) -> str:
     names = [name for name in chart.names if name in run.series]
     if max((len(run.series[name].values) for name in names), default=0) < 2:
         return ""
-    usual = "noisy" if chart.noisy else "plain"
     lines = []
     for name in names:
-        style = "dots" if name.startswith("eval/") else "limit" if name == "proof/limit" else usual
-        lines.append(Line(name, run.series[name].steps, run.series[name].values, style))  # type: ignore[arg-type]
+        style: Style = "dots" if name.startswith("eval/") else "limit" if name == "proof/limit" else chart.style
+        lines.append(Line(name, run.series[name].steps, run.series[name].values, style))
     unit = run.series[names[0]].unit
     drawing = line_chart(lines, unit, chart.log)
     if not drawing:
@@ -292,12 +284,12 @@ STABILITY = (
     Chart("Clipped ratios", ("loss/clip_fraction_low", "loss/clip_fraction_high")),
     Chart("Equal answers in a group", ("rollout/duplicate_fraction",)),
     Chart("Failed gradings", ("reward/failed",)),
-    Chart("Learning rate", ("train/lr",), noisy=False),
+    Chart("Learning rate", ("train/lr",), "plain"),
 )
 
 SPEED = (
     Chart("Speed", ("rollout/tokens_per_s", "train/tokens_per_s")),
-    Chart("Memory", ("memory/rss_bytes", "memory/rss_bytes/controller", "memory/device_peak_bytes"), noisy=False),
+    Chart("Memory", ("memory/rss_bytes", "memory/rss_bytes/controller", "memory/device_peak_bytes"), "plain"),
     Chart("Idle ranks", ("run/train_idle", "run/rollout_idle")),
     Chart("Age of samples", ("rollout/staleness_versions/p50", "rollout/staleness_versions/p95")),
     Chart("Groups that are not trained yet", ("rollout/groups_scored", "rollout/groups_running")),

@@ -5,19 +5,20 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
 import numpy as np
 
+from meshrl.agent.tree import path_ids
 from meshrl.config.run import RunConfig
 from meshrl.core.errors import ConfigError, MeshrlError
-from meshrl.core.types import Trajectory
+from meshrl.core.types import Trajectory, Turn
 from meshrl.monitor.rollout_log import read_rollouts
-from meshrl.monitor.sinks import MetricsLine, read_metrics
-from meshrl.tools.report.folder import read_run
+from meshrl.monitor.sinks import MetricsLine
+from meshrl.tools.report.folder import read_run, seconds_by_phase
 from meshrl.tools.schedule.setup import Answer, Costs, TurnLengths
 from meshrl.tools.schedule.simulate import PROBED_ROWS
 
@@ -58,38 +59,34 @@ def measured(folder: Path) -> Inputs:
     kind, ranks = run.setting("loop.kind") or "colocated", int(run.setting("cluster.num_train_ranks") or 1)
     if kind != "colocated":
         raise MeshrlError(f"{folder} is a run with loop.kind={kind}; give a run with loop.kind=colocated")
-    lines, _ = read_metrics(folder / "metrics.jsonl")
-    found: dict[int, list[Trajectory]] = {}
-    for line in lines:
+    steps: list[_Step] = []
+    for line in run.lines:
         path = folder / "rollouts" / f"step_{line.step:06d}.jsonl"
         if "time/train_s" in line.metrics and path.exists():
-            found[line.step] = [one.trajectory for one in read_rollouts(path)]
-    if not found:
+            steps.append((line, [one.trajectory for one in read_rollouts(path)]))
+    if not steps:
         raise MeshrlError(f"{folder} has no finished step with a file in rollouts/; give a run with some steps")
-    warm = [line for line in lines if line.step in found and "time/train_s" in line.metrics][1:]  # the first is slower
-    if len(warm) < 3:
-        raise MeshrlError(f"{folder} has {len(found)} finished steps; 4 or more are needed to fit times to them")
-    groups = [group for trajectories in found.values() for group in _groups(trajectories)]
-    costs = _costs(folder, lines, warm, found, ranks)
-    truncated = float(np.mean([t.status == "truncated" for ts in found.values() for t in ts]))
+    if len(steps) < 4:
+        raise MeshrlError(f"{folder} has {len(steps)} finished steps; 4 or more are needed to fit times to them")
+    groups = [group for _, trajectories in steps for group in _groups(trajectories)]
+    costs = _costs(folder, run.lines, steps[1:], ranks)  # the first step is slower
+    truncated = float(np.mean([t.status == "truncated" for _, trajectories in steps for t in trajectories]))
     return Inputs(
         replace(costs, probe_s=_probe_s(costs, groups, ranks)),
         groups,
-        f"measured in {len(warm)} steps of {folder} ({ranks} train ranks)",
+        f"measured in {len(steps) - 1} steps of {folder} ({ranks} train ranks)",
         (f"{truncated:.0%} of its answers were cut off; under another limit they would be longer",)
         * (truncated > 0.05),
     )
 
 
-def _costs(
-    folder: Path,
-    lines: Sequence[MetricsLine],
-    warm: Sequence[MetricsLine],
-    found: dict[int, list[Trajectory]],
-    ranks: int,
-) -> Costs:
-    warm = [line for line in warm if any(t.turns for t in found[line.step])]
-    engines = [_decodings(found[line.step]) for line in warm]
+_Step = tuple[MetricsLine, list[Trajectory]]
+
+
+def _costs(folder: Path, lines: Sequence[MetricsLine], steps: Sequence[_Step], ranks: int) -> Costs:
+    steps = [(line, trajectories) for line, trajectories in steps if any(t.turns for t in trajectories)]
+    warm = [line for line, _ in steps]
+    engines = [_decodings(trajectories) for _, trajectories in steps]
     turns = [of_engine for step in engines for of_engine in step.values()]
     if not sum(d.end > d.start for of_engine in turns for d in of_engine):
         raise MeshrlError(f"the turns in {folder}/rollouts have no decode times; give --assume decode_step_s=SECONDS")
@@ -102,18 +99,20 @@ def _costs(
     # Computing a context token is the first third of training on it. The other time of a prefill is the same for all.
     fitted = _least_deviations([(1.0, tokens) for tokens, _ in first], [seconds for _, seconds in first])
     token_s = min(fitted[1], train[1] * FORWARD_SHARE)
-    groups = [len({t.group_id for t in found[line.step]}) for line in warm]
     ends = [max(d.end for of_engine in step.values() for d in of_engine) for step in engines]
-    rollouts = [line.metrics["time/rollout_s"] for line in warm]
     return Costs(
         decode_step_s=decode[0],
         decode_row_s=decode[1],
         prefill_step_s=max(0.0, median(seconds - token_s * tokens for tokens, seconds in first)),
         prefill_token_s=token_s,
         request_s=median(
-            max(0.0, rollout - end) / len(found[line.step]) for rollout, end, line in zip(rollouts, ends, warm)
+            max(0.0, line.metrics["time/rollout_s"] - end) / len(trajectories)
+            for end, (line, trajectories) in zip(ends, steps)
         ),
-        reward_group_s=median(line.metrics.get("time/reward_s", 0.0) / n for line, n in zip(warm, groups)),
+        reward_group_s=median(
+            line.metrics.get("time/reward_s", 0.0) / len({t.group_id for t in trajectories})
+            for line, trajectories in steps
+        ),
         train_step_s=train[0],
         train_token_s=train[1],
         sync_s=median(line.metrics.get("time/sync_s", 0.0) for line in warm),
@@ -123,12 +122,12 @@ def _costs(
 
 def _outside_phases(lines: Sequence[MetricsLine], warm: Sequence[MetricsLine]) -> float:
     """The median time of a step that no phase has."""
-    rest = [
-        line.time - before.time - sum(s for n, s in line.metrics.items() if n.startswith("time/") and n.endswith("_s"))
+    between = [
+        line.time - before.time - sum(seconds_by_phase(line).values())
         for before, line in pairwise(lines)
         if line in warm
     ]
-    return max(0.0, median(rest))
+    return max(0.0, median(between))
 
 
 def _probe_s(costs: Costs, groups: Iterable[Sequence[Answer]], ranks: int) -> float:
@@ -143,7 +142,7 @@ def _probe_s(costs: Costs, groups: Iterable[Sequence[Answer]], ranks: int) -> fl
 def _groups(trajectories: Iterable[Trajectory]) -> list[list[Answer]]:
     groups: dict[str, list[Answer]] = {}
     for trajectory in trajectories:
-        contexts, parents = _contexts(trajectory), {turn.parent for turn in trajectory.turns}
+        contexts, parents = _contexts(trajectory.turns), {turn.parent for turn in trajectory.turns}
         turns = tuple(
             TurnLengths(max(0, context - turn.times.cached_tokens), context, len(turn.output_ids))
             for turn, context in zip(trajectory.turns, contexts)
@@ -154,13 +153,9 @@ def _groups(trajectories: Iterable[Trajectory]) -> list[list[Answer]]:
     return list(groups.values())
 
 
-def _contexts(trajectory: Trajectory) -> list[int]:
+def _contexts(turns: Sequence[Turn]) -> list[int]:
     """The tokens of the full context of each turn."""
-    lengths: list[int] = []
-    for turn in trajectory.turns:
-        above = 0 if turn.parent < 0 else lengths[turn.parent] + len(trajectory.turns[turn.parent].output_ids)
-        lengths.append(above + len(turn.context_ids))
-    return lengths
+    return [len(path_ids(turns, turn.parent)) + len(turn.context_ids) for turn in turns]
 
 
 def _decodings(trajectories: Sequence[Trajectory]) -> dict[str, list[_Decoding]]:
@@ -168,7 +163,7 @@ def _decodings(trajectories: Sequence[Trajectory]) -> dict[str, list[_Decoding]]
     found: dict[str, list[_Decoding]] = defaultdict(list)
     for trajectory in trajectories:
         now = 0.0
-        for turn, context in zip(trajectory.turns, _contexts(trajectory)):
+        for turn, context in zip(trajectory.turns, _contexts(trajectory.turns)):
             times = turn.times
             start = now + times.queue_s + times.prefill_s
             now = start + times.decode_s
@@ -303,8 +298,3 @@ def _cut(answer: Answer, most: int) -> Answer:
         return answer
     turns = tuple(replace(turn, output=min(turn.output, most)) for turn in answer.turns)
     return Answer(turns, answer.trained - over)
-
-
-def cost_lines(costs: Costs) -> list[str]:
-    """The costs as text, for the user."""
-    return [f"{name} {value:.3g}" for name, value in asdict(costs).items()]

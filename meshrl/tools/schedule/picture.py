@@ -6,9 +6,10 @@ import html
 import math
 from collections.abc import Sequence
 
-from meshrl.tools.schedule.predict import FIRST_STEPS, Prediction, seconds
+from meshrl.monitor.sinks import duration
+from meshrl.tools.report.charts import Scale, ticks
 from meshrl.tools.schedule.sampler import Group
-from meshrl.tools.schedule.simulate import Timeline
+from meshrl.tools.schedule.simulate import FIRST_STEPS, Prediction, Simulation
 
 WIDTH, LEFT, RIGHT = 960, 76, 944
 TITLE, ROLLOUT, GAP, TRAIN, AXIS = 40, 96, 6, 30, 30  # heights in a panel
@@ -38,49 +39,35 @@ def picture(found: Sequence[Prediction]) -> str:
 
 
 def _panel(prediction: Prediction, window: float) -> list[str]:
-    timeline, setup = prediction.timeline, prediction.setup
-    start = timeline.ends[min(FIRST_STEPS, len(timeline.ends)) - 1]
-    x = _Scale(start, start + window)
+    sim, setup = prediction.sim, prediction.setup
+    start = sim.ends[min(FIRST_STEPS, len(sim.ends)) - 1]
+    x = Scale(start, start + window, LEFT, RIGHT)
     below = TITLE + ROLLOUT + GAP
     ranks = f"{setup.train_ranks} ranks train and sample in turn"
     if setup.rollout_ranks:
-        ranks = f"{setup.train_ranks} train + {setup.rollout_ranks} sampler ranks, max_staleness {setup.max_staleness}"
+        ranks = f"{setup.train_ranks} train + {setup.rollout_ranks} sampler ranks, max_staleness {setup.loop.staleness}"
     facts = f"{seconds(prediction.step_s)} for a step; idle: training {prediction.train_idle:.0%}, "
     facts += f"sampling {prediction.rollout_idle:.0%}; mean staleness {prediction.staleness:.1f}"
     parts = [
-        f'<text class="title" x="{LEFT}" y="18">{setup.kind}: {ranks}</text>',
+        f'<text class="title" x="{LEFT}" y="18">{setup.loop.kind}: {ranks}</text>',
         f'<text class="dim" x="{LEFT}" y="34">{html.escape(facts)}</text>',
         f'<rect class="back" x="{LEFT}" y="{TITLE}" width="{RIGHT - LEFT}" height="{ROLLOUT}"/>',
         f'<rect class="back" x="{LEFT}" y="{below}" width="{RIGHT - LEFT}" height="{TRAIN}"/>',
         f'<text x="{LEFT - 8}" y="{TITLE + ROLLOUT / 2 + 4}" text-anchor="end">sampling</text>',
         f'<text x="{LEFT - 8}" y="{below + TRAIN / 2 + 4}" text-anchor="end">training</text>',
     ]
-    return [*parts, *_groups(timeline, x), *_steps(timeline, x, below), *_axis(x, window, below + TRAIN)]
+    return [*parts, *_groups(sim, x), *_steps(sim, x, below), *_axis(x, window, below + TRAIN)]
 
 
-class _Scale:
-    """Time to x, within the panel."""
-
-    def __init__(self, start: float, end: float):
-        self.start, self.end = start, end
-
-    def __call__(self, time: float) -> float:
-        share = (time - self.start) / (self.end - self.start)
-        return round(LEFT + min(max(share, 0.0), 1.0) * (RIGHT - LEFT), 1)
-
-    def shows(self, start: float, end: float) -> bool:
-        return end > self.start and start < self.end
-
-
-def _groups(timeline: Timeline, x: _Scale) -> list[str]:
+def _groups(sim: Simulation, x: Scale) -> list[str]:
     """A bar for each group, from its start until it is scored. A group takes the first free lane."""
     free: list[float] = []  # by lane: when it is free again
     bars: list[tuple[int, Group, float]] = []
-    for group in timeline.groups:
+    for group in sim.groups:
         end = group.scored_at if group.is_scored else math.inf
         lane = next((i for i, until in enumerate(free) if until <= group.began), len(free))
         free[lane : lane + 1] = [end]
-        if x.shows(group.began, end):
+        if _overlaps(x, group.began, end):
             bars.append((lane, group, end))
     lanes = max((lane for lane, _, _ in bars), default=0) + 1
     height = ROLLOUT / lanes
@@ -92,11 +79,11 @@ def _groups(timeline: Timeline, x: _Scale) -> list[str]:
     ]
 
 
-def _steps(timeline: Timeline, x: _Scale, top: float) -> list[str]:
+def _steps(sim: Simulation, x: Scale, top: float) -> list[str]:
     """The training of each step, and its sync with a line through both rows."""
     parts = []
-    for span in timeline.spans:
-        if not x.shows(span.start, span.end):
+    for span in sim.spans:
+        if not _overlaps(x, span.start, span.end):
             continue
         left, width = x(span.start), max(1.0, x(span.end) - x(span.start))
         if span.phase == "sync":
@@ -113,14 +100,12 @@ def _steps(timeline: Timeline, x: _Scale, top: float) -> list[str]:
     return parts
 
 
-def _axis(x: _Scale, window: float, top: float) -> list[str]:
-    power = 10 ** math.floor(math.log10(window / 4))
-    tick = next(m * power for m in (1, 2, 5, 10) if m * power >= window / 8)
+def _axis(x: Scale, window: float, top: float) -> list[str]:
     parts = [f'<path class="axis" d="M{LEFT} {top + 2}H{RIGHT}"/>']
-    for i in range(math.floor(window / tick + 1e-9) + 1):
-        at = x(x.start + i * tick)
+    for tick in ticks(0.0, window, 8):
+        at = x(x.low + tick)
         parts.append(f'<path class="axis" d="M{at} {top + 2}v4"/>')
-        parts.append(f'<text class="dim" x="{at}" y="{top + 18}" text-anchor="middle">{seconds(i * tick)}</text>')
+        parts.append(f'<text class="dim" x="{at}" y="{top + 18}" text-anchor="middle">{seconds(tick)}</text>')
     return parts
 
 
@@ -130,6 +115,14 @@ def _legend(top: float) -> list[str]:
         "Black: a sync of weights (the dotted line shows it in both rows). Grey: nothing to do.",
     )
     return [f'<text class="dim" x="{LEFT}" y="{top + 14 + 17 * i}">{text}</text>' for i, text in enumerate(texts)]
+
+
+def _overlaps(x: Scale, start: float, end: float) -> bool:
+    return end > x.low and start < x.high
+
+
+def seconds(value: float) -> str:
+    return f"{value:.3g} s" if value < 100 else duration(value)
 
 
 def _colour(step: int | None) -> str:

@@ -18,6 +18,7 @@ class Group:
     token of each answer. step: in which it was trained; None = not yet, or dropped."""
 
     answers: Sequence[Answer]
+    sampler: Sampler
     version: int
     number: int
     began: float

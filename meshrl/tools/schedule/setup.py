@@ -1,12 +1,12 @@
-"""What a simulation gets: the durations of the parts of a step, the lengths of answers, and the schedule."""
+"""The input of a simulation: the durations of the parts of a step, the lengths of answers, and the schedule."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any
 
-Kind = Literal["colocated", "one_step_off", "fully_async"]
+from meshrl.config.loop import LoopConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,16 +47,15 @@ class Answer:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
     """What is simulated. rollout_ranks: ranks that only sample; 0 = the train ranks sample too. lengths: the answers of
-    each group, used in this order and repeated."""
+    each group, used in this order and repeated; loop.samples_per_prompt in each."""
 
-    kind: Kind
+    loop: LoopConfig
     train_ranks: int
     rollout_ranks: int
-    max_staleness: int
-    num_steps: int
-    prompts_per_step: int
     max_running: int
     costs: Costs
     lengths: Sequence[Sequence[Answer]]
-    oversampling: float = 0.0
-    in_flight: Literal["keep", "abort", "restart"] = "keep"
+
+    def with_loop(self, **values: Any) -> Setup:
+        """The same with other values of loop.*."""
+        return replace(self, loop=self.loop.model_copy(update=values))

@@ -1,6 +1,7 @@
 """A discrete-event simulation of the three schedules (loop.kind), from the durations of their parts.
 
-It has the rules of meshrl/loops: which groups may start, which ones a step takes, and what a sync stops. Assumptions:
+It has the rules of meshrl/loops: which groups may start, which ones a step takes (for fully_async, GroupLimits decides
+both), and what a sync stops. Assumptions:
 
 - A decode step of a sampler takes decode_step_s + decode_row_s * (running rows), whatever their length; a step in which
   rows join also computes their contexts. After a sync the running rows compute their contexts again.
@@ -13,18 +14,19 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from meshrl.loops.group_limits import GroupLimits
 from meshrl.tools.schedule.sampler import Group, Row, Sampler
-from meshrl.tools.schedule.setup import Kind, Setup
+from meshrl.tools.schedule.setup import Setup
 
-Wait = float | Callable[[], bool]
-"""Seconds, or a condition that becomes true when some group is scored."""
+Wait = float | None
+"""Seconds; None: until another group is scored."""
 STEPS_PER_MESSAGE = 2
 PROBED_ROWS = 4  # of each sync of stale samples, one after another: loops/step.py
+FIRST_STEPS = 3  # not counted in a prediction, because samplers and trainer do not yet overlap as later
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,34 +39,24 @@ class Span:
     end: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Timeline:
-    """ends: the end of each step. busy: intervals in which each sampler had requests. staleness: by step, of each
-    sample."""
-
-    setup: Setup
-    ends: list[float]
-    spans: list[Span]
-    busy: list[list[tuple[float, float]]]
-    groups: list[Group]
-    staleness: list[list[int]]
-
-
 class Simulation:
-    """The clock, the samplers and the graders. A schedule is a generator that yields what it waits for."""
+    """The clock, the samplers and the graders. A schedule is a generator that yields what it waits for.
+
+    ends: the end of each step. staleness: by step, of each sample.
+    """
 
     def __init__(self, setup: Setup):
-        self.setup, self.costs = setup, setup.costs
+        self.setup, self.loop, self.costs = setup, setup.loop, setup.costs
         self.now, self.step, self.version = 0.0, 0, 0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         count = setup.rollout_ranks or setup.train_ranks
         self.samplers = [Sampler(setup.costs, setup.max_running) for _ in range(count)]
-        self._rank_of: dict[int, Sampler] = {}  # of unfinished groups
         self.groups: list[Group] = []
         self._grader_free_at = 0.0
         self.num_running = self.num_scored = 0  # unfinished answers; groups that were scored so far
-        self.on_change: Callable[[], None] = lambda: None  # a turn has ended, or a group is scored
+        self.on_turn_end: Callable[[], None] = lambda: None
+        self.on_scored: Callable[[Group], None] = lambda group: None
         self.ends: list[float] = []
         self.spans: list[Span] = []
         self.staleness: list[list[int]] = []
@@ -73,14 +65,13 @@ class Simulation:
         heapq.heappush(self._events, (time, next(self._order), event))
 
     def run(self, schedule: Iterator[Wait]) -> None:
-        for wait in schedule:
-            if callable(wait):
-                while not wait():
-                    before = self.num_scored
-                    while self.num_scored == before:
-                        self._next_event()
+        for wait_s in schedule:
+            if wait_s is None:
+                before = self.num_scored
+                while self.num_scored == before:
+                    self._next_event()
             else:
-                until = self.now + wait
+                until = self.now + wait_s
                 while self._events and self._events[0][0] <= until:
                     self._next_event()
                 self.now = until
@@ -94,16 +85,13 @@ class Simulation:
     def start(self, count: int) -> list[Group]:
         """Start `count` groups: the controller sends their requests together."""
         new = []
-        for _ in range(count):
-            number = len(self.groups)
+        for number in range(len(self.groups), len(self.groups) + count):
             answers = self.setup.lengths[number % len(self.setup.lengths)]
-            size = len(answers)
-            group = Group(answers, self.version, number, self.now, unfinished=size)
-            self.num_running += size
-            self._rank_of[number] = sampler = min(self.samplers, key=lambda s: s.num_groups)
+            sampler = min(self.samplers, key=lambda s: s.num_groups)
             sampler.num_groups += 1
-            self.groups.append(group)
-            new.append(group)
+            self.num_running += len(answers)
+            new.append(Group(answers, sampler, self.version, number, self.now, unfinished=len(answers)))
+        self.groups += new
         rows = [Row(group, index, 0) for group in new for index in range(len(group.answers))]
         self.at(self.now + self.costs.request_s * len(rows), lambda: self._send(rows))
         return new
@@ -112,9 +100,8 @@ class Simulation:
         changed = []
         for row in rows:
             if not row.group.dropped:
-                sampler = self._rank_of[row.group.number]
-                sampler.waiting.append(row)
-                changed.append(sampler)
+                row.group.sampler.waiting.append(row)
+                changed.append(row.group.sampler)
         for sampler in dict.fromkeys(changed):
             self._continue(sampler)
 
@@ -153,28 +140,33 @@ class Simulation:
         if not sampler.running and not sampler.waiting and sampler.busy_since is not None:
             sampler.busy.append((sampler.busy_since, self.now))
             sampler.busy_since = None
-        self.on_change()
+        self.on_turn_end()
 
     def _grade(self, group: Group) -> None:
-        self._rank_of.pop(group.number).num_groups -= 1
+        group.sampler.num_groups -= 1
         self._grader_free_at = max(self._grader_free_at, self.now) + self.costs.reward_group_s
 
         def scored() -> None:
             group.scored_at = self.now
             self.num_scored += 1
-            self.on_change()
+            self.on_scored(group)
 
         self.at(self._grader_free_at, scored)
 
     def drop(self, group: Group) -> None:
         group.dropped = True
-        self.num_running -= group.unfinished
-        if sampler := self._rank_of.pop(group.number, None):
+        if group.unfinished:
+            sampler = group.sampler
+            self.num_running -= group.unfinished
             sampler.num_groups -= 1
             self._compute(sampler)
             sampler.drop(group)
             self._schedule(sampler)
             self._end_turns(sampler, [])
+
+    def all_scored(self, groups: Sequence[Group]) -> Iterator[Wait]:
+        while not all(group.is_scored for group in groups):
+            yield None
 
     # ---- training
 
@@ -193,15 +185,15 @@ class Simulation:
         until = self.now + self.costs.sync_s
         for sampler in self.samplers:
             self._compute(sampler)
-            sampler.stop(until, restart=self.setup.in_flight == "restart")
+            sampler.stop(until, restart=self.loop.in_flight == "restart")
             self._schedule(sampler)
         yield self.costs.sync_s
         self.version += 1
         for sampler in self.samplers:
             if sampler.waiting:
                 self._continue(sampler)
-        if self.setup.max_staleness:
-            first_s = max((sampler.delay_s for sampler in self.samplers), default=0.0)  # a message waits for it, too
+        if self.loop.staleness:
+            first_s = max(sampler.delay_s for sampler in self.samplers)  # a message waits for it, too
             yield first_s + self.costs.probe_s + PROBED_ROWS * self._message_s
         self.spans.append(Span("sync", self.step, began, self.now))
 
@@ -215,31 +207,20 @@ class Simulation:
         self.step += 1
 
 
-def simulate(setup: Setup) -> Timeline:
-    """Simulate setup.num_steps steps."""
+def simulate(setup: Setup) -> Simulation:
+    """Simulate loop.num_steps steps."""
     sim = Simulation(setup)
-    sim.run(SCHEDULES[setup.kind](sim))
+    sim.run(SCHEDULES[setup.loop.kind](sim))
     for sampler in sim.samplers:
         if sampler.busy_since is not None:
             sampler.busy.append((sampler.busy_since, sim.now))
-    return Timeline(
-        setup=setup,
-        ends=sim.ends,
-        spans=sim.spans,
-        busy=[sampler.busy for sampler in sim.samplers],
-        groups=sim.groups,
-        staleness=sim.staleness,
-    )
-
-
-def _scored(groups: Sequence[Group]) -> Callable[[], bool]:
-    return lambda: all(group.is_scored for group in groups)
+    return sim
 
 
 def _colocated(sim: Simulation) -> Iterator[Wait]:
-    while sim.step < sim.setup.num_steps:
-        groups = sim.start(sim.setup.prompts_per_step)
-        yield _scored(groups)
+    while sim.step < sim.loop.num_steps:
+        groups = sim.start(sim.loop.prompts_per_step)
+        yield from sim.all_scored(groups)
         yield from sim.train(groups)
         yield from sim.sync()
         yield sim.costs.step_s
@@ -247,84 +228,102 @@ def _colocated(sim: Simulation) -> Iterator[Wait]:
 
 
 def _one_step_off(sim: Simulation) -> Iterator[Wait]:
-    setup, ahead = sim.setup, list[Group]()
-    while sim.step < setup.num_steps:
-        groups = ahead or sim.start(setup.prompts_per_step)
-        yield _scored(groups)
-        more = setup.max_staleness and sim.step + 1 < setup.num_steps
-        ahead = sim.start(setup.prompts_per_step) if more else []
+    loop, ahead = sim.loop, list[Group]()
+    while sim.step < loop.num_steps:
+        groups = ahead or sim.start(loop.prompts_per_step)
+        yield from sim.all_scored(groups)
+        more = loop.staleness and sim.step + 1 < loop.num_steps
+        ahead = sim.start(loop.prompts_per_step) if more else []
         yield from sim.train(groups)
         yield sim.costs.step_s
-        yield _scored(ahead)
+        yield from sim.all_scored(ahead)
         yield from sim.sync()
         sim.finish()
 
 
 def _fully_async(sim: Simulation) -> Iterator[Wait]:
-    """The rules of meshrl/loops/buffer.py."""
-    setup, per_step = sim.setup, sim.setup.prompts_per_step
-    spare, group_size = math.ceil(setup.oversampling * per_step), max(map(len, setup.lengths))
-    capacity = max(setup.max_running, group_size) * len(sim.samplers)
-    held: list[Group] = []
-    taking_for = num_taken = num_dropped = 0
-    window = least = min(2, setup.max_staleness + 1) * per_step
-    waited = False
+    loop = sim.loop
+    limits = GroupLimits(loop, sim.setup.max_running, len(sim.samplers))
 
     def fill() -> None:
-        if setup.max_staleness == 0 and num_taken > taking_for * per_step:
-            return
-        limit = min(taking_for + setup.max_staleness + 1, setup.num_steps) * per_step + spare
-        limit = min(limit - num_taken - num_dropped, window + spare)
-        load, count = sim.num_running, 0
-        while len(held) + count < limit:
-            size = len(setup.lengths[(len(sim.groups) + count) % len(setup.lengths)])
-            if load and load + size > capacity:
-                break
-            load, count = load + size, count + 1
+        count = 0
+        while limits.may_start(sim.num_running + count * loop.samples_per_prompt):
+            limits.start(len(sim.groups) + count, sim.version)
+            count += 1
         if count:
-            held.extend(sim.start(count))
+            sim.start(count)
 
-    def ready() -> tuple[list[Group], list[Group]] | None:
-        nonlocal waited
-        by_age = sorted(held, key=lambda group: (group.version, group.number))
-        scored = [group for group in by_age if group.is_scored][:per_step]
-        left = [group for group in by_age if group not in scored]
-        oldest = sim.version - setup.max_staleness
-        too_many = any(
-            sum(group.version <= oldest + later for group in left) > later * per_step + spare
-            for later in range(max(1, setup.max_staleness))
-        )
-        if len(scored) < per_step or too_many:  # the next steps could not train all groups that become too old
-            waited |= len(scored) < per_step
-            return None
-        return scored, [group for group in left if group.version <= oldest]
+    def scored(group: Group) -> None:
+        if not group.dropped:
+            limits.end(group.number)
+        fill()
 
-    sim.on_change = fill
-    while sim.step < setup.num_steps:
-        taking_for, num_dropped, waited = sim.step, 0, False  # dropped groups are not replaced before the next step
+    sim.on_turn_end, sim.on_scored = fill, scored
+    while sim.step < loop.num_steps:
+        limits.begin_step(sim.step)
         fill()
-        yield lambda: ready() is not None
-        found = ready()
-        assert found is not None
-        scored, late = found
-        num_left = sum(group.is_scored for group in held) - per_step
-        if waited:
-            window = min((setup.max_staleness + 1) * per_step, window + max(1, per_step // 2))
-        elif num_left >= per_step // 2:
-            window = max(least, window - max(1, per_step // 8))
-        held = [group for group in held if group not in scored and group not in late]
-        num_taken, num_dropped = num_taken + len(scored), len(late)
-        for group in late:
-            sim.drop(group)
+        while (found := limits.take(sim.version)) is None:
+            yield None
+        taken, late = found
+        for number in late:
+            sim.drop(sim.groups[number])
         fill()
-        yield from sim.train(scored)
+        yield from sim.train([sim.groups[number] for number in taken])
         yield from sim.sync()
         yield sim.costs.step_s
         sim.finish()
 
 
-SCHEDULES: dict[Kind, Callable[[Simulation], Iterator[Wait]]] = {
+SCHEDULES: dict[str, Callable[[Simulation], Iterator[Wait]]] = {
     "colocated": _colocated,
     "one_step_off": _one_step_off,
     "fully_async": _fully_async,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Means over the steps of a simulation. train_idle, rollout_idle: the fraction of a step in which a rank of that
+    side has nothing to do; idle: of all GPUs."""
+
+    sim: Simulation
+    step_s: float
+    train_idle: float
+    rollout_idle: float
+    idle: float
+    staleness: float
+    max_staleness: int
+
+    @property
+    def setup(self) -> Setup:
+        return self.sim.setup
+
+
+def predict(setup: Setup, first: int = FIRST_STEPS) -> Prediction:
+    """Simulate, and measure the steps from number `first` on, without the last ones, in which no groups start."""
+    sim = simulate(setup)
+    last = max(first + 1, len(sim.ends) - 1 - setup.loop.staleness)
+    start, end = sim.ends[first - 1], sim.ends[last - 1]
+
+    def seconds(low: float, high: float) -> float:
+        return max(0.0, min(high, end) - max(low, start))
+
+    wall = end - start
+    trained = sum(seconds(span.start, span.end) for span in sim.spans)
+    sampled = [sum(seconds(*interval) for interval in sampler.busy) for sampler in sim.samplers]
+    train_idle, rollout_idle = 1 - trained / wall, 1 - sum(sampled) / len(sampled) / wall
+    if setup.rollout_ranks:
+        ranks = setup.train_ranks + setup.rollout_ranks
+        idle = (train_idle * setup.train_ranks + rollout_idle * setup.rollout_ranks) / ranks
+    else:  # the same ranks do both
+        idle = train_idle + rollout_idle - 1
+    stale = [s for step in sim.staleness[first:last] for s in step]
+    return Prediction(
+        sim=sim,
+        step_s=wall / (last - first),
+        train_idle=train_idle,
+        rollout_idle=rollout_idle,
+        idle=max(0.0, idle),
+        staleness=sum(stale) / max(1, len(stale)),
+        max_staleness=max(stale, default=0),
+    )

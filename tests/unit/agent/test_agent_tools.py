@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import replace
 
 import pytest
 
-from meshrl.agent.parsers import ToolCall, parse_tool_calls
-from meshrl.agent.tools import MAX_ANSWER_CHARS, TOOLS, ToolError, calculate, call_tool
+from meshrl.agent.tools import MAX_ANSWER_CHARS, TOOLS, ToolError, calculate, call_tool, tool_calls
 
 
 @pytest.mark.parametrize(
@@ -66,8 +66,8 @@ def test_a_chain_of_signs_is_answered():
 
 def test_calls_are_found_in_order_among_other_text():
     text = 'I add <tool_call>{"name": "a", "arguments": {"x": 1}}</tool_call>, <tool_call>\n{"name": "b"}\n</tool_call>'
-    assert parse_tool_calls(text) == [ToolCall(name="a", arguments={"x": 1}), ToolCall(name="b")]
-    assert parse_tool_calls('<tool_call>{"name": "a"}') == []
+    assert [json.loads(body) for body in tool_calls(text)] == [{"name": "a", "arguments": {"x": 1}}, {"name": "b"}]
+    assert tool_calls('<tool_call>{"name": "a"}') == []
 
 
 @pytest.mark.parametrize(
@@ -81,13 +81,13 @@ def test_calls_are_found_in_order_among_other_text():
         ('{"name": "a", "arguments": [1]}', '"arguments" must be a JSON object'),
     ],
 )
-def test_a_malformed_call_has_an_error(body, expected):
-    (call,) = parse_tool_calls(f"<tool_call>{body}</tool_call>")
-    assert expected in call.error
+def test_a_malformed_call_is_answered_with_an_error(body, expected):
+    text = asyncio.run(call_tool(TOOLS, body))
+    assert text.startswith("error: ") and expected in text
 
 
-def answer(**facts):
-    return asyncio.run(call_tool(TOOLS, ToolCall(**facts)))
+def answer(**call):
+    return asyncio.run(call_tool(TOOLS, json.dumps(call)))
 
 
 def test_every_call_is_answered_with_text():
@@ -98,7 +98,9 @@ def test_every_call_is_answered_with_text():
     assert "must be of type string, got ['6']" in answer(name="calculator", arguments={"expression": ["6"]})
     assert "must be of type string, got None" in answer(name="calculator", arguments={"expression": None})
     assert answer(name="nope") == "error: no tool is called 'nope'; there are: calculator"
-    assert answer(error="broken") == "error: broken"
+
+
+CALL = '{"name": "calculator", "arguments": {"expression": "x"}}'
 
 
 def test_async_tools_are_awaited_and_long_answers_cut():
@@ -106,7 +108,7 @@ def test_async_tools_are_awaited_and_long_answers_cut():
         return expression * MAX_ANSWER_CHARS * 2
 
     tools = {"calculator": replace(TOOLS["calculator"], function=shout)}
-    text = asyncio.run(call_tool(tools, ToolCall(name="calculator", arguments={"expression": "x"})))
+    text = asyncio.run(call_tool(tools, CALL))
     assert text == "x" * MAX_ANSWER_CHARS + "..."
 
 
@@ -118,4 +120,4 @@ def test_an_exception_of_a_tool_propagates():
 
     tools = {"calculator": replace(TOOLS["calculator"], function=crash)}
     with pytest.raises(KeyError):
-        asyncio.run(call_tool(tools, ToolCall(name="calculator", arguments={"expression": "x"})))
+        asyncio.run(call_tool(tools, CALL))

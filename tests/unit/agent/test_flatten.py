@@ -9,7 +9,7 @@ from scripted_agent import NUM_CHOSEN, NUM_LAYERS, scripted_trajectories
 from meshrl.agent.flatten import flatten
 from meshrl.agent.tree import TurnError
 from meshrl.core.errors import Failure
-from meshrl.core.types import EXTRA_FILLS, Media, Prompt, SamplingParams, Trajectory, Turn
+from meshrl.core.types import Media, Prompt, SamplingParams, Trajectory, Turn
 
 
 def make_turn(context, output, parent=-1, **facts):
@@ -72,13 +72,12 @@ def test_truncated_trajectories_are_marked_and_counted():
     assert numbers(cut, done)["rollout/truncated_fraction"] == (1.0, 2.0)
 
 
-def test_failed_unscored_and_baseline_trajectories_are_left_out():
+def test_failed_unscored_and_evaluated_trajectories_are_left_out():
     """P29: a failure is never a reward of 0."""
     turn = make_turn([1], [2])
     out = [
         make_trajectory(turn, status="failed", failure=Failure(kind="engine", message="gone")),
         make_trajectory(turn, reward=None),
-        make_trajectory(turn, purpose="baseline"),
         make_trajectory(turn, purpose="eval"),
         make_trajectory(),
     ]
@@ -86,7 +85,7 @@ def test_failed_unscored_and_baseline_trajectories_are_left_out():
     assert [s.trajectory_id for s in rows(*out, trained)] == ["g/7"]
     found = numbers(*out, trained)
     for name in ("failed", "unscored"):
-        assert found[f"rollout/{name}_fraction"] == (1.0, 4.0)  # baseline and eval are not counted
+        assert found[f"rollout/{name}_fraction"] == (1.0, 4.0)  # those of an evaluation are not counted
     assert flatten([]) == ([], [])
 
 
@@ -222,12 +221,11 @@ def test_routed_experts_of_scripted_turns_are_aligned_with_the_row():
         np.testing.assert_array_equal(s.routed_experts[known, 0, 0], (3 * np.arange(len(s)) % 8)[known])
 
 
-def test_extras_cover_the_row_with_their_declared_fill(monkeypatch):
-    monkeypatch.setitem(EXTRA_FILLS, "entropy", -5.0)
+def test_extras_cover_the_row_and_are_0_where_a_turn_has_none():
     first = make_turn([1], [2, 3], extras={"entropy": np.array([0.5, 0.25], np.float32)})
     second = make_turn([4], [5], parent=0, extras={"topk_ids": np.array([[5, 6]], np.int32)})
     (s,) = rows(make_trajectory(first, second))
-    assert s.token_extras["entropy"].tolist() == [-5.0, 0.5, 0.25, -5.0, -5.0]
+    assert s.token_extras["entropy"].tolist() == [0.0, 0.5, 0.25, 0.0, 0.0]
     assert s.token_extras["topk_ids"].tolist() == [[0, 0]] * 4 + [[5, 6]]
 
 
@@ -311,7 +309,7 @@ def test_a_malformed_turn_is_refused_by_trajectory_turn_and_field(changes, expec
 def test_turns_of_one_row_that_disagree_in_shape_are_refused():
     routed = [np.zeros((2, 1, k), np.int16) for k in (1, 2)]
     turns = [make_turn([1], [2], routed_experts=routed[0]), make_turn([1], [2], parent=0, routed_experts=routed[1])]
-    with pytest.raises(TurnError, match=r"routed_experts differ in \[layers, experts\] by turn"):
+    with pytest.raises(TurnError, match=r"turn 1: routed_experts is int16\[.*\]; earlier turns"):
         rows(make_trajectory(*turns))
     extras = [np.zeros((1, k), np.float32) for k in (1, 2)]
     turns = [make_turn([1], [2], extras={"x": extras[0]}), make_turn([1], [2], parent=0, extras={"x": extras[1]})]

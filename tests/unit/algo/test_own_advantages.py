@@ -27,6 +27,14 @@ def test_the_function_gets_all_groups_of_the_step():
     assert metric(found, "reward/mean").sum == 7.0 and metric(found, "reward/groups_without_signal").sum == 0
 
 
+def test_a_function_may_write_into_the_rewards_without_changing_the_metrics():
+    before, after = two_groups(), two_groups()
+    expected = assign_advantages(before, own("batch_scaled"))
+    found = assign_advantages(after, own("in_place"))
+    assert metric(found, "reward/group_std").sum == metric(expected, "reward/group_std").sum > 0
+    assert [s.advantages[1] for s in after] == pytest.approx([0.05, -0.05, 0.2, 0, -0.2])
+
+
 def test_a_trajectory_with_several_rows_counts_once_in_its_group():
     rows = [make_sample(1.0, trajectory="g/0", row=i) for i in range(3)] + [make_sample(0.0, trajectory="g/1")]
     assign_advantages(rows, own("batch_scaled"))

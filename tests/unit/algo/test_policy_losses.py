@@ -189,7 +189,7 @@ def run(loss, outputs, batch):
 @pytest.mark.parametrize("name", ["policy", "sft"])
 def test_poison_in_masked_positions_changes_no_bit(poison, on_policy, name):
     """P5: values, gradients and metrics; multiplying by a mask fails this, `where` on the inputs passes."""
-    loss = make_policy_loss(FULL) if name == "policy" else sft_loss()
+    loss = make_policy_loss(FULL) if name == "policy" else sft_loss
     outputs, batch = random_case()
     if on_policy:
         batch.old_logprobs = None
@@ -212,7 +212,7 @@ def part(value, cut):
     return dataclasses.replace(value, **{k: v[cut] for k, v in chosen.items() if per_token(v)})
 
 
-@pytest.mark.parametrize("loss", [make_policy_loss(FULL), sft_loss()], ids=["policy", "sft"])
+@pytest.mark.parametrize("loss", [make_policy_loss(FULL), sft_loss], ids=["policy", "sft"])
 @pytest.mark.parametrize("cuts", [[0, 48], [0, 1, 17, 30, 48], list(range(49))], ids=["one", "four", "each"])
 def test_sums_and_metrics_do_not_depend_on_the_partition(loss, cuts):
     """P1, P13: batches may be cut anywhere, also into parts without trained tokens; sums and weights stay the same."""
@@ -230,7 +230,7 @@ def test_sums_and_metrics_do_not_depend_on_the_partition(loss, cuts):
             assert sum(m.weight for m in merged) == pytest.approx(metric.weight, rel=1e-12)
 
 
-@pytest.mark.parametrize("loss", [make_policy_loss(FULL), sft_loss()], ids=["policy", "sft"])
+@pytest.mark.parametrize("loss", [make_policy_loss(FULL), sft_loss], ids=["policy", "sft"])
 def test_token_order_does_not_matter(loss):
     outputs, batch = random_case(seed=5)
     value, grad, _, metrics = run(loss, outputs, batch)
@@ -253,14 +253,14 @@ def test_an_all_masked_batch_gives_zero_loss_zero_gradient_and_no_weight():
 def test_sft_golden_value():
     """Weights 1/2 on NLLs 1 and 3; the metric is a plain sum over trained tokens."""
     batch = make_batch(3, mask=[0, 1, 1], loss_weight=[0.0, 0.5, 0.5])
-    value, metrics = sft_loss()(Outputs(logprobs=torch.tensor([math.nan, -1.0, -3.0])), batch)
+    value, metrics = sft_loss(Outputs(logprobs=torch.tensor([math.nan, -1.0, -3.0])), batch)
     assert value.item() == 2.0
     assert [(m.name, m.sum, m.weight) for m in metrics] == [("loss/nll", 4.0, 2.0)]
 
 
 def test_losses_can_be_sent_to_a_rank():
     outputs, batch = random_case()
-    for loss in (make_policy_loss(FULL), sft_loss()):
+    for loss in (make_policy_loss(FULL), sft_loss):
         sent = pickle.loads(pickle.dumps(loss))
         assert torch.equal(sent(outputs, batch)[0], loss(outputs, batch)[0])
 

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,7 @@ async def _pids(groups: Groups) -> list[int]:
 async def step(trainer: TrainGroup) -> float:
     """One optimizer step; its gradient's norm."""
     samples = weigh(random_samples(0, [9, 12, 5, 7]))
-    await trainer.forward_backward(samples, trainer.batch_plan(samples), sft_loss())
+    await trainer.forward_backward(samples, trainer.batch_plan(samples), sft_loss)
     return (await trainer.optim_step(1e-2)).grad_norm
 
 
@@ -127,13 +127,13 @@ def test_a_train_rank_that_dies_while_it_is_idle_ends_the_wait_and_is_replaced(t
         async with running(tmp_path, num_train_ranks=2) as groups:
             trainer, rollouts, layout = await synced(groups)
             before, norm = await _pids(groups), await step(trainer)
-            restart, running_at_restart = groups.executor.restart_trainers, list[int]()
+            restart, running_at_restart = groups.executor.restart, list[int]()
 
-            async def restart_trainers() -> None:
+            async def observed(ranks: Sequence[int]) -> None:
                 running_at_restart.append((await groups.executor.call(2, RankWorker.stats)).running)
-                await restart()
+                await restart(ranks)
 
-            groups.executor.restart_trainers = restart_trainers
+            groups.executor.restart = observed
             endless = asyncio.ensure_future(rollouts.generate(ask("a", [5, 3], max_new_tokens=30_000)))
             asyncio.get_running_loop().call_later(0.1, os.kill, before[1], signal.SIGKILL)
             killed = r"^rank 1 failed in phase .* killed by SIGKILL"
@@ -250,6 +250,29 @@ def test_a_sampler_that_dies_while_it_is_idle_is_replaced_at_once(tmp_path):
             assert not groups.can_restart_after(failure.value)
 
     _run(body)
+
+
+def raise_in_generate(worker: RankWorker) -> None:
+    async def generate(self: RankWorker, request: Any) -> None:
+        raise KeyError("no such layer")
+
+    RankWorker.generate = generate  # type: ignore[method-assign, assignment]
+
+
+def test_an_exception_in_a_sampler_ends_the_run_and_nothing_is_replaced(tmp_path):
+    """P26: it would be raised again in a new rank."""
+    notes: list[str] = []
+
+    async def body() -> None:
+        async with running(tmp_path, num_train_ranks=1) as groups:
+            _, rollouts, _ = await synced(groups)
+            rollouts.note = notes.append
+            await groups.executor.call(1, raise_in_generate)
+            await rollouts.generate(ask("a", [5, 3, 9]))
+
+    with pytest.raises(RankFailure, match="rank 1 failed in phase 'rollout': raised KeyError"):
+        _run(body)
+    assert notes == [], "a note that the rank is replaced would be wrong"
 
 
 def test_a_new_sampler_waits_for_the_sync_while_the_trainer_is_between_two_versions(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 
 from meshrl.cluster.actors import RankWorker
-from meshrl.cluster.phases import phase_of
+from meshrl.cluster.executor import phase_of
 from meshrl.cluster.processes import report_pid
 from meshrl.config.cluster import ClusterConfig, Deadlines
 from meshrl.monitor.spans import Spans

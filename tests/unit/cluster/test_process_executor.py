@@ -33,7 +33,6 @@ from meshrl.cluster import processes
 from meshrl.cluster.actors import RankWorker
 from meshrl.cluster.executor import WorkerSpec
 from meshrl.cluster.groups import TrainGroup
-from meshrl.cluster.inline import InlineExecutor
 from meshrl.cluster.processes import ProcessExecutor
 from meshrl.config.model import ModelConfig
 from meshrl.config.train import TrainConfig
@@ -52,7 +51,6 @@ def _specs(count: int, *, train: bool = False, folder: Path = Path("unused")) ->
             num_rollout_ranks=0 if train else count,
             model=ModelConfig(path=str(folder), dtype="float32"),
             train=TrainConfig(activation_checkpointing=False, max_tokens_per_microbatch=40),
-            rendezvous=str(folder / "store"),
             timeout_s=200.0,
         )
         for rank in range(count)
@@ -313,7 +311,7 @@ def test_the_loss_of_a_rank_that_only_samples_ends_no_other_rank(how):
             await executor.call(1, echo, 1)
         assert later.value is failure.value
         executor.specs = _specs(2)
-        await executor.restart(1)
+        await executor.restart([1])
         rank, pid, value = await executor.call(1, echo, "new")
         assert (rank, value) == (1, "new") and pid != before
         assert sorted(await asyncio.gather(other, executor.call(0, meet, 2, 1))) == [1, 2]
@@ -362,12 +360,12 @@ def test_a_training_rank_that_raises_is_named_with_its_traceback(tmp_path):
         group = TrainGroup(executor)
         samples = weigh(random_samples(0, [9, 12, 5, 7]))
         plan = group.batch_plan(samples)
-        report = await group.forward_backward(samples, plan, sft_loss())
+        report = await group.forward_backward(samples, plan, sft_loss)
         assert sum(m.weight for m in report.metrics if m.name == "loss/nll") == sum(s.mask.sum() for s in samples)
         assert not (await group.optim_step(1e-3)).skipped
         samples[plan.rows(1)[0]].old_logprobs = None  # which its neighbours have
         with pytest.raises(RankFailure, match="rank 1 failed in phase 'train': raised ") as error:
-            await group.forward_backward(samples, plan, sft_loss())
+            await group.forward_backward(samples, plan, sft_loss)
         assert "Traceback" in error.value.details and "packing.py" in error.value.details
 
     _with(_specs(2, train=True, folder=tmp_path), body)
@@ -408,8 +406,3 @@ def test_no_rank_outlives_a_controller_that_was_killed():
     controller.stdout.close()
     _, alive = psutil.wait_procs(ranks, timeout=10)
     assert not [p for p in alive if is_running_process(p.pid)]
-
-
-def test_the_inline_executor_refuses_several_ranks():
-    with pytest.raises(ConfigError, match="has one rank, but the config needs 2"):
-        InlineExecutor(_specs(2))

@@ -111,8 +111,8 @@ def variables(worker: RankWorker) -> dict[str, str]:
     return dict(os.environ)
 
 
-def facts(worker: RankWorker) -> tuple[int, int, str]:
-    return os.getpid(), _agent().pid, worker.spec.address
+def facts(worker: RankWorker) -> tuple[int, int, str, str | tuple[str, int]]:
+    return os.getpid(), _agent().pid, worker.spec.address, worker.spec.rendezvous
 
 
 def misbehave(worker: RankWorker, how: str) -> None:
@@ -163,12 +163,12 @@ def test_a_rank_has_its_environment_and_a_sampler_that_died_is_replaced_by_its_n
         assert [found[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")] == [
             *(str(rank), "2", "0", "1")
         ]
-        assert f"tcp://{found['MASTER_ADDR']}:{found['MASTER_PORT']}" == executor.specs[0].rendezvous
         assert found["HF_OWN"] == "of the machine" and found["NCCL_DEBUG"] == "WARN"
         assert found["GLOO_SOCKET_IFNAME"].startswith("lo"), "the interface by which it reached the controller"
-        pid, parent, address = await executor.call(rank, facts)
+        pid, parent, address, store = await executor.call(rank, facts)
         assert parent == executor.started[rank].pid != pid
         assert address == "127.0.0.1"
+        assert store == (found["MASTER_ADDR"], int(found["MASTER_PORT"]))
         return pid
 
     async def body(executor: ByHand) -> None:
@@ -176,7 +176,7 @@ def test_a_rank_has_its_environment_and_a_sampler_that_died_is_replaced_by_its_n
         with pytest.raises(RankFailure) as failure:
             await executor.call(1, misbehave, "SIGKILL")
         _assert_named(failure.value, "SIGKILL")
-        await executor.restart(1)
+        await executor.restart([1])
         assert await pid_of(executor, 1) != sampler
         assert await pid_of(executor, 0) == trainer
 

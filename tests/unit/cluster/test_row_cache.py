@@ -39,7 +39,7 @@ def test_a_rank_sees_every_field_that_was_filled_in_after_the_first_command():
     samples[2].advantages = np.ones(40, np.float32)
     second = exchange()
     assert all(later < before for later, before in zip(second, first, strict=True))
-    (unchanged,) = {len(message.changed) for message in sent.messages(samples, plan)}
+    (unchanged,) = {len(message.columns) for message in sent.messages(samples, plan)}
     assert unchanged == 0
 
 
@@ -47,10 +47,10 @@ def test_another_plan_or_a_failure_sends_the_samples_in_full():
     samples = random_samples(0, LENGTHS)
     plan, sent = make_batch_plan(LENGTHS, 2, 64), SentRows()
     sent.messages(samples, plan)
-    assert all(message.samples is None for message in sent.messages(samples, plan))
-    assert all(message.samples for message in sent.messages(samples, copy.copy(plan)))
+    assert not any(message.is_new for message in sent.messages(samples, plan))
+    assert all(message.is_new for message in sent.messages(samples, copy.copy(plan)))
     sent.forget()
-    assert all(message.samples for message in sent.messages(samples, plan))
+    assert all(message.is_new for message in sent.messages(samples, plan))
 
 
 def test_a_rank_without_the_samples_raises_an_error():
@@ -70,7 +70,7 @@ def test_each_update_of_a_step_sends_its_samples_once_and_a_rank_frees_them_afte
     def command(samples: list[Sample], plan: BatchPlan) -> None:
         nonlocal num_sent
         (message,) = sent.messages(samples, plan)
-        num_sent += message.samples is not None
+        num_sent += message.is_new
         rows = rank.take(pickle.loads(pickle.dumps(message)))
         assert [rows[i].tokens.tolist() for i in range(len(LENGTHS))] == [s.tokens.tolist() for s in samples]
 

@@ -73,8 +73,8 @@ def test_without_gpus_the_config_sets_the_number_of_ranks_and_each_gets_a_core(c
     [
         ("--nodes 2 cluster.num_train_ranks=3", "3 ranks .* can't be spread evenly over --nodes 2"),
         ("--gpus-per-node 1 cluster.num_rollout_ranks=1", "leaves no GPU to train"),
-        ("--nodes 0", "give 1 node or more"),
-        ("--gpus-per-node -1", "0 GPUs or more"),
+        ("--nodes 0", "--nodes 0: give 1 or more"),
+        ("--gpus-per-node -1", "--gpus-per-node -1: give 0 or more"),
         ("--gpus-per-node 2 cluster.executor=inline", "num_train_ranks must be 1"),
         ("train.optimizer.lrr=1", "Nearest: train.optimizer.lr"),
     ],

@@ -1,7 +1,7 @@
 import sys
 from pathlib import Path
 
-from meshrl.config.check import Purpose
+from meshrl.config.case import Purpose
 from meshrl.config.docs import every_key, list_keys, markdown
 from meshrl.config.explain import explain
 from meshrl.config.load import load_run_config, load_sft_config

@@ -3,7 +3,6 @@ from pathlib import Path
 import pytest
 
 from meshrl.config.algo import CorrectionConfig
-from meshrl.config.check import has_key, value_of
 from meshrl.config.explain import to_yaml
 from meshrl.config.load import load_run_config, load_sft_config
 from meshrl.config.run import RunConfig, SftRunConfig
@@ -229,11 +228,3 @@ def test_every_name_of_another_framework_has_an_existing_key():
         for name in key.split(".")[:-1]:
             model = model.model_fields[name].annotation
         assert key.rpartition(".")[2] in model.model_fields, key
-
-
-def test_value_of_refuses_a_key_that_is_not_there(good: Path, good_sft: Path):
-    config = load_run_config(good).config
-    assert value_of(config, "reward.terms.answer.kind") == "math_answer"
-    with pytest.raises(KeyError):
-        value_of(config, "train.optimizer.momentum")
-    assert not has_key(load_sft_config(good_sft).config, "rollout.engine")

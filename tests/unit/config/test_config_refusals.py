@@ -322,6 +322,7 @@ SFT_BAD: list[tuple[str, list[str]]] = [
     ("sft.messages=chat", ["no column 'chat'", "'messages'"]),
     ("sft.path=missing.jsonl", ["no such file", "home/missing.jsonl"]),
     ("cluster.nodes=2", ["need executor: ray"]),
+    ("cluster.executor=inline", ["num_train_ranks must be 1"]),
     ("model.lora.rank=8", ["model.lora is off"]),
 ]
 
@@ -417,6 +418,16 @@ def test_all_problems_are_reported_at_once_with_file_line_and_command_line(write
         "loop.samples_per_prompt = 1 [bad.yaml:6] algo.advantage = grpo [default]",
         "data.path = gone.jsonl [command line] no such file",
     ):
+        assert words in message
+
+
+def test_a_wrong_or_missing_required_key_does_not_hide_other_problems(write, good: Path):
+    message = _words(good, ["loop.num_steps=abc", "train.mesh.tp=2", "train.scheduler.warmup_steps=9"])
+    assert "2 problems" in message  # whether the warm-up is too long can't be known
+    assert "loop.num_steps = abc [command line] allowed: integer >= 1" in message and "train.mesh.tp = 2" in message
+    path = write("data: {path: gone.jsonl}\nloop: {prompts_per_step: 4}\nmodel: {dtype: bfloat16}\n", "missing.yaml")
+    message = _words(path, ["train.mesh.tp=2"])
+    for words in ("model.path [not given]", "loop.num_steps [not given]", "train.mesh.tp = 2", "no such file"):
         assert words in message
 
 

@@ -76,7 +76,7 @@ def test_variables_are_checked_against_the_tokenizers_own_template_too(folder: P
 def test_the_error_for_a_misspelt_variable_lists_the_templates_variables(folder: Path):
     expected = (
         r"chat_template_kwargs.enable_thinkin would have no effect.* It reads .*enable_thinking.*"
-        "Did you mean 'enable_thinking'"
+        "; did you mean 'enable_thinking'"
     )
     with pytest.raises(DataError, match=expected):
         load_tokenizer(folder, THINKING, {"enable_thinkin": False})

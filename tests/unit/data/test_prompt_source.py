@@ -84,11 +84,6 @@ def test_a_resume_on_other_data_is_refused(other, expected):
         other.load_state(state)
 
 
-def test_a_source_without_prompts_is_refused():
-    with pytest.raises(DataError, match="0 rows"):
-        PromptSource([], seed=0)
-
-
 def test_sft_rows_become_samples_without_sampled_tokens():
     rows = [
         SftRow(id=f"w-{i}", ids=np.array([1, 2, 3], np.int32), mask=np.array([False, True, True])) for i in range(3)

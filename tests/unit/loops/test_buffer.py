@@ -132,9 +132,9 @@ def test_the_number_of_groups_at_a_time_follows_the_load():
                 await samplers.finish(*running[:2], versions=(job.step,))
                 await step
             await samplers.finish(*(o for o, future in samplers.ended.items() if not future.done()))
-            before = buffer._window
+            before = buffer.limits._window
             await take(buffer, job)
-            assert buffer._window == before - 1
+            assert buffer.limits._window == before - 1
 
     asyncio.run(scenario())
 
@@ -153,7 +153,7 @@ def test_samplers_work_while_the_trainer_trains():
                 await take(buffer, job)
                 await settled()
                 assert sum(not future.done() for future in samplers.ended.values()) == PER_STEP
-            assert buffer._window == 2 * PER_STEP
+            assert buffer.limits._window == 2 * PER_STEP
 
     asyncio.run(scenario())
 
@@ -411,8 +411,8 @@ def test_in_any_order_no_group_is_too_old_and_none_is_lost(seed, newest_first, s
 
     def fill(self: GroupBuffer) -> None:
         started(self)
-        for ordinal, group in self._groups.items():
-            version_at_start.setdefault(ordinal, group.version)
+        for ordinal, version in self.limits.versions.items():
+            version_at_start.setdefault(ordinal, version)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GroupBuffer, "fill", fill)

@@ -49,7 +49,7 @@ def test_the_moving_average_starts_at_the_first_value_and_skips_gaps():
 
 def test_the_picture_is_a_png_of_some_size(tmp_path):
     path = tmp_path / "curve.png"
-    save_curve(path, [0, 1, 2], [0.1, NAN, 0.5], evals=[(0, 0.2), (3, 0.9)], title="arithmetic")
+    save_curve(path, [0.1, NAN, 0.5], [(0, 0.2), (3, 0.9)])
     data = path.read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     assert struct.unpack(">II", data[16:24]) == (840, 480)

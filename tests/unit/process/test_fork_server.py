@@ -113,20 +113,16 @@ def test_a_forked_rank_has_and_computes_what_a_new_interpreter_would(tmp_path, m
     """Although the controller's environment has changed since the fork server was started with the first rank. Without
     pidfd_open, ranks are new interpreters."""
     tiny_qwen2().save_pretrained(tmp_path / "model")
-    specs = [
-        worker_spec(
-            model=ModelConfig(path=str(tmp_path / "model"), dtype="float32"),
-            train=TrainConfig(activation_checkpointing=False, max_tokens_per_microbatch=40),
-            rendezvous=str(tmp_path / f"store_{number}"),
-            timeout_s=200.0,
-        )
-        for number in range(2)
-    ]
+    spec = worker_spec(
+        model=ModelConfig(path=str(tmp_path / "model"), dtype="float32"),
+        train=TrainConfig(activation_checkpointing=False, max_tokens_per_microbatch=40),
+        timeout_s=200.0,
+    )
 
     async def body(executor: ProcessExecutor) -> tuple[list[str], dict[str, Any], str]:
         found = await executor.call(0, facts)
         group, samples = TrainGroup(executor), weigh(random_samples(0, [9, 12, 5, 7]))
-        report = await group.forward_backward(samples, group.batch_plan(samples), sft_loss())
+        report = await group.forward_backward(samples, group.batch_plan(samples), sft_loss)
         return await executor.call(0, started_as), found, repr((report, await group.optim_step(1e-3)))
 
     def refused(pid: int) -> int:
@@ -141,9 +137,9 @@ def test_a_forked_rank_has_and_computes_what_a_new_interpreter_would(tmp_path, m
     resource.setrlimit(resource.RLIMIT_NOFILE, (files[0] - 1, files[1]))
     umask = os.umask(0o027)
     try:
-        forked, its_facts, its_numbers = _with(specs[:1], body)
+        forked, its_facts, its_numbers = _with([spec], body)
         monkeypatch.setattr(os, "pidfd_open", refused)
-        executed, facts_of_new, numbers_of_new = _with(specs[1:], body)
+        executed, facts_of_new, numbers_of_new = _with([spec], body)
     finally:
         os.sched_setaffinity(0, cores)
         resource.setrlimit(resource.RLIMIT_NOFILE, files)
@@ -206,7 +202,7 @@ def test_a_killed_fork_server_ends_its_ranks_and_a_restart_starts_another():
         for rank, failure in enumerate(failures):
             assert isinstance(failure, RankFailure) and (failure.rank, failure.kind) == (rank, "ended")
             assert "its process was killed by SIGKILL" in failure.cause
-            await executor.restart(rank)
+            await executor.restart([rank])
         parents = {(await executor.call(rank, ids))[1] for rank in (0, 1)}
         assert len(parents) == 1 and server not in parents
 
@@ -245,7 +241,8 @@ def test_a_fork_server_with_other_threads_executes_a_new_interpreter_for_each_ra
 
 WITHOUT_TORCH = """
 import os, socket, sys, time
-from meshrl.process.spawn import Program, _servers, fork
+from meshrl.process import spawn
+from meshrl.process.spawn import Program, fork
 ours, theirs = socket.socketpair()
 environment = os.environ | {"PYTHONPATH": os.pathsep.join([sys.argv[1], *sys.path])}
 rank = fork(Program("meshrl.cluster.worker", ("numpy",)), "rank_0", environment, theirs.fileno(), theirs.fileno())
@@ -259,7 +256,7 @@ def test_a_fork_server_that_still_imports_ends_with_the_process_that_started_it(
     script = WITHOUT_TORCH + textwrap.dedent("""
         while not os.path.exists(sys.argv[1] + "/begun"):
             time.sleep(0.01)
-        print(_servers[0].process.pid, flush=True)
+        print(spawn._server.process.pid, flush=True)
         sys.stdin.read()
     """)
     with subprocess.Popen(
@@ -301,7 +298,7 @@ def test_a_fork_server_outlives_a_child_whose_end_no_process_waits_for(tmp_path)
         os.kill(pid, 9)
         while psutil.pid_exists(pid):
             time.sleep(0.01)
-        print(psutil.Process(started().pid).ppid() == server == _servers[0].process.pid)
+        print(psutil.Process(started().pid).ppid() == server == spawn._server.process.pid)
     """)
     ran = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True)
     assert ran.stdout == "True\n", ran.stderr

@@ -61,11 +61,11 @@ def an_owner() -> Iterator[tuple[subprocess.Popen[str], Path, Path]]:
 def test_resources_of_a_killed_run_are_removed_and_those_of_a_running_one_are_not():
     """Its resource tracker is killed with it: no other process would remove the segment."""
     with an_owner() as (dead, *left), an_owner() as (_, *held):
-        assert all(path.exists() for path in left + held) and not set(sweep()) & {*left, *held}
+        assert all(path.exists() for path in left + held) and not sweep_of(*left, *held)
         os.killpg(dead.pid, signal.SIGKILL)
         dead.wait()
         assert all(path.exists() for path in left), "else there is nothing to sweep"
-        assert set(left) <= set(sweep())
+        assert sweep_of(*left) == {*left}
         assert not any(path.exists() for path in left) and all(path.exists() for path in held)
 
 
@@ -147,5 +147,7 @@ def test_resources_of_another_user_are_not_removed(temporary: Path):
 
 
 def sweep_of(*paths: Path) -> set[Path]:
-    """Which of these paths a sweep removes; it may also find resources of other tests that run at the same time."""
-    return set(sweep()) & {*paths}
+    """Which of these paths a sweep removes."""
+    before = {path for path in paths if path.exists()}
+    sweep()
+    return {path for path in before if not path.exists()}

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from test_scorer import make_trajectory
 
-from meshrl.config.reward import RewardConfig
+from meshrl.config.reward import RewardConfig, RewardTerm
 from meshrl.core.errors import ConfigError, Failure
 from meshrl.reward.sandbox import Sandbox
 from meshrl.reward.score import Scorer
@@ -31,11 +31,12 @@ PAYLOAD = {
 
 def graded(*functions: Callable[..., Any], args: dict[str, Any] | None = None, timeout_s: float = 60.0) -> list[Any]:
     """The result of each function for PAYLOAD, all in one worker."""
-    terms = {f"t{i}": ("a_name:that_leads_nowhere", args or {}) for i in range(len(functions))}
+    term = RewardTerm(kind="a_name:that_leads_nowhere", args=args or {})
+    terms = {f"t{i}": term for i in range(len(functions))}
 
     async def run() -> list[Any]:
         objects = dict(zip(terms, functions))
-        sandbox = Sandbox(terms, objects, num_workers=1, timeout_s=timeout_s, max_memory_bytes=512 << 20)
+        sandbox = Sandbox(RewardConfig(terms=terms, timeout_s=timeout_s, max_memory_bytes=512 << 20), objects)
         try:
             return await sandbox.grade([(term, PAYLOAD) for term in terms])
         finally:

@@ -10,18 +10,24 @@ import psutil
 import pytest
 from running_processes import is_running_process
 
+from meshrl.config.reward import RewardConfig, RewardTerm
 from meshrl.core.errors import ConfigError, Failure, RewardError
 from meshrl.reward.sandbox import Sandbox
 
-TERMS = {name: (f"sandbox_graders:{name}", {}) for name in ("behave", "libraries", "everything", "meet", "slow")}
-TERMS["offered"] = ("sandbox_graders:offered", {"bonus": 0.5})
-LIMITS = {"num_workers": 1, "timeout_s": 60.0, "max_memory_bytes": 512 << 20}
+NAMES = ("behave", "libraries", "everything", "meet", "slow")
+TERMS = {name: RewardTerm(kind=f"sandbox_graders:{name}") for name in NAMES}
+TERMS["offered"] = RewardTerm(kind="sandbox_graders:offered", args={"bonus": 0.5})
+
+
+def open_sandbox(terms=TERMS, timeout_s=60.0, num_workers=1):
+    limits = {"timeout_s": timeout_s, "num_workers": num_workers, "max_memory_bytes": 512 << 20}
+    return Sandbox(RewardConfig(terms=terms, **limits))
 
 
 @pytest.fixture(scope="module")
 def shared_sandbox():
     """A sandbox of one worker with a time limit that these tests do not reach."""
-    sandbox = Sandbox(TERMS, **LIMITS)
+    sandbox = open_sandbox()
     yield sandbox
     asyncio.run(sandbox.close())
 
@@ -32,7 +38,7 @@ def make_sandbox():
     made = []
 
     def make(timeout_s, num_workers=1):
-        made.append(Sandbox(TERMS, **LIMITS | {"timeout_s": timeout_s, "num_workers": num_workers}))
+        made.append(open_sandbox(timeout_s=timeout_s, num_workers=num_workers))
         return made[-1]
 
     yield make
@@ -211,7 +217,7 @@ def test_only_math_answer_turns_a_limit_of_cpu_time_into_a_wrong_answer():
     """A user's function that dies of the same signal is a crash."""
 
     async def run():
-        sandbox = Sandbox({"math": ("math_answer", {}), "user": ("sandbox_graders:behave", {})}, **LIMITS)
+        sandbox = open_sandbox({"math": RewardTerm(kind="math_answer"), "user": TERMS["behave"]})
         try:
             return await sandbox.grade([("user", payload("sigprof")), ("math", payload("5", "5"))])
         finally:
@@ -221,7 +227,7 @@ def test_only_math_answer_turns_a_limit_of_cpu_time_into_a_wrong_answer():
 
 
 def test_a_reward_that_can_not_work_is_refused_at_the_start():
-    sandbox = Sandbox({"judge": ("math_anser", {})}, **LIMITS | {"num_workers": 2})
+    sandbox = open_sandbox({"judge": RewardTerm(kind="math_anser")}, num_workers=2)
     with pytest.raises(ConfigError, match="did you mean 'math_answer'"):
         asyncio.run(sandbox.start())
     asyncio.run(sandbox.close())
@@ -230,7 +236,7 @@ def test_a_reward_that_can_not_work_is_refused_at_the_start():
 def test_the_error_for_a_worker_that_does_not_start_has_its_output(tmp_path, monkeypatch):
     (tmp_path / "large_module.py").write_text("table = bytearray(1 << 30)\n")
     monkeypatch.syspath_prepend(tmp_path)
-    sandbox = Sandbox({"large": ("large_module:grade", {})}, **LIMITS)
+    sandbox = open_sandbox({"large": RewardTerm(kind="large_module:grade")})
     with pytest.raises(RewardError, match=r"(?s)did not start: exit code 1.*MemoryError.*max_memory_bytes"):
         asyncio.run(sandbox.start())
     asyncio.run(sandbox.close())
@@ -238,7 +244,7 @@ def test_the_error_for_a_worker_that_does_not_start_has_its_output(tmp_path, mon
 
 def test_closing_ends_a_grading_and_leaves_no_process():
     async def run():
-        sandbox = Sandbox(TERMS, **LIMITS)
+        sandbox = open_sandbox()
         before = psutil.Process().children(recursive=True)
         await sandbox.start()
         started = [p for p in psutil.Process().children(recursive=True) if p not in before]
@@ -259,11 +265,10 @@ def test_closing_ends_a_grading_and_leaves_no_process():
 
 PARENT = """
 import asyncio, sys
-from meshrl.reward.sandbox import Sandbox
-from test_reward_sandbox import LIMITS, TERMS, payload
+from test_reward_sandbox import open_sandbox, payload
 
 async def run():
-    sandbox = Sandbox(TERMS, **LIMITS)
+    sandbox = open_sandbox()
     await sandbox.start()
     print("ready", flush=True)
     await sandbox.grade([("behave", payload(*sys.argv[1:]))])

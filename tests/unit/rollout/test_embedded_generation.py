@@ -1,5 +1,6 @@
 """The embedded engine's tokens and logprobs against Transformers' generate and the trainer's forward (P2, P3, P14)."""
 
+import asyncio
 import random
 
 import numpy as np
@@ -128,7 +129,7 @@ def test_batch_composition_changes_no_tokens(lm, seed):
         assert got.output_ids.tolist() == want.output_ids.tolist() and got.stop_reason == want.stop_reason
         np.testing.assert_allclose(got.logprobs, want.logprobs, atol=1e-5)
         assert 1 <= len(got.output_ids) <= request.max_new_tokens
-    assert engine.stats().cached_tokens == 0 and engine.stats().free_slots == 5
+    assert engine.stats().cached_tokens == engine.stats().running == 0
 
 
 def test_samples_of_a_group_differ_and_are_reproducible(lm):
@@ -305,9 +306,19 @@ def test_an_engine_from_a_folder(tmp_path, lm):
     held = engine._weights.lm
     assert {p.dtype for p in held.parameters()} == {torch.bfloat16} and not held.training
     assert {b.dtype for b in held.buffers()} == {torch.float32} and not any(p.requires_grad for p in held.parameters())
-    assert (engine.max_context_tokens, engine.stats().free_slots, engine.stats().version) == (1024, 3, -1)
+    assert (engine.max_context_tokens, engine._scheduler.max_running, engine.stats().version) == (1024, 3, -1)
     engine.trust_loaded_weights()
     assert run(engine, [ask("a", [3, 4])])["a"].engine_id == "e-0"
     with pytest.raises(ConfigError, match=r"5000.* max_position_embeddings 1024"):
         too_long = RolloutConfig(max_context_tokens=5000)
         build_embedded_engine(model, too_long, torch.device("cpu"), "e-0", ())
+
+
+def test_a_row_of_all_positions_can_be_scored_and_a_longer_one_is_refused(lm):
+    """Beyond the model's positions there is no rotation; on an accelerator the lookup would end the process."""
+    engine = tiny_engine(lm, max_context_tokens=256)
+    assert asyncio.run(engine.score(np.arange(256) % 60)).shape == (256,)
+    with pytest.raises(RequestError, match="257 context"):
+        asyncio.run(engine.score(np.arange(257) % 60))
+    with pytest.raises(RequestError, match="ids from"):
+        asyncio.run(engine.score(np.array([1, 10_000])))

@@ -15,7 +15,7 @@ from meshrl.core.errors import SyncError
 from meshrl.rollout.server.name_map import trace_loader
 from meshrl.rollout.server.weights import ServerWeights
 from meshrl.rollout.server.worker_weights import ReadBackDigests, WorkerWeights
-from meshrl.rollout.sglang.loader import _without_data as without_data
+from meshrl.rollout.sglang.loader import make_placeholder
 from meshrl.sync.layout import Ack, Layout, make_layout
 
 NAMES = [
@@ -75,7 +75,7 @@ def wires() -> dict[str, torch.Tensor]:
 
 def test_each_block_is_found_where_the_loader_puts_it(wires):
     model = Fused()
-    found = trace_loader(model, layout_of(NAMES), without_data)
+    found = trace_loader(model, layout_of(NAMES), make_placeholder)
     assert not (found.refused or found.hidden or found.unfilled)
     assert model.qk.sum() == 0 and model.embed.sum() == 24  # tracing loads nothing
     model.load_weights(wires.items())
@@ -91,21 +91,21 @@ def test_each_block_is_found_where_the_loader_puts_it(wires):
 
 def test_names_that_the_loader_refuses_or_lacks_are_reported():
     names = [*NAMES[1:], ("extra", (2,)), ("rope.inv_freq", (3,)), ("o.weight", (6, 9))]
-    found = trace_loader(Fused(), layout_of([n for n in names if n != ("o.weight", (6, 8))]), without_data)
+    found = trace_loader(Fused(), layout_of([n for n in names if n != ("o.weight", (6, 8))]), make_placeholder)
     assert set(found.refused) == {"extra", "o.weight"}
     assert "rope.inv_freq" not in {*found.patches, *found.hidden}
     assert set(found.unfilled) == {"qk", "o"}  # q is not sent, so its part of qk is not filled
 
 
 def test_a_tensor_that_the_loader_transposes_is_reported_as_one_that_cannot_be_read_back():
-    found = trace_loader(Fused(), layout_of([*NAMES[:2], ("turned", (8, 6)), *NAMES[3:]]), without_data)
+    found = trace_loader(Fused(), layout_of([*NAMES[:2], ("turned", (8, 6)), *NAMES[3:]]), make_placeholder)
     assert found.hidden == ["turned"] and not found.unfilled
 
 
 @pytest.mark.parametrize("fault", ["stale", "swapped", "one bit", "none"])
 def test_the_read_back_compares_each_block(wires, fault):
     model = Fused()
-    found = trace_loader(model, layout_of(NAMES), without_data)
+    found = trace_loader(model, layout_of(NAMES), make_placeholder)
     first, second = ReadBackDigests(found.patches, 0), ReadBackDigests(found.patches, 1)
     params = dict(model.named_parameters(remove_duplicate=False))
     for read_back, scale in ((first, 1.0), (second, 2.0)):
@@ -131,7 +131,7 @@ def test_the_read_back_compares_each_block(wires, fault):
 
 def test_a_parameter_without_memory_is_reported_unless_its_copy_is_compared_elsewhere(wires):
     model = Fused()
-    found = trace_loader(model, layout_of(NAMES), without_data)
+    found = trace_loader(model, layout_of(NAMES), make_placeholder)
     read_back = ReadBackDigests(found.patches, 0)
     for name, wire in wires.items():
         read_back.note(name, wire)
@@ -160,7 +160,7 @@ class Routed(torch.nn.Module):
 
 def _into(model: torch.nn.Module, bias: list[float], altered: bool = False) -> Ack:
     """A sync into one worker of a server. altered: the bias is overwritten after loading."""
-    worker = WorkerWeights(model, "worker", without_data)
+    worker = WorkerWeights(model, "worker", make_placeholder)
     wires = {"weight": torch.arange(24.0).view(4, 6), "bias": torch.tensor(bias)}
     layout = layout_of([(name, tuple(wire.shape)) for name, wire in wires.items()])
 

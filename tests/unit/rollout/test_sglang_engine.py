@@ -14,8 +14,7 @@ from meshrl.core.errors import CapabilityError, ConfigError, EngineFailure, Requ
 from meshrl.rollout.admission import Bounds
 from meshrl.rollout.server.answer import Answer
 from meshrl.rollout.server.http import HttpClient
-from meshrl.rollout.sglang.dialect import SglangDialect, part_of, require_fit
-from meshrl.rollout.sglang.workers import LOADER
+from meshrl.rollout.sglang.dialect import LOADER, SglangDialect, part_of, require_fit
 from meshrl.rollout.stop_strings import StopStrings
 from meshrl.sync.layout import SyncHeader
 
@@ -180,21 +179,21 @@ def test_memory_is_released_and_restored_by_parts(sglang_server, lm):
         assert not late.done() and engine.stats().waiting == 1
         assert await engine.restore({"kv_cache"}) == 1 << 29
         assert (await late).stop_reason in ("stop", "length")
-        assert await engine.release({"weights", "kv_cache", "graphs"}) == (1 << 30) + (1 << 29)
+        assert await engine.release({"weights", "kv_cache"}) == (1 << 30) + (1 << 29)
         assert await engine.release({"weights"}) == 0  # already
         with pytest.raises(StaleWeightsError):
             await engine.generate(ask("b", CONTEXT))
         await engine.restore({"weights"})
         ack = await sync(lm, engine, 1)  # a trainer on the same device uses this order: weights, sync, cache
         assert ack.read_back is True
-        await engine.restore({"kv_cache", "graphs"})
+        await engine.restore({"kv_cache"})
         assert set((await engine.generate(ask("c", CONTEXT))).versions) == {1}
 
     go(sglang_server, main)
 
 
 def test_restored_weights_are_used_only_after_their_sync(sglang_server, lm, other):
-    """A request that was running when they were released waits for the sync, even after `restore` and `resume`."""
+    """A request that was running when they were released waits for the sync, even after `restore`."""
 
     async def main(engine):
         await ready(engine, lm)
@@ -204,32 +203,10 @@ def test_restored_weights_are_used_only_after_their_sync(sglang_server, lm, othe
         await asyncio.sleep(0.1)  # tokens may still be in transit
         num_tokens = engine.stats().decode_tokens
         await engine.restore({"weights", "kv_cache"})
-        await engine.resume()
         await asyncio.sleep(0.3)
         assert engine.stats().decode_tokens == num_tokens and not running.done()
         await sync(other, engine, 1)
         assert {*(await running).versions} == {0, 1} and len((await running).output_ids) == 200
-
-    go(sglang_server, main)
-
-
-def test_a_pause_that_waits_outlasts_released_memory(sglang_server, lm):
-    async def main(engine):
-        await ready(engine, lm)
-        running = asyncio.create_task(engine.generate(ask("a", CONTEXT, max_new_tokens=200, ignore_eos=True)))
-        await until_tokens(engine, 3)
-        await engine.release({"kv_cache"})
-        pause = asyncio.create_task(engine.pause("wait"))
-        await asyncio.sleep(0.05)
-        assert not pause.done()
-        await engine.restore({"kv_cache"})
-        await pause
-        assert running.done()
-        late = asyncio.create_task(engine.generate(ask("b", CONTEXT)))
-        await asyncio.sleep(0.05)
-        assert not late.done()
-        await engine.resume()
-        assert len((await late).output_ids) > 0
 
     go(sglang_server, main)
 

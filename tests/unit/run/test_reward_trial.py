@@ -71,7 +71,8 @@ def test_the_rows_that_a_function_was_tried_on_are_drawn_again(config: Path, cap
     assert note.startswith(
         "note: reward.terms.t of kind 'graders_of_this_test:constant' scores the data's own answers no"
     )
-    assert note.endswith(f"(tried on {', '.join(name for _, name in expected)})")
+    tried = note.partition("(tried on ")[2].rstrip(")").split(", ")  # fewer than four if the trial takes too long
+    assert tried == [name for _, name in expected[: len(tried)]]
     (path,) = (config.parent / "runs" / "short" / "rollouts").glob("step_*.jsonl")
     prompts = [entry.trajectory.prompt for entry in read_rollouts(path)]
     assert sorted({(p.ordinal, p.id) for p in prompts}) == expected[:2]

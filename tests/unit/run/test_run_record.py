@@ -22,9 +22,9 @@ from meshrl.monitor.glossary import meaning_of
 from meshrl.monitor.sinks import JsonlSink, read_metrics
 from meshrl.process.family import started_at
 from meshrl.run import models
-from meshrl.run.folder import run_name
+from meshrl.run.folder import Start, claim, run_name
 from meshrl.run.live import LiveRun, live_run
-from meshrl.run.models import read_best
+from meshrl.run.models import Best, model_folder, read_best, replace_best
 from meshrl.run.signals import Stop
 from meshrl.run.status import read_status
 from meshrl.tools.report.page import write_report
@@ -109,6 +109,21 @@ def test_a_resumed_run_drops_a_best_model_that_is_newer_than_its_checkpoint(conf
     best = read_best(folder)
     assert best is not None and (best.step, best.score) == (1, 0.5)
     assert (Path(best.model) / "model.safetensors").stat().st_size > 0
+
+
+def test_a_run_that_returns_to_a_checkpoint_of_another_run_has_neither_its_best_model_nor_an_early_end(
+    config: Path, tmp_path: Path
+):
+    """Train ranks are lost before the first checkpoint of a run that was resumed from another run. The best model that
+    the checkpoint records is in the other run's folder. The step at which on_step ended the run will be repeated."""
+    there = tmp_path / "other" / "checkpoints" / "step_000002" / "state"
+    start = Start(2, there, {"best": {"step": 1, "score": 0.5, "model": "step_000001/model"}})
+    with _recorded(load_run_config(config, ["run.name=branch"])) as record:
+        record.end_early()
+        replace_best(record.folder, Best(3, 0.75, str(model_folder(record.folder, 3))), lambda step: True)
+        assert read_best(record.folder) is not None
+        record.continue_from(start)
+        assert read_best(record.folder) is None and not record.ends_early
 
 
 def test_a_resumed_run_has_no_result_before_it_ends_and_may_change_its_dtype(config: Path, tmp_path: Path):
@@ -224,6 +239,16 @@ def test_a_run_that_ended_before_its_first_step_does_not_occupy_its_name(config:
     folder = train(config, "again", "loop.num_steps=1", "data.shuffle=false")
     assert json.loads((folder / "result.json").read_text())["status"] == "done"
     start_once_more()
+
+
+@pytest.mark.parametrize("resume", ["never", "auto"])
+def test_of_two_runs_that_take_over_a_folder_at_once_only_one_gets_it(config: Path, resume: str):
+    """P43: when the second one asks, the first has not written its status yet."""
+    with pytest.raises(RewardError), _recorded(load_run_config(config, ["run.name=at_once"])) as record:
+        raise RewardError("a reward that can't work")
+    claim(record.folder, resume)
+    with pytest.raises(MeshrlError, match="at_once already contains a run"):
+        claim(record.folder, "never")
 
 
 def test_the_folder_of_a_new_run_under_resume_auto_is_not_taken_over(config: Path):

@@ -26,7 +26,7 @@ from meshrl.core.errors import SyncError
 from meshrl.sync.delivery import ALL
 from meshrl.sync.layout import make_layout
 from meshrl.sync.receiver import Receiver
-from meshrl.sync.sender import BlockElements
+from meshrl.sync.sender import Elements
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
@@ -195,7 +195,7 @@ def test_a_missing_box_and_a_box_of_another_size_are_refused():
     layout, weights = layout_on("rows"), weights_of()
     (sender, *_), boxes = Trainer(layout).senders, layout.senders[0]
     held = held_of(weights, boxes)
-    held["norm.weight"] = [held["norm.weight"][0]._replace(elements=BlockElements(weights["norm.weight"]))]
+    held["norm.weight"] = [held["norm.weight"][0]._replace(elements=Elements(weights["norm.weight"]))]
     with pytest.raises(SyncError, match=r"norm.weight at \[0\] should be 3 elements; the trainer has 7 elements"):
         sender.begin(held)
     with pytest.raises(SyncError, match="the trainer has nothing"):

@@ -15,7 +15,7 @@ from tiny_sync import Trainer, boxes_on, header_of, trained
 from meshrl.core.errors import SyncError, UnloadedParamsError
 from meshrl.rollout.server.weights import ServerWeights
 from meshrl.rollout.server.worker_weights import WorkerWeights
-from meshrl.rollout.sglang.loader import _without_data
+from meshrl.rollout.sglang.loader import make_placeholder
 from meshrl.sync.layout import Layout, make_layout
 
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -65,7 +65,7 @@ class Server:
 
     def __init__(self, **changes: Any):
         self.models = [Worker(rank) for rank in range(2)]
-        self.workers = [WorkerWeights(model, f"worker {model.rank}", _without_data) for model in self.models]
+        self.workers = [WorkerWeights(model, f"worker {model.rank}", make_placeholder) for model in self.models]
         self.weights = ServerWeights(self.call, "server", **changes)
 
     async def call(self, step: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ import tiny_run
 
 from meshrl.cli import main
 from meshrl.config.load import load_run_config
+from meshrl.config.loop import LoopConfig
 from meshrl.core.errors import ConfigError, MeshrlError
 from meshrl.core.types import Prompt, Times, Trajectory, Turn
 from meshrl.monitor.rollout_log import RolloutLog
@@ -92,12 +93,9 @@ def test_the_simulation_of_the_same_schedule_repeats_the_run(tmp_path):
     inputs = measured(write_colocated_run(tmp_path / "run"))
     times = [json.loads(line)["time"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[1:]]
     setup = Setup(
-        kind="colocated",
+        loop=LoopConfig(num_steps=8, prompts_per_step=NUM_GROUPS, samples_per_prompt=SIZE),
         train_ranks=1,
         rollout_ranks=0,
-        max_staleness=0,
-        num_steps=8,
-        prompts_per_step=NUM_GROUPS,
         max_running=64,
         costs=inputs.costs,
         lengths=inputs.lengths,

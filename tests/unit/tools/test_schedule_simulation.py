@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
+from meshrl.config.loop import LoopConfig
 from meshrl.tools.schedule.advise import best_of_each_kind, recommended
 from meshrl.tools.schedule.picture import picture
-from meshrl.tools.schedule.predict import predict
 from meshrl.tools.schedule.setup import Answer, Costs, Setup, TurnLengths
-from meshrl.tools.schedule.simulate import SCHEDULES, Timeline, simulate
+from meshrl.tools.schedule.simulate import SCHEDULES, Simulation, predict, simulate
 
 PER_STEP, SIZE = 4, 2
 
@@ -21,20 +21,18 @@ def answer(output: int, prompt: int = 10) -> Answer:
     return Answer((TurnLengths(prompt, prompt, output),), prompt + output)
 
 
-def setup(kind="colocated", lengths=None, costs=None, **changes) -> Setup:
+def setup(kind="colocated", lengths=None, costs=None, max_running=64, rollout_ranks=1, **loop) -> Setup:
     """Answers of 100 tokens at 0.01 s for each token; training a step takes 0.88 s."""
-    base = Setup(
-        kind=kind,
+    lengths = lengths or [[answer(100)] * SIZE]
+    sizes = {"num_steps": 12, "prompts_per_step": PER_STEP, "samples_per_prompt": len(lengths[0])}
+    return Setup(
+        loop=LoopConfig(kind=kind, **sizes | loop),
         train_ranks=1,
-        rollout_ranks=1,
-        max_staleness={"colocated": 0, "one_step_off": 1, "fully_async": 2}[kind],
-        num_steps=12,
-        prompts_per_step=PER_STEP,
-        max_running=64,
+        rollout_ranks=rollout_ranks,
+        max_running=max_running,
         costs=costs or Costs(decode_step_s=0.01, train_token_s=0.001),
-        lengths=lengths or [[answer(100)] * SIZE],
+        lengths=lengths,
     )
-    return replace(base, **changes)
 
 
 def long_tailed(seed: int) -> list[list[Answer]]:
@@ -57,7 +55,7 @@ REAL = Costs(
 )
 
 
-def steps_of(timeline: Timeline) -> list[float]:
+def steps_of(timeline: Simulation) -> list[float]:
     return [end - start for start, end in zip([0.0, *timeline.ends], timeline.ends)]
 
 
@@ -109,7 +107,7 @@ def test_oversampling_drops_late_groups_and_still_trains_full_steps():
     dropped = sum(group.dropped for group in timeline.groups)
     assert dropped > 0 and all(steps[step] == PER_STEP for step in range(25))
     assert steps.total() == 25 * PER_STEP + steps[None] and steps[None] >= dropped
-    assert timeline.ends[-1] < simulate(replace(made, oversampling=0.0)).ends[-1]
+    assert timeline.ends[-1] < simulate(made.with_loop(oversampling=0.0)).ends[-1]
 
 
 def test_a_full_sampler_starts_no_group():
@@ -143,7 +141,7 @@ def test_a_sync_computes_the_contexts_of_running_rows_again():
 
 def test_in_flight_restart_repeats_the_tokens():
     made = setup("fully_async", lengths=long_tailed(2), costs=REAL, num_steps=20)
-    restarted = simulate(replace(made, in_flight="restart"))
+    restarted = simulate(made.with_loop(in_flight="restart"))
     assert restarted.ends[-1] > simulate(made).ends[-1]
     assert sum(map(sum, restarted.staleness)) < sum(map(sum, simulate(made).staleness))
 
@@ -175,20 +173,20 @@ def test_idle_time_is_what_the_other_side_needs_more():
 
 def test_the_recommendation_has_the_least_staleness_that_is_fast():
     gained = best_of_each_kind(setup(lengths=long_tailed(4), costs=REAL, num_steps=24), 4)
-    assert [p.setup.kind for p in gained] == ["colocated", "one_step_off", "fully_async"]
+    assert [p.setup.loop.kind for p in gained] == ["colocated", "one_step_off", "fully_async"]
     assert all(p.setup.train_ranks + p.setup.rollout_ranks == 4 for p in gained)
-    assert recommended(gained).setup.kind == "fully_async"
+    assert recommended(gained).setup.loop.kind == "fully_async"
     # Training takes no time, and a sampler needs twice the time for twice the rows: asynchrony gains nothing.
     costs = Costs(decode_step_s=1e-6, decode_row_s=0.001, train_token_s=1e-6)
     same = best_of_each_kind(setup(costs=costs, num_steps=24), 4)
-    assert recommended(same).setup.kind == "colocated"
-    assert [p.setup.kind for p in best_of_each_kind(setup(), 1)] == ["colocated"]
+    assert recommended(same).setup.loop.kind == "colocated"
+    assert [p.setup.loop.kind for p in best_of_each_kind(setup(), 1)] == ["colocated"]
 
 
 def test_the_picture_shows_both_sides_of_each_schedule():
     found = best_of_each_kind(setup(lengths=long_tailed(4), costs=REAL, num_steps=24), 4)
     drawn = picture(found)
     for prediction in found:
-        assert f"{prediction.setup.kind}: " in drawn
+        assert f"{prediction.setup.loop.kind}: " in drawn
     assert drawn.count(">sampling<") == drawn.count(">training<") == 3
     assert "nan" not in drawn and "inf" not in drawn and drawn.count('class="sync"') > 10

@@ -130,7 +130,7 @@ def _sample(length: int, **changes) -> Sample:
 
 
 def test_rows_lie_end_to_end_and_each_starts_at_position_0():
-    batch = pack([_sample(3), _sample(2)], [7, 4], plan_hash="h")
+    batch = pack([_sample(3), _sample(2)], [7, 4])
     assert batch.parents == [-1, -1] and batch.offsets == [0, 0]
     assert batch.previous[batch.position_ids > 0].tolist() == [0, 1, 3]
     assert batch.tokens.tolist() == [30, 31, 32, 20, 21]
@@ -139,7 +139,7 @@ def test_rows_lie_end_to_end_and_each_starts_at_position_0():
     assert batch.sample_index.tolist() == [0, 0, 0, 1, 1]
     assert batch.mask.tolist() == [False, True, True, False, True]
     np.testing.assert_allclose(batch.temperature, [0.3, 0.3, 0.3, 0.2, 0.2], rtol=1e-6)
-    assert (batch.rows, batch.plan_hash, batch.is_dummy) == ([7, 4], "h", False)
+    assert (batch.rows, batch.is_dummy) == ([7, 4], False)
     assert batch.old_logprobs is batch.advantages is batch.routed_experts is None
 
 
@@ -188,7 +188,7 @@ def test_an_array_that_only_some_rows_have_is_refused():
 
 def test_a_dummy_is_a_batch_that_trains_nothing():
     """P25"""
-    batch = pack([], [], plan_hash="h")
+    batch = pack([], [])
     assert batch.is_dummy and batch.rows == [-1] and batch.num_tokens == int(batch.cu_seqlens[-1])
     assert not batch.mask.any() and not batch.loss_weight.any()
 

@@ -1,0 +1,71 @@
+"""What a check of a config gets, and what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from meshrl.core.files import is_there
+
+if TYPE_CHECKING:
+    from meshrl.config.run import RunConfig, SftRunConfig
+
+Purpose = Literal["train", "eval", "sft"]
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A value as given. origin: "gsm8k.yaml:12", "command line", source.CONFIG_DICT or source.PYTHON_OBJECT. folder: a
+    relative path in the value starts there."""
+
+    value: Any
+    origin: str
+    folder: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One fault of a config: its keys (the first is the wrong one), and a text with what to do. origin: where the fault
+    is, "" = where the keys were given."""
+
+    keys: tuple[str, ...]
+    text: str
+    origin: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """Input of the checks. given: the values of files and command line by dotted key; all other keys have defaults.
+
+    known: names of the reward and agent tables, {"reward": {...}, "agent": {...}}; without an entry only the form of
+    a kind is checked. Its entry "needs_answer" has the reward kinds that need the answer of a row. rows: rows in
+    memory, by the config key that they replace.
+    """
+
+    config: RunConfig | SftRunConfig
+    given: dict[str, Value]
+    folder: Path
+    purpose: Purpose
+    known: dict[str, set[str]] = field(default_factory=dict)
+    rows: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+
+    @property
+    def rl(self) -> RunConfig:
+        """The config of a training or an evaluation, for checks that are made only of these."""
+        return cast("RunConfig", self.config)
+
+    def find(self, key: str) -> tuple[Path | None, list[Path]]:
+        """(the file or folder that the path of a given key names, places tried). The path is relative to the config
+        file, else to the working folder."""
+        given = self.given[key]
+        try:
+            path = Path(given.value).expanduser()
+        except RuntimeError:  # ~name, where there is no such user
+            path = Path(given.value)
+        places = list(dict.fromkeys(start / path for start in (given.folder, self.folder, Path.cwd())))
+        return next((place.resolve() for place in places if is_there(place)), None), places
+
+
+Check = Callable[[Case], Iterable[Problem]]
