@@ -210,7 +210,8 @@ class RankWorker:
 
     @phase("sync")
     async def cancel_sync(self) -> None:
-        """Cancel the running sync, if there is one, and invalidate the sampler's weights."""
+        """Cancel the running sync, if there is one, and invalidate the sampler's weights. Before `set_layout` there is
+        nothing to cancel."""
         if self._weight_sync is not None:
             await self._weight_sync.cancel()
 

@@ -17,7 +17,7 @@ from meshrl.core.errors import DataError
 from meshrl.core.files import is_there
 from meshrl.data.chat import is_template_text, require_read, template_text, variables_read_by
 from meshrl.data.files import Kind, files_of, kind_of
-from meshrl.data.tables import RowTable, columns_of, open_table
+from meshrl.data.tables import RowTable, column_names, open_table
 
 WRITTEN_BY_MESHRL = ("messages", "tools", "add_generation_prompt")  # variables of a chat template
 MAX_COUNTED_BYTES = 1 << 30  # of JSONL, whose rows are counted by reading them
@@ -119,7 +119,7 @@ def _table_problems(case: Case, table: _Table, kinds: dict[str, Kind]) -> Iterat
     if first is None:
         yield Problem((table.path,), "has no rows.")
         return
-    there = columns_of(first.data)
+    there = column_names(first.data)
     for key, name in table.columns.items():
         if name is not None and name not in there:
             unneeded = " If no reward needs an answer, set data.answer: null." if key == "data.answer" else ""

@@ -7,7 +7,6 @@ import functools
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from meshrl.core.lookup import look_up
 from meshrl.core.types import Prompt
 from meshrl.data.chat import Message, render, sft_row
 from meshrl.data.files import as_data_error
-from meshrl.data.tables import RawRow, Row, RowTable, Table, columns_of, open_table
+from meshrl.data.tables import RawRow, Row, RowTable, Table, column_names, open_table
 
 MAPPED = ("prompt", "messages", "answer", "env", "meta")  # what a data.map function may return
 
@@ -225,7 +224,7 @@ def _column(row: Row, name: str, key: str, where: str) -> Any:
     value: Any = row
     for part in name.split("."):
         if not isinstance(value, dict) or part not in value:
-            there = ", ".join(islice(columns_of(row), _MAX_SHOWN)) or "none"
+            there = ", ".join(column_names(row)[:_MAX_SHOWN]) or "none"
             raise DataError(f"{where}: no column {name!r} (columns: {there}); set {key} to one of them")
         value = value[part]
     return value

@@ -36,15 +36,13 @@ class RawRow:
     data: Row
 
 
-def columns_of(row: Row, prefix: str = "") -> Row:
-    """The values of a row by the names of its columns; a value inside a column is column.name, as in
-    reward_model.ground_truth."""
-    columns = {f"{prefix}{name}": value for name, value in row.items()}
+def column_names(row: Row, prefix: str = "") -> list[str]:
+    """The names of a row's columns, then those of values inside a column, as in reward_model.ground_truth."""
+    names = [f"{prefix}{name}" for name in row]
     for name, value in row.items():
         if isinstance(value, dict):
-            for inner, found in columns_of(value, f"{prefix}{name}.").items():
-                columns.setdefault(inner, found)
-    return columns
+            names += column_names(value, f"{prefix}{name}.")
+    return list(dict.fromkeys(names))
 
 
 class Table(ABC):

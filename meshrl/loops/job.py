@@ -45,9 +45,11 @@ class Resumable(Protocol):
 
 
 class RunServices(Protocol):
-    """The functions that a loop gets from its run. restarts: how often the train ranks were started again after a
-    failure. ends_early: the run
-    ends after the current step, as if it were the last step of its config."""
+    """The functions that a loop gets from its run.
+
+    restarts: how often the train ranks were started again after a failure. ends_early: the run ends after the current
+    step, as if it were the last step of its config.
+    """
 
     folder: Path
     spans: Spans

@@ -34,6 +34,13 @@ WriteReport = Callable[[Path], object]
 """Called with the run's folder after all other files are written."""
 
 
+class _Discarded(io.StringIO):
+    """The terminal of a quiet run."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+
 class LiveRun:
     """The services for a loop (loops/job.py: RunServices), and the start and end of the run.
 
@@ -59,7 +66,7 @@ class LiveRun:
         self.start, self.stop, self.objects, self.began = start, stop, objects, time.monotonic()
         first_step = start.step if start else 0
         self.status = StatusFile(folder, num_steps, first_step)
-        terminal = TerminalSink(num_steps, io.StringIO() if objects.quiet else None, first_step=first_step)
+        terminal = TerminalSink(num_steps, _Discarded() if objects.quiet else None, first_step=first_step)
         self.note = terminal.note
         self.sinks: list[Sink] = [terminal, self.status]
 

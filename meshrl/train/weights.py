@@ -45,7 +45,7 @@ def held_weights(lm: torch.nn.Module, names: HubNames, dtype: torch.dtype, merge
             found.tensors[hub_name] = names.tensors[hub_name], str(sent).removeprefix("torch.")
             found.held[hub_name] = []
         rows_of = merged_with(adapters[name]) if name in adapters else None
-        for offsets, local in boxes(full.detach()):
+        for offsets, local in boxes(full):
             for hub_name, start, view in names.split(name, offsets, local):
                 # A layer with an adapter is one tensor of the files.
                 rows = None if rows_of is None else rows_of(LocalBox(start, view))

@@ -127,10 +127,11 @@ def test_a_train_rank_that_dies_while_it_is_idle_ends_the_wait_and_is_replaced(t
         async with running(tmp_path, num_train_ranks=2) as groups:
             trainer, rollouts, layout = await synced(groups)
             before, norm = await _pids(groups), await step(trainer)
-            restart, running_at_restart = groups.executor.restart, list[int]()
+            restart, at_restart = groups.executor.restart, list[tuple[int, int]]()
 
             async def observed(ranks: Sequence[int]) -> None:
-                running_at_restart.append((await groups.executor.call(2, RankWorker.stats)).running)
+                stats = await groups.executor.call(2, RankWorker.stats)
+                at_restart.append((stats.running, stats.version))
                 await restart(ranks)
 
             groups.executor.restart = observed
@@ -146,7 +147,7 @@ def test_a_train_rank_that_dies_while_it_is_idle_ends_the_wait_and_is_replaced(t
             endless.cancel()  # as the loop does with all its requests
             assert (await groups.executor.call(2, RankWorker.stats)).running == 1
             await groups.restart_trainers(layout)
-            assert running_at_restart == [0], "the samplers have dropped earlier requests"
+            assert at_restart == [(0, -1)], "the sampler has no requests and no valid weights"
             after = await _pids(groups)
             assert after[2] == before[2] and not {*after[:2]} & {*before[:2]}
             assert await step(trainer) == norm, "they have the folder's model again, and a process group"
