@@ -7,7 +7,7 @@ is. A tensor that is joined in another way (interleaved, permuted) has no views.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from meshrl.model.lora import is_adapter, named_weights, weight_name, wire_name
-from meshrl.parallel.boxes import index_of, overlap
+from meshrl.parallel.boxes import overlap
 
 
 class _View(NamedTuple):
@@ -29,6 +29,17 @@ class _View(NamedTuple):
     dims: tuple[int | None, ...]
 
 
+class _Block(NamedTuple):
+    """The part of a hub tensor in one box of a module's tensor. offsets: in the hub tensor. first: of its first element
+    in the box's memory."""
+
+    name: str
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    first: int
+
+
 class HubNames:
     """tensors: hub name -> full shape, for each parameter (a tied one under its first name), each persistent buffer
     and each LoRA adapter, in the module's order. computed: module name -> why there are no views of this tensor; it
@@ -40,6 +51,7 @@ class HubNames:
 
     def __init__(self, lm: torch.nn.Module):
         self.computed: dict[str, str] = {}
+        self._blocks: dict[tuple[Any, ...], list[_Block]] = {}  # the same in every sync
         aliases = {wire_name(alias): wire_name(name) for alias, name in tied_names(lm).items()}
         shapes = {name: tuple(p.shape) for name, p in named_weights(lm)}
         shapes |= {wire_name(name): tuple(b.shape) for name, b in persistent_buffers(lm).items()}
@@ -65,16 +77,12 @@ class HubNames:
         if len(views) == 1 and views[0].dims == tuple(range(local.dim())):  # the hub tensor is the module's tensor
             yield views[0].name, offsets, local
             return
-        for view in views:
-            shared = overlap((offsets, tuple(local.shape)), (view.offsets, view.extent))
-            if shared is None:
-                continue
-            starts, sizes = shared
-            part = local[index_of(shared, offsets)]
-            shape = [1 if dim is None else sizes[dim] for dim in view.dims]
-            strides = [1 if dim is None else part.stride(dim) for dim in view.dims]
-            places = tuple(0 if dim is None else starts[dim] - view.offsets[dim] for dim in view.dims)
-            yield view.name, places, part.as_strided(shape, strides, part.storage_offset())
+        key = name, offsets, local.shape, local.stride()
+        if key not in self._blocks:
+            self._blocks[key] = list(_blocks(views, offsets, tuple(local.shape), local.stride()))
+        for block in self._blocks[key]:
+            first = local.storage_offset() + block.first
+            yield block.name, block.offsets, local.as_strided(block.shape, block.strides, first)
 
     def _reverted(self, lm: Any, shapes: dict[str, tuple[int, ...]]) -> dict[str, list[_View]]:
         """The views that Transformers' reverted rules make of each tensor; fills `computed`."""
@@ -103,6 +111,24 @@ class HubNames:
         if len(views) == 1 and views[0].name.endswith(".weight"):
             return views[0].name.removesuffix(".weight") + name.removeprefix(weight.removesuffix(".weight"))
         return name
+
+
+def _blocks(
+    views: Sequence[_View], offsets: tuple[int, ...], shape: tuple[int, ...], strides: tuple[int, ...]
+) -> Iterator[_Block]:
+    """The parts of hub tensors in a box with these offsets, shape and strides."""
+    for view in views:
+        shared = overlap((offsets, shape), (view.offsets, view.extent))
+        if shared is None:
+            continue
+        starts, sizes = shared
+        yield _Block(
+            view.name,
+            tuple(0 if dim is None else starts[dim] - view.offsets[dim] for dim in view.dims),
+            tuple(1 if dim is None else sizes[dim] for dim in view.dims),
+            tuple(1 if dim is None else strides[dim] for dim in view.dims),
+            sum((at - start) * stride for at, start, stride in zip(starts, offsets, strides, strict=True)),
+        )
 
 
 class _KeepViews(TorchFunctionMode):
