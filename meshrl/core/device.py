@@ -2,8 +2,7 @@
 kind.
 
 The CPU is tested; tests of CUDA exist (tests/gpu), but were not run yet. NPU and XPU have the same torch.accelerator
-interface, and are untested.
-AMD GPUs appear as "cuda" in PyTorch.
+interface, and are untested. AMD GPUs appear as "cuda" in PyTorch.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ class _View(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """The part of a hub tensor in one box of a module's tensor. offsets: in the hub tensor. first: of its first element
-    in the box's memory."""
+    """The part of a hub tensor in one box of a module's tensor. offsets: its position in the hub tensor. first: the
+    index of its first element in the box's memory."""
 
     name: str
     offsets: tuple[int, ...]

@@ -4,6 +4,7 @@ extras), so that no step can fail because of them."""
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Container
 from dataclasses import dataclass
 
@@ -23,7 +24,7 @@ class Bounds:
     limit_reason: StopReason
 
 
-class WeightVersion:
+class WeightVersion(ABC):
     """Base class of an engine's weights: the version by which requests are admitted and tokens are labelled. The
     weights are those of the model folder until a sync begins or a release frees them; then those of the last sync."""
 
@@ -33,9 +34,9 @@ class WeightVersion:
     _header: SyncHeader | None = None  # of the open sync
 
     @property
+    @abstractmethod
     def _received(self) -> int:
         """The version of the last sync; -1 = none, also during a sync and after a cancel."""
-        raise NotImplementedError
 
     @property
     def version(self) -> int:
