@@ -70,7 +70,7 @@ def choose(worker: Any, contender: str) -> None:
 def copy_in_place(worker: Any, contender: str) -> float:
     """The bare transfer of one rank that trains and samples. Returns seconds."""
     choose(worker, contender)
-    held, targets = worker.engines["policy"].weights().held, worker.sampler.targets()
+    held, targets = worker.engines["policy"].weights().held, worker.sampler._weights._held()
     began = time.perf_counter()
     for name, boxes in held.items():
         for box in boxes:
@@ -89,7 +89,7 @@ def act_as_machine(worker: Any) -> None:
 
 def sync_by_all_gather(worker: Any) -> float:
     """The usual method, for comparison: cast, all-gather each tensor, copy it into the sampler. Returns seconds."""
-    trainer, targets = worker.engines["policy"], worker.sampler.targets()
+    trainer, targets = worker.engines["policy"], worker.sampler._weights._held()
     began = time.perf_counter()
     for name, p in named_weights(trainer.model.lm):
         targets[name].copy_(full_tensor(p.detach().to(trainer.compute_dtype)))

@@ -89,7 +89,7 @@ class RankSync:
         if self._sender is not None and trainer is not None:
             held = trainer.weights(merged=not takes_adapters(self._cfg)).held
             self._sender.begin(held, changes=order.header.mode != "full")
-        targets = sampler.targets() if self._in_place and isinstance(sampler, EmbeddedEngine) else None
+        targets = sampler.targets if self._in_place and isinstance(sampler, EmbeddedEngine) else None
         ack = await sync_rank(order, self.layout, self._needed_transport(), self._sender, sampler, targets)
         if shares_device:
             self._empty_caches()

@@ -7,6 +7,7 @@ splits it holds several: of 8 rows, gate (0 to 3) and up (4 to 7), rank 0 of 2 h
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import product
 from math import prod
 from typing import NamedTuple
@@ -41,19 +42,28 @@ def boxes(tensor: torch.Tensor) -> list[LocalBox]:
         return [LocalBox((0,) * tensor.dim(), tensor.detach())] if tensor.numel() else []
     local = tensor.to_local().detach()
     mesh = tensor.device_mesh
-    held = held_ranges(tuple(tensor.shape), tensor.placements, tuple(mesh.shape), _coordinate(mesh))
-    if tuple(sum(stop - start for start, stop in ranges) for ranges in held) != tuple(local.shape):
+    shape, held = _cuts_of_shard(tuple(tensor.shape), tensor.placements, tuple(mesh.shape), tuple(_coordinate(mesh)))
+    if shape != tuple(local.shape):
         raise ValueError(
             f"a tensor of shape {tuple(tensor.shape)}, placed as {tensor.placements} on {mesh}, "
-            f"has a shard of shape {tuple(local.shape)}, but its placements mean {held}"
+            f"has a shard of shape {tuple(local.shape)}, but its placements mean {shape}"
         )
+    return [LocalBox(offsets, local if index is None else local[index]) for offsets, index in held]
+
+
+@lru_cache(maxsize=4096)
+def _cuts_of_shard(
+    shape: tuple[int, ...], placements: tuple[Placement, ...], sizes: tuple[int, ...], coordinate: tuple[int, ...]
+) -> tuple[tuple[int, ...], list[tuple[tuple[int, ...], tuple[slice, ...] | None]]]:
+    """The shape of a shard, and the offsets of its boxes with their indices in it; None = the box is the shard. The
+    many tensors of one shape share this."""
+    held = held_ranges(shape, placements, sizes, coordinate)
     found = []
     for ranges in product(*[_with_starts(ranges) for ranges in held]):
-        view = local
-        for dim, (at, start, stop) in enumerate(ranges):
-            view = view.narrow(dim, at, stop - start)
-        found.append(LocalBox(tuple(start for _, start, _ in ranges), view))
-    return sorted(found, key=lambda box: box.offsets)
+        index = tuple(slice(at, at + stop - start) for at, start, stop in ranges)
+        found.append((tuple(start for _, start, _ in ranges), index))
+    shard = tuple(sum(stop - start for start, stop in ranges) for ranges in held)
+    return shard, [(found[0][0], None)] if len(found) == 1 else sorted(found, key=lambda box: box[0])
 
 
 def index_of(box: Box, origin: Sequence[int] | None = None) -> tuple[slice, ...]:

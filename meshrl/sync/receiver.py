@@ -141,9 +141,8 @@ class Receiver(SyncPhases):
         self._committed: ExpectedDigests | None = None
 
     def targets(self) -> dict[str, torch.Tensor]:
-        """By sent name, the tensors that a sender in this process may write into while a sync is open."""
-        found = self._find_targets()
-        return {name: found[name] for name in self.layout.by_name}
+        """By sent name, the tensors that a sender in this process may write into. Empty unless a sync is open."""
+        return {name: own[0] for name, own in self._writes.items()}
 
     def begin(self, header: SyncHeader) -> None:
         """Open a sync. Raises: SyncError; UnloadedParamsError when the targets no longer fit the layout."""
@@ -159,9 +158,9 @@ class Receiver(SyncPhases):
         self._progress.check(delivery)
         if delivery.payload is None:
             for part in delivery.transfer.parts:
-                first, *others = (part.of(target) for target in self._writes[part.tensor.name])
+                first, *others = self._writes[part.tensor.name]
                 for other in others:
-                    other.copy_(first)
+                    part.of(other).copy_(part.of(first))
         else:
             self._load(delivery)
         self._expected.add(delivery.transfer.parts, delivery.digests)

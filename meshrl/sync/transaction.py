@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -48,19 +48,19 @@ async def sync_rank(
     transport: Transport | None,
     sender: WeightSender | None,
     receiver: WeightReceiver | None,
-    targets: Mapping[str, torch.Tensor] | None = None,
+    targets: Callable[[], Mapping[str, torch.Tensor]] | None = None,
 ) -> Ack | None:
     """Send and receive all transfers, then verify what was received (`WeightReceiver.commit`).
 
-    sender: after its `begin`. targets: the receiver's own tensors; a sender that holds all weights writes into them,
-    without a transport. Waits for: the other ranks. Unblocked by: cancelling its task, or a rank that disconnects.
-    Raises: SyncError; the caller then cancels the receiver and disconnects the transport.
+    sender: after its `begin`. targets: returns the receiver's own tensors after its `begin`; a sender that holds all
+    weights writes into them, without a transport. Waits for: the other ranks. Unblocked by: cancelling its task, or a
+    rank that disconnects. Raises: SyncError; the caller then cancels the receiver and disconnects the transport.
     """
     began = time.perf_counter()
     if receiver is not None:
         await receiver.begin(order.header)
     if sender is not None and targets is not None and receiver is not None:
-        for delivery in sender.write(targets):
+        for delivery in sender.write(targets()):
             await receiver.receive(delivery)
     elif transport is not None:
         await transport.connect(order.connection_id, order.senders, order.number, order.num_receivers)

@@ -93,7 +93,7 @@ def test_a_sync_in_place_takes_only_the_memory_of_its_digests(meshes, accelerato
             await sampler.reconcile(layout)
         sender.begin(engine.weights().held)
         order = SyncOrder(header=SyncHeader(version=version, layout_hash=layout.hash), connection_id="")
-        await sync_rank(order, layout, None, sender, sampler, sampler.targets())
+        await sync_rank(order, layout, None, sender, sampler, sampler.targets)
 
     asyncio.run(sync(0))  # creates the digest's key tables, which stay in memory
     # No slots and no gathered tensors: the digest of at most one transfer converts its words to int64, twice as long.

@@ -291,8 +291,8 @@ class EmbeddedEngine:
         self._weights.reconcile(layout)
 
     def targets(self) -> dict[str, torch.Tensor]:
-        """The tensors that the next sync has to fill, by wire name. A trainer in this process may write them directly
-        between begin and commit (`sync_rank`)."""
+        """The tensors that the open sync has to fill, by wire name; a trainer in this process may write them directly
+        (`sync_rank`). Empty unless a sync is open."""
         return self._weights.targets()
 
     async def begin(self, header: SyncHeader) -> None:
