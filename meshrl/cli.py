@@ -79,7 +79,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     evaluate.add_argument("--model", metavar="FOLDER", help="evaluate this model instead of model.path")
     report = add("report", _report, "write RUN/report.html from the run's files, during the run or after it")
     status = add("status", _status, "print the state of a run: step, phase, reward, processes")
-    stop = add("stop", _stop, "end a run of this machine with a checkpoint, by SIGTERM; waits until it has ended")
+    stop = add("stop", _stop, "end a run of this machine with a checkpoint, by SIGTERM; waits up to a minute")
     for sub in (report, status, stop):
         sub.add_argument("folder", type=Path, metavar="RUN", help="folder of the run, such as runs/NAME")
     convert = add("convert", _convert, "convert a checkpoint to a model folder that from_pretrained loads")
@@ -88,7 +88,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     convert.add_argument("out", type=Path, metavar="FOLDER", help="the model folder to write; it must not exist yet")
     config = add("config", _config, "list the config keys with type, default and meaning")
-    config.add_argument("word", metavar="WORD", nargs="?", help="list only keys that contain this word")
+    config.add_argument("word", metavar="WORD", nargs="?", help="list only keys with this word in name or meaning")
 
     args, rest = parser.parse_known_args(argv)
     # argparse does not accept positionals that follow an option, as in `train CONFIG --explain key=value`.

@@ -111,14 +111,14 @@ class AlgoConfig(Slice):
     constant_length: int | None = Field(None, ge=1)
     """tokens by which aggregation constant_length divides each row's sum; null = rollout.sampling.max_new_tokens"""
     truncated: Literal["train", "mask"] = "train"
-    """trajectories that were cut off (by max_new_tokens, the context or max_turns): train = like all others, with the
-    reward they got; mask = their tokens enter neither the loss nor its denominator, while their rewards count in the
-    group's mean and std (DAPO's overlong filtering, TRL's mask_truncated_completions)"""
+    """trajectories that were cut off (by max_new_tokens, the context or agent.args.max_turns): train = like all others,
+    with the reward they got; mask = their tokens enter neither the loss nor its denominator, while their rewards count
+    in the group's mean and std (DAPO's overlong filtering, TRL's mask_truncated_completions)"""
     kl: KlConfig = KlConfig()
     """KL divergence from the reference model; `off` is short for {coef: 0}"""
     correction: CorrectionConfig = CorrectionConfig()
-    """importance weights of the policy loss, for samples that other weights or another engine than the trainer's
-    sampled (docs/correction.md); a kind alone, such as `correction: mask`, is short for {kind: mask}"""
+    """importance weights of the policy loss, for samples from older weights, or from an engine other than the
+    trainer's (docs/correction.md); a kind alone, such as `correction: mask`, is short for {kind: mask}"""
     entropy_coef: float = 0.0
     """weight of an entropy bonus in the loss; 0 = entropy is only reported"""
 

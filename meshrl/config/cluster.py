@@ -30,7 +30,7 @@ class Deadlines(Slice):
     optim: float | None = Field(None, gt=0)
     """seconds for the optimizer's update of the parameters"""
     sync: float | None = Field(None, gt=0)
-    """seconds for each stage of sending weights: begin, a bucket, commit"""
+    """seconds for one sync of the weights: all transfers and their proofs"""
     checkpoint: float | None = Field(None, gt=0)
     """seconds for copying a training state to host memory, and for writing it"""
     export: float | None = Field(None, gt=0)

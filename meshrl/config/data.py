@@ -39,7 +39,7 @@ class DataConfig(Slice):
     """training rows: a JSONL or parquet file or a folder of such shards (relative to the config file or the working
     folder), a folder made by save_to_disk, or a hub id such as organisation/name"""
     sources: dict[str, DataSource] = Field({})
-    """in place of path: a mixture of data sets, by name; each step has the share of every set, rounded to a prompt"""
+    """in place of path: a mixture of data sets, by name; each step has the share of every set, to within two prompts"""
     eval_path: str | None = None
     """held-out rows, in any form that path accepts; null = no evaluation"""
     format: Format = "auto"

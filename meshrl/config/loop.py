@@ -38,7 +38,8 @@ class LoopConfig(Slice):
     eval_every_steps: int = Field(0, ge=0)
     """steps between evaluations; 0 = only before and after training"""
     eval_samples: int = Field(1, ge=1)
-    """answers sampled for each held-out prompt: k of mean@k and pass@k; 1 = one greedy answer"""
+    """answers sampled for each held-out prompt: k of mean@k and pass@k of the first of reward.terms; 1 = one
+    greedy answer"""
     save_best: bool = True
     """save the model whenever an evaluation has the best eval/mean_at_k so far; the previous best is deleted"""
     save_every_steps: int = Field(0, ge=0)

@@ -7,7 +7,7 @@ from meshrl.config.base import Slice
 
 class RewardTerm(Slice):
     kind: str
-    """a built-in reward such as math_answer, or a function as package.module:name"""
+    """math_answer, format (docs/data.md has their args), or a function as package.module:name"""
     weight: float = 1.0
     """factor in the weighted sum; below 0 is a penalty"""
     args: dict[str, Any] = Field({})

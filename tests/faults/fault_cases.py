@@ -167,7 +167,9 @@ After a death by SIGKILL, the error states whether the memory controller of the 
 the start. For the faults in which the kernel kills a rank, the test puts the run into its own memory cgroup, so that
 the kernel really kills it; the test is skipped on systems that do not allow this.
 
-| phase | the rank | in | fault | text after "rank 1 failed in phase ...:" | outcome |
+"Occurs in" names a method of `RankWorker` (`meshrl/cluster/actors.py`); `receive` is a method of the rank's engine.
+
+| phase | the rank | occurs in | fault | text after "rank 1 failed in phase ...:" | outcome |
 | --- | --- | --- | --- | --- | --- |"""
 
 _TAIL = """
