@@ -1,5 +1,5 @@
 """Makes Samples of scored trajectories: each root-to-leaf row of the turn tree as arrays over its tokens. Ids are
-copied as they were sampled; nothing is encoded again (P20).
+copied as they were sampled; nothing is encoded again.
 
 T tokens of a row, C new context tokens of a turn, R sampled tokens of a turn, L MoE layers, K experts a token.
 """
@@ -22,12 +22,12 @@ _FROZEN = ("tokens", "mask", "turn", "rollout_logprobs", "versions", "routed_exp
 def flatten(trajectories: Sequence[Trajectory]) -> tuple[list[Sample], list[Metric]]:
     """Rows to train on, in the order of the trajectories, and metrics about them.
 
-    Left out: purpose other than train, status failed, reward None, no token at all. Rows of truncated
+    Left out are trajectories with a purpose other than train, status failed, reward None or no token. Rows of truncated
     trajectories are included and marked, for algo.truncated; `rollout/truncated_fraction` counts the trajectories.
 
     A turn that is part of several rows is trained only in the first of them; the others have it as context, with its
-    logprobs. A row without any trained token is left out. The only row of a trajectory is never left out, so that
-    group statistics include the trajectory's reward.
+    logprobs. A row without any trained token is left out. If no row of a trajectory has one, its first row with
+    tokens is kept, so that group statistics include the trajectory's reward.
 
     `rewards`: a turn's own reward is at the turn's last token, where it is trained. The trajectory's reward is at the
     last trained token of each row, because each row is an episode with this outcome. `rewards` is writable (a KL may be
@@ -202,7 +202,7 @@ def _metrics(train: list[Trajectory], samples: list[Sample]) -> list[Metric]:
 
 
 def _duplicates(train: list[Trajectory]) -> list[bool]:
-    """For each trajectory: whether it has output, and an earlier one of its group sampled the same tokens (P14)."""
+    """For each trajectory: whether it has output, and an earlier one of its group sampled the same tokens."""
     seen: dict[tuple[str, tuple[int, ...], bytes], list[np.ndarray]] = defaultdict(list)
     flags = []
     for trajectory in train:

@@ -45,9 +45,9 @@ _STATUS: dict[str, Status] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AgentContext:
-    """The settings of one attempt at one prompt. Filled by the loop.
+    """The settings of all attempts at one prompt. Filled by the loop.
 
-    group_id: prompt and attempt, as in Trajectory. sampling: with every stop id of the run in stop_token_ids.
+    group_id: as in Trajectory. sampling: with every stop id of the run in stop_token_ids.
     max_new_tokens: of one turn. max_context_tokens: limit of prompt + answers. min_version: oldest weights allowed.
     """
 
@@ -62,7 +62,8 @@ class AgentContext:
 
 
 class Agent(Protocol):
-    """Turns a prompt into a trajectory. One instance serves all prompts at once, so `run` keeps its state local."""
+    """Turns a prompt into a trajectory. One instance serves all prompts concurrently, so `run` must keep its
+    state in local variables."""
 
     tools: list[dict[str, Any]]  # schemas for the rendered prompt; empty without tools
 
@@ -107,11 +108,11 @@ async def take_turn(
 
     The turn's parent is found by ids, and its context is cut to the tokens after the parent. Its text is decoded into
     `messages`, after new_messages (the new context for people and rewards). media_spans: places of the prompt's media
-    in context_ids. The seed depends only on run, ordinal, index and number of the turn (P14). Returns None when no turn
+    in context_ids. The seed depends only on run, ordinal, index and number of the turn. Returns None when no turn
     could be sampled. The status is then `truncated` if an earlier turn filled the context, `failed` if the prompt alone
     filled it or the engine refused the request.
 
-    Raises: TurnError when the engine returns another context than the one that was sent (P21). All other errors of the
+    Raises: TurnError when the engine returns another context than the one that was sent. All other errors of the
     engine propagate.
     """
     number, prompt = len(trajectory.turns), trajectory.prompt
@@ -178,7 +179,7 @@ class SingleTurn:
 
 
 class MultiTurn:
-    """Answers tool calls until the model makes none, its context is full, or it has had max_turns turns (`truncated`).
+    """Executes tool calls until the model makes none, its context is full, or it has had max_turns turns (`truncated`).
 
     tools: names in the table TOOLS of meshrl/agent/tools.py, or dotted paths `package.module:name` of a Tool.
     """
@@ -187,7 +188,7 @@ class MultiTurn:
         if not isinstance(max_turns, int) or max_turns < 1:
             raise ConfigError(f"agent.args.max_turns is {max_turns!r}; it must be an integer of at least 1")
         if isinstance(tools, str):
-            raise ConfigError(f"agent.args.tools is the text {tools!r}; it must be a list of names")
+            raise ConfigError(f"agent.args.tools is the string {tools!r}; it must be a list of names")
         found = [look_up(name, TOOLS, "agent.args.tools") for name in tools]
         if bad := [name for name, tool in zip(tools, found) if not isinstance(tool, Tool)]:
             raise ConfigError(f"agent.args.tools: {bad} are not of type meshrl.agent.tools:Tool")
@@ -219,7 +220,7 @@ class MultiTurn:
     def _next_context(
         self, ctx: AgentContext, history: list[Message], answer: Message, new: list[Message], so_far: np.ndarray
     ) -> np.ndarray:
-        """The full context of the next turn: the ids so far, then the template's tokens for `new` (P20).
+        """The full context of the next turn: the ids so far, then the template's tokens for `new`.
 
         A template may render the history differently when other messages follow (it may drop earlier thinking). Then
         the context is rendered again, and the next turn starts a new row.

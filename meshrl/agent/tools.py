@@ -55,7 +55,10 @@ async def call_tool(tools: dict[str, Tool], body: str) -> str:
         tool = tools[name]
         known, needed = set(tool.parameters["properties"]), set(tool.parameters.get("required", ()))
         if not needed <= set(arguments) <= known:
-            raise ToolError(f"{name} takes the arguments {sorted(known)}, got {sorted(arguments)}")
+            raise ToolError(
+                f"{name} takes the arguments {sorted(known)}, of which {sorted(needed)} are required; got "
+                f"{sorted(arguments)}"
+            )
         for argument, value in arguments.items():
             _check_type(tool, argument, value)
         answer = tool.function(**arguments)
@@ -99,7 +102,7 @@ def calculate(expression: str) -> str:
     Raises: ToolError for anything else, a result that is not a finite real number, or integers above MAX_INT_BITS.
     """
     if not isinstance(expression, str) or len(expression) > MAX_EXPRESSION_CHARS:
-        raise ToolError(f"the expression must be a text of at most {MAX_EXPRESSION_CHARS} characters")
+        raise ToolError(f"the expression must be a string of at most {MAX_EXPRESSION_CHARS} characters")
     try:
         tree = ast.parse(expression.strip(), mode="eval")
         value = _evaluate(tree.body)

@@ -39,7 +39,7 @@ def attach(turns: Sequence[Turn], context_ids: np.ndarray) -> int:
     """The turn that a full context continues: the one whose path is the longest prefix of the context; -1 = none.
 
     Compared by ids: for a context that a template rewrote, or that was encoded again into other tokens, it is an
-    earlier turn or none, and the context becomes a separate row (P20).
+    earlier turn or none, and the context becomes a separate row.
     """
     best, best_length = -1, 0
     for i in range(len(turns)):

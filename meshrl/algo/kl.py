@@ -31,7 +31,7 @@ def _k3(log_ratio: torch.Tensor) -> torch.Tensor:
 def kl_estimate(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, kind: str) -> torch.Tensor:
     """One estimate of KL(policy, reference) for each sampled token, in nats; k2 and k3 are never negative.
 
-    The gradient with respect to `logprobs` is in the table above. k3 is cut at d = 20, above which its gradient is 0.
+    The gradient with respect to `logprobs` is in the table above. k3 is clamped at d = 20; above, its gradient is 0.
 
     Shapes: logprobs, ref_logprobs and the result are [T] (any equal shapes).
     Source: J. Schulman, "Approximating KL Divergence", 2020; the gradients: tests/unit/algo/test_kl_estimators.py.

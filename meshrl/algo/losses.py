@@ -6,7 +6,7 @@ T packed tokens, N of them trained. A policy loss, built-in or user-defined (doc
     f(inputs: LossInputs, **its keys of algo.loss) -> (loss of each token [N], {metric: its value at each token [N]})
 
 It gets trained tokens only, so that no mask can be forgotten: other positions of a batch, which may be NaN, are never
-read (P5). It returns one number for each token and no mean, so that only the engine divides (P1).
+read. It returns one number for each token and no mean, so that only the engine divides.
 
 Metrics are sums over trained tokens with their weight, never means. Terms of the loss (loss/policy, loss/kl) are
 weighted by loss_weight, as in the gradient; all other metrics count each trained token once.
@@ -33,7 +33,7 @@ class LossInputs:
     """The trained tokens of one micro-batch, row after row. All tensors are [N], with N >= 1.
 
     logprobs and entropy have a gradient. old_logprobs are from the policy at the start of the step; in a single
-    on-policy update they are the values of logprobs, so that the ratio is exactly 1 (P7). rollout_logprobs are from the
+    on-policy update they are the values of logprobs, so that the ratio is exactly 1. rollout_logprobs are from the
     sampler; algo.correction uses them, so a loss need not. ref_logprobs is None unless algo.kl.coef is above 0.
 
     row_lengths: the number of trained tokens of each row, in order. A row is one sequence: the complete answer of a
@@ -68,7 +68,7 @@ def ppo_clip(
     """PPO's clipped surrogate, with asymmetric bounds and optional dual clip.
 
     With r = exp(logprobs - old_logprobs) and advantage A, a token's loss is
-    `max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))`, for A < 0 at most `-A dual_clip`. The log-ratio is cut to
+    `max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))`, for A < 0 at most `-A dual_clip`. The log-ratio is clamped to
     [-20, 20]; a token outside gives no gradient.
 
     Source: Schulman et al. 2017 (PPO) equation 7; Yu et al. 2025 (DAPO) equation 10 for the asymmetric bounds;

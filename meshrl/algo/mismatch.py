@@ -1,4 +1,4 @@
-"""The differences between log-probabilities of sampler and trainer, for the behaviour proof of a weight sync (P15)."""
+"""The differences between log-probabilities of sampler and trainer, for the behaviour proof of a weight sync."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def row_mismatch(sample: Sample, logprobs: np.ndarray, version: int) -> np.ndarr
 
 
 def row_means(rows: np.ndarray) -> np.ndarray:
-    """The mean absolute difference of each row, with short rows as if they had SHORT_ROW_TOKENS. [n, 5] -> [n]."""
+    """The mean absolute difference of each row: the sum divided by the number of compared tokens, but by at least
+    SHORT_ROW_TOKENS. [n, 5] -> [n]."""
     return rows[:, 2] / np.maximum(rows[:, 1], SHORT_ROW_TOKENS)
 
 

@@ -3,7 +3,7 @@
 N is the number of trained tokens of the step, S the number of sequences (rows with at least one trained token), n_s
 the number of trained tokens of row s, and L the constant length. Under algo.truncated = mask a row that was cut off has
 no trained token. The loss of a step is sum(loss_weight * loss_t) over all tokens of all ranks, and does not depend on
-the partition into ranks, micro-batches and packs (P1).
+the partition into ranks, micro-batches and packs.
 
 | aggregation | weight of a trained token | used by |
 | --- | --- | --- |

@@ -103,8 +103,8 @@ class RankWorker:
             if spec.trains and spec.rollout.release_memory and not self.sampler.capabilities.release:
                 raise CapabilityError(
                     f"rollout.release_memory is true, but engine {spec.rollout.engine} of rank {spec.rank} can't "
-                    "release its memory. An SGLang server can on a GPU; one that you started yourself needs "
-                    "--enable-memory-saver"
+                    "release its memory. SGLang can only on a GPU: start your own server with --enable-memory-saver, "
+                    "or set rollout.release_memory=false"
                 )
 
     # ---- training (collective)

@@ -1,6 +1,6 @@
 """The executor protocol: call a RankWorker's method in a rank and await its answer.
 
-Each method belongs to a phase of the run. The deadlines of the phases are in `cluster.deadlines` (P26).
+Each method belongs to a phase of the run. The deadlines of the phases are in `cluster.deadlines`.
 """
 
 from __future__ import annotations

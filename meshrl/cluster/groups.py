@@ -273,7 +273,7 @@ class RolloutGroup:
         has its KV cache. Requests without a session go where the fewest requests run.
 
         After all sessions have ended, the next ones get the same routes as at the start of a run: a resumed run has the
-        same rounding as an uninterrupted one (P27).
+        same rounding as an uninterrupted one.
         """
         if not session:
             return min(self.ranks, key=self._running.__getitem__)
@@ -406,7 +406,10 @@ class RolloutGroup:
             if not self.replaces(lost):
                 raise lost
             if self.num_restarts >= self.max_restarts:
-                lost.add_note(f"{self.num_restarts} lost ranks had already been replaced (cluster.max_restarts)")
+                lost.add_note(
+                    f"the rank is not replaced: ranks replaced so far {self.num_restarts}, cluster.max_restarts "
+                    f"{self.max_restarts}. Raise it, or continue the run with run.resume=auto"
+                )
                 raise lost
             self.num_restarts += 1
             self.note(f"{str(lost).splitlines()[0]}; replacing it")
@@ -421,7 +424,7 @@ class RolloutGroup:
                 chain.add(again)
             else:
                 self._replaced |= chain
-                self.note(f"rank {rank} is back after {time.monotonic() - began:.1f} s")
+                self.note(f"rank {rank} was replaced in {time.monotonic() - began:.1f} s")
                 return True
 
     def replacement_metrics(self) -> list[Metric]:
@@ -429,7 +432,7 @@ class RolloutGroup:
         (restarts, redone), self._reported = self._reported, (self.num_restarts, self.num_redone)
         return [
             Metric(name="rollout/ranks_replaced", sum=self.num_restarts - restarts, reduce="sum", unit="ranks"),
-            Metric(name="rollout/requests_redone", sum=self.num_redone - redone, reduce="sum", unit="requests"),
+            Metric(name="rollout/requests_retried", sum=self.num_redone - redone, reduce="sum", unit="requests"),
         ]
 
 

@@ -111,7 +111,8 @@ class RayExecutor(RemoteExecutor):
                 has = "; ".join(f"{n['NodeManagerAddress']} has {_listed(n['Resources'])}" for n in alive)
                 raise ConfigError(
                     f"the run needs {nodes} machines with {_listed(bundle)} each (cluster.nodes, "
-                    f"cluster.num_train_ranks, cluster.num_rollout_ranks), but Ray has {len(fit)} of them: {has}"
+                    f"cluster.num_train_ranks, cluster.num_rollout_ranks), but Ray has {len(fit)} of them: {has}. "
+                    "Add machines, or lower these keys"
                 )
             await asyncio.sleep(0.5)
 

@@ -65,7 +65,7 @@ async def _send_to(
                 await rollouts.restart(lost)
             elif isinstance(error, SyncError) and not repeated:
                 repeated = True
-                rollouts.note(f"{str(error).splitlines()[0]}; sending the weights again")
+                rollouts.note(f"{str(error).splitlines()[0].removesuffix(':')}; sending the weights again")
             else:
                 raise
 

@@ -81,9 +81,9 @@ class CorrectionConfig(Slice):
     """`load` replaces kind auto by the kind that it means for the run. The loss counts auto as off."""
 
     kind: Literal["auto", "off", "truncate", "mask"] = "auto"
-    """truncate = the weight is the ratio, cut to [low, high]; mask = weight 0 if the ratio is outside [low, high]; off
-    = weight 1; auto = truncate if samples may be of older weights (loop.max_staleness above 0) or rollout.engine is not
-    embedded, else off"""
+    """truncate = the weight is the ratio, clipped to [low, high]; mask = weight 0 if the ratio is outside [low, high];
+    off = weight 1; auto = truncate if samples may be of older weights (loop.max_staleness above 0) or rollout.engine is
+    not embedded, else off"""
     level: Literal["token", "sequence"] = "token"
     """token = the ratio trainer / sampler of each token's probability; sequence = its product over the trained tokens
     of a row, for each of them"""

@@ -188,7 +188,8 @@ def notices(config: RunConfig | SftRunConfig, purpose: Purpose) -> list[str]:
     if isinstance(config, RunConfig) and config.rollout.engine == "sglang":
         found.append(
             "rollout.engine is sglang, which is experimental: it was tested with a simulated server, and never with "
-            "SGLang itself. Look at the three proofs of the first steps (docs/rollout_engines.md)."
+            "SGLang itself. In the first steps look at sync/proven_wire, sync/proven_read_back and "
+            "proof/logprob_abs_diff_mean."
         )
     if isinstance(config, RunConfig) and purpose == "train" and config.algo.correction.kind == "off":
         used, why = correction_of_auto(config.loop.staleness, config.rollout.engine)
@@ -206,7 +207,7 @@ def notices(config: RunConfig | SftRunConfig, purpose: Purpose) -> list[str]:
     if config.train.master_dtype == "bfloat16":
         found.append(
             f"train.master_dtype is bfloat16: steps of lr {config.train.optimizer.lr:g} are lost in rounding wherever "
-            "they are below 1/256 of a weight; float32 master weights keep them."
+            "they are below 1/512 of a weight, and partly up to 1/256; float32 master weights keep them."
         )
     longest, budget = config.longest_row_tokens, config.train.max_tokens_per_microbatch
     if longest is not None and longest > budget:

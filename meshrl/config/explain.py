@@ -61,7 +61,7 @@ def _sizes_of_rl(config: RunConfig) -> tuple[Sizes, Sizes, int]:
     rows, drawn = prompts * samples, loop.num_steps * prompts
     policy = "on-policy: ratio 1, no clipping" if updates == 1 else "only the first of each step is on-policy"
     samplers = config.cluster.num_rollout_ranks
-    place = f"{samplers} separate ranks" if samplers else "colocated in the train ranks"
+    place = f"{samplers} separate rank{'' if samplers == 1 else 's'}" if samplers else "colocated in the train ranks"
     step = [
         ("rows per step", f"{prompts} prompts x {samples} samples = {rows:,}"),
         ("optimizer steps", f"{loop.num_steps} steps x {updates} = {loop.num_steps * updates:,} ({policy})"),

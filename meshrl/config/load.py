@@ -121,7 +121,7 @@ def _load(
     further: Sequence[Check],
 ) -> Loaded[C]:
     if isinstance(overrides, str | Mapping):
-        raise ConfigError(f"overrides is {overrides!r:.80}; it must be a list of texts: ['train.optimizer.lr=1e-6']")
+        raise ConfigError(f"overrides is {overrides!r:.80}; it must be a list of strings: ['train.optimizer.lr=1e-6']")
     path, reader, layers = _read(source)
     folder, keys = reader.folder, all_keys(model)
     tree: Tree = {}
@@ -168,7 +168,7 @@ def _read(source: Source) -> tuple[Path, Reader, list[Tree]]:
     if not isinstance(source, (str, Path)):
         raise ConfigError(
             f"the config is {type(source).__name__} {source!r:.80}; it must be the path of a YAML file, a dict of its "
-            "sections, or a config of meshrl.config.run"
+            "sections, or a RunConfig or SftRunConfig"
         )
     path = Path(source)
     reader = Reader(path.resolve().parent if is_there(path) else path.parent)
@@ -260,7 +260,7 @@ def _form(key: Key, at: str, error: ErrorDetails) -> str:
     """How to write a value that has the right content in the wrong form."""
     value = error["input"]
     if error["type"] == "string_type" and isinstance(value, (bool, int, float)):
-        return " Quote it, so that YAML reads text."
+        return " Quote it, so that YAML reads a string."
     if error["type"] == "list_type" and type(value) is (int if "integers" in key.allowed else str):
         return f" Write a list: {at}={show([value])}."
     return ""

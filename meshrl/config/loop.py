@@ -41,7 +41,8 @@ class LoopConfig(Slice):
     """answers sampled for each held-out prompt: k of mean@k and pass@k of the first of reward.terms; 1 = one
     greedy answer"""
     save_best: bool = True
-    """save the model whenever an evaluation has the best eval/mean_at_k so far; the previous best is deleted"""
+    """save the model whenever an evaluation has the best eval/mean_at_k so far; the previous best is deleted, unless a
+    checkpoint needs it or save_every_steps retains it"""
     save_every_steps: int = Field(0, ge=0)
     """steps between checkpoints, each with the model; 0 = only at the end and when interrupted"""
 
@@ -109,8 +110,8 @@ def loop_problems(case: Case) -> Iterator[Problem]:
     if loop.staleness and config.rollout.engine == "endpoint":
         yield Problem(
             ("loop.kind", "rollout.engine"),
-            "an endpoint can't score given tokens, so that samples which are older than the trainer's weights can't "
-            "prove its weights. Use kind: colocated, or engine: vllm.",
+            "an endpoint can't score given tokens, so its weights can't be verified when samples are older than the "
+            "trainer's weights. Use kind: colocated, or engine: vllm.",
         )
     if config.data.eval_path is None and (loop.eval_every_steps or case.purpose == "eval"):
         keys = ("data.eval_path", "loop.eval_every_steps") if loop.eval_every_steps else ("data.eval_path",)

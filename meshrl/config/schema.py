@@ -114,7 +114,7 @@ def _allowed(info: FieldInfo) -> str:
     return f"{base} {' and '.join(limits)}{null}" if limits else allowed
 
 
-_WORDS: dict[Any, str] = {str: "text", bool: "true | false", int: "integer", float: "number", Any: "anything"}
+_WORDS: dict[Any, str] = {str: "string", bool: "true | false", int: "integer", float: "number", Any: "anything"}
 
 
 def words(annotation: Any) -> str:
@@ -155,7 +155,7 @@ NAMES_ELSEWHERE = {  # key -> its names in other frameworks
     "train.activation_checkpointing": "gradient_checkpointing enable_gradient_checkpointing",
     "train.max_tokens_per_microbatch": "ppo_micro_batch_size_per_gpu per_device_train_batch_size micro_batch_size "
     "gradient_accumulation_steps ppo_max_token_len_per_gpu",
-    "train.updates_per_step": "ppo_mini_batch_size num_iterations ppo_epochs",
+    "train.updates_per_step": "ppo_mini_batch_size steps_per_generation",
     "loop.prompts_per_step": "train_batch_size rollout_batch_size batch_size",
     "loop.samples_per_prompt": "n num_generations n_samples_per_prompt group_size",
     "loop.num_steps": "max_steps total_training_steps",
@@ -181,5 +181,18 @@ NAMES_ELSEWHERE = {  # key -> its names in other frameworks
     "cluster.nodes": "nnodes",
     "run.name": "experiment_name run_name",
     "run.folder": "output_dir default_local_dir",
+    "run.resume": "resume_mode resume_from_checkpoint",
+    "run.keep_checkpoints": "max_actor_ckpt_to_keep save_total_limit",
+    "rollout.release_memory": "free_cache_engine enable_sleep_mode vllm_enable_sleep_mode",
+    "algo.correction.high": "vllm_importance_sampling_cap tis_imp_ratio_cap",
+    "algo.loss.dual_clip": "clip_ratio_c",
+    "algo.kl.place": "use_kl_loss use_kl_in_reward",
+    "algo.truncated": "mask_truncated_completions",
+    "loop.in_flight": "partial_rollout",
+    "reward.terms": "reward_funcs custom_reward_function reward_manager",
+    "data.system": "system_prompt",
+    "model.lora.rank": "lora_rank lora_r",
+    "monitor.sinks": "logger report_to",
+    "monitor.wandb_project": "project_name",
 }
 ELSEWHERE = {name: key for key, names in NAMES_ELSEWHERE.items() for name in names.split()}

@@ -93,7 +93,7 @@ class Reader:
         tree: Tree = {}
         for name, value in section.items():
             if not isinstance(name, str):
-                raise ConfigError(f"{origin}: {path or 'top level'}: the key {name!r} must be a text")
+                raise ConfigError(f"{origin}: {path or 'top level'}: the key {name!r} must be a string")
             inner = dotted(path, name)
             if isinstance(value, Mapping):
                 tree[name] = self._section(value, origin, inner)
@@ -104,7 +104,7 @@ class Reader:
             except (TypeError, ValueError) as cause:
                 raise ConfigError(
                     f"{origin}: {inner} is {type(value).__name__} {value!r:.80}, which can't be in a config ({cause}); "
-                    "give text, numbers, true or false, null, or lists and dicts of these"
+                    "give strings, numbers, true or false, null, or lists and dicts of these"
                 ) from cause
         return tree
 
@@ -134,7 +134,7 @@ class Reader:
         if self._num_values > MAX_VALUES:
             raise ConfigError(
                 f"{origin}: more than {MAX_VALUES:,} values, counting those of an alias (*name) in each place "
-                "where it is used; a normal config has some hundred values. Remove the aliases, or give the "
+                "where it is used; a normal config has a few hundred values. Remove the aliases, or give the "
                 "rows as a data file"
             )
         if node.tag not in YAML_TAGS:

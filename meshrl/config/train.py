@@ -34,8 +34,8 @@ class OptimizerConfig(Slice):
     eps: float = Field(1e-8, gt=0)
     """added to the square root of the second moment"""
     weight_decay: float = Field(0.0, ge=0)
-    """each optimizer step subtracts weight_decay x lr x value from matrices; 0, because RL stays near its start without
-    it"""
+    """each optimizer step subtracts weight_decay x lr x value from matrices; 0, because in RL the weights stay
+    near their initial values without it"""
     clip: float = Field(1.0, ge=0)
     """limit of the global gradient norm; larger gradients are scaled down to it; 0 = off"""
 

@@ -1,4 +1,5 @@
-"""All errors that meshrl raises for users. Each states what is wrong, the value, what is allowed and what to do."""
+"""The errors that meshrl raises for users, except TurnError (agent/tree.py). Each states what is wrong, the value, what
+is allowed and what to do."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ class MeshrlError(Exception):
 
 
 class ConfigError(MeshrlError):
-    """A configuration that can't run; raised before any model is loaded, most of them before torch is imported."""
+    """A configuration or model that can't be used; raised before the first step, mostly before torch is imported."""
 
 
 class DataError(MeshrlError):
@@ -18,7 +19,7 @@ class DataError(MeshrlError):
 
 
 class UnloadedParamsError(MeshrlError):
-    """Trainer and sampler disagree on names, shapes or dtypes; raised before training starts."""
+    """Trainer and sampler disagree on names, shapes, dtypes or tied weights; raised before any weight is sent."""
 
 
 class SyncError(MeshrlError):
@@ -78,7 +79,7 @@ class CheckpointError(MeshrlError):
 
 
 class RewardError(MeshrlError):
-    """Too many gradings failed, or no reward worker could be started."""
+    """Too many gradings failed, or a reward worker could not be started."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -64,8 +64,8 @@ class Prompt:
 class SamplingParams:
     """How tokens are sampled. temperature 0 is greedy; its logprobs are those of temperature 1.
 
-    top_p, top_k, min_p and repetition_penalty change the sampler's distribution, so training refuses them (P2);
-    evaluation may use them. stop_token_ids end a turn; the stop token is part of the output and is trained (P3). The
+    top_p, top_k, min_p and repetition_penalty change the sampler's distribution, so training refuses them;
+    evaluation may use them. stop_token_ids end a turn; the stop token is part of the output and is trained. The
     same holds for the token that completes one of the texts in stop, even if the text ends inside this token. Both have
     the stop_reason "stop".
     """
@@ -146,7 +146,8 @@ class Turn:
 
 @dataclass(kw_only=True, slots=True)
 class Trajectory:
-    """All turns of one attempt at one prompt. group_id = prompt id + attempt: group statistics are taken by it (P4).
+    """All turns of one attempt at one prompt. group_id: the same for all attempts at one draw of a prompt (prompt id
+    and ordinal); group statistics are taken by it.
 
     status `failed` has a Failure and never a reward of 0; reward None = masked out of training, and counted.
     """
@@ -193,7 +194,7 @@ class Sample:
     rollout_logprobs: np.ndarray  # float32
     versions: np.ndarray  # int32
     rewards: np.ndarray  # float32
-    temperature: float = 1.0  # the sampler's; the trainer scores with the same (P2)
+    temperature: float = 1.0  # the sampler's; the trainer scores with the same
     reward: float = 0.0  # the trajectory's weighted sum, for group statistics
     truncated: bool = False
     engine_id: str = ""
@@ -253,7 +254,7 @@ def mix64(x: Bits) -> Bits:
 
 
 def turn_seed(run_seed: int, ordinal: int, index: int, turn: int) -> int:
-    """The seed of one turn: independent of step, placement, batch and continuation (P14). 63 bits, never negative.
+    """The seed of one turn: independent of step, placement, batch and continuation. 63 bits, never negative.
 
     `ordinal` already differs between epochs, so no step enters; a step in the seed would break async = colocated.
     """

@@ -1,7 +1,7 @@
 """Renders messages to token ids, once. All code that uses a chat template is here.
 
 Ids come from one call of the tokenizer on the rendered template, with no special tokens added around it: the template
-writes its own BOS, so there is never a second one (P21). Transformers is imported when a tokenizer is loaded.
+writes its own BOS, so there is never a second one. Transformers is imported when a tokenizer is loaded.
 """
 
 from __future__ import annotations
@@ -285,7 +285,7 @@ def sft_row(
     """One conversation as (ids int32[T], mask bool[T]); the mask is True for the tokens that a sampler would produce.
 
     Each assistant turn is trained from the first token after its generation prompt up to and including its first stop
-    token (P3). Tokens that a template writes after it (ChatML's newline) are not trained: a sampler has stopped before
+    token. Tokens that a template writes after it (ChatML's newline) are not trained: a sampler has stopped before
     them and gets them as context. The row ends with its last trained token.
 
     stop_ids: the ids that end a turn in this run; default the tokenizer's EOS. The token with which the template ends a
@@ -329,7 +329,7 @@ def continuation_ids(
     ended_by_id: bool = True,
 ) -> np.ndarray:
     """The context tokens that follow a sampled answer: the template's tokens from just after the answer's stop token,
-    through these messages, to the next generation prompt. int32[C]. Sampled text is not encoded again (P20).
+    through these messages, to the next generation prompt. int32[C]. Sampled text is not encoded again.
 
     They are taken from a placeholder conversation, so they fit every history that the template does not rewrite.
 
@@ -364,6 +364,6 @@ def _require_prefix(tokenizer: Any, head: np.ndarray, full: np.ndarray, why: str
     at = int(differ[0]) if len(differ) else shared
     shorter, longer = (tokenizer.decode(ids[at : at + 8].tolist()) for ids in (head, full))
     raise DataError(
-        f"this chat template can't be split into turns: {why}. At token {at} the shorter rendering has {shorter!r}, "
-        f"and the longer one has {longer!r}."
+        f"this chat template can't be split into turns: {why}. From token {at} on, the earlier messages "
+        f"alone are rendered as {shorter!r}, with more messages as {longer!r}. Set sft.chat_template to another one."
     )

@@ -1,6 +1,6 @@
 """Checks of the data before a run starts its ranks or imports torch: whether the paths name tables with the columns and
 splits that the config names, and whether a chat template can be used. They are made together with the checks of the
-config (P30)."""
+config."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class PromptMaker:
         if self.answer_for and (answer is None or (isinstance(answer, str) and not answer.strip())):
             terms = ", ".join(f"reward.terms.{term}" for term in self.answer_for)
             raise DataError(
-                f"{where}: {name} is {'null' if answer is None else 'an empty text'}, but completions are compared "
+                f"{where}: {name} is {'null' if answer is None else 'an empty string'}, but completions are compared "
                 f"with it ({terms}); give the row an answer, or remove the row"
             )
         if answer is None and self._map is None and self.cfg.answer is not None:
@@ -110,7 +110,7 @@ class PromptMaker:
 
     def _mapped(self, raw: RawRow, function: Callable[[Row], Any]) -> dict[str, Any]:
         prefix = f"{raw.where}: data.map {self.cfg.map}"
-        wanted = f"it should be a dict with prompt or messages, and optionally {', '.join(MAPPED[2:])}"
+        wanted = f"it should be a dict with either prompt or messages, and optionally {', '.join(MAPPED[2:])}"
         try:
             made = function(raw.data)
         except Exception as error:  # user code: it may raise anything
@@ -119,10 +119,10 @@ class PromptMaker:
             raise DataError(f"{prefix} returned {_shown(made)}; {wanted}")
         strange = [name for name in made if name not in MAPPED]
         if strange or ("prompt" in made) == ("messages" in made):
-            raise DataError(f"{prefix} returned {', '.join(map(repr, made)) or 'nothing'}; {wanted}")
+            raise DataError(f"{prefix} returned a dict with {', '.join(map(repr, made)) or 'nothing'}; {wanted}")
         env, meta = made.get("env"), made.get("meta", {})
         if not isinstance(meta, dict) or not (env is None or isinstance(env, str)):
-            raise DataError(f"{prefix} returned env {_shown(env)} and meta {_shown(meta)}; use a text and a dict")
+            raise DataError(f"{prefix} returned env {_shown(env)} and meta {_shown(meta)}; use a string and a dict")
         name = "prompt" if "prompt" in made else "messages"
         return {
             "content": made[name],
@@ -232,10 +232,10 @@ def _column(row: Row, name: str, key: str, where: str) -> Any:
 
 def _messages(value: Any, where: str, name: str, text_role: str | None) -> list[Message]:
     """A list of messages unchanged, or (with text_role) a text as one message. name: of the value, for errors."""
-    wanted = "a list of {role, content} messages" + (" or a text" if text_role else "")
+    wanted = "a list of {role, content} messages" + (" or a string" if text_role else "")
     if isinstance(value, str) and text_role:
         if not value.strip():
-            raise DataError(f"{where}: {name} is an empty text; it should be {wanted}")
+            raise DataError(f"{where}: {name} is an empty string; it should be {wanted}")
         return [{"role": text_role, "content": value}]
     if not isinstance(value, list) or not value:
         raise DataError(f"{where}: {name} is {_shown(value)}; it should be {wanted}")

@@ -92,7 +92,11 @@ def chosen_split(names: list[str], split: str | None) -> str:
     if split is None and len(names) == 1:
         return names[0]
     if split is None or split not in names:
-        what = "one of them must be named as the split" if split is None else f"there is no split {split!r}"
+        what = (
+            "the split key of this path, such as data.split, must name one of them"
+            if split is None
+            else f"there is no split {split!r}"
+        )
         raise DataError(f"has the splits {', '.join(names)}, and {what}")
     return split
 

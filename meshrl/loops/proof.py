@@ -1,4 +1,5 @@
-"""The third proof of a weight sync: the trainer re-scores what was sampled, before the optimizer step (P15)."""
+"""The check of the samplers' weights by their samples: before the optimizer step, the trainer computes the logprobs of
+the sampled tokens and compares them with the sampler's."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ CEILING_NATS = {"float32": 1e-2, "bfloat16": 0.2, "float16": 0.1}  # a larger di
 
 @dataclass(slots=True)
 class SamplerProof:
-    """The threshold for the mean absolute difference of logprobs, in nats per token, of each engine and of each row.
+    """The threshold for the mean absolute difference of logprobs, in nats per token, of each engine. The limit for a
+    single row is ROW_MARGIN times as high.
 
     It is calibrated on the first step: both sides then have the weights of the model's folder, proven by digest, so the
     difference is only rounding.

@@ -37,7 +37,7 @@ from meshrl.train.optim import learning_rate
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """The samples of one optimizer step and their batch plan; scoring and training use the same batch plan (P7)."""
+    """The samples of one optimizer step and their batch plan; scoring and training use the same batch plan."""
 
     samples: list[Sample]
     batch_plan: BatchPlan
@@ -110,16 +110,16 @@ async def train_step(job: Job, trajectories: Sequence[Trajectory]) -> list[Metri
     """Train on scored trajectories: all optimizer steps of one step, without the sync. Returns the metrics. Without a
     reward there is nothing to train on, and the weights stay.
 
-    Raises: RewardError when too many gradings failed; MeshrlError when the engine refused every answer of the last
-    _MAX_REFUSED_STEPS steps.
+    Raises: RewardError when too many gradings failed; MeshrlError when the engine refused or aborted every request of
+    the last _MAX_REFUSED_STEPS steps.
     """
     job.scorer.check_failures(trajectories)
     refusals = [t.failure.message for t in trajectories if t.failure is not None and t.failure.kind == "engine"]
     job.num_refused_steps = job.num_refused_steps + 1 if 0 < len(refusals) == len(trajectories) else 0
     if job.num_refused_steps == _MAX_REFUSED_STEPS:
         raise MeshrlError(
-            f"step {job.step + 1}: the engine refused every answer of {_MAX_REFUSED_STEPS} steps in succession, such "
-            f"as: {refusals[0]}"
+            f"step {job.step + 1}: in {_MAX_REFUSED_STEPS} steps in succession the engine refused or aborted every "
+            f"request. First error: {refusals[0]}"
         )
     samples, metrics = flatten(trajectories)
     if not samples:
@@ -174,7 +174,7 @@ async def release_samplers(job: Job) -> list[Metric]:
 
 async def annotate(job: Job, updates: Sequence[Update]) -> list[Metric]:
     """Compute only the logprobs that the algorithm needs: of the reference when the KL coefficient is above 0, old ones
-    when the step has several updates (a single update is on-policy and needs no second forward pass, P7)."""
+    when the step has several updates (a single update is on-policy and needs no second forward pass)."""
     metrics: list[Metric] = []
     for update in updates:
         if job.cfg.algo.kl.coef > 0:
@@ -193,7 +193,7 @@ async def annotate(job: Job, updates: Sequence[Update]) -> list[Metric]:
 
 async def update(job: Job, updates: Sequence[Update]) -> list[Metric]:
     """One optimizer step for each Update that has a token to train, else a note. The sampler proof is checked between
-    the gradient and the step (P15)."""
+    the gradient and the step."""
     cfg, metrics = job.cfg, list[Metric]()
     loss = make_policy_loss(cfg.algo)
     total = cfg.loop.num_steps * cfg.train.updates_per_step
@@ -234,7 +234,7 @@ def _nothing_to_train(samples: Sequence[Sample]) -> str:
 
 async def first_sync(job: Job) -> list[Metric]:
     """The sync before the loop's first step. Its metrics are named first_sync/* and belong to step 0. A resumed run
-    drops them: it has reported them before, and its metrics must equal those of an uninterrupted run (P27)."""
+    drops them: it has reported them before, and its metrics must equal those of an uninterrupted run."""
     began = time.perf_counter()
     metrics = await _sync(job)
     job.began = time.perf_counter()
@@ -285,7 +285,7 @@ _PROBED_TOKENS = 2048
 
 
 async def _probe(job: Job, rows: Sequence[Sample]) -> list[Metric]:
-    """Score these rows of the last step with the new weights, in the trainer and in every sampler, and compare (P15).
+    """Score these rows of the last step with the new weights, in the trainer and in every sampler, and compare.
     Samples that are older than the trainer's weights prove nothing when they are re-scored.
 
     The trainer scores at once; the answers of busy samplers may come later. Raises: SamplerMismatchError.

@@ -19,8 +19,9 @@ def limits_of(path: str, asked: int | None) -> tuple[int, int]:
     tokens = asked or positions
     if tokens is None or (positions is not None and tokens > positions):
         raise ConfigError(
-            f"rollout.max_context_tokens is {asked}; {path} has max_position_embeddings {positions}. Give a number up "
-            "to that (null = the model's own limit)"
+            f"rollout.max_context_tokens is {'null' if asked is None else asked}; {path} has "
+            f"{'no max_position_embeddings' if positions is None else f'max_position_embeddings {positions}'}. Set the "
+            "key to a number, at most that of the model; null works only if the model has one"
         )
     return tokens, config.vocab_size
 

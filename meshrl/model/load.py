@@ -64,11 +64,11 @@ def open_causal_lm(path: str | Path) -> tuple[PreTrainedModel, StoredWeights | N
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         _require_plain_attention(config.get_text_config(), path)
         lm = _skeleton(config, folder)
-        quantised = getattr(config, "quantization_config", None) is not None
+        quantized = getattr(config, "quantization_config", None) is not None
         names = HubNames(lm)
-        found = "it is quantised" if quantised else match_names(lm, stored, names, path)
+        found = "it is quantized" if quantized else match_names(lm, stored, names, path)
         if isinstance(found, str):
-            if not quantised:  # its files hold fewer numbers, of more than one parameter each
+            if not quantized:  # its files hold fewer numbers, of more than one parameter each
                 require_same_size(lm, stored, path)
             if not dist.is_initialized() or dist.get_rank() == 0:
                 log = logging.getLogger(__name__)
@@ -207,7 +207,7 @@ def meta_copy(lm: PreTrainedModel) -> PreTrainedModel:
 def materialize(root: torch.nn.Module, device: torch.device) -> None:
     """Memory on `device`, without values yet, for parameters on the meta device, sharded or not.
 
-    `to_empty` alone would lose the values of buffers (P10), and make two tensors of a tied one (P11).
+    `to_empty` alone would lose the values of buffers, and make two tensors of a tied one.
     """
     tied = tied_names(root)
     buffers = [(module, dict(module._buffers)) for module in root.modules()]
@@ -281,7 +281,7 @@ def _require_plain_attention(config: Any, path: str | Path) -> None:
 
 
 def cast_parameters(model: M, dtype: torch.dtype) -> M:
-    """Cast parameters only: rotary buffers rounded to bf16 are 9.5 rad off at position 8192 (P10). Ties are kept."""
+    """Cast parameters only: rotary buffers rounded to bf16 are 9.5 rad off at position 8192. Ties are kept."""
     for p in model.parameters():  # yields a tied tensor once
         p.data = p.data.to(dtype)
     return model

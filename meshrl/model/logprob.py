@@ -36,7 +36,7 @@ class Head:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [N, D] -> [N, V] in fp32 (fp64 stays). The product itself must be in fp32: rounding it to bf16
-        changes logprobs by 0.016 nats on average, half as much as a full softmax in bf16 (P8)."""
+        changes logprobs by 0.016 nats on average, half as much as a full softmax in bf16."""
         wide = torch.promote_types(hidden.dtype, torch.float32)
         if self.weight.dtype == wide:
             hidden = hidden.to(wide)

@@ -115,7 +115,7 @@ def _require_fit(name: str, entry: StoredTensor, shape: tuple[int, ...], wanted:
     if dtype is None or dtype.is_floating_point != wanted.is_floating_point():
         raise ConfigError(
             f"{entry.file}: {entry.name!r} is stored as {entry.kind}, but {model} needs {wanted.dtype} there. "
-            "Quantised weights can't be trained; give the folder in BF16, F16 or F32"
+            "Quantized weights can't be trained; give a folder with the weights in BF16, F16 or F32"
         )
 
 

@@ -1,4 +1,4 @@
-"""Resident memory of a run's processes (P32)."""
+"""Resident memory of a run's processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From lists of Metrics to numbers. Merging metrics adds sums and weights; only `divide` divides (P13)."""
+"""From lists of Metrics to numbers. Merging metrics adds sums and weights; only `divide` divides."""
 
 from __future__ import annotations
 

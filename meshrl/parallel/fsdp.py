@@ -19,7 +19,7 @@ def shard_model(
     """Shard in place. Parameters keep the dtype of the master weights, compute runs in compute_dtype, gradients are
     reduced in fp32 (or the masters' dtype, if that is wider).
 
-    The root group holds the embedding and the head, so that tied weights share one group (P11).
+    The root group holds the embedding and the head, so that tied weights share one group.
     """
     masters = {p.dtype for p in root.parameters()}
     reduce_dtype = torch.promote_types(torch.float32, max(masters, key=lambda d: d.itemsize))

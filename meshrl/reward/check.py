@@ -1,4 +1,4 @@
-"""Checks of reward functions before a run starts, made together with the checks of the config (P30)."""
+"""Checks of reward functions before a run starts, made together with the checks of the config."""
 
 from __future__ import annotations
 

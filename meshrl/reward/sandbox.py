@@ -1,4 +1,4 @@
-"""Grading in processes that can be killed (P29): the result of each item is a number or a typed Failure, in any case.
+"""Grading in processes that can be killed: the result of each item is a number or a typed Failure, in any case.
 
 A thread for each worker process does the communication and measures the time, so that a busy event loop neither delays
 a grader nor counts its own pauses as a grader's. A worker that hangs, dies or runs out of memory is killed with all
@@ -44,7 +44,7 @@ _MAX_REPLY_BYTES = 1 << 16
 
 EVENTS = {
     "reward/workers_killed": "processes",  # because of an item; each is replaced when it is needed again
-    "reward/gradings_redone": "gradings",  # because their worker died
+    "reward/gradings_retried": "gradings",  # because their worker died
     "reward/math_timeouts": "gradings",  # wrong, because math_answer reached its limit of CPU time
 }
 """Metric of an event that a sandbox counts -> unit."""
@@ -224,7 +224,7 @@ class _Worker:
                 one_by_one = True  # any of the running items may be the cause: each is graded alone
             elif broken is not None and broken.kind == "crash" and todo[0] not in again:
                 again.add(todo[0])
-                self.counts["reward/gradings_redone"] += 1
+                self.counts["reward/gradings_retried"] += 1
             elif broken is not None:
                 results[todo.pop(0)] = broken
         return [results[i] for i in range(len(items))]

@@ -97,8 +97,8 @@ class Scorer:
         )
         advice = " ".join(_ADVICE[kind] for kind in sorted({f.kind for _, _, f in failures}))
         raise RewardError(
-            f"{len(failures)} of {gradings} gradings failed ({kinds}), more than reward.max_failure_fraction = "
-            f"{self._cfg.max_failure_fraction:g} allows. Examples:{examples}\n"
+            f"{len(failures)} of {gradings} calls of reward functions failed ({kinds}), more than "
+            f"reward.max_failure_fraction = {self._cfg.max_failure_fraction:g} allows. Examples:{examples}\n"
             + advice.format(timeout_s=self._cfg.timeout_s, max_memory_bytes=self._cfg.max_memory_bytes)
         )
 

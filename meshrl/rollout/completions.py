@@ -51,10 +51,12 @@ def connect_endpoint(
 
 
 def only_model(answer: dict[str, Any], url: str) -> str:
-    """The name of the one model in the answer of /v1/models. Raises: EngineFailure when there are several."""
+    """The name of the one model in the answer of /v1/models. Raises: EngineFailure when there is none, or several."""
     names = [str(entry["id"]) for entry in answer["data"]]
-    if len(names) != 1:
-        raise EngineFailure(f"{url} serves {', '.join(names) or 'no model'}; name one in rollout.endpoint.model")
+    if not names:
+        raise EngineFailure(f"{url} serves no model; start the server with the model that rollout.endpoint should use")
+    if len(names) > 1:
+        raise EngineFailure(f"{url} serves {', '.join(names)}; set rollout.endpoint.model to one of these names")
     return names[0]
 
 
@@ -100,7 +102,7 @@ class CompletionsDialect(Dialect):
         """The events until the last one, or until the request is aborted."""
         body = sampling_body(request, bounds) | {
             "model": self._model,
-            "prompt": full_ids(request),  # ids, so the server neither tokenizes nor applies a template (P21)
+            "prompt": full_ids(request),  # ids, so the server neither tokenizes nor applies a template
             "max_tokens": bounds.limit,
             "seed": continuation_seed(request),
             "logprobs": 0,  # of the sampled token only

@@ -111,7 +111,10 @@ def state_in(given: Path) -> Path:
 def _read(folder: Path, kind: str, num_steps: int) -> Start:
     saved = read_controller(folder)
     if saved.get("kind") != kind:
-        raise CheckpointError(f"{folder} is a checkpoint of `meshrl {saved.get('kind')}`, not of `meshrl {kind}`")
+        raise CheckpointError(
+            f"{folder} is a checkpoint of `meshrl {saved.get('kind')}`, not of `meshrl {kind}`. To start from "
+            f"its model, set model.path to {folder.parent / 'model'} and run.resume to never"
+        )
     step = read_manifest(folder).step
     if step > num_steps:
         steps = "loop.num_steps" if kind == "train" else "sft.num_steps"

@@ -100,7 +100,7 @@ async def _with_restarts(
                 if start is not None:
                     await run.restore(job, start)
                 if first is not None:
-                    run.note(f"the train ranks are back after {time.monotonic() - began:.1f} s")
+                    run.note(f"the train ranks were restarted in {time.monotonic() - began:.1f} s")
                 first, run.stop.trainer_is_valid = None, True
                 try:
                     return await loop()
@@ -128,7 +128,10 @@ async def _next_start(run: LiveRun, groups: Groups, first: RankFailure, failure:
     if not groups.can_restart_after(failure):
         raise first
     if run.restarts >= run.loaded.config.cluster.max_restarts:
-        first.add_note(f"the train ranks had already been restarted {run.restarts} times (cluster.max_restarts)")
+        first.add_note(
+            f"the train ranks are not restarted again: restarts so far {run.restarts}, cluster.max_restarts "
+            f"{run.loaded.config.cluster.max_restarts}. Raise it, or continue the run with run.resume=auto"
+        )
         raise first
     await run.checkpoints.abandon()
     start = newest_start(run.folder, run.kind, run.num_steps) or run.start

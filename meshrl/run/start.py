@@ -68,7 +68,7 @@ def sft(loaded: Loaded[SftRunConfig], write_report: WriteReport, objects: Object
 
 def _run(cluster: ClusterConfig, main: Callable[[Stop], Coroutine[Any, Any, T]]) -> T:
     """Remove temporary resources of dead runs on this machine, then run `main` to its end. Ctrl-C and SIGTERM cancel
-    it, so that no rank outlives the run (P31). Under torchrun only the process of rank 0 does this; the others are node
+    it, so that no rank outlives the run. Under torchrun only the process of rank 0 does this; the others are node
     agents.
 
     Raises: KeyboardInterrupt after Ctrl-C; SystemExit with 143 after SIGTERM, and in a node agent's process with its
@@ -226,8 +226,9 @@ def _note_start(run: LiveRun) -> None:
     samplers = ""
     if run.kind == "train":
         num = cluster.num_rollout_ranks
-        samplers = f"{num} samplers, " if num else "colocated samplers, "
-    run.note(f"run {run.folder}: starting {cluster.num_train_ranks} train ranks, {samplers}executor {cluster.executor}")
+        samplers = f"{num} sampler rank{'' if num == 1 else 's'}, " if num else "colocated samplers, "
+    trainers = f"{cluster.num_train_ranks} train rank{'' if cluster.num_train_ranks == 1 else 's'}"
+    run.note(f"run {run.folder}: starting {trainers}, {samplers}executor {cluster.executor}")
 
 
 def _note_end(run: LiveRun, steps: int) -> None:

@@ -1,4 +1,4 @@
-"""The event loop of a run and its watchdog: while one call blocks the loop, no deadline can be noticed (P26)."""
+"""The event loop of a run and its watchdog: while one call blocks the loop, no deadline can be noticed."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class WeightReceiver(Protocol):
         ...
 
     async def begin(self, header: SyncHeader) -> None:
-        """Close admission, flush every cache that depends on the weights (P17), and expect this version's transfers."""
+        """Close admission, flush every cache that depends on the weights, and expect this version's transfers."""
         ...
 
     async def receive(self, delivery: Delivery) -> None:
@@ -208,7 +208,7 @@ class Receiver(SyncPhases):
     def commit(self, read_back: ReadBack | None = None) -> Ack:
         """Prove that everything was received and is in the right tensors, then raise the version.
 
-        read_back: for the read-back proof (P15). None = the engine can't read back; then the targets are compared with
+        read_back: for the read-back proof. None = the engine can't read back; then the targets are compared with
         the trainer's digests, which still verifies cutting and joining, and the Ack has read_back None.
         Raises: SyncError naming the first incomplete tensor, or every tensor that differs.
         """

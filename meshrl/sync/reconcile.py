@@ -21,7 +21,7 @@ def describe(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[tuple[int, 
 def reconcile(
     layout: Layout, own: Mapping[str, tuple[tuple[int, ...], str]], tied: Mapping[str, str] | None = None
 ) -> None:
-    """Compare what will be sent with what the receiver has, in both directions, before anything runs (P16).
+    """Compare what will be sent with what the receiver has, in both directions, before anything runs.
 
     own: {wire name: (shape, dtype)} of the receiver's parameters. tied: its aliases -> the parameter whose memory they
     share; an alias may be in `own`, too.
@@ -57,8 +57,8 @@ def reconcile(
             f"trainer and receiver disagree on {sum(len(names) for _, names in faults)} of their parameters, so "
             "nothing was sent:\n"
             + "\n".join(f"- {what}:\n{_listed(names)}" for what, names in faults if names)
-            + "\nBoth sides must be built from the same model folder. If they are: for a name on only one side, the "
-            "model family's name map lacks a rule; for a dtype, check where the trainer casts for the wire."
+            + "\nBoth sides must be built from the same model folder. If they are, this rollout engine "
+            "loads other names or dtypes for this model: try another release of it, or another rollout.engine."
         )
 
 

@@ -76,7 +76,8 @@ class Sockets(Transport):
             await asyncio.wait_for(accepting, self._timeout_s)
         except TimeoutError as error:
             raise SyncInterrupted(
-                f"{len(self._receivers)} of {num_receivers} receivers of weights connected within {self._timeout_s:g} s"
+                f"only {len(self._receivers)} of {num_receivers} receivers of weights connected within "
+                f"{self._timeout_s:g} s"
             ) from error
         finally:
             accepting.cancel()

@@ -33,7 +33,7 @@ def describe(folder: Path) -> str:
     lines += [f"{name} {value:.4g}" for name, value in status.values.items()]
     for process in family(status.pid) if runs else ():
         name = "controller" if process.pid == status.pid else process.name
-        lines.append(f"{process.pid:>8}  {name:<12} {process.rss_bytes / 2**20:>8.0f} MB")
+        lines.append(f"{process.pid:>8}  {name:<12} {process.rss_bytes / 2**20:>8.0f} MiB")
     return "\n".join(lines)
 
 

@@ -1,5 +1,5 @@
-"""The batch plan: which row goes to which rank and micro-batch. The controller makes it from lengths alone, without a
-collective; ranks compare its hash (P25).
+"""The batch plan: which row goes to which rank and micro-batch. The controller makes it from the rows' lengths, groups
+and shared prompts, without a collective; ranks compare its hash.
 
 A group's rows share their prompt, which a micro-batch computes once. So a group stays together unless balance or the
 token budget forbids it; if it is split, each part computes the prompt again.

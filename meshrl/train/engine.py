@@ -193,7 +193,7 @@ class TrainEngine:
     def forward_backward(self, batches: Sequence[Batch], loss: LossFn, entropy: bool = True) -> ForwardBackward:
         """Add the gradient of the loss, summed over ALL ranks; may be called several times before optim_step.
 
-        FSDP averages gradients over ranks, so each local sum is multiplied by their number (P1).
+        FSDP averages gradients over ranks, so each local sum is multiplied by their number.
         """
         metrics: list[Metric] = []
         logprobs: RowArrays = {}
@@ -209,7 +209,7 @@ class TrainEngine:
         return ForwardBackward(metrics=metrics, logprobs=logprobs)
 
     def optim_step(self, lr: float) -> StepReport:
-        """Clip, step, clear. If the gradient norm is not finite, every rank skips the step (P12)."""
+        """Clip, step, clear. If the gradient norm is not finite, every rank skips the step."""
         if self.optimizer is None:
             raise ValueError(f"a {self.role} engine has no optimizer")
         norm = clip_gradients(self.model, self.cfg.optimizer.clip)
@@ -218,7 +218,8 @@ class TrainEngine:
         if self.num_skipped_in_a_row > MAX_SKIPPED_IN_A_ROW:
             raise MeshrlError(
                 f"the gradient norm was {norm} in {self.num_skipped_in_a_row} optimizer steps in a row, and all "
-                "were skipped: the run can't learn any more. Look at loss/* of the last good step; a lower lr helps"
+                "were skipped: the run can't learn any more. Look at loss/* of the last step that was not "
+                "skipped, and try a lower train.optimizer.lr"
             )
         if not skipped:
             for group in self.optimizer.param_groups:

@@ -34,7 +34,7 @@ def learning_rate(step: int, num_steps: int, peak: float, cfg: SchedulerConfig) 
 
 def clip_gradients(model: torch.nn.Module, max_norm: float) -> float:
     """Scale all gradients so that their global norm is at most max_norm (0 = no clipping). Returns the norm before
-    that, equal on every rank. DTensor combines the norms of shards (P12)."""
+    that, equal on every rank. DTensor combines the norms of shards."""
     params = [p for p in model.parameters() if p.grad is not None]
     grads = [p.grad for p in params if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(grads, norm_type=2.0, foreach=True)

@@ -1,6 +1,6 @@
 """From rows and their batch plan to a Batch: rows end to end, a group's prompt once.
 
-The controller makes the batch plan from lengths alone (train/batch_plan.py).
+The controller makes the batch plan from the rows' lengths, groups and shared prompts (train/batch_plan.py).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ def require_independent_rows(
     model: str, vocab_size: int, score: Callable[[Sequence[Sample]], Mapping[int, np.ndarray]]
 ) -> None:
     """Score a row between two others twice, and a third time with these two swapped. The first two scores must be equal
-    to the bit (P34), the third within TOLERANCE_NATS (P22, P35).
+    to the bit, the third within TOLERANCE_NATS.
 
     Swapping the neighbours keeps the shape of every matrix product, also those of experts, so the row is rounded as
     before. With other neighbours experts would multiply other numbers of rows, and in bf16 that rounding may route a

@@ -178,7 +178,7 @@ _TAIL = """
 With `cluster.num_rollout_ranks` above 0, a sampler that dies or does not answer is replaced as soon as the loss is
 detected: a new process loads the model, gets the trainer's weights with the same proofs as in any sync, and processes
 the requests of the lost sampler again. Seeds depend on prompts and positions, so the answers are the same. The limit is
-`cluster.max_restarts`; the metrics `rollout/ranks_replaced` and `rollout/requests_redone` count replacements and
+`cluster.max_restarts`; the metrics `rollout/ranks_replaced` and `rollout/requests_retried` count replacements and
 repeated requests. A rank that raises an exception is not replaced: the exception would be raised again.
 
 ## Ranks that train
@@ -191,7 +191,7 @@ run equal those of an undisturbed run to the bit. (The runs of the table have `c
 
     rank 1 failed in phase 'train': its process was killed by SIGKILL (...); starting the train ranks again after step
     40, restart 1 of 3
-    the train ranks are back after 21.3 s
+    the train ranks were restarted in 21.3 s
 
 The limit is `cluster.max_restarts`; the metric `train/restarts` counts the restarts. If ranks are lost again while
 they start, this counts as one more. When all restarts are used up, the run ends with the first of these failures and
@@ -223,12 +223,11 @@ With `loop.kind` one_step_off or fully_async, every prompt is still trained once
 ## Graders
 
 Reward functions run in their own processes, each grading with `reward.timeout_s` and `reward.max_memory_bytes`. A
-worker that dies is replaced, and its grading is repeated once (`reward/gradings_redone`). A worker that hangs is killed
-with all processes that it started, including those in their own sessions. A grading that fails never gives a reward of
-0: it is counted, and its trajectory is left out of training. If the share of failed gradings is above
-`reward.max_failure_fraction`, the run ends with an error that lists examples of them. This does
-not apply to an answer that `math_answer` can't evaluate in 1 s of CPU time: it is graded as wrong, and counted in
-`reward/math_timeouts`.
+worker that dies is replaced, and its grading is repeated once (`reward/gradings_retried`). A worker that hangs is
+killed with all processes that it started, including those in their own sessions. A grading that fails never gives a
+reward of 0: it is counted, and its trajectory is left out of training. If the share of failed gradings is above
+`reward.max_failure_fraction`, the run ends with an error that lists examples of them. This does not apply to an answer
+that `math_answer` can't evaluate in 1 s of CPU time: it is graded as wrong, and counted in `reward/math_timeouts`.
 
 ## The entire run
 

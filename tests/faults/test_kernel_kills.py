@@ -123,7 +123,7 @@ def test_a_rank_that_the_kernel_kills_for_memory_is_named_with_this_cause(case: 
     assert cgroup.processes() == []
     if case.is_replaced:
         assert ran.returncode == 0, ran.stderr
-        assert case.first_line in ran.stdout + ran.stderr and "rank 1 is back after" in ran.stdout + ran.stderr
+        assert case.first_line in ran.stdout + ran.stderr and "rank 1 was replaced in" in ran.stdout + ran.stderr
         assert [step["rollout/ranks_replaced"] for step in steps_of(folder)] == [1]
         return
     assert ran.returncode == 1

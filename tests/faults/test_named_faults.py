@@ -84,11 +84,11 @@ def test_a_lost_sampler_is_replaced_and_the_run_has_the_same_metrics(case, confi
     code, folder = _run(config, case)
     assert code == 0
     printed = capfd.readouterr()
-    assert f"{case.first_line}" in printed.out + printed.err and "rank 1 is back after" in printed.out + printed.err
+    assert f"{case.first_line}" in printed.out + printed.err and "rank 1 was replaced in" in printed.out + printed.err
     (step,), (expected,) = steps_of(folder), steps_of(undisturbed)
-    replaced, redone = step.pop("rollout/ranks_replaced"), step.pop("rollout/requests_redone")
+    replaced, redone = step.pop("rollout/ranks_replaced"), step.pop("rollout/requests_retried")
     assert replaced == 1 and (redone > 0) == (case.place.phase == "rollout")
-    assert (expected.pop("rollout/ranks_replaced"), expected.pop("rollout/requests_redone")) == (0, 0)
+    assert (expected.pop("rollout/ranks_replaced"), expected.pop("rollout/requests_retried")) == (0, 0)
     assert step == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
@@ -104,7 +104,7 @@ def test_a_sampler_that_is_lost_in_a_sync_is_replaced_with_every_transport(trans
     )
     assert main(["train", str(config), *arguments]) == 0
     printed = "".join(capfd.readouterr())
-    assert "rank 2 failed in phase 'sync'" in printed and "rank 2 is back after" in printed
+    assert "rank 2 failed in phase 'sync'" in printed and "rank 2 was replaced in" in printed
     (step,) = steps_of(config.parent / "runs" / f"{transport}_{how}")
     assert step["rollout/ranks_replaced"] == 1 and step["sync/proven_read_back"] == 1
 
@@ -117,7 +117,7 @@ def test_a_lost_sampler_beyond_max_restarts_ends_the_run(config, planted, capfd)
     assert main(["train", str(config), *arguments]) == 1
     printed = capfd.readouterr().err
     assert f"meshrl: RankFailure: {case.first_line}" in printed
-    assert "0 lost ranks had already been replaced (cluster.max_restarts)" in printed
+    assert "the rank is not replaced: ranks replaced so far 0, cluster.max_restarts 0" in printed
 
 
 def test_the_faults_page_is_up_to_date():

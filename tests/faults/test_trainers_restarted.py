@@ -169,7 +169,7 @@ def test_lost_train_ranks_are_replaced_and_the_run_equals_an_undisturbed_one(cas
     assert code == 0
     text = capfd.readouterr().out
     assert re.search(rf"^rank 1 failed in phase '[a-z, ]*{phase}': ", text, re.MULTILINE) and "restart 1 of 3" in text
-    assert "the train ranks are back after " in text and (folder / "stacks.txt").exists()
+    assert "the train ranks were restarted in " in text and (folder / "stacks.txt").exists()
     assert_same_run(folder, other, text)
     assert {name: len(pids) for name, pids in seen.items()} == {
         **{"rank_0": 2, "rank_1": 2, "reward": 1},
@@ -218,7 +218,7 @@ def test_when_the_restarts_are_used_up_the_first_failure_is_raised(config, plant
     first = r"meshrl: RankFailure: rank 1 failed in phase '[a-z, ]*train': its process was killed by SIGKILL"
     assert re.search(first, printed)
     assert "while new train ranks started: rank 1 failed in phase 'load': its process was killed" in printed
-    assert "the train ranks had already been restarted 1 times (cluster.max_restarts)" in printed
+    assert "the train ranks are not restarted again: restarts so far 1, cluster.max_restarts 1" in printed
     assert json.loads((folder / "result.json").read_text())["status"] == "failed"
 
 

@@ -296,7 +296,7 @@ class EmbeddedEngine:
         return self._weights.targets()
 
     async def begin(self, header: SyncHeader) -> None:
-        """Pause all requests, drop every cache (P17), and expect the transfers of this version."""
+        """Pause all requests, drop every cache, and expect the transfers of this version."""
         self._flush()
         self._weights.begin(header)
 

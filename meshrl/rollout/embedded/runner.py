@@ -113,7 +113,7 @@ class Runner:
         return self.running.num_bytes + self.prompts.num_bytes
 
     def flush(self) -> None:
-        """Drop all keys and values, and all copies of the weights: they belong to one version (P11, P17)."""
+        """Drop all keys and values, and all copies of the weights: they belong to one version."""
         self._head = None
         if self._fast is not None:
             self._fast.unpack()

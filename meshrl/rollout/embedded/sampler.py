@@ -1,4 +1,4 @@
-"""From logits to tokens: exact logprobs, and random draws that depend on (seed, output position) alone (P14).
+"""From logits to tokens: exact logprobs, and random draws that depend on (seed, output position) alone.
 
 A draw is the inverse of the cumulative distribution at u(seed, position). u is a counter-based uniform number, computed
 in 64-bit integers on the host: the same bits on every device and in every batch, row and engine.

@@ -113,7 +113,7 @@ class Answer:
         )
 
     def _check_context(self, part: AnswerPart) -> None:
-        """P21: the server must have continued the ids that it was sent."""
+        """The server must have continued the ids that it was sent."""
         sent = self._sent_ids
         if part.context != sent and not (self._has_context and part.context is None):
             echoed = "no ids at all" if part.context is None else f"{len(part.context)} ids that differ"

@@ -1,7 +1,7 @@
 """The engine of every sampler that is a server: vLLM, SGLang, or any endpoint. A Dialect describes the server.
 
 Servers get and return token ids; nothing is tokenized. Logprobs belong to the distribution that was sampled from, with
-temperature applied (P2).
+temperature applied.
 
 Weights may change while requests run: the server drops its KV cache and computes it again with the new weights, so
 every logprob belongs exactly to the recorded weight version.
@@ -140,7 +140,7 @@ class ServerEngine:
         await self._weights.receive(delivery)
 
     async def commit(self) -> Ack:
-        """Read every parameter back, make the version visible, and resume. Every cache has been dropped (P17)."""
+        """Read every parameter back, make the version visible, and resume. Every cache has been dropped."""
         ack = await self._weights.commit()
         await self._dialect.end_update(self._label(ack.version))
         self._labels[self._label(ack.version)] = ack.version

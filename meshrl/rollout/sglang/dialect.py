@@ -1,7 +1,7 @@
 """An SGLang server of release 0.5.19 or later: its command line, its endpoint (`/generate`) and its commands.
 
-The server gets token ids, so it neither tokenizes nor applies a template (P21). Logprobs belong to the distribution
-that was sampled from, with temperature applied (P2), as SGLang returns them unless SGLANG_RETURN_ORIGINAL_LOGPROB is
+The server gets token ids, so it neither tokenizes nor applies a template. Logprobs belong to the distribution
+that was sampled from, with temperature applied, as SGLang returns them unless SGLANG_RETURN_ORIGINAL_LOGPROB is
 set.
 """
 
@@ -213,7 +213,7 @@ def _payload(step: str, arguments: dict[str, Any], answer: Path) -> str:
 def _body(request: Request, bounds: Bounds, rid: str) -> dict[str, Any]:
     sampling = sampling_body(request, bounds) | {
         "max_new_tokens": bounds.limit,
-        "sampling_seed": request.seed,  # draws depend on seed and position, so a continuation uses the same seed (P14)
+        "sampling_seed": request.seed,  # draws depend on seed and position, so a continuation uses the same seed
         "stream_interval": stream_interval(request),
     }
     return {
@@ -289,8 +289,9 @@ def require_fit(info: dict[str, Any], engine_id: str, deterministic: bool, max_c
         )
     if int(info.get("context_length") or max_context_tokens) < max_context_tokens:
         raise ConfigError(
-            f"{engine_id} takes {info['context_length']} tokens per request, but rollout.max_context_tokens is "
-            f"{max_context_tokens}; start it with --context-length {max_context_tokens}, or lower the key"
+            f"{engine_id} takes {info['context_length']} tokens per request, but the run needs "
+            f"{max_context_tokens}; start it with --context-length {max_context_tokens}, or set "
+            f"rollout.max_context_tokens to {info['context_length']} or less"
         )
     if info.get("dtype") not in (None, "auto", dtype):
         raise ConfigError(f"{engine_id} computes in {info['dtype']}, but model.dtype is {dtype}. Make them agree")

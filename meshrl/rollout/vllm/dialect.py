@@ -1,8 +1,8 @@
 """A vLLM server: its command line, its token endpoint (`/inference/v1/generate`) and its commands.
 
-The server gets token ids, so it neither tokenizes nor applies a template (P21). vLLM's own EOS check is switched off: a
+The server gets token ids, so it neither tokenizes nor applies a template. vLLM's own EOS check is switched off: a
 turn ends at the stop ids that meshrl sends, as with every engine. Logprobs belong to the distribution that was sampled
-from (`--logprobs-mode processed_logprobs`, P2).
+from (`--logprobs-mode processed_logprobs`).
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ def _command(
         "--max-num-seqs": rollout_cfg.max_running_requests,
         "--tensor-parallel-size": rollout_cfg.tp_size,
         "--worker-extension-cls": "meshrl.rollout.vllm.worker.WeightsExtension",
-        "--logprobs-mode": "processed_logprobs",  # logprobs of the distribution that was sampled from (P2)
+        "--logprobs-mode": "processed_logprobs",  # logprobs of the distribution that was sampled from
         "--generation-config": "vllm",  # no sampling parameters from the model folder
         "--seed": 0,
     }

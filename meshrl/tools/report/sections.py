@@ -59,7 +59,10 @@ def _cost(run: RunFolder) -> Iterable[tuple[str, str, str]]:
     planned = run.setting("loop.num_steps") or run.setting("sft.num_steps")
     done = f"{run.num_steps} of {planned}" if planned else str(run.num_steps)
     yield "steps", done, f"{duration(run.wall_s)} {'in all' if run.result else 'from first to last line'}"
-    for name, title in (("memory/rss_bytes", "all processes"), ("memory/device_peak_bytes", "fullest device")):
+    for name, title in (
+        ("memory/rss_bytes", "all processes"),
+        ("memory/device_peak_bytes", "highest of a device"),
+    ):
         if values := run.known(name):
             yield "peak memory", number(max(values), "bytes"), title
     for name, title in (("rollout", "sampled"), ("train", "trained")):
@@ -278,7 +281,7 @@ LEARNING = (
 
 STABILITY = (
     Chart("Gradient norm", ("train/grad_norm",)),
-    Chart("Distance from the policy that sampled", ("loss/approx_kl",)),
+    Chart("KL to the policy at the start of the step", ("loss/approx_kl",)),
     Chart("Effective sample size", ("correction/effective_sample_size",)),
     Chart("Distance from the reference", ("loss/kl", "reward/kl")),
     Chart("Clipped ratios", ("loss/clip_fraction_low", "loss/clip_fraction_high")),

@@ -75,7 +75,7 @@ def measured(folder: Path) -> Inputs:
         replace(costs, probe_s=_probe_s(costs, groups, ranks)),
         groups,
         f"measured in {len(steps) - 1} steps of {folder} ({ranks} train ranks)",
-        (f"{truncated:.0%} of its answers were cut off; under another limit they would be longer",)
+        (f"{truncated:.0%} of the run's answers were truncated; with a higher limit they would be longer",)
         * (truncated > 0.05),
     )
 

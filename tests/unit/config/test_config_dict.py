@@ -63,7 +63,7 @@ def test_faults_of_a_dict_are_reported_like_faults_of_a_file(good):
     ("config", "expected"),
     [
         ({"loop": {"num_steps": np.int64(3)}}, r"loop.num_steps is int64 .*which can't be in a config"),
-        ({"loop": {3: 4}}, "loop: the key 3 must be a text"),
+        ({"loop": {3: 4}}, "loop: the key 3 must be a string"),
         ({"reward": {"terms": {"a": {"kind": len}}}}, "reward.terms.a.kind is builtin_function_or_method"),
     ],
 )

@@ -62,8 +62,8 @@ BAD: list[tuple[str, list[str]]] = [
     ("loop.num_steps=null", ["integer >= 1"]),
     ("loop.num_steps='8'", ["integer >= 1"]),
     ("loop.prompts_per_step=yes", ["integer >= 1"]),
-    ("data.system=7", ["text or null", "Quote it"]),
-    ("run.name=off", ["text", "Quote it"]),
+    ("data.system=7", ["string or null", "Quote it"]),
+    ("run.name=off", ["string", "Quote it"]),
     ("run.name=a/b", ["without slashes"]),
     ("run.name=..", ["without slashes"]),
     ("algo.loss=ppo", ["algo.loss.kind = ppo", "ppo_clip"]),
@@ -102,7 +102,7 @@ BAD: list[tuple[str, list[str]]] = [
     ("rollout.sampling.stop_token_ids=[a]", ["list of integers"]),
     ("rollout.sampling.stop_token_ids=[-1]", ["0 or more"]),
     ("rollout.sampling.stop=[a,'']", ["rollout.sampling.stop", "an empty text would end every turn"]),
-    ("rollout.sampling.stop=a", ["list of texts", "Write a list: rollout.sampling.stop=[a]."]),
+    ("rollout.sampling.stop=a", ["list of strings", "Write a list: rollout.sampling.stop=[a]."]),
     ("rollout.sampling.stop='</tool_call>'", ['Write a list: rollout.sampling.stop=["</tool_call>"].']),
     ("rollout.sampling.stop_token_ids=7", ["Write a list: rollout.sampling.stop_token_ids=[7]."]),
     ("monitor.sinks=wandb", ["Write a list: monitor.sinks=[wandb]."]),
@@ -292,7 +292,7 @@ def test_a_sink_that_is_not_installed_is_refused_before_anything_starts(
 def test_null_is_not_to_be_quoted_where_text_is_required(good: Path):
     """A quoted null would be the name of a column."""
     message = _words(good, ["data.prompt=null"])
-    assert "allowed: text" in message and "Quote" not in message
+    assert "allowed: string" in message and "Quote" not in message
 
 
 @pytest.mark.parametrize("value", ["a", "true"])

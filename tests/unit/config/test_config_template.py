@@ -61,7 +61,7 @@ def test_variables_alone_are_left_to_the_tokenizers_own_template(load):
             ["chat_template_kwargs.tune would have no effect", "'tone'"],
         ),
         (["chat_template_kwargs.tools=[]"], ["chat_template_kwargs.tools", "is set by meshrl in each rendering"]),
-        (["chat_template=7"], ["chat_template = 7", "text or null"]),
+        (["chat_template=7"], ["chat_template = 7", "string or null"]),
     ],
 )
 def test_a_template_that_can_not_be_used_is_refused(load, good: Path, overrides, expected):

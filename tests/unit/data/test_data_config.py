@@ -99,10 +99,10 @@ BAD: list[tuple[list[str], list[str]]] = [
     (["sources: {a: {path: train.jsonl, map: json:loads, answer: b}}"], ["data.sources.a.answer", "no effect"]),
     (["path: train.jsonl", "split: train"], ["data.split = train", "only Hugging Face data sets have splits", "jsonl"]),
     (["path: train.parquet", "subset: main"], ["data.subset", "only data sets on the Hugging Face hub"]),
-    (["path: splits"], ["data.path", "the splits train, test", "must be named"]),
+    (["path: splits"], ["data.path", "the splits train, test", "must name one"]),
     (["path: splits", "split: dev"], ["there is no split 'dev'"]),
     (["path: saved", "split: train"], ["without splits"]),
-    (["path: train.jsonl", "eval_path: splits"], ["data.eval_path", "must be named"]),
+    (["path: train.jsonl", "eval_path: splits"], ["data.eval_path", "must name one"]),
     (["path: train.parquet", "prompt: q"], ["no column 'q'", "'question', 'answer', 'info', 'info.level'"]),
     (["path: saved", "prompt: q"], ["no column 'q'", "'info.level'"]),
     (["path: shards/jsonl", "prompt: q"], ["no column 'q'"]),
@@ -233,7 +233,7 @@ def test_sft_rows_may_be_parquet(home):
 def test_sft_rows_may_be_one_split_of_a_data_set(home):
     path = home / "sft.yaml"
     path.write_text("model: {path: organisation/name}\nsft: {path: splits, num_steps: 1, messages: info}\n")
-    with pytest.raises(ConfigError, match=r"(?s)sft\.path.*the splits train, test.*must\s+be named"):
+    with pytest.raises(ConfigError, match=r"(?s)sft\.path.*the splits train, test.*must\s+name one"):
         load_sft_config(path, further=[check_data])
     loaded = load_sft_config(path, ["sft.split=test"], further=[check_data])
     assert loaded.config.sft.split == "test" and count_rows(loaded.config) == 3

@@ -84,7 +84,7 @@ def test_a_limit_takes_the_first_rows_and_reads_no_further(tmp_path):
         ('{"question": "1"}', r"no column 'answer'.*set data\.answer"),
         ('{"question": "1", "answer": null}', "column 'answer' is null"),
         ('{"question": 7, "answer": "2"}', "column 'question' is int 7; it should be a list"),
-        ('{"question": " ", "answer": "2"}', "empty text"),
+        ('{"question": " ", "answer": "2"}', "empty string"),
         ('{"question": [], "answer": "2"}', "it should be a list of"),
         ('{"question": [{"role": "user"}], "answer": "2"}', r'message 0 .*should be like \{"role"'),
         ('{"question": [{"role": "user", "content": 3}], "answer": "2"}', "message 0"),
@@ -106,7 +106,7 @@ def answers_from_rows(row):
     ("changes", "row", "expected"),
     [
         ({}, {"question": "1", "answer": None}, "column 'answer' is null"),
-        ({}, {"question": "1", "answer": " "}, "column 'answer' is an empty text"),
+        ({}, {"question": "1", "answer": " "}, "column 'answer' is an empty string"),
         ({"answer": "info.level"}, {"question": "1", "info": {"level": None}}, r"column 'info\.level' is null"),
         ({"map": "test_datasets:answers_from_rows"}, {"question": "1"}, "the answer from data.map test_.* is null"),
         ({"answer": None}, {"question": "1", "answer": "2"}, "data.answer is null"),

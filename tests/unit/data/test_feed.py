@@ -57,7 +57,7 @@ FEEDS = ["memory", "stream", "mixture", "mixture of streams"]
 
 @pytest.mark.parametrize("kind", [*FEEDS, "eval"])
 def test_every_feed_refuses_rows_without_the_answer_that_a_reward_needs(config, kind):
-    with pytest.raises(DataError, match=r"train\.jsonl:\d+: column 'answer' is an empty text, .*reward\.terms\.maths"):
+    with pytest.raises(DataError, match=r"train\.jsonl:\d+: .*'answer' is an empty string, .*reward\.terms\.maths"):
         if kind == "eval":
             cfg = config("memory", eval_path=config("memory").path)
             load_eval_prompts(PromptMaker(cfg, tiny_tokenizer(), answer_for=["maths"]))

@@ -157,7 +157,7 @@ def test_a_path_that_is_not_a_table_is_refused_by_name(tmp_path, name, content, 
 
 def test_a_split_has_to_be_named_where_there_are_several(tmp_path):
     path = make("split", tmp_path / "data")
-    with pytest.raises(DataError, match="has the splits train, test, and one of them must be named"):
+    with pytest.raises(DataError, match="has the splits train, test, and the split key"):
         open_table(path)
     with pytest.raises(DataError, match="there is no split 'dev'"):
         open_table(path, split="dev")
@@ -203,7 +203,7 @@ def test_prompts_are_equal_for_all_kinds_of_tables(tmp_path):
 
 def test_a_bad_row_of_a_parquet_file_is_named_by_its_number(tmp_path):
     write_parquet(tmp_path / "rows.parquet", [*questions(5), {"question": " ", "answer": "1", "level": None}])
-    with pytest.raises(DataError, match=r"rows\.parquet: row 5 \(from 0\): column 'question' is an empty text"):
+    with pytest.raises(DataError, match=r"rows\.parquet: row 5 \(from 0\): column 'question' is an empty string"):
         load_prompts(tmp_path / "rows.parquet", PromptMaker(DataConfig(), tiny_tokenizer()))
 
 
@@ -281,12 +281,12 @@ def test_a_function_makes_prompts_of_rows_of_any_shape(maps):
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("nothing", "returned NoneType null; it should be a dict with prompt or messages"),
-        ("both", "returned 'prompt', 'messages'; it should be a dict with prompt or messages"),
-        ("misspelt", "returned 'prompt', 'anwser'; it should be"),
-        ("empty", "the prompt from data.map is an empty text"),
+        ("nothing", "returned NoneType null; it should be a dict with either prompt or messages"),
+        ("both", "returned a dict with 'prompt', 'messages'; it should be a dict with either prompt or messages"),
+        ("misspelt", "returned a dict with 'prompt', 'anwser'; it should be"),
+        ("empty", "the prompt from data.map is an empty string"),
         ("deep", "the answer contains set .*not plain JSON"),
-        ("wrong_meta", 'meta str "level 3"; use a text and a dict'),
+        ("wrong_meta", 'meta str "level 3"; use a string and a dict'),
         ("breaks", "data.map row_maps_of_a_user:breaks raised KeyError: 'question'"),
     ],
 )

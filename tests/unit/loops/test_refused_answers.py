@@ -37,7 +37,7 @@ def test_three_steps_without_an_answer_end_the_run_with_the_reason():
     job = job_of(notes)
     for _ in range(2):
         asyncio.run(train_step(job, [refused("engine")] * 4))
-    with pytest.raises(MeshrlError, match="every answer of 3 steps in succession, such as: the server answered 401"):
+    with pytest.raises(MeshrlError, match=r"in 3 steps .* every request\. First error: the server answered 401"):
         asyncio.run(train_step(job, [refused("engine")] * 4))
     assert len(notes) == 2 and all("The engine refused 4 of them, such as: the server answered 401" in n for n in notes)
 

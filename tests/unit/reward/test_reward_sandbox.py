@@ -114,13 +114,13 @@ def test_exceptions_and_exits_are_crashes_with_a_reason(shared_sandbox):
 
 def test_a_worker_that_dies_is_replaced_and_its_item_is_graded_again(shared_sandbox, tmp_path):
     """It is graded again once: an item that kills its worker twice is a crash."""
-    before = shared_sandbox.counts["reward/gradings_redone"]
+    before = shared_sandbox.counts["reward/gradings_retried"]
     results = asyncio.run(
         shared_sandbox.grade([("behave", payload(c, str(tmp_path / "marker"))) for c in ("fine", "die_once", "int")])
     )
-    assert results == [1.0, 0.5, 3.0] and shared_sandbox.counts["reward/gradings_redone"] - before == 1
+    assert results == [1.0, 0.5, 3.0] and shared_sandbox.counts["reward/gradings_retried"] - before == 1
     results, killed = grade(shared_sandbox, ["os_exit", "fine"])
-    assert kinds(results) == ["crash", 1.0] and (killed, shared_sandbox.counts["reward/gradings_redone"] - before) == (
+    assert kinds(results) == ["crash", 1.0] and (killed, shared_sandbox.counts["reward/gradings_retried"] - before) == (
         2,
         2,
     )

@@ -79,14 +79,14 @@ def test_an_answer_that_math_answer_can_not_evaluate_in_its_cpu_time_is_wrong_an
     metrics = score(trajectories, terms={"answer": RewardTerm(kind="math_answer")}, max_failure_fraction=0.0)
     assert [t.reward for t in trajectories] == [1.0, 0.0, 1.0]
     assert metrics["math_timeouts"].sum == 1 and metrics["failed"].sum == 0
-    assert metrics["gradings_redone"].sum == 0
+    assert metrics["gradings_retried"].sum == 0
 
 
 def test_too_many_failures_end_the_run_with_examples():
     with pytest.raises(RewardError) as ended:
         score([make_trajectory("raise"), make_trajectory("fine")], terms={"other": BEHAVE}, max_failure_fraction=0.4)
     text = str(ended.value)
-    assert "1 of 2 gradings failed (1 crash)" in text and "max_failure_fraction = 0.4" in text
+    assert "1 of 2 calls of reward functions failed (1 crash)" in text and "max_failure_fraction = 0.4" in text
     assert "row p, answer 0, term 'other': crash: ValueError: invalid literal" in text
 
 

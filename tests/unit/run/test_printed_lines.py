@@ -41,7 +41,7 @@ def test_supervised_training_prints_its_start_its_steps_and_its_end_as_train_doe
     assert main(["sft", str(config), INLINE, "run.name=one"]) == 0
     folder = tmp_path / "runs" / "one"
     lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("note: ")]
-    assert lines[0] == f"run {folder}: starting 1 train ranks, executor inline"
+    assert lines[0] == f"run {folder}: starting 1 train rank, executor inline"
     assert lines[1].startswith("ready after ")
     assert [line.partition("  ")[0] for line in lines[2:4]] == ["step 1/2", "step 2/2"]
     assert f"wrote {folder / 'checkpoints' / 'step_000002' / 'model'}" in lines

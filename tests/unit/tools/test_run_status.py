@@ -86,7 +86,7 @@ def test_status_prints_step_phase_value_and_processes(tmp_path, capsys):
     assert f"runs as process {os.getpid()}" in printed and "step 7 of 10, in phase train for 0 s" in printed
     assert "reward/mean 0.625" in printed
     (line,) = [line for line in printed.splitlines() if line.split()[0] == str(os.getpid())]
-    assert line.split()[1] == "controller" and line.split()[3] == "MB"
+    assert line.split()[1] == "controller" and line.split()[3] == "MiB"
 
 
 def test_status_of_a_killed_run_of_a_run_on_another_machine_and_of_a_missing_run(tmp_path, run_of, capsys):
