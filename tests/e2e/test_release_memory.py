@@ -86,6 +86,6 @@ def test_a_server_restores_weights_before_the_sync_and_caches_after_it(tmp_path:
     with serving(lm, tmp_path / "server", "--enable-memory-saver") as url:
         released = (*server, f"rollout.sglang.url={url}", "rollout.release_memory=true")
         steps = steps_of(train(config, "release", *released), ("s",))
-        with broken(url, "no_memory_saver"), pytest.raises(CapabilityError, match="needs --enable-memory-saver"):
+        with broken(url, "no_memory_saver"), pytest.raises(CapabilityError, match="with --enable-memory-saver"):
             train(config, "refused", *released)
     assert len(steps) == 2 and all(step[RELEASED] > 0 and step["proof/logprob_abs_diff_mean"] < 1e-4 for step in steps)

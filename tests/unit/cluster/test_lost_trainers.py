@@ -232,7 +232,7 @@ def test_a_sampler_that_dies_while_it_is_idle_is_replaced_at_once(tmp_path):
 
             def note(text: str) -> None:
                 notes.append(text)
-                if "is back" in text:
+                if "was replaced" in text:
                     back.set()
 
             rollouts.note = note
