@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Concatenate, Literal, ParamSpec, TypeVar
 
 import numpy as np
@@ -118,13 +119,15 @@ class TrainGroup:
         """Wait until every rank's file is on disk; other commands may run. Raises: CheckpointError."""
         return dict(await self._each(lambda rank: self.executor.call(rank, RankWorker.finish_save)))
 
-    async def load(self, folder: str, version: int) -> None:
-        """Load a saved training state. Its weights had this version: the next sync commits that number again.
+    async def load(self, folder: Path | None, version: int) -> None:
+        """Load a saved training state; None: new ranks have the weights of model.path already. The weights had this
+        version: the next sync commits that number again.
 
         Raises: CheckpointError, before anything is changed.
         """
         self._sent.forget()
-        await self._all(lambda rank: self.executor.call(rank, RankWorker.load, folder))
+        if folder is not None:
+            await self._all(lambda rank: self.executor.call(rank, RankWorker.load, str(folder)))
         self.version, self.is_synced = version - 1, False
 
     async def state_bytes(self) -> int:

@@ -43,8 +43,10 @@ class LoopConfig(Slice):
     save_best: bool = True
     """save the model whenever an evaluation has the best eval/mean_at_k so far; the previous best is deleted, unless a
     checkpoint needs it or save_every_steps retains it"""
-    save_every_steps: int = Field(0, ge=0)
-    """steps between checkpoints, each with the model; 0 = only at the end and when interrupted"""
+    save_every_steps: int | None = Field(None, ge=0)
+    """null = the training state is saved at each evaluation, and at least every ten minutes; a number = steps between
+    checkpoints, each with the training state and the model; 0 = a checkpoint only at the end and when the run is
+    interrupted, so that a run that loses train ranks can't continue"""
 
     @property
     def staleness(self) -> int:
@@ -74,8 +76,9 @@ class SftConfig(Slice):
     """rows in one optimizer step"""
     num_steps: int = Field(ge=1)
     """optimizer steps"""
-    save_every_steps: int = Field(0, ge=0)
-    """steps between checkpoints; 0 = only at the end and when interrupted"""
+    save_every_steps: int | None = Field(None, ge=0)
+    """null = the training state is saved at least every ten minutes; a number = steps between checkpoints; 0 = only at
+    the end and when the run is interrupted, so that a run that loses train ranks can't continue"""
     max_row_tokens: int = Field(1024, ge=1)
     """limit of a row in tokens; longer rows are left out and counted"""
     shuffle: bool = True

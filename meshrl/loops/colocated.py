@@ -14,13 +14,13 @@ async def colocated(job: Job) -> None:
     start = await first_sync(job)
     while True:
         await evaluate_if_due(job)
-        await run.save_if_due(job, loop.save_every_steps, with_model=True)
+        await run.save_if_due(job, loop.save_every_steps, True, loop.eval_every_steps)
         if job.is_over:
             return
         prompts, cursor = job.next_prompts()
         trajectories = await answer(job, prompts)
         metrics, start = start + await score(job, trajectories), []
-        with run.updating(job.trainer):
+        with run.updating(job):
             metrics += await train_step(job, trajectories)
             metrics += await sync(job)
             await finish_step(job, trajectories, metrics, cursor)

@@ -18,7 +18,7 @@ async def fully_async(job: Job) -> None:
     async with GroupBuffer(job) as buffer:
         while True:
             await evaluate_if_due(job)
-            await run.save_if_due(job, loop.save_every_steps, with_model=True)
+            await run.save_if_due(job, loop.save_every_steps, True, loop.eval_every_steps)
             if job.is_over:
                 await probe_result(job)
                 return
@@ -26,7 +26,7 @@ async def fully_async(job: Job) -> None:
                 groups = await buffer.take()
             trajectories = [t for group in groups for t in group.trajectories]
             metrics += [metric for group in groups for metric in group.metrics]
-            with run.updating(job.trainer):
+            with run.updating(job):
                 metrics += await train_step(job, trajectories)
                 metrics += await sync(job) + buffer.metrics()
                 await finish_step(job, trajectories, metrics, buffer.cursor())

@@ -25,6 +25,8 @@ from meshrl.sync.layout import Layout
 class Resumable(Protocol):
     """The state of a loop, which a run saves and restores. step: finished steps."""
 
+    trainer: TrainGroup
+
     @property
     def step(self) -> int: ...
 
@@ -36,10 +38,11 @@ class Resumable(Protocol):
         """The state after the last finished step that a resumed run needs, except tensors. Plain JSON, and a copy,
         because it is written while the run continues."""
 
-    async def restore(self, step: int, saved: dict[str, Any], state: Path) -> None:
+    async def restore(self, step: int, saved: dict[str, Any], state: Path | None) -> None:
         """Set this object and its trainer to the state of `snapshot` after `step` steps.
 
-        state: the checkpoint's folder of tensors. Raises: CheckpointError or DataError when files are damaged, or
+        state: the checkpoint's folder of tensors; None when new train ranks have loaded the weights of model.path, from
+        which the run began. Raises: CheckpointError or DataError when files are damaged, or
         model, data or seed differ from those of the checkpoint.
         """
 
@@ -63,12 +66,13 @@ class RunServices(Protocol):
     def report(self, step: int, metrics: Sequence[Metric]) -> dict[str, float]:
         """Compute the values of a step's metrics, once, and pass them to every sink. Returns the values."""
 
-    def updating(self, trainer: TrainGroup) -> AbstractContextManager[None]:
+    def updating(self, job: Resumable) -> AbstractContextManager[None]:
         """Context of a step's update: no signal ends the run while weights, data and metrics are of different steps."""
 
-    async def save_if_due(self, job: Resumable, every: int, with_model: bool) -> None:
+    async def save_if_due(self, job: Resumable, every: int | None, with_model: bool, eval_every: int = 0) -> None:
         """After the last step and every `every` steps (0 = never), write a checkpoint, and the model if `with_model`.
-        Raises: the error of the previous checkpoint."""
+        every None: a checkpoint without a model every `eval_every` steps, and when the last one is AUTO_SAVE_S old.
+        Raises: the error of the previous checkpoint, or of a sink."""
 
     async def keep_best(self, step: int, score: float) -> None:
         """Write the model of `step` if its score is higher than all earlier ones."""
@@ -150,12 +154,12 @@ class Job:
             "proof_threshold": self.proof.threshold,
         }
 
-    async def restore(self, step: int, saved: dict[str, Any], state: Path) -> None:
+    async def restore(self, step: int, saved: dict[str, Any], state: Path | None) -> None:
         if self.probe is not None:
             self.probe.cancel()
         self.probe, self.probed = None, []
         self.feed.load_state(saved["data"])
-        await self.trainer.load(str(state), saved["version"])
+        await self.trainer.load(state, saved["version"])
         self.step, self.num_updates, self.cursor = step, saved["num_updates"], saved["data"]
         self.rewards, self.evals = list(saved["rewards"]), [(at, score) for at, score in saved["evals"]]
         now, before = self.cfg.model_dump(mode="json"), saved.get("config", {})

@@ -24,7 +24,7 @@ async def one_step_off(job: Job) -> None:
     try:
         while True:
             await evaluate_if_due(job)
-            await run.save_if_due(job, loop.save_every_steps, with_model=True)
+            await run.save_if_due(job, loop.save_every_steps, True, loop.eval_every_steps)
             if job.is_over:
                 await probe_result(job)
                 return
@@ -33,7 +33,7 @@ async def one_step_off(job: Job) -> None:
             ahead = None
             if loop.staleness and job.step + 1 < loop.num_steps:
                 ahead = asyncio.create_task(_next_batch(job))
-            with run.updating(job.trainer):
+            with run.updating(job):
                 metrics += sampled + await train_step(job, trajectories)
                 await finish_step(job, trajectories, metrics, cursor)
             metrics = []

@@ -41,9 +41,9 @@ class SftJob:
     def snapshot(self) -> dict[str, Any]:
         return {"data": self.cursor, "losses": list(self.losses)}
 
-    async def restore(self, step: int, saved: dict[str, Any], state: Path) -> None:
+    async def restore(self, step: int, saved: dict[str, Any], state: Path | None) -> None:
         self.source.load_state(saved["data"])
-        await self.trainer.load(str(state), version=0)
+        await self.trainer.load(state, version=0)
         self.cursor, self.losses = saved["data"], list(saved["losses"])
 
 
@@ -57,7 +57,7 @@ async def sft(job: SftJob) -> None:
             return
         samples = job.source.next(cfg.sft.rows_per_step)
         assign_loss_weights(samples, denominator, max_new_tokens=0)
-        with job.run.updating(trainer):
+        with job.run.updating(job):
             with spans("train"):
                 result = await trainer.forward_backward(samples, trainer.batch_plan(samples), loss)
                 lr = learning_rate(job.step, cfg.sft.num_steps, cfg.train.optimizer.lr, cfg.train.scheduler)

@@ -56,13 +56,15 @@ class RolloutLog:
         return path
 
 
-def remove_steps(folder: Path, first_step: int) -> None:
-    """Remove the files of step `first_step` (counted from 0) and later ones from a run's rollouts/: these steps are
-    repeated. Evaluations are named by finished steps, so the evaluation after first_step steps is not removed."""
-    for path in folder.glob("*_*.jsonl"):
+def step_files(folder: Path, first_step: int) -> list[Path]:
+    """The files of step `first_step` (counted from 0) and later ones in a run's rollouts/. Evaluations are named by
+    finished steps, so the evaluation after first_step steps is not among them."""
+    found = []
+    for path in sorted(folder.glob("*_*.jsonl")):
         name, _, number = path.stem.rpartition("_")
         if number.isdigit() and int(number) >= first_step + (name != "step"):
-            path.unlink()
+            found.append(path)
+    return found
 
 
 def read_rollouts(path: str | Path) -> Iterator[LoggedTrajectory]:

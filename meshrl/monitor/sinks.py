@@ -30,13 +30,18 @@ class Sink(Protocol):
     def close(self, failed: bool = False) -> None: ...
 
 
-def report(sinks: Sequence[Sink], step: int, metrics: Iterable[Metric]) -> dict[str, float]:
-    """Compute the step's values, once, and write them to every sink. Returns the values."""
+def report(sinks: Sequence[Sink], step: int, metrics: Iterable[Metric]) -> tuple[dict[str, float], Exception | None]:
+    """Compute the step's values, once, and write them to every sink. Returns the values, and the first exception that a
+    sink raised: the others get the values, too."""
     merged = merge(metrics)
     values, names = divide(merged), units(merged)
+    first = None
     for sink in sinks:
-        sink.write(step, values, names)
-    return values
+        try:
+            sink.write(step, values, names)
+        except Exception as error:
+            first = first or error
+    return values, first
 
 
 class JsonlSink:
@@ -111,6 +116,21 @@ def read_metrics(path: str | Path) -> tuple[list[MetricsLine], dict[str, str]]:
             values = {name: float(value) for name, value in record["metrics"].items()}
             lines.append(MetricsLine(step=step, time=at, metrics=values))
     return lines, units
+
+
+def later_lines(path: Path, first_step: int) -> str:
+    """The lines of a metrics.jsonl of step `first_step` and later, with the units of all names; "" if there are none.
+
+    Raises: DataError, which names file and line.
+    """
+    lines, num_steps = [], 0
+    for number, record in enumerate(read_lines(path), start=1):
+        with data_errors(f"{path}:{number}", "a line of metrics.jsonl"):
+            is_later = "units" not in record and record["step"] >= first_step
+            if is_later or "units" in record:
+                lines.append(to_line(record))
+            num_steps += is_later
+    return "".join(lines) if num_steps else ""
 
 
 _MAX_STEP, _MAX_TIME = 1 << 40, 1e11  # a larger number means a damaged file; the time is in the year 5138

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
@@ -49,11 +50,9 @@ def _name(process: psutil.Process) -> str:
     return "other"
 
 
-def started_at(pid: int) -> float | None:
-    """Start time of a process, in seconds since 1970, which distinguishes it from a later process with the same id;
-    None when it does not run."""
+def has_open(pid: int, path: Path) -> bool:
+    """Whether a process of this user has this file open."""
     try:
-        process = psutil.Process(pid)
-        return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
-    except psutil.NoSuchProcess:
-        return None
+        return any(path.samefile(opened.path) for opened in psutil.Process(pid).open_files())
+    except (psutil.Error, OSError):
+        return False

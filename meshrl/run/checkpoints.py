@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -37,6 +38,17 @@ class Checkpoints:
         self.folder, self.trainer, self.keep, self.note = folder / "checkpoints", trainer, keep, note
         self.saved_step = self.newest_on_disk()  # also of a checkpoint that is still being written
         self._writing: asyncio.Task[None] | None = None
+        self._began = time.monotonic()  # the last save, or this object
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the last save began, or since the start."""
+        return time.monotonic() - self._began
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether the last save is not on disk yet."""
+        return self._writing is not None and not self._writing.done()
 
     def newest_on_disk(self) -> int:
         """The step of the newest complete checkpoint; 0 = none."""
@@ -55,7 +67,7 @@ class Checkpoints:
         final = state_folder(self.folder, step)
         temporary = make_temporary_folder(final)
         await self.trainer.save(str(temporary))
-        self.saved_step = step
+        self.saved_step, self._began = step, time.monotonic()
         self._writing = asyncio.create_task(self._commit(step, final, temporary, saved))
 
     async def _commit(self, step: int, final: Path, temporary: Path, saved: dict[str, Any]) -> None:
@@ -81,6 +93,11 @@ class Checkpoints:
                 self._writing.exception()  # lost ranks are already reported; the next save reports a full disk
             self._writing = None
         self.saved_step = self.newest_on_disk()
+
+    async def drop_failed(self) -> None:
+        """Forget the last save if it has failed and its error was raised, so that another one may be tried."""
+        if self._writing is not None and not self.is_writing:
+            await self.abandon()
 
     async def settle(self) -> None:
         """Wait until the current save, if there is one, is on disk. Raises: its error."""

@@ -1,9 +1,11 @@
-"""The folder of a run: its name, the checkpoint that the run starts from, and the removal of files of later steps."""
+"""The folder of a run: its name, the checkpoint that the run starts from, and what is moved aside for it."""
 
 from __future__ import annotations
 
+import os
+import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,18 +14,35 @@ from meshrl.config.load import Loaded
 from meshrl.config.run import RunSection
 from meshrl.config.source import leaves
 from meshrl.core.errors import CheckpointError, MeshrlError
-from meshrl.monitor.rollout_log import remove_steps
-from meshrl.run.models import restore_best
-from meshrl.train.checkpoint_files import MANIFEST, read_controller, read_manifest, remove_leftovers, states
+from meshrl.core.files import write_text
+from meshrl.monitor.rollout_log import step_files
+from meshrl.monitor.sinks import later_lines
+from meshrl.run.lease import LOCK_FILE
+from meshrl.run.models import BEST_FILE, restore_best
+from meshrl.run.status import STATUS_FILE
+from meshrl.train.checkpoint_files import (
+    MANIFEST,
+    read_controller,
+    read_manifest,
+    remove_leftovers,
+    states,
+    step_folders,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The checkpoint that a run starts from. folder: contains its tensors. saved: the state of its controller."""
+    """The state that a run continues from. folder: a checkpoint's tensors; None = the beginning of the run, with the
+    weights of model.path. saved: the state of its controller."""
 
     step: int
-    folder: Path
+    folder: Path | None
     saved: dict[str, Any]
+
+    @property
+    def first_repeated_step(self) -> int:
+        """The first step whose output the run writes again; the evaluation before the first step has number -1."""
+        return self.step if self.folder is not None else -1
 
 
 def run_name(loaded: Loaded[Any]) -> str:
@@ -43,30 +62,35 @@ def run_name(loaded: Loaded[Any]) -> str:
             name = f"{first}-{number}"
 
 
-def choose_start(run: RunSection, folder: Path, kind: str, num_steps: int) -> Start | None:
-    """The checkpoint that run.resume selects for the run in `folder`; None for a new run. Changes no file.
+def choose_start(
+    run: RunSection, folder: Path, kind: str, num_steps: int, note: Callable[[str], None] = print
+) -> Start | None:
+    """The checkpoint that run.resume selects for the run in `folder`; None for a new run. Changes no file. Call it with
+    the folder's lease.
 
-    kind: "train" or "sft".
+    kind: "train" or "sft". note: receives a line for each damaged checkpoint that is passed over.
 
     Raises: MeshrlError when the folder contains a run that would be overwritten; CheckpointError when the checkpoint is
     damaged, from another command, or beyond num_steps.
     """
     own = states(folder / "checkpoints")
-    if run.resume == "never" and own:
-        raise MeshrlError(
-            f"{folder} contains checkpoints up to step {own[-1][0]}; run.resume=auto continues from there. For a new "
-            "run, choose another run.name or remove that folder"
-        )
     if run.resume == "auto":
-        chosen = own[-1][1] if own else None
-    else:
-        chosen = None if run.resume == "never" else state_in(Path(run.resume))
-    is_own = chosen is not None and chosen.parent.parent.resolve() == (folder / "checkpoints").resolve()
-    can_take_over = chosen is None and (run.resume == "auto" or _ended_before_its_first_step(folder))
-    if (folder / "metrics.jsonl").exists() and not is_own and not can_take_over:
+        return newest_start(folder, kind, num_steps, note)
+    if run.resume == "never":
+        if own:
+            raise MeshrlError(
+                f"{folder} contains checkpoints up to step {own[-1][0]}; run.resume=auto continues from there. For a "
+                "new run, choose another run.name or remove that folder"
+            )
+        if (folder / _METRICS).exists() and not _ended_before_its_first_step(folder):
+            raise _occupied(folder)
+        return None
+    chosen = state_in(Path(run.resume))
+    is_own = chosen.parent.parent.resolve() == (folder / "checkpoints").resolve()
+    if (folder / _METRICS).exists() and not is_own and not _ended_before_its_first_step(folder):
         raise _occupied(folder)
-    start = None if chosen is None else _read(chosen, kind, num_steps)
-    if start is not None and is_own and own[-1][0] > start.step:
+    start = _read(chosen, kind, num_steps)
+    if is_own and own[-1][0] > start.step:
         raise MeshrlError(
             f"{folder} has a newer checkpoint, after step {own[-1][0]}; a run that starts from step {start.step} would "
             "overwrite it. Choose another run.name, or continue from the newest with run.resume=auto"
@@ -74,28 +98,12 @@ def choose_start(run: RunSection, folder: Path, kind: str, num_steps: int) -> St
     return start
 
 
-def claim(folder: Path, resume: str) -> None:
-    """Create the folder for a new run, or take over the folder of a run that ended before its first step.
-
-    Raises: MeshrlError when another run has it: if several runs start at once, only one gets the folder.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        if resume == "auto":
-            (folder / _RESULT).unlink(missing_ok=True)
-        elif _ended_before_its_first_step(folder):
-            (folder / _RESULT).unlink()  # of several processes, it succeeds in one only
-        else:
-            (folder / "metrics.jsonl").touch(exist_ok=False)
-    except (FileNotFoundError, FileExistsError):
-        raise _occupied(folder) from None
-
-
-_RESULT = "result.json"  # written when a run ends; without it, a run may still use the folder
+_METRICS = "metrics.jsonl"
+_RESULT = "result.json"  # written when a run ends
 
 
 def _ended_before_its_first_step(folder: Path) -> bool:
-    metrics = folder / "metrics.jsonl"
+    metrics = folder / _METRICS
     return (folder / _RESULT).is_file() and metrics.is_file() and metrics.stat().st_size == 0
 
 
@@ -109,38 +117,94 @@ def state_in(given: Path) -> Path:
 
 
 def _read(folder: Path, kind: str, num_steps: int) -> Start:
-    saved = read_controller(folder)
+    saved, step = read_controller(folder), read_manifest(folder).step
+    _require_fitting(folder, saved, step, kind, num_steps)
+    return Start(step, folder, saved)
+
+
+def _require_fitting(folder: Path, saved: dict[str, Any], step: int, kind: str, num_steps: int) -> None:
     if saved.get("kind") != kind:
         raise CheckpointError(
             f"{folder} is a checkpoint of `meshrl {saved.get('kind')}`, not of `meshrl {kind}`. To start from "
             f"its model, set model.path to {folder.parent / 'model'} and run.resume to never"
         )
-    step = read_manifest(folder).step
     if step > num_steps:
         steps = "loop.num_steps" if kind == "train" else "sft.num_steps"
         raise CheckpointError(f"{folder} is after step {step}, but this run ends at step {num_steps}; raise {steps}")
-    return Start(step, folder, saved)
 
 
-def newest_start(folder: Path, kind: str, num_steps: int) -> Start | None:
-    """The newest checkpoint of the run in `folder`. Raises: CheckpointError when it is damaged."""
-    own = states(folder / "checkpoints")
-    return _read(own[-1][1], kind, num_steps) if own else None
+def newest_start(
+    folder: Path, kind: str, num_steps: int, note: Callable[[str], None], before: int | None = None
+) -> Start | None:
+    """The newest checkpoint of the run in `folder`, of a step below `before` if that is given. A damaged one is passed
+    over, with a note. Raises: CheckpointError when all are damaged, or when the newest is of another command or beyond
+    num_steps."""
+    first: CheckpointError | None = None
+    for step, state in reversed(states(folder / "checkpoints")):
+        if before is not None and step >= before:
+            continue
+        try:
+            saved = read_controller(state)
+        except CheckpointError as damage:
+            first = first or damage
+            note(f"checkpoint passed over: {damage}")
+            continue
+        _require_fitting(state, saved, step, kind, num_steps)
+        return Start(step, state, saved)
+    if first is not None and before is None:
+        raise first
+    return None
 
 
-def remove_later_steps(folder: Path, start: Start | None) -> None:
-    """Remove the files that a run wrote after the checkpoint from which it continues, because it will write them again:
-    unfinished saves, rollouts, a later best model, and without a checkpoint its metrics (with one, the sink of the
-    metrics removes the later lines). Exported models are not removed: each is complete."""
-    step = start.step if start is not None else 0
-    if (folder / "checkpoints").is_dir():
-        remove_leftovers(folder / "checkpoints")
-        is_own = start is not None and start.folder.is_relative_to(folder)  # another run's best model is not this one's
-        restore_best(folder, step, start.saved.get("best") if start is not None and is_own else None)
-    if (folder / "rollouts").is_dir():
-        remove_steps(folder / "rollouts", step)
-    if step == 0:
-        (folder / "metrics.jsonl").unlink(missing_ok=True)
+def set_aside(folder: Path, start: Start | None) -> Path | None:
+    """Move what the run in `folder` wrote after `start` to a new folder EARLIER_N in it, because the run will write it
+    again: metrics, rollouts, checkpoints and a best model of later steps; without `start` everything. Unfinished saves
+    are removed. Returns the new folder; None when there was nothing to move."""
+    aside = folder / f"{EARLIER}{1 + max((_number(path) for path in folder.glob(EARLIER + '*')), default=0)}"
+    checkpoints, metrics = folder / "checkpoints", folder / _METRICS
+    if checkpoints.is_dir():
+        remove_leftovers(checkpoints)
+    if start is None:
+        stay = {LOCK_FILE, STATUS_FILE}
+        for path in sorted(folder.iterdir()):
+            if path.name not in stay and not path.name.startswith(EARLIER) and not _is_empty(path):
+                _move(path, folder, aside)
+    else:
+        step = start.first_repeated_step
+        for path in step_files(folder / "rollouts", step):
+            _move(path, folder, aside)
+        for number, path in step_folders(checkpoints):
+            if number > start.step:
+                _move(path, folder, aside)
+        if metrics.exists() and (later := later_lines(metrics, step)):
+            aside.mkdir(exist_ok=True)
+            (aside / _METRICS).write_text(later, encoding="utf-8")
+        is_own = start.folder is not None and start.folder.is_relative_to(folder)
+        if (best := restore_best(folder, start.step, start.saved.get("best") if is_own else None)) is not None:
+            (aside / "checkpoints").mkdir(parents=True, exist_ok=True)
+            write_text(aside / "checkpoints" / BEST_FILE, best)
+        for name in (_RESULT, "config.yaml") if aside.is_dir() else ():
+            if (folder / name).is_file():
+                shutil.copy2(folder / name, aside / name)
+    return aside if aside.is_dir() else None
+
+
+EARLIER = "earlier_"
+
+
+def _number(path: Path) -> int:
+    number = path.name.removeprefix(EARLIER)
+    return int(number) if number.isdecimal() else 0
+
+
+def _is_empty(path: Path) -> bool:
+    return path.stat().st_size == 0 if path.is_file() else path.is_dir() and not any(path.iterdir())
+
+
+def _move(path: Path, folder: Path, aside: Path) -> None:
+    to = aside / path.relative_to(folder)
+    to.parent.mkdir(parents=True, exist_ok=True)
+    os.rename(path, to)
 
 
 def changed_keys(was: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:

@@ -6,13 +6,14 @@ import asyncio
 import io
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from meshrl.cluster.groups import TrainGroup
 from meshrl.config.explain import to_yaml
 from meshrl.config.load import Loaded
 from meshrl.core.errors import RankFailure
@@ -24,12 +25,14 @@ from meshrl.monitor.sinks import JsonlSink, Sink, TerminalSink, report
 from meshrl.monitor.spans import Spans
 from meshrl.monitor.trackers import open_trackers
 from meshrl.run.checkpoints import Checkpoints
-from meshrl.run.folder import Start, changed_keys, choose_start, claim, remove_later_steps, run_name
+from meshrl.run.folder import Start, changed_keys, choose_start, run_name, set_aside
 from meshrl.run.inputs import NO_OBJECTS, Objects, StepCallback
+from meshrl.run.lease import FolderLease, in_use, until_free
 from meshrl.run.models import Best, best_facts, export_to, model_folder, read_best, replace_best
 from meshrl.run.signals import Stop
-from meshrl.run.status import StatusFile, require_unused
+from meshrl.run.status import StatusFile, holder_of
 
+AUTO_SAVE_S = 600.0  # at most so much time is lost with a run's processes, if save_every_steps is null
 WriteReport = Callable[[Path], object]
 """Called with the run's folder after all other files are written."""
 
@@ -76,9 +79,22 @@ class LiveRun:
 
         self.spans = Spans(entered=entered)
         self.is_open = self.ends_early = False
+        self.sink_error: Exception | None = None  # raised when the step is counted
         self.restarts = self.exported_step = 0
         self.chat_template: str | None = None
         self.summary: Callable[[], dict[str, Any]] = dict
+
+    @property
+    def save_key(self) -> str:
+        """The key that sets when training states are saved."""
+        return f"{'loop' if self.kind == 'train' else 'sft'}.save_every_steps"
+
+    @property
+    def save_every_steps(self) -> int | None:
+        """The value of save_key."""
+        section = self.loaded.config.loop if self.kind == "train" else self.loaded.config.sft
+        value: int | None = section.save_every_steps
+        return value
 
     @property
     def seconds(self) -> float:
@@ -86,19 +102,36 @@ class LiveRun:
         return time.monotonic() - self.began
 
     def report(self, step: int, metrics: Sequence[Metric]) -> dict[str, float]:
-        return report(self.sinks, step, metrics)
+        """Every sink gets the values. An error of a sink ends the run when the step is counted, so that it is saved."""
+        values, error = report(self.sinks, step, metrics)
+        self.sink_error = self.sink_error or error
+        return values
 
-    def updating(self, trainer: TrainGroup) -> AbstractContextManager[None]:
-        return self.stop.updating(trainer)
+    @contextmanager
+    def updating(self, job: Resumable) -> Iterator[None]:
+        with self.stop.updating(job):
+            yield
+        self._raise_sink_error()
+
+    def _raise_sink_error(self) -> None:
+        error, self.sink_error = self.sink_error, None
+        if error is not None:
+            raise error
 
     def end_early(self) -> None:
         self.ends_early = True
 
-    async def save_if_due(self, job: Resumable, every: int, with_model: bool) -> None:
+    async def save_if_due(self, job: Resumable, every: int | None, with_model: bool, eval_every: int = 0) -> None:
+        self._raise_sink_error()
         self.checkpoints.check()
-        if job.step == 0 or not (job.is_over or (every and job.step % every == 0)):
+        steps = eval_every if every is None else every
+        is_due = job.is_over or bool(steps and job.step % steps == 0)
+        if every is None and not job.is_over:
+            is_old = self.checkpoints.age_s > AUTO_SAVE_S
+            is_due = (is_due or is_old) and not self.checkpoints.is_writing
+        if job.step == 0 or not is_due:
             return
-        if with_model:
+        if with_model and (job.is_over or every is not None):
             with self.spans("export"):
                 await self.export_model(job.step)
         await self.save(job)
@@ -116,14 +149,16 @@ class LiveRun:
             await self.checkpoints.save(job.step, saved | job.snapshot())
 
     async def restore(self, job: Resumable, start: Start) -> None:
-        """Set the job, its trainer and the run's folder to the state of a checkpoint. Raises: as job.restore."""
+        """Set the job, its trainer and the run's folder to this state. Raises: as job.restore."""
         await job.restore(start.step, start.saved, start.folder)
-        is_own = start.folder.is_relative_to(self.folder)
+        is_own = start.folder is not None and start.folder.is_relative_to(self.folder)
         self.exported_step = start.saved["exported_step"] if is_own else 0
-        self.note(f"continues from {start.folder}, after step {start.step}")
-        for line in changed_keys(start.saved["config"], self.loaded.config.model_dump(mode="json")):
-            self.note(f"  {line}")
+        if start.folder is not None:
+            self.note(f"continues from {start.folder}, after step {start.step}")
+            for line in changed_keys(start.saved["config"], self.loaded.config.model_dump(mode="json")):
+                self.note(f"  {line}")
         self.continue_from(start)
+        self.checkpoints.saved_step = self.checkpoints.newest_on_disk()  # later ones were moved aside
 
     async def export_model(self, step: int) -> Path:
         """Write the trainer's model, once for each step, in the compute dtype and with its tokenizer."""
@@ -146,19 +181,24 @@ class LiveRun:
 
     def _is_retained(self, step: int) -> bool:
         """Whether the model of a step is retained when a better one is written."""
-        every = self.loaded.config.loop.save_every_steps
+        every = self.loaded.config.loop.save_every_steps or 0
         return step == self.num_steps or bool(every and step % every == 0)
 
     def continue_from(self, start: Start | None) -> None:
-        """Remove the output of later steps, and write from this checkpoint on; None: from the beginning. Called again
-        when the run returns to a checkpoint. Raises: ConfigError when a sink can't be opened."""
+        """Move the output of later steps aside, and write from this state on; None: from the beginning. Called again
+        when the run returns to an earlier state. Raises: ConfigError when a sink can't be opened."""
         if self.is_open:
             self.sinks.pop(0).close(failed=True)
         first_step = start.step if start is not None else 0
         cfg = self.loaded.config
-        if self.is_open or cfg.run.resume != "never":
-            remove_later_steps(self.folder, start)
-        self.sinks.insert(0, JsonlSink(self.folder / "metrics.jsonl", first_step))
+        aside = set_aside(self.folder, start)
+        if start is None and cfg.run.resume == "auto":
+            moved = f"; what was there is now in {aside}" if aside else ""
+            self.note(f"run.resume=auto: {self.folder} has no checkpoint, so the run starts at step 0{moved}")
+        elif aside is not None:
+            self.note(f"what an earlier part of the run wrote after step {first_step} is now in {aside}")
+        first_repeated = start.first_repeated_step if start is not None else -1
+        self.sinks.insert(0, JsonlSink(self.folder / "metrics.jsonl", first_repeated))
         self.status.go_back_to(first_step)
         self.ends_early = False  # on_step is called again for the steps that are repeated
         self.spans.take()  # drops the times of steps that are repeated
@@ -184,6 +224,15 @@ class LiveRun:
         write_text(self.folder / "result.json", json.dumps(strict, indent=2) + "\n")
 
 
+async def wait_for_folder(loaded: Loaded[Any]) -> None:
+    """If this start continues the run in a folder, wait a limited time for an earlier process of that run, such as that
+    of a requeued job, to end. Raises: MeshrlError."""
+    run = loaded.config.run
+    if run.resume != "never" and run.name != "auto":
+        folder = Path(run.folder) / run.name
+        await until_free(folder, lambda: holder_of(folder), partial(print, file=sys.stderr, flush=True))
+
+
 @contextmanager
 def live_run(
     loaded: Loaded[Any],
@@ -197,17 +246,41 @@ def live_run(
     any more. When the block ends, also by a failure or an interrupt, result.json is written, with the keys status,
     error and wall_s and those of the run's summary, and then the report. A refused run changes no file.
 
-    kind: "train" or "sft". Raises: MeshrlError and CheckpointError, as choose_start and claim; ConfigError when a sink
-    can't be opened.
+    kind: "train" or "sft". Raises: MeshrlError when another process has the folder's lease; MeshrlError and
+    CheckpointError, as choose_start; ConfigError when a sink can't be opened.
     """
     cfg = loaded.config
     folder = Path(cfg.run.folder) / run_name(loaded)
-    require_unused(folder)
-    start = choose_start(cfg.run, folder, kind, num_steps)
-    if start is None:
-        claim(folder, cfg.run.resume)
     folder.mkdir(parents=True, exist_ok=True)
+    lease = FolderLease(folder)
+    try:
+        has_locks = lease.take()
+    except BlockingIOError:
+        raise in_use(folder, holder_of(folder)) from None
+    try:
+        with _with_lease(loaded, kind, num_steps, folder, stop, write_report, objects) as run:
+            if not has_locks:
+                run.note(f"the file system of {folder} has no locks: a second run in this folder is not refused")
+            yield run
+    finally:
+        lease.release()
+
+
+@contextmanager
+def _with_lease(
+    loaded: Loaded[Any],
+    kind: str,
+    num_steps: int,
+    folder: Path,
+    stop: Stop,
+    write_report: WriteReport,
+    objects: Objects,
+) -> Iterator[LiveRun]:
+    notes: list[str] = []  # until the run's terminal is open
+    start = choose_start(loaded.config.run, folder, kind, num_steps, notes.append)
     run = LiveRun(loaded, kind, num_steps, folder, start, stop, objects)
+    for note in notes:
+        run.note(note)
     status, error = "done", None
     try:
         if start is None:

@@ -15,6 +15,7 @@ from meshrl.core.errors import CheckpointError
 from meshrl.core.files import replacing, write_text
 from meshrl.train.checkpoint_files import read_controller, require_space, state_folder, states
 
+BEST_FILE = "best.json"
 _OTHER_FILES_BYTES = 64 << 20  # a model's config, tokenizer and headers
 
 
@@ -88,16 +89,19 @@ def _is_needed(run: Path, step: int) -> bool:
     return False
 
 
-def restore_best(run: Path, step: int, best: dict[str, Any] | None) -> None:
-    """If the run found its best model later than step `step`, restore `best`, which was the best at that step. Other
-    former best models are removed when the best model changes again."""
+def restore_best(run: Path, step: int, best: dict[str, Any] | None) -> str | None:
+    """If the run found its best model later than step `step`, restore `best`, which was the best at that step. Returns
+    the text of the replaced best.json, None if it stays. Other former best models are removed when the best model
+    changes again."""
     now = best_facts(run)
     if now is None or now["step"] <= step:
-        return
+        return None
+    replaced = _best_file(run).read_text(encoding="utf-8")
     if best is None:
         _best_file(run).unlink()
     else:
         _write_best(run, best)
+    return replaced
 
 
 def read_best(run: Path) -> Best | None:
@@ -121,4 +125,4 @@ def _write_best(run: Path, facts: dict[str, Any]) -> None:
 
 
 def _best_file(run: Path) -> Path:
-    return run / "checkpoints" / "best.json"
+    return run / "checkpoints" / BEST_FILE

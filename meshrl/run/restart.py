@@ -1,5 +1,5 @@
 """The loop of a run until its end. A run that loses train ranks starts new ones and continues from its last checkpoint;
-ranks that only sample, reward workers and the loaded task are kept. An interrupted run saves a checkpoint."""
+ranks that only sample, reward workers and the loaded task are kept. A run that ends early saves a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
 from meshrl.cluster.launch import Groups
-from meshrl.core.errors import RankFailure, SyncError
+from meshrl.core.errors import CheckpointError, MeshrlError, RankFailure, SyncError
 from meshrl.loops.job import Resumable
 from meshrl.run.folder import Start, newest_start
 from meshrl.run.live import LiveRun
@@ -18,6 +18,7 @@ from meshrl.sync.layout import Layout
 
 _CAUSE_WAIT_S = 5.0
 _LAST_SAVE_S = 1.0  # for a checkpoint that is almost complete
+_IDLE_S = 60.0  # after an error, for the running command of the ranks; some of them may wait for ever
 
 
 @contextmanager
@@ -46,49 +47,71 @@ def failures_raised(groups: Groups) -> Iterator[None]:
 async def run_to_end(
     run: LiveRun, job: Resumable, groups: Groups, layout: Layout | None, loop: Callable[[], Awaitable[None]]
 ) -> None:
-    """Run the loop of `job` from run.start to its end, with restarts; a run that is ended by a signal saves a
-    checkpoint.
+    """Run the loop of `job` from run.start to its end, with restarts; a run that is ended by a signal or by an error
+    saves a checkpoint of its last finished step.
 
     layout: of the syncs, if the run samples. Raises: as `_with_restarts`.
     """
     run.stop.can_fall_back = lambda: run.checkpoints.newest_on_disk() > 0
+    has_begun = False
+
+    async def begun() -> None:
+        nonlocal has_begun
+        has_begun = True
+        await loop()
+
     try:
-        await _with_restarts(run, job, groups, layout, loop)
+        await _with_restarts(run, job, groups, layout, begun)
     except asyncio.CancelledError:
-        await _save_at_the_end(run, job)
+        await _save_at_the_end(run, job, "interrupted", GRACE_S if run.stop.is_urgent else None)
+        raise
+    except RankFailure:
+        raise
+    except Exception as error:
+        if has_begun:
+            try:
+                await _save_at_the_end(run, job, f"ended by {type(error).__name__}", _IDLE_S)
+            except MeshrlError as of_the_save:
+                if of_the_save is not error:
+                    error.add_note(f"the state after step {job.step} could not be saved: {of_the_save}")
         raise
 
 
-async def _save_at_the_end(run: LiveRun, job: Resumable) -> None:
-    """Save the last finished step of an interrupted run, or report the last checkpoint. Waits for the running command
-    of the ranks, after Ctrl-C at most GRACE_S."""
+async def _save_at_the_end(run: LiveRun, job: Resumable, how: str, wait_s: float | None) -> None:
+    """Save the last finished step of a run that ends early, or report the last checkpoint. how: it ended. wait_s: for
+    the running command of the ranks; None = without limit."""
     if run.stop.trainer_is_valid and job.step in (0, run.checkpoints.newest_on_disk()):
         what = ", which is saved" if job.step else "; there is nothing to save yet"
-        run.note(f"interrupted after step {job.step}{what}")
+        run.note(f"{how} after step {job.step}{what}")
         return
     if run.stop.trainer_is_valid:
-        run.note(f"interrupted; ending with a checkpoint of step {job.step}")
+        run.note(f"{how}; ending with a checkpoint of step {job.step}")
         try:
-            async with asyncio.timeout(GRACE_S if run.stop.is_urgent else None):
+            async with asyncio.timeout(wait_s):
                 await run.checkpoints.trainer.idle()
         except (TimeoutError, RankFailure):
             pass
         else:
+            await run.checkpoints.drop_failed()
             await run.save(job)
             return
     await run.checkpoints.abandon(_LAST_SAVE_S)
     last = run.checkpoints.saved_step
     ends_with = f"its last checkpoint, after step {last}" if last else "no checkpoint"
-    run.note(f"the ranks are in the middle of a step, which is not saved; the run ends with {ends_with}")
+    run.note(f"{how} in the middle of a step, which is not saved; the run ends with {ends_with}")
 
 
 async def _with_restarts(
     run: LiveRun, job: Resumable, groups: Groups, layout: Layout | None, loop: Callable[[], Awaitable[None]]
 ) -> None:
-    """Raises: errors of restoring and of the loop; a RankFailure that reports an exception (it would occur again), or
-    that occurs before the first checkpoint, after cluster.max_restarts restarts, or under torchrun (use its
-    --max-restarts). If ranks are lost again while new ones start, the first failure is raised."""
+    """A run without a checkpoint begins again, unless it saves none.
+
+    Raises: errors of restoring and of the loop; a RankFailure that reports an exception (it would occur again), or that
+    occurs after cluster.max_restarts restarts, under torchrun (use its --max-restarts), or without a checkpoint if
+    save_every_steps is 0. If ranks are lost again while new ones start, the first failure is raised.
+    """
     start, began = run.start, 0.0
+    origin = run.start or Start(0, None, job.snapshot())
     first: RankFailure | None = None
     most = run.loaded.config.cluster.max_restarts
     while True:
@@ -98,7 +121,7 @@ async def _with_restarts(
                 if first is not None:
                     await groups.restart_trainers(layout)
                 if start is not None:
-                    await run.restore(job, start)
+                    await _restore(run, job, start, first is not None or run.loaded.config.run.resume == "auto")
                 if first is not None:
                     run.note(f"the train ranks were restarted in {time.monotonic() - began:.1f} s")
                 first, run.stop.trainer_is_valid = None, True
@@ -115,7 +138,7 @@ async def _with_restarts(
                 first, began = failure, time.monotonic()
             else:
                 first.add_note(f"while new train ranks started: {_first_line(failure)}")
-            start = await _next_start(run, groups, first, failure)
+            start = await _next_start(run, groups, first, failure, origin)
             run.restarts += 1
             count = f"restart {run.restarts} of {most}"
             run.note(f"{_first_line(failure)}; starting the train ranks again after step {start.step}, {count}")
@@ -123,8 +146,29 @@ async def _with_restarts(
                 run.note(f"the stacks of all ranks at the failure: {stacks}")
 
 
-async def _next_start(run: LiveRun, groups: Groups, first: RankFailure, failure: RankFailure) -> Start:
-    """The checkpoint to continue from. Raises: `first`, with the reason why the run can't continue."""
+async def _restore(run: LiveRun, job: Resumable, start: Start, may_fall_back: bool) -> None:
+    """Restore `start`, or if it is damaged and may_fall_back the newest older checkpoint of the run that is not.
+
+    Raises: the error of `start` if there is none; errors other than CheckpointError at once.
+    """
+    first: CheckpointError | None = None
+    chosen: Start | None = start
+    while chosen is not None:
+        try:
+            return await run.restore(job, chosen)
+        except CheckpointError as damage:
+            first = first or damage
+            is_own = chosen.folder is not None and chosen.folder.is_relative_to(run.folder)
+            if not (may_fall_back and is_own):
+                break
+            run.note(f"checkpoint passed over: {damage}")
+            chosen = newest_start(run.folder, run.kind, run.num_steps, run.note, before=chosen.step)
+    assert first is not None
+    raise first
+
+
+async def _next_start(run: LiveRun, groups: Groups, first: RankFailure, failure: RankFailure, origin: Start) -> Start:
+    """The state to continue from. Raises: `first`, with the reason why the run can't continue."""
     if not groups.can_restart_after(failure):
         raise first
     if run.restarts >= run.loaded.config.cluster.max_restarts:
@@ -134,9 +178,16 @@ async def _next_start(run: LiveRun, groups: Groups, first: RankFailure, failure:
         )
         raise first
     await run.checkpoints.abandon()
-    start = newest_start(run.folder, run.kind, run.num_steps) or run.start
-    if start is None:
-        first.add_note("the train ranks can't be restarted, because there is no checkpoint yet")
+    try:
+        start = newest_start(run.folder, run.kind, run.num_steps, run.note) or origin
+    except CheckpointError as damage:
+        first.add_note(f"the train ranks can't be restarted: {damage}")
+        raise first from None
+    if start.folder is None and run.save_every_steps == 0:
+        first.add_note(
+            f"the train ranks can't be restarted, because no training state was saved: {run.save_key} is 0. Remove "
+            "this key to save the state at each evaluation and every ten minutes, or set a number of steps"
+        )
         raise first
     return start
 

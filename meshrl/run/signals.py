@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from meshrl.cluster.groups import TrainGroup
+from meshrl.loops.job import Resumable
 
 GRACE_S = 4.0  # after Ctrl-C, for the running command of the ranks; saving and ending take a few seconds more
 
@@ -58,13 +58,19 @@ class Stop:
             self._task.cancel()
 
     @contextmanager
-    def updating(self, trainer: TrainGroup) -> Iterator[None]:
+    def updating(self, job: Resumable) -> Iterator[None]:
         """Context of one step's update: no signal interrupts it after its first optimizer step, which changes the
-        weights. Raises: CancelledError at its end, if the end of the run was requested meanwhile."""
-        before = trainer.num_optim_steps
-        self._has_changed = lambda: trainer.num_optim_steps > before
+        weights. An error in it leaves the trainer invalid, unless the step was counted before the error.
+
+        Raises: CancelledError at its end, if the end of the run was requested meanwhile.
+        """
+        optim_steps, step = job.trainer.num_optim_steps, job.step
+        self._has_changed = lambda: job.trainer.num_optim_steps > optim_steps
         try:
             yield
+        except BaseException:
+            self.trainer_is_valid &= not self._has_changed() or job.step > step
+            raise
         finally:
             self._has_changed = lambda: False
         self._end_if_requested()

@@ -40,7 +40,7 @@ from meshrl.monitor.rollout_log import RolloutLog
 from meshrl.process.leases import sweep
 from meshrl.run.checkpoints import Checkpoints
 from meshrl.run.inputs import NO_OBJECTS, Objects
-from meshrl.run.live import LiveRun, WriteReport, live_run
+from meshrl.run.live import LiveRun, WriteReport, live_run, wait_for_folder
 from meshrl.run.models import model_folder, read_best
 from meshrl.run.restart import failures_raised, run_to_end
 from meshrl.run.signals import Stop
@@ -123,6 +123,7 @@ def garbage_of_the_run(has_tensors: bool) -> Iterator[None]:
 async def _train(stop: Stop, loaded: Loaded[RunConfig], write_report: WriteReport, objects: Objects) -> Path:
     cfg = loaded.config
     try_user_functions(cfg.algo)
+    await wait_for_folder(loaded)
     with live_run(loaded, "train", cfg.loop.num_steps, stop, write_report, objects) as run:
         _note_start(run)
         task = await asyncio.to_thread(load_task, cfg, objects, True)  # detects bad rows before any rank starts
@@ -138,7 +139,7 @@ async def _train(stop: Stop, loaded: Loaded[RunConfig], write_report: WriteRepor
                 reference=cfg.algo.kl.coef > 0,
             ) as groups,
         ):
-            assert groups.trainer is not None and groups.rollouts is not None
+            assert groups.trainer is not None and groups.rollouts is not None and task.train_prompts is not None
             async with Checkpoints(run.folder, groups.trainer, cfg.run.keep_checkpoints, run.note) as run.checkpoints:
                 groups.rollouts.note = run.note
                 with failures_raised(groups):
@@ -158,6 +159,7 @@ async def _train(stop: Stop, loaded: Loaded[RunConfig], write_report: WriteRepor
                     scorer=scorer,
                     layout=layout,
                     rollout_log=RolloutLog(run.folder, partial(text_of, task.tokenizer, special=True)),
+                    cursor=task.train_prompts.state(),
                 )
                 run.summary = partial(_summary, run, job)
                 with garbage_of_the_run(cfg.cluster.executor == "inline"):
@@ -171,6 +173,7 @@ async def _train(stop: Stop, loaded: Loaded[RunConfig], write_report: WriteRepor
 
 async def _sft(stop: Stop, loaded: Loaded[SftRunConfig], write_report: WriteReport, objects: Objects) -> Path:
     cfg = loaded.config
+    await wait_for_folder(loaded)
     with live_run(loaded, "sft", cfg.sft.num_steps, stop, write_report, objects) as run:
         _note_start(run)
         source, left_out, run.chat_template = await asyncio.to_thread(load_sft_source, cfg, objects)
@@ -183,7 +186,7 @@ async def _sft(stop: Stop, loaded: Loaded[SftRunConfig], write_report: WriteRepo
                 if left_out:
                     run.note(f"left out {left_out} rows over {cfg.sft.max_row_tokens} tokens")
                 run.note(f"ready after {run.seconds:.1f} s")
-                job = SftJob(cfg=cfg, run=run, trainer=groups.trainer, source=source)
+                job = SftJob(cfg=cfg, run=run, trainer=groups.trainer, source=source, cursor=source.state())
                 run.summary = lambda: {"steps": job.step, "loss_curve": job.losses, "model": _newest_model(run)}
                 await run_to_end(run, job, groups, None, partial(sft_loop, job))
         _note_end(run, job.step)

@@ -13,7 +13,7 @@ from pathlib import Path
 from meshrl.core.errors import MeshrlError
 from meshrl.core.files import write_text
 from meshrl.monitor.jsonl import data_errors, read_object, to_line
-from meshrl.process.family import started_at
+from meshrl.run.lease import holds_lease, is_leased
 
 STATUS_FILE = "status.json"
 _WRITE_EVERY_S = 0.2  # in fully_async, phases change a thousand times a second
@@ -23,8 +23,8 @@ _SHOWN = ("reward/mean", "loss/nll", "run/train_idle", "run/rollout_idle", "roll
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Status:
     """The state of a run. step: finished steps. phase: the current one; "" between two. since: start of the phase,
-    seconds since 1970. values: main metrics of the last finished step. started: start of the process, which
-    distinguishes it from a later one with the same id."""
+    seconds since 1970. values: main metrics of the last finished step. started: when this part of the run was started,
+    seconds since 1970."""
 
     host: str
     pid: int
@@ -60,28 +60,18 @@ def read_status(folder: Path) -> Status:
     return status
 
 
-def is_running(status: Status) -> bool:
-    """Whether the run's controller still runs. Raises: MeshrlError when it is on another machine."""
-    if status.host != socket.gethostname():
-        raise MeshrlError(
-            f"the run was started on {status.host}, but this is {socket.gethostname()}; run the command there"
-        )
-    started = started_at(status.pid)
-    return started is not None and abs(started - status.started) < 1.0
+def is_running(folder: Path, status: Status) -> bool:
+    """Whether the run in `folder` is alive: its process holds the folder's lease."""
+    return is_leased(folder) or (status.host == socket.gethostname() and holds_lease(status.pid, folder))
 
 
-def require_unused(folder: Path) -> None:
-    """Raises: MeshrlError when another process on this machine still writes into this folder."""
+def holder_of(folder: Path) -> str:
+    """The process that holds a folder's lease, for messages."""
     try:
         status = read_status(folder)
-        is_used = status.phase != "ended" and status.pid != os.getpid() and is_running(status)
-    except MeshrlError:  # no file, a damaged one, or one of another machine
-        return
-    if is_used:
-        raise MeshrlError(
-            f"{folder}: a run still uses this folder (process {status.pid}). Wait until it has ended, or choose "
-            "another run.name"
-        )
+    except MeshrlError:
+        return "a run that is starting"
+    return f"the run of process {status.pid} on {status.host}"
 
 
 class StatusFile:
@@ -95,7 +85,7 @@ class StatusFile:
         self.status = Status(
             host=socket.gethostname(),
             pid=os.getpid(),
-            started=started_at(os.getpid()) or 0.0,
+            started=time.time(),
             num_steps=num_steps,
             step=first_step,
             since=time.time(),

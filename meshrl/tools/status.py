@@ -11,6 +11,7 @@ from pathlib import Path
 from meshrl.core.errors import MeshrlError
 from meshrl.monitor.jsonl import data_errors, read_object
 from meshrl.process.family import family
+from meshrl.run.lease import holds_lease
 from meshrl.run.status import Status, is_running, read_status
 
 _STOP_S = 60.0
@@ -19,19 +20,17 @@ _STOP_S = 60.0
 def describe(folder: Path) -> str:
     """The output of `meshrl status`."""
     status = read_status(folder)
-    here = status.host == socket.gethostname()
-    runs = here and is_running(status)
+    runs = is_running(folder, status)
     if runs:
-        state = f"runs as process {status.pid}, since {time.strftime('%F %T', time.localtime(status.started))}"
-    elif not here:
-        state = f"was started on {status.host} as process {status.pid}; use that machine to see whether it runs"
+        where = "" if status.host == socket.gethostname() else f" on {status.host}"
+        state = f"runs as process {status.pid}{where}, since {time.strftime('%F %T', time.localtime(status.started))}"
     else:
         state = _how_it_ended(folder, status)
     lines = [f"{folder}: {state}", f"step {status.step} of {status.num_steps}"]
     if runs and status.phase:
         lines[-1] += f", in phase {status.phase} for {time.time() - status.since:.0f} s"
     lines += [f"{name} {value:.4g}" for name, value in status.values.items()]
-    for process in family(status.pid) if runs else ():
+    for process in family(status.pid) if runs and holds_lease(status.pid, folder) else ():
         name = "controller" if process.pid == status.pid else process.name
         lines.append(f"{process.pid:>8}  {name:<12} {process.rss_bytes / 2**20:>8.0f} MiB")
     return "\n".join(lines)
@@ -40,7 +39,10 @@ def describe(folder: Path) -> str:
 def _how_it_ended(folder: Path, status: Status) -> str:
     path = folder / "result.json"
     if not path.is_file() or path.stat().st_mtime < status.started:
-        return f"process {status.pid} has ended without a result: it was killed, or the machine was switched off"
+        ended = f"process {status.pid} has ended without a result: it was killed, or the machine was switched off"
+        if status.host != socket.gethostname():
+            ended += f". (If the file system does not share locks, it may run: use `meshrl status` on {status.host})"
+        return ended
     result = read_object(path)
     with data_errors(str(path), "the result of a run"):
         error = f": {result['error'].splitlines()[0]}" if result["error"] else ""
@@ -50,14 +52,21 @@ def _how_it_ended(folder: Path, status: Status) -> str:
 def stop(folder: Path) -> str:
     """End a run with a checkpoint, and wait until it has ended. Returns a text that describes the end.
 
-    Raises: MeshrlError when the run does not run, or when it still runs after a minute.
+    Raises: MeshrlError when the run does not run, runs elsewhere, or still runs after a minute.
     """
     status = read_status(folder)
-    if not is_running(status):
+    if not is_running(folder, status):
         raise MeshrlError(f"{folder}: the run is not running; {_how_it_ended(folder, status)}")
+    if status.host != socket.gethostname():
+        raise MeshrlError(f"the run runs on {status.host}, but this is {socket.gethostname()}; run the command there")
+    if not holds_lease(status.pid, folder):  # so no other process gets the signal
+        raise MeshrlError(
+            f"{folder}: the run runs, but process {status.pid} of this machine does not hold its lease: it is in "
+            "another container, or it belongs to another user. Run the command there, or send it SIGTERM"
+        )
     os.kill(status.pid, signal.SIGTERM)
     until = time.monotonic() + _STOP_S
-    while is_running(status):
+    while is_running(folder, status):
         if time.monotonic() > until:
             raise MeshrlError(
                 f"process {status.pid} got SIGTERM {_STOP_S:.0f} s ago and still runs, in phase "

@@ -56,14 +56,16 @@ def state_folder(checkpoints: Path, step: int) -> Path:
     return checkpoints / f"step_{step:06d}" / "state"
 
 
+def step_folders(checkpoints: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of everything that a run has saved for its steps, the newest last."""
+    named = ((_STEP_FOLDER.fullmatch(folder.name), folder) for folder in checkpoints.glob("step_*"))
+    return sorted((int(name[1]), folder) for name, folder in named if name)
+
+
 def states(checkpoints: Path) -> list[tuple[int, Path]]:
     """(step, folder) of all complete checkpoints of a run, the newest last."""
-    found = []
-    for folder in checkpoints.glob("step_*"):
-        named = _STEP_FOLDER.fullmatch(folder.name)
-        if named and (folder / "state" / MANIFEST).is_file():
-            found.append((int(named[1]), folder / "state"))
-    return sorted(found)
+    found = ((step, folder / "state") for step, folder in step_folders(checkpoints))
+    return [(step, state) for step, state in found if (state / MANIFEST).is_file()]
 
 
 # ---- writing

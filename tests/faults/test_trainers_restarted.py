@@ -131,7 +131,7 @@ def assert_same_run(folder: Path, other: Path, text: str, num_restarts: int = 1)
     """Compare parameters, moments, metrics and every token with its logprob and weight version. The metrics of steps
     after a restart count it; if a save was running at the failure, one more step is repeated."""
     starts = [int(step) for step in re.findall(r"starting the train ranks again after step (\d+), restart", text)]
-    assert len(starts) == num_restarts and all(1 <= step <= 3 for step in starts)
+    assert len(starts) == num_restarts and all(step <= 3 for step in starts)
     restarts = [sum(step >= start for start in starts) for step in range(NUM_STEPS)]
     assert_equal_tensors(weights(folder, NUM_STEPS), weights(other, NUM_STEPS))
     assert_equal_tensors(state(folder, NUM_STEPS), state(other, NUM_STEPS))
@@ -148,7 +148,9 @@ def assert_same_run(folder: Path, other: Path, text: str, num_restarts: int = 1)
     assert (result["status"], result["steps"], len(result["reward_curve"])) == ("done", NUM_STEPS, NUM_STEPS)
 
 
+UNSAVED = "colocated, dead before the first checkpoint"
 CASES = {
+    UNSAVED: ("colocated", THIRD_STEP, "train"),
     "split, dead in the middle of a gradient": ("split", THIRD_STEP, "train"),
     "split, silent in the middle of a gradient": ("split", {**THIRD_STEP, "how": "stop"}, "train"),
     "split, dead as a sync begins": ("split", {**THIRD_STEP, "method": "sync", "call": 4}, "sync"),
@@ -156,18 +158,20 @@ CASES = {
     "colocated, dead in the middle of a gradient": ("colocated", THIRD_STEP, "train"),
     "colocated, dead while it samples": ("colocated", {**THIRD_STEP, "method": "generate", "call": 5}, "rollout"),
 }
-FAST = "split, dead in the middle of a gradient"
+FAST = ("split, dead in the middle of a gradient", UNSAVED)
 
 
-@pytest.mark.parametrize("case", [pytest.param(name, marks=() if name == FAST else pytest.mark.slow) for name in CASES])
+@pytest.mark.parametrize("case", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in CASES])
 def test_lost_train_ranks_are_replaced_and_the_run_equals_an_undisturbed_one(case, config, undisturbed, planted, capfd):
     """Samplers in their own ranks and reward workers are the same processes during the complete run."""
     layout, fault, phase = CASES[case]
     other = undisturbed(layout)
     planted(fault)
-    code, folder, seen = run(config, case.replace(", ", "_").replace(" ", "_"), *LAYOUTS[layout], *DEADLINES)
+    saves = ("loop.save_every_steps=null",) if case == UNSAVED else ()
+    code, folder, seen = run(config, case.replace(", ", "_").replace(" ", "_"), *LAYOUTS[layout], *DEADLINES, *saves)
     assert code == 0
     text = capfd.readouterr().out
+    assert ("again after step 0, restart" in text) == (case == UNSAVED)
     assert re.search(rf"^rank 1 failed in phase '[a-z, ]*{phase}': ", text, re.MULTILINE) and "restart 1 of 3" in text
     assert "the train ranks were restarted in " in text and (folder / "stacks.txt").exists()
     assert_same_run(folder, other, text)
@@ -227,11 +231,11 @@ def test_when_the_restarts_are_used_up_the_first_failure_is_raised(config, plant
     ("fault", "overrides", "why"),
     [
         ({**THIRD_STEP, "how": "raise"}, (), "planted by a test"),
-        (THIRD_STEP, ("loop.save_every_steps=0",), "there is no checkpoint yet"),
+        (THIRD_STEP, ("loop.save_every_steps=0",), "no training state was saved: loop.save_every_steps is 0"),
     ],
-    ids=["an exception", "no checkpoint"],
+    ids=["an exception", "saving turned off"],
 )
-def test_no_restart_after_an_exception_or_without_a_checkpoint(fault, overrides, why, config, planted, capfd):
+def test_no_restart_after_an_exception_or_without_saved_states(fault, overrides, why, config, planted, capfd):
     """An exception would be raised again, from the same state."""
     planted(fault)
     name = "not_tried_" + fault["how"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fault import Fault
+from folder_faults import FOLDER_FAULTS
 from python_faults import PYTHON_FAULTS
 from rank_faults import RANK_FAULTS
 
@@ -62,23 +63,6 @@ RUN_FAULTS = [
             "tests/unit/reward/test_reward_check.py::"
             "test_reward_functions_that_can_not_be_called_are_refused_with_key_and_origin",
         ),
-    ),
-    Fault(
-        "two concurrent starts use the same folder",
-        "meshrl/run/folder.py",
-        "            (folder / _RESULT).unlink()  # of several processes, it succeeds in one only",
-        "            pass",
-        (
-            "tests/unit/run/test_run_record.py::"
-            "test_of_two_runs_that_take_over_a_folder_at_once_only_one_gets_it[never]",
-        ),
-    ),
-    Fault(
-        "a folder is reused while a run with resume=auto starts from the beginning in it",
-        "meshrl/run/folder.py",
-        "            (folder / _RESULT).unlink(missing_ok=True)",
-        "            pass",
-        ("tests/unit/run/test_run_record.py::test_of_two_runs_that_take_over_a_folder_at_once_only_one_gets_it[auto]",),
     ),
     Fault(
         "the rewards of a user-defined agent are tried on answers without the agent",
@@ -156,8 +140,8 @@ RUN_FAULTS = [
     Fault(
         "a signal does not interrupt the computation of a gradient",
         "meshrl/run/signals.py",
-        "lambda: trainer.num_optim_steps > before",
-        "lambda: trainer.num_optim_steps >= before",
+        "lambda: job.trainer.num_optim_steps > optim_steps",
+        "lambda: job.trainer.num_optim_steps >= optim_steps",
         ("tests/unit/run/test_signals.py::test_an_update_that_has_not_changed_the_weights_ends_at_once",),
     ),
     Fault(
@@ -166,13 +150,6 @@ RUN_FAULTS = [
         "        if start is None:\n            run.continue_from(None)",
         "        run.continue_from(start)",
         ("tests/e2e/test_resume.py::test_a_resume_that_is_refused_changes_nothing",),
-    ),
-    Fault(
-        "a best score of steps that are repeated is kept",
-        "meshrl/run/folder.py",
-        '        restore_best(folder, step, start.saved.get("best") if start is not None and is_own else None)\n',
-        "",
-        ("tests/unit/run/test_run_record.py::test_a_resumed_run_drops_a_best_model_that_is_newer_than_its_checkpoint",),
     ),
     Fault(
         "a rank of the second machine uses its global rank as device index",
@@ -227,4 +204,5 @@ RUN_FAULTS = [
     ),
     *RANK_FAULTS,
     *PYTHON_FAULTS,
+    *FOLDER_FAULTS,
 ]

@@ -112,13 +112,6 @@ SCHEDULE_FAULTS = [
         (_RECORD + "test_a_resumed_run_has_no_result_before_it_ends_and_may_change_its_dtype",),
     ),
     Fault(
-        "a second start takes over the folder of a running run",
-        "meshrl/run/live.py",
-        "    require_unused(folder)\n",
-        "",
-        (_RECORD + "test_the_folder_of_a_running_run_is_refused",),
-    ),
-    Fault(
         "a continued turn of an endpoint repeats its random numbers",
         "meshrl/rollout/completions.py",
         '"seed": continuation_seed(request),',

@@ -13,7 +13,7 @@ from scripted_agent import IdTokenizer, scripted_trajectories
 from meshrl.core.errors import DataError, Failure
 from meshrl.core.types import Prompt, Trajectory
 from meshrl.monitor.jsonl import to_line
-from meshrl.monitor.rollout_log import RolloutLog, read_rollouts, remove_steps
+from meshrl.monitor.rollout_log import RolloutLog, read_rollouts, step_files
 
 
 def decode(ids):
@@ -150,12 +150,11 @@ def test_readers_and_sinks_import_no_torch_and_no_drawing():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
 
 
-def test_steps_that_are_repeated_are_removed_and_evaluations_before_them_are_not(tmp_path):
+def test_the_files_of_repeated_steps_do_not_include_the_evaluation_before_them(tmp_path):
     """P27: nothing is counted twice; an evaluation is named by the number of finished steps before it."""
     names = ["eval_000000", "step_000000", "step_000001", "eval_000002", "step_000002", "eval_000003", "step_000010"]
     for name in names:
         (tmp_path / f"{name}.jsonl").write_text("")
     (tmp_path / "notes.txt").write_text("mine")
-    remove_steps(tmp_path, 2)
-    kept = sorted(path.name for path in tmp_path.iterdir())
-    assert kept == ["eval_000000.jsonl", "eval_000002.jsonl", "notes.txt", "step_000000.jsonl", "step_000001.jsonl"]
+    assert [path.stem for path in step_files(tmp_path, 2)] == ["eval_000003", "step_000002", "step_000010"]
+    assert sorted(path.stem for path in step_files(tmp_path, -1)) == sorted(names)

@@ -7,6 +7,8 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from tiny_specs import worker_spec
@@ -22,8 +24,16 @@ def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "GRACE_S", 0.05)
 
 
-def _trainer() -> TrainGroup:
-    return TrainGroup(InlineExecutor([worker_spec()]))
+@dataclass
+class _Job:
+    """The part of a loop's state that an update changes."""
+
+    trainer: TrainGroup
+    step: int = 0
+
+
+def _job() -> Any:
+    return _Job(TrainGroup(InlineExecutor([worker_spec()])))
 
 
 @asynccontextmanager
@@ -41,11 +51,11 @@ def _interrupted(number: int, num_optim_steps: int, has_checkpoint: bool = True)
     done, stops = list[str](), list[Stop]()
 
     async def run() -> None:
-        trainer = _trainer()
+        job = _job()
         async with _listening(number, has_checkpoint) as stop:
             stops.append(stop)
-            with stop.updating(trainer):
-                trainer.num_optim_steps += num_optim_steps
+            with stop.updating(job):
+                job.trainer.num_optim_steps += num_optim_steps
                 await asyncio.sleep(0)
                 await asyncio.sleep(0.5)
                 done.append("update")
@@ -92,11 +102,11 @@ def test_a_signal_at_the_very_end_of_an_update_ends_the_run_once():
     done = list[str]()
 
     async def run() -> None:
-        trainer, stop = _trainer(), Stop()
+        job, stop = _job(), Stop()
         with stop.listening():
             try:
-                with stop.updating(trainer):
-                    trainer.num_optim_steps += 1
+                with stop.updating(job):
+                    job.trainer.num_optim_steps += 1
                     await asyncio.sleep(0)
                     os.kill(os.getpid(), signal.SIGTERM)  # after the last wait of the block
                 await asyncio.sleep(0.01)
@@ -109,3 +119,18 @@ def test_a_signal_at_the_very_end_of_an_update_ends_the_run_once():
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(run())
     assert done == ["saved"]
+
+
+@pytest.mark.parametrize(
+    ("num_optim_steps", "num_steps", "is_valid"), [(0, 0, True), (1, 0, False), (1, 1, True)],
+    ids=["before the optimizer step", "after it", "after the step was counted"],
+)  # fmt: skip
+def test_an_error_in_an_update_leaves_a_state_to_save_unless_it_is_between_two_steps(
+    num_optim_steps, num_steps, is_valid
+):
+    job, stop = _job(), Stop()
+    with pytest.raises(ValueError), stop.updating(job):
+        job.trainer.num_optim_steps += num_optim_steps
+        job.step += num_steps
+        raise ValueError("in the update")
+    assert stop.trainer_is_valid == is_valid

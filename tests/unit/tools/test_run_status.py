@@ -9,12 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
 from meshrl.cli import main
 from meshrl.core.errors import MeshrlError
 from meshrl.monitor.spans import Spans
+from meshrl.run.lease import FolderLease, is_leased
 from meshrl.run.status import StatusFile, read_status
 from meshrl.tools import status as module
 from meshrl.tools.status import describe, stop
@@ -23,8 +23,11 @@ from tests.waiting import wait_until
 RUNNER = """
 import json, signal, sys, time
 from pathlib import Path
+from meshrl.run.lease import FolderLease
 from meshrl.run.status import StatusFile
 folder = Path(sys.argv[1])
+lease = FolderLease(folder)
+lease.take()
 file = StatusFile(folder, 5)
 def handle(number, frame):
     if sys.argv[2] == "ignores SIGTERM":
@@ -77,11 +80,13 @@ def test_the_file_follows_steps_and_phases(tmp_path):
 
 
 def test_status_prints_step_phase_value_and_processes(tmp_path, capsys):
-    file = StatusFile(tmp_path, 10)
+    file, lease = StatusFile(tmp_path, 10), FolderLease(tmp_path)
+    assert lease.take()
     file.write(6, {"reward/mean": 0.625}, {})
     file.entered("train")
     assert wait_until(lambda: read_status(tmp_path).phase == "train")
     assert main(["status", str(tmp_path)]) == 0
+    lease.release()
     printed = capsys.readouterr().out
     assert f"runs as process {os.getpid()}" in printed and "step 7 of 10, in phase train for 0 s" in printed
     assert "reward/mean 0.625" in printed
@@ -98,9 +103,15 @@ def test_status_of_a_killed_run_of_a_run_on_another_machine_and_of_a_missing_run
         stop(tmp_path)
     status = json.loads((tmp_path / "status.json").read_text())
     (tmp_path / "status.json").write_text(json.dumps(status | {"host": "elsewhere"}))
-    assert "was started on elsewhere" in describe(tmp_path)
-    with pytest.raises(MeshrlError, match="started on elsewhere"):
+    assert "(If the file system does not share locks, it may run: use `meshrl status` on elsewhere)" in describe(
+        tmp_path
+    )
+    other = run_of("ignores SIGTERM")
+    (tmp_path / "status.json").write_text(json.dumps(status | {"host": "elsewhere"}))
+    assert f"runs as process {process.pid} on elsewhere" in describe(tmp_path)
+    with pytest.raises(MeshrlError, match="the run runs on elsewhere"):
         stop(tmp_path)
+    assert other.poll() is None
     assert main(["status", str(tmp_path / "nothing")]) == 1
     assert "is not a run's folder" in capsys.readouterr().err
 
@@ -120,11 +131,34 @@ def test_stop_raises_an_error_when_a_run_does_not_end(tmp_path, run_of, monkeypa
     assert process.poll() is None
 
 
-def test_another_process_with_the_id_of_an_ended_run_gets_no_signal(tmp_path, run_of):
-    """The system uses ids again after a reboot, or after a long time."""
+def test_a_live_run_is_found_after_the_clock_was_set(tmp_path, run_of):
+    """The start time in the file is not compared with that of the process."""
     process = run_of("handles SIGTERM")
     status = json.loads((tmp_path / "status.json").read_text())
-    (tmp_path / "status.json").write_text(json.dumps(status | {"started": status["started"] - 60}))
-    with pytest.raises(MeshrlError, match="the run is not running"):
-        stop(tmp_path)
-    assert psutil.Process(process.pid).is_running() and process.poll() is None
+    (tmp_path / "status.json").write_text(json.dumps(status | {"started": status["started"] - 7200}))
+    assert f"runs as process {process.pid}" in describe(tmp_path)
+    assert "step 3 of 5" in stop(tmp_path) and process.wait() == 143
+
+
+def test_a_process_that_does_not_hold_the_lease_gets_no_signal(tmp_path, run_of):
+    """The id in the file may be that of another container, or the system may have used it again."""
+    run_of("handles SIGTERM")
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        status = json.loads((tmp_path / "status.json").read_text())
+        (tmp_path / "status.json").write_text(json.dumps(status | {"pid": other.pid}))
+        with pytest.raises(MeshrlError, match=f"process {other.pid} of this machine does not hold its lease"):
+            stop(tmp_path)
+        assert other.poll() is None
+        other.communicate(b"\n")
+    assert "MiB" not in describe(tmp_path)
+
+
+def test_another_user_can_neither_hold_the_lease_nor_see_it(tmp_path):
+    """A reader of the file could lock it, and so keep the run from starting."""
+    lease = FolderLease(tmp_path)
+    assert lease.take()
+    assert lease.path.stat().st_mode & 0o777 == 0o600
+    assert is_leased(tmp_path)
+    lease.release()
+    lease.release()
+    assert not is_leased(tmp_path)

@@ -1,0 +1,111 @@
+"""The lease of a run's folder: only the process that holds it writes there, and `meshrl status` and `meshrl stop` find
+out by it whether the run is alive.
+
+The lease is a lock (flock) on a file in the folder. The kernel releases it when its holder ends, for any reason, so
+neither process ids nor times are compared. Processes on other machines see it where the file system passes locks on:
+NFS (it does by default), CephFS, GPFS, and Lustre mounted with `flock`. Lustre mounted with `localflock` shows it only
+to processes of the same machine. On a file system without locks no lease is possible; `take` then returns False.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from meshrl.core.errors import MeshrlError
+from meshrl.process.family import has_open
+
+LOCK_FILE = "run.lock"
+_WAIT_S = 60.0  # for a run that is ending, such as a requeued job's
+_POLL_S = 0.2
+_BRIEFLY_S = 1.0  # `meshrl status` holds a shared lock for a moment
+
+
+class FolderLease:
+    """The lease of one folder, held from `take` to `release`."""
+
+    def __init__(self, folder: Path):
+        self.path = folder / LOCK_FILE
+        self._fd: int | None = None
+
+    def take(self) -> bool:
+        """Take the lease. Returns False when the file system has no locks.
+
+        Raises: BlockingIOError when another process holds it; OSError when the file can't be created.
+        """
+        # Writable, because NFS locks only such files; for this user alone, because every reader could lock it.
+        self._fd = fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
+        until = time.monotonic() + _BRIEFLY_S
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    self.release()
+                    raise
+                time.sleep(_POLL_S / 4)
+            except OSError:
+                return False  # the open file still shows this process to `holds_lease`
+            else:
+                return True
+
+    def release(self) -> None:
+        """Release the lease; safe to call twice."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+def is_leased(folder: Path) -> bool:
+    """Whether a process holds the lease of this folder. Raises: MeshrlError when the run belongs to another user."""
+    try:
+        fd = os.open(folder / LOCK_FILE, os.O_RDONLY)
+    except PermissionError as cause:
+        raise MeshrlError(
+            f"{folder / LOCK_FILE} can't be opened, so it is unknown whether the run is alive. Use the account "
+            "that started it"
+        ) from cause
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # no locks here
+        return False
+    finally:
+        os.close(fd)
+    return False
+
+
+def holds_lease(pid: int, folder: Path) -> bool:
+    """Whether the process of this machine with this id has the lease's file open. Process ids of another container, or
+    of a process that has ended, may belong to any process here."""
+    return has_open(pid, folder / LOCK_FILE)
+
+
+async def until_free(folder: Path, holder: Callable[[], str], note: Callable[[str], None]) -> None:
+    """Wait until no other process holds the lease of `folder`, at most _WAIT_S. holder: a text that names the process.
+
+    Raises: MeshrlError after this time.
+    """
+    if not is_leased(folder):
+        return
+    note(f"{folder} is in use by {holder()}; waiting up to {_WAIT_S:.0f} s for its end")
+    until = time.monotonic() + _WAIT_S
+    while is_leased(folder):
+        if time.monotonic() > until:
+            raise in_use(folder, holder())
+        await asyncio.sleep(_POLL_S)
+
+
+def in_use(folder: Path, holder: str) -> MeshrlError:
+    """The error of a start in a folder whose lease another process holds."""
+    return MeshrlError(
+        f"{folder} is in use by {holder}. Wait until that run has ended (`meshrl stop` ends it), or choose "
+        "another run.name"
+    )
