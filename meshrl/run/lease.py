@@ -2,9 +2,9 @@
 out by it whether the run is alive.
 
 The lease is a lock (flock) on a file in the folder. The kernel releases it when its holder ends, for any reason, so
-neither process ids nor times are compared. Processes on other machines see it where the file system passes locks on:
-NFS (it does by default), CephFS, GPFS, and Lustre mounted with `flock`. Lustre mounted with `localflock` shows it only
-to processes of the same machine. On a file system without locks no lease is possible; `take` then returns False.
+neither process ids nor times are compared. Processes on other machines see it where the file system passes locks on, as
+NFS and Lustre do with most mount options (docs/checkpoints.md). On a file system without locks no lease is possible;
+`take` then returns False.
 """
 
 from __future__ import annotations

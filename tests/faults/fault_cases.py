@@ -134,6 +134,64 @@ def cases() -> list[Case]:
     return made
 
 
+@dataclass(frozen=True, kw_only=True)
+class OtherFault:
+    """A fault outside the ranks. outcome: what the run does. test: the test that injects it."""
+
+    what: str
+    outcome: str
+    test: str
+
+
+_RECORD = "tests/unit/run/test_run_record.py::"
+_STATUS = "tests/unit/tools/test_run_status.py::"
+_RESTARTED = "tests/faults/test_trainers_restarted.py::"
+
+OTHER_FAULTS = {
+    "The process of the run": (
+        OtherFault(
+            what="train ranks are lost before the first training state is saved",
+            outcome="new ranks begin at step 0; with `loop.save_every_steps: 0` the run ends, and the error names the "
+            "key",
+            test=_RESTARTED + "test_lost_train_ranks_are_replaced_and_the_run_equals_an_undisturbed_one",
+        ),
+        OtherFault(
+            what="an exception of a reward, of `on_step` or of a metrics sink",
+            outcome="the run ends with the last finished step saved, exit code 1",
+            test=_RECORD + "test_an_error_of_the_controller_ends_the_run_with_its_last_finished_step_saved",
+        ),
+    ),
+    "The folder of the run": (
+        OtherFault(
+            what="two starts in one folder at once",
+            outcome="the second one ends with a line that names the holder; with `run.resume=auto` it waits up to a "
+            "minute first",
+            test=_RECORD + "test_the_folder_of_a_live_run_is_refused_and_stays_as_it_is",
+        ),
+        OtherFault(
+            what="`run.resume=auto` in a folder without a checkpoint",
+            outcome="the run starts at step 0, states this, and moves what was there to `earlier_1`",
+            test=_RECORD + "test_nothing_of_an_earlier_run_is_lost_under_resume_auto_without_a_checkpoint",
+        ),
+        OtherFault(
+            what="a resume after steps that were not saved",
+            outcome="their metrics, rollouts and models move to `earlier_1`, and the steps are repeated",
+            test=_RECORD + "test_what_a_killed_run_wrote_after_its_checkpoint_is_moved_aside",
+        ),
+        OtherFault(
+            what="the newest checkpoint is damaged",
+            outcome="`run.resume=auto` passes over it with a note, and continues from the next older one",
+            test=_RECORD + "test_resume_auto_passes_over_damaged_checkpoints_with_a_note",
+        ),
+        OtherFault(
+            what="the clock is set during a run, or the run is in another container",
+            outcome="`meshrl status` shows that it runs; `meshrl stop` signals only a process that holds its lease",
+            test=_STATUS + "test_a_process_that_does_not_hold_the_lease_gets_no_signal",
+        ),
+    ),
+}
+
+
 def page() -> str:
     """The text of docs/faults.md."""
     lines = [_HEAD]
@@ -144,6 +202,10 @@ def page() -> str:
         lines.append(
             f"| {case.place.phase} | {kind} | {where} | {case.fault.text} | {case.cause.replace('|', '')} | {outcome} |"
         )
+    lines.append(_OTHER)
+    for title, faults in OTHER_FAULTS.items():
+        lines.append(f"\n**{title}**\n\n| fault | what happens |\n| --- | --- |")
+        lines += [f"| {fault.what} | {fault.outcome} |" for fault in faults]
     return "\n".join(lines) + "\n" + _TAIL
 
 
@@ -172,6 +234,11 @@ the kernel really kills it; the test is skipped on systems that do not allow thi
 | phase | the rank | occurs in | fault | text after "rank 1 failed in phase ...:" | outcome |
 | --- | --- | --- | --- | --- | --- |"""
 
+_OTHER = """
+## Faults outside the ranks
+
+Each has a test, named in `tests/faults/fault_cases.py`."""
+
 _TAIL = """
 ## Ranks that only sample
 
@@ -195,9 +262,10 @@ run equal those of an undisturbed run to the bit. (The runs of the table have `c
 
 The limit is `cluster.max_restarts`; the metric `train/restarts` counts the restarts. If ranks are lost again while
 they start, this counts as one more. When all restarts are used up, the run ends with the first of these failures and
-lists the others below it. Without a checkpoint the run ends, too: `loop.save_every_steps` limits how many steps are
-lost. Under Ray the actor of a lost rank is replaced as well; if its machine is lost and Ray has another, the rank
-moves there. Under torchrun the run ends, and torchrun's `--max-restarts` starts it again.
+lists the others below it. `loop.save_every_steps` limits how many steps are lost: by default states are saved at each
+evaluation and at least every ten minutes. Before the first state, the run begins again at step 0; with
+`loop.save_every_steps: 0` it ends. Under Ray the actor of a lost rank is replaced as well; if its machine is lost and
+Ray has another, the rank moves there. Under torchrun the run ends, and torchrun's `--max-restarts` starts it again.
 
 A death is detected at once, also while the controller waits for something else; a rank that does not answer is
 detected when its command misses its deadline.

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from fault_cases import Case, cases
+from fault_cases import OTHER_FAULTS, Case, cases
 from tiny_run import steps_of, train, write_run
 
 from meshrl.cli import main
@@ -124,3 +124,9 @@ def test_the_faults_page_is_up_to_date():
     """docs/faults.md is what scripts/make_faults_docs.py writes."""
     script = runpy.run_path(str(ROOT / "scripts" / "make_faults_docs.py"))
     assert (ROOT / "docs" / "faults.md").read_text(encoding="utf-8") == script["page"]()
+
+
+@pytest.mark.parametrize("fault", [f for faults in OTHER_FAULTS.values() for f in faults], ids=lambda f: f.what[:40])
+def test_each_fault_outside_the_ranks_has_its_test(fault):
+    file, _, name = fault.test.partition("::")
+    assert f"def {name.partition('[')[0]}(" in (ROOT / file).read_text(encoding="utf-8")
