@@ -60,9 +60,9 @@ FOLDER_FAULTS = [
     ),
     Fault(
         "a best score of steps that are repeated is kept",
-        "meshrl/run/models.py",
-        'if now is None or now["step"] <= step:',
-        "if now is None:",
+        "meshrl/run/folder.py",
+        "restore_best(folder, start.step, ",
+        "restore_best(folder, 1 << 40, ",
         (_RECORD + "test_what_a_killed_run_wrote_after_its_checkpoint_is_moved_aside",),
     ),
     Fault(
