@@ -30,6 +30,7 @@ from meshrl.core.device import (
 from meshrl.core.errors import CapabilityError
 from meshrl.core.types import Metric, Request, Sample, Turn
 from meshrl.monitor.memory import memory_metrics
+from meshrl.parallel.gather import all_gather_json
 from meshrl.parallel.mesh import build_mesh, resolve_shape
 from meshrl.rollout.base import EngineStats, RolloutEngine
 from meshrl.rollout.build import build_rollout_engine, takes_adapters
@@ -156,8 +157,7 @@ class RankWorker:
         return self.engines["policy"].state_bytes()
 
     def _batches(self, message: RowsMessage, rows: Rows) -> list[Batch]:
-        hashes: list[str | None] = [None] * self.spec.num_train_ranks
-        dist.all_gather_object(hashes, message.plan_hash)
+        hashes = all_gather_json(message.plan_hash)
         if len(set(hashes)) > 1:
             raise ValueError(f"ranks have different batch plans; their hashes: {hashes}")
         return [

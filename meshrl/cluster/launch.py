@@ -7,6 +7,7 @@ import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -75,8 +76,10 @@ async def launched(
     num_rollout_ranks: int,
     reference: bool = False,
     stop_token_ids: tuple[int, ...] = (),
+    folder: Path = Path("."),
 ) -> AsyncIterator[Groups]:
-    """Start all ranks, yield the groups, and end every rank, also after an error inside the block.
+    """Start all ranks, yield the groups, and end every rank, also after an error inside the block. folder: under
+    torchrun, a folder that all processes of the run share (process/run_token.py).
 
     Raises: RankFailure when a rank does not start, or fails while it ends.
     """
@@ -101,7 +104,7 @@ async def launched(
             f"cluster.executor is {cluster.executor}, but torchrun (RANK and WORLD_SIZE are set) has started one "
             "process for each rank: use executor processes, or start meshrl without torchrun"
         )
-    executor = EXECUTORS[cluster.executor](specs, cluster)
+    executor = EXECUTORS[cluster.executor](specs, cluster, folder)
     keep_freed_memory(torch.device("cpu"))  # each step's samples take the memory of the last step's
     try:
         await executor.start()
@@ -123,19 +126,19 @@ async def launched(
         await executor.close()
 
 
-def _processes(specs: Sequence[WorkerSpec], cluster: ClusterConfig) -> Executor:
+def _processes(specs: Sequence[WorkerSpec], cluster: ClusterConfig, folder: Path) -> Executor:
     """One process for each rank: a child of this process, or started by torchrun on every machine."""
-    return TorchrunExecutor(specs) if is_launched() else ProcessExecutor(specs)
+    return TorchrunExecutor(specs, folder) if is_launched() else ProcessExecutor(specs)
 
 
-def _ray(specs: Sequence[WorkerSpec], cluster: ClusterConfig) -> Executor:
+def _ray(specs: Sequence[WorkerSpec], cluster: ClusterConfig, folder: Path) -> Executor:
     from meshrl.cluster.ray import RayExecutor  # ray is an optional dependency
 
     return RayExecutor(specs, cluster.address)
 
 
-EXECUTORS: dict[str, Callable[[Sequence[WorkerSpec], ClusterConfig], Executor]] = {
-    "inline": lambda specs, cluster: InlineExecutor(specs),
+EXECUTORS: dict[str, Callable[[Sequence[WorkerSpec], ClusterConfig, Path], Executor]] = {
+    "inline": lambda specs, cluster, folder: InlineExecutor(specs),
     "processes": _processes,
     "ray": _ray,
 }

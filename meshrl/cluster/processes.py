@@ -31,7 +31,7 @@ from meshrl.cluster.node_agent import RemoteProcess
 from meshrl.core.errors import MeshrlError, RankFailure
 from meshrl.monitor.spans import latest_span
 from meshrl.process import frames
-from meshrl.process.connect import interface_of
+from meshrl.process.connect import LOOPBACK, interface_of
 from meshrl.process.diagnosis import Snapshot, innermost_frames, waits_for_others
 from meshrl.process.leases import LeasedFolder
 from meshrl.process.spawn import Program, SpawnedProcess
@@ -105,7 +105,7 @@ class ProcessExecutor:
         self.on_lost: Callable[[RankFailure], None] = lambda failure: None
         self.can_restart_trainers = True
         self._loop: asyncio.AbstractEventLoop  # set by `start`
-        self.interface = interface_of("127.0.0.1") or "lo"  # for collectives; a laptop may have no other
+        self.interface = interface_of(LOOPBACK) or "lo"  # for collectives; a laptop may have no other
         self.address = ""  # at which other machines reach the ranks of this machine
 
     async def start(self) -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from meshrl.cluster.executor import WorkerSpec
 from meshrl.core.device import empty_cache, transfer_device
 from meshrl.core.errors import SyncInterrupted
+from meshrl.process.connect import LOOPBACK
 from meshrl.rollout.base import RolloutEngine
 from meshrl.rollout.build import takes_adapters
 from meshrl.rollout.embedded.engine import EmbeddedEngine
@@ -145,7 +146,7 @@ class RankSync:
         """Shared memory and sockets; or broadcasts, if the config selects them, or if colocated ranks are on several
         machines or hold their weights on accelerators."""
         spec, timeout_s = self._spec, self._spec.deadline_s("sync") / 2  # fails before the rank misses its deadline
-        host = "127.0.0.1" if spec.nodes == 1 else spec.address
+        host = LOOPBACK if spec.nodes == 1 else spec.address
         if self._trainer is not None and self._colocated and (spec.nodes > 1 or self._device.type != "cpu"):
             shared = self._trainer.mesh["dp_shard"].get_group()
             return Broadcast(self.layout, sender, host, self._device, timeout_s, shared)

@@ -15,13 +15,13 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-import torch.distributed as dist
-
 from meshrl.cluster.executor import WorkerSpec
 from meshrl.cluster.node_agent import AgentConnection, Hello, NodeAgent, RemoteProcess
 from meshrl.cluster.processes import RANK, ProcessExecutor, RankConnection, common_environment
 from meshrl.core.errors import RankFailure
+from meshrl.parallel.store import listening_store
 from meshrl.process.connect import Listener
+from meshrl.process.run_token import VARIABLE
 
 PASSED = ("HF_", "MESHRL_", "TORCH_", "NCCL_", "GLOO_", "TOKENIZERS_")
 """Environment variables of the controller with these prefixes are set in every rank, unless its machine sets them."""
@@ -66,7 +66,7 @@ class RemoteExecutor(ProcessExecutor, ABC):
         await super().start()
 
     def _new_store(self) -> None:
-        self._store = dist.TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
+        self._store = listening_store(self._host)
         self._rendezvous = self._host, self._store.port
 
     async def await_agents(self, ranks: Sequence[int]) -> None:
@@ -113,6 +113,7 @@ class RemoteExecutor(ProcessExecutor, ABC):
         number = next(agent.numbers)
         self._expect("channel", spec.rank)
         passed = {name: value for name, value in os.environ.items() if name.startswith(PASSED)}
+        passed.pop(VARIABLE, None)  # the connection is not encrypted
         agent.send(NodeAgent.spawn, number, RANK, self.environment(spec), passed)
         sock, _ = await self._connection("channel", spec.rank, agent)
         return self._attach(spec, RemoteProcess(agent, number), sock, agent.ip)

@@ -1,16 +1,17 @@
 """A run that torchrun (or srun with the same environment variables) started on every machine at once.
 
 Rank 0's process is the controller, and starts rank 0 as its child. The other processes are the node agents of their
-ranks: they read the controller's address and the run's token from torchrun's own store, connect, and serve until the
-controller ends them. They read and check their config, but the ranks get the controller's config.
+ranks: they read the controller's address from torchrun's own store, connect, and serve until the controller ends them.
+Every process that reaches the store can read and write it, so the run's token is not in it, and the address has a
+proof (process/run_token.py). They read and check their config, but the ranks get the controller's config.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -18,7 +19,8 @@ from meshrl.cluster.executor import WorkerSpec
 from meshrl.cluster.node_agent import NodeAgent
 from meshrl.cluster.remote import RemoteExecutor
 from meshrl.core.errors import ConfigError
-from meshrl.process.connect import interface_of
+from meshrl.process.connect import LOOPBACK, interface_of
+from meshrl.process.run_token import RunToken, read_announcement
 from meshrl.process.spawn import ignore_interrupts
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -34,23 +36,25 @@ def is_follower() -> bool:
     return is_launched() and int(os.environ["RANK"]) > 0
 
 
-def follow() -> int:
-    """Be the node agent of this process's rank until the run ends. Returns the exit code.
+def follow(folder: Path) -> int:
+    """Be the node agent of this process's rank until the run ends. Returns the exit code. folder: run.folder.
 
     Waits for: the controller, which publishes its address when it has loaded its config. Ctrl-C and SIGTERM reach all
     processes of a run and the controller handles them, so this process ignores them once it has the address.
+
+    Raises: MeshrlError when the store or the file with the token has been written by a process outside the run.
     """
-    controller = json.loads(_launch_store().get(_key()))
+    address, token = read_announcement(_launch_store().get(_key()), _key(), folder)
     ignore_interrupts()
-    address = controller["host"], controller["port"]
-    return NodeAgent(address, bytes.fromhex(controller["token"]), int(os.environ["RANK"])).serve()
+    return NodeAgent(address, token, int(os.environ["RANK"])).serve()
 
 
 class TorchrunExecutor(RemoteExecutor):
     """The controller's side, in the process of rank 0."""
 
-    def __init__(self, specs: Sequence[WorkerSpec]):
-        """Raises: ConfigError when the number of processes differs from the config's number of ranks."""
+    def __init__(self, specs: Sequence[WorkerSpec], folder: Path):
+        """folder: run.folder. Raises: ConfigError when the number of processes differs from the config's number of
+        ranks."""
         started, asked = int(os.environ["WORLD_SIZE"]), specs[0].num_ranks
         if started != asked:
             raise ConfigError(
@@ -59,25 +63,40 @@ class TorchrunExecutor(RemoteExecutor):
             )
         local = int(os.environ.get("LOCAL_WORLD_SIZE", started))
         super().__init__([dataclasses.replace(spec, nodes=started // local) for spec in specs])
+        self._folder = folder
+        self._run_token: RunToken | None = None
         self._launch_store: dist.Store | None = None
         self.can_restart_trainers = False  # torchrun does this with its --max-restarts
 
     async def find_machines(self) -> str:
-        """Nothing to find: torchrun runs on them; rank 0 is on the machine with the address MASTER_ADDR."""
-        return os.environ["MASTER_ADDR"]
+        """Make the run's token. There is nothing to find: torchrun runs on the machines, and rank 0 is on the machine
+        with the address MASTER_ADDR."""
+        self._run_token = RunToken(self._folder)
+        self.token = self._run_token.key
+        return LOOPBACK if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"] else os.environ["MASTER_ADDR"]
 
     async def start_agents(self, address: tuple[str, int]) -> set[int]:
         """Publish the address: the agents run already, and wait for it."""
+        assert self._run_token is not None, "find_machines comes first"
         self._launch_store = _launch_store()  # a reference: without torchrun's agent, the store is in this process
-        controller = {"host": address[0], "port": address[1], "token": self.token.hex()}
-        self._launch_store.set(_key(), json.dumps(controller))
+        self._launch_store.set(_key(), self._run_token.announcement(_key(), address))
         return {spec.rank for spec in self.specs if spec.rank > 0}
 
     async def await_agents(self, ranks: Sequence[int]) -> None:
         """Wait for the agents; rank 0 then uses the network interface on which the last of them has connected."""
         await super().await_agents(ranks)
+        self._remove_token()
         self.address = self._agents[max(ranks)].reached_at
         self.interface = interface_of(self.address) or self.interface
+
+    async def close(self) -> None:
+        """End all ranks and node agents, and remove the file with the token if an error left it."""
+        self._remove_token()
+        await super().close()
+
+    def _remove_token(self) -> None:
+        if self._run_token is not None:
+            self._run_token.remove()
 
 
 def _launch_store() -> dist.Store:

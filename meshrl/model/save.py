@@ -21,6 +21,7 @@ from meshrl.model.hub_names import HubNames, persistent_buffers
 from meshrl.model.lora import Adapter, adapters_of, is_adapter, merged, named_weights
 from meshrl.model.weight_files import INDEX, SINGLE, write_tensors
 from meshrl.parallel.boxes import LocalBox, boxes, index_of, owners
+from meshrl.parallel.gather import all_gather_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -73,11 +74,7 @@ def save_pretrained(
         dist.barrier()  # before any rank writes: save_pretrained removes other weight files
     num_files = 1 + max(file_of.values(), default=0)
     written = _write(lm, mine, path / _file_name(rank, num_files)) if rank < num_files else {}
-    if dist.is_initialized():
-        everywhere: list[dict[str, int]] = [{} for _ in range(num_ranks)]
-        dist.all_gather_object(everywhere, written)  # the folder is complete when this returns
-    else:
-        everywhere = [written]
+    everywhere = all_gather_json(written)  # the folder is complete when this returns
     if rank == 0 and num_files > 1:
         _write_index(path, everywhere, num_files)
     if dist.is_initialized():

@@ -27,9 +27,15 @@ _NONCE_BYTES = 32
 _PROOF_BYTES = hashlib.sha256().digest_size
 
 
-def listening_socket() -> socket.socket:
-    """A socket that listens on a free port of all interfaces, IPv4 and IPv6: other machines may reach this one at an
+LOOPBACK = "127.0.0.1"
+
+
+def listening_socket(host: str) -> socket.socket:
+    """A socket that listens on a free port. host: the address at which others reach it: LOOPBACK, if only processes of
+    this machine do. Otherwise it listens on all interfaces, IPv4 and IPv6: other machines may reach this one at an
     address that this machine does not know."""
+    if host == LOOPBACK:
+        return socket.create_server((LOOPBACK, 0), backlog=_BACKLOG)
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG)
     return socket.create_server(("", 0), backlog=_BACKLOG)
@@ -41,7 +47,7 @@ class Listener:
     def __init__(self, host: str, token: bytes, connected: Callable[[socket.socket, Any], object]):
         """host: the address at which other machines reach this one."""
         self._token, self._connected = token, connected
-        self._socket = listening_socket()
+        self._socket = listening_socket(host)
         self.address: tuple[str, int] = (host, self._socket.getsockname()[1])
         threading.Thread(target=self._accept, daemon=True).start()
 

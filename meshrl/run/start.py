@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 from meshrl.algo.trial import try_user_functions
 from meshrl.cluster.launch import launched
 from meshrl.cluster.torchrun import follow, is_follower
-from meshrl.config.cluster import ClusterConfig
 from meshrl.config.load import Loaded
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.core.device import device_notice
@@ -52,21 +51,21 @@ T = TypeVar("T")
 
 def train(loaded: Loaded[RunConfig], write_report: WriteReport, objects: Objects = NO_OBJECTS) -> Path:
     """`meshrl train`: run the configured loop to its end. Returns the run's folder."""
-    return _run(loaded.config.cluster, lambda stop: _train(stop, loaded, write_report, objects))
+    return _run(loaded.config, lambda stop: _train(stop, loaded, write_report, objects))
 
 
 def evaluate(loaded: Loaded[RunConfig], objects: Objects = NO_OBJECTS) -> tuple[dict[str, float], list[Trajectory]]:
     """`meshrl eval`: answer the held-out prompts with the config's model, without training. Returns the metrics and the
     scored answers."""
-    return _run(loaded.config.cluster, lambda stop: _evaluate(loaded.config, objects))
+    return _run(loaded.config, lambda stop: _evaluate(loaded.config, objects))
 
 
 def sft(loaded: Loaded[SftRunConfig], write_report: WriteReport, objects: Objects = NO_OBJECTS) -> Path:
     """`meshrl sft`: supervised fine-tuning. Returns the run's folder."""
-    return _run(loaded.config.cluster, lambda stop: _sft(stop, loaded, write_report, objects))
+    return _run(loaded.config, lambda stop: _sft(stop, loaded, write_report, objects))
 
 
-def _run(cluster: ClusterConfig, main: Callable[[Stop], Coroutine[Any, Any, T]]) -> T:
+def _run(config: RunConfig | SftRunConfig, main: Callable[[Stop], Coroutine[Any, Any, T]]) -> T:
     """Remove temporary resources of dead runs on this machine, then run `main` to its end. Ctrl-C and SIGTERM cancel
     it, so that no rank outlives the run. Under torchrun only the process of rank 0 does this; the others are node
     agents.
@@ -76,7 +75,7 @@ def _run(cluster: ClusterConfig, main: Callable[[Stop], Coroutine[Any, Any, T]])
     """
     sweep()
     if is_follower():
-        raise SystemExit(follow())
+        raise SystemExit(follow(Path(config.run.folder)))
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # a dotted path in the config may name a module in the working folder
     if (notice := device_notice()) is not None:
@@ -85,7 +84,7 @@ def _run(cluster: ClusterConfig, main: Callable[[Stop], Coroutine[Any, Any, T]])
     stop = Stop()
 
     async def guarded() -> T:
-        with stop.listening(), watchdog(cluster):
+        with stop.listening(), watchdog(config.cluster):
             return await main(stop)
 
     try:
@@ -137,6 +136,7 @@ async def _train(stop: Stop, loaded: Loaded[RunConfig], write_report: WriteRepor
                 num_train_ranks=cfg.cluster.num_train_ranks,
                 num_rollout_ranks=cfg.cluster.num_rollout_ranks,
                 reference=cfg.algo.kl.coef > 0,
+                folder=Path(cfg.run.folder),
             ) as groups,
         ):
             assert groups.trainer is not None and groups.rollouts is not None and task.train_prompts is not None
@@ -179,7 +179,13 @@ async def _sft(stop: Stop, loaded: Loaded[SftRunConfig], write_report: WriteRepo
         source, left_out, run.chat_template = await asyncio.to_thread(load_sft_source, cfg, objects)
         ranks = cfg.cluster.num_train_ranks
         async with launched(
-            cfg.model, cfg.train, None, cfg.cluster, num_train_ranks=ranks, num_rollout_ranks=0
+            cfg.model,
+            cfg.train,
+            None,
+            cfg.cluster,
+            num_train_ranks=ranks,
+            num_rollout_ranks=0,
+            folder=Path(cfg.run.folder),
         ) as groups:
             assert groups.trainer is not None
             async with Checkpoints(run.folder, groups.trainer, cfg.run.keep_checkpoints, run.note) as run.checkpoints:
@@ -204,7 +210,15 @@ async def _evaluate(cfg: RunConfig, objects: Objects) -> tuple[dict[str, float],
     ranks = cfg.cluster.num_rollout_ranks or cfg.cluster.num_train_ranks
     async with (
         reward_workers(cfg, objects, task, note) as (scorer, trial),
-        launched(cfg.model, cfg.train, cfg.rollout, cfg.cluster, num_train_ranks=0, num_rollout_ranks=ranks) as groups,
+        launched(
+            cfg.model,
+            cfg.train,
+            cfg.rollout,
+            cfg.cluster,
+            num_train_ranks=0,
+            num_rollout_ranks=ranks,
+            folder=Path(cfg.run.folder),
+        ) as groups,
     ):
         assert groups.rollouts is not None
         await groups.rollouts.trust_loaded_weights()

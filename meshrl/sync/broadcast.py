@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from meshrl.core.device import abort_group, separate_group
 from meshrl.core.errors import SyncInterrupted
+from meshrl.parallel.store import listening_store
 from meshrl.sync.delivery import Delivery, delivery_from_facts, facts_bytes
 from meshrl.sync.layout import Layout, Transfer
 from meshrl.sync.transport import NUM_SLOTS, Address, Transport
@@ -57,7 +58,7 @@ class Broadcast(Transport):
             return None
         if self._store is None or connection_id != self._prepared:
             self.disconnect()
-            self._store = dist.TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
+            self._store = listening_store(self._host, self._timeout)
             self._prepared = connection_id
         return Address(host=self._host, port=self._store.port)
 

@@ -51,7 +51,7 @@ class Sockets(Transport):
         if sender is not None:
             self._ring = SharedRing(NUM_SLOTS, layout.slot_bytes)
             self.num_bytes = NUM_SLOTS * layout.slot_bytes
-            self._listening = listening_socket()
+            self._listening = listening_socket(host)
             self._listening.setblocking(False)
             self._token = secrets.token_hex(32)
             port = self._listening.getsockname()[1]

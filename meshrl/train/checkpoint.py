@@ -31,6 +31,7 @@ from meshrl.core.errors import CheckpointError
 from meshrl.core.files import Unreadable
 from meshrl.model.weight_files import KINDS, opened
 from meshrl.parallel.boxes import Box, boxes, index_of, overlap, replica
+from meshrl.parallel.gather import all_gather_json
 from meshrl.train.checkpoint_files import FileFact, faults, read_manifest, write_file
 
 Tensors = Mapping[str, torch.Tensor]
@@ -66,9 +67,7 @@ def stage(tensors: Tensors) -> list[StoredSlice]:
 def _saves_plain(tensors: Tensors) -> dict[str, bool]:
     """Plain tensor -> whether this rank saves it, which is the first rank that has it."""
     plain = [name for name, tensor in tensors.items() if not isinstance(tensor, DTensor)]
-    everywhere: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everywhere, plain)
-    before = {name for names in everywhere[: dist.get_rank()] for name in names}
+    before = {name for names in all_gather_json(plain)[: dist.get_rank()] for name in names}
     return {name: name not in before for name in plain}
 
 
@@ -130,11 +129,7 @@ class SavedTensors:
         self.folder = folder
         manifest = read_manifest(folder)
         rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        found = faults(folder, manifest, rank, num_ranks)
-        if dist.is_initialized():
-            everywhere: list[list[str]] = [[] for _ in range(num_ranks)]
-            dist.all_gather_object(everywhere, found)
-            found = [text for texts in everywhere for text in texts]
+        found = [text for texts in all_gather_json(faults(folder, manifest, rank, num_ranks)) for text in texts]
         if found:
             raise CheckpointError("\n".join(dict.fromkeys(found)))
         self.entries: dict[str, SavedTensor] = {}
