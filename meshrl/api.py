@@ -45,8 +45,8 @@ def train(
     quiet: print nothing.
 
     Raises: ConfigError and the other errors of meshrl.core.errors; KeyboardInterrupt after Ctrl-C, with a checkpoint
-    saved; exceptions of on_step. SystemExit after SIGTERM, and under torchrun at the end in all processes except rank
-    0's.
+    saved; exceptions of on_step. SystemExit after SIGTERM or SIGHUP, and under torchrun at the end in all processes
+    except rank 0's.
     """
     from meshrl.run.inputs import load_run, objects_of, show_notices
 

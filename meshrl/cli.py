@@ -1,6 +1,7 @@
 """The command line. Only the standard library is imported here, so that `--help` and config errors appear at once.
 
-Exit codes: 0 done, 1 the run failed, 2 the config or the command line is wrong, 130 ended by Ctrl-C, 143 by SIGTERM.
+Exit codes: 0 done, 1 the run failed, 2 the config or the command line is wrong, 130 ended by Ctrl-C, 143 by SIGTERM,
+129 by SIGHUP, which a lost terminal sends.
 MESHRL_TRACEBACK=1 also prints the traceback of errors; by default only the message is printed.
 """
 
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshrl.core.errors import ConfigError, MeshrlError
+from meshrl.core.terminal import drop_lost_terminal
 
 if TYPE_CHECKING:
     from meshrl.config.load import Loaded
@@ -29,20 +31,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(list(sys.argv[1:] if argv is None else argv))
     try:
         code = args.command(args)
+        drop_lost_terminal()
         sys.stdout.flush()
         return code
     except MeshrlError as e:
         if os.environ.get("MESHRL_TRACEBACK") == "1":
             raise
         name = "" if isinstance(e, ConfigError) else f"{type(e).__name__}: "
-        print("\n".join([f"meshrl: {name}{e}", *getattr(e, "__notes__", ())]), file=sys.stderr)
+        _print_error("\n".join([f"meshrl: {name}{e}", *getattr(e, "__notes__", ())]))
         return 2 if isinstance(e, ConfigError) else 1
     except KeyboardInterrupt:
-        print("meshrl: interrupted", file=sys.stderr)
+        _print_error("meshrl: interrupted")
         return 130
     except BrokenPipeError:  # the reader of the output (head, less) has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _print_error(text: str) -> None:
+    drop_lost_terminal()
+    print(text, file=sys.stderr)
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:

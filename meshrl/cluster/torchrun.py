@@ -39,8 +39,8 @@ def is_follower() -> bool:
 def follow(folder: Path) -> int:
     """Be the node agent of this process's rank until the run ends. Returns the exit code. folder: run.folder.
 
-    Waits for: the controller, which publishes its address when it has loaded its config. Ctrl-C and SIGTERM reach all
-    processes of a run and the controller handles them, so this process ignores them once it has the address.
+    Waits for: the controller, which publishes its address when it has loaded its config. Ctrl-C, SIGTERM and SIGHUP
+    reach all processes of a run and the controller handles them, so this process ignores them once it has the address.
 
     Raises: MeshrlError when the store or the file with the token has been written by a process outside the run.
     """

@@ -100,8 +100,8 @@ def inherited_channel() -> socket.socket:
 
 
 def ignore_interrupts() -> None:
-    """Ctrl-C and SIGTERM are sent to a complete process group; only the controller of the run handles them."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    """Ctrl-C, SIGTERM and SIGHUP are sent to a complete process group; only the controller of the run handles them."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)  # not SIG_IGN, which a program that this one starts would inherit
 
 

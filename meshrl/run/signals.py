@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: a run ends with a checkpoint of its last finished step."""
+"""Ctrl-C, SIGTERM and SIGHUP: a run ends with a checkpoint of its last finished step."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from meshrl.core.terminal import drop_lost_terminal
 from meshrl.loops.job import Resumable
 
 GRACE_S = 4.0  # after Ctrl-C, for the running command of the ranks; saving and ending take a few seconds more
@@ -21,9 +22,10 @@ class Stop:
     Inside `updating`, once the weights have changed, and inside `saving`, the task is cancelled at the end of the
     block. Everywhere else it is cancelled at once, because the trainer still has the weights of the last finished step.
 
-    After Ctrl-C, an update gets at most GRACE_S, if there is a checkpoint (can_fall_back). SIGTERM has no such limit:
-    the scheduler that sends it has its own limit. trainer_is_valid: the trainer has the weights of a finished step, or
-    will have them at the end of the block; otherwise no checkpoint can be saved.
+    After Ctrl-C, an update gets at most GRACE_S, if there is a checkpoint (can_fall_back). SIGTERM has no such limit,
+    because the scheduler that sends it has its own, and neither has SIGHUP, which means a lost terminal.
+    trainer_is_valid: the trainer has the weights of a finished step, or will have them at the end of the block;
+    otherwise no checkpoint can be saved.
     """
 
     def __init__(self) -> None:
@@ -91,12 +93,14 @@ class Stop:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Handle SIGINT and SIGTERM for the running task. A second Ctrl-C ends it at once. Only the main thread
-        receives signals: a run in another thread handles none."""
+        """Handle SIGINT, SIGTERM and SIGHUP for the running task. A second Ctrl-C ends it at once. SIGHUP stays ignored
+        under nohup. Only the main thread receives signals: a run in another thread handles none."""
         self._task, loop = asyncio.current_task(), asyncio.get_running_loop()
         first: list[int] = []
 
         def handle(number: int, frame: FrameType | None) -> None:
+            if number == signal.SIGHUP:
+                drop_lost_terminal()
             # Only `request` sets self.signal: else a block that ends before `request` runs would cancel the task twice.
             if not first:
                 first.append(number)
@@ -104,7 +108,10 @@ class Stop:
             elif number == signal.SIGINT:
                 raise KeyboardInterrupt
 
-        numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+        is_main = threading.current_thread() is threading.main_thread()
+        numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP] if is_main else []
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+            numbers = numbers[:2]
         before = {number: signal.signal(number, handle) for number in numbers}
         try:
             yield

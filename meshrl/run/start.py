@@ -21,6 +21,7 @@ from meshrl.config.load import Loaded
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.core.device import device_notice
 from meshrl.core.errors import MeshrlError
+from meshrl.core.terminal import drop_lost_terminal
 from meshrl.core.types import Trajectory
 from meshrl.data.decode import text_of
 from meshrl.loops.colocated import colocated
@@ -66,12 +67,12 @@ def sft(loaded: Loaded[SftRunConfig], write_report: WriteReport, objects: Object
 
 
 def _run(config: RunConfig | SftRunConfig, main: Callable[[Stop], Coroutine[Any, Any, T]]) -> T:
-    """Remove temporary resources of dead runs on this machine, then run `main` to its end. Ctrl-C and SIGTERM cancel
-    it, so that no rank outlives the run. Under torchrun only the process of rank 0 does this; the others are node
-    agents.
+    """Remove temporary resources of dead runs on this machine, then run `main` to its end. Ctrl-C, SIGTERM and
+    SIGHUP cancel it, so that no rank outlives the run. Under torchrun only the process of rank 0 does this; the others
+    are node agents.
 
-    Raises: KeyboardInterrupt after Ctrl-C; SystemExit with 143 after SIGTERM, and in a node agent's process with its
-    exit code.
+    Raises: KeyboardInterrupt after Ctrl-C; SystemExit with 143 after SIGTERM, with 129 after SIGHUP, and in a node
+    agent's process with its exit code.
     """
     sweep()
     if is_follower():
@@ -90,10 +91,13 @@ def _run(config: RunConfig | SftRunConfig, main: Callable[[Stop], Coroutine[Any,
     try:
         return run_in_own_loop(guarded())
     except asyncio.CancelledError:
+        if stop.signal is None:  # user code has raised it
+            raise
         if stop.signal == signal.SIGINT:
             raise KeyboardInterrupt from None
-        print("meshrl: ended by SIGTERM", file=sys.stderr)
-        raise SystemExit(143) from None
+        drop_lost_terminal()
+        print(f"meshrl: ended by {signal.Signals(stop.signal).name}", file=sys.stderr)
+        raise SystemExit(128 + stop.signal) from None
 
 
 @contextmanager

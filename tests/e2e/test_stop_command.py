@@ -1,12 +1,18 @@
-"""`meshrl status` and `meshrl stop` from another process, on a real run."""
+"""`meshrl status` and `meshrl stop` from another process, and a lost terminal, on a real run."""
 
 from __future__ import annotations
 
+import json
 import os
+import pty
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -17,23 +23,40 @@ from meshrl.run.status import read_status
 from meshrl.train.checkpoint_files import states
 
 
+def _start(folder: Path, **options: Any) -> subprocess.Popen[bytes]:
+    """`meshrl train` of a run named long, in the folder of its config. options: of Popen."""
+    command = [sys.executable, "-m", "meshrl", "train", "config.yaml", "loop.num_steps=100000", "run.name=long"]
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    return subprocess.Popen(command, cwd=folder, env={**os.environ, "PYTHONPATH": path}, **options)
+
+
+def _await_steps(run: subprocess.Popen[bytes], folder: Path, output: Callable[[], str]) -> list[psutil.Process]:
+    """Wait until it has finished two steps, and read its output. Returns its child processes."""
+    while not (folder / "status.json").exists() or read_status(folder).step < 2:
+        shown = output()
+        assert run.poll() is None, shown
+        time.sleep(0.1)
+    return psutil.Process(run.pid).children(recursive=True)
+
+
+def _saved_step(folder: Path) -> int:
+    """The step of its only checkpoint, which is its last finished step."""
+    ((step, _),) = states(folder / "checkpoints")
+    assert step == read_status(folder).step >= 2
+    return step
+
+
 @pytest.mark.timeout(600)
 def test_status_prints_the_state_of_a_run_and_stop_ends_it_with_a_checkpoint(tmp_path: Path, capsys):
     """P31: all its processes end."""
-    config, folder, output = write_run(tmp_path), tmp_path / "runs" / "long", tmp_path / "output.txt"
-    command = [sys.executable, "-m", "meshrl", "train", str(config), "loop.num_steps=100000", "run.name=long"]
-    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    write_run(tmp_path)
+    folder, output = tmp_path / "runs" / "long", tmp_path / "output.txt"
     with (
         output.open("w") as file,
-        subprocess.Popen(
-            command, stdout=file, stderr=file, env={**os.environ, "PYTHONPATH": path}, start_new_session=True
-        ) as run,
+        _start(tmp_path, stdout=file, stderr=file, start_new_session=True) as run,
     ):
         try:
-            while not (folder / "status.json").exists() or read_status(folder).step < 2:
-                assert run.poll() is None, output.read_text()
-                time.sleep(0.1)
-            children = psutil.Process(run.pid).children(recursive=True)
+            children = _await_steps(run, folder, output.read_text)
             assert main(["status", str(folder)]) == 0
             printed = capsys.readouterr().out
             assert f"runs as process {run.pid}" in printed and "of 100000" in printed and "reward/mean" in printed
@@ -43,8 +66,45 @@ def test_status_prints_the_state_of_a_run_and_stop_ends_it_with_a_checkpoint(tmp
             assert run.wait() == 143 and "ended by SIGTERM" in output.read_text()
         finally:
             run.kill()
-    steps = [step for step, _ in states(folder / "checkpoints")]
-    assert steps == [read_status(folder).step] and steps[0] >= 2, output.read_text()
+    _saved_step(folder)
     assert not psutil.wait_procs(children, timeout=20)[1]
     assert main(["stop", str(folder)]) == 1
     assert "the run is not running" in capsys.readouterr().err
+
+
+@pytest.mark.timeout(600)
+def test_a_run_that_loses_its_terminal_ends_with_a_checkpoint(tmp_path: Path):
+    """The kernel and the shell send SIGHUP to all its processes, and each print to the terminal fails; stderr is a file
+    here."""
+    write_run(tmp_path)
+    folder, errors = tmp_path / "runs" / "long", tmp_path / "errors.txt"
+    controller, terminal = pty.openpty()
+    os.set_blocking(controller, False)
+    shown = bytearray()
+
+    def show() -> str:
+        with suppress(BlockingIOError):
+            while read := os.read(controller, 65536):
+                shown.extend(read)
+        return shown.decode(errors="replace") + errors.read_text()
+
+    with errors.open("w") as file:
+
+        def take_terminal() -> None:
+            os.login_tty(terminal)
+            os.dup2(file.fileno(), 2)
+
+        run = _start(tmp_path, preexec_fn=take_terminal)
+    os.close(terminal)
+    try:
+        children = _await_steps(run, folder, show)
+        assert b"reward" in shown
+        os.close(controller)
+        os.killpg(run.pid, signal.SIGHUP)
+        assert run.wait() == 129, errors.read_text()
+    finally:
+        run.kill()
+    assert errors.read_text().endswith("meshrl: ended by SIGHUP\n")
+    result = json.loads((folder / "result.json").read_text())
+    assert (result["status"], result["steps"]) == ("interrupted", _saved_step(folder))
+    assert not psutil.wait_procs(children, timeout=20)[1]

@@ -13,7 +13,7 @@ from meshrl.config.cluster import ClusterConfig
 from meshrl.run.signals import Stop
 from meshrl.run.watchdog import run_in_own_loop, watchdog
 
-HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 async def work() -> tuple[asyncio.AbstractEventLoop, threading.Thread, str]:

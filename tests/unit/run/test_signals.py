@@ -66,15 +66,16 @@ def _interrupted(number: int, num_optim_steps: int, has_checkpoint: bool = True)
     return done, not stops[0].trainer_is_valid
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_update_that_has_not_changed_the_weights_ends_at_once(number):
     """The trainer still has the state of the last finished step."""
     assert _interrupted(number, num_optim_steps=0) == ([], False)
 
 
 def test_an_update_that_has_changed_the_weights_is_finished_first():
-    """With SIGTERM always; with Ctrl-C only if there is no checkpoint."""
+    """With SIGTERM and SIGHUP always; with Ctrl-C only if there is no checkpoint."""
     assert _interrupted(signal.SIGTERM, num_optim_steps=1) == (["update"], False)
+    assert _interrupted(signal.SIGHUP, num_optim_steps=1) == (["update"], False)
     assert _interrupted(signal.SIGINT, num_optim_steps=1, has_checkpoint=False) == (["update"], False)
 
 
@@ -134,3 +135,22 @@ def test_an_error_in_an_update_leaves_a_state_to_save_unless_it_is_between_two_s
         job.step += num_steps
         raise ValueError("in the update")
     assert stop.trainer_is_valid == is_valid
+
+
+def test_sighup_stays_ignored_under_nohup():
+    """nohup starts the program with SIGHUP ignored."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    async def run() -> int | None:
+        stop = Stop()
+        with stop.listening():
+            os.kill(os.getpid(), signal.SIGHUP)
+            await asyncio.sleep(0.01)
+            assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+        return stop.signal
+
+    try:
+        assert asyncio.run(run()) is None
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
