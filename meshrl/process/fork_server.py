@@ -25,7 +25,10 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
+import psutil
+
 from meshrl.process.guard import end_with_parent
+from meshrl.process.leases import sweep
 from meshrl.process.spawn import command, ignore_interrupts
 
 _REQUEST_BYTES = 1 << 16
@@ -39,7 +42,7 @@ class _RequestServer:
         """may_fork: False = each forked process executes a new interpreter."""
         self.requests, self.may_fork, self.pid = requests, may_fork, os.getpid()
         self.selector = selectors.PollSelector()  # epoll would share its list with the children
-        self.selector.register(os.pidfd_open(os.getppid()), selectors.EVENT_READ, lambda: os._exit(0))
+        self.selector.register(os.pidfd_open(os.getppid()), selectors.EVENT_READ, _end_children)
         self.selector.register(requests, selectors.EVENT_READ, self.take_request)
 
     def serve(self) -> None:
@@ -111,6 +114,17 @@ class _RequestServer:
             traceback.print_exc()
         finally:
             os._exit(1)
+
+
+def _end_children() -> NoReturn:
+    """End this process's children, remove the temporary resources that they leave, and end."""
+    for child in psutil.Process().children():
+        child.kill()
+    with contextlib.suppress(ChildProcessError):  # all have ended
+        while True:
+            os.wait()
+    sweep()
+    os._exit(0)
 
 
 def _report(status: socket.socket, number: int) -> None:

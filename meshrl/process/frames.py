@@ -2,8 +2,8 @@
 
 An object's frame is a header, the arrays' sizes and a pickle, then the arrays. Over a Unix socket the arrays are in an
 unlinked file in memory, and its descriptor is sent with the header: the file has no name that could be left behind, and
-the memory is freed when both sides have closed it. Over TCP the arrays follow in the stream, without a copy on either
-side. A frame of bytes is its length (4 bytes, big-endian) and the bytes.
+the memory is freed when both sides have closed it. Over TCP, and when there is no room for such a file, the arrays
+follow in the stream. A frame of bytes is its length (4 bytes, big-endian) and the bytes.
 
 Reading a pickle runs its code. So read objects only from a trusted process: a child that was started here, the parent,
 or a connection made by `connect.py`.
@@ -11,13 +11,15 @@ or a connection made by `connect.py`.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import pickle
 import socket
 import struct
 import tempfile
-from typing import Any
+from collections.abc import Sequence
+from typing import IO, Any
 
 _HEADER = struct.Struct("<QQ")  # bytes that follow, number of arrays outside the pickle
 _LENGTH = struct.Struct("!I")
@@ -39,18 +41,33 @@ def send(sock: socket.socket, obj: Any) -> None:
     sizes = [b.nbytes for b in buffers]
     body = struct.pack(f"<{len(sizes)}Q", *sizes) + data
     header = _HEADER.pack(len(body), len(sizes))
-    if not sizes or sock.family != socket.AF_UNIX:
+    file = _memory_file(buffers) if sizes and sock.family == socket.AF_UNIX else None
+    if file is None:
         sock.sendall(header + body)
         for view in buffers:
             sock.sendall(view)
         return
-    with tempfile.TemporaryFile(dir=_MEMORY_FOLDER) as file:
-        file.truncate(sum(sizes))
-        with mmap.mmap(file.fileno(), sum(sizes)) as memory:
-            for view in buffers:
-                memory.write(view)
+    with file:
         socket.send_fds(sock, [header], [file.fileno()])
         sock.sendall(body)
+
+
+def _memory_file(buffers: Sequence[memoryview]) -> IO[bytes] | None:
+    """An unlinked file with these bytes; None when there is no room for it.
+
+    The file is not mapped to write it: if the memory ran out, the kernel would end this process by SIGBUS.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            file = stack.enter_context(tempfile.TemporaryFile(dir=_MEMORY_FOLDER, buffering=0))
+            for view in buffers:
+                rest = view
+                while rest:
+                    rest = rest[file.write(rest) :]
+        except OSError:  # ENOSPC: containers have little shared memory by default
+            return None
+        stack.pop_all()
+        return file
 
 
 def receive(sock: socket.socket) -> Any:

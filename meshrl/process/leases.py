@@ -2,10 +2,10 @@
 folders.
 
 The process that creates such a resource takes a lease: a lock (flock) on its descriptor. The kernel releases the lock
-when the last process that has the descriptor ends, for any reason. A resource without a lease belongs to no process,
-and the next run removes it. So no process ids (a later process may have the same one) and no ages are compared. Names
-contain the kernel's boot id: a temporary folder may be on a disk that several machines share, and the locks of other
-machines are not visible here.
+when the last process that has the descriptor ends, for any reason. A resource without a lease belongs to no process:
+a sweep removes it, when a child process has ended and at the start of each run. So no process ids (a later process may
+have the same one) and no ages are compared. Names contain the kernel's boot id: a temporary folder may be on a disk
+that several machines share, and the locks of other machines are not visible here.
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ from typing import Any
 
 from meshrl.process.diagnosis import Snapshot, how_it_ended, oom_kills, snapshot
 from meshrl.process.guard import end_with_parent
+from meshrl.process.leases import sweep
 
 _OWN_VARIABLES = {
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
@@ -82,10 +83,11 @@ class SpawnedProcess:
         self._process.kill()
 
     def end(self, grace_s: float) -> None:
-        """Wait at most grace_s until it ends; then kill it."""
+        """Wait at most grace_s until it ends; then kill it. Removes the temporary resources that it has left."""
         if self.ending(grace_s) is None:
             self._process.kill()
             self._process.wait()
+        sweep()
         self._stacks.close()
 
 

@@ -11,13 +11,16 @@ from __future__ import annotations
 import _posixshmem
 import mmap
 import os
-from multiprocessing import resource_tracker
+import shutil
+from pathlib import Path
 
 import torch
 
 from meshrl.core.errors import SyncError
 from meshrl.process.leases import new_name, take_lease
 from meshrl.sync.delivery import SlotAddress
+
+_FOLDER = Path("/dev/shm")  # of the segments, on Linux
 
 
 class SharedRingView:
@@ -48,7 +51,7 @@ class SharedRing(SharedRingView):
     """The sender's end: creates the segment, and `close` unlinks it.
 
     Extra memory of a sync: num_slots * slot_bytes, once for all receivers.
-    If this process is killed, its resource tracker unlinks the segment; if both are killed, the next run removes it.
+    If this process is killed, a sweep (process/leases.py) removes the segment.
     Raises: SyncError when the machine's shared memory is too small.
     """
 
@@ -56,15 +59,11 @@ class SharedRing(SharedRingView):
         self.num_slots, self.slot_bytes = num_slots, slot_bytes
         self.name, fd = _new_segment()
         self._linked = True
-        resource_tracker.register(_path(self.name), "shared_memory")
         try:
             self.slots = _map(fd, num_slots, slot_bytes, reserve=True)
         except OSError as error:
             self.close()
-            raise SyncError(
-                f"{num_slots} slots of {slot_bytes} bytes of shared memory could not be reserved ({error}); make "
-                "rollout.sync_bucket_bytes smaller, or /dev/shm larger (a container: --shm-size)"
-            ) from error
+            raise SyncError(_shortage(num_slots, slot_bytes, error)) from error
         finally:
             os.close(fd)  # the mapping has its own copy, which keeps the segment and its lease
 
@@ -73,12 +72,23 @@ class SharedRing(SharedRingView):
         if self._linked:
             self._linked = False
             _posixshmem.shm_unlink(_path(self.name))  # while it is mapped: the lease ends with the last mapping
-            resource_tracker.unregister(_path(self.name), "shared_memory")
         super().close()
 
 
 def _path(name: str) -> str:
     return f"/{name}"
+
+
+def _shortage(num_slots: int, slot_bytes: int, error: OSError) -> str:
+    room = ""
+    if _FOLDER.is_dir():
+        disk = shutil.disk_usage(_FOLDER)
+        room = f"{_FOLDER} has {disk.total:,} bytes, {disk.free:,} of them free. "
+    return (
+        f"{num_slots * slot_bytes:,} bytes of shared memory for weight syncs could not be reserved: {error}. {room}"
+        "All train ranks of a machine together need at most 2 x rollout.sync_bucket_bytes there. Lower that key, or "
+        f"make {_FOLDER} larger (Docker gives 64 MB: --shm-size=1g; Kubernetes: an emptyDir with medium Memory)"
+    )
 
 
 def _new_segment() -> tuple[str, int]:

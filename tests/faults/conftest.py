@@ -18,10 +18,27 @@ import pytest
 from meshrl.process import leases, spawn
 
 
+class Output:
+    """What the processes of a test print. A warning of Python's resource tracker would stand before the real error."""
+
+    def __init__(self, capfd: pytest.CaptureFixture[str]):
+        self._capfd = capfd
+
+    def readouterr(self) -> Any:
+        printed = self._capfd.readouterr()
+        assert "resource_tracker" not in printed.err
+        return printed
+
+
 @pytest.fixture
-def planted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+def capfd(capfd: pytest.CaptureFixture[str]) -> Output:
+    return Output(capfd)
+
+
+@pytest.fixture
+def planted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: Output) -> Iterator[Any]:
     """Injects faults into the runs of this process, each once. All of them must occur, and at the end no process and no
-    resource of the runs may be left."""
+    resource of the runs may be left, and no process has printed a warning about shared memory."""
     mark = uuid.uuid4().hex
     monkeypatch.setenv("MESHRL_TEST_RUN", mark)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -45,6 +62,7 @@ def planted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     assert left == []
     assert not list(Path("/dev/shm").glob(f"meshrl_*_{mark[:8]}*")), "shared memory is left"
     assert not list(tmp_path.glob("meshrl*")), "the folder of the rendezvous is left"
+    capfd.readouterr()
 
 
 def _processes_of(mark: str) -> list[str]:

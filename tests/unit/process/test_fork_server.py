@@ -25,6 +25,7 @@ from running_processes import is_running_process
 from tiny_models import tiny_qwen2
 from tiny_samples import random_samples, weigh
 from tiny_specs import worker_spec
+from waiting import wait_until
 
 from meshrl.algo.losses import sft_loss
 from meshrl.cluster.actors import RankWorker
@@ -320,3 +321,42 @@ def test_a_process_with_other_threads_or_an_open_device_must_not_fork(opened, ca
     """)
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout == f"{can_fork}\n"
+
+
+@pytest.mark.parametrize("killed", ["the child", "its starter"])
+def test_temporary_resources_of_killed_processes_are_removed(killed, tmp_path):
+    """P31: by the process that waits for the child's end, or by the fork server."""
+    (tmp_path / "sleeper.py").write_text(
+        "import time\nfrom meshrl.process.leases import LeasedFolder\n"
+        "from meshrl.process.spawn import inherited_channel\n"
+        "def main():\n    channel, folder = inherited_channel(), LeasedFolder()\n"
+        "    channel.sendall(str(folder.path).encode())\n    time.sleep(600)"
+    )
+    script = """if True:
+        import os, socket, sys
+        from meshrl.process.spawn import Program, SpawnedProcess
+        ours, theirs = socket.socketpair()
+        path = os.pathsep.join([sys.argv[1], *sys.path])
+        child = SpawnedProcess(Program("sleeper"), "rank_0", {"PYTHONPATH": path}, theirs)
+        folder = ours.recv(1000).decode()
+        print(folder, os.path.isdir(folder), flush=True)
+        sys.stdin.read()
+        child.kill()
+        child.end(60.0)
+        print(os.path.isdir(folder))
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    ) as starter:
+        assert starter.stdout is not None
+        folder, exists = starter.stdout.readline().split()
+        assert exists == "True"
+        if killed == "its starter":
+            starter.kill()
+            assert wait_until(lambda: not Path(folder).exists())
+        else:
+            assert starter.communicate("")[0] == "False\n"

@@ -39,7 +39,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @contextlib.contextmanager
 def an_owner() -> Iterator[tuple[subprocess.Popen[str], Path, Path]]:
-    """A process with a ring and a folder, and the paths of both; in its own session with its resource tracker."""
+    """A process with a ring and a folder, and the paths of both; in its own session."""
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER],
         stdin=subprocess.PIPE,
@@ -59,7 +59,6 @@ def an_owner() -> Iterator[tuple[subprocess.Popen[str], Path, Path]]:
 
 
 def test_resources_of_a_killed_run_are_removed_and_those_of_a_running_one_are_not():
-    """Its resource tracker is killed with it: no other process would remove the segment."""
     with an_owner() as (dead, *left), an_owner() as (_, *held):
         assert all(path.exists() for path in left + held) and not sweep_of(*left, *held)
         os.killpg(dead.pid, signal.SIGKILL)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
+import shutil
 import subprocess
 import sys
 from contextlib import closing
@@ -147,6 +149,10 @@ def test_names_do_not_repeat():
 @pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="needs posix_fallocate")
 def test_too_little_shared_memory_is_an_error_and_not_a_crash():
     before = set(os.listdir("/dev/shm"))
-    with pytest.raises(SyncError, match=r"rollout.sync_bucket_bytes smaller, or /dev/shm larger"):
+    with pytest.raises(SyncError) as error:
         SharedRing(2, 1 << 43)
+    size = shutil.disk_usage("/dev/shm")
+    text = f"17,592,186,044,416 bytes of shared memory .* /dev/shm has {size.total:,} bytes, [0-9,]+ of them free"
+    assert re.search(text, str(error.value))
+    assert all(word in str(error.value) for word in ("No space left", "rollout.sync_bucket_bytes", "--shm-size"))
     assert not {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("meshrl_")}
