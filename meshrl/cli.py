@@ -13,10 +13,10 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from meshrl.core.errors import ConfigError, MeshrlError
-from meshrl.core.terminal import drop_lost_terminal
+from meshrl.core.terminal import drop_unwritten_output, open_standard_streams, print_message, print_output, printable
 
 if TYPE_CHECKING:
     from meshrl.config.load import Loaded
@@ -27,34 +27,32 @@ EPILOG = "example: meshrl train gsm8k.yaml train.optimizer.lr=1e-6 --explain"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code."""
-    args = _parse(list(sys.argv[1:] if argv is None else argv))
+    """Run one command and return its exit code, which does not depend on stdout and stderr being open, except for a
+    command whose result could not be printed."""
+    open_standard_streams()
     try:
-        code = args.command(args)
-        drop_lost_terminal()
-        sys.stdout.flush()
-        return code
+        args = _parse(list(sys.argv[1:] if argv is None else argv))
+        return int(args.command(args))
     except MeshrlError as e:
         if os.environ.get("MESHRL_TRACEBACK") == "1":
             raise
         name = "" if isinstance(e, ConfigError) else f"{type(e).__name__}: "
-        _print_error("\n".join([f"meshrl: {name}{e}", *getattr(e, "__notes__", ())]))
+        print_message("\n".join([f"meshrl: {name}{e}", *getattr(e, "__notes__", ())]))
         return 2 if isinstance(e, ConfigError) else 1
     except KeyboardInterrupt:
-        _print_error("meshrl: interrupted")
+        print_message("meshrl: interrupted")
         return 130
-    except BrokenPipeError:  # the reader of the output (head, less) has ended
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    finally:
+        drop_unwritten_output()
 
 
-def _print_error(text: str) -> None:
-    drop_lost_terminal()
-    print(text, file=sys.stderr)
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(message))  # it contains words of the command line
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="meshrl", description=DESCRIPTION, epilog=EPILOG)
+    parser = _Parser(prog="meshrl", description=DESCRIPTION, epilog=EPILOG)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     def add(name: str, command, text: str) -> argparse.ArgumentParser:
@@ -181,6 +179,7 @@ def _evaluate(args: argparse.Namespace) -> int:
 
 def _launch(args: argparse.Namespace) -> int:
     from meshrl.cluster.slurm import batch_file
+    from meshrl.core.files import output_errors
     from meshrl.run.inputs import load_run, load_sft
 
     is_sft = args.run == "sft"
@@ -188,13 +187,11 @@ def _launch(args: argparse.Namespace) -> int:
     options = {"time": args.time, "partition": args.partition, "account": args.account}
     text = batch_file(load, args.run, args.config, args.overrides, args.nodes, args.gpus_per_node, options)
     if args.out is None:
-        print(text, end="")
+        print_output(text, end="")
     else:
-        try:
+        with output_errors(args.out, "Give another file by --out", ConfigError):
             args.out.write_text(text, encoding="utf-8")
-        except OSError as cause:
-            raise ConfigError(f"--out {args.out} can't be written: {cause.strerror}") from cause
-        print(f"wrote {args.out}; submit it with: sbatch {args.out}")
+        print_message(f"wrote {args.out}; submit it with: sbatch {args.out}", sys.stdout)
     return 0
 
 
@@ -203,28 +200,28 @@ def _plan_schedule(args: argparse.Namespace) -> int:
     from meshrl.tools.schedule.advise import advise
 
     config = load_run(args.config, args.overrides).config
-    print(advise(config, args.measured, args.assume, args.gpus, args.out))
+    print_output(advise(config, args.measured, args.assume, args.gpus, args.out))
     return 0
 
 
 def _report(args: argparse.Namespace) -> int:
     from meshrl.tools.report.page import write_report
 
-    print(f"wrote {write_report(args.folder)}")
+    print_message(f"wrote {write_report(args.folder)}", sys.stdout)
     return 0
 
 
 def _status(args: argparse.Namespace) -> int:
     from meshrl.tools.status import describe
 
-    print(describe(args.folder))
+    print_output(describe(args.folder))
     return 0
 
 
 def _stop(args: argparse.Namespace) -> int:
     from meshrl.tools.status import stop
 
-    print(stop(args.folder))
+    print_message(stop(args.folder), sys.stdout)
     return 0
 
 
@@ -232,14 +229,14 @@ def _convert(args: argparse.Namespace) -> int:
     from meshrl.tools.convert import convert
 
     convert(args.checkpoint, args.out)
-    print(f"wrote {args.out}")
+    print_message(f"wrote {args.out}", sys.stdout)
     return 0
 
 
 def _config(args: argparse.Namespace) -> int:
     from meshrl.config.docs import list_keys
 
-    print(list_keys(args.word))
+    print_output(list_keys(args.word))
     return 0
 
 
@@ -247,5 +244,5 @@ def _explain(loaded: Loaded[RunConfig] | Loaded[SftRunConfig]) -> int:
     from meshrl.config.explain import explain
     from meshrl.data.check import count_rows
 
-    print(explain(loaded, count_rows(loaded.config)), end="")
+    print_output(explain(loaded, count_rows(loaded.config)), end="")
     return 0

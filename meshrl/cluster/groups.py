@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Concatenate, Literal, ParamSpec, TypeVar
 
@@ -23,6 +21,7 @@ from meshrl.cluster.executor import Executor
 from meshrl.cluster.row_cache import RowsMessage, SentRows
 from meshrl.core.batch import LossFn
 from meshrl.core.errors import RankFailure
+from meshrl.core.terminal import print_message
 from meshrl.core.types import Metric, Request, Sample, Turn
 from meshrl.parallel.mesh import data_index, num_peers
 from meshrl.rollout.build import takes_adapters
@@ -186,7 +185,7 @@ class RolloutGroup:
 
     def __init__(self, executor: Executor, max_restarts: int = 0):
         self.executor, self.max_restarts = executor, max_restarts
-        self.note: Callable[[str], None] = partial(print, file=sys.stderr)
+        self.note: Callable[[str], None] = print_message
         self.on_failure: Callable[[RankFailure], None] = lambda failure: None
         # Sends a new rank the weights that the others have; returns False while the trainer is between two versions.
         self.send_weights: Callable[[int], Awaitable[bool]] | None = None

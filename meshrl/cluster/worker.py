@@ -11,13 +11,13 @@ import inspect
 import os
 import pickle
 import socket
-import sys
 import traceback
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, NoReturn
 
 from meshrl.core.errors import EngineEnded
+from meshrl.core.terminal import print_message
 from meshrl.process import frames
 from meshrl.process.spawn import inherited_channel
 
@@ -54,7 +54,7 @@ class _Server:
             self.answer(call_id, True, await call())
         except Exception as error:
             if isinstance(error, EngineEnded) and not self.worker.spec.trains:  # the controller can replace this rank
-                print(f"rank {self.worker.spec.rank}: {error}", file=sys.stderr, flush=True)
+                print_message(f"rank {self.worker.spec.rank}: {error}")
                 os._exit(1)
             self.answer(call_id, False, _portable(error))
 

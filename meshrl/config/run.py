@@ -134,10 +134,15 @@ class SftRunConfig(Slice):
         return self.sft.rows_per_step
 
 
+_MAX_NAME_BYTES = 255
+
+
 def run_problems(case: Case) -> Iterator[Problem]:
     name = case.config.run.name
     if name in ("", ".", "..") or re.search(r"[/\\\0]", name):
         yield Problem(("run.name",), "must be the name of one folder below run.folder, without slashes.")
+    if len(name.encode("utf-8", "surrogatepass")) > _MAX_NAME_BYTES:
+        yield Problem(("run.name",), f"must have at most {_MAX_NAME_BYTES} bytes, the limit for the name of a folder.")
     if case.purpose != "eval":
         yield from _resume(case)
 

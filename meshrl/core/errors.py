@@ -78,6 +78,10 @@ class CheckpointError(MeshrlError):
     """A checkpoint that can't be written, that is incomplete, or that is of another run; names the file."""
 
 
+class OutputError(MeshrlError):
+    """A file with a run's data or a command's result that can't be written; names the file and the reason."""
+
+
 class RewardError(MeshrlError):
     """Too many gradings failed, or a reward worker could not be started."""
 

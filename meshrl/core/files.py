@@ -13,9 +13,11 @@ import shutil
 import stat
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from meshrl.core.errors import MeshrlError, OutputError
 
 MAX_TEXT_BYTES = 64 << 20  # of a file that is read at once
 MAX_LINE_BYTES = 64 << 20  # of a line of JSON; a row of base64 images stays well below
@@ -155,15 +157,41 @@ def _refuse_constant(name: str) -> None:
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path in the folder of `path`. The block writes a file or a folder there, which is renamed to
-    `path` at the end of the block. If the block raises, `path` stays as it was. A folder replaces only an empty folder.
+    `path` at the end of the block. If the block raises, `path` stays as it was, and the temporary file is removed. A
+    folder replaces only an empty folder.
     """
     aside = path.with_name(path.name + ".aside")
-    if aside.is_dir():
-        shutil.rmtree(aside)
+    _remove(aside)  # of a killed writer
+    try:
+        yield aside
+        os.replace(aside, path)
+    except BaseException:
+        with suppress(OSError):
+            _remove(aside)  # on a full disk it would take the room of other files
+        raise
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
     else:
-        aside.unlink(missing_ok=True)
-    yield aside
-    os.replace(aside, path)
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def output_errors(path: Path, advice: str, kind: type[MeshrlError] = OutputError) -> Iterator[None]:
+    """Context for code that writes `path` or files below it. advice: what the user can do, without a full stop.
+
+    Raises: an error of this kind in place of an OSError, with the file and the system's reason.
+    """
+    try:
+        yield
+    except OSError as cause:
+        name = str(cause.filename or path).removesuffix(".aside")
+        raise kind(f"{name} can't be written: {cause.strerror or cause}. {advice}") from cause
+
+
+CONTINUE_LATER = "Make room or make it writable, then continue the run from its last checkpoint with run.resume=auto"
 
 
 def write_text(path: Path, text: str) -> None:

@@ -16,6 +16,7 @@ from meshrl.config.run import RunConfig
 from meshrl.core.types import Metric, Prompt, Sample, Trajectory
 from meshrl.data.order import PromptFeed
 from meshrl.loops.proof import SamplerProof
+from meshrl.monitor.failed_writes import FailedWrites
 from meshrl.monitor.rollout_log import RolloutLog
 from meshrl.monitor.spans import Spans
 from meshrl.reward.score import Scorer
@@ -51,11 +52,12 @@ class RunServices(Protocol):
     """The functions that a loop gets from its run.
 
     restarts: how often the train ranks were started again after a failure. ends_early: the run ends after the current
-    step, as if it were the last step of its config.
+    step, as if it were the last step of its config. writes: counts the failed writes to outputs that end no run.
     """
 
     folder: Path
     spans: Spans
+    writes: FailedWrites
     restarts: int
     ends_early: bool
 

@@ -72,6 +72,7 @@ async def sft(job: SftJob) -> None:
                 Metric(name="train/tokens_per_s", sum=num_tokens, weight=spans.seconds("train"), unit="tokens/s"),
                 Metric(name="train/restarts", sum=float(job.run.restarts), reduce="max", unit="restarts"),
                 *memory_metrics(),
+                *job.run.writes.take(),
                 *spans.take(),
             ]
             job.losses.append(job.run.report(job.step, metrics)["loss/nll"])

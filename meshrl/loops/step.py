@@ -411,7 +411,7 @@ async def finish_step(
     metrics.append(Metric(name="sync/latency_s", sum=job.run.spans.seconds("sync"), reduce="sum", unit="s"))
     metrics += _idle(job)
     metrics.append(Metric(name="train/restarts", sum=float(job.run.restarts), reduce="max", unit="restarts"))
-    metrics += job.run.spans.take()
+    metrics += [*job.run.writes.take(), *job.run.spans.take()]
     if job.proof.threshold is not None:
         metrics.append(Metric(name="proof/limit", sum=job.proof.threshold, reduce="max", unit="nats"))
     rollouts = job.rollout_log.write(job.step, trajectories)

@@ -127,6 +127,10 @@ _WHAT_TO_DO = "Copy or download the model folder again, or write it again by sav
 
 def write_tensors(tensors: dict[str, torch.Tensor], file: Path) -> None:
     """Write a safetensors file of these tensors that Transformers can read."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    save_file({name: t.contiguous() for name, t in tensors.items()}, file, metadata={"format": "pt"})
+    try:
+        save_file({name: t.contiguous() for name, t in tensors.items()}, file, metadata={"format": "pt"})
+    except SafetensorError as cause:  # the library's own form of an OSError
+        raise OSError(None, str(cause), str(file)) from cause

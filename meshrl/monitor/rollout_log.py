@@ -13,6 +13,7 @@ import numpy as np
 from meshrl.core.errors import DataError, Failure
 from meshrl.core.files import replacing
 from meshrl.core.types import SCHEMA, Media, Prompt, SamplingParams, Times, Trajectory, Turn
+from meshrl.monitor.failed_writes import FailedWrites
 from meshrl.monitor.jsonl import data_errors, read_lines, to_line
 
 Record = dict[str, Any]
@@ -34,25 +35,29 @@ class LoggedTrajectory:
 class RolloutLog:
     """Writes `folder`/rollouts/step_000012.jsonl for each step; `folder` is the run's folder.
 
-    decode: ids int32[R] -> text with special tokens.
+    decode: ids int32[R] -> text with special tokens. writes: counts failed writes, which end no run; by default the log
+    has its own counter.
     """
 
-    def __init__(self, folder: str | Path, decode: Callable[[np.ndarray], str]):
+    def __init__(self, folder: str | Path, decode: Callable[[np.ndarray], str], writes: FailedWrites | None = None):
         self._folder, self._decode = Path(folder) / "rollouts", decode
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._writes = writes or FailedWrites()
 
     def write(self, step: int, trajectories: Sequence[Trajectory], name: str = "step") -> Path:
-        """Write a step's trajectories to a complete file, which replaces one of an interrupted run.
+        """Write a step's trajectories to a complete file, which replaces one of an interrupted run. A folder that was
+        removed is created again.
 
-        name: the first word of the file's name; "eval" for evaluations.
+        name: the first word of the file's name; "eval" for evaluations. Returns the file, also if it can't be written.
 
         Raises: TypeError when a prompt's answer or meta is not plain JSON.
         """
         path = self._folder / f"{name}_{step:06d}.jsonl"
-        with replacing(path) as aside, aside.open("w", encoding="utf-8") as file:
-            for trajectory in trajectories:
-                texts = [self._decode(turn.output_ids) for turn in trajectory.turns]
-                file.write(to_line({"schema": SCHEMA, "step": step, **_trajectory_record(trajectory, texts)}))
+        with self._writes.attempt("rollouts"):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with replacing(path) as aside, aside.open("w", encoding="utf-8") as file:
+                for trajectory in trajectories:
+                    texts = [self._decode(turn.output_ids) for turn in trajectory.turns]
+                    file.write(to_line({"schema": SCHEMA, "step": step, **_trajectory_record(trajectory, texts)}))
         return path
 
 

@@ -7,16 +7,21 @@ is a terminal.
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import IO, Any, Protocol, TextIO, cast
 
-from meshrl.core.files import write_text
+from meshrl.core.errors import OutputError
+from meshrl.core.files import CONTINUE_LATER, output_errors, write_text
+from meshrl.core.terminal import printable
 from meshrl.core.types import SCHEMA, Metric
 from meshrl.monitor.curve import text_curve
+from meshrl.monitor.failed_writes import FailedWrites, GuardedStream
 from meshrl.monitor.jsonl import data_errors, read_lines, to_line
 from meshrl.monitor.metrics import divide, merge, units
 
@@ -46,7 +51,8 @@ def report(sinks: Sequence[Sink], step: int, metrics: Iterable[Metric]) -> tuple
 
 class JsonlSink:
     """metrics.jsonl: lines {"schema", "step", "time", "metrics"} and, before the first line that needs it, a header
-    {"schema", "units"} with the units of new names. Each line is flushed.
+    {"schema", "units"} with the units of new names. Each line is flushed. All methods raise OutputError when the file
+    can't be written, or when it was removed or replaced: nothing else has these numbers.
 
     An existing file is continued. first_step: the first step of a resumed run; lines of this and later steps are
     dropped, because these steps are repeated.
@@ -55,10 +61,11 @@ class JsonlSink:
     def __init__(self, path: str | Path, first_step: int | None = None, clock: Callable[[], float] = time.time):
         self._path, self._clock = Path(path), clock
         self._units: dict[str, str] = {}
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        if self._path.exists():
-            self._load_lines(first_step)
-        self._file = self._path.open("a", encoding="utf-8")
+        with output_errors(self._path, CONTINUE_LATER):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            if self._path.exists():
+                self._load_lines(first_step)
+            self._file = self._path.open("a", encoding="utf-8")
 
     def _load_lines(self, first_step: int | None) -> None:
         """Rewrite the file atomically, without a truncated last line and without the steps that are repeated."""
@@ -73,7 +80,7 @@ class JsonlSink:
         write_text(self._path, "".join(lines))
 
     def write(self, step: int, values: Mapping[str, float], units: Mapping[str, str]) -> None:
-        """Append one step.
+        """Append one step. The line may be incomplete after an OutputError; readers and resumed runs ignore it.
 
         Raises: ValueError when a name has another unit than in earlier lines of the file.
         """
@@ -81,15 +88,33 @@ class JsonlSink:
         if changed:
             raise ValueError(f"{self._path}: units changed (was, is): {changed}; one name has one unit")
         new = {name: unit for name, unit in units.items() if name not in self._units}
-        if new:
-            self._units.update(new)
-            self._file.write(to_line({"schema": SCHEMA, "units": new}))
+        header = to_line({"schema": SCHEMA, "units": new}) if new else ""
+        self._units.update(new)
         line = {"schema": SCHEMA, "step": step, "time": self._clock(), "metrics": dict(values)}
-        self._file.write(to_line(line))
-        self._file.flush()
+        with output_errors(self._path, CONTINUE_LATER):
+            self._require_same_file()
+            self._file.write(header + to_line(line))
+            self._file.flush()
 
     def close(self, failed: bool = False) -> None:
-        self._file.close()
+        """failed: the run already reports an error, so those of this file are not raised in its place."""
+        with suppress(*(OSError, OutputError) if failed else ()), output_errors(self._path, CONTINUE_LATER):
+            try:
+                self._require_same_file()
+            finally:
+                self._file.close()
+
+    def _require_same_file(self) -> None:
+        """The open file would accept lines, too, if it had no name any more."""
+        try:
+            is_same = os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
+        except FileNotFoundError:
+            is_same = False
+        if not is_same:
+            raise OutputError(
+                f"{self._path} was removed or replaced while the run writes it, so the metrics of further steps would "
+                "be lost. Continue the run from its last checkpoint with run.resume=auto"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,6 +167,9 @@ class TerminalSink:
     If the output is not a terminal, it prints a line for each 1 % of the steps, for the first and the last step, and
     for a finished step when the last line is 10 s old. An evaluation has no line here, because the loop prints its
     result as a note; notes are always printed.
+
+    A terminal that is gone, and a closed or full stream, end neither the run nor the panel's thread. writes: counts
+    these failures; by default the sink has its own counter.
     """
 
     def __init__(
@@ -150,9 +178,10 @@ class TerminalSink:
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
         first_step: int = 0,
+        writes: FailedWrites | None = None,
     ):
         self._num_steps, self._first, self._step = num_steps, first_step, first_step - 1
-        self._stream, self._clock = stream or sys.stdout, clock
+        self._stream, self._clock = GuardedStream(stream or sys.stdout, writes or FailedWrites()), clock
         self._first_write: tuple[float, int] | None = None  # time and finished steps, to measure steps per second
         self._eta_s: float | None = None
         self._phase = "start"
@@ -165,17 +194,16 @@ class TerminalSink:
             from rich.console import Console
             from rich.live import Live
 
-            console = Console(file=self._stream)
+            console = Console(file=cast(IO[str], self._stream))
             self._live = Live(console=console, get_renderable=self._panel, refresh_per_second=_REFRESHES_PER_S)
             self._live.start()
 
     def note(self, text: str) -> None:
-        """Print a line of text about the run, above the live panel."""
+        """Print a line of text about the run, above the live panel; its control characters are escaped."""
         if self._live is not None:
-            self._live.console.print(text, markup=False, highlight=False)
+            self._live.console.print(printable(text), markup=False, highlight=False)
         else:
-            self._stream.write(text + "\n")
-            self._stream.flush()
+            self._stream.write(printable(text) + "\n")
 
     def entered(self, phase: str) -> None:
         """Show the phase that the run has entered; "" = between two phases, when the panel still shows the last one."""
@@ -225,7 +253,8 @@ class TerminalSink:
         shown += [(label, show(values[name])) for label, name, show in COLUMNS if name in values]
         table = Table.grid(padding=(0, 2))
         for i in range(0, len(shown), 4):
-            table.add_row(*(Text.assemble((f"{label} ", "dim"), text) for label, text in shown[i : i + 4]))
+            cells = ((f"{printable(label)} ", text) for label, text in shown[i : i + 4])
+            table.add_row(*(Text.assemble((label, "dim"), text) for label, text in cells))
         bar = Padding(ProgressBar(total=self._num_steps, completed=done))  # a bare bar ends without a newline
         curve = Text(text_curve(self._curve, width=60, height=6))
         return Panel(Group(bar, table, curve), title=f"step {done}/{self._num_steps}", title_align="left")

@@ -5,54 +5,109 @@ Both count finished steps from 1, so an evaluation before the first step is at 0
 
 from __future__ import annotations
 
+import itertools
 import os
+import socket
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from meshrl.config.monitor import MonitorConfig
 from meshrl.core.errors import ConfigError
+from meshrl.monitor.failed_writes import FailedWrites
 from meshrl.monitor.glossary import meaning_of
 from meshrl.monitor.sinks import Sink
 
 
 def open_trackers(
-    cfg: MonitorConfig, folder: Path, resolved: dict[str, Any], note: Callable[[str], None]
+    cfg: MonitorConfig, folder: Path, resolved: dict[str, Any], note: Callable[[str], None], writes: FailedWrites
 ) -> list[Sink]:
     """The configured sinks in addition to metrics.jsonl and the terminal.
 
     folder: the run's folder; its name is the run's name in W&B. resolved: the complete config as plain values, for W&B.
-    note: called with a line that contains the address of the curves.
+    note: called with a line that contains the address of the curves. writes: counts failed writes of the trackers.
 
     Raises: ConfigError when W&B can't be reached or the user is not logged in.
     """
     opened: list[Sink] = []
     for name in dict.fromkeys(cfg.sinks):
         if name == "tensorboard":
-            opened.append(TensorBoardSink(folder / "tensorboard"))
+            opened.append(_Counted(TensorBoardSink(folder / "tensorboard"), name, writes))
             note(f"TensorBoard: tensorboard --logdir {folder / 'tensorboard'}")
         else:
             wandb = WandbSink(folder, cfg.wandb_project, resolved)
-            opened.append(wandb)
+            opened.append(_Counted(wandb, name, writes))
             note(f"W&B: {wandb.where}")
     return opened
 
 
+class _Counted:
+    """A tracker of which a failed write is counted and does not end the run."""
+
+    def __init__(self, sink: Sink, name: str, writes: FailedWrites):
+        self._sink, self._name, self._writes = sink, name, writes
+
+    def write(self, step: int, values: Mapping[str, float], units: Mapping[str, str]) -> None:
+        with self._writes.attempt(self._name):
+            self._sink.write(step, values, units)
+
+    def close(self, failed: bool = False) -> None:
+        with self._writes.attempt(self._name):
+            self._sink.close(failed)
+
+
 class TensorBoardSink:
-    """Event files in `folder`; the description of each curve is the glossary's text. Flushed after every step."""
+    """Event files in `folder`; the description of each curve is the glossary's text. Flushed after every step. Readers
+    stop at a truncated record, so a failed write ends the file, and the next write begins another one."""
 
     def __init__(self, folder: Path):
         from tensorboard.summary import Writer
 
-        self._writer = Writer(str(folder))
+        self._folder, self._make = folder, Writer
+        self._writer: Any = None
 
     def write(self, step: int, values: Mapping[str, float], units: Mapping[str, str]) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step + 1, description=_describe(name, units.get(name, "")))
-        self._writer.flush()
+        if self._writer is None:
+            self._writer = self._make(_event_files(self._folder))
+        try:
+            for name, value in values.items():
+                self._writer.add_scalar(name, value, step + 1, description=_describe(name, units.get(name, "")))
+            self._writer.flush()
+        except OSError:
+            with suppress(OSError):
+                self.close()
+            raise
 
     def close(self, failed: bool = False) -> None:
-        self._writer.close()
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+
+
+_numbers = itertools.count()  # of event files
+
+
+def _event_files(folder: Path) -> Any:
+    """TensorBoard's output to a folder, written in the caller's thread: the thread of its own EventFileWriter ends at
+    the first error, and prints a traceback."""
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.summary import DirectoryOutput
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    class Events(RecordWriter):  # type: ignore[misc]  # the package has no types
+        def add_event(self, event: Any) -> None:
+            self.write(event.SerializeToString())
+
+    class Output(DirectoryOutput):  # type: ignore[misc]
+        def __init__(self) -> None:
+            folder.mkdir(parents=True, exist_ok=True)
+            parts = f"{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{next(_numbers)}"
+            self._ev_writer = Events((folder / f"events.out.tfevents.{parts}").open("xb"))
+            self._ev_writer.add_event(Event(wall_time=time.time(), file_version="brain.Event:2"))
+
+    return Output()
 
 
 def _describe(name: str, unit: str) -> str:

@@ -10,7 +10,8 @@ from types import TracebackType
 from typing import Any
 
 from meshrl.cluster.groups import TrainGroup
-from meshrl.core.errors import MeshrlError
+from meshrl.core.errors import CheckpointError, MeshrlError
+from meshrl.core.files import CONTINUE_LATER, output_errors
 from meshrl.train.checkpoint_files import (
     CONTROLLER,
     Manifest,
@@ -62,7 +63,8 @@ class Checkpoints:
         if step == self.saved_step:
             return
         await self.settle()
-        self.folder.mkdir(exist_ok=True)
+        with output_errors(self.folder, CONTINUE_LATER, CheckpointError):
+            self.folder.mkdir(exist_ok=True)
         require_space(self.folder, await self.trainer.state_bytes() + _HEADER_BYTES)
         final = state_folder(self.folder, step)
         temporary = make_temporary_folder(final)
@@ -75,7 +77,8 @@ class Checkpoints:
         num_ranks = len(files)
         files[CONTROLLER] = await asyncio.to_thread(write_json, temporary / CONTROLLER, saved)
         await asyncio.to_thread(commit, final, Manifest(step=step, num_ranks=num_ranks, files=files))
-        await asyncio.to_thread(prune, self.folder, self.keep)
+        with output_errors(self.folder, CONTINUE_LATER, CheckpointError):
+            await asyncio.to_thread(prune, self.folder, self.keep)
         self.note(f"saved {final}")
 
     def check(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import sys
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,6 +17,7 @@ from meshrl.config.case import Check
 from meshrl.config.load import InMemory, Loaded, Source, load_run_config, load_sft_config
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.core.errors import ConfigError, MeshrlError
+from meshrl.core.terminal import print_message
 from meshrl.core.types import Generate, Prompt, Trajectory
 from meshrl.data.check import check_data
 from meshrl.data.tables import RowTable
@@ -148,7 +148,7 @@ def load_sft(source: Source, overrides: Sequence[str] = (), objects: Objects = N
 def show_notices(loaded: Loaded[RunConfig] | Loaded[SftRunConfig]) -> None:
     """Print the config's notices, before the run starts."""
     for notice in loaded.notices:
-        print(f"note: {notice}", file=sys.stderr)
+        print_message(f"note: {notice}")
 
 
 def _as_list(name: str, rows: Iterable[Any]) -> list[Any]:

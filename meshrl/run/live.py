@@ -6,20 +6,20 @@ import asyncio
 import io
 import json
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from meshrl.config.explain import to_yaml
 from meshrl.config.load import Loaded
-from meshrl.core.errors import RankFailure
-from meshrl.core.files import write_text
+from meshrl.core.errors import MeshrlError, RankFailure
+from meshrl.core.files import CONTINUE_LATER, output_errors, write_text
+from meshrl.core.terminal import print_message
 from meshrl.core.types import Metric
 from meshrl.loops.job import Resumable
+from meshrl.monitor.failed_writes import FailedWrites
 from meshrl.monitor.jsonl import to_line
 from meshrl.monitor.sinks import JsonlSink, Sink, TerminalSink, report
 from meshrl.monitor.spans import Spans
@@ -35,6 +35,9 @@ from meshrl.run.status import StatusFile, holder_of
 AUTO_SAVE_S = 600.0  # at most so much time is lost with a run's processes, if save_every_steps is null
 WriteReport = Callable[[Path], object]
 """Called with the run's folder after all other files are written."""
+
+
+_OTHER_FOLDER = "Choose another run.folder or run.name, make room, or make the folder writable"
 
 
 class _Discarded(io.StringIO):
@@ -68,8 +71,10 @@ class LiveRun:
         self.loaded, self.kind, self.num_steps, self.folder = loaded, kind, num_steps, folder
         self.start, self.stop, self.objects, self.began = start, stop, objects, time.monotonic()
         first_step = start.step if start else 0
-        self.status = StatusFile(folder, num_steps, first_step)
-        terminal = TerminalSink(num_steps, _Discarded() if objects.quiet else None, first_step=first_step)
+        self.writes = FailedWrites()
+        self.status = StatusFile(folder, num_steps, first_step, self.writes)
+        stream = _Discarded() if objects.quiet else None
+        terminal = TerminalSink(num_steps, stream, first_step=first_step, writes=self.writes)
         self.note = terminal.note
         self.sinks: list[Sink] = [terminal, self.status]
 
@@ -105,6 +110,8 @@ class LiveRun:
         """Every sink gets the values. An error of a sink ends the run when the step is counted, so that it is saved."""
         values, error = report(self.sinks, step, metrics)
         self.sink_error = self.sink_error or error
+        for line in self.writes.recovered():
+            self.note(line)
         return values
 
     @contextmanager
@@ -191,7 +198,8 @@ class LiveRun:
             self.sinks.pop(0).close(failed=True)
         first_step = start.step if start is not None else 0
         cfg = self.loaded.config
-        aside = set_aside(self.folder, start)
+        with output_errors(self.folder, CONTINUE_LATER):
+            aside = set_aside(self.folder, start)
         if start is None and cfg.run.resume == "auto":
             moved = f"; what was there is now in {aside}" if aside else ""
             self.note(f"run.resume=auto: {self.folder} has no checkpoint, so the run starts at step 0{moved}")
@@ -204,24 +212,43 @@ class LiveRun:
         self.spans.take()  # drops the times of steps that are repeated
         if not self.is_open:
             self.is_open = True
-            (self.folder / "result.json").unlink(missing_ok=True)  # of the earlier part of this run
-            write_text(self.folder / "config.yaml", to_yaml(self.loaded))
-            self.sinks += open_trackers(cfg.monitor, self.folder, cfg.model_dump(mode="json"), self.note)
+            with output_errors(self.folder, _OTHER_FOLDER):
+                (self.folder / "result.json").unlink(missing_ok=True)  # of the earlier part of this run
+                write_text(self.folder / "config.yaml", to_yaml(self.loaded))
+            resolved = cfg.model_dump(mode="json")
+            self.sinks += open_trackers(cfg.monitor, self.folder, resolved, self.note, self.writes)
             if self.objects.on_step is not None:
                 self.sinks.append(StepCallback(self.objects.on_step, self.end_early))
 
     def keep_stacks(self, failure: RankFailure) -> Path | None:
-        """Write the stacks of all ranks at a failure to a file; None if no rank could report its stacks."""
+        """Write the stacks of all ranks at a failure to a file; None if there is no file: no rank could report its
+        stacks, or they can't be written."""
         if not failure.stacks:
             return None
         path = self.folder / "stacks.txt"
-        path.write_text(f"{failure}\n\n{failure.stacks}\n", encoding="utf-8")
-        return path
+        with self.writes.attempt("stacks.txt"):
+            path.write_text(f"{failure}\n\n{failure.stacks}\n", encoding="utf-8")
+            return path
+        return None
 
-    def write_result(self, status: str, error: str | None) -> None:
+    def write_result(self, status: str, error: str | None, write_report: WriteReport) -> None:
+        """Write result.json and the report, which reads it, and list the outputs that are not complete."""
         result = {"status": status, "error": error, "wall_s": round(self.seconds, 2), **self.summary()}
-        strict = json.loads(to_line(result))  # NaN and infinity become texts, as JSON has no numbers for them
-        write_text(self.folder / "result.json", json.dumps(strict, indent=2) + "\n")
+        self._write_result(result)
+        with self.writes.attempt("report.html", MeshrlError):
+            write_report(self.folder)
+        if "report.html" in self.writes.counts:
+            self._write_result(result)
+        incomplete = self.writes.summary()
+        for line in [*self.writes.recovered(), *([incomplete] if incomplete else [])]:
+            self.note(line)
+
+    def _write_result(self, result: dict[str, Any]) -> None:
+        counts = self.writes.counts
+        facts = {**result, "failed_writes": counts} if counts else result
+        strict = json.loads(to_line(facts))  # NaN and infinity become texts, as JSON has no numbers for them
+        with self.writes.attempt("result.json"):
+            write_text(self.folder / "result.json", json.dumps(strict, indent=2) + "\n")
 
 
 async def wait_for_folder(loaded: Loaded[Any]) -> None:
@@ -230,7 +257,7 @@ async def wait_for_folder(loaded: Loaded[Any]) -> None:
     run = loaded.config.run
     if run.resume != "never" and run.name != "auto":
         folder = Path(run.folder) / run.name
-        await until_free(folder, lambda: holder_of(folder), partial(print, file=sys.stderr, flush=True))
+        await until_free(folder, lambda: holder_of(folder), print_message)
 
 
 @contextmanager
@@ -244,19 +271,22 @@ def live_run(
 ) -> Iterator[LiveRun]:
     """A run with its folder and open sinks. For a resumed run, the caller calls `restore` when no check can refuse it
     any more. When the block ends, also by a failure or an interrupt, result.json is written, with the keys status,
-    error and wall_s and those of the run's summary, and then the report. A refused run changes no file.
+    error and wall_s, those of the run's summary and, if writes to an output have failed, failed_writes with their
+    number by output; and then the report. A refused run changes no file.
 
     kind: "train" or "sft". Raises: MeshrlError when another process has the folder's lease; MeshrlError and
-    CheckpointError, as choose_start; ConfigError when a sink can't be opened.
+    CheckpointError, as choose_start; ConfigError when a sink can't be opened; OutputError when the folder or the
+    metrics can't be written.
     """
     cfg = loaded.config
-    folder = Path(cfg.run.folder) / run_name(loaded)
-    folder.mkdir(parents=True, exist_ok=True)
-    lease = FolderLease(folder)
-    try:
-        has_locks = lease.take()
-    except BlockingIOError:
-        raise in_use(folder, holder_of(folder)) from None
+    with output_errors(Path(cfg.run.folder), _OTHER_FOLDER):
+        folder = Path(cfg.run.folder) / run_name(loaded)
+        folder.mkdir(parents=True, exist_ok=True)
+        lease = FolderLease(folder)
+        try:
+            has_locks = lease.take()
+        except BlockingIOError:
+            raise in_use(folder, holder_of(folder)) from None
     try:
         with _with_lease(loaded, kind, num_steps, folder, stop, write_report, objects) as run:
             if not has_locks:
@@ -277,7 +307,8 @@ def _with_lease(
     objects: Objects,
 ) -> Iterator[LiveRun]:
     notes: list[str] = []  # until the run's terminal is open
-    start = choose_start(loaded.config.run, folder, kind, num_steps, notes.append)
+    with output_errors(folder, _OTHER_FOLDER):
+        start = choose_start(loaded.config.run, folder, kind, num_steps, notes.append)
     run = LiveRun(loaded, kind, num_steps, folder, start, stop, objects)
     for note in notes:
         run.note(note)
@@ -286,6 +317,8 @@ def _with_lease(
         if start is None:
             run.continue_from(None)
         yield run
+        if run.is_open:
+            run.sinks.pop(0).close()  # the metrics: an error here is one of the run
     except BaseException as e:
         status = "interrupted" if isinstance(e, (KeyboardInterrupt, asyncio.CancelledError)) else "failed"
         error = f"{type(e).__name__}: {e}" if status == "failed" else None
@@ -296,7 +329,6 @@ def _with_lease(
         for sink in run.sinks:
             sink.close(failed=status != "done")
         if run.is_open:
-            run.write_result(status, error)
-            write_report(folder)
+            run.write_result(status, error, write_report)
         else:
             run.status.restore_file()

@@ -12,7 +12,7 @@ from typing import Any
 
 from meshrl.cluster.groups import TrainGroup
 from meshrl.core.errors import CheckpointError
-from meshrl.core.files import replacing, write_text
+from meshrl.core.files import CONTINUE_LATER, output_errors, replacing, write_text
 from meshrl.train.checkpoint_files import read_controller, require_space, state_folder, states
 
 BEST_FILE = "best.json"
@@ -38,12 +38,13 @@ async def export_to(trainer: TrainGroup, path: Path, tokenizer_from: str, chat_t
 
     Raises: CheckpointError when the disk is full.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    with output_errors(path, CONTINUE_LATER):
+        path.parent.mkdir(parents=True, exist_ok=True)
     needed = await trainer.model_bytes() + _OTHER_FILES_BYTES
     if trainer.executor.specs[0].model.lora.enabled:
         needed += await trainer.state_bytes()  # the adapters alone are a third of that
     require_space(path.parent, needed, "a model")
-    with replacing(path) as aside:
+    with output_errors(path, CONTINUE_LATER), replacing(path) as aside:
         await trainer.export(str(aside), tokenizer_from)
         write_template(aside, chat_template)
         shutil.rmtree(path, ignore_errors=True)
@@ -120,8 +121,9 @@ def best_facts(run: Path) -> dict[str, Any] | None:
 
 
 def _write_best(run: Path, facts: dict[str, Any]) -> None:
-    _best_file(run).parent.mkdir(exist_ok=True)
-    write_text(_best_file(run), json.dumps(facts) + "\n")
+    with output_errors(_best_file(run), CONTINUE_LATER):
+        _best_file(run).parent.mkdir(exist_ok=True)
+        write_text(_best_file(run), json.dumps(facts) + "\n")
 
 
 def _best_file(run: Path) -> Path:

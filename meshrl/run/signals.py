@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from meshrl.core.terminal import drop_lost_terminal
 from meshrl.loops.job import Resumable
 
 GRACE_S = 4.0  # after Ctrl-C, for the running command of the ranks; saving and ending take a few seconds more
@@ -99,8 +98,6 @@ class Stop:
         first: list[int] = []
 
         def handle(number: int, frame: FrameType | None) -> None:
-            if number == signal.SIGHUP:
-                drop_lost_terminal()
             # Only `request` sets self.signal: else a block that ends before `request` runs would cancel the task twice.
             if not first:
                 first.append(number)

@@ -21,7 +21,7 @@ from meshrl.config.load import Loaded
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.core.device import device_notice
 from meshrl.core.errors import MeshrlError
-from meshrl.core.terminal import drop_lost_terminal
+from meshrl.core.terminal import open_standard_streams, print_message, print_output
 from meshrl.core.types import Trajectory
 from meshrl.data.decode import text_of
 from meshrl.loops.colocated import colocated
@@ -74,13 +74,14 @@ def _run(config: RunConfig | SftRunConfig, main: Callable[[Stop], Coroutine[Any,
     Raises: KeyboardInterrupt after Ctrl-C; SystemExit with 143 after SIGTERM, with 129 after SIGHUP, and in a node
     agent's process with its exit code.
     """
+    open_standard_streams()  # ranks inherit them
     sweep()
     if is_follower():
         raise SystemExit(follow(Path(config.run.folder)))
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # a dotted path in the config may name a module in the working folder
     if (notice := device_notice()) is not None:
-        print(f"note: {notice}", file=sys.stderr)
+        print_message(f"note: {notice}")
 
     stop = Stop()
 
@@ -95,8 +96,7 @@ def _run(config: RunConfig | SftRunConfig, main: Callable[[Stop], Coroutine[Any,
             raise
         if stop.signal == signal.SIGINT:
             raise KeyboardInterrupt from None
-        drop_lost_terminal()
-        print(f"meshrl: ended by {signal.Signals(stop.signal).name}", file=sys.stderr)
+        print_message(f"meshrl: ended by {signal.Signals(stop.signal).name}")
         raise SystemExit(128 + stop.signal) from None
 
 
@@ -162,13 +162,14 @@ async def _train(stop: Stop, loaded: Loaded[RunConfig], write_report: WriteRepor
                     rollouts=groups.rollouts,
                     scorer=scorer,
                     layout=layout,
-                    rollout_log=RolloutLog(run.folder, partial(text_of, task.tokenizer, special=True)),
+                    rollout_log=RolloutLog(run.folder, partial(text_of, task.tokenizer, special=True), run.writes),
                     cursor=task.train_prompts.state(),
                 )
                 run.summary = partial(_summary, run, job)
                 with garbage_of_the_run(cfg.cluster.executor == "inline"):
                     await run_to_end(run, job, groups, layout, partial(LOOPS[cfg.loop.kind], job))
-        save_curve(run.folder / "reward.png", job.rewards, job.evals)
+        with run.writes.attempt("reward.png"):
+            save_curve(run.folder / "reward.png", job.rewards, job.evals)
         _note_left_out(run.note, task, cfg, noted)
         note_run_without_signal(job)
         _note_end(run, job.step)
@@ -206,7 +207,7 @@ async def _sft(stop: Stop, loaded: Loaded[SftRunConfig], write_report: WriteRepo
 async def _evaluate(cfg: RunConfig, objects: Objects) -> tuple[dict[str, float], list[Trajectory]]:
     def note(text: str) -> None:
         if not objects.quiet:
-            print(text, file=sys.stderr)
+            print_message(text)
 
     task = await asyncio.to_thread(load_task, cfg, objects, False)
     if not task.eval_prompts:
@@ -231,7 +232,7 @@ async def _evaluate(cfg: RunConfig, objects: Objects) -> tuple[dict[str, float],
     merged = merge(metrics)
     values, names = divide(merged), units(merged)
     for name, value in values.items() if not objects.quiet else ():
-        print(f"{_label(name, cfg.loop.eval_samples):<38} {value:.4g} {names[name]}")
+        print_output(f"{_label(name, cfg.loop.eval_samples):<38} {value:.4g} {names[name]}")
     return values, trajectories
 
 

@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from meshrl.core.errors import MeshrlError
-from meshrl.core.files import write_text
+from meshrl.core.files import is_there, write_text
+from meshrl.monitor.failed_writes import FailedWrites
 from meshrl.monitor.jsonl import data_errors, read_object, to_line
 from meshrl.run.lease import holds_lease, is_leased
 
@@ -46,7 +47,7 @@ _TYPES: dict[str, tuple[type, ...]] = {  # checked because another program may h
 def read_status(folder: Path) -> Status:
     """Read a run's status.json. Raises: MeshrlError when it is missing or damaged."""
     path = folder / STATUS_FILE
-    if not path.exists():
+    if not is_there(path):
         raise MeshrlError(f"{folder} is not a run's folder: it has no {STATUS_FILE}. Give a folder such as runs/NAME")
     found = read_object(path)
     with data_errors(str(path), "the status of a run"):
@@ -76,10 +77,10 @@ def holder_of(folder: Path) -> str:
 
 class StatusFile:
     """A sink that keeps a run's status.json up to date; it is also called at each change of the phase. A thread writes
-    the file, so that a slow file system does not delay the run."""
+    the file, so that a slow file system does not delay the run. writes: counts failed writes, which end no run."""
 
-    def __init__(self, folder: Path, num_steps: int, first_step: int = 0):
-        self._path = folder / STATUS_FILE
+    def __init__(self, folder: Path, num_steps: int, first_step: int = 0, writes: FailedWrites | None = None):
+        self._path, self._writes = folder / STATUS_FILE, writes or FailedWrites()
         self._before = self._path.read_bytes() if self._path.is_file() else None
         self._changed, self._lock, self._is_open = threading.Event(), threading.Lock(), True
         self.status = Status(
@@ -105,10 +106,11 @@ class StatusFile:
 
     def restore_file(self) -> None:
         """Restore the file's former contents, because the run was refused. Call it after `close`."""
-        if self._before is None:
-            self._path.unlink()
-        else:
-            self._path.write_bytes(self._before)
+        with self._writes.attempt(STATUS_FILE):
+            if self._before is None:
+                self._path.unlink()
+            else:
+                self._path.write_bytes(self._before)
 
     def write(self, step: int, values: Mapping[str, float], units: Mapping[str, str]) -> None:
         shown = self.status.values | {name: values[name] for name in _SHOWN if name in values}
@@ -122,7 +124,8 @@ class StatusFile:
             self._write()
 
     def _write(self) -> None:
-        write_text(self._path, to_line(asdict(self.status)))
+        with self._writes.attempt(STATUS_FILE):
+            write_text(self._path, to_line(asdict(self.status)))
 
     def _write_changes(self) -> None:
         while self._changed.wait():

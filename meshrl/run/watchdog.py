@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from meshrl.config.cluster import ClusterConfig, Deadlines
 from meshrl.core.errors import DeadlineError
+from meshrl.core.terminal import print_message
 from meshrl.monitor.spans import latest_span
 
 T = TypeVar("T")
@@ -95,7 +96,7 @@ class _Watchdog:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
             if self.over.wait(_GRACE_S) or not self._find_problem():
                 continue
-            print(f"meshrl: DeadlineError: {self._problem}", file=sys.stderr, flush=True)
+            print_message(f"meshrl: DeadlineError: {self._problem}")
             os._exit(1)
 
     def handle(self, number: int, frame: FrameType | None) -> None:

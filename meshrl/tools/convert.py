@@ -6,7 +6,7 @@ from pathlib import Path
 
 from meshrl.config.model import LoraConfig, ModelConfig
 from meshrl.core.errors import CheckpointError
-from meshrl.core.files import replacing
+from meshrl.core.files import is_there, output_errors, replacing
 from meshrl.model.load import DTYPES, cast_parameters, load_causal_lm
 from meshrl.model.lora import add_adapters
 from meshrl.model.save import save_pretrained
@@ -22,12 +22,13 @@ def convert(checkpoint: Path, out: Path) -> None:
 
     Needs the model folder from which the run started, and host memory for the full model in its master dtype, or, with
     LoRA, for two models in the compute dtype.
-    Raises: CheckpointError when the checkpoint is incomplete, or when `out` already exists.
+    Raises: CheckpointError when the checkpoint is incomplete, or when `out` already exists; OutputError when `out`
+    can't be written.
     """
-    if out.exists():
+    if is_there(out):
         raise CheckpointError(f"{out} already exists; give the name of a new folder")
     folder = state_in(checkpoint)
-    if not (folder / MANIFEST).exists():
+    if not is_there(folder / MANIFEST):
         raise CheckpointError(f"{checkpoint} is no checkpoint; give a folder such as runs/NAME/checkpoints/step_000100")
     model, masters, template = _model_of(folder)
     lm = load_causal_lm(model.path, dtype=DTYPES[model.dtype if model.lora.enabled else masters])
@@ -36,7 +37,7 @@ def convert(checkpoint: Path, out: Path) -> None:
     load_model(folder, lm)
     if not model.lora.enabled:
         cast_parameters(lm, DTYPES[model.dtype])  # one by one, so that memory never has a second model
-    with replacing(out) as aside:
+    with output_errors(out, "Make room, or give another folder"), replacing(out) as aside:
         save_pretrained(lm, DTYPES[model.dtype], aside, model.path)
         write_template(aside, template)
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from meshrl.core.errors import CheckpointError
-from meshrl.core.files import Unreadable, open_plain, read_json
+from meshrl.core.files import CONTINUE_LATER, Unreadable, open_plain, output_errors, read_json
 
 CHECKPOINT_SCHEMA = 2
 MANIFEST, CONTROLLER = "manifest.json", "controller.json"
@@ -85,8 +85,12 @@ def make_temporary_folder(final: Path) -> Path:
     """The temporary folder of `final`, emptied: a killed writer may have left files in it."""
     temporary = _temporary(final)
     shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
+    with _writing(temporary):
+        temporary.mkdir(parents=True)
     return temporary
+
+
+_writing = partial(output_errors, advice=CONTINUE_LATER, kind=CheckpointError)
 
 
 def write_file(path: Path, parts: Iterable[memoryview]) -> FileFact:
@@ -95,20 +99,17 @@ def write_file(path: Path, parts: Iterable[memoryview]) -> FileFact:
     Raises: CheckpointError naming the file.
     """
     digest, size = _new_digest(), 0
-    try:
-        with path.open("wb") as file:
-            for part in parts:
-                for start in range(0, part.nbytes, _CHUNK_BYTES):
-                    chunk = part[start : start + _CHUNK_BYTES]
-                    digest.update(chunk)
-                    file.write(chunk)
-                size += part.nbytes
-            file.flush()
-            os.fsync(file.fileno())
-            if hasattr(os, "posix_fadvise"):  # so that the read-back comes from the disk, not from the page cache
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    except OSError as cause:
-        raise CheckpointError(f"{path} can't be written: {cause}") from cause
+    with _writing(path), path.open("wb") as file:
+        for part in parts:
+            for start in range(0, part.nbytes, _CHUNK_BYTES):
+                chunk = part[start : start + _CHUNK_BYTES]
+                digest.update(chunk)
+                file.write(chunk)
+            size += part.nbytes
+        file.flush()
+        os.fsync(file.fileno())
+        if hasattr(os, "posix_fadvise"):  # so that the read-back comes from the disk, not from the page cache
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     fact = FileFact(size, digest.hexdigest())
     require_as_written(path, fact)
     return fact
@@ -124,10 +125,11 @@ def commit(final: Path, manifest: Manifest) -> None:
     temporary = _temporary(final)
     content = {"schema": CHECKPOINT_SCHEMA, **asdict(manifest)}
     write_json(temporary / MANIFEST, {**content, "blake2b": _digest_of(content)})
-    _flush_folder(temporary)
-    os.rename(temporary, final)
-    _flush_folder(final.parent)
-    _flush_folder(final.parent.parent)
+    with _writing(final):
+        _flush_folder(temporary)
+        os.rename(temporary, final)
+        _flush_folder(final.parent)
+        _flush_folder(final.parent.parent)
 
 
 def prune(checkpoints: Path, keep: int) -> list[Path]:

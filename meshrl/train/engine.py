@@ -24,6 +24,7 @@ from meshrl.config.train import TrainConfig
 from meshrl.core.batch import Batch, LossFn, Outputs
 from meshrl.core.device import current_device
 from meshrl.core.errors import MeshrlError
+from meshrl.core.files import CONTINUE_LATER, output_errors
 from meshrl.core.types import Metric
 from meshrl.model.attention import PackedAttention
 from meshrl.model.causal import CausalModel
@@ -280,11 +281,13 @@ class TrainEngine:
         all of about the same size, and gathers only the tensors in it. LoRA adapters are merged into these weights, and
         also written for peft into a folder below."""
         reshard(self.model)
-        save_pretrained(self.model.lm, self.compute_dtype, Path(path), tokenizer_from)
-        if self.lora is not None:
-            tensors = {name: full_tensor(p.detach()) for name, p in trained_weights(self.model.lm).items()}
-            if dist.get_rank() == 0:
-                save_adapter(tensors, self.lora, str(self.model.lm.config.name_or_path), Path(path) / ADAPTER_FOLDER)
+        with output_errors(Path(path), CONTINUE_LATER):
+            save_pretrained(self.model.lm, self.compute_dtype, Path(path), tokenizer_from)
+            if self.lora is not None:
+                tensors = {name: full_tensor(p.detach()) for name, p in trained_weights(self.model.lm).items()}
+                if dist.get_rank() == 0:
+                    base = str(self.model.lm.config.name_or_path)
+                    save_adapter(tensors, self.lora, base, Path(path) / ADAPTER_FOLDER)
 
     # ---- checkpoints
 

@@ -21,6 +21,7 @@ from tiny_run import write_run
 from meshrl.cli import main
 from meshrl.run.status import read_status
 from meshrl.train.checkpoint_files import states
+from tests.waiting import wait_until
 
 
 def _start(folder: Path, **options: Any) -> subprocess.Popen[bytes]:
@@ -98,7 +99,7 @@ def test_a_run_that_loses_its_terminal_ends_with_a_checkpoint(tmp_path: Path):
     os.close(terminal)
     try:
         children = _await_steps(run, folder, show)
-        assert b"reward" in shown
+        assert wait_until(lambda: "reward" in show()), "the panel shows a step a moment after status.json"
         os.close(controller)
         os.killpg(run.pid, signal.SIGHUP)
         assert run.wait() == 129, errors.read_text()

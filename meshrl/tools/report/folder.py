@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from meshrl.core.errors import MeshrlError
-from meshrl.core.files import Unreadable, read_text
+from meshrl.core.files import Unreadable, is_there, read_text
 from meshrl.monitor.jsonl import data_errors, read_lines, read_object
 from meshrl.monitor.sinks import MetricsLine, read_metrics
 
@@ -95,7 +95,7 @@ def read_run(folder: Path) -> RunFolder:
     """Read the files of a run. Raises: MeshrlError when it is not a run's folder, or a file is damaged; it names file
     and line."""
     path = folder / "metrics.jsonl"
-    if not path.exists():
+    if not is_there(path):
         raise MeshrlError(f"{folder} has no metrics.jsonl; give the folder of a run, such as runs/NAME")
     lines, units = read_metrics(path)
     series: dict[str, Series] = {}

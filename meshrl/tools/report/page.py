@@ -6,7 +6,8 @@ from html import escape
 from importlib import resources
 from pathlib import Path
 
-from meshrl.core.files import write_text
+from meshrl.core.files import output_errors, write_text
+from meshrl.core.terminal import printable
 from meshrl.tools.report.folder import RunFolder, read_run
 from meshrl.tools.report.sections import (
     LEARNING,
@@ -22,10 +23,15 @@ from meshrl.tools.report.sections import (
 
 
 def write_report(folder: Path) -> Path:
-    """Write `folder`/report.html from the run's files so far. Raises: MeshrlError when it is not a run's folder."""
+    """Write `folder`/report.html from the run's files so far. Control characters in its texts are escaped, because
+    answers and errors may contain marks that change the order of the text on the page.
+
+    Raises: MeshrlError when it is not a run's folder; OutputError when the file can't be written.
+    """
     run = read_run(folder)
     path = folder / "report.html"
-    write_text(path, page(run))
+    with output_errors(path, "Make room or make the folder writable, or copy it and write the report there"):
+        write_text(path, printable(page(run)))
     return path
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from meshrl.config.run import RunConfig
 from meshrl.core.errors import ConfigError
-from meshrl.core.files import write_text
+from meshrl.core.files import output_errors, write_text
 from meshrl.tools.schedule.inputs import Inputs, measured, resized, with_assumed
 from meshrl.tools.schedule.picture import picture, seconds
 from meshrl.tools.schedule.setup import Setup
@@ -34,10 +34,8 @@ def advise(config: RunConfig, folder: Path | None, assumed: Sequence[str], gpus:
     text = describe(found, recommended(found), inputs)
     if out is None:
         return text
-    try:
+    with output_errors(out, "Give another file by --out", ConfigError):
         write_text(out, picture(found))
-    except OSError as cause:
-        raise ConfigError(f"--out {out} can't be written: {cause.strerror}") from cause
     return f"{text}\nwrote {out}"
 
 

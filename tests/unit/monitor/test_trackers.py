@@ -11,6 +11,7 @@ import pytest
 
 from meshrl.config.monitor import MonitorConfig
 from meshrl.core.errors import ConfigError
+from meshrl.monitor.failed_writes import FailedWrites
 from meshrl.monitor.trackers import open_trackers
 
 UNITS = {"eval/mean_at_k": "score", "reward/mean": "", "train/grad_norm": "norm"}
@@ -19,7 +20,7 @@ UNITS = {"eval/mean_at_k": "score", "reward/mean": "", "train/grad_norm": "norm"
 def write_a_little(cfg: MonitorConfig, folder: Path) -> list[str]:
     """Write an evaluation before the first step, the step, and an evaluation after it; returns the notes."""
     notes: list[str] = []
-    for sink in open_trackers(cfg, folder, {"model": {"path": "a_model_of_this_test"}}, notes.append):
+    for sink in open_trackers(cfg, folder, {"model": {"path": "a_model_of_this_test"}}, notes.append, FailedWrites()):
         sink.write(-1, {"eval/mean_at_k": 0.25}, UNITS)
         sink.write(0, {"reward/mean": 0.5, "train/grad_norm": math.nan}, UNITS)
         sink.write(0, {"eval/mean_at_k": 0.75}, UNITS)
@@ -72,4 +73,4 @@ def test_wandb_keeps_an_offline_run_below_the_runs_folder(tmp_path: Path, wandb:
 
 def test_wandb_without_a_login_raises_an_error_with_instructions(tmp_path: Path, wandb: Any):
     with pytest.raises(ConfigError, match=r"(?s)No API key.*wandb login.*WANDB_MODE=offline"):
-        open_trackers(MonitorConfig(sinks=["wandb"]), tmp_path, {}, print)
+        open_trackers(MonitorConfig(sinks=["wandb"]), tmp_path, {}, print, FailedWrites())

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.config.cluster import ClusterConfig
+from meshrl.config.run import SftRunConfig
 from meshrl.process.leases import LeasedFolder, new_name
 from meshrl.run import start
 
@@ -21,9 +21,10 @@ def test_a_run_removes_resources_of_dead_runs(follows: bool, tmp_path: Path, mon
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(start, "is_follower", lambda: follows)
-    monkeypatch.setattr(start, "follow", lambda: 0)
+    monkeypatch.setattr(start, "follow", lambda folder: 0)
     left, living = tmp_path / new_name(), LeasedFolder()
     left.mkdir()
     with contextlib.suppress(SystemExit) if follows else contextlib.nullcontext():
-        assert start._run(ClusterConfig(), lambda stop: asyncio.sleep(0, "done")) == "done"
+        config = SftRunConfig.model_validate({"model": {"path": "m"}, "sft": {"path": "rows", "num_steps": 1}})
+        assert start._run(config, lambda stop: asyncio.sleep(0, "done")) == "done"
     assert not left.exists() and living.path.exists()
