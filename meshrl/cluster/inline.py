@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import gc
 import inspect
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -14,6 +16,7 @@ from meshrl.cluster.actors import RankWorker
 from meshrl.cluster.executor import WorkerSpec
 from meshrl.core.errors import ConfigError, RankFailure
 from meshrl.parallel.mesh import forget_meshes
+from meshrl.process.connect import LOOPBACK, interface_of
 from meshrl.process.leases import LeasedFolder
 
 
@@ -35,7 +38,8 @@ class InlineExecutor:
             )
         self._home = LeasedFolder()
         self.worker.spec = dataclasses.replace(self.specs[0], rendezvous=str(self._home.path / "store"))
-        self.worker.start()
+        with _on_loopback():
+            self.worker.start()
 
     async def call(self, rank: int, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = method(self.worker, *args, **kwargs)
@@ -54,3 +58,17 @@ class InlineExecutor:
         self.worker = RankWorker(self.specs[0])
         forget_meshes()
         gc.collect()
+
+
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Without this variable, gloo would listen at the address of the host's name, which other machines may reach."""
+    name = "GLOO_SOCKET_IFNAME"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = interface_of(LOOPBACK) or "lo"
+    try:
+        yield
+    finally:
+        del os.environ[name]
