@@ -12,6 +12,7 @@ from typing import Any
 from meshrl.cluster.groups import TrainGroup
 from meshrl.core.errors import CheckpointError, MeshrlError
 from meshrl.core.files import CONTINUE_LATER, output_errors
+from meshrl.core.types import Metric
 from meshrl.train.checkpoint_files import (
     CONTROLLER,
     Manifest,
@@ -40,6 +41,7 @@ class Checkpoints:
         self.saved_step = self.newest_on_disk()  # also of a checkpoint that is still being written
         self._writing: asyncio.Task[None] | None = None
         self._began = time.monotonic()  # the last save, or this object
+        self._metrics: list[Metric] = []
 
     @property
     def age_s(self) -> float:
@@ -73,13 +75,21 @@ class Checkpoints:
         self._writing = asyncio.create_task(self._commit(step, final, temporary, saved))
 
     async def _commit(self, step: int, final: Path, temporary: Path, saved: dict[str, Any]) -> None:
+        began = time.perf_counter()
         files = await self.trainer.finish_save()
         num_ranks = len(files)
         files[CONTROLLER] = await asyncio.to_thread(write_json, temporary / CONTROLLER, saved)
         await asyncio.to_thread(commit, final, Manifest(step=step, num_ranks=num_ranks, files=files))
         with output_errors(self.folder, CONTINUE_LATER, CheckpointError):
             await asyncio.to_thread(prune, self.folder, self.keep)
+        took_s = time.perf_counter() - began
+        self._metrics.append(Metric(name="checkpoint/write_s", sum=took_s, reduce="max", unit="s"))
         self.note(f"saved {final}")
+
+    def take_metrics(self) -> list[Metric]:
+        """The metrics of the checkpoints that were completed since the last call."""
+        taken, self._metrics = self._metrics, []
+        return taken
 
     def check(self) -> None:
         """Raises: the error of the current save, if it has failed."""

@@ -108,7 +108,7 @@ class LiveRun:
 
     def report(self, step: int, metrics: Sequence[Metric]) -> dict[str, float]:
         """Every sink gets the values. An error of a sink ends the run when the step is counted, so that it is saved."""
-        values, error = report(self.sinks, step, metrics)
+        values, error = report(self.sinks, step, [*metrics, *self.checkpoints.take_metrics()])
         self.sink_error = self.sink_error or error
         for line in self.writes.recovered():
             self.note(line)

@@ -89,7 +89,9 @@ def test_the_best_model_is_retained_and_result_json_names_it(config: Path, tmp_p
     assert "0.250 → 0.750" in page and "best 0.750 after step 3" in page
     assert page.count("4 weight syncs up to version 4: every sampler acknowledged") == 2  # wire and read-back
 
-    _, units = read_metrics(folder / "metrics.jsonl")
+    lines, units = read_metrics(folder / "metrics.jsonl")
+    written = [line.metrics["checkpoint/write_s"] for line in lines if "checkpoint/write_s" in line.metrics]
+    assert len(written) == 1 and written[0] > 0  # of step 2; no step follows the checkpoint of step 4
     explained = {name: meaning_of(name) for name in units}
     assert [name for name, found in explained.items() if found is None] == []
     assert {"correction/effective_sample_size", "correction/clipped_fraction"} <= set(units)
