@@ -10,9 +10,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
 from meshrl.core.errors import ConfigError, MeshrlError
@@ -30,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code, which does not depend on stdout and stderr being open, except for a
     command whose result could not be printed."""
     open_standard_streams()
+    sys.excepthook = _print_traceback
     try:
         args = _parse(list(sys.argv[1:] if argv is None else argv))
         return int(args.command(args))
@@ -44,6 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     finally:
         drop_unwritten_output()
+
+
+def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    print_message("".join(traceback.format_exception(kind, error, trace)).rstrip("\n"))
 
 
 class _Parser(argparse.ArgumentParser):

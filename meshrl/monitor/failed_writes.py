@@ -71,6 +71,10 @@ class FailedWrites:
         with self._lock:
             return dict(self._counts)
 
+    def is_failing(self, output: str) -> bool:
+        """Whether the last write to this output has failed."""
+        return output in self._failing
+
     def take(self) -> list[Metric]:
         """`monitor/failed_writes`: the failed writes to all outputs since the last call."""
         total = sum(self.counts.values())

@@ -14,7 +14,7 @@ from meshrl.config.load import Loaded
 from meshrl.config.run import RunSection
 from meshrl.config.source import leaves
 from meshrl.core.errors import CheckpointError, MeshrlError
-from meshrl.core.files import write_text
+from meshrl.core.files import is_there, write_text
 from meshrl.monitor.rollout_log import step_files
 from meshrl.monitor.sinks import later_lines
 from meshrl.run.lease import LOCK_FILE
@@ -113,7 +113,7 @@ def _occupied(folder: Path) -> MeshrlError:
 
 def state_in(given: Path) -> Path:
     """The folder of tensors: `given` itself, or `state` inside a folder such as checkpoints/step_000100."""
-    return given if (given / MANIFEST).is_file() else given / "state"
+    return given if is_there(given / MANIFEST) else given / "state"
 
 
 def _read(folder: Path, kind: str, num_steps: int) -> Start:

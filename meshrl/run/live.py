@@ -239,9 +239,12 @@ class LiveRun:
             write_report(self.folder)
         if "report.html" in self.writes.counts:
             self._write_result(result)
-        incomplete = self.writes.summary()
-        for line in [*self.writes.recovered(), *([incomplete] if incomplete else [])]:
+        for line in self.writes.recovered():
             self.note(line)
+        if (incomplete := self.writes.summary()) is not None:
+            self.note(incomplete)
+            if self.writes.is_failing("terminal") and not self.objects.quiet:
+                print_message(incomplete)  # stderr may still be open
 
     def _write_result(self, result: dict[str, Any]) -> None:
         counts = self.writes.counts

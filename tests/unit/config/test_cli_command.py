@@ -146,3 +146,41 @@ def test_an_interrupted_run_ends_with_130(good: Path):
     done = _with_torch("eval", "run.yaml", "agent.kind=stopper:Agent", folder=good.parent)
     assert done.returncode == 130, done.stderr
     assert "meshrl: interrupted" in done.stderr and "Traceback" not in done.stderr
+
+
+def in_shell(redirection: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """`meshrl` in a shell command; "$@" is its command line. stdout ends with the exit code of `meshrl`."""
+    command = ["sh", "-c", redirection, "sh", sys.executable, "-m", "meshrl", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
+
+
+@pytest.mark.parametrize(
+    ("redirection", "arguments", "code", "error"),
+    [
+        ('"$@" >/dev/full; echo $?', ["config"], 1, "meshrl: OutputError: stdout can't be written: No space left"),
+        ('"$@" >&-; echo $?', ["config"], 0, ""),
+        ('("$@"; echo $? >&2) | true', ["config"], None, "0\n"),
+        ('("$@"; echo $? >&2) | true', ["--help"], None, "0\n"),
+        ('"$@" 2>/dev/full; echo $?', ["train", "nothing.yaml"], 2, ""),
+        ('"$@" 2>&-; echo $?', ["train", "nothing.yaml"], 2, ""),
+    ],
+)
+def test_full_and_closed_outputs_change_the_exit_code_only_if_a_result_is_lost(
+    redirection: str, arguments: list[str], code: int | None, error: str
+):
+    done = in_shell(redirection, *arguments)
+    assert done.stdout == ("" if code is None else f"{code}\n")
+    assert done.stderr.startswith(error) and (error or not done.stderr) and "Traceback" not in done.stderr
+
+
+def test_control_characters_of_the_command_line_and_of_config_values_are_escaped(good: Path):
+    for arguments in (
+        ["train", str(good), r'run.name="a/\x1b[2J\x9b\u202e"', r'data.path="\x1b[2J"', "train.\x1b[2J=1"],
+        ["train", "\x1b[2J\x9b\u202e.yaml"],
+        ["train", str(good), "--\x1b[2J\x9b\u202e"],
+        ["train", str(good), "--explain", r'run.name="\x1b[2J\x9b\u202e"'],
+    ):
+        done = meshrl(*arguments)
+        printed = done.stdout + done.stderr
+        assert done.returncode == (0 if "--explain" in arguments else 2), printed
+        assert not {"\x1b", "\x9b", "\u202e"} & set(printed) and "[2J" in printed and r"\u202e" in printed, arguments

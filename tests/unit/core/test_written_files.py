@@ -16,13 +16,14 @@ def test_a_written_file_replaces_the_old_one_and_leaves_no_other_file(tmp_path: 
     assert path.read_bytes() == "né".encode() and list(tmp_path.iterdir()) == [path]
 
 
-def test_a_write_that_fails_leaves_the_old_file_and_the_next_write_removes_the_rest(tmp_path: Path):
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path):
     path = tmp_path / "best.json"
     write_text(path, "old")
     with pytest.raises(ZeroDivisionError), replacing(path) as aside:
         aside.write_text("half")
         raise ZeroDivisionError
-    assert path.read_text() == "old"
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+    path.with_name("best.json.aside").write_text("of a killed process")
     write_text(path, "new")
     assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
 

@@ -4,9 +4,14 @@ import io
 import json
 import math
 import re
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
+from meshrl.core.errors import OutputError
 from meshrl.monitor.sinks import COLUMNS, JsonlSink, TerminalSink, duration, read_metrics, step_line
 from tests.waiting import wait_until
 
@@ -89,6 +94,62 @@ def test_a_name_keeps_its_unit_over_a_resume(tmp_path):
     with pytest.raises(ValueError, match=r"units changed .*'reward/mean': \('reward', 'points'\)"):
         sink.write(1, {"reward/mean": 1.0}, {"reward/mean": "points"})
     sink.close()
+
+
+@contextmanager
+def no_file_above(num_bytes: int) -> Iterator[None]:
+    """Writes beyond this size fail in the middle, as on a full disk, with another reason."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_write_that_fails_in_the_middle_of_a_line_is_an_error_and_damages_no_earlier_line(tmp_path: Path):
+    path = tmp_path / "m.jsonl"
+    sink = JsonlSink(path, clock=lambda: 100.0)
+    sink.write(0, {"reward/mean": 1.0}, {"reward/mean": "reward"})
+    before = path.read_bytes()
+    with no_file_above(len(before) + 30):
+        with pytest.raises(
+            OutputError, match=r"m\.jsonl can't be written: File too large\. Make room .*run\.resume=auto"
+        ):
+            sink.write(1, {"reward/mean": 2.0}, {"reward/mean": "reward"})
+        sink.close(failed=True)
+    assert path.read_bytes().startswith(before) and not path.read_bytes().endswith(b"\n")
+    assert [line.step for line in read_metrics(path)[0]] == [0]
+    write_steps(path, [1], first_step=1)  # a resumed run
+    assert [line.step for line in read_metrics(path)[0]] == [0, 1]
+
+
+def _replace(path: Path) -> None:
+    path.with_name("other").write_bytes(path.read_bytes())
+    path.with_name("other").rename(path)
+
+
+@pytest.mark.parametrize("harm", [Path.unlink, _replace])
+def test_a_metrics_file_that_is_removed_or_replaced_is_an_error(tmp_path: Path, harm: Callable[[Path], None]):
+    """The open file would still accept lines, which no program could read."""
+    path, last = tmp_path / "m.jsonl", tmp_path / "last.jsonl"
+    sink, closed_next = JsonlSink(path), JsonlSink(last)
+    sink.write(0, {"reward/mean": 1.0}, UNITS)
+    harm(path)
+    harm(last)
+    with pytest.raises(OutputError, match=r"m\.jsonl was removed or replaced while the run writes it"):
+        sink.write(1, {"reward/mean": 1.0}, UNITS)
+    sink.close(failed=True)
+    with pytest.raises(OutputError, match=r"last\.jsonl was removed or replaced"):
+        closed_next.close()
+
+
+def test_a_metrics_file_that_can_not_be_opened_is_an_error(tmp_path: Path):
+    (tmp_path / "file").touch()
+    with pytest.raises(OutputError, match=r"file can't be written: File exists"):
+        JsonlSink(tmp_path / "file" / "m.jsonl")
+    with pytest.raises(OutputError, match="File name too long"):
+        JsonlSink(tmp_path / ("m" * 300))
 
 
 VALUES = {

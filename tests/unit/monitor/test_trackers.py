@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,42 @@ def test_tensorboard_counts_finished_steps_and_explains_its_curves(tmp_path: Pat
     assert found["train/grad_norm"][0][0] == 1 and math.isnan(found["train/grad_norm"][0][1])
     described = events.SummaryMetadata("train/grad_norm").summary_description
     assert described.startswith("Unit: norm.\n\nHealthy: ") and "Otherwise: spikes" in described
+
+
+def test_failed_writes_of_tensorboard_are_counted_and_a_new_file_has_the_later_steps(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    """A file-size limit in place of a full disk: it truncates a record, at which readers of that file stop."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    writes, folder = FailedWrites(), tmp_path / "tensorboard"
+    folder.touch()
+    (sink,) = open_trackers(MonitorConfig(sinks=["tensorboard"]), tmp_path, {}, lambda text: None, writes)
+    sink.write(0, {"reward/mean": 0.0}, UNITS)
+    assert writes.counts == {"tensorboard": 1}  # there is a file in place of the folder
+    folder.unlink()
+    sink.write(1, {"reward/mean": 0.0}, UNITS)
+    (events,) = folder.iterdir()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (events.stat().st_size + 20, hard))
+    sink.write(2, {"reward/mean": 0.0}, UNITS)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    sink.write(3, {"reward/mean": 0.0}, UNITS)
+    sink.close()
+    assert writes.counts == {"tensorboard": 2} and len(writes.recovered()) == 2
+    read = EventAccumulator(str(folder))
+    read.Reload()
+    assert [event.step for event in read.Tensors("reward/mean")] == [2, 4]
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_other_errors_of_a_tracker_are_raised(tmp_path: Path):
+    pytest.importorskip("tensorboard")
+    (sink,) = open_trackers(MonitorConfig(sinks=["tensorboard"]), tmp_path, {}, print, FailedWrites())
+    with pytest.raises(ValueError, match="could not convert"):
+        sink.write(0, {"reward/mean": "no number"}, UNITS)  # type: ignore[dict-item]
+    sink.close()
 
 
 @pytest.fixture
