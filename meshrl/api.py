@@ -138,7 +138,8 @@ class Run:
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        """result.json: status (done, interrupted or failed), steps, curves, and the best evaluation."""
+        """result.json: status (done, interrupted or failed), steps, curves, the best evaluation, and failed_writes by
+        output, if there are any."""
         from meshrl.monitor.jsonl import read_object
 
         return read_object(self.folder / "result.json")

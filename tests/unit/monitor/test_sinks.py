@@ -4,12 +4,11 @@ import io
 import json
 import math
 import re
-import resource
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from file_limits import no_file_above
 
 from meshrl.core.errors import OutputError
 from meshrl.monitor.sinks import COLUMNS, JsonlSink, TerminalSink, duration, read_metrics, step_line
@@ -94,17 +93,6 @@ def test_a_name_keeps_its_unit_over_a_resume(tmp_path):
     with pytest.raises(ValueError, match=r"units changed .*'reward/mean': \('reward', 'points'\)"):
         sink.write(1, {"reward/mean": 1.0}, {"reward/mean": "points"})
     sink.close()
-
-
-@contextmanager
-def no_file_above(num_bytes: int) -> Iterator[None]:
-    """Writes beyond this size fail in the middle, as on a full disk, with another reason."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_write_that_fails_in_the_middle_of_a_line_is_an_error_and_damages_no_earlier_line(tmp_path: Path):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from file_limits import no_file_above
 
 from meshrl.config.monitor import MonitorConfig
 from meshrl.core.errors import ConfigError
@@ -64,10 +64,8 @@ def test_failed_writes_of_tensorboard_are_counted_and_a_new_file_has_the_later_s
     folder.unlink()
     sink.write(1, {"reward/mean": 0.0}, UNITS)
     (events,) = folder.iterdir()
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (events.stat().st_size + 20, hard))
-    sink.write(2, {"reward/mean": 0.0}, UNITS)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with no_file_above(events.stat().st_size + 20):
+        sink.write(2, {"reward/mean": 0.0}, UNITS)
     sink.write(3, {"reward/mean": 0.0}, UNITS)
     sink.close()
     assert writes.counts == {"tensorboard": 2} and len(writes.recovered()) == 2

@@ -10,10 +10,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
+from file_limits import no_file_above
 from tiny_run import write_run
 
 from meshrl.cli import main
+from meshrl.core.errors import CheckpointError, OutputError
+from meshrl.core.files import CONTINUE_LATER, output_errors
+from meshrl.model.weight_files import write_tensors
 from meshrl.monitor.sinks import read_metrics
+from meshrl.train.checkpoint_files import write_file
 
 GRADER = '''
 from pathlib import Path
@@ -134,6 +140,23 @@ def test_removed_metrics_end_the_run_with_one_line(config: Path, capsys: pytest.
     assert line.startswith("meshrl: OutputError: ") and "metrics.jsonl was removed or replaced" in line
 
 
+def test_checkpoints_that_can_not_be_written_end_the_run_with_one_line(
+    config: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert train(config, "one", {0: "(folder / 'checkpoints').touch()"}) == 1
+    assert "checkpoints/step_000001 can't be written: Not a directory. Make room" in error_of(capsys)
+
+
+def test_a_write_that_fails_in_the_middle_of_a_checkpoint_or_a_model_names_the_file_and_the_reason(tmp_path: Path):
+    file = tmp_path / "file"
+    reason = r"/file can't be written: .*File too large.* run\.resume=auto"
+    with no_file_above(1000), pytest.raises(CheckpointError, match=reason):
+        write_file(file, [memoryview(bytes(5000))])
+    file.unlink()
+    with no_file_above(1000), pytest.raises(OutputError, match=reason), output_errors(tmp_path, CONTINUE_LATER):
+        write_tensors({"weight": torch.zeros(5000)}, file)
+
+
 @contextmanager
 def small_disk(folder: Path, num_kib: int) -> Iterator[None]:
     """Mounts a file system of this size at `folder`, which must not exist yet."""
@@ -159,7 +182,7 @@ with open(folder / "of_others", "ab", buffering=0) as file:
 FILL_BLOCK = """
 with open(folder / "metrics.jsonl", "ab") as file:
     begin, end = b'{"schema": 1, "units": {}, "filler": "', b'"}' + bytes([10])
-    room = -(file.tell() + len(begin + end)) % 4096
+    room = -((folder / "metrics.jsonl").stat().st_size + len(begin + end)) % 4096
     file.write(begin + b"x" * room + end)
 """
 
