@@ -158,8 +158,8 @@ class Run:
         from meshrl.monitor.rollout_log import read_rollouts
 
         paths = {int(path.stem.split("_")[1]): path for path in (self.folder / "rollouts").glob("step_*.jsonl")}
-        if step < 0:
+        if -len(paths) <= step < 0:
             step = sorted(paths)[step]
         if step not in paths:  # a run that started from another run's checkpoint has only its own steps
-            raise IndexError(f"{self.folder} has no answers of step {step}")
+            raise IndexError(f"{self.folder} has no answers of step {step} (monitor.rollout_log_every_steps)")
         return [logged.trajectory for logged in read_rollouts(paths[step])]

@@ -65,6 +65,7 @@ def _unused_in_both(config: RunConfig | SftRunConfig) -> Unused:
 
 def _unused_in_sft() -> Unused:
     yield "cluster", "num_rollout_ranks", "SFT samples nothing"
+    yield "monitor", "rollout_log_every_steps", "SFT samples nothing"
     yield "cluster.deadlines", NOT_IN_SFT, "SFT has no such phase"
     yield "train", "updates_per_step", "an SFT step is one optimizer step"
 

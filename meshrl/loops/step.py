@@ -394,9 +394,11 @@ def note_run_without_signal(job: Job) -> None:
     lines, _ = read_metrics(job.run.folder / "metrics.jsonl")
     steps = [line.metrics for line in lines if "reward/groups_without_signal" in line.metrics]  # without evaluations
     if len(steps) > 1 and all(_has_no_signal(job, values) for values in steps):
+        rollouts = job.run.folder / "rollouts"
+        where = f"in {rollouts}" if rollouts.exists() else "of a run with monitor.rollout_log_every_steps=1"
         job.run.note(
-            f"all {len(steps)} steps: {_NO_SIGNAL}. Check the rewards in {job.run.folder / 'rollouts'}; change the "
-            "reward function if it does not distinguish answers, or the prompts if all are too hard or too easy"
+            f"all {len(steps)} steps: {_NO_SIGNAL}. Check the rewards {where}; change the reward function if it does "
+            "not distinguish answers, or the prompts if all are too hard or too easy"
         )
 
 
@@ -418,7 +420,8 @@ async def finish_step(
     values = job.run.report(job.step, metrics)
     if _has_no_signal(job, values) and not job.noted_no_signal:
         job.noted_no_signal = True
-        job.run.note(f"step {job.step + 1}: {_NO_SIGNAL}. The answers and their rewards are in {rollouts}")
+        where = f"are in {rollouts}" if rollouts else "have no file (monitor.rollout_log_every_steps)"
+        job.run.note(f"step {job.step + 1}: {_NO_SIGNAL}. The answers and their rewards {where}")
     job.rewards.append(values.get("reward/mean", math.nan))  # NaN if no trajectory of the step has a reward
     job.step += 1
     job.cursor = cursor

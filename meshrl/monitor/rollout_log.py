@@ -1,5 +1,9 @@
 """Writes and reads the trajectories of a step: one line each in rollouts/step_XXXXXX.jsonl. Torch is not imported, so
-that viewers start fast."""
+that viewers start fast.
+
+A file contains a group's prompt and the context of its first turn once: in the lines of later attempts, null stands for
+those of the first line that has them. Only `read_rollouts` restores them.
+"""
 
 from __future__ import annotations
 
@@ -36,29 +40,61 @@ class RolloutLog:
     """Writes `folder`/rollouts/step_000012.jsonl for each step; `folder` is the run's folder.
 
     decode: ids int32[R] -> text with special tokens. writes: counts failed writes, which end no run; by default the log
-    has its own counter.
+    has its own counter. every_steps: the steps 0, every_steps, 2 * every_steps, ... have files, and all evaluations;
+    0 = nothing has a file.
     """
 
-    def __init__(self, folder: str | Path, decode: Callable[[np.ndarray], str], writes: FailedWrites | None = None):
-        self._folder, self._decode = Path(folder) / "rollouts", decode
+    def __init__(
+        self,
+        folder: str | Path,
+        decode: Callable[[np.ndarray], str],
+        writes: FailedWrites | None = None,
+        every_steps: int = 1,
+    ):
+        self._folder, self._decode, self._every_steps = Path(folder) / "rollouts", decode, every_steps
         self._writes = writes or FailedWrites()
 
-    def write(self, step: int, trajectories: Sequence[Trajectory], name: str = "step") -> Path:
+    def write(self, step: int, trajectories: Sequence[Trajectory], name: str = "step") -> Path | None:
         """Write a step's trajectories to a complete file, which replaces one of an interrupted run. A folder that was
-        removed is created again.
+        removed is created again. Returns the file, also if it can't be written; None if this step has no file.
 
-        name: the first word of the file's name; "eval" for evaluations. Returns the file, also if it can't be written.
+        name: the first word of the file's name; "eval" for evaluations.
 
         Raises: TypeError when a prompt's answer or meta is not plain JSON.
         """
+        if self._every_steps == 0 or (name == "step" and step % self._every_steps):
+            return None
         path = self._folder / f"{name}_{step:06d}.jsonl"
+        groups: dict[str, _Group] = {}
         with self._writes.attempt("rollouts"):
             self._folder.mkdir(parents=True, exist_ok=True)
             with replacing(path) as aside, aside.open("w", encoding="utf-8") as file:
                 for trajectory in trajectories:
                     texts = [self._decode(turn.output_ids) for turn in trajectory.turns]
-                    file.write(to_line({"schema": SCHEMA, "step": step, **_trajectory_record(trajectory, texts)}))
+                    record = _trajectory_record(trajectory, texts)
+                    _leave_out_repeated(record, trajectory, groups.setdefault(trajectory.group_id, _Group()))
+                    file.write(to_line({"schema": SCHEMA, "step": step, **record}))
         return path
+
+
+@dataclass(slots=True)
+class _Group:
+    """The prompt and the first context of a group, which its file contains once."""
+
+    prompt: Prompt | None = None
+    context_ids: np.ndarray | None = None
+
+
+def _leave_out_repeated(record: Record, trajectory: Trajectory, group: _Group) -> None:
+    """Write null for the prompt and the first context of the group, if an earlier line has them."""
+    if group.prompt is trajectory.prompt:
+        record["prompt"] = None
+    group.prompt = group.prompt or trajectory.prompt
+    for turn, turn_record in zip(trajectory.turns[:1], record["turns"]):
+        if group.context_ids is None:
+            group.context_ids = turn.context_ids
+        elif np.array_equal(group.context_ids, turn.context_ids):
+            turn_record["context_ids"] = None
 
 
 def step_files(folder: Path, first_step: int) -> list[Path]:
@@ -73,17 +109,18 @@ def step_files(folder: Path, first_step: int) -> list[Path]:
 
 
 def read_rollouts(path: str | Path) -> Iterator[LoggedTrajectory]:
-    """The trajectories of one step's file, one at a time.
+    """The trajectories of one step's file, one at a time. Attempts of one group may share their Prompt.
 
     Raises: DataError for a damaged line or another schema; it names file and line.
     """
+    groups: dict[str, _Group] = {}
     for number, record in enumerate(read_lines(path), start=1):
         if record.get("schema") != SCHEMA:
             raise DataError(f"{path}:{number}: schema {record.get('schema')!r}; this version reads schema {SCHEMA}")
         with data_errors(f"{path}:{number}", "a trajectory"):
             logged = LoggedTrajectory(
                 step=record["step"],
-                trajectory=_trajectory(record),
+                trajectory=_trajectory(record, groups.setdefault(record["group_id"], _Group())),
                 texts=[turn["text"] for turn in record["turns"]],
             )
         yield logged
@@ -139,25 +176,40 @@ def _array(record: Record) -> np.ndarray:
     return np.array(record["values"], dtype=record["dtype"]).reshape(record["shape"])
 
 
-def _trajectory(r: Record) -> Trajectory:
-    prompt = r["prompt"]
+def _trajectory(r: Record, group: _Group) -> Trajectory:
+    prompt = _prompt(r["prompt"]) if r["prompt"] is not None else group.prompt
+    if prompt is None:
+        raise ValueError(f"its prompt is null, and no earlier line has the prompt of group {r['group_id']}")
+    group.prompt = group.prompt or prompt
+    turns = [_turn(turn, group.context_ids) for turn in r["turns"]]
+    if group.context_ids is None and turns:
+        group.context_ids = turns[0].context_ids
     return Trajectory(
         **{name: r[name] for name in _TRAJECTORY},
-        prompt=Prompt(
-            **{name: prompt[name] for name in _PROMPT},
-            ids=None if prompt["ids"] is None else np.array(prompt["ids"], np.int32),
-            media={name: Media(outputs={}, **facts) for name, facts in prompt["media"].items()},
-        ),
-        turns=[_turn(turn) for turn in r["turns"]],
+        prompt=prompt,
+        turns=turns,
         failure=Failure(**r["failure"]) if r["failure"] else None,
         rewards={n: Failure(**v["failure"]) if isinstance(v, dict) else float(v) for n, v in r["rewards"].items()},
         reward=_number(r["reward"]),
     )
 
 
-def _turn(r: Record) -> Turn:
+def _prompt(r: Record) -> Prompt:
+    return Prompt(
+        **{name: r[name] for name in _PROMPT},
+        ids=None if r["ids"] is None else np.array(r["ids"], np.int32),
+        media={name: Media(outputs={}, **facts) for name, facts in r["media"].items()},
+    )
+
+
+def _turn(r: Record, first_context: np.ndarray | None) -> Turn:
+    """first_context: the one of the group's first turn, for which null stands."""
     sampling = r["sampling"]
     sampling |= {"stop_token_ids": tuple(sampling["stop_token_ids"]), "stop": tuple(sampling.get("stop", ()))}
+    if r["context_ids"] is None:
+        if first_context is None:
+            raise ValueError("its context_ids are null, and no earlier line has the first context of its group")
+        r = {**r, "context_ids": first_context}
     tokens: Record = {name: np.array(r[name], dtype) for name, dtype in _TOKENS.items()}
     return Turn(
         **{name: r[name] for name in _TURN},

@@ -162,7 +162,12 @@ async def _train(stop: Stop, loaded: Loaded[RunConfig], write_report: WriteRepor
                     rollouts=groups.rollouts,
                     scorer=scorer,
                     layout=layout,
-                    rollout_log=RolloutLog(run.folder, partial(text_of, task.tokenizer, special=True), run.writes),
+                    rollout_log=RolloutLog(
+                        run.folder,
+                        partial(text_of, task.tokenizer, special=True),
+                        run.writes,
+                        cfg.monitor.rollout_log_every_steps,
+                    ),
                     cursor=task.train_prompts.state(),
                 )
                 run.summary = partial(_summary, run, job)

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from meshrl.core.errors import MeshrlError
+from meshrl.core.errors import Failure, MeshrlError
 from meshrl.core.files import Unreadable, is_there, read_text
-from meshrl.monitor.jsonl import data_errors, read_lines, read_object
+from meshrl.monitor.jsonl import data_errors, read_object
+from meshrl.monitor.rollout_log import read_rollouts
 from meshrl.monitor.sinks import MetricsLine, read_metrics
 
 PAUSE_S = 600.0  # if the time between two lines exceeds their phases by more than this, the run was resumed later
@@ -177,15 +178,14 @@ def _settings(path: Path) -> list[Setting]:
 
 def _evaluation(path: Path) -> tuple[int, dict[str, LoggedPrompt]]:
     asked: dict[str, LoggedPrompt] = {}
-    for number, record in enumerate(read_lines(path), start=1):
+    for number, logged in enumerate(read_rollouts(path), start=1):
         with data_errors(f"{path}:{number}", "a trajectory"):
-            prompt = record["prompt"]
-            if prompt["id"] not in asked:
-                asked[prompt["id"]] = LoggedPrompt([_message(m) for m in prompt["messages"]], _plain(prompt["answer"]))
-            score = next(iter(record["rewards"].values()), None)
-            text = "\n".join(turn["text"] for turn in record["turns"])
-            known = None if score is None or isinstance(score, dict) else float(score)
-            asked[prompt["id"]].answers.append(LoggedAnswer(text, known, str(record["status"])))
+            trajectory, prompt = logged.trajectory, logged.trajectory.prompt
+            if prompt.id not in asked:
+                asked[prompt.id] = LoggedPrompt([_message(m) for m in prompt.messages or ()], _plain(prompt.answer))
+            score = next(iter(trajectory.rewards.values()), None)
+            known = None if isinstance(score, Failure) else score
+            asked[prompt.id].answers.append(LoggedAnswer("\n".join(logged.texts), known, trajectory.status))
     with data_errors(str(path), "the rollouts of an evaluation"):
         return int(path.stem.rpartition("_")[2]), asked
 

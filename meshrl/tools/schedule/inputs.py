@@ -67,7 +67,10 @@ def measured(folder: Path) -> Inputs:
     if not steps:
         raise MeshrlError(f"{folder} has no finished step with a file in rollouts/; give a run with some steps")
     if len(steps) < 4:
-        raise MeshrlError(f"{folder} has {len(steps)} finished steps; 4 or more are needed to fit times to them")
+        raise MeshrlError(
+            f"{folder} has {len(steps)} finished steps with files in rollouts/ (monitor.rollout_log_every_steps); 4 or "
+            "more are needed to fit times to them"
+        )
     groups = [group for _, trajectories in steps for group in _groups(trajectories)]
     costs = _costs(folder, run.lines, steps[1:], ranks)  # the first step is slower
     truncated = float(np.mean([t.status == "truncated" for _, trajectories in steps for t in trajectories]))

@@ -66,6 +66,60 @@ def test_failures_and_empty_trajectories_are_written_too(tmp_path):
     assert_same(entry.trajectory, failed)
 
 
+def test_a_prompt_and_its_first_context_are_in_a_file_once_and_all_records_come_back_to_the_bit(tmp_path):
+    """Also when the attempts of groups alternate, when the first attempt has no turn, and when an attempt has another
+    prompt or context than the first."""
+    one, other = (scripted_trajectories(2, 4)[4 * i : 4 * i + 4] for i in range(2))
+    one[0].turns = []
+    other[2].prompt = dataclasses.replace(other[2].prompt, meta={"of": "this attempt"})
+    other[2].turns[0].context_ids = other[2].turns[0].context_ids[:-1]
+    trajectories = [t for pair in zip(one, other) for t in pair]
+    path = RolloutLog(tmp_path, decode).write(0, trajectories)
+    logged = list(read_rollouts(path))
+    for entry, trajectory in zip(logged, trajectories, strict=True):
+        assert_same(entry.trajectory, trajectory)
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [r["prompt"] is None for r in records] == [False, False, True, True, True, False, True, True]
+    shared = [[turn["context_ids"] is None for turn in r["turns"]][:1] for r in records]
+    assert shared == [[], [False], [False], [True], [True], [False], [True], [True]]
+    first = logged[3].trajectory.turns[0].context_ids
+    first[:] = 0
+    assert logged[1].trajectory.turns[0].context_ids.any(), "each trajectory has its own arrays"
+
+
+def test_files_that_repeat_the_prompt_in_each_line_can_be_read(tmp_path):
+    trajectories = scripted_trajectories(1, 3)
+    lines = [RolloutLog(tmp_path, decode).write(7, [t]).read_text() for t in trajectories]
+    path = tmp_path / "step_000007.jsonl"
+    path.write_text("".join(lines))
+    assert path.read_text().count('"prompt":{') == 3
+    for entry, trajectory in zip(read_rollouts(path), trajectories, strict=True):
+        assert_same(entry.trajectory, trajectory)
+
+
+@pytest.mark.parametrize("damaged", ["prompt", "context_ids"])
+def test_a_line_that_refers_to_a_missing_one_is_refused(damaged, tmp_path):
+    path = RolloutLog(tmp_path, decode).write(0, scripted_trajectories(1, 2))
+    first, second = (json.loads(line) for line in path.read_text().splitlines())
+    if damaged == "context_ids":
+        second["prompt"] = first["prompt"]
+    path.write_text(json.dumps(second) + "\n")
+    with pytest.raises(DataError, match=rf"step_000000\.jsonl:1: not a trajectory.*{damaged}.* null"):
+        list(read_rollouts(path))
+
+
+def test_only_the_chosen_steps_have_files_and_all_evaluations_or_none(tmp_path):
+    for every, expected in ((3, ["step_000000", "step_000003", "step_000006"]), (0, None)):
+        log = RolloutLog(tmp_path / str(every), decode, every_steps=every)
+        written = [log.write(step, []) for step in range(8)] + [log.write(step, [], name="eval") for step in (0, 1, 2)]
+        assert sum(path is not None for path in written) == (0 if expected is None else 6)
+        if expected is None:
+            assert not (tmp_path / "0").exists()
+        else:
+            names = sorted(path.stem for path in (tmp_path / "3" / "rollouts").iterdir())
+            assert names == ["eval_000000", "eval_000001", "eval_000002", *expected]
+
+
 def test_lines_are_strict_json_with_a_schema(tmp_path):
     trajectory = scripted_trajectories(1, 1)[0]
     trajectory.turns[0].extras["entropy"] = np.full(len(trajectory.turns[0].output_ids), np.nan, np.float32)

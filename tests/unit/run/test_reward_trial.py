@@ -107,18 +107,26 @@ def test_the_rewards_of_a_users_agent_are_not_tried_on_bare_answers(config: Path
     assert "note: " not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("every_steps", [2, 0])
 def test_a_run_whose_rewards_are_all_alike_gets_a_note_after_the_first_such_step_and_at_its_end(
-    config: Path, capsys: pytest.CaptureFixture[str]
+    every_steps: int, config: Path, capsys: pytest.CaptureFixture[str]
 ):
-    """Every advantage is 0 and no weight changes, although the run looks healthy."""
+    """Every advantage is 0 and no weight changes, although the run looks healthy. The notes refer to the answers, if
+    the run writes them."""
     overrides = ["train", str(config), *INLINE, *SHORT, "loop.num_steps=3", "loop.save_every_steps=1"]
     overrides += ["data.eval_path=rows.jsonl", "data.eval_limit=1", "loop.save_best=false"]
+    overrides += [f"monitor.rollout_log_every_steps={every_steps}"]
     constant = "reward.terms.ascii.kind=graders_of_this_test:constant"
     assert main([*overrides, constant]) == 0
     folder = config.parent / "runs" / "short"
     lines = [line for line in capsys.readouterr().out.splitlines() if WITHOUT_SIGNAL in line]
     assert [line.partition(": ")[0] for line in lines] == ["step 1", "all 3 steps"]
-    assert f"rewards are in {folder / 'rollouts' / 'step_000000.jsonl'}" in lines[0]
+    names = sorted(path.stem for path in (folder / "rollouts").glob("*"))
+    if every_steps:
+        assert names == ["eval_000000", "eval_000003", "step_000000", "step_000002"]
+        assert f"are in {folder}/rollouts/step_000000.jsonl" in lines[0] and f"rewards in {folder}/roll" in lines[1]
+    else:
+        assert not names and all("monitor.rollout_log_every_steps" in line for line in lines)
 
     assert main([*overrides, constant, "loop.num_steps=4", "run.resume=auto"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if WITHOUT_SIGNAL in line]
