@@ -6,6 +6,7 @@ missing tensor is an error that names the file. Nothing outside the folder is op
 
 from __future__ import annotations
 
+import stat
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -126,11 +127,14 @@ _WHAT_TO_DO = "Copy or download the model folder again, or write it again by sav
 
 
 def write_tensors(tensors: dict[str, torch.Tensor], file: Path) -> None:
-    """Write a safetensors file of these tensors that Transformers can read."""
+    """Write a safetensors file of these tensors that Transformers can read, with the mode of other new files."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
+    file.touch()
+    mode = stat.S_IMODE(file.stat().st_mode)
     try:
         save_file({name: t.contiguous() for name, t in tensors.items()}, file, metadata={"format": "pt"})
     except SafetensorError as cause:  # the library's own form of an OSError
         raise OSError(None, str(cause), str(file)) from cause
+    file.chmod(mode)  # safetensors lets only the owner read a file

@@ -316,6 +316,7 @@ SFT_BAD: list[tuple[str, list[str]]] = [
     ("loop.num_steps=3", ["loop", "of the config of `meshrl train`"]),
     ("train.updates_per_step=2", ["no effect", "SFT"]),
     ("cluster.num_rollout_ranks=1", ["no effect", "SFT"]),
+    ("monitor.rollout_log_every_steps=0", ["no effect", "SFT samples nothing"]),
     ("cluster.deadlines.sync=9", ["no effect", "SFT has no such phase"]),
     ("train.scheduler.warmup_steps=40", ["40 optimizer steps", "sft.num_steps"]),
     ("sft.max_row_tokens=4096", ["4096 tokens", "positions for 2048"]),
