@@ -17,8 +17,9 @@ from typing import Any, TypeVar
 from meshrl.algo.trial import try_user_functions
 from meshrl.cluster.launch import launched
 from meshrl.cluster.torchrun import follow, is_follower
+from meshrl.config.cluster import ClusterConfig
 from meshrl.config.load import Loaded
-from meshrl.config.run import RunConfig, SftRunConfig
+from meshrl.config.run import RunConfig, RunSection, SftRunConfig
 from meshrl.core.device import device_notice
 from meshrl.core.errors import MeshrlError
 from meshrl.core.terminal import open_standard_streams, print_message, print_output
@@ -52,21 +53,21 @@ T = TypeVar("T")
 
 def train(loaded: Loaded[RunConfig], write_report: WriteReport, objects: Objects = NO_OBJECTS) -> Path:
     """`meshrl train`: run the configured loop to its end. Returns the run's folder."""
-    return _run(loaded.config, lambda stop: _train(stop, loaded, write_report, objects))
+    return _run(loaded.config.cluster, loaded.config.run, lambda stop: _train(stop, loaded, write_report, objects))
 
 
 def evaluate(loaded: Loaded[RunConfig], objects: Objects = NO_OBJECTS) -> tuple[dict[str, float], list[Trajectory]]:
     """`meshrl eval`: answer the held-out prompts with the config's model, without training. Returns the metrics and the
     scored answers."""
-    return _run(loaded.config, lambda stop: _evaluate(loaded.config, objects))
+    return _run(loaded.config.cluster, loaded.config.run, lambda stop: _evaluate(loaded.config, objects))
 
 
 def sft(loaded: Loaded[SftRunConfig], write_report: WriteReport, objects: Objects = NO_OBJECTS) -> Path:
     """`meshrl sft`: supervised fine-tuning. Returns the run's folder."""
-    return _run(loaded.config, lambda stop: _sft(stop, loaded, write_report, objects))
+    return _run(loaded.config.cluster, loaded.config.run, lambda stop: _sft(stop, loaded, write_report, objects))
 
 
-def _run(config: RunConfig | SftRunConfig, main: Callable[[Stop], Coroutine[Any, Any, T]]) -> T:
+def _run(cluster: ClusterConfig, run: RunSection, main: Callable[[Stop], Coroutine[Any, Any, T]]) -> T:
     """Remove temporary resources of dead runs on this machine, then run `main` to its end. Ctrl-C, SIGTERM and
     SIGHUP cancel it, so that no rank outlives the run. Under torchrun only the process of rank 0 does this; the others
     are node agents.
@@ -77,7 +78,7 @@ def _run(config: RunConfig | SftRunConfig, main: Callable[[Stop], Coroutine[Any,
     open_standard_streams()  # ranks inherit them
     sweep()
     if is_follower():
-        raise SystemExit(follow(Path(config.run.folder)))
+        raise SystemExit(follow(Path(run.folder)))
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # a dotted path in the config may name a module in the working folder
     if (notice := device_notice()) is not None:
@@ -86,7 +87,7 @@ def _run(config: RunConfig | SftRunConfig, main: Callable[[Stop], Coroutine[Any,
     stop = Stop()
 
     async def guarded() -> T:
-        with stop.listening(), watchdog(config.cluster):
+        with stop.listening(), watchdog(cluster):
             return await main(stop)
 
     try:

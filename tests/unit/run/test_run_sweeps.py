@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.config.run import SftRunConfig
+from meshrl.config.cluster import ClusterConfig
+from meshrl.config.run import RunSection
 from meshrl.process.leases import LeasedFolder, new_name
 from meshrl.run import start
 
@@ -25,6 +26,5 @@ def test_a_run_removes_resources_of_dead_runs(follows: bool, tmp_path: Path, mon
     left, living = tmp_path / new_name(), LeasedFolder()
     left.mkdir()
     with contextlib.suppress(SystemExit) if follows else contextlib.nullcontext():
-        config = SftRunConfig.model_validate({"model": {"path": "m"}, "sft": {"path": "rows", "num_steps": 1}})
-        assert start._run(config, lambda stop: asyncio.sleep(0, "done")) == "done"
+        assert start._run(ClusterConfig(), RunSection(), lambda stop: asyncio.sleep(0, "done")) == "done"
     assert not left.exists() and living.path.exists()
