@@ -10,6 +10,7 @@ from fault import Fault
 from reward_faults import REWARD_FAULTS
 from run_faults import RUN_FAULTS
 from schedule_faults import SCHEDULE_FAULTS
+from security_faults import SECURITY_FAULTS
 from server_weight_faults import SERVER_WEIGHT_FAULTS
 from turn_faults import TURN_FAULTS
 from weight_faults import WEIGHT_FAULTS
@@ -493,6 +494,7 @@ FAULTS = [
     ),
     *RUN_FAULTS,
     *REWARD_FAULTS,
+    *SECURITY_FAULTS,
     *SERVER_WEIGHT_FAULTS,
     *TURN_FAULTS,
 ]

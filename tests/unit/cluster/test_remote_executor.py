@@ -72,7 +72,8 @@ class ByHand(RemoteExecutor):
         for rank in self.present:
             arguments = [address[0], str(address[1]), self.token.hex(), str(rank)]
             command = [sys.executable, "-c", AGENT, *arguments]
-            self.started[rank] = subprocess.Popen(command, env={**os.environ, "HF_OWN": "of the machine"})
+            own = {name: value for name, value in os.environ.items() if name != "MESHRL_TOKEN"}
+            self.started[rank] = subprocess.Popen(command, env={**own, "HF_OWN": "of the machine"})
         return {spec.rank for spec in self.specs}
 
 
@@ -156,6 +157,7 @@ def test_a_rank_has_its_environment_and_a_sampler_that_died_is_replaced_by_its_n
     """The machine's own variables win over the controller's, the rank's own over both; for a replaced rank, too."""
     monkeypatch.setenv("HF_OWN", "of the controller")
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    monkeypatch.setenv("MESHRL_TOKEN", "a secret, and the connection is not encrypted")
     monkeypatch.setenv("RANK", "77")
 
     async def pid_of(executor: ByHand, rank: int) -> int:
@@ -164,6 +166,7 @@ def test_a_rank_has_its_environment_and_a_sampler_that_died_is_replaced_by_its_n
             *(str(rank), "2", "0", "1")
         ]
         assert found["HF_OWN"] == "of the machine" and found["NCCL_DEBUG"] == "WARN"
+        assert "MESHRL_TOKEN" not in found
         assert found["GLOO_SOCKET_IFNAME"].startswith("lo"), "the interface by which it reached the controller"
         pid, parent, address, store = await executor.call(rank, facts)
         assert parent == executor.started[rank].pid != pid
