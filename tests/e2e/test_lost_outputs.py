@@ -40,7 +40,7 @@ def start(config: Path, shell: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "meshrl", "train", config.name, "run.name=one"]
     paths = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])
     return subprocess.Popen(
-        ["sh", "-c", shell, "sh", *command],
+        ["env", "-u", "PYTHONUNBUFFERED", "sh", "-c", shell, "sh", *command],
         cwd=config.parent,
         env={**os.environ, "PYTHONPATH": paths},
         stdout=subprocess.PIPE,

@@ -150,7 +150,8 @@ def test_an_interrupted_run_ends_with_130(good: Path):
 
 def in_shell(redirection: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """`meshrl` in a shell command; "$@" is its command line. stdout ends with the exit code of `meshrl`."""
-    command = ["sh", "-c", redirection, "sh", sys.executable, "-m", "meshrl", *arguments]
+    command = ["env", "-u", "PYTHONUNBUFFERED", "sh", "-c", redirection, "sh"]
+    command += [sys.executable, "-m", "meshrl", *arguments]
     return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ def test_tensorboard_counts_finished_steps_and_explains_its_curves(tmp_path: Pat
 
 
 def test_failed_writes_of_tensorboard_are_counted_and_a_new_file_has_the_later_steps(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path,
 ):
     """A file-size limit in place of a full disk: it truncates a record, at which readers of that file stop."""
     pytest.importorskip("tensorboard")
@@ -62,7 +63,9 @@ def test_failed_writes_of_tensorboard_are_counted_and_a_new_file_has_the_later_s
     sink.write(0, {"reward/mean": 0.0}, UNITS)
     assert writes.counts == {"tensorboard": 1}  # there is a file in place of the folder
     folder.unlink()
+    num_threads = threading.active_count()
     sink.write(1, {"reward/mean": 0.0}, UNITS)
+    assert threading.active_count() == num_threads  # a thread would print a traceback when it can't write
     (events,) = folder.iterdir()
     with no_file_above(events.stat().st_size + 20):
         sink.write(2, {"reward/mean": 0.0}, UNITS)
@@ -72,7 +75,6 @@ def test_failed_writes_of_tensorboard_are_counted_and_a_new_file_has_the_later_s
     read = EventAccumulator(str(folder))
     read.Reload()
     assert [event.step for event in read.Tensors("reward/mean")] == [2, 4]
-    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_other_errors_of_a_tracker_are_raised(tmp_path: Path):

@@ -15,10 +15,14 @@ from file_limits import no_file_above
 from tiny_run import write_run
 
 from meshrl.cli import main
+from meshrl.config.load import load_run_config
 from meshrl.core.errors import CheckpointError, OutputError
 from meshrl.core.files import CONTINUE_LATER, output_errors
 from meshrl.model.weight_files import write_tensors
 from meshrl.monitor.sinks import read_metrics
+from meshrl.run.live import live_run
+from meshrl.run.signals import Stop
+from meshrl.tools.report.page import write_report
 from meshrl.train.checkpoint_files import write_file
 
 GRADER = '''
@@ -124,7 +128,8 @@ def test_a_run_goes_on_without_outputs_that_can_not_be_written_and_lists_them(
     assert counts == {"rollouts": 1, "reward.png": 1, "report.html": 1}
     assert sorted(path.name for path in (folder / "rollouts").iterdir()) == ["step_000002.jsonl"]
     lines = printed.out.splitlines()
-    assert len([line for line in lines if line.startswith("rollouts is written again since")]) == 1
+    names = [line.split()[0] for line in lines]
+    assert names.count("rollouts") == 1 and names.index("rollouts") < names.index("done:")  # works again
     assert lines[-1].startswith("outputs that are not complete: ") and "report.html: 1 write failed" in lines[-1]
     failed = [line.metrics["monitor/failed_writes"] for line in read_metrics(folder / "metrics.jsonl")[0]]
     assert failed[0] == 0 and sum(failed) >= 1
@@ -138,6 +143,14 @@ def test_removed_metrics_end_the_run_with_one_line(config: Path, capsys: pytest.
     assert train(config, "one", script) == 1
     line = error_of(capsys)
     assert line.startswith("meshrl: OutputError: ") and "metrics.jsonl was removed or replaced" in line
+
+
+def test_metrics_that_are_replaced_after_the_last_step_are_an_error_of_the_run(config: Path):
+    loaded = load_run_config(config, ["run.name=one"])
+    with pytest.raises(OutputError, match="replaced"), live_run(loaded, "train", 3, Stop(), write_report) as run:
+        (run.folder / "other").touch()
+        (run.folder / "other").rename(run.folder / "metrics.jsonl")
+    assert json.loads(Path("runs/one/result.json").read_text())["status"] == "failed"
 
 
 def test_checkpoints_that_can_not_be_written_end_the_run_with_one_line(
