@@ -33,7 +33,10 @@ class RunSection(Slice):
     """never = a new run, which refuses a folder that has checkpoints; auto = the run continues from its newest
     checkpoint, if there is one; or the folder of a checkpoint, of this run or of another"""
     keep_checkpoints: int = Field(2, ge=1)
-    """number of newest training states to keep on disk; the models of older checkpoints are kept, too"""
+    """number of newest training states to keep on disk"""
+    keep_models: int | None = Field(None, ge=1)
+    """number of newest exported models to keep on disk; null = all. In addition, the model with the best evaluation is
+    kept, and each model that was the best when a state on disk was saved"""
 
 
 class RunConfig(Slice):

@@ -28,7 +28,7 @@ from meshrl.run.checkpoints import Checkpoints
 from meshrl.run.folder import Start, changed_keys, choose_start, run_name, set_aside
 from meshrl.run.inputs import NO_OBJECTS, Objects, StepCallback
 from meshrl.run.lease import FolderLease, in_use, until_free
-from meshrl.run.models import Best, best_facts, export_to, model_folder, read_best, replace_best
+from meshrl.run.models import Best, best_facts, export_to, model_folder, prune_models, read_best, replace_best
 from meshrl.run.signals import Stop
 from meshrl.run.status import StatusFile, holder_of
 
@@ -170,10 +170,11 @@ class LiveRun:
     async def export_model(self, step: int) -> Path:
         """Write the trainer's model, once for each step, in the compute dtype and with its tokenizer."""
         path = model_folder(self.folder, step)
-        if self.exported_step != step:
+        if self.exported_step != step or not path.is_dir():  # a state may be older than the models that are kept
             await export_to(self.checkpoints.trainer, path, self.loaded.config.model.path, self.chat_template)
             self.exported_step = step
             self.note(f"wrote {path}")
+            prune_models(self.folder, step, self.loaded.config.run.keep_models)
         return path
 
     async def keep_best(self, step: int, score: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -64,30 +65,45 @@ def replace_best(run: Path, best: Best, is_retained: Callable[[int], bool]) -> N
     removed. It is a file and not a link, so that it survives copies, archives and file systems without links.
     """
     beaten = best_facts(run)
-    steps = [*beaten.get("beaten", ()), beaten["step"]] if beaten is not None else []
-    needed = {step for step in steps if _is_needed(run, step)}
+    steps = {*beaten.get("beaten", ()), beaten["step"]} if beaten is not None else set()
+    needed = steps & _best_of_states(run)
     model = best.model
     if best.step:  # relative, so that the run's folder may move
         model = os.path.relpath(model, _best_file(run).parent)
     _write_best(run, {"step": best.step, "score": best.score, "model": model, "beaten": sorted(needed)})
-    for step in {*steps} - needed - {0, best.step}:
-        folder = model_folder(run, step)
+    for step in steps - needed - {0, best.step}:
         if not is_retained(step):
-            shutil.rmtree(folder, ignore_errors=True)
-        if folder.parent.is_dir() and not any(folder.parent.iterdir()):
-            folder.parent.rmdir()
+            _remove_model(run, step)
 
 
-def _is_needed(run: Path, step: int) -> bool:
-    """Whether one of the checkpoints records the model of `step` as the best one."""
-    for _, folder in states(run / "checkpoints") if step else ():
-        try:
+def prune_models(run: Path, newest: int, keep: int | None) -> None:
+    """Remove the models of steps up to `newest`, except the newest `keep` and those that best.json or a checkpoint
+    records as the best. Later ones are of steps that a resumed run repeats: it will replace them. None = keep all."""
+    names = [path.parent.name.removeprefix("step_") for path in (run / "checkpoints").glob("step_*/model")]
+    steps = sorted(int(name) for name in names if name.isdigit() and int(name) <= newest)
+    old = {*steps[:-keep]} if keep is not None else set()
+    if old:
+        best = best_facts(run)
+        for step in old - _best_of_states(run) - ({best["step"]} if best is not None else set()):
+            _remove_model(run, step)
+
+
+def _remove_model(run: Path, step: int) -> None:
+    folder = model_folder(run, step)
+    with contextlib.suppress(OSError):  # the folder that remains when this is interrupted is not taken for a model
+        shutil.rmtree(folder.rename(folder.with_name("model.aside")))
+        folder.parent.rmdir()  # unless it contains a state
+
+
+def _best_of_states(run: Path) -> set[int]:
+    """The steps whose models the checkpoints record as the best ones."""
+    found = set()
+    for _, folder in states(run / "checkpoints"):
+        with contextlib.suppress(CheckpointError):  # damaged: no run continues from there
             best = read_controller(folder).get("best")
-        except CheckpointError:  # damaged: no run continues from there
-            continue
-        if best is not None and best["step"] == step:
-            return True
-    return False
+            if best is not None:
+                found.add(best["step"])
+    return found
 
 
 def restore_best(run: Path, step: int, best: dict[str, Any] | None) -> str | None:

@@ -76,8 +76,8 @@ def require_space(folder: Path, num_bytes: int, what: str = "a checkpoint") -> N
     free = shutil.disk_usage(folder).free
     if free < num_bytes:
         raise CheckpointError(
-            f"{what} below {folder} takes {num_bytes:,} bytes, but its disk has {free:,} free; nothing was "
-            "written, and existing files stay. Make room, lower run.keep_checkpoints, or save less often"
+            f"{what} below {folder} takes {num_bytes:,} bytes, but its disk has {free:,} free; nothing was written, and "
+            "existing files stay. Make room, lower run.keep_checkpoints or run.keep_models, or save less often"
         )
 
 
@@ -152,7 +152,8 @@ def remove_leftovers(checkpoints: Path) -> None:
     """Remove what a killed run was writing or removing."""
     for folder in checkpoints.glob("step_*"):
         state = folder / "state"
-        shutil.rmtree(_temporary(state), ignore_errors=True)
+        for leftover in (_temporary(state), folder / "model.aside"):
+            shutil.rmtree(leftover, ignore_errors=True)
         if state.is_dir() and not (state / MANIFEST).is_file():
             shutil.rmtree(state, ignore_errors=True)
         if not any(folder.iterdir()):

@@ -25,11 +25,20 @@ from meshrl.run import lease, models, start
 from meshrl.run.folder import Start, run_name
 from meshrl.run.inputs import Objects
 from meshrl.run.live import LiveRun, live_run, wait_for_folder
-from meshrl.run.models import Best, model_folder, read_best, replace_best
+from meshrl.run.models import Best, model_folder, prune_models, read_best, replace_best
 from meshrl.run.signals import Stop
 from meshrl.run.status import read_status
 from meshrl.tools.report.page import write_report
-from meshrl.train.checkpoint_files import states
+from meshrl.train.checkpoint_files import (
+    CONTROLLER,
+    Manifest,
+    commit,
+    make_temporary_folder,
+    remove_leftovers,
+    state_folder,
+    states,
+    write_json,
+)
 from tests.waiting import wait_until
 
 GRADER = '''
@@ -96,6 +105,55 @@ def test_the_best_model_is_retained_and_result_json_names_it(config: Path, tmp_p
     assert [name for name, found in explained.items() if found is None] == []
     assert {"correction/effective_sample_size", "correction/clipped_fraction"} <= set(units)
     assert {n: units[n] or "none" for n in units} == {n: found.unit for n, found in explained.items() if found}
+
+
+def _models(run: Path) -> list[int]:
+    return sorted(int(path.parent.name[5:]) for path in (run / "checkpoints").glob("step_*/model"))
+
+
+@pytest.mark.parametrize(
+    ("keep", "left"),
+    [(1, [20, 30, 50, 60]), (2, [20, 30, 40, 50, 60]), (9, [10, 20, 30, 40, 50, 60]), (None, [10, 20, 30, 40, 50, 60])],
+)
+def test_old_models_are_removed_unless_they_are_the_best_of_the_run_or_of_a_state(keep, left, tmp_path: Path):
+    """A damaged state protects no model. The model of step 60 is of a step that a resumed run repeats."""
+    checkpoints = tmp_path / "checkpoints"
+    for step, best in ((30, 10), (40, 20), (50, 20)):
+        final = state_folder(checkpoints, step)
+        fact = write_json(make_temporary_folder(final) / CONTROLLER, {"best": {"step": best, "score": 0.5}})
+        commit(final, Manifest(step=step, num_ranks=0, files={CONTROLLER: fact}))
+    (state_folder(checkpoints, 30) / CONTROLLER).write_text("{}")
+    for step in (10, 20, 30, 40, 50, 60):
+        model_folder(tmp_path, step).mkdir(parents=True)
+        (model_folder(tmp_path, step) / "model.safetensors").touch()
+    replace_best(tmp_path, Best(30, 0.75, str(model_folder(tmp_path, 30))), lambda step: True)
+    prune_models(tmp_path, 50, keep)
+    assert _models(tmp_path) == left
+    assert {path.name for path in checkpoints.glob("step_*")} == {f"step_{step:06d}" for step in {*left, 30, 40, 50}}
+    assert not list(checkpoints.glob("*/model.aside"))
+
+
+def test_a_run_keeps_its_newest_models_and_writes_one_again_that_it_needs(config: Path, tmp_path: Path):
+    """Step 1 is the best. When the state of step 4 is lost, the run continues from step 3, whose model is removed
+    already, and ends there."""
+    script = tmp_path / "script"
+    script.write_text("0.25 0.5 0.375 0.3 0.2")
+    overrides = ("loop.save_every_steps=1", f"reward.terms.answer.args.script={script}", "run.keep_models=1")
+    folder = train(config, "few", *overrides)
+    assert _models(folder) == [1, 4]
+    shutil.rmtree(folder / "checkpoints" / "step_000004" / "state")
+    train(config, "few", *overrides, "loop.num_steps=3", "run.resume=auto")
+    assert _models(folder) == [1, 3, 4]
+    assert json.loads((folder / "result.json").read_text())["model"] == str(model_folder(folder, 3))
+
+
+def test_what_a_killed_run_left_of_a_model_is_removed(tmp_path: Path):
+    """P27: an export or a removal that was interrupted."""
+    left, complete = tmp_path / "step_000001" / "model.aside", tmp_path / "step_000002" / "model"
+    left.mkdir(parents=True)
+    complete.mkdir(parents=True)
+    remove_leftovers(tmp_path)
+    assert complete.is_dir() and not left.parent.exists()
 
 
 def test_a_resumed_run_drops_a_best_model_that_is_newer_than_its_checkpoint(config: Path, tmp_path: Path):
