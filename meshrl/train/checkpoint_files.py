@@ -76,8 +76,8 @@ def require_space(folder: Path, num_bytes: int, what: str = "a checkpoint") -> N
     free = shutil.disk_usage(folder).free
     if free < num_bytes:
         raise CheckpointError(
-            f"{what} below {folder} takes {num_bytes:,} bytes, but its disk has {free:,} free; nothing was written, and "
-            "existing files stay. Make room, lower run.keep_checkpoints or run.keep_models, or save less often"
+            f"{what} below {folder} takes {num_bytes:,} bytes, but its disk has {free:,} free; nothing was written, "
+            "and existing files stay. Make room, lower run.keep_checkpoints or run.keep_models, or save less often"
         )
 
 
