@@ -51,6 +51,7 @@ class TrainGroup:
         self.command_lock = asyncio.Lock()
         self.num_ranks = executor.specs[0].num_train_ranks
         self.cfg = executor.specs[0].train
+        self.compute_dtype = executor.specs[0].model.dtype
         self.num_data_ranks = self.num_ranks // num_peers(self.cfg.mesh)
         self._sent = SentRows()
         self.version = -1
@@ -89,10 +90,13 @@ class TrainGroup:
         )
 
     async def optim_step(self, lr: float) -> StepReport:
+        """Update the weights; returns the first rank's report, with `not_finite` of the first rank that has any."""
         self.is_synced = False
         self.num_optim_steps += 1
         self._sent.forget_last()  # frees the samples
-        return (await self._all(lambda rank: self.executor.call(rank, RankWorker.optim_step, lr)))[0]
+        reports = await self._all(lambda rank: self.executor.call(rank, RankWorker.optim_step, lr))
+        bad = next((report.not_finite for report in reports if report.not_finite), "")
+        return dataclasses.replace(reports[0], not_finite=bad)
 
     async def layout(self, transfer_bytes: int) -> Layout:
         """The layout of syncs, made from the boxes of one replica's ranks."""

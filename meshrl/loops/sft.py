@@ -14,6 +14,7 @@ from meshrl.config.run import SftRunConfig
 from meshrl.core.types import Metric
 from meshrl.data.order import SftSource
 from meshrl.loops.job import RunServices
+from meshrl.loops.optimizer import optimizer_step
 from meshrl.monitor.memory import memory_metrics
 from meshrl.train.optim import learning_rate
 
@@ -61,13 +62,11 @@ async def sft(job: SftJob) -> None:
             with spans("train"):
                 result = await trainer.forward_backward(samples, trainer.batch_plan(samples), loss)
                 lr = learning_rate(job.step, cfg.sft.num_steps, cfg.train.optimizer.lr, cfg.train.scheduler)
-                stepped = await trainer.optim_step(lr)
+                _, of_the_step = await optimizer_step(trainer, job.step, lr)
             num_tokens = sum(len(s) for s in samples)
             metrics = [
                 *result.metrics,
-                Metric(name="train/grad_norm", sum=stepped.grad_norm, unit=""),
-                Metric(name="train/lr", sum=lr, unit="1/step"),
-                Metric(name="train/skipped_steps", sum=float(stepped.skipped), reduce="sum", unit="steps"),
+                *of_the_step,
                 Metric(name="train/num_tokens", sum=float(num_tokens), reduce="sum", unit="tokens"),
                 Metric(name="train/tokens_per_s", sum=num_tokens, weight=spans.seconds("train"), unit="tokens/s"),
                 Metric(name="train/restarts", sum=float(job.run.restarts), reduce="max", unit="restarts"),

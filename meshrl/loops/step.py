@@ -26,6 +26,7 @@ from meshrl.core.errors import MeshrlError
 from meshrl.core.types import Metric, Prompt, Purpose, Sample, SamplingParams, Trajectory
 from meshrl.loops.deadlines import gather_with_deadline
 from meshrl.loops.job import Job, Task
+from meshrl.loops.optimizer import optimizer_step
 from meshrl.monitor.memory import memory_metrics
 from meshrl.monitor.metrics import histogram
 from meshrl.monitor.sinks import read_metrics
@@ -207,18 +208,14 @@ async def update(job: Job, updates: Sequence[Update]) -> list[Metric]:
             metrics += job.proof.check(report.mismatch, part.samples, cfg.model.dtype, job.trainer.version)
         metrics += await probe_result(job)
         lr = learning_rate(job.num_updates, total, cfg.train.optimizer.lr, cfg.train.scheduler)
-        step = await job.trainer.optim_step(lr)
+        step, of_the_step = await optimizer_step(job.trainer, job.step, lr)
         job.num_updates += 1
         if step.skipped:
             job.run.note(
                 f"step {job.step + 1}: the gradient norm is {step.grad_norm}, so this optimizer step is skipped; "
                 f"look at loss/* (the loss is {cfg.algo.loss.kind})"
             )
-        metrics += [
-            Metric(name="train/grad_norm", sum=step.grad_norm, unit=""),
-            Metric(name="train/lr", sum=lr, unit="1/step"),
-            Metric(name="train/skipped_steps", sum=float(step.skipped), reduce="sum", unit="steps"),
-        ]
+        metrics += of_the_step
     return metrics + correction_summary(metrics)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,8 +22,9 @@ from meshrl.core.errors import ConfigError
 from meshrl.core.files import read_json
 from meshrl.model import attention
 from meshrl.model.causal import CausalModel
+from meshrl.model.finite import not_finite, not_finite_error
 from meshrl.model.folder import check_folder, require_all_loaded, require_numbers, require_same_size
-from meshrl.model.hub_names import HubNames, tied_names
+from meshrl.model.hub_names import HubNames, persistent_buffers, tied_names
 from meshrl.model.names import match_names
 from meshrl.model.stream import StoredWeights
 from meshrl.model.weight_files import INDEX, SINGLE, StoredTensor
@@ -171,6 +173,8 @@ def _load_full(stored: dict[str, StoredTensor], folder: Path) -> PreTrainedModel
     lm, report = loaded
     require_all_loaded(report, folder)
     require_numbers(lm, stored)
+    for name in not_finite(dict(lm.named_parameters()) | persistent_buffers(lm)):
+        raise not_finite_error(str(stored[name].file if name in stored else folder), name, torch.float32)
     return lm
 
 
@@ -252,6 +256,11 @@ class _Comparison(torch.nn.Module):
 
 
 def _require_same(difference: float, lm: PreTrainedModel, path: str | Path) -> None:
+    if math.isnan(difference):
+        raise ConfigError(
+            f"{type(lm).__name__} of {str(path)!r} computes logprobs that are not finite, although its values are: "
+            "they are so large that its forward overflows. The run that wrote it may have diverged. Give another model"
+        )
     if not difference <= TOLERANCE_NATS:
         raise ConfigError(
             f"{type(lm).__name__} of {str(path)!r} gives packed tokens logprobs that differ by {difference:.2g} nats "

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from meshrl.core.errors import CheckpointError
+from meshrl.model.finite import not_finite
 from meshrl.model.hub_names import HubNames, persistent_buffers
 from meshrl.model.lora import Adapter, adapters_of, is_adapter, merged, named_weights
 from meshrl.model.weight_files import INDEX, SINGLE, write_tensors
@@ -51,9 +53,11 @@ def save_pretrained(
     min_file_bytes: int = MIN_FILE_BYTES,
 ) -> None:
     """Write the folder, parameters in `dtype` and LoRA adapters merged (a collective, if there is a process group).
-    Each rank receives only the tensors of its own file."""
+    Each rank receives only the tensors of its own file.
+
+    Raises: CheckpointError on every rank, before anything is written, when a value is not finite in `dtype`.
+    """
     rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    path.mkdir(parents=True, exist_ok=True)
     ignored = lm._keys_to_ignore_on_save or ()
     weights = {name: p for name, p in named_weights(lm) if not is_adapter(name) and name not in ignored}
     file_of = assign_files(
@@ -68,6 +72,9 @@ def save_pretrained(
             mine[name] = full.cpu()
     if rank == 0:
         mine |= {name: buffer.cpu() for name, buffer in persistent_buffers(lm).items() if name not in ignored}
+    _require_finite(mine, dtype)
+    path.mkdir(parents=True, exist_ok=True)
+    if rank == 0:
         _model_without_weights(lm, dtype).save_pretrained(path, state_dict={})  # config.json and generation_config.json
         _copy_tokenizer(tokenizer_from, path)
     if dist.is_initialized():
@@ -79,6 +86,23 @@ def save_pretrained(
         _write_index(path, everywhere, num_files)
     if dist.is_initialized():
         dist.barrier()
+
+
+def _require_finite(tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
+    """Raises: CheckpointError on every rank when any rank has a tensor with a value that is not finite."""
+    everywhere = [not_finite(tensors)]
+    if dist.is_initialized():
+        everywhere *= dist.get_world_size()
+        dist.all_gather_object(everywhere, not_finite(tensors))
+    bad = [name for names in everywhere for name in names]
+    if bad:
+        more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+        kind = f"{str(dtype).removeprefix('torch.')} (largest: {torch.finfo(dtype).max:g})"
+        raise CheckpointError(
+            f"the model is not written: {bad[0]}{more} has values that are not finite in {kind}. If the "
+            "training has diverged, continue from an earlier checkpoint with a lower train.optimizer.lr; if only the "
+            "range is too small, set model.dtype=bfloat16"
+        )
 
 
 def _merged_values(adapter: Adapter) -> Callable[[LocalBox], torch.Tensor]:

@@ -12,6 +12,7 @@ import torch
 
 from meshrl.core.errors import ConfigError
 from meshrl.core.files import Unreadable, open_plain
+from meshrl.model.finite import not_finite, not_finite_error
 from meshrl.model.hub_names import HubNames, persistent_buffers
 from meshrl.model.lora import is_adapter, named_weights
 from meshrl.model.weight_files import KINDS, StoredTensor
@@ -32,7 +33,7 @@ class StoredWeights:
         """Fill a model with its values, cast to the parameters' dtype; of a sharded tensor, only this rank's boxes.
         Takes one bucket of extra host memory, whatever the size of a tensor.
 
-        Raises: ConfigError naming the file that can't be read.
+        Raises: ConfigError naming the file that can't be read, or the tensor whose values are not finite.
         """
         tensors = {name: p for name, p in named_weights(lm) if not is_adapter(name)} | persistent_buffers(lm)
         held = [
@@ -88,11 +89,14 @@ class _Reader:
     def read(self, stored: StoredTensor, first: int, into: torch.Tensor) -> None:
         """Fill `into` with the values first, first + 1, ... of a tensor of the files."""
         dtype = DTYPES[stored.kind]
+        range_of = into.dtype if into.is_floating_point() else torch.float32
         step = len(self._bucket) // dtype.itemsize
         for at in range(0, into.numel(), step):
             part = into[at : at + step]
             piece = self._bucket[: part.numel() * dtype.itemsize]
             self._bytes(stored, (first + at) * dtype.itemsize, piece)
+            if not_finite({stored.name: piece.view(dtype)}, range_of):
+                raise not_finite_error(str(stored.file), stored.name, range_of)
             # First move, then cast: across devices, copy_ would cast on the host, into a second bucket.
             part.copy_(piece.view(dtype).to(into.device))
 

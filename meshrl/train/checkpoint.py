@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from meshrl.core.errors import CheckpointError
 from meshrl.core.files import Unreadable
+from meshrl.model.finite import not_finite
 from meshrl.model.weight_files import KINDS, opened
 from meshrl.parallel.boxes import Box, boxes, index_of, overlap, replica
 from meshrl.parallel.gather import all_gather_json
@@ -87,7 +88,13 @@ def write_in_background(folder: Path, slices: list[StoredSlice]) -> Future[tuple
 
 
 def write(path: Path, slices: list[StoredSlice]) -> FileFact:
-    """Write one safetensors file. Raises: CheckpointError naming it."""
+    """Write one safetensors file. Raises: CheckpointError naming it, before it is written if a value is not finite."""
+    bad = [s.name for s in slices if not_finite({s.name: s.data})]
+    if bad:
+        raise CheckpointError(
+            f"{path} is not written: these tensors have values that are not finite: {_some(bad)}. The training has "
+            "diverged. Lower train.optimizer.lr, and continue from the last checkpoint with run.resume=auto"
+        )
     header: dict[str, Any] = {}
     offsets: dict[str, Any] = {}
     at = 0
@@ -177,9 +184,28 @@ class SavedTensors:
 
     @torch.no_grad()
     def load(self, tensors: Tensors) -> None:
-        """Fill the tensors in place; each rank reads its own boxes. Raises: CheckpointError as `require`, before any
-        tensor is changed; or when a file can't be read."""
+        """Fill the tensors in place; each rank reads its own boxes (a collective, if there is a process group).
+
+        Raises: CheckpointError as `require`, or on every rank when a value that any rank needs is not finite, before
+        any tensor is changed; or when a file can't be read.
+        """
         self.require(tensors)
+        bad = dict.fromkeys(name for name, _, part in self._parts(tensors) if not_finite({name: part}))
+        if dist.is_initialized():
+            everywhere: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+            dist.all_gather_object(everywhere, list(bad))
+            bad = dict.fromkeys(name for names in everywhere for name in names)
+        if bad:
+            raise CheckpointError(
+                f"{self.folder} contains values that are not finite in {_some(list(bad))}: the training had diverged "
+                "when it was saved. Continue from an earlier checkpoint (run.resume=FOLDER) with a lower "
+                "train.optimizer.lr"
+            )
+        for _, target, part in self._parts(tensors):
+            target.copy_(part)
+
+    def _parts(self, tensors: Tensors) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """(name, part of this rank's shard, its saved values) for each overlap with a saved box."""
         with ExitStack() as stack:
             files: dict[Path, Any] = {}
             for name, tensor in tensors.items():
@@ -196,7 +222,7 @@ class SavedTensors:
                             part = files[file].get_slice(key)[index] if index else files[file].get_tensor(key)
                         except Unreadable as cause:
                             raise CheckpointError(f"{file}: {cause}") from cause
-                        local.tensor[index_of(shared, local.offsets)] = part.to(local.tensor.device)
+                        yield name, local.tensor[index_of(shared, local.offsets)], part
 
 
 def _some(texts: list[str]) -> str:

@@ -28,6 +28,7 @@ from meshrl.core.files import CONTINUE_LATER, output_errors
 from meshrl.core.types import Metric
 from meshrl.model.attention import PackedAttention
 from meshrl.model.causal import CausalModel
+from meshrl.model.finite import not_finite
 from meshrl.model.hub_names import HubNames
 from meshrl.model.load import DTYPES, cast_parameters, materialize, meta_copy, open_causal_lm, require_same_scores
 from meshrl.model.lora import (
@@ -70,12 +71,15 @@ class ForwardBackward:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepReport:
-    """grad_norm: before clipping, equal on all ranks. skipped: it was not finite, so no parameter was updated."""
+    """grad_norm: before clipping, equal on all ranks. skipped: it was not finite, so no parameter was updated.
+    not_finite: the first parameter of which this rank's shard is not finite in the compute dtype after the update; ""
+    if there is none."""
 
     grad_norm: float
     skipped: bool
     lr: float
     num_optimizer_steps: int
+    not_finite: str = ""
 
 
 class TrainEngine:
@@ -210,11 +214,11 @@ class TrainEngine:
         return ForwardBackward(metrics=metrics, logprobs=logprobs)
 
     def optim_step(self, lr: float) -> StepReport:
-        """Clip, step, clear. If the gradient norm is not finite, every rank skips the step."""
+        """Clip, step, check, clear. If the gradient norm is not finite, every rank skips the step."""
         if self.optimizer is None:
             raise ValueError(f"a {self.role} engine has no optimizer")
         norm = clip_gradients(self.model, self.cfg.optimizer.clip)
-        skipped = not np.isfinite(norm)
+        skipped, bad = not np.isfinite(norm), list[str]()
         self.num_skipped_in_a_row = self.num_skipped_in_a_row + 1 if skipped else 0
         if self.num_skipped_in_a_row > MAX_SKIPPED_IN_A_ROW:
             raise MeshrlError(
@@ -227,8 +231,15 @@ class TrainEngine:
                 group["lr"] = lr
             self.optimizer.step()
             self.num_optimizer_steps += 1
+            bad = not_finite(trained_weights(self.model.lm), self.compute_dtype)
         self.optimizer.zero_grad(set_to_none=True)
-        return StepReport(grad_norm=norm, skipped=skipped, lr=lr, num_optimizer_steps=self.num_optimizer_steps)
+        return StepReport(
+            grad_norm=norm,
+            skipped=skipped,
+            lr=lr,
+            num_optimizer_steps=self.num_optimizer_steps,
+            not_finite=bad[0] if bad else "",
+        )
 
     def _outputs(self, batch: Batch, entropy: bool) -> Outputs:
         """Model outputs scattered to [T]; 0 outside the mask."""

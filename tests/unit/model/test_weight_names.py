@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import tiny_lm, tiny_qwen2
 
 from meshrl.core.errors import ConfigError
-from meshrl.model.load import load_causal_lm, materialize, meta_copy, open_causal_lm
+from meshrl.model.load import cast_parameters, load_causal_lm, materialize, meta_copy, open_causal_lm
 
 CPU = torch.device("cpu")
 
@@ -162,3 +163,42 @@ def test_memory_for_a_model_keeps_its_ties_and_buffers(family):
     assert bare.lm_head.weight is bare.model.embed_tokens.weight
     assert {p.device.type for p in bare.parameters()} == {"cpu"}
     assert [name for name, b in bare.named_buffers() if not torch.equal(b, buffers[name])] == []
+
+
+def _with_value(value: float, at: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    weight = torch.zeros(48, 32, dtype=dtype)
+    weight.view(-1)[at] = value
+    return weight
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_value_that_is_not_finite_is_named_with_tensor_and_file(folder, value):
+    """In the last of several pieces, and by the full load, which a head that differs from the embedding needs."""
+    _rewrite(folder, model__layers__0__mlp__up_proj__weight=_with_value(value, -1, torch.bfloat16))
+    lm, weights = open_causal_lm(folder)
+    assert weights is not None
+    materialize(lm, CPU)
+    message = r"model\.safetensors: tensor model\.layers\.0\.mlp\.up_proj\.weight contains NaN, an infinity"
+    with pytest.raises(ConfigError, match=message):
+        weights.fill(lm, 100)
+    with pytest.raises(ConfigError, match=message):
+        load_causal_lm(folder)
+    _rewrite(folder, lm_head__weight=torch.randn(64, 32))
+    with pytest.raises(ConfigError, match=message):
+        open_causal_lm(folder)
+
+
+def test_a_value_outside_the_range_of_the_parameters_dtype_is_named(folder):
+    _rewrite(folder, model__layers__0__mlp__up_proj__weight=_with_value(1e5, 0))
+    for dtype, is_refused in ((torch.bfloat16, False), (torch.float16, True)):
+        lm, weights = open_causal_lm(folder)
+        assert weights is not None
+        materialize(cast_parameters(lm, dtype), CPU)
+        with pytest.raises(ConfigError, match=r"up_proj\.weight contains .*float16") if is_refused else nullcontext():
+            weights.fill(lm)
+
+
+def test_finite_values_with_which_the_forward_overflows_are_refused_with_that_reason(folder):
+    _rewrite(folder, model__layers__0__mlp__down_proj__weight=torch.full((32, 48), 1e38))
+    with pytest.raises(ConfigError, match="computes logprobs that are not finite, although its values are"):
+        load_causal_lm(folder)

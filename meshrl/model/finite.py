@@ -1,0 +1,37 @@
+"""Which tensors contain a value that is not finite: NaN, an infinity, or out of the range of a dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from meshrl.core.errors import ConfigError
+from meshrl.parallel.fsdp import local_shard
+
+
+@torch.no_grad()
+def not_finite(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.float32) -> list[str]:
+    """The names of the tensors of which this rank's shard has NaN, or a value that is infinite in `dtype`.
+
+    Integers, bools and float8 numbers (which need a scale) are not checked. One pass over the values, and one
+    synchronization with the device for all tensors.
+    """
+    shards = {name: local_shard(tensor) for name, tensor in tensors.items()}
+    checked = {name: t for name, t in shards.items() if t.is_floating_point() and t.element_size() > 1 and t.numel()}
+    if not checked:
+        return []
+    # On the CPU aminmax takes a twentieth of the time of isfinite or of an infinity norm. It propagates NaN.
+    extremes = torch.stack([end.float() for tensor in checked.values() for end in torch.aminmax(tensor)])
+    fits = (extremes.abs() <= torch.finfo(dtype).max).tolist()
+    return [name for number, name in enumerate(checked) if not all(fits[2 * number : 2 * number + 2])]
+
+
+def not_finite_error(where: str, name: str, dtype: torch.dtype) -> ConfigError:
+    """The error for a tensor of a model's folder. where: its file, or the folder if the file is not known."""
+    kind = str(dtype).removeprefix("torch.")
+    return ConfigError(
+        f"{where}: tensor {name} contains NaN, an infinity, or a value outside the range of {kind} (largest: "
+        f"{torch.finfo(dtype).max:g}), so the model can't be used. The file is damaged, or the run that wrote it had "
+        "diverged. Give another model"
+    )
