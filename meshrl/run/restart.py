@@ -72,7 +72,7 @@ async def run_to_end(
             try:
                 await _save_at_the_end(run, job, f"ended by {type(error).__name__}", _IDLE_S)
             except MeshrlError as of_the_save:
-                if of_the_save is not error:
+                if str(of_the_save) != str(error):
                     error.add_note(f"the state after step {job.step} could not be saved: {of_the_save}")
         raise
 
