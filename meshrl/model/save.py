@@ -90,11 +90,7 @@ def save_pretrained(
 
 def _require_finite(tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
     """Raises: CheckpointError on every rank when any rank has a tensor with a value that is not finite."""
-    everywhere = [not_finite(tensors)]
-    if dist.is_initialized():
-        everywhere *= dist.get_world_size()
-        dist.all_gather_object(everywhere, not_finite(tensors))
-    bad = [name for names in everywhere for name in names]
+    bad = [name for names in all_gather_json(not_finite(tensors)) for name in names]
     if bad:
         more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
         kind = f"{str(dtype).removeprefix('torch.')} (largest: {torch.finfo(dtype).max:g})"

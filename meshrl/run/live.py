@@ -174,7 +174,7 @@ class LiveRun:
             await export_to(self.checkpoints.trainer, path, self.loaded.config.model.path, self.chat_template)
             self.exported_step = step
             self.note(f"wrote {path}")
-            prune_models(self.folder, step, self.loaded.config.run.keep_models)
+            prune_models(self.folder, self.loaded.config.run.keep_models)
         return path
 
     async def keep_best(self, step: int, score: float) -> None:

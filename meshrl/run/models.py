@@ -14,7 +14,7 @@ from typing import Any
 from meshrl.cluster.groups import TrainGroup
 from meshrl.core.errors import CheckpointError
 from meshrl.core.files import CONTINUE_LATER, output_errors, replacing, write_text
-from meshrl.train.checkpoint_files import read_controller, require_space, state_folder, states
+from meshrl.train.checkpoint_files import read_controller, require_space, state_folder, states, step_folders
 
 BEST_FILE = "best.json"
 _OTHER_FILES_BYTES = 64 << 20  # a model's config, tokenizer and headers
@@ -76,11 +76,10 @@ def replace_best(run: Path, best: Best, is_retained: Callable[[int], bool]) -> N
             _remove_model(run, step)
 
 
-def prune_models(run: Path, newest: int, keep: int | None) -> None:
-    """Remove the models of steps up to `newest`, except the newest `keep` and those that best.json or a checkpoint
-    records as the best. Later ones are of steps that a resumed run repeats: it will replace them. None = keep all."""
-    names = [path.parent.name.removeprefix("step_") for path in (run / "checkpoints").glob("step_*/model")]
-    steps = sorted(int(name) for name in names if name.isdigit() and int(name) <= newest)
+def prune_models(run: Path, keep: int | None) -> None:
+    """Remove the models of a run, except the newest `keep` and those that best.json or a checkpoint records as the
+    best. None = keep all."""
+    steps = [step for step, folder in step_folders(run / "checkpoints") if (folder / "model").is_dir()]
     old = {*steps[:-keep]} if keep is not None else set()
     if old:
         best = best_facts(run)

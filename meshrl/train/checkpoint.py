@@ -190,11 +190,8 @@ class SavedTensors:
         any tensor is changed; or when a file can't be read.
         """
         self.require(tensors)
-        bad = dict.fromkeys(name for name, _, part in self._parts(tensors) if not_finite({name: part}))
-        if dist.is_initialized():
-            everywhere: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-            dist.all_gather_object(everywhere, list(bad))
-            bad = dict.fromkeys(name for names in everywhere for name in names)
+        own = [name for name, _, part in self._parts(tensors) if not_finite({name: part})]
+        bad = dict.fromkeys(name for names in all_gather_json(own) for name in names)
         if bad:
             raise CheckpointError(
                 f"{self.folder} contains values that are not finite in {_some(list(bad))}: the training had diverged "

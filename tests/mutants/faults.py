@@ -227,8 +227,8 @@ FAULTS = [
     Fault(
         "the optimizer steps with a gradient that is not finite",
         "meshrl/train/engine.py",
-        "skipped = not np.isfinite(norm)",
-        "skipped = False",
+        "skipped, bad = not np.isfinite(norm), list[str]()",
+        "skipped, bad = False, list[str]()",
         (_STEP + "test_a_norm_that_is_not_finite_skips_the_step_on_every_rank[1-inf-train0]",),
     ),
     # ---- tokens and packs
