@@ -129,6 +129,13 @@ def _add_launch_options(launch: argparse.ArgumentParser) -> None:
         metavar="G",
         help="GPUs of each node; the run uses N x G ranks (default: the number of ranks in the config)",
     )
+    launch.add_argument(
+        "--from",
+        dest="measured",
+        type=Path,
+        metavar="RUN",
+        help="folder of a run, from which the time to end with a checkpoint is taken (default: 300 s)",
+    )
     slurm = {"time": "time limit, such as 12:00:00", "partition": "partition", "account": "account to charge"}
     for name, text in slurm.items():
         launch.add_argument(f"--{name}", metavar=name.upper(), help=f"{text} (default: the cluster's)")
@@ -192,7 +199,8 @@ def _launch(args: argparse.Namespace) -> int:
     is_sft = args.run == "sft"
     load = partial(load_sft, args.config) if is_sft else partial(load_run, args.config, purpose=args.run)
     options = {"time": args.time, "partition": args.partition, "account": args.account}
-    text = batch_file(load, args.run, args.config, args.overrides, args.nodes, args.gpus_per_node, options)
+    size = args.nodes, args.gpus_per_node
+    text = batch_file(load, args.run, args.config, args.overrides, *size, options, args.measured)
     if args.out is None:
         print_output(text, end="")
     else:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -31,6 +33,14 @@ def length_scaled(inputs: LossInputs, scale: float, power: float = 0.5, mode: Li
 
 
 def of_anything(inputs: LossInputs, **anything: Any) -> Terms:
+    return -inputs.advantages * inputs.logprobs, {}
+
+
+def waits_for(inputs: LossInputs, file: str) -> Terms:
+    """While `file` exists, an update waits in the middle, and makes the file `file`.waits."""
+    while Path(file).exists():
+        Path(f"{file}.waits").touch()
+        time.sleep(0.02)
     return -inputs.advantages * inputs.logprobs, {}
 
 

@@ -6,10 +6,13 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
+
+from meshrl.run.status import read_status
 
 PYTHONPATH = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
 MARK = "MESHRL_TEST_RUN"
@@ -26,6 +29,7 @@ def start_torchrun(config: Path, name: str, *overrides: str, nodes: int, ranks: 
     return [
         subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", *where, f"--nproc-per-node={ranks // nodes}", *run],
+            cwd=config.parent,
             env={**os.environ, "PYTHONPATH": PYTHONPATH, MARK: name},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -43,6 +47,21 @@ def train_by_torchrun(config: Path, name: str, *overrides: str, nodes: int, rank
     texts = [process.communicate()[0] for process in started]
     assert [process.returncode for process in started] == [0] * nodes, "\n".join(texts)[-6000:]
     return config.parent / "runs" / name
+
+
+WAITING_LOSS = ("algo.loss.kind=own_algorithms:waits_for", "algo.loss.file=wait")
+
+
+def enter_update(run: Path, wait: Path, check: Callable[[], None]) -> None:
+    """Wait until a run with the loss WAITING_LOSS has finished two steps, and is in the middle of an update, which it
+    does not leave while the file `wait` exists. check: raises when the run has ended."""
+    while not (run / "status.json").exists() or read_status(run).step < 2:
+        check()
+        time.sleep(0.1)
+    wait.touch()
+    while not wait.with_name(f"{wait.name}.waits").exists():
+        check()
+        time.sleep(0.02)
 
 
 def processes_of_run(name: str) -> Sequence[psutil.Process]:

@@ -1,4 +1,4 @@
-"""`meshrl status` and `meshrl stop` from another process, and a lost terminal, on a real run."""
+"""`meshrl status` and `meshrl stop` from another process, a lost terminal, and a SIGTERM to torchrun, on a real run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from typing import Any
 
 import psutil
 import pytest
-from tiny_run import write_run
+from tiny_run import steps_of, write_run
+from torchrun_runs import WAITING_LOSS, enter_update, processes_of_run, start_torchrun, train_by_torchrun
 
 from meshrl.cli import main
 from meshrl.run.status import read_status
@@ -109,3 +110,31 @@ def test_a_run_that_loses_its_terminal_ends_with_a_checkpoint(tmp_path: Path):
     result = json.loads((folder / "result.json").read_text())
     assert (result["status"], result["steps"]) == ("interrupted", _saved_step(folder))
     assert not psutil.wait_procs(children, timeout=20)[1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_sigterm_to_torchrun_in_an_update_ends_the_run_with_a_checkpoint(tmp_path: Path):
+    """The run then continues from there. torchrun sends the signal to the processes of all ranks."""
+    config, folder, wait = write_run(tmp_path), tmp_path / "runs" / "long", tmp_path / "wait"
+    layout = ("cluster.num_train_ranks=2", *WAITING_LOSS)
+    (run,) = start_torchrun(config, "long", "loop.num_steps=100000", *layout, nodes=1, ranks=2)
+
+    def check() -> None:
+        assert run.poll() is None, run.communicate()[0]
+
+    try:
+        enter_update(folder, wait, check)
+        run.send_signal(signal.SIGTERM)
+        time.sleep(1)  # the run must not end before its update
+        check()
+        wait.unlink()
+        output, _ = run.communicate()
+    finally:
+        run.kill()
+    assert run.returncode != 0 and "meshrl: ended by SIGTERM" in output
+    assert processes_of_run("long") == []
+    step = _saved_step(folder)
+    overrides = (f"loop.num_steps={step + 1}", "run.resume=auto")
+    train_by_torchrun(config, "long", *overrides, *layout, nodes=1, ranks=2)
+    assert len(steps_of(folder)) == step + 1
