@@ -68,10 +68,9 @@ def main() -> None:
 def run(report: Report, seed: int, *extra: str) -> dict[str, Any]:
     """Run one quickstart. Returns its report.json. The exit code is ignored: a low accuracy is a result here."""
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "quickstart"
-        command = [sys.executable, str(QUICKSTART), "--seed", str(seed), "--out", str(out), *extra]
+        command = [sys.executable, str(QUICKSTART), "--seed", str(seed), "--out", folder, *extra]
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-        path = out / "report.json"
+        path = Path(folder) / f"{'control' if '--shuffle-rewards' in extra else 'seed'}_{seed}" / "report.json"
         if not path.is_file():
             raise SystemExit(
                 f"seed {seed} ended with exit code {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}"

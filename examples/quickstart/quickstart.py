@@ -1,7 +1,9 @@
 """SFT and GRPO of a tiny model, from random weights, in minutes on two CPU cores: `make quickstart`.
 
 A tiny Qwen2 model is built, learns from demonstrations to double numbers without carrying, and then learns to carry
-only from a rule that checks its answers (GRPO). All output goes to runs/quickstart; its report.json has the numbers:
+only from a rule that checks its answers (GRPO). The output goes to runs/quickstart/seed_N, a folder for each seed. Of
+this folder, the next call with the same seed replaces what this script makes: start, sft, grpo and report.json, which
+has the numbers:
 
     seed, steps
     eval_before, eval_after   share of right greedy answers to held-out problems, before and after the RL
@@ -11,7 +13,8 @@ only from a rule that checks its answers (GRPO). All output goes to runs/quickst
                               pages count in each process, so the memory in use was less
     model                     the trained model's folder, relative to this checkout
 
-`--shuffle-rewards` is the control experiment: the same run, but the rewards of each batch are permuted at random.
+`--shuffle-rewards` is the control experiment: the same run, but the rewards of each batch are permuted at random; its
+folder is control_N.
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ from meshrl.monitor.rollout_log import read_rollouts
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-MARKER = ".quickstart"  # a file in folders that a later call may replace
+MARKER = ".quickstart"  # a file in the folders that this script has made
+PARTS = ("start", "sft", "grpo", "report.json")  # in each of these folders; a later call replaces them
 MIN_ACCURACY = 0.90  # held-out accuracy that the run must reach
 MAX_CONTROL_ACCURACY = 0.45  # held-out accuracy that the control must not exceed
 STOP_TIMEOUT_S = 10.0  # a running part has this time to end by itself after Ctrl-C
@@ -48,7 +52,7 @@ SMOKE_GRPO = ("loop.num_steps=2", "loop.prompts_per_step=4", "data.eval_limit=16
 
 def main() -> int:
     args = parse()
-    out = args.out.resolve()
+    out = args.out.resolve() / f"{'control' if args.shuffle_rewards else 'seed'}_{args.seed}"
     make_folder(out)
     place = Path(os.path.relpath(out, ROOT)) if out.is_relative_to(ROOT) else out
     os.chdir(ROOT)
@@ -100,7 +104,7 @@ def main() -> int:
     (place / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     print(f"page about the run     {grpo / 'report.html'}")
     print(f"these numbers          {place / 'report.json'}")
-    return exit_code(args, report["eval_after"])
+    return exit_code(args, report["eval_after"], grpo)
 
 
 def parse() -> argparse.Namespace:
@@ -108,7 +112,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--seed", type=int, default=0, help="for the weights, the demonstrations' mistakes and the sampling"
     )
-    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "quickstart", help="output folder; it is replaced")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "quickstart", help="folder of the seeds' folders")
     parser.add_argument(
         "--smoke", action="store_true", help="a few steps only, to test that every part runs; nothing is learned"
     )
@@ -117,12 +121,18 @@ def parse() -> argparse.Namespace:
 
 
 def make_folder(out: Path) -> None:
-    """Make `out` a new folder. A folder of an earlier quickstart is replaced; any other folder is an error."""
+    """Make the folder of a seed. Only what an earlier quickstart made in it is removed. A folder that the quickstart
+    did not make is an error."""
     if out.exists() and not (out / MARKER).is_file() and any(out.iterdir()):
         sys.exit(f"quickstart: {out} exists and was not made by the quickstart; move it, or give another --out")
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
-    (out / MARKER).write_text("Made by examples/quickstart/quickstart.py; its next call replaces this folder.\n")
+    for path in (out / name for name in PARTS):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
+    text = f"Made by examples/quickstart/quickstart.py; its next call with this seed replaces {', '.join(PARTS)}."
+    (out / MARKER).write_text(f"{text}\n")
 
 
 def print_heading(number: int, text: str) -> None:
@@ -217,8 +227,8 @@ def print_result(report: dict[str, Any], pairs: list[tuple[Trajectory, Trajector
     print(f"reward curve           {picture}")
 
 
-def exit_code(args: argparse.Namespace, accuracy: float) -> int:
-    """1 if the model did not learn, or if the control learned."""
+def exit_code(args: argparse.Namespace, accuracy: float, grpo: Path) -> int:
+    """1 if the model did not learn, or if the control learned. grpo: the folder of the RL run."""
     if args.smoke:
         return 0
     if args.shuffle_rewards and accuracy > MAX_CONTROL_ACCURACY:
@@ -229,7 +239,7 @@ def exit_code(args: argparse.Namespace, accuracy: float) -> int:
         text = (
             f"quickstart: {accuracy:.3f} of the held-out answers are right after training; {MIN_ACCURACY} is required"
         )
-        print(f"{text}. The reward curve and runs/quickstart/grpo/metrics.jsonl show where it stalled", file=sys.stderr)
+        print(f"{text}. The reward curve and {grpo}/metrics.jsonl show where it stalled", file=sys.stderr)
         return 1
     return 0
 

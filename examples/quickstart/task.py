@@ -1,6 +1,6 @@
 """The quickstart's task: doubling a five-digit number, a byte-level tokenizer, and a Qwen2 model of 92,000 parameters.
 
-    python examples/quickstart/task.py --out runs/quickstart --seed 0
+    python examples/quickstart/task.py --out runs/quickstart/seed_0/start --seed 0
 
 This script writes a folder that Transformers' `from_pretrained` loads (model and tokenizer) and three disjoint sets of
 problems:

@@ -25,14 +25,14 @@ FOLDER = Path(__file__).parents[2] / "examples" / "quickstart"
 KEYS = {"seed", "eval_before", "eval_after", "wall_s", "peak_rss_bytes", "steps", "reward_curve"}
 
 
-def quickstart(out: Path, *arguments: str) -> tuple[dict[str, Any], str]:
-    """Run it. Returns its report.json and its output."""
+def quickstart(out: Path, folder: str, *arguments: str) -> tuple[dict[str, Any], str]:
+    """Run it. folder: of the seed, in `out`. Returns its report.json and its output."""
     command = [sys.executable, str(FOLDER / "quickstart.py"), "--out", str(out), *arguments]
     done = subprocess.run(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     assert done.returncode == 0, done.stdout[-4000:]
-    return json.loads((out / "report.json").read_text()), done.stdout
+    return json.loads((out / folder / "report.json").read_text()), done.stdout
 
 
 @pytest.mark.timeout(300)
@@ -40,14 +40,17 @@ def test_every_part_runs_and_writes_its_results(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     out = tmp_path / "quickstart"
-    report, text = quickstart(out, "--smoke", "--seed", "3")
+    report, text = quickstart(out, "seed_3", "--smoke", "--seed", "3")
     assert report.keys() >= KEYS
     assert report["seed"] == 3
     assert report["steps"] == len(report["reward_curve"]) == 2
     assert 0.0 <= report["eval_before"] <= 1.0 and 0.0 <= report["eval_after"] <= 1.0
     assert 100e6 < report["peak_rss_bytes"] < 6e9
     assert report["wall_s"] > 0
-    assert (out / "grpo" / "reward.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in out.rglob("*") if len(path.relative_to(out).parts) < 3) == sorted(
+        ["seed_3", ".quickstart", "start", "sft", "grpo", "report.json"]
+    )
+    assert (out / "seed_3" / "grpo" / "reward.png").read_bytes().startswith(b"\x89PNG")
     model = AutoModelForCausalLM.from_pretrained(report["model"])
     assert model.config.model_type == "qwen2"
     assert AutoTokenizer.from_pretrained(report["model"]).chat_template
@@ -84,12 +87,34 @@ def test_the_printed_answers_are_readable(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_a_folder_that_the_quickstart_did_not_make_is_not_replaced(tmp_path: Path) -> None:
-    (tmp_path / "thesis.txt").write_text("years of work")
+    folder = tmp_path / "seed_0"
+    folder.mkdir()
+    (folder / "thesis.txt").write_text("years of work")
     command = [sys.executable, str(FOLDER / "quickstart.py"), "--out", str(tmp_path)]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     assert done.returncode == 1
-    assert str(tmp_path) in done.stderr
-    assert (tmp_path / "thesis.txt").read_text() == "years of work"
+    assert str(folder) in done.stderr
+    assert (folder / "thesis.txt").read_text() == "years of work"
+
+
+def test_a_second_call_replaces_only_what_the_quickstart_made_for_this_seed(tmp_path: Path) -> None:
+    """Other seeds, folders of a user and runs of a user in a seed's folder stay."""
+    make_folder = runpy.run_path(str(FOLDER / "quickstart.py"))["make_folder"]
+    parts = ("start/data", "sft/metrics.jsonl", "grpo/metrics.jsonl", "report.json")
+    of_users = ("again/metrics.jsonl", "x", "seed_0/again/metrics.jsonl", "seed_0/note.txt")
+    make_folder(tmp_path / "seed_0")
+    for name in (*of_users, *(f"seed_0/{part}" for part in parts)):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+
+    def files() -> set[str]:
+        return {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+
+    before = files()
+    make_folder(tmp_path / "seed_1")
+    assert files() == before | {"seed_1/.quickstart"}
+    make_folder(tmp_path / "seed_0")
+    assert files() == {*of_users, "seed_0/.quickstart", "seed_1/.quickstart"}
 
 
 @pytest.mark.slow
@@ -151,7 +176,7 @@ def test_the_control_rewards_as_many_answers_as_the_rule_but_others() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_it_learns_in_minutes(tmp_path: Path) -> None:
-    report, text = quickstart(tmp_path / "quickstart")
+    report, text = quickstart(tmp_path / "quickstart", "seed_0")
     assert 0.10 <= report["eval_before"] <= 0.35
     assert report["eval_after"] >= 0.90
     assert report["peak_rss_bytes"] < 6e9
@@ -162,6 +187,6 @@ def test_it_learns_in_minutes(tmp_path: Path) -> None:
 @pytest.mark.timeout(900)
 def test_random_rewards_teach_nothing(tmp_path: Path) -> None:
     """The control: if the accuracy came from the warm-up, the sampling or the schedule, it would rise here too."""
-    report, _ = quickstart(tmp_path / "quickstart", "--shuffle-rewards")
+    report, _ = quickstart(tmp_path / "quickstart", "control_0", "--shuffle-rewards")
     assert 0.10 <= report["eval_before"] <= 0.35
     assert report["eval_after"] <= 0.45
