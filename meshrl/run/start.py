@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Iterator
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from meshrl.algo.trial import try_user_functions
+from meshrl.cluster.groups import TrainGroup
 from meshrl.cluster.launch import launched
 from meshrl.cluster.torchrun import follow, is_follower
 from meshrl.config.cluster import ClusterConfig
@@ -40,8 +42,9 @@ from meshrl.monitor.metrics import divide, merge, units
 from meshrl.monitor.rollout_log import RolloutLog
 from meshrl.process.leases import sweep
 from meshrl.run.checkpoints import Checkpoints
+from meshrl.run.disk_use import WrittenSizes, disk_use
 from meshrl.run.inputs import NO_OBJECTS, Objects
-from meshrl.run.live import LiveRun, WriteReport, live_run, wait_for_folder
+from meshrl.run.live import AUTO_SAVE_S, LiveRun, WriteReport, live_run, wait_for_folder
 from meshrl.run.models import model_folder, read_best
 from meshrl.run.restart import failures_raised, run_to_end
 from meshrl.run.signals import Stop
@@ -154,7 +157,12 @@ async def _train(stop: Stop, loaded: Loaded[RunConfig], write_report: WriteRepor
                 if cfg.data.chat_template is not None:
                     run.chat_template = task.tokenizer.chat_template
                 noted = _note_left_out(run.note, task, cfg)
-                run.note(f"ready after {run.seconds:.1f} s")
+                await _note_ready(
+                    run,
+                    groups.trainer,
+                    num_eval_prompts=len(task.eval_prompts),
+                    max_context_tokens=task.max_context_tokens,
+                )
                 job = Job(
                     cfg=cfg,
                     run=run,
@@ -202,7 +210,7 @@ async def _sft(stop: Stop, loaded: Loaded[SftRunConfig], write_report: WriteRepo
             async with Checkpoints(run.folder, groups.trainer, cfg.run.keep_checkpoints, run.note) as run.checkpoints:
                 if left_out:
                     run.note(f"left out {left_out} rows over {cfg.sft.max_row_tokens} tokens")
-                run.note(f"ready after {run.seconds:.1f} s")
+                await _note_ready(run, groups.trainer)
                 job = SftJob(cfg=cfg, run=run, trainer=groups.trainer, source=source, cursor=source.state())
                 run.summary = lambda: {"steps": job.step, "loss_curve": job.losses, "model": _newest_model(run)}
                 await run_to_end(run, job, groups, None, partial(sft_loop, job))
@@ -257,6 +265,23 @@ def _note_start(run: LiveRun) -> None:
         samplers = f"{num} sampler rank{'' if num == 1 else 's'}, " if num else "colocated samplers, "
     trainers = f"{cluster.num_train_ranks} train rank{'' if cluster.num_train_ranks == 1 else 's'}"
     run.note(f"run {run.folder}: starting {trainers}, {samplers}executor {cluster.executor}")
+
+
+async def _note_ready(
+    run: LiveRun, trainer: TrainGroup, *, num_eval_prompts: int = 0, max_context_tokens: int = 0
+) -> None:
+    run.note(f"ready after {run.seconds:.1f} s")
+    files = run.folder.rglob("*") if run.start is not None else ()
+    sizes = WrittenSizes(
+        state_bytes=await trainer.state_bytes(),
+        model_bytes=await trainer.model_bytes(),
+        num_eval_prompts=num_eval_prompts,
+        max_context_tokens=max_context_tokens,
+        on_disk_bytes=sum(path.stat().st_size for path in files),
+    )
+    every_steps, free_bytes = run.save_every_steps, shutil.disk_usage(run.folder).free
+    every_s = AUTO_SAVE_S if every_steps is None else 0.0
+    run.note(disk_use(run.loaded.config, every_steps, every_s, sizes, free_bytes))
 
 
 def _note_end(run: LiveRun, steps: int) -> None:

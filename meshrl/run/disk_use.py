@@ -1,0 +1,134 @@
+"""How much a run will write: a text for its start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from meshrl.config.run import RunConfig, SftRunConfig
+
+# Measured on runs of GSM8K with groups of 8: 30 bytes a sampled token (id, logprob, version, text) with a vocabulary of
+# 2,000; the ids of large vocabularies and the versions of long runs have up to 10 more digits.
+_TOKEN_BYTES, _PROMPT_TOKEN_BYTES, _ATTEMPT_BYTES = 40, 20, 1800
+_METRICS_BYTES = 3000  # a line of metrics.jsonl
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WrittenSizes:
+    """Bytes of a state and of an exported model; the number of held-out prompts, and the limit of a row in tokens.
+    on_disk_bytes: of the run's folder, if it continues."""
+
+    state_bytes: int
+    model_bytes: int
+    num_eval_prompts: int = 0
+    max_context_tokens: int = 0
+    on_disk_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """Files of one kind: how many there are at most at the same time, and when they are written."""
+
+    name: str
+    num_bytes: int
+    text: str
+
+
+def disk_use(
+    config: RunConfig | SftRunConfig,
+    every_steps: int | None,
+    every_s: float,
+    sizes: WrittenSizes,
+    free_bytes: int,
+) -> str:
+    """What a run has on disk at its end or before, at most, and whether it fits.
+
+    every_steps: steps between states, which in RL also have a model; 0 = not by steps; None = a state at each
+    evaluation. every_s: seconds between states; 0 = not by time. free_bytes: on the disk of the run's folder.
+    """
+    if isinstance(config, RunConfig):
+        num_steps, evals, with_model = config.loop.num_steps, _evaluations(config, sizes), every_steps or 0
+    else:
+        num_steps, evals, with_model = config.sft.num_steps, 0, 0
+    num_states, states = _states(config, num_steps, every_steps, every_s, sizes)
+    parts = [
+        states,
+        _models(config, _times(num_steps, with_model), num_states, evals, sizes),
+        *(_rollouts(config, evals, sizes) if isinstance(config, RunConfig) else ()),
+        _Written("metrics", (num_steps + evals) * _METRICS_BYTES, ""),
+    ]
+    total = sum(part.num_bytes for part in parts)
+    listed = ", ".join(f"{part.name} {_size(part.num_bytes)}{part.text}" for part in parts)
+    written = f" ({_size(sizes.on_disk_bytes)} of it exist)" if sizes.on_disk_bytes else ""
+    text = f"disk: at most {_size(total)}{written}, {_size(free_bytes)} free: {listed}"
+    if total <= free_bytes + sizes.on_disk_bytes:
+        return text
+    keys = ["run.keep_checkpoints", "run.keep_models"]
+    if isinstance(config, RunConfig) and config.monitor.rollout_log_every_steps:
+        keys.append("set monitor.rollout_log_every_steps to a higher value or 0")
+    return (
+        f"{text}\nwarning: the disk may become full, which ends the run. Make room, choose another run.folder, lower "
+        f"{' or '.join(keys[:2])}{''.join(f', or {key}' for key in keys[2:])}"
+    )
+
+
+def _times(num_steps: int, every: int) -> int:
+    """How often something is done that is done every `every` steps (0 = never) and after the last one."""
+    return num_steps // every + (num_steps % every > 0) if every else 1
+
+
+def _evaluations(config: RunConfig, sizes: WrittenSizes) -> int:
+    every = config.loop.eval_every_steps
+    return 1 + _times(config.loop.num_steps, every) if sizes.num_eval_prompts else 0
+
+
+def _states(
+    config: RunConfig | SftRunConfig, num_steps: int, every_steps: int | None, every_s: float, sizes: WrittenSizes
+) -> tuple[int, _Written]:
+    """The number of states on disk, and their part of the text."""
+    at_evals = config.loop.eval_every_steps if every_steps is None and isinstance(config, RunConfig) else 0
+    when = [f"every {every_steps} steps"] if every_steps else []
+    when += [f"at each evaluation (every {at_evals} steps)"] if at_evals else []
+    when += [f"every {every_s:g} s"] if every_s else []
+    saved = num_steps if every_s else _times(num_steps, every_steps or at_evals)
+    keep = config.run.keep_checkpoints
+    count = min(saved, keep + 1)  # an old state is removed when the new one is complete
+    text = f" ({count} x {_size(sizes.state_bytes)}; written {', '.join([*when, 'at the end'])}, newest {keep} kept)"
+    return count, _Written("states", count * sizes.state_bytes, text)
+
+
+def _models(
+    config: RunConfig | SftRunConfig, exports: int, num_states: int, evals: int, sizes: WrittenSizes
+) -> _Written:
+    keep = config.run.keep_models
+    count = exports if keep is None else min(exports, keep + 1)  # as for states
+    best = 0
+    if evals and isinstance(config, RunConfig) and config.loop.save_best:
+        best = min(evals - 1, num_states + 1)  # one for each state, and the newest; the first model is model.path
+    each = sizes.model_bytes
+    if config.model.lora.enabled:
+        each += sizes.state_bytes // 3  # the adapters, without their moments
+    of_best = f" + {best} that were the best" if best else ""
+    text = f" ({count}{of_best}, x {_size(each)}; newest {'all' if keep is None else keep} kept)"
+    return _Written("models", (count + best) * each, text)
+
+
+def _rollouts(config: RunConfig, evals: int, sizes: WrittenSizes) -> Iterator[_Written]:
+    every, loop = config.monitor.rollout_log_every_steps, config.loop
+    if not every:
+        return
+    answer = config.rollout.sampling.max_new_tokens if config.agent.kind == "single_turn" else sizes.max_context_tokens
+    attempt = _ATTEMPT_BYTES + answer * _TOKEN_BYTES
+    prompt = config.data.max_prompt_tokens * _PROMPT_TOKEN_BYTES
+    step = loop.prompts_per_step * (prompt + loop.samples_per_prompt * attempt)
+    evaluation = sizes.num_eval_prompts * (prompt + loop.eval_samples * attempt)
+    files = -(-loop.num_steps // every)
+    text = f" ({files} steps x {_size(step)}" + (f", {evals} evaluations x {_size(evaluation)})" if evals else ")")
+    yield _Written("rollouts", files * step + evals * evaluation, text)
+
+
+def _size(num_bytes: int) -> str:
+    for factor, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.1f} {unit}"
+    return f"{num_bytes / 1e3:.1f} kB"

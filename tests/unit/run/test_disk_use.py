@@ -1,0 +1,131 @@
+"""The text about the disk at the start of a run, from the config and the sizes of states and models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from meshrl.config.run import RunConfig, SftRunConfig
+from meshrl.run.disk_use import WrittenSizes, disk_use
+
+GB, TB = 10**9, 10**12
+SIZES = WrittenSizes(state_bytes=6 * GB, model_bytes=GB, num_eval_prompts=100, max_context_tokens=4096)
+NO_BEST = {"save_best": False}
+
+
+def _config(**sections: dict[str, Any]) -> RunConfig:
+    given: dict[str, dict[str, Any]] = {
+        "model": {"path": "m"},
+        "data": {"path": "d", "max_prompt_tokens": 100},
+        "rollout": {"sampling": {"max_new_tokens": 205}},
+        "loop": {"num_steps": 10_000, "prompts_per_step": 10, "samples_per_prompt": 8},
+    }
+    for name, keys in sections.items():
+        given[name] = given.get(name, {}) | keys
+    return RunConfig.model_validate(given)
+
+
+def _sft(**run: Any) -> SftRunConfig:
+    sections = {"model": {"path": "m"}, "sft": {"path": "d", "num_steps": 100}, "run": run}
+    return SftRunConfig.model_validate(sections)
+
+
+def test_the_line_lists_all_that_a_run_writes_and_the_room():
+    """An answer of 205 tokens takes 205 x 40 + 1800 = 10 kB, and a prompt of 100 tokens 2 kB."""
+    config = _config(loop={"eval_every_steps": 100}, run={"keep_models": 3})
+    assert disk_use(config, 50, 0.0, SIZES, TB) == (
+        "disk: at most 34.4 GB, 1.0 TB free: states 18.0 GB (3 x 6.0 GB; written every 50 steps, at the end, newest 2 "
+        "kept), models 8.0 GB (4 + 4 that were the best, x 1.0 GB; newest 3 kept), rollouts 8.3 GB (10000 steps x "
+        "820.0 kB, 101 evaluations x 1.2 MB), metrics 30.3 MB"
+    )
+
+
+@pytest.mark.parametrize(
+    ("every_steps", "every_s", "loop", "expected"),
+    [
+        (0, 0.0, {}, "states 6.0 GB (1 x 6.0 GB; written at the end, newest 2 kept)"),
+        (0, 600.0, {}, "states 18.0 GB (3 x 6.0 GB; written every 600 s, at the end, newest 2 kept)"),
+        (6000, 0.0, {}, "states 12.0 GB (2 x 6.0 GB; written every 6000 steps, at the end, newest 2 kept)"),
+        (
+            None,
+            600.0,
+            {"eval_every_steps": 20},
+            "states 18.0 GB (3 x 6.0 GB; written at each evaluation (every 20 steps), every 600 s, at the end, newest "
+            "2 kept)",
+        ),
+        (None, 0.0, {}, "states 6.0 GB (1 x 6.0 GB; written at the end, newest 2 kept)"),
+        (10, 0.0, {"num_steps": 1}, "states 6.0 GB (1 x 6.0 GB; written every 10 steps, at the end, newest 2 kept)"),
+    ],
+)
+def test_states_are_counted_by_steps_evaluations_and_time(every_steps, every_s, loop, expected):
+    """With one that is being written next to those that are kept."""
+    assert f": {expected}, models " in disk_use(_config(loop=loop), every_steps, every_s, SIZES, TB)
+
+
+@pytest.mark.parametrize(
+    ("every_steps", "sections", "expected"),
+    [
+        (0, {"loop": NO_BEST}, "1.0 GB (1, x 1.0 GB; newest all kept"),
+        (1000, {"loop": NO_BEST}, "10.0 GB (10, x 1.0 GB; newest all kept"),
+        (3000, {"loop": NO_BEST}, "4.0 GB (4, x 1.0 GB; newest all kept"),
+        (
+            1000,
+            {"loop": NO_BEST, "run": {"keep_models": 2}},
+            "3.0 GB (3, x 1.0 GB; newest 2 kept",
+        ),
+        (0, {}, "2.0 GB (1 + 1 that were the best, x 1.0 GB; newest all kept"),
+        (
+            None,
+            {"loop": {"eval_every_steps": 10}},
+            "5.0 GB (1 + 4 that were the best, x 1.0 GB; newest all kept",
+        ),
+        (
+            0,
+            {"loop": NO_BEST, "model": {"lora": {"enabled": True}}},
+            "3.0 GB (1, x 3.0 GB; newest all kept",
+        ),
+    ],
+)
+def test_models_are_counted_with_those_that_were_the_best_and_with_adapters(every_steps, sections, expected):
+    assert f", models {expected}), rollouts " in disk_use(_config(**sections), every_steps, 0.0, SIZES, TB)
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({}, "8.2 GB (10000 steps x 820.0 kB, 2 evaluations x 1.2 MB)"),
+        ({"monitor": {"rollout_log_every_steps": 30}}, "276.3 MB (334 steps x 820.0 kB, 2 evaluations x 1.2 MB)"),
+        ({"agent": {"kind": "multi_turn"}}, "132.7 GB (10000 steps x 13.3 MB, 2 evaluations x 16.8 MB)"),
+    ],
+)
+def test_rollouts_are_counted_by_prompts_answers_and_tokens(sections, expected):
+    assert f", rollouts {expected}, metrics " in disk_use(_config(**sections), 0, 0.0, SIZES, TB)
+
+
+def test_a_run_without_rollout_files_lists_none():
+    assert "rollouts" not in disk_use(_config(monitor={"rollout_log_every_steps": 0}), 0, 0.0, SIZES, TB)
+
+
+def test_a_run_without_held_out_prompts_writes_no_evaluation():
+    text = disk_use(_config(), 0, 0.0, WrittenSizes(state_bytes=1, model_bytes=1), TB)
+    assert "evaluation" not in text and "best" not in text
+
+
+def test_supervised_training_writes_one_model_and_no_rollouts():
+    assert disk_use(_sft(), 10, 0.0, SIZES, TB) == (
+        "disk: at most 19.0 GB, 1.0 TB free: states 18.0 GB (3 x 6.0 GB; written every 10 steps, at the end, newest 2 "
+        "kept), models 1.0 GB (1, x 1.0 GB; newest all kept), metrics 300.0 kB"
+    )
+
+
+def test_a_run_that_may_not_fit_gets_a_warning_with_the_keys():
+    """What a run that continues has written before counts as room."""
+    assert "warning" not in disk_use(_sft(), 0, 0.0, SIZES, 7_000_300_000)
+    line, warning = disk_use(_sft(), 0, 0.0, SIZES, 7_000_299_999).splitlines()
+    assert "7.0 GB free" in line and warning.startswith("warning: the disk may become full")
+    assert "run.keep_checkpoints or run.keep_models" in warning and "rollout" not in warning
+    assert "or set monitor.rollout_log_every_steps to" in disk_use(_config(), 0, 0.0, SIZES, 0)
+    continued = WrittenSizes(state_bytes=6 * GB, model_bytes=GB, on_disk_bytes=5 * GB)
+    text = disk_use(_sft(), 0, 0.0, continued, 2_000_300_000)
+    assert text.startswith("disk: at most 7.0 GB (5.0 GB of it exist), 2.0 GB free: ") and "warning" not in text
