@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from meshrl.config.reward import MAX_REWARD
 from meshrl.core.errors import MeshrlError
 from meshrl.core.types import Trajectory, Turn
 
@@ -50,7 +51,8 @@ def attach(turns: Sequence[Turn], context_ids: np.ndarray) -> int:
 
 
 def check_turns(trajectory: Trajectory) -> None:
-    """Check everything on which flattening relies: parents, lengths, dtypes, finite logprobs, versions, media spans.
+    """Check everything on which flattening relies: parents, lengths, dtypes, finite logprobs, versions, media spans,
+    and the sizes of the agent's own rewards.
 
     Raises: TurnError.
     """
@@ -75,6 +77,10 @@ def check_turns(trajectory: Trajectory) -> None:
             raise TurnError(f"{where}: logprobs[{at}] is {turn.logprobs[at]}; the engine must report finite numbers")
         if num_sampled and int(turn.versions.min()) < 0:
             raise TurnError(f"{where}: a sampled token has weight version {int(turn.versions.min())}; it must be >= 0")
+        if turn.reward is not None and not abs(turn.reward) <= MAX_REWARD:
+            raise TurnError(
+                f"{where}: reward is {turn.reward!r:.40}; it must be a finite number of at most {MAX_REWARD:g} in size"
+            )
         _check_spans(where, turn, trajectory)
 
 

@@ -18,6 +18,7 @@ import torch
 
 from meshrl.algo.kl import kl_estimate
 from meshrl.config.algo import AlgoConfig, KlConfig
+from meshrl.config.reward import MAX_REWARD
 from meshrl.core.lookup import look_up
 from meshrl.core.types import Metric, Sample
 
@@ -87,9 +88,9 @@ def assign_advantages(samples: list[Sample], cfg: AlgoConfig) -> list[Metric]:
     its sequence-level KL. The policy's log-probabilities are `old_logprobs`, or `rollout_logprobs` if there are none.
     Call this function once per step: a second call would subtract the KL twice.
 
-    Raises: ValueError when a reward is not finite, when rows of one trajectory disagree on their reward or group, when
-    `ref_logprobs` are missing or not finite, or when a user-defined function does not return finite advantages for
-    each trajectory.
+    Raises: ValueError when a reward is not finite or is above MAX_REWARD, when rows of one trajectory disagree on their
+    reward or group, when `ref_logprobs` are missing or not finite, or when a user-defined function does not return
+    advantages that are finite in float32 for each trajectory.
     Source: KL in the reward: Ahmadian et al. 2024, section 2.
     """
     trajectories = _trajectories(samples)
@@ -124,10 +125,10 @@ def assign_advantages(samples: list[Sample], cfg: AlgoConfig) -> list[Metric]:
 def _trajectories(samples: list[Sample]) -> list[_Trajectory]:
     found: dict[str, _Trajectory] = {}
     for sample in samples:
-        if not math.isfinite(sample.reward):
+        if not abs(sample.reward) <= MAX_REWARD:  # also for NaN
             raise ValueError(
-                f"trajectory {sample.trajectory_id!r} has reward {sample.reward}; rewards must be finite numbers. "
-                f"Leave out trajectories that could not be scored"
+                f"trajectory {sample.trajectory_id!r} has reward {sample.reward}; rewards must be finite numbers of at "
+                f"most {MAX_REWARD:g} in size. Leave out trajectories that could not be scored"
             )
         first = found.setdefault(
             sample.trajectory_id, _Trajectory(group_id=sample.group_id, reward=sample.reward, rows=[])
@@ -188,11 +189,15 @@ def _entries(values: Any, count: int, where: str) -> list[Any]:
     return found
 
 
+_LARGEST = float(np.finfo(np.float32).max)
+
+
 def _of_row(row: Sample, advantage: Any, name: str) -> np.ndarray:
     """float32[T] from one number or one number per token: the advantage where the row is trained, 0 elsewhere."""
-    if isinstance(advantage, float) and math.isfinite(advantage):  # the usual case
+    if isinstance(advantage, float) and abs(advantage) <= _LARGEST:  # the usual case
         return np.where(row.mask, np.float32(advantage), np.float32(0.0))
-    values = np.asarray(advantage, dtype=np.float32)
+    with np.errstate(over="ignore"):  # an infinity is refused below
+        values = np.asarray(advantage, dtype=np.float32)
     if values.shape not in ((), row.mask.shape):
         raise ValueError(
             f"{name}: an advantage of trajectory {row.trajectory_id!r} has shape {list(values.shape)}; it must be a "
@@ -201,7 +206,9 @@ def _of_row(row: Sample, advantage: Any, name: str) -> np.ndarray:
     advantages = np.where(row.mask, values, np.float32(0.0))
     if not np.isfinite(advantages).all():
         bad = advantages[~np.isfinite(advantages)][0]
-        raise ValueError(f"{name}: an advantage of trajectory {row.trajectory_id!r} is {bad}; it must be finite")
+        raise ValueError(
+            f"{name}: an advantage of trajectory {row.trajectory_id!r} is {bad} in float32; it must be finite"
+        )
     return advantages
 
 

@@ -4,11 +4,16 @@ from pydantic import Field
 
 from meshrl.config.base import Slice
 
+MAX_REWARD = 1e12
+"""Limit of the size of a reward: its square times the number of samples of any step is far below the largest float32,
+3.4e38, so that no sum or group statistic of rewards overflows."""
+_MAX_WEIGHT = 1e6
+
 
 class RewardTerm(Slice):
     kind: str
     """math_answer, format (docs/data.md has their args), or a function as package.module:name"""
-    weight: float = 1.0
+    weight: float = Field(1.0, ge=-_MAX_WEIGHT, le=_MAX_WEIGHT)
     """factor in the weighted sum; below 0 is a penalty"""
     args: dict[str, Any] = Field({})
     """keyword arguments of the function"""

@@ -1,7 +1,7 @@
 """From a reward's `kind` in the config to its function: an entry of REWARDS, or the dotted path of a user's function.
 
-A reward function takes `(completion: str, answer, **keywords)` and returns a finite number; it may be `async`. It gets
-those of these keywords that its signature has:
+A reward function takes `(completion: str, answer, **keywords)` and returns a number of at most 1e12 in size; it may be
+`async`. It gets those of these keywords that its signature has:
 
     prompt      dict: id, messages, env, meta of the prompt
     messages    list of every parsed message of the trajectory's turns, in order

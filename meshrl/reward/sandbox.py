@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import json
 import math
 import os
 import queue
+import secrets
 import signal
 import socket
 import sys
@@ -27,11 +27,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import IO, Any
 
-from meshrl.config.reward import RewardConfig
+from meshrl.config.reward import MAX_REWARD, RewardConfig
 from meshrl.core.errors import ConfigError, Failure, RewardError
 from meshrl.process.diagnosis import exit_text, output_tail
 from meshrl.process.frames import receive_bytes, send
 from meshrl.process.guard import GuardedProcess
+from meshrl.reward.replies import one_line, parse_ready, parse_reply
 
 Item = tuple[str, dict[str, Any]]
 """(term, payload): payload has completion, answer and the keywords OFFERED in kinds.py."""
@@ -66,6 +67,7 @@ class Sandbox:
             "functions": {term: _pickled(term, function) for term, function in (functions or {}).items()},
             "timeout_s": cfg.timeout_s,
             "max_memory_bytes": cfg.max_memory_bytes,  # of a worker's address space; enforced on Linux
+            "max_reward": MAX_REWARD,
         }
         self._workers = [_Worker(setup) for _ in range(cfg.num_workers)]
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
@@ -171,20 +173,22 @@ class _Worker:
             try:
                 running.link.settimeout(_START_TIMEOUT_S)
                 send(running.link, self._setup)
-                reply = json.loads(receive_bytes(running.link, _MAX_REPLY_BYTES))
-            except (OSError, EOFError) as error:
-                code = running.process.exit_code(0.0 if isinstance(error, TimeoutError) else _END_TIMEOUT_S)
-                reply = {"ended": f"{type(error).__name__}: {error}" if code is None else exit_text(code)}
-            if "ready" in reply:
-                self.async_terms = frozenset(reply["ready"])
-                self._cpu_limited_terms = frozenset(reply["cpu_limited"])
-                return running
+                ready = parse_ready(receive_bytes(running.link, _MAX_REPLY_BYTES), self._setup["terms"])
+                if not ready.error:
+                    self.async_terms, self._cpu_limited_terms = ready.async_terms, ready.cpu_limited_terms
+                    return running
+            except (OSError, EOFError, ValueError) as error:
+                code = running.process.exit_code(
+                    0.0 if isinstance(error, TimeoutError | ValueError) else _END_TIMEOUT_S
+                )
+                ended = f"{type(error).__name__}: {error}" if code is None else exit_text(code)
+                ready = None
             self.release()
-            if "config_error" in reply:
-                raise ConfigError(reply["config_error"])
+            if ready is not None:
+                raise ConfigError(ready.error)
             printed = output_tail(output, 2000) or "nothing"
         raise RewardError(
-            f"a reward worker did not start: {reply['ended']}. It printed: {printed}\nIf memory ran out while it "
+            f"a reward worker did not start: {ended}. It printed: {printed}\nIf memory ran out while it "
             f"imported the reward functions, raise reward.max_memory_bytes ({self._setup['max_memory_bytes']})"
         )
 
@@ -234,30 +238,27 @@ class _Worker:
         timeout_s = self._setup["timeout_s"]
         answered: dict[int, float | Failure] = {}
         broken = None
-        retire = False
+        retire, batch, is_async = False, secrets.token_hex(8), items[0][0] in self.async_terms
         try:
-            running.link.settimeout(timeout_s + (_ASYNC_GRACE_S if items[0][0] in self.async_terms else 0.0))
-            send(running.link, items)
+            running.link.settimeout(timeout_s + (_ASYNC_GRACE_S if is_async else 0.0))
+            send(running.link, (batch, items))
             while len(answered) < len(items) and not retire:
-                reply = json.loads(receive_bytes(running.link, _MAX_REPLY_BYTES))
-                if "failure" in reply:
-                    kind, message = reply["failure"]
-                    answered[reply["item"]] = Failure(kind=kind, message=message)
-                else:
-                    answered[reply["item"]] = float(reply["value"])
-                retire = "retire" in reply
+                data = receive_bytes(running.link, _MAX_REPLY_BYTES)
+                open_items = {*range(len(items))} - answered.keys() if is_async else {len(answered)}  # sync: in order
+                reply = parse_reply(data, batch, open_items, self._setup["max_reward"])
+                answered[reply.item], retire = reply.result, reply.retire
         except TimeoutError:
             broken = Failure(kind="timeout", message=f"no answer within {timeout_s:g} s; its worker was killed")
-        except (OSError, EOFError, ValueError, KeyError) as error:
-            code = running.process.exit_code(_END_TIMEOUT_S)
+        except (OSError, EOFError, ValueError) as error:
+            code = running.process.exit_code(0.0 if isinstance(error, ValueError) else _END_TIMEOUT_S)
             if code == -signal.SIGPROF and items[len(answered)][0] in self._cpu_limited_terms:
                 answered[len(answered)] = 0.0  # items are graded in order
                 self.counts["reward/math_timeouts"] += 1
                 retire = True
             else:
-                incomplete = f"the worker's answer is incomplete: {type(error).__name__}: {error}"
+                invalid = f"the worker's answer is not valid: {type(error).__name__}: {error}"
                 died = None if code is None else f"the worker died with {exit_text(code)}"
-                broken = Failure(kind="crash", message=died or incomplete)
+                broken = Failure(kind="crash", message=one_line(died or invalid))
         if broken or retire:
             self.release()
             self.counts["reward/workers_killed"] += 1

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from meshrl.config.reward import RewardConfig
+from meshrl.config.reward import MAX_REWARD, RewardConfig
 from meshrl.core.errors import Failure, RewardError
 from meshrl.core.types import Metric, Trajectory
 from meshrl.reward.sandbox import EVENTS, Sandbox
@@ -18,7 +18,7 @@ _SHOWN_FAILURES = 3
 
 _ADVICE = {
     "agent": "Let the agent put a parsed message into the last turn of each trajectory.",
-    "bad_value": "Let the reward function return a finite number for each completion.",
+    "bad_value": f"Let the reward function return a finite number, of at most {MAX_REWARD:g} in size.",
     "crash": "Fix the reward function at the file and line of its exception.",
     "memory": "Let the reward function use less memory, or raise reward.max_memory_bytes ({max_memory_bytes}).",
     "timeout": "Make the reward function faster, or raise reward.timeout_s ({timeout_s:g}).",
@@ -74,13 +74,23 @@ class Scorer:
         await self._sandbox.close()
 
     def _weighted_sum(self, rewards: dict[str, float | Failure]) -> float | None:
-        total = 0.0
+        """The reward; None when a grading failed. A sum that is too large fails its largest term."""
+        parts: dict[str, float] = {}
         for name, term in self._cfg.terms.items():
             value = rewards[name]
             if isinstance(value, Failure):
                 return None
-            total += term.weight * value
-        return total
+            parts[name] = term.weight * value
+        total = sum(parts.values(), 0.0)
+        if abs(total) <= MAX_REWARD:
+            return total
+        largest = max(parts, key=lambda name: abs(parts[name]))
+        rewards[largest] = Failure(
+            kind="bad_value",
+            message=f"the weighted sum of the terms is {total:g}, mostly from this term; allowed: at most "
+            f"{MAX_REWARD:g} in size. Lower reward.terms.{largest}.weight or the function's values",
+        )
+        return None
 
     def check_failures(self, trajectories: Sequence[Trajectory]) -> None:
         """Raises: RewardError when the share of failed gradings is above `max_failure_fraction`. trajectories: all that

@@ -10,10 +10,10 @@ Messages (process/frames.py) are objects to the worker, which trusts its parent,
 run code in the parent.
 
     parent -> worker   dict(terms={term: (kind, args)}, functions={term: pickled function}, timeout_s,
-                       max_memory_bytes), then lists of (term, payload)
+                       max_memory_bytes, max_reward), then (name, list of (term, payload)) for each batch
     worker -> parent   {"ready": [async terms], "cpu_limited": [terms]} | {"config_error": text}, then for each item of
-                       a list {"item": i, "value": float} | {"item": i, "failure": [kind, message]}, with
-                       "retire": true where the process should not be used again
+                       a batch {"batch": name, "item": i} with "value": float | "failure": [kind, message], and with
+                       "retire": true where the process should not be used again. replies.py checks them.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ import signal
 import socket
 import sys
 import traceback
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
 from meshrl.core.errors import ConfigError
@@ -34,11 +36,10 @@ from meshrl.process.frames import receive, send_bytes
 from meshrl.process.guard import fork_below_guard
 from meshrl.reward.kinds import Grader, make_grader
 from meshrl.reward.math_answer import math_answer
+from meshrl.reward.replies import one_line
 
 MATH_CPU_S = 1.0
 """CPU seconds of one grading by math_answer; nearly all gradings take less than a tenth of it."""
-
-_MAX_MESSAGE_CHARS = 400
 
 
 def main(fd: int) -> NoReturn:
@@ -65,31 +66,37 @@ def serve(link: socket.socket) -> None:
     cpu_limits = {term: cpu_s for term, grader in graders.items() if grader.function is math_answer}
     _send(link, ready=[term for term, grader in graders.items() if grader.is_async], cpu_limited=list(cpu_limits))
     keeps_children = _has_children()  # a user's module may start a helper process at import
-    loop = None
+    loop, max_reward = None, setup["max_reward"]
     while True:
         try:
-            batch = receive(link)
+            name, items = receive(link)
         except EOFError:
             return
-        if not graders[batch[0][0]].is_async:
-            _grade_in_order(link, graders, cpu_limits, batch, keeps_children)
+        answer = partial(_send, link, batch=name)
+        if not graders[items[0][0]].is_async:
+            _grade_in_order(answer, graders, cpu_limits, items, keeps_children, max_reward)
             continue
         if loop is None:
             import asyncio  # by far the slowest import here, and most workers do not need it
 
             loop = asyncio.new_event_loop()
-        loop.run_until_complete(_grade_together(link, graders, batch, setup["timeout_s"]))
+        loop.run_until_complete(_grade_together(answer, graders, items, setup["timeout_s"], max_reward))
 
 
 def _grade_in_order(
-    link: socket.socket, graders: dict[str, Grader], cpu_limits: dict[str, float], batch: list, keeps_children: bool
+    answer: Callable[..., None],
+    graders: dict[str, Grader],
+    cpu_limits: dict[str, float],
+    items: list,
+    keeps_children: bool,
+    max_reward: float,
 ) -> None:
     """Grade one item after the other; the parent measures the time, from one answer to the next."""
     pid = os.getpid()
-    for index, (term, payload) in enumerate(batch):
+    for index, (term, payload) in enumerate(items):
         try:
             signal.setitimer(signal.ITIMER_PROF, cpu_limits.get(term, 0.0))  # 0 = no limit
-            reply = _value_reply(graders[term](payload))
+            reply = _value_reply(graders[term](payload), max_reward)
         except BaseException as error:  # user code: SystemExit and KeyboardInterrupt included
             reply = _failure_reply(error)
         signal.setitimer(signal.ITIMER_PROF, 0.0)
@@ -97,12 +104,14 @@ def _grade_in_order(
             os._exit(0)  # the function forked, and this is its child process
         if not keeps_children and _has_children():
             reply["retire"] = True  # children that still run are killed with this process group
-        _send(link, item=index, **reply)
+        answer(item=index, **reply)
         if "retire" in reply:
             return
 
 
-async def _grade_together(link: socket.socket, graders: dict[str, Grader], batch: list, timeout_s: float) -> None:
+async def _grade_together(
+    answer: Callable[..., None], graders: dict[str, Grader], items: list, timeout_s: float, max_reward: float
+) -> None:
     """Grade all items at once: they mostly wait for an endpoint. The time of each starts now."""
     import asyncio
 
@@ -111,29 +120,30 @@ async def _grade_together(link: socket.socket, graders: dict[str, Grader], batch
         try:
             async with clock:
                 value = await graders[term](payload)
-            reply = _value_reply(value)
+            reply = _value_reply(value, max_reward)
         except BaseException as error:  # user code
             reply = _failure_reply(error)
             if clock.expired():
                 reply = {"failure": ["timeout", f"no answer within {timeout_s:g} s"]}
-        _send(link, item=index, **reply)
+        answer(item=index, **reply)
 
-    await asyncio.gather(*(one(index, term, payload) for index, (term, payload) in enumerate(batch)))
+    await asyncio.gather(*(one(index, term, payload) for index, (term, payload) in enumerate(items)))
 
 
-def _value_reply(value: Any) -> dict[str, Any]:
-    """The reply for a returned value: a finite number, or a failure that shows another value."""
-    if isinstance(value, bool | numbers.Real) and math.isfinite(value):
+def _value_reply(value: Any, max_reward: float) -> dict[str, Any]:
+    """The reply for a returned value: a number within the limit, or a failure that shows another value."""
+    size: Any = abs(value) if isinstance(value, bool | numbers.Real) else math.inf
+    if size <= max_reward:  # False for NaN
         return {"value": float(value)}
-    text = repr(value)[:100]
-    return {"failure": ["bad_value", f"returned {text} ({type(value).__name__}); a reward is a finite number"]}
+    allowed = f"a reward is a finite number, of at most {max_reward:g} in size"
+    return {"failure": ["bad_value", one_line(f"returned {repr(value)[:100]} ({type(value).__name__}); {allowed}")]}
 
 
 def _failure_reply(error: BaseException) -> dict[str, Any]:
     """The reply for an exception of a reward function, with file and line of the user's code."""
     where = traceback.extract_tb(error.__traceback__)[-1:]
     place = f" at {where[0].filename}:{where[0].lineno}" if where else ""
-    message = " ".join(f"{type(error).__name__}: {error}{place}".split())[:_MAX_MESSAGE_CHARS]
+    message = one_line(f"{type(error).__name__}: {error}{place}")
     if isinstance(error, MemoryError):
         return {"failure": ["memory", message], "retire": True}
     return {"failure": ["crash", message]}

@@ -295,6 +295,8 @@ SPANS = {"m": Media(kind="image", digest="d", source="", outputs={}, num_tokens=
         ({"routed_experts": np.zeros((3, 1), np.int16)}, "routed_experts has shape"),
         ({"routed_experts": np.zeros((3, 1, 1), np.int32)}, "routed_experts is int32"),
         ({"context_ids": np.zeros(0, np.int32)}, "empty context"),
+        ({"reward": float("nan")}, "reward is nan; it must be a finite number"),
+        ({"reward": -1e300}, r"reward is -1e\+300; it must be a finite number of at most 1e\+12"),
         ({"media_spans": [("n", 0, 1)]}, "media span of 'n'"),
         ({"media_spans": [("m", 0, 2)]}, "leaves the context of 1 tokens"),
         ({"media_spans": [("m", 0, 1), ("m", 0, 1)]}, "overlaps"),

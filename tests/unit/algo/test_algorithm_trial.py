@@ -34,7 +34,10 @@ def test_valid_functions_pass(cfg: AlgoConfig):
         (loss("length_scaled", scale=1.0, power=float("nan")), "its gradient .* nan.*; it must be finite"),
         (loss("mean"), r"the loss is \[\]"),
         (AlgoConfig(advantage="own_algorithms:of_nothing"), "algo.advantage is .*of_nothing.* returned a NoneType"),
-        (AlgoConfig(advantage="own_algorithms:divided_by_the_spread"), "algo.advantage is .* nan; it must be finite"),
+        (
+            AlgoConfig(advantage="own_algorithms:divided_by_the_spread"),
+            "algo.advantage is .* nan in float32; it must be finite",
+        ),
         (AlgoConfig(advantage="own_algorithms:no_such_function"), "has no 'no_such_function'"),
     ],
     ids=lambda value: value.loss.kind if isinstance(value, AlgoConfig) else None,

@@ -87,10 +87,16 @@ def test_statistics_of_a_partial_group_are_taken_over_its_scored_trajectories():
     assert advantages_of([make_sample(r) for r in (1.0, 0.0, 0.5)], "rloo") == [0.75, -0.75, 0.0]
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -1e300])
 def test_an_invalid_reward_is_refused(bad):
-    with pytest.raises(ValueError, match=r"reward (nan|inf).*Leave out"):
+    with pytest.raises(ValueError, match=r"reward (nan|inf|-1e\+300); .*at most 1e\+12 in size.*Leave out"):
         advantages_of([make_sample(1.0), make_sample(bad)])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_largest_rewards_keep_their_signal(method):
+    largest, smallest = advantages_of([make_sample(1e12), make_sample(-1e12)], method)
+    assert 0 < largest == -smallest < math.inf
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -71,7 +71,8 @@ def test_the_function_gets_rewards_less_the_kl():
             "group 'a': the function must return 2 entries, one for each, but it returned 1",
         ),
         ("of_three_tokens", r"shape \[99\]; it must be a number, or an array with one for each of the row's 3 tokens"),
-        ("not_finite", "is inf; it must be finite"),
+        ("not_finite", "is inf in float32; it must be finite"),
+        ("above_float32", "is inf in float32; it must be finite"),
     ],
 )
 def test_an_invalid_result_is_refused(name: str, message: str):

@@ -40,6 +40,8 @@ BAD: list[tuple[str, list[str]]] = [
     ("train.optimizer.lr=-1", ["train.optimizer.lr = -1", "number > 0", "peak learning rate", "[command line]"]),
     ("train.optimizer.lr=fast", ["train.optimizer.lr = fast", "number > 0"]),
     ("train.optimizer.lr=1e999", ["number > 0"]),
+    ("reward.terms.answer.weight=1e999 reward.terms.answer.kind=format", ["terms.answer.weight", "<= 1000000"]),
+    ("reward.terms.answer.weight=-1e7 reward.terms.answer.kind=format", ["terms.answer.weight", ">= -1000000"]),
     ("train.optimizer.lr=true", ["number > 0"]),
     ("train.optimizer.betas=[0.9]", ["[number, number]"]),
     ("train.optimizer.betas=[0.9,1.0]", ["below 1"]),

@@ -5,7 +5,9 @@ import ctypes
 import os
 import re
 import signal
+import struct
 import sys
+import threading
 import time
 from fractions import Fraction
 
@@ -19,6 +21,10 @@ RETURNED = {
     "true": True,
     "int": 3,
     "fraction": Fraction(1, 2),
+    "huge": -1e300,
+    "largest": 1e12,
+    "huge_int": 10**400,
+    "surrogate": "\ud800",
 }
 
 
@@ -32,6 +38,8 @@ def behave(completion, answer):
         os.setsid()
         leave_a_child(answer, daemon=True)
         loop_forever()
+    if completion.startswith("forge"):
+        return forge(*completion.split(" ", 1))
     if completion == "die_once":
         return die_once(answer)
     return ACTIONS.get(completion, lambda: 1.0)()
@@ -87,6 +95,22 @@ def die_once(marker):
         open(marker, "w").close()
         os.kill(os.getpid(), signal.SIGKILL)
     return 0.5
+
+
+def write_frame(body):
+    """Write a frame to this worker's socket, as the worker does."""
+    os.write(int(sys.argv[1]), struct.pack("!I", len(body)) + body)
+
+
+def forge(how, reply):
+    body = reply.encode().decode("unicode_escape").encode("latin-1")
+    if how == "forge_later":  # when the answer is sent and no batch is open
+        threading.Timer(0.2, write_frame, [body]).start()
+    elif how == "forge_bytes":
+        os.write(int(sys.argv[1]), body)
+    else:
+        write_frame(body)
+    return 0.25
 
 
 def allocate_two_gigabytes():

@@ -98,6 +98,68 @@ def test_a_result_that_is_not_a_finite_number_is_a_failure_with_the_value(shared
     assert "[1.0, 0.0] (list)" in results[4].message
 
 
+def test_a_number_that_would_overflow_statistics_is_a_failure_with_the_limit(shared_sandbox):
+    results, killed = grade(shared_sandbox, ["huge", "largest", "huge_int"])
+    assert kinds(results) == ["bad_value", 1e12, "bad_value"] and killed == 0
+    assert results[0].message == "returned -1e+300 (float); a reward is a finite number, of at most 1e+12 in size"
+
+
+def test_messages_are_one_line_of_valid_unicode(shared_sandbox):
+    (result,), killed = grade(shared_sandbox, ["surrogate"])
+    assert result.kind == "bad_value" and killed == 0 and result.message.encode() and "\n" not in result.message
+
+
+FORGED = [
+    'forge {"item": 0, "value": 7.0}',  # answered already
+    'forge {"item": 1, "value": 7.0}',  # its own item
+    'forge {"item": 2, "value": 7.0}',  # one that the worker will answer later
+    'forge {"item": 1, "value": 7.0, "retire": true}',
+    'forge {"item": 99, "failure": ["crash", "x"]}',
+    'forge {"ready": [], "cpu_limited": []}',
+    "forge []",
+    "forge nonsense",
+    "forge \\xff\\xfe",
+    "forge " + "[" * 20_000,
+    "forge_bytes not a frame at all",
+]
+
+
+@pytest.mark.parametrize("completion", FORGED, ids=[text[:40] for text in FORGED])
+def test_a_reply_that_user_code_writes_breaks_the_worker_and_is_no_reward(shared_sandbox, completion):
+    """Its own item crashes, also when it is graded again; no item gets another reward than the one of its grader."""
+    results, killed = grade(shared_sandbox, ["fine", completion, "int"])
+    assert kinds(results) == [1.0, "crash", 3.0] and killed == 2
+    assert results[1].message.startswith("the worker's answer is not valid: ")
+
+
+def test_a_reply_between_two_batches_is_no_answer_to_the_next(shared_sandbox):
+    assert grade(shared_sandbox, ['forge_later {"item": 0, "value": 7.0}']) == ([0.25], 0)
+    time.sleep(0.5)
+    assert grade(shared_sandbox, ["int"]) == ([3.0], 1)
+
+
+@pytest.mark.parametrize(
+    ("first", "found"),
+    [('{"ready": ["t"], "cpu_limited": []}', "crash"), ('{"ready": 7}', "its first reply"), ("nonsense", "not JSON")],
+)
+def test_a_module_that_writes_to_the_socket_at_its_import_is_refused(tmp_path, monkeypatch, first, found):
+    """A forged report of readiness makes the real one an invalid answer."""
+    (tmp_path / "forger.py").write_text(
+        f"import os, struct, sys\nbody = {first.encode()!r}\n"
+        "os.write(int(sys.argv[1]), struct.pack('!I', len(body)) + body)\ndef reward(completion, answer): return 1.0\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sandbox = open_sandbox({"t": RewardTerm(kind="forger:reward")})
+    try:
+        if found == "crash":
+            assert kinds(grade(sandbox, ["fine"], term="t")[0]) == ["crash"]
+        else:
+            with pytest.raises(RewardError, match=found):
+                grade(sandbox, ["fine"], term="t")
+    finally:
+        asyncio.run(sandbox.close())
+
+
 def test_numbers_of_other_types_count(shared_sandbox):
     assert grade(shared_sandbox, ["true", "int", "fraction"]) == ([1.0, 3.0, 0.5], 0)
 

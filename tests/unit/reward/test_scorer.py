@@ -72,6 +72,16 @@ def test_a_failed_grading_leaves_no_reward_and_is_counted():
     assert (metrics["term/other"].sum, metrics["term/other"].weight) == (1.0, 1)
 
 
+def test_a_weighted_sum_that_is_too_large_is_a_failure_of_its_largest_term():
+    trajectories = [make_trajectory("largest"), make_trajectory("4")]
+    terms = {"answer": EXACT, "other": RewardTerm(kind="sandbox_graders:behave", weight=2.0)}
+    metrics = score(trajectories, terms=terms, max_failure_fraction=0.5)
+    assert [t.reward for t in trajectories] == [None, 3.0]
+    failure = trajectories[0].rewards["other"]
+    assert failure.kind == "bad_value" and "sum of the terms is 2e+12" in failure.message and "1e+12" in failure.message
+    assert (metrics["failed"].sum, metrics["failed"].weight) == (1, 4)
+
+
 def test_an_answer_that_math_answer_can_not_evaluate_in_its_cpu_time_is_wrong_and_counted():
     """It is not a failure, which would be masked and counted in max_failure_fraction."""
     compared_in_c = "\\boxed{(9^{9^{9}}, 9^{9^{9^9}})}"  # an interval, whose ends are compared as it is parsed

@@ -1,0 +1,76 @@
+"""Replies of a reward worker, checked. User code runs in the worker and may write to its socket, so nothing in a reply
+is trusted: the functions raise ValueError for a reply that the worker's own code does not send."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from meshrl.core.errors import Failure
+from meshrl.core.files import decode, parse_json
+
+MAX_MESSAGE_CHARS = 400
+_KINDS = ("bad_value", "crash", "memory", "timeout")  # of failures that a worker reports
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ready:
+    """The first reply. error: why the worker can't grade; then it has ended."""
+
+    async_terms: frozenset[str] = frozenset()
+    cpu_limited_terms: frozenset[str] = frozenset()
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reply:
+    """The result of one item of a batch. retire: do not use the process again."""
+
+    item: int
+    result: float | Failure
+    retire: bool
+
+
+def parse_ready(data: bytes, terms: Collection[str]) -> Ready:
+    """terms: the names of the config. Raises: ValueError."""
+    match _object(data):
+        case {"config_error": str(error)} if error:
+            return Ready(error=error)
+        case {"ready": list(is_async), "cpu_limited": list(limited)}:
+            if all(isinstance(term, str) and term in terms for term in [*is_async, *limited]):
+                return Ready(async_terms=frozenset(is_async), cpu_limited_terms=frozenset(limited))
+    raise ValueError(f"its first reply is {data!r:.200}; it should name the terms that it has loaded")
+
+
+def parse_reply(data: bytes, batch: str, open_items: Collection[int], max_reward: float) -> Reply:
+    """batch: the random name of the batch, which user code does not see: a reply without it is not an answer to this
+    batch. open_items: those that may be answered next. Raises: ValueError."""
+    reply = _object(data)
+    item = reply.get("item")
+    if reply.get("batch") != batch:
+        raise ValueError(f"a reply is not to the current batch: {data!r:.200}")
+    if type(item) is not int or item not in open_items:
+        raise ValueError(f"a reply is to item {item!r:.40}, which is not open")
+    match reply:
+        case {"failure": [str(kind), str(message)]} if kind in _KINDS:
+            result: float | Failure = Failure(kind=kind, message=one_line(message))
+        case {"value": int() | float() as value} if type(value) is not bool:
+            if not abs(value) <= max_reward:  # also for NaN
+                raise ValueError(f"a reply has the value {value!r:.40}; allowed: at most {max_reward:g} in size")
+            result = float(value)
+        case _:
+            raise ValueError(f"a reply has neither a number nor a failure of a known kind: {data!r:.200}")
+    return Reply(item=item, result=result, retire=bool(reply.get("retire")))
+
+
+def one_line(text: str) -> str:
+    """The text as a message of a Failure: valid Unicode in one line of at most MAX_MESSAGE_CHARS characters."""
+    return " ".join(text.encode(errors="replace").decode().split())[:MAX_MESSAGE_CHARS]
+
+
+def _object(data: bytes) -> dict[str, Any]:
+    reply = parse_json(decode(data), constants=False)
+    if not isinstance(reply, dict):
+        raise ValueError(f"a reply is not a JSON object, but {data!r:.200}")
+    return reply

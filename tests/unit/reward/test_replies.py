@@ -1,0 +1,71 @@
+"""Replies of a reward worker: only those that the worker's own code can send are accepted."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from meshrl.core.errors import Failure
+from meshrl.reward.replies import MAX_MESSAGE_CHARS, Ready, parse_ready, parse_reply
+
+
+def _parsed(**fields: Any) -> Any:
+    data = json.dumps({"batch": "b", "item": 1, **fields}).encode()
+    return parse_reply(data, "b", {1, 2}, 1e12)
+
+
+def test_values_and_failures_are_read():
+    assert _parsed(value=3).result == 3.0 and not _parsed(value=3).retire
+    assert _parsed(item=2, value=-1e12, retire=True).item == 2 and _parsed(value=1.0, retire=True).retire
+    assert _parsed(failure=["memory", "a\nb"]).result == Failure(kind="memory", message="a b")
+    assert len(_parsed(failure=["crash", "x" * 10_000]).result.message) == MAX_MESSAGE_CHARS
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"batch": "a", "value": 1.0},
+        {"batch": None, "value": 1.0},
+        {"item": 0, "value": 1.0},
+        {"item": -1, "value": 1.0},
+        {"item": 1.0, "value": 1.0},
+        {"item": True, "value": 1.0},
+        {"item": "1", "value": 1.0},
+        {"item": None, "value": 1.0},
+        {},
+        {"value": True},
+        {"value": "1.0"},
+        {"value": None},
+        {"value": [1.0]},
+        {"value": float("nan")},
+        {"value": float("inf")},
+        {"value": 1.1e12},
+        {"value": -(10**400)},
+        {"failure": ["engine", "x"]},
+        {"failure": ["crash"]},
+        {"failure": ["crash", 7]},
+        {"failure": ["crash", "x", "y"]},
+        {"failure": "crash"},
+        {"failure": [["crash"], "x"]},
+    ],
+    ids=str,
+)
+def test_any_other_reply_is_refused(fields):
+    with pytest.raises(ValueError, match=r"reply|JSON"):
+        _parsed(**fields)
+
+
+def test_a_first_reply_names_terms_of_the_config():
+    assert parse_ready(b'{"ready": ["a"], "cpu_limited": []}', ["a", "b"]) == Ready(async_terms=frozenset("a"))
+    assert parse_ready(b'{"config_error": "no"}', ["a"]).error == "no"
+    for text in (
+        "{}",
+        "7",
+        '{"ready": ["c"], "cpu_limited": []}',
+        '{"ready": "a"}',
+        '{"ready": [[]], "cpu_limited": []}',
+    ):
+        with pytest.raises(ValueError, match="reply"):
+            parse_ready(text.encode(), ["a", "b"])
