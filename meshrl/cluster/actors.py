@@ -25,6 +25,7 @@ from meshrl.core.device import (
     keep_freed_memory,
     local_device,
     memory_stats,
+    seed_generators,
     set_threads,
 )
 from meshrl.core.errors import CapabilityError
@@ -80,10 +81,11 @@ class RankWorker:
 
     @phase("load")
     def start(self) -> None:
-        """Join the process group and build this rank's engines (collective over train ranks)."""
+        """Seed the generators, join the process group and build this rank's engines (collective over train ranks)."""
         spec = self.spec
         set_threads(spec.num_local_ranks)
         self.device = local_device(spec.rank)
+        seed_generators(spec.seed, spec.rank)
         if spec.trains:
             dist.init_process_group(
                 dist_backend(self.device),

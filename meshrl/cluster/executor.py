@@ -55,6 +55,7 @@ class WorkerSpec:
     stop_token_ids: tuple[int, ...]
     timeout_s: float  # deadline of every phase that is not in deadlines
     deadlines: Mapping[str, float] = field(default_factory=dict)  # seconds by phase
+    seed: int = 0  # run.seed
     nodes: int = 1  # machines, with equally many ranks each, in the order of the ranks
     # Set by the executor when it starts the rank:
     rendezvous: str | tuple[str, int] = ""  # the store of the process group: a file, or host and port of a TCPStore

@@ -7,13 +7,14 @@ import gc
 import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch.distributed as dist
 
 from meshrl.cluster.actors import RankWorker
 from meshrl.cluster.executor import WorkerSpec
+from meshrl.core.device import generators_restored
 from meshrl.core.errors import ConfigError, RankFailure
 from meshrl.parallel.mesh import forget_meshes
 from meshrl.process.connect import LOOPBACK, interface_of
@@ -28,6 +29,7 @@ class InlineExecutor:
         self.on_lost: Callable[[RankFailure], None] = lambda failure: None  # never: this process is the rank
         self.can_restart_trainers = False
         self.worker = RankWorker(specs[0])
+        self._generators = ExitStack()  # restores the caller's generators, which the rank seeds
         self._home: LeasedFolder | None = None  # of the process group's store; None before `start` and after `close`
 
     async def start(self) -> None:
@@ -37,6 +39,7 @@ class InlineExecutor:
                 "meshrl run in this process, or of your own code. End that first, or use executor processes"
             )
         self._home = LeasedFolder()
+        self._generators.enter_context(generators_restored())
         self.worker.spec = dataclasses.replace(self.specs[0], rendezvous=str(self._home.path / "store"))
         with _on_loopback():
             self.worker.start()
@@ -53,6 +56,7 @@ class InlineExecutor:
         home, self._home = self._home, None
         if home is None:
             return
+        self._generators.close()
         await self.worker.stop()
         home.close()
         self.worker = RankWorker(self.specs[0])

@@ -77,6 +77,7 @@ async def launched(
     reference: bool = False,
     stop_token_ids: tuple[int, ...] = (),
     folder: Path = Path("."),
+    seed: int = 0,
 ) -> AsyncIterator[Groups]:
     """Start all ranks, yield the groups, and end every rank, also after an error inside the block. folder: under
     torchrun, a folder that all processes of the run share (process/run_token.py).
@@ -94,6 +95,7 @@ async def launched(
             reference=reference,
             stop_token_ids=stop_token_ids,
             timeout_s=cluster.timeout_s,
+            seed=seed,
             nodes=math.gcd(cluster.nodes, num_train_ranks + num_rollout_ranks),  # an evaluation may have fewer
             deadlines={phase: seconds for phase, seconds in cluster.deadlines if seconds is not None},
         )

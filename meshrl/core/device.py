@@ -1,5 +1,5 @@
-"""Everything that depends on the kind of accelerator: device type, backend, threads and memory. No other file names a
-kind.
+"""Everything that depends on the kind of accelerator: device type, backend, threads, memory and random generators. No
+other file names a kind.
 
 The CPU is tested; tests of CUDA exist (tests/gpu), but were not run yet. NPU and XPU have the same torch.accelerator
 interface, and are untested. AMD GPUs appear as "cuda" in PyTorch.
@@ -11,8 +11,12 @@ import ctypes
 import datetime
 import os
 import platform
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -113,6 +117,46 @@ def abort_group(group: Any) -> None:
     if isinstance(group, dist.ProcessGroupGloo):
         return  # it ends with the last reference to it
     group.abort()
+
+
+def seed_generators(seed: int, rank: int) -> None:
+    """Seed this process's generators of torch (on all devices), numpy and Python's random: a stream for each (seed,
+    rank). What has to be equal on all ranks must not be drawn from them."""
+    words = np.random.SeedSequence([seed, rank]).generate_state(4)
+    number = int.from_bytes(words.tobytes(), "little")
+    torch.manual_seed(number % (1 << 63))
+    np.random.seed(words)
+    random.seed(number)
+
+
+def generator_states(device: torch.device) -> dict[str, torch.Tensor]:
+    """The states of torch's generators by kind of device: of the CPU, and of an accelerator."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type != "cpu":
+        states[device.type] = torch.get_device_module(device).get_rng_state()
+    return states
+
+
+def set_generator_state(kind: str, state: torch.Tensor) -> None:
+    """kind: of the device, as in `generator_states`."""
+    if kind == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(kind).set_rng_state(state)
+
+
+@contextmanager
+def generators_restored() -> Iterator[None]:
+    """Restore the states of this process's generators at the end of the block."""
+    states = generator_states(current_device(device_type()))
+    of_numpy, of_python = np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        for kind, state in states.items():
+            set_generator_state(kind, state)
+        np.random.set_state(of_numpy)
+        random.setstate(of_python)
 
 
 def synchronize(device: torch.device) -> None:

@@ -145,6 +145,7 @@ async def _train(stop: Stop, loaded: Loaded[RunConfig], write_report: WriteRepor
                 num_rollout_ranks=cfg.cluster.num_rollout_ranks,
                 reference=cfg.algo.kl.coef > 0,
                 folder=Path(cfg.run.folder),
+                seed=cfg.run.seed,
             ) as groups,
         ):
             assert groups.trainer is not None and groups.rollouts is not None and task.train_prompts is not None
@@ -205,6 +206,7 @@ async def _sft(stop: Stop, loaded: Loaded[SftRunConfig], write_report: WriteRepo
             num_train_ranks=ranks,
             num_rollout_ranks=0,
             folder=Path(cfg.run.folder),
+            seed=cfg.run.seed,
         ) as groups:
             assert groups.trainer is not None
             async with Checkpoints(run.folder, groups.trainer, cfg.run.keep_checkpoints, run.note) as run.checkpoints:
@@ -237,6 +239,7 @@ async def _evaluate(cfg: RunConfig, objects: Objects) -> tuple[dict[str, float],
             num_train_ranks=0,
             num_rollout_ranks=ranks,
             folder=Path(cfg.run.folder),
+            seed=cfg.run.seed,
         ) as groups,
     ):
         assert groups.rollouts is not None

@@ -5,7 +5,7 @@ buffer.NAME              buffers that belong to a model's files, such as a route
 optimizer.SLOT.NAME      the optimizer's state of a parameter: step, exp_avg, exp_avg_sq
 lora.base                int64[2], with LoRA: a digest of all frozen parameters, and the bits of the adapters' scale
 counters                 int64[2]: optimizer steps, steps skipped in a row
-rng.RANK.DEVICE          states of the rank's random generators; a rank without saved states keeps its current ones
+rng.RANK.DEVICE          states of the rank's torch generators; a rank without saved states keeps its current ones
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from meshrl.core.device import generator_states, set_generator_state
 from meshrl.core.errors import CheckpointError
 from meshrl.model.hub_names import persistent_buffers
 from meshrl.model.lora import adapters_of, is_adapter, named_weights, trained_weights
@@ -42,7 +43,7 @@ def state_tensors(
         for slot, value in (optimizer.state.get(p, {}) if optimizer else {}).items():
             tensors[f"optimizer.{slot}.{name}"] = value
     tensors["counters"] = torch.tensor(counters)
-    for kind, rng in _generators(device).items():
+    for kind, rng in generator_states(device).items():
         tensors[f"rng.{dist.get_rank()}.{kind}"] = rng
     return tensors
 
@@ -70,11 +71,11 @@ def load_state(
         if name in parameters:
             tensors[key] = _empty_slot(saved.entries[key], parameters[name])
             slots.setdefault(parameters[name], {})[slot] = tensors[key]
-    generators = {f"rng.{dist.get_rank()}.{kind}": rng for kind, rng in _generators(device).items()}
+    generators = {f"rng.{dist.get_rank()}.{kind}": rng for kind, rng in generator_states(device).items()}
     mine = {name: rng for name, rng in generators.items() if name in saved.entries}
     saved.load({**tensors, **mine, "counters": counters})
     for name, rng in mine.items():
-        _set_generator(name.rpartition(".")[2], rng)
+        set_generator_state(name.rpartition(".")[2], rng)
     for p, state in slots.items():
         optimizer.state[p] = state  # type: ignore[union-attr]
     steps, skipped = counters.tolist()
@@ -167,17 +168,3 @@ def _empty_slot(saved: SavedTensor, p: torch.nn.Parameter) -> torch.Tensor:
     if not saved.shape:
         return torch.zeros((), dtype=saved.dtype, device=local_shard(p).device)
     return torch.zeros_like(p.detach())
-
-
-def _generators(device: torch.device) -> dict[str, torch.Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    if device.type != "cpu":
-        states[device.type] = torch.get_device_module(device).get_rng_state()
-    return states
-
-
-def _set_generator(kind: str, state: torch.Tensor) -> None:
-    if kind == "cpu":
-        torch.set_rng_state(state)
-    else:
-        torch.get_device_module(kind).set_rng_state(state)

@@ -37,6 +37,33 @@ def test_ranks_import_user_defined_functions_from_the_working_folder(tmp_path: P
     assert steps_of(train(config, "own", *RANKS, *own)) == steps_of(train(config, "built-in", *RANKS))
 
 
+NOISE = """
+import random
+import numpy as np
+import torch
+from meshrl.algo.losses import ppo_clip
+
+def noisy(inputs):
+    loss, seen = ppo_clip(inputs, clip_low=0.2, clip_high=0.2, dual_clip=None)
+    noise = torch.rand_like(loss) + np.random.rand() + random.random()
+    seed = torch.full_like(loss, torch.initial_seed() % 997)
+    return loss + noise.detach() * inputs.logprobs, {"noise": noise, "seed": seed}
+"""
+
+
+def test_random_numbers_of_a_loss_follow_from_the_seed_with_every_executor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    config = write_run(tmp_path)
+    (tmp_path / "noise_of_a_user.py").write_text(NOISE)
+    monkeypatch.chdir(tmp_path)
+    noisy = "algo.loss={kind: 'noise_of_a_user:noisy'}"
+    inline = steps_of(train(config, "inline", noisy, "cluster.executor=inline"))
+    assert steps_of(train(config, "processes", noisy)) == inline
+    other = steps_of(train(config, "other", noisy, "cluster.executor=inline", "run.seed=1"))
+    assert {step["loss/seed"] for step in other}.isdisjoint(step["loss/seed"] for step in inline)
+
+
 def test_a_loss_that_fails_ends_the_run_before_it_begins(tmp_path: Path):
     config = write_run(tmp_path)
     with pytest.raises(ConfigError, match=r"algo.loss.kind is 'own_algorithms:mean'.*one number for each"):
