@@ -36,11 +36,13 @@ head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR="$head" MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000)) PYTHON={python}
 # torchrun would set 1. A rank uses at most its share of the node's CPUs.
 export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-$SLURM_CPUS_ON_NODE}}"
+# From SIGTERM to torchrun's SIGKILL, by default 30 s. PyTorch before 2.12 does not read it.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={shutdown_s}
 
 # One torchrun for each node. The node's number decides its ranks, so the same job places its ranks in the same way.
-# Without cpus-per-task srun gives a task one core. Without shutdown-timeout torchrun kills the run 30 s after SIGTERM.
+# Without cpus-per-task srun gives a task one core.
 srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" bash -c 'exec "$PYTHON" -m torch.distributed.run \\
-  --shutdown-timeout={shutdown_s} --nnodes="$SLURM_NNODES" --node-rank="$SLURM_NODEID" --nproc-per-node={ranks} \\
+  --nnodes="$SLURM_NNODES" --node-rank="$SLURM_NODEID" --nproc-per-node={ranks} \\
   --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" \\
   -m "$@"' torchrun {run}
 """
@@ -67,7 +69,7 @@ class _Lead:
     seconds: int = _DEFAULT_LEAD_S
     source: str = (
         "This is a default: it must be longer than the longest step or evaluation and two saves of a checkpoint. To "
-        "measure them, let a run save some checkpoints (save_every_steps), and use: meshrl launch slurm CONFIG "
+        "measure them, let a run save a training state before its last step, and use: meshrl launch slurm CONFIG "
         "--from runs/NAME"
     )
 

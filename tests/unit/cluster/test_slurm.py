@@ -68,7 +68,7 @@ def test_the_batch_file_has_the_given_options_and_starts_a_rank_for_each_gpu(con
     comments = _comments(done.stdout)
     assert "This is a default" in comments and "set run.name and run.resume=auto" in comments
     assert 'srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" bash' in done.stdout
-    assert "--shutdown-timeout=290 " in done.stdout
+    assert "export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=290\n" in done.stdout
     assert "--nproc-per-node=4 " in done.stdout and done.stdout.endswith("cluster.num_train_ranks=6\n")
     file = tmp_path / "job.sbatch"
     file.write_text(done.stdout)
@@ -94,7 +94,7 @@ def test_the_lead_of_the_signal_is_taken_from_the_longest_step_and_save_of_a_run
     done = _launch(config, "--from", str(tmp_path), "--time", "4:01", *overrides)
     assert done.returncode == 0, done.stderr
     assert _directives(done.stdout)["signal"] == f"TERM@{int(1.5 * (100 + 2 * 20) + 30)}"
-    assert "--shutdown-timeout=230 " in done.stdout
+    assert "export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=230\n" in done.stdout
     comments = _comments(done.stdout)
     assert "evaluation took 100.0 s, and the longest save 20.0 s: 1.5 x (step + 2 saves) + 30 s." in comments
     assert "the run continues from its newest" in comments
@@ -148,7 +148,7 @@ def test_a_run_without_a_completed_checkpoint_has_no_time_to_save(config: Path, 
 @pytest.mark.timeout(600)
 def test_the_batch_file_runs_ends_with_a_checkpoint_at_slurms_signal_and_continues(config: Path, tmp_path: Path):
     """Shell scripts replace Slurm's two commands: one prints a host, the other starts each task with its number. Slurm
-    signals the tasks. Without the batch file's --shutdown-timeout, torchrun would kill the ranks after a second."""
+    signals the tasks. Without the variable that the batch file sets, torchrun would kill the ranks after a second."""
     folder, wait = config.parent / "runs" / "slurm", config.parent / "wait"
     overrides = ("cluster.num_train_ranks=2", "run.name=slurm", "run.resume=auto", "loop.num_steps=100000")
     done = _launch(config, "--nodes", "2", "--gpus-per-node", "0", *overrides, *WAITING_LOSS)
