@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from meshrl.run.status import read_status
+from meshrl.monitor.status import read_status
 
 PYTHONPATH = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
 MARK = "MESHRL_TEST_RUN"

@@ -17,9 +17,9 @@ from meshrl.core.errors import CheckpointError, MeshrlError
 from meshrl.core.files import is_there, write_text
 from meshrl.monitor.rollout_log import step_files
 from meshrl.monitor.sinks import later_lines
+from meshrl.monitor.status import STATUS_FILE
 from meshrl.run.lease import LOCK_FILE
 from meshrl.run.models import BEST_FILE, restore_best
-from meshrl.run.status import STATUS_FILE
 from meshrl.train.checkpoint_files import (
     MANIFEST,
     read_controller,

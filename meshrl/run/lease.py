@@ -12,11 +12,13 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from meshrl.core.errors import MeshrlError
+from meshrl.monitor.status import Status, read_status
 from meshrl.process.family import has_open
 
 LOCK_FILE = "run.lock"
@@ -88,24 +90,35 @@ def holds_lease(pid: int, folder: Path) -> bool:
     return has_open(pid, folder / LOCK_FILE)
 
 
-async def until_free(folder: Path, holder: Callable[[], str], note: Callable[[str], None]) -> None:
-    """Wait until no other process holds the lease of `folder`, at most _WAIT_S. holder: a text that names the process.
+def is_running(folder: Path, status: Status) -> bool:
+    """Whether the run in `folder` is alive: its process holds the folder's lease."""
+    return is_leased(folder) or (status.host == socket.gethostname() and holds_lease(status.pid, folder))
 
-    Raises: MeshrlError after this time.
-    """
+
+def _holder_of(folder: Path) -> str:
+    """The process that holds a folder's lease, for messages."""
+    try:
+        status = read_status(folder)
+    except MeshrlError:
+        return "a run that is starting"
+    return f"the run of process {status.pid} on {status.host}"
+
+
+async def until_free(folder: Path, note: Callable[[str], None]) -> None:
+    """Wait until no other process holds the lease of `folder`, at most _WAIT_S. Raises: MeshrlError after this time."""
     if not is_leased(folder):
         return
-    note(f"{folder} is in use by {holder()}; waiting up to {_WAIT_S:.0f} s for its end")
+    note(f"{folder} is in use by {_holder_of(folder)}; waiting up to {_WAIT_S:.0f} s for its end")
     until = time.monotonic() + _WAIT_S
     while is_leased(folder):
         if time.monotonic() > until:
-            raise in_use(folder, holder())
+            raise in_use(folder)
         await asyncio.sleep(_POLL_S)
 
 
-def in_use(folder: Path, holder: str) -> MeshrlError:
+def in_use(folder: Path) -> MeshrlError:
     """The error of a start in a folder whose lease another process holds."""
     return MeshrlError(
-        f"{folder} is in use by {holder}. Wait until that run has ended (`meshrl stop` ends it), or choose "
+        f"{folder} is in use by {_holder_of(folder)}. Wait until that run has ended (`meshrl stop` ends it), or choose "
         "another run.name"
     )

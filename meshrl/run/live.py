@@ -23,6 +23,7 @@ from meshrl.monitor.failed_writes import FailedWrites
 from meshrl.monitor.jsonl import to_line
 from meshrl.monitor.sinks import JsonlSink, Sink, TerminalSink, report
 from meshrl.monitor.spans import Spans
+from meshrl.monitor.status import StatusFile
 from meshrl.monitor.trackers import open_trackers
 from meshrl.run.checkpoints import Checkpoints
 from meshrl.run.folder import Start, changed_keys, choose_start, run_name, set_aside
@@ -30,7 +31,6 @@ from meshrl.run.inputs import NO_OBJECTS, Objects, StepCallback
 from meshrl.run.lease import FolderLease, in_use, until_free
 from meshrl.run.models import Best, best_facts, export_to, model_folder, prune_models, read_best, replace_best
 from meshrl.run.signals import Stop
-from meshrl.run.status import StatusFile, holder_of
 
 AUTO_SAVE_S = 600.0  # at most so much time is lost with a run's processes, if save_every_steps is null
 WriteReport = Callable[[Path], object]
@@ -261,7 +261,7 @@ async def wait_for_folder(loaded: Loaded[Any]) -> None:
     run = loaded.config.run
     if run.resume != "never" and run.name != "auto":
         folder = Path(run.folder) / run.name
-        await until_free(folder, lambda: holder_of(folder), print_message)
+        await until_free(folder, print_message)
 
 
 @contextmanager
@@ -290,7 +290,7 @@ def live_run(
         try:
             has_locks = lease.take()
         except BlockingIOError:
-            raise in_use(folder, holder_of(folder)) from None
+            raise in_use(folder) from None
     try:
         with _with_lease(loaded, kind, num_steps, folder, stop, write_report, objects) as run:
             if not has_locks:

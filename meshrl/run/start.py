@@ -36,13 +36,13 @@ from meshrl.loops.sft import SftJob
 from meshrl.loops.sft import sft as sft_loop
 from meshrl.loops.step import note_run_without_signal
 from meshrl.monitor.curve import save_curve
+from meshrl.monitor.disk_use import WrittenSizes, disk_use
 from meshrl.monitor.glossary import meaning_of
 from meshrl.monitor.memory import memory_metrics
 from meshrl.monitor.metrics import divide, merge, units
 from meshrl.monitor.rollout_log import RolloutLog
 from meshrl.process.leases import sweep
 from meshrl.run.checkpoints import Checkpoints
-from meshrl.run.disk_use import WrittenSizes, disk_use
 from meshrl.run.inputs import NO_OBJECTS, Objects
 from meshrl.run.live import AUTO_SAVE_S, LiveRun, WriteReport, live_run, wait_for_folder
 from meshrl.run.models import model_folder, read_best

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from meshrl.core.errors import MeshrlError
 from meshrl.monitor.jsonl import data_errors, read_object
+from meshrl.monitor.status import Status, read_status
 from meshrl.process.family import family
-from meshrl.run.lease import holds_lease
-from meshrl.run.status import Status, is_running, read_status
+from meshrl.run.lease import holds_lease, is_running
 
 _STOP_S = 60.0
 

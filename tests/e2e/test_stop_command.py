@@ -20,7 +20,7 @@ from tiny_run import steps_of, write_run
 from torchrun_runs import WAITING_LOSS, enter_update, processes_of_run, start_torchrun, train_by_torchrun
 
 from meshrl.cli import main
-from meshrl.run.status import read_status
+from meshrl.monitor.status import read_status
 from meshrl.train.checkpoint_files import states
 from tests.waiting import wait_until
 

@@ -487,7 +487,7 @@ FAULTS = [
     ),
     Fault(
         "a damaged status file makes `meshrl stop` signal all processes",
-        "meshrl/run/status.py",
+        "meshrl/monitor/status.py",
         "if not 1 < status.pid < 1 << 31:",
         "if status.pid > 1 << 31:",
         ("tests/fuzz/test_fuzz_run_folder.py::test_no_process_is_stopped_by_a_damaged_status",),

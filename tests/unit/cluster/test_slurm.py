@@ -18,7 +18,7 @@ from torchrun_runs import WAITING_LOSS, enter_update
 
 from meshrl.cli import main
 from meshrl.monitor.sinks import JsonlSink
-from meshrl.run.status import read_status
+from meshrl.monitor.status import read_status
 from meshrl.train.checkpoint_files import states
 
 PYTHONPATH = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])

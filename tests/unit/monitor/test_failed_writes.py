@@ -14,7 +14,7 @@ import pytest
 from meshrl.monitor.failed_writes import FailedWrites
 from meshrl.monitor.rollout_log import RolloutLog
 from meshrl.monitor.sinks import TerminalSink
-from meshrl.run.status import StatusFile, read_status
+from meshrl.monitor.status import StatusFile, read_status
 from tests.waiting import wait_until
 
 

@@ -21,13 +21,13 @@ from meshrl.config.run import RunConfig
 from meshrl.core.errors import CheckpointError, MeshrlError, RewardError
 from meshrl.monitor.glossary import meaning_of
 from meshrl.monitor.sinks import JsonlSink, read_metrics
+from meshrl.monitor.status import read_status
 from meshrl.run import lease, models, start
 from meshrl.run.folder import Start, run_name
 from meshrl.run.inputs import Objects
 from meshrl.run.live import LiveRun, live_run, wait_for_folder
 from meshrl.run.models import Best, model_folder, prune_models, read_best, replace_best
 from meshrl.run.signals import Stop
-from meshrl.run.status import read_status
 from meshrl.tools.report.page import write_report
 from meshrl.train.checkpoint_files import (
     CONTROLLER,
@@ -214,7 +214,7 @@ HOLDER = """
 import sys
 from pathlib import Path
 from meshrl.run.lease import FolderLease
-from meshrl.run.status import StatusFile
+from meshrl.monitor.status import StatusFile
 lease = FolderLease(Path(sys.argv[1]))
 assert lease.take()
 StatusFile(Path(sys.argv[1]), 5)

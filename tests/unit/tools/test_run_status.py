@@ -14,8 +14,8 @@ import pytest
 from meshrl.cli import main
 from meshrl.core.errors import MeshrlError
 from meshrl.monitor.spans import Spans
+from meshrl.monitor.status import StatusFile, read_status
 from meshrl.run.lease import FolderLease, is_leased
-from meshrl.run.status import StatusFile, read_status
 from meshrl.tools import status as module
 from meshrl.tools.status import describe, stop
 from tests.waiting import wait_until
@@ -24,7 +24,7 @@ RUNNER = """
 import json, signal, sys, time
 from pathlib import Path
 from meshrl.run.lease import FolderLease
-from meshrl.run.status import StatusFile
+from meshrl.monitor.status import StatusFile
 folder = Path(sys.argv[1])
 lease = FolderLease(folder)
 lease.take()

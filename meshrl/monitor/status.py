@@ -14,7 +14,6 @@ from meshrl.core.errors import MeshrlError
 from meshrl.core.files import is_there, write_text
 from meshrl.monitor.failed_writes import FailedWrites
 from meshrl.monitor.jsonl import data_errors, read_object, to_line
-from meshrl.run.lease import holds_lease, is_leased
 
 STATUS_FILE = "status.json"
 _WRITE_EVERY_S = 0.2  # in fully_async, phases change a thousand times a second
@@ -59,20 +58,6 @@ def read_status(folder: Path) -> Status:
         if not 1 < status.pid < 1 << 31:  # `stop` sends it a signal; 0, 1 and -1 would reach other processes
             raise ValueError(f"pid is {status.pid}")
     return status
-
-
-def is_running(folder: Path, status: Status) -> bool:
-    """Whether the run in `folder` is alive: its process holds the folder's lease."""
-    return is_leased(folder) or (status.host == socket.gethostname() and holds_lease(status.pid, folder))
-
-
-def holder_of(folder: Path) -> str:
-    """The process that holds a folder's lease, for messages."""
-    try:
-        status = read_status(folder)
-    except MeshrlError:
-        return "a run that is starting"
-    return f"the run of process {status.pid} on {status.host}"
 
 
 class StatusFile:

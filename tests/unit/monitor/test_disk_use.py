@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from meshrl.config.run import RunConfig, SftRunConfig
-from meshrl.run.disk_use import WrittenSizes, disk_use
+from meshrl.monitor.disk_use import WrittenSizes, disk_use
 
 GB, TB = 10**9, 10**12
 SIZES = WrittenSizes(state_bytes=6 * GB, model_bytes=GB, num_eval_prompts=100, max_context_tokens=4096)
