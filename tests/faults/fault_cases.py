@@ -134,59 +134,129 @@ def cases() -> list[Case]:
     return made
 
 
-@dataclass(frozen=True, kw_only=True)
-class OtherFault:
-    """A fault outside the ranks. outcome: what the run does. test: the test that injects it."""
-
-    what: str
-    outcome: str
-    test: str
-
-
-_RECORD = "tests/unit/run/test_run_record.py::"
-_STATUS = "tests/unit/tools/test_run_status.py::"
-_RESTARTED = "tests/faults/test_trainers_restarted.py::"
-
-OTHER_FAULTS = {
+# By title: the fault, what the run does, and the test that injects it.
+OTHER_FAULTS: dict[str, tuple[tuple[str, str, str], ...]] = {
     "The process of the run": (
-        OtherFault(
-            what="train ranks are lost before the first training state is saved",
-            outcome="new ranks begin at step 0; with `loop.save_every_steps: 0` the run ends, and the error names the "
-            "key",
-            test=_RESTARTED + "test_lost_train_ranks_are_replaced_and_the_run_equals_an_undisturbed_one",
+        (
+            "train ranks are lost before the first training state is saved",
+            "new ranks begin at step 0; with `loop.save_every_steps: 0` the run ends, and the error names the key",
+            "tests/faults/test_trainers_restarted.py::test_lost_train_ranks_are_replaced_and_the_run_equals_an_undisturbed_one",
         ),
-        OtherFault(
-            what="an exception of a reward, of `on_step` or of a metrics sink",
-            outcome="the run ends with the last finished step saved, exit code 1",
-            test=_RECORD + "test_an_error_of_the_controller_ends_the_run_with_its_last_finished_step_saved",
+        (
+            "an exception of a reward, of `on_step` or of a metrics sink",
+            "the run ends with the last finished step saved, exit code 1",
+            "tests/unit/run/test_run_record.py::test_an_error_of_the_controller_ends_the_run_with_its_last_finished_step_saved",
+        ),
+        (
+            "the terminal is lost (SIGHUP to all processes of the run)",
+            "checkpoint of the last finished step, exit code 129",
+            "tests/e2e/test_stop_command.py::test_a_run_that_loses_its_terminal_ends_with_a_checkpoint",
+        ),
+        (
+            "SIGTERM to torchrun in the middle of an update",
+            "checkpoint of the last finished step, from which `run.resume=auto` continues",
+            "tests/e2e/test_stop_command.py::test_a_sigterm_to_torchrun_in_an_update_ends_the_run_with_a_checkpoint",
+        ),
+        (
+            "Slurm's signal before the time limit",
+            "checkpoint of the last finished step, from which the same batch file continues",
+            "tests/unit/cluster/test_slurm.py::test_the_batch_file_runs_ends_with_a_checkpoint_at_slurms_signal_and_continues",
         ),
     ),
     "The folder of the run": (
-        OtherFault(
-            what="two starts in one folder at once",
-            outcome="the second one ends with a line that names the holder; with `run.resume=auto` it waits up to a "
-            "minute first",
-            test=_RECORD + "test_the_folder_of_a_live_run_is_refused_and_stays_as_it_is",
+        (
+            "two starts in one folder at once",
+            "the second ends with a line that names the holder; with `run.resume=auto` it waits up to a minute first",
+            "tests/unit/run/test_run_record.py::test_the_folder_of_a_live_run_is_refused_and_stays_as_it_is",
         ),
-        OtherFault(
-            what="`run.resume=auto` in a folder without a checkpoint",
-            outcome="the run starts at step 0, states this, and moves what was there to `earlier_1`",
-            test=_RECORD + "test_nothing_of_an_earlier_run_is_lost_under_resume_auto_without_a_checkpoint",
+        (
+            "`run.resume=auto` in a folder without a checkpoint",
+            "the run starts at step 0, states this, and moves what was there to `earlier_1`",
+            "tests/unit/run/test_run_record.py::test_nothing_of_an_earlier_run_is_lost_under_resume_auto_without_a_checkpoint",
         ),
-        OtherFault(
-            what="a resume after steps that were not saved",
-            outcome="their metrics, rollouts and models move to `earlier_1`, and the steps are repeated",
-            test=_RECORD + "test_what_a_killed_run_wrote_after_its_checkpoint_is_moved_aside",
+        (
+            "a resume after steps that were not saved",
+            "their metrics, rollouts and models move to `earlier_1`, and the steps are repeated",
+            "tests/unit/run/test_run_record.py::test_what_a_killed_run_wrote_after_its_checkpoint_is_moved_aside",
         ),
-        OtherFault(
-            what="the newest checkpoint is damaged",
-            outcome="`run.resume=auto` passes over it with a note, and continues from the next older one",
-            test=_RECORD + "test_resume_auto_passes_over_damaged_checkpoints_with_a_note",
+        (
+            "the newest checkpoint is damaged",
+            "`run.resume=auto` passes over it with a note, and continues from the next older one",
+            "tests/unit/run/test_run_record.py::test_resume_auto_passes_over_damaged_checkpoints_with_a_note",
         ),
-        OtherFault(
-            what="the clock is set during a run, or the run is in another container",
-            outcome="`meshrl status` shows that it runs; `meshrl stop` signals only a process that holds its lease",
-            test=_STATUS + "test_a_process_that_does_not_hold_the_lease_gets_no_signal",
+        (
+            "the clock is set during a run, or the run is in another container",
+            "`meshrl status` shows that it runs; `meshrl stop` signals only a process that holds its lease",
+            "tests/unit/tools/test_run_status.py::test_a_process_that_does_not_hold_the_lease_gets_no_signal",
+        ),
+        (
+            "`run.folder` can't be created",
+            "one line, exit code 1",
+            "tests/unit/run/test_failed_outputs.py::test_a_run_folder_that_can_not_be_created_ends_the_run_with_one_line",
+        ),
+    ),
+    "Outputs and disks": (
+        (
+            "the reader of stdout ends (`\\| head -1`), and `rollouts/` is removed",
+            "the run ends with exit code 0 and all its data; the folder is created again",
+            "tests/e2e/test_lost_outputs.py::test_a_run_continues_without_the_reader_of_its_output_and_without_its_rollouts",
+        ),
+        (
+            "stdout and stderr on a full disk",
+            "the run ends with exit code 0; failed writes are counted",
+            "tests/e2e/test_lost_outputs.py::test_a_run_continues_when_its_output_goes_to_a_full_disk",
+        ),
+        (
+            "stdin, stdout and stderr are closed",
+            "the run starts its ranks and ends with exit code 0",
+            "tests/e2e/test_lost_outputs.py::test_a_run_with_closed_standard_streams_starts_its_ranks_and_ends",
+        ),
+        (
+            "writes to the terminal fail",
+            "the run continues",
+            "tests/unit/monitor/test_failed_writes.py::test_a_lost_terminal_ends_no_run",
+        ),
+        (
+            "`rollouts/`, `status.json`, `report.html` or `reward.png` can't be written",
+            "the run continues, with one line when the output works again, and one at the end",
+            "tests/unit/run/test_failed_outputs.py::test_a_run_goes_on_without_outputs_that_can_not_be_written_and_lists_them",
+        ),
+        (
+            "the disk is full for TensorBoard",
+            "the run continues; later steps are in a new event file",
+            "tests/unit/monitor/test_trackers.py::test_failed_writes_of_tensorboard_are_counted_and_a_new_file_has_the_later_steps",
+        ),
+        (
+            "the disk is full at the metrics",
+            "the run ends with one line; `run.resume=auto` completes it",
+            "tests/unit/run/test_failed_outputs.py::test_a_disk_filled_by_others_ends_the_run_with_one_line_and_a_resume_completes_it",
+        ),
+        (
+            "`metrics.jsonl` is removed or replaced",
+            "the run ends with one line",
+            "tests/unit/run/test_failed_outputs.py::test_removed_metrics_end_the_run_with_one_line",
+        ),
+        (
+            "`checkpoints/` can't be written",
+            "the run ends with one line",
+            "tests/unit/run/test_failed_outputs.py::test_checkpoints_that_can_not_be_written_end_the_run_with_one_line",
+        ),
+    ),
+    "Other users of the machine": (
+        (
+            "torchrun's store has an address that another process has written",
+            "each other process ends with an error before it connects",
+            "tests/unit/cluster/test_launched_by_torchrun.py::test_a_follower_does_not_connect_to_an_address_that_another_process_has_written",
+        ),
+        (
+            "`run.folder` is not shared, or does not keep owners and permissions",
+            "the process ends with an error that names `run.folder` and `MESHRL_TOKEN`",
+            "tests/unit/process/test_run_token.py::test_a_file_that_another_process_could_have_made_or_read_is_refused",
+        ),
+        (
+            "another user sends pickles to the controller",
+            "they are not read; the run continues",
+            "tests/e2e/test_open_ports.py::test_another_user_can_read_the_store_of_torchrun_but_can_not_run_code_in_the_run",
         ),
     ),
 }
@@ -205,7 +275,7 @@ def page() -> str:
     lines.append(_OTHER)
     for title, faults in OTHER_FAULTS.items():
         lines.append(f"\n**{title}**\n\n| fault | what happens |\n| --- | --- |")
-        lines += [f"| {fault.what} | {fault.outcome} |" for fault in faults]
+        lines += [f"| {what} | {outcome} |" for what, outcome, _ in faults]
     return "\n".join(lines) + "\n" + _TAIL
 
 
@@ -237,7 +307,7 @@ the kernel really kills it; the test is skipped on systems that do not allow thi
 _OTHER = """
 ## Faults outside the ranks
 
-Each has a test, named in `tests/faults/fault_cases.py`."""
+The test of each is named in `tests/faults/fault_cases.py`."""
 
 _TAIL = """
 ## Ranks that only sample
@@ -300,8 +370,8 @@ that `math_answer` can't evaluate in 1 s of CPU time: it is graded as wrong, and
 ## The entire run
 
 When the controller is killed, the kernel kills the ranks (`PR_SET_PDEATHSIG`), and the reward workers end because their
-standard input closes. Ctrl-C and SIGTERM end the run with a checkpoint; see
-[checkpoints](checkpoints.md#ctrl-c-and-sigterm).
+standard input closes. Ctrl-C, SIGTERM and SIGHUP end the run with a checkpoint; see
+[checkpoints](checkpoints.md#ctrl-c-sigterm-and-sighup).
 
 When all processes are killed at the same time, no process is left that could remove the segments of shared memory
 (`/dev/shm/meshrl_*`) and the temporary folders of the ranks. The next run of the same user on that machine removes
