@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -168,7 +167,9 @@ def set_aside(folder: Path, start: Start | None) -> Path | None:
         stay = {LOCK_FILE, STATUS_FILE}
         for path in sorted(folder.iterdir()):
             if path.name not in stay and not path.name.startswith(EARLIER) and not _is_empty(path):
-                _move(path, folder, aside)
+                # The run will use a link to a folder on another disk again.
+                for moved in [*path.iterdir()] if path.is_symlink() and path.is_dir() else [path]:
+                    _move(moved, folder, aside)
     else:
         step = start.first_repeated_step
         for path in step_files(folder / "rollouts", step):
@@ -204,7 +205,7 @@ def _is_empty(path: Path) -> bool:
 def _move(path: Path, folder: Path, aside: Path) -> None:
     to = aside / path.relative_to(folder)
     to.parent.mkdir(parents=True, exist_ok=True)
-    os.rename(path, to)
+    shutil.move(path, to)  # copies if the folder is a link to another disk
 
 
 def changed_keys(was: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:

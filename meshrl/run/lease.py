@@ -14,7 +14,9 @@ import fcntl
 import os
 import socket
 import time
+import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from meshrl.core.errors import MeshrlError
@@ -41,6 +43,8 @@ class FolderLease:
         """
         # Writable, because NFS locks only such files; for this user alone, because every reader could lock it.
         self._fd = fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
+        # A process that an agent forks must not hold the lease after this one has ended.
+        os.register_at_fork(after_in_child=partial(_close_of, weakref.ref(self)))
         until = time.monotonic() + _BRIEFLY_S
         while True:
             try:
@@ -60,6 +64,12 @@ class FolderLease:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
+
+
+def _close_of(lease: weakref.ref[FolderLease]) -> None:
+    held = lease()
+    if held is not None:
+        held.release()
 
 
 def is_leased(folder: Path) -> bool:

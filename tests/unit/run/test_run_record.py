@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -270,6 +271,26 @@ def test_a_start_with_resume_auto_waits_for_the_end_of_the_run_before_it(config:
     assert f"in use by the run of process {other.pid} on {socket.gethostname()}; waiting" in capsys.readouterr().err
 
 
+def test_a_process_that_an_agent_forks_does_not_hold_the_lease(tmp_path: Path):
+    """It may live longer than the run."""
+    held = lease.FolderLease(tmp_path)
+    assert held.take()
+    (forked, is_forked), (may_end, end) = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(is_forked, b"x")
+        os.read(may_end, 1)
+        os._exit(0)
+    try:
+        os.read(forked, 1)
+        assert lease.is_leased(tmp_path)
+        held.release()
+        assert not lease.is_leased(tmp_path)
+    finally:
+        os.write(end, b"x")
+        os.waitpid(child, 0)
+
+
 def test_two_runs_of_one_process_do_not_share_a_folder(config: Path):
     loaded = load_run_config(config, ["run.name=twice", "run.resume=auto"])
     with _recorded(loaded), pytest.raises(MeshrlError, match="twice is in use by"), _recorded(loaded):
@@ -285,6 +306,8 @@ def test_nothing_of_an_earlier_run_is_lost_under_resume_auto_without_a_checkpoin
     shutil.rmtree(folder / "checkpoints" / "step_000002" / "state")
     shutil.rmtree(folder / "checkpoints" / "step_000001" / "state")
     (folder / "notes.txt").write_text("mine")
+    (folder / "rollouts").rename(tmp_path / "other_disk")
+    (folder / "rollouts").symlink_to(tmp_path / "other_disk")
     names = ("metrics.jsonl", "rollouts", "checkpoints", "result.json", "report.html", "config.yaml", "notes.txt")
     before = {str(path.relative_to(folder)): path.read_bytes() for path in _files_below(folder, names)}
     assert any(name.endswith("best.json") for name in before) and any("safetensors" in name for name in before)
@@ -299,6 +322,7 @@ def test_nothing_of_an_earlier_run_is_lost_under_resume_auto_without_a_checkpoin
     )
     assert {str(path.relative_to(aside)): path.read_bytes() for path in _files_below(aside, names)} == before
     assert len(read_metrics(folder / "metrics.jsonl")[0]) == 5
+    assert len([*(tmp_path / "other_disk").iterdir()]) == 5, "the link is used again"
     assert read_best(folder) == Best(0, 0.125, str(config.parent / "model"))
 
 
