@@ -242,6 +242,28 @@ OTHER_FAULTS: dict[str, tuple[tuple[str, str, str], ...]] = {
             "tests/unit/run/test_failed_outputs.py::test_checkpoints_that_can_not_be_written_end_the_run_with_one_line",
         ),
     ),
+    "Shared memory": (
+        (
+            "`/dev/shm` is full when samples or answers are sent",
+            "they are sent over the socket, and the run continues",
+            "tests/e2e/test_little_shared_memory.py::test_a_full_dev_shm_ends_no_process_by_a_signal",
+        ),
+        (
+            "`/dev/shm` has no room for a weight sync",
+            "the run ends before its first step, exit code 1; the error has the sizes, the key and the remedies",
+            "tests/e2e/test_little_shared_memory.py::test_a_full_dev_shm_ends_no_process_by_a_signal",
+        ),
+        (
+            "a rank is killed in a sync",
+            "its shared memory is removed when its end is handled; no warning precedes the error",
+            "tests/faults/test_named_faults.py::test_a_fault_in_a_rank_ends_the_run_and_is_named",
+        ),
+        (
+            "the controller is killed",
+            "the fork server ends the ranks, and removes their shared memory and temporary folders",
+            "tests/unit/process/test_fork_server.py::test_temporary_resources_of_killed_processes_are_removed",
+        ),
+    ),
     "Other users of the machine": (
         (
             "torchrun's store has an address that another process has written",
@@ -369,8 +391,8 @@ that `math_answer` can't evaluate in 1 s of CPU time: it is graded as wrong, and
 
 ## The entire run
 
-When the controller is killed, the kernel kills the ranks (`PR_SET_PDEATHSIG`), and the reward workers end because their
-standard input closes. Ctrl-C, SIGTERM and SIGHUP end the run with a checkpoint; see
+When the controller is killed, the fork server ends the ranks and removes their temporary resources; without a fork
+server, the kernel kills the ranks (`PR_SET_PDEATHSIG`). The reward workers end because their standard input closes. Ctrl-C, SIGTERM and SIGHUP end the run with a checkpoint; see
 [checkpoints](checkpoints.md#ctrl-c-sigterm-and-sighup).
 
 When all processes are killed at the same time, no process is left that could remove the segments of shared memory
