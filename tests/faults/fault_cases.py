@@ -392,7 +392,8 @@ that `math_answer` can't evaluate in 1 s of CPU time: it is graded as wrong, and
 ## The entire run
 
 When the controller is killed, the fork server ends the ranks and removes their temporary resources; without a fork
-server, the kernel kills the ranks (`PR_SET_PDEATHSIG`). The reward workers end because their standard input closes. Ctrl-C, SIGTERM and SIGHUP end the run with a checkpoint; see
+server, the kernel kills the ranks (`PR_SET_PDEATHSIG`). The reward workers end because their standard input closes.
+Ctrl-C, SIGTERM and SIGHUP end the run with a checkpoint; see
 [checkpoints](checkpoints.md#ctrl-c-sigterm-and-sighup).
 
 When all processes are killed at the same time, no process is left that could remove the segments of shared memory
