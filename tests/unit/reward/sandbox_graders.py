@@ -40,6 +40,8 @@ def behave(completion, answer):
         loop_forever()
     if completion.startswith("forge"):
         return forge(*completion.split(" ", 1))
+    if completion.startswith("answer_as"):
+        return answer_as(int(completion.split()[1]))
     if completion == "die_once":
         return die_once(answer)
     return ACTIONS.get(completion, lambda: 1.0)()
@@ -100,6 +102,15 @@ def die_once(marker):
 def write_frame(body):
     """Write a frame to this worker's socket, as the worker does."""
     os.write(int(sys.argv[1]), struct.pack("!I", len(body)) + body)
+
+
+def answer_as(item):
+    """Answer another item with the worker's own function and the name of the batch."""
+    frame = sys._getframe()
+    while "answer" not in frame.f_locals or "batch" not in getattr(frame.f_locals["answer"], "keywords", ()):
+        frame = frame.f_back
+    frame.f_locals["answer"](item=item, value=7.0)
+    return 0.25
 
 
 def forge(how, reply):

@@ -116,6 +116,8 @@ FORGED = [
     'forge {"item": 1, "value": 7.0, "retire": true}',
     'forge {"item": 99, "failure": ["crash", "x"]}',
     'forge {"ready": [], "cpu_limited": []}',
+    "answer_as 2",
+    "answer_as 99",
     "forge []",
     "forge nonsense",
     "forge \\xff\\xfe",
@@ -127,8 +129,8 @@ FORGED = [
 @pytest.mark.parametrize("completion", FORGED, ids=[text[:40] for text in FORGED])
 def test_a_reply_that_user_code_writes_breaks_the_worker_and_is_no_reward(shared_sandbox, completion):
     """Its own item crashes, also when it is graded again; no item gets another reward than the one of its grader."""
-    results, killed = grade(shared_sandbox, ["fine", completion, "int"])
-    assert kinds(results) == [1.0, "crash", 3.0] and killed == 2
+    results, killed = grade(shared_sandbox, ["fine", completion, "int", "fine", "fine"])  # two batches: 3 and 2 items
+    assert kinds(results) == [1.0, "crash", 3.0, 1.0, 1.0] and killed == 2
     assert results[1].message.startswith("the worker's answer is not valid: ")
 
 
