@@ -264,6 +264,47 @@ OTHER_FAULTS: dict[str, tuple[tuple[str, str, str], ...]] = {
             "tests/unit/process/test_fork_server.py::test_temporary_resources_of_killed_processes_are_removed",
         ),
     ),
+    "Numbers": (
+        (
+            "an update makes a weight NaN, infinite or too large for `model.dtype`, in any rank",
+            "the run ends with the step, the tensor, the learning rate and the gradient norm; nothing is sent or saved",
+            "tests/e2e/test_diverged_run.py::"
+            "test_a_weight_that_is_not_finite_in_one_rank_ends_the_run_and_a_poisoned_state_is_refused",
+        ),
+        (
+            "a moment or a parameter is not finite when a state is written",
+            "the state is not committed, and the run ends with the name of the tensor",
+            "tests/dist/test_not_finite.py::test_a_state_that_is_not_finite_is_not_written",
+        ),
+        (
+            "a saved state has values that are not finite",
+            "every rank refuses it before anything is changed; `run.resume=auto` continues from the next older state",
+            "tests/dist/test_not_finite.py::"
+            "test_a_state_that_is_not_finite_is_refused_by_every_rank_before_anything_is_changed",
+        ),
+        (
+            "a model to export has a value that is not finite in its dtype",
+            "it is not written",
+            "tests/dist/test_not_finite.py::test_a_model_that_is_not_finite_in_its_dtype_is_not_written",
+        ),
+        (
+            "`model.path` contains NaN or an infinity",
+            "refused with file and tensor, exit code 2",
+            "tests/e2e/test_diverged_run.py::test_a_model_that_is_not_finite_is_refused_at_the_start",
+        ),
+        (
+            "a reward above 1e12 in size",
+            "a failed grading (`bad_value`)",
+            "tests/unit/reward/test_reward_sandbox.py::"
+            "test_a_number_that_would_overflow_statistics_is_a_failure_with_the_limit",
+        ),
+        (
+            "a reward function writes to its worker's socket",
+            "the worker is replaced; the grading fails, and no other answer gets its reward",
+            "tests/unit/reward/test_reward_sandbox.py::"
+            "test_a_reply_that_user_code_writes_breaks_the_worker_and_is_no_reward",
+        ),
+    ),
     "Other users of the machine": (
         (
             "torchrun's store has an address that another process has written",
