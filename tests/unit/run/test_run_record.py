@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
+from poisoned_states import poison
 from tiny_run import train, write_run
 
 from meshrl.config.load import Loaded, load_run_config
@@ -475,7 +476,8 @@ def test_training_states_are_saved_at_evaluations_and_every_ten_minutes_by_defau
 
 
 def test_resume_auto_passes_over_damaged_checkpoints_with_a_note(config: Path, tmp_path: Path, capsys):
-    """P28, P43: one with a changed tensor, found by the ranks, and one with a changed list of files."""
+    """P28, P43: one with a list of files that was changed, one with a changed tensor, which the ranks find, and one
+    that was saved with a NaN."""
     script = tmp_path / "script"
     script.write_text("0.5 0.25")
     overrides = ("loop.save_every_steps=1", "loop.eval_every_steps=0", f"reward.terms.answer.args.script={script}")
@@ -485,12 +487,17 @@ def test_resume_auto_passes_over_damaged_checkpoints_with_a_note(config: Path, t
     content[-1] ^= 1
     (damaged[0] / "rank_00000.safetensors").write_bytes(content)
     (damaged[1] / "manifest.json").write_text("{}")
+    state = folder / "checkpoints" / "step_000002" / "state"
+    name = poison(state, tmp_path / "poisoned", "rank_00000.safetensors", "model.")
+    shutil.rmtree(state)
+    shutil.copytree(tmp_path / "poisoned", state)
     capsys.readouterr()
     script.write_text("0.25")
     train(config, "damaged", *overrides, "run.resume=auto")
     text = capsys.readouterr().out
     assert f"checkpoint passed over: {damaged[1] / 'manifest.json'}" in text
     assert f"checkpoint passed over: {damaged[0] / 'rank_00000.safetensors'} is damaged" in text
-    assert f"continues from {folder / 'checkpoints' / 'step_000002' / 'state'}, after step 2" in text
+    assert f"checkpoint passed over: {state} contains values that are not finite in {name}" in text
+    assert f"continues from {folder / 'checkpoints' / 'step_000001' / 'state'}, after step 1" in text
     assert (folder / "earlier_1" / "checkpoints" / "step_000003" / "state").is_dir()
     assert json.loads((folder / "result.json").read_text())["steps"] == 4
