@@ -204,8 +204,9 @@ def _launch(args: argparse.Namespace) -> int:
     if args.out is None:
         print_output(text, end="")
     else:
-        with output_errors(args.out, "Give another file by --out", ConfigError):
-            args.out.write_text(text, encoding="utf-8")
+        remedy = "Give another file by --out"
+        with output_errors(args.out, remedy, ConfigError), args.out.open("x", encoding="utf-8") as file:
+            file.write(text)  # a new file: its user may have edited an existing one
         print_message(f"wrote {args.out}; submit it with: sbatch {args.out}", sys.stdout)
     return 0
 

@@ -33,7 +33,7 @@ _SCRIPT = """\
 # Every node uses this environment and these folders: they must be on a file system that all nodes share.
 cd {folder}
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-export MASTER_ADDR="$head" MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000)) PYTHON={python}
+export MASTER_ADDR="$head" MASTER_PORT=$((20000 + SLURM_JOB_ID % 12000)) PYTHON={python}
 # torchrun would set 1. A rank uses at most its share of the node's CPUs.
 export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-$SLURM_CPUS_ON_NODE}}"
 # From SIGTERM to torchrun's SIGKILL, by default 30 s. PyTorch before 2.12 does not read it.

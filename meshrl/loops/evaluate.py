@@ -53,9 +53,11 @@ async def evaluate_if_due(job: Job) -> None:
     model is saved if it is the best so far."""
     every, done = job.cfg.loop.eval_every_steps, bool(job.evals) and job.evals[-1][0] == job.step
     due = job.step == 0 or job.is_over or (every and job.step % every == 0)
+    run = job.run
+    if done and job.cfg.loop.save_best:
+        await run.keep_best(*job.evals[-1])  # the run may have ended before the model was written
     if done or not due or not job.task.eval_prompts:
         return
-    run = job.run
     with run.spans("eval"):
         trajectories, metrics = await evaluate_prompts(job.cfg, job.task, job.rollouts, job.scorer, job.trainer.version)
     job.rollout_log.write(job.step, trajectories, name="eval")

@@ -413,7 +413,11 @@ async def finish_step(
     metrics += [*job.run.writes.take(), *job.run.spans.take()]
     if job.proof.threshold is not None:
         metrics.append(Metric(name="proof/limit", sum=job.proof.threshold, reduce="max", unit="nats"))
-    rollouts = job.rollout_log.write(job.step, trajectories)
+    rollouts, error = None, None
+    try:
+        rollouts = job.rollout_log.write(job.step, trajectories)
+    except (TypeError, ValueError) as e:  # an agent wrote messages that are not plain JSON: count the step first
+        error = e
     values = job.run.report(job.step, metrics)
     if _has_no_signal(job, values) and not job.noted_no_signal:
         job.noted_no_signal = True
@@ -422,3 +426,5 @@ async def finish_step(
     job.rewards.append(values.get("reward/mean", math.nan))  # NaN if no trajectory of the step has a reward
     job.step += 1
     job.cursor = cursor
+    if error is not None:
+        raise error

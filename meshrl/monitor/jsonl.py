@@ -27,8 +27,9 @@ def to_line(record: dict[str, Any]) -> str:
     strict = _strict(record)
     try:
         return orjson.dumps(strict, option=_OPTIONS).decode()
-    except TypeError:  # keys that are numbers, integers of more than 64 bits
-        return json.dumps(strict, ensure_ascii=False, allow_nan=False, default=_listed) + "\n"
+    except TypeError:  # keys that are numbers, integers of more than 64 bits, lone surrogates
+        text = json.dumps(strict, ensure_ascii=False, allow_nan=False, default=_listed) + "\n"
+        return text.encode(errors="replace").decode()  # UTF-8 has no lone surrogates
 
 
 _PLAIN_ONLY = orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_PASSTHROUGH_DATETIME

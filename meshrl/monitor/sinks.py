@@ -201,7 +201,7 @@ class TerminalSink:
     def note(self, text: str) -> None:
         """Print a line of text about the run, above the live panel; its control characters are escaped."""
         if self._live is not None:
-            self._live.console.print(printable(text), markup=False, highlight=False)
+            self._live.console.print(printable(text), markup=False, highlight=False, emoji=False)
         else:
             self._stream.write(printable(text) + "\n")
 

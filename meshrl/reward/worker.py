@@ -132,6 +132,8 @@ async def _grade_together(
 
 def _value_reply(value: Any, max_reward: float) -> dict[str, Any]:
     """The reply for a returned value: a number within the limit, or a failure that shows another value."""
+    if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
+        value = value.item()  # np.bool_ is no number for Python, and the smallest int64 has no absolute value
     size: Any = abs(value) if isinstance(value, bool | numbers.Real) else math.inf
     if size <= max_reward:  # False for NaN
         return {"value": float(value)}

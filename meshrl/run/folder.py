@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,6 @@ from meshrl.core.errors import CheckpointError, MeshrlError
 from meshrl.core.files import is_there, write_text
 from meshrl.monitor.rollout_log import step_files
 from meshrl.monitor.sinks import later_lines
-from meshrl.monitor.status import STATUS_FILE
-from meshrl.run.lease import LOCK_FILE
 from meshrl.run.models import BEST_FILE, restore_best
 from meshrl.train.checkpoint_files import (
     MANIFEST,
@@ -42,6 +42,10 @@ class Start:
     def first_repeated_step(self) -> int:
         """The first step whose output the run writes again; the evaluation before the first step has number -1."""
         return self.step if self.folder is not None else -1
+
+    def is_of(self, run: Path) -> bool:
+        """Whether it is a checkpoint of the run in this folder, and not of another one."""
+        return self.folder is not None and self.folder.parent.parent.resolve() == (run / "checkpoints").resolve()
 
 
 def run_name(loaded: Loaded[Any]) -> str:
@@ -79,16 +83,15 @@ def choose_start(
         if own:
             raise MeshrlError(
                 f"{folder} contains checkpoints up to step {own[-1][0]}; run.resume=auto continues from there. For a "
-                "new run, choose another run.name or remove that folder"
+                "new run, choose another run.name"
             )
         if (folder / _METRICS).exists() and not _ended_before_its_first_step(folder):
             raise _occupied(folder)
         return None
-    chosen = state_in(Path(run.resume))
-    is_own = chosen.parent.parent.resolve() == (folder / "checkpoints").resolve()
+    start = _read(state_in(Path(run.resume)), kind, num_steps)
+    is_own = start.is_of(folder)
     if (folder / _METRICS).exists() and not is_own and not _ended_before_its_first_step(folder):
         raise _occupied(folder)
-    start = _read(chosen, kind, num_steps)
     if is_own and own[-1][0] > start.step:
         raise MeshrlError(
             f"{folder} has a newer checkpoint, after step {own[-1][0]}; a run that starts from step {start.step} would "
@@ -107,7 +110,10 @@ def _ended_before_its_first_step(folder: Path) -> bool:
 
 
 def _occupied(folder: Path) -> MeshrlError:
-    return MeshrlError(f"{folder} already contains a run; choose another run.name, or remove that folder")
+    return MeshrlError(
+        f"{folder} already contains a run; choose another run.name. Or set run.resume=auto, which continues it; "
+        "without a checkpoint it starts again, and moves the files of that run to a folder earlier_N"
+    )
 
 
 def state_in(given: Path) -> Path:
@@ -156,41 +162,54 @@ def newest_start(
 
 
 def set_aside(folder: Path, start: Start | None) -> Path | None:
-    """Move what the run in `folder` wrote after `start` to a new folder EARLIER_N in it, because the run will write it
-    again: metrics, rollouts, checkpoints and a best model of later steps; without `start` everything. Unfinished saves
-    are removed. Returns the new folder; None when there was nothing to move."""
-    aside = folder / f"{EARLIER}{1 + max((_number(path) for path in folder.glob(EARLIER + '*')), default=0)}"
-    checkpoints, metrics = folder / "checkpoints", folder / _METRICS
-    if checkpoints.is_dir():
-        remove_leftovers(checkpoints)
+    """Move what the run in `folder` wrote after `start` to a new folder earlier_N in it, because the run will write it
+    again: metrics, rollouts, checkpoints and a best model of later steps; without `start` all that a run writes. Other
+    files stay. Unfinished saves are removed. Returns the new folder; None when there was nothing to move."""
+    checkpoints, rollouts, metrics = folder / "checkpoints", folder / "rollouts", folder / _METRICS
+    numbers = [_number(path) for place in (folder, checkpoints, rollouts) for path in place.glob(EARLIER + "*")]
+    aside = folder / f"{EARLIER}{1 + max(numbers, default=0)}"
+    step, first_repeated = (start.step, start.first_repeated_step) if start is not None else (-1, -1)
+    later = later_lines(metrics, first_repeated) if start is not None and metrics.exists() else ""
+    remove_leftovers(checkpoints)
+    moved = [path for number, path in step_folders(checkpoints) if number > step]
+    moved += step_files(rollouts, first_repeated)
     if start is None:
-        stay = {LOCK_FILE, STATUS_FILE}
-        for path in sorted(folder.iterdir()):
-            if path.name not in stay and not path.name.startswith(EARLIER) and not _is_empty(path):
-                # The run will use a link to a folder on another disk again.
-                for moved in [*path.iterdir()] if path.is_symlink() and path.is_dir() else [path]:
-                    _move(moved, folder, aside)
-    else:
-        step = start.first_repeated_step
-        for path in step_files(folder / "rollouts", step):
-            _move(path, folder, aside)
-        for number, path in step_folders(checkpoints):
-            if number > start.step:
-                _move(path, folder, aside)
-        if metrics.exists() and (later := later_lines(metrics, step)):
+        moved += [path for name in _OF_A_RUN if (path := folder / name).exists() and not _is_empty(path)]
+    for path in moved:
+        place = path.parent  # a link may lead to another disk: then the move stays there
+        to = place / aside.name if place.is_symlink() else aside / place.relative_to(folder)
+        to.mkdir(parents=True, exist_ok=True)
+        os.rename(path, to / path.name)
+    if start is not None:
+        best = restore_best(folder, start.step, start.saved.get("best") if start.is_of(folder) else None)
+        for path, text in ((aside / _METRICS, later), (aside / "checkpoints" / BEST_FILE, best)):
+            if text:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_text(path, text)
+    for name in ("config.yaml", _RESULT) if moved or aside.is_dir() or start is None else ():
+        if (folder / name).is_file():  # the run replaces them
             aside.mkdir(exist_ok=True)
-            (aside / _METRICS).write_text(later, encoding="utf-8")
-        is_own = start.folder is not None and start.folder.is_relative_to(folder)
-        if (best := restore_best(folder, start.step, start.saved.get("best") if is_own else None)) is not None:
-            (aside / "checkpoints").mkdir(parents=True, exist_ok=True)
-            write_text(aside / "checkpoints" / BEST_FILE, best)
-        for name in (_RESULT, "config.yaml") if aside.is_dir() else ():
-            if (folder / name).is_file():
-                shutil.copy2(folder / name, aside / name)
-    return aside if aside.is_dir() else None
+            shutil.copy2(folder / name, aside / name)
+    return aside if moved or aside.is_dir() else None
+
+
+def bytes_of(folder: Path) -> int:
+    """Bytes of the states, models, rollouts and metrics of a run, without those of earlier parts."""
+    places = [path for _, path in step_folders(folder / "checkpoints")]
+    files = [file for place in places for file in place.rglob("*")]
+    files += [folder / _METRICS, *step_files(folder / "rollouts", -1)]
+    total = 0
+    for file in files:
+        with suppress(OSError):  # a link without a target, or a file that another program has removed
+            total += file.lstat().st_size
+    return total
 
 
 EARLIER = "earlier_"
+_OF_A_RUN = (
+    *(_METRICS, f"checkpoints/{BEST_FILE}", _RESULT, "report.html", "reward.png", "stacks.txt"),
+    *("tensorboard", "wandb"),
+)
 
 
 def _number(path: Path) -> int:
@@ -200,12 +219,6 @@ def _number(path: Path) -> int:
 
 def _is_empty(path: Path) -> bool:
     return path.stat().st_size == 0 if path.is_file() else path.is_dir() and not any(path.iterdir())
-
-
-def _move(path: Path, folder: Path, aside: Path) -> None:
-    to = aside / path.relative_to(folder)
-    to.parent.mkdir(parents=True, exist_ok=True)
-    shutil.move(path, to)  # copies if the folder is a link to another disk
 
 
 def changed_keys(was: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:

@@ -158,8 +158,7 @@ class LiveRun:
     async def restore(self, job: Resumable, start: Start) -> None:
         """Set the job, its trainer and the run's folder to this state. Raises: as job.restore."""
         await job.restore(start.step, start.saved, start.folder)
-        is_own = start.folder is not None and start.folder.is_relative_to(self.folder)
-        self.exported_step = start.saved["exported_step"] if is_own else 0
+        self.exported_step = start.saved["exported_step"] if start.is_of(self.folder) else 0
         if start.folder is not None:
             self.note(f"continues from {start.folder}, after step {start.step}")
             for line in changed_keys(start.saved["config"], self.loaded.config.model_dump(mode="json")):
@@ -205,7 +204,8 @@ class LiveRun:
             moved = f"; what was there is now in {aside}" if aside else ""
             self.note(f"run.resume=auto: {self.folder} has no checkpoint, so the run starts at step 0{moved}")
         elif aside is not None:
-            self.note(f"what an earlier part of the run wrote after step {first_step} is now in {aside}")
+            what = "an earlier part of the run" if start is not None else "an earlier run in this folder"
+            self.note(f"what {what} wrote after step {first_step} is now in {aside}")
         first_repeated = start.first_repeated_step if start is not None else -1
         self.sinks.insert(0, JsonlSink(self.folder / "metrics.jsonl", first_repeated))
         self.status.go_back_to(first_step)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -13,8 +12,15 @@ from typing import Any
 
 from meshrl.cluster.groups import TrainGroup
 from meshrl.core.errors import CheckpointError
-from meshrl.core.files import CONTINUE_LATER, output_errors, replacing, write_text
-from meshrl.train.checkpoint_files import read_controller, require_space, state_folder, states, step_folders
+from meshrl.core.files import CONTINUE_LATER, Unreadable, output_errors, read_json, replacing
+from meshrl.train.checkpoint_files import (
+    read_controller,
+    require_space,
+    state_folder,
+    states,
+    step_folders,
+    write_json,
+)
 
 BEST_FILE = "best.json"
 _OTHER_FILES_BYTES = 64 << 20  # a model's config, tokenizer and headers
@@ -132,13 +138,22 @@ def read_best(run: Path) -> Best | None:
 def best_facts(run: Path) -> dict[str, Any] | None:
     """The contents of best.json: step, score, model, beaten (steps of former best models that a checkpoint needs)."""
     path = _best_file(run)
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    if not path.exists():
+        return None
+    try:
+        facts = read_json(path)
+        return facts | {"step": int(facts["step"]), "score": float(facts["score"]), "model": str(facts["model"])}
+    except (Unreadable, KeyError, TypeError, ValueError) as cause:
+        raise CheckpointError(
+            f"{path} is damaged: {cause}. Remove it; the run then takes its next evaluation as the best so far"
+        ) from cause
 
 
 def _write_best(run: Path, facts: dict[str, Any]) -> None:
     with output_errors(_best_file(run), CONTINUE_LATER):
         _best_file(run).parent.mkdir(exist_ok=True)
-        write_text(_best_file(run), json.dumps(facts) + "\n")
+        with replacing(_best_file(run)) as aside:
+            write_json(aside, facts)  # flushed to disk, because a resume needs it
 
 
 def _best_file(run: Path) -> Path:

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
 from meshrl.cluster.launch import Groups
-from meshrl.core.errors import CheckpointError, MeshrlError, RankFailure, SyncError
+from meshrl.core.errors import CheckpointError, RankFailure, SyncError
 from meshrl.loops.job import Resumable
 from meshrl.run.folder import Start, newest_start
 from meshrl.run.live import LiveRun
@@ -69,12 +69,24 @@ async def run_to_end(
         raise
     except Exception as error:
         if has_begun:
-            try:
-                await _save_at_the_end(run, job, f"ended by {type(error).__name__}", _IDLE_S)
-            except MeshrlError as of_the_save:
-                if str(of_the_save) != str(error):
-                    error.add_note(f"the state after step {job.step} could not be saved: {of_the_save}")
+            await _save_after(error, run, job)
         raise
+
+
+async def _save_after(error: Exception, run: LiveRun, job: Resumable) -> None:
+    """Save the last finished step of a run that an error ends. A signal does not interrupt it, and the run still ends
+    with the error."""
+    save = asyncio.ensure_future(_save_at_the_end(run, job, f"ended by {type(error).__name__}", _IDLE_S))
+    task = asyncio.current_task()
+    while not save.done():
+        try:
+            await asyncio.wait({save})
+        except asyncio.CancelledError:
+            assert task is not None
+            task.uncancel()
+    failed = None if save.cancelled() else save.exception()  # cancelled: by a signal, at the end of the save
+    if failed is not None and str(failed) != str(error):
+        error.add_note(f"the state after step {job.step} could not be saved: {failed}")
 
 
 async def _save_at_the_end(run: LiveRun, job: Resumable, how: str, wait_s: float | None) -> None:
@@ -158,8 +170,7 @@ async def _restore(run: LiveRun, job: Resumable, start: Start, may_fall_back: bo
             return await run.restore(job, chosen)
         except CheckpointError as damage:
             first = first or damage
-            is_own = chosen.folder is not None and chosen.folder.is_relative_to(run.folder)
-            if not (may_fall_back and is_own):
+            if not (may_fall_back and chosen.is_of(run.folder)):
                 break
             run.note(f"checkpoint passed over: {damage}")
             chosen = newest_start(run.folder, run.kind, run.num_steps, run.note, before=chosen.step)

@@ -43,6 +43,7 @@ from meshrl.monitor.metrics import divide, merge, units
 from meshrl.monitor.rollout_log import RolloutLog
 from meshrl.process.leases import sweep
 from meshrl.run.checkpoints import Checkpoints
+from meshrl.run.folder import bytes_of
 from meshrl.run.inputs import NO_OBJECTS, Objects
 from meshrl.run.live import AUTO_SAVE_S, LiveRun, WriteReport, live_run, wait_for_folder
 from meshrl.run.models import model_folder, read_best
@@ -274,13 +275,12 @@ async def _note_ready(
     run: LiveRun, trainer: TrainGroup, *, num_eval_prompts: int = 0, max_context_tokens: int = 0
 ) -> None:
     run.note(f"ready after {run.seconds:.1f} s")
-    files = run.folder.rglob("*") if run.start is not None else ()
     sizes = WrittenSizes(
         state_bytes=await trainer.state_bytes(),
         model_bytes=await trainer.model_bytes(),
         num_eval_prompts=num_eval_prompts,
         max_context_tokens=max_context_tokens,
-        on_disk_bytes=sum(path.stat().st_size for path in files),
+        on_disk_bytes=bytes_of(run.folder) if run.start is not None else 0,
     )
     every_steps, free_bytes = run.save_every_steps, shutil.disk_usage(run.folder).free
     every_s = AUTO_SAVE_S if every_steps is None else 0.0
@@ -288,7 +288,8 @@ async def _note_ready(
 
 
 def _note_end(run: LiveRun, steps: int) -> None:
-    run.note(f"done: {steps} steps in {run.seconds:.0f} s; see {run.folder / 'report.html'}")
+    since = f" ({steps - run.start.step} of them after the resume)" if run.start is not None else ""
+    run.note(f"done: {steps} steps{since} in {run.seconds:.0f} s; see {run.folder / 'report.html'}")
 
 
 def _note_left_out(note: Callable[[str], None], task: Task, cfg: RunConfig, noted: int | None = None) -> int:

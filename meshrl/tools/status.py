@@ -13,6 +13,7 @@ from meshrl.monitor.jsonl import data_errors, read_object
 from meshrl.monitor.status import Status, read_status
 from meshrl.process.family import family
 from meshrl.run.lease import holds_lease, is_running
+from meshrl.train.checkpoint_files import states
 
 _STOP_S = 60.0
 
@@ -30,6 +31,8 @@ def describe(folder: Path) -> str:
     if runs and status.phase:
         lines[-1] += f", in phase {status.phase} for {time.time() - status.since:.0f} s"
     lines += [f"{name} {value:.4g}" for name, value in status.values.items()]
+    if not runs and (saved := states(folder / "checkpoints")):
+        lines.append(f"newest checkpoint: after step {saved[-1][0]}; run.resume=auto continues from it")
     for process in family(status.pid) if runs and holds_lease(status.pid, folder) else ():
         name = "controller" if process.pid == status.pid else process.name
         lines.append(f"{process.pid:>8}  {name:<12} {process.rss_bytes / 2**20:>8.0f} MiB")
@@ -66,7 +69,7 @@ def stop(folder: Path) -> str:
         )
     os.kill(status.pid, signal.SIGTERM)
     until = time.monotonic() + _STOP_S
-    while is_running(folder, status):
+    while holds_lease(status.pid, folder):  # another start may take the lease as soon as this run has ended
         if time.monotonic() > until:
             raise MeshrlError(
                 f"process {status.pid} got SIGTERM {_STOP_S:.0f} s ago and still runs, in phase "

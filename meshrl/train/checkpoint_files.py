@@ -59,7 +59,7 @@ def state_folder(checkpoints: Path, step: int) -> Path:
 def step_folders(checkpoints: Path) -> list[tuple[int, Path]]:
     """(step, folder) of everything that a run has saved for its steps, the newest last."""
     named = ((_STEP_FOLDER.fullmatch(folder.name), folder) for folder in checkpoints.glob("step_*"))
-    return sorted((int(name[1]), folder) for name, folder in named if name)
+    return sorted((int(name[1]), folder) for name, folder in named if name and folder.is_dir())
 
 
 def states(checkpoints: Path) -> list[tuple[int, Path]]:
@@ -138,9 +138,11 @@ def prune(checkpoints: Path, keep: int) -> list[Path]:
     removed, good = [], 0
     for _, folder in reversed(states(checkpoints)):
         if good >= keep:
-            # The manifest goes first: a removal that is interrupted leaves nothing that looks like a checkpoint.
-            (folder / MANIFEST).unlink()
-            shutil.rmtree(folder)
+            # Renamed first: a removal that is interrupted leaves nothing that looks like a checkpoint.
+            temporary = _temporary(folder)
+            shutil.rmtree(temporary, ignore_errors=True)
+            os.rename(folder, temporary)
+            shutil.rmtree(temporary)
             removed.append(folder)
             if not any(folder.parent.iterdir()):
                 folder.parent.rmdir()
@@ -150,12 +152,9 @@ def prune(checkpoints: Path, keep: int) -> list[Path]:
 
 def remove_leftovers(checkpoints: Path) -> None:
     """Remove what a killed run was writing or removing."""
-    for folder in checkpoints.glob("step_*"):
-        state = folder / "state"
-        for leftover in (_temporary(state), folder / "model.aside"):
+    for _, folder in step_folders(checkpoints):
+        for leftover in (_temporary(folder / "state"), folder / "model.aside"):
             shutil.rmtree(leftover, ignore_errors=True)
-        if state.is_dir() and not (state / MANIFEST).is_file():
-            shutil.rmtree(state, ignore_errors=True)
         if not any(folder.iterdir()):
             folder.rmdir()
 

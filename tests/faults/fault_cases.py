@@ -145,7 +145,7 @@ OTHER_FAULTS: dict[str, tuple[tuple[str, str, str], ...]] = {
         (
             "an exception of a reward, of `on_step` or of a metrics sink",
             "the run ends with the last finished step saved, exit code 1",
-            "tests/unit/run/test_run_record.py::test_an_error_of_the_controller_ends_the_run_with_its_last_finished_step_saved",
+            "tests/unit/run/test_run_folder.py::test_an_error_of_the_controller_ends_the_run_with_its_last_finished_step_saved",
         ),
         (
             "the terminal is lost (SIGHUP to all processes of the run)",
@@ -167,22 +167,22 @@ OTHER_FAULTS: dict[str, tuple[tuple[str, str, str], ...]] = {
         (
             "two starts in one folder at once",
             "the second ends with a line that names the holder; with `run.resume=auto` it waits up to a minute first",
-            "tests/unit/run/test_run_record.py::test_the_folder_of_a_live_run_is_refused_and_stays_as_it_is",
+            "tests/unit/run/test_run_folder.py::test_the_folder_of_a_live_run_is_refused_and_stays_as_it_is",
         ),
         (
             "`run.resume=auto` in a folder without a checkpoint",
             "the run starts at step 0, states this, and moves what was there to `earlier_1`",
-            "tests/unit/run/test_run_record.py::test_nothing_of_an_earlier_run_is_lost_under_resume_auto_without_a_checkpoint",
+            "tests/unit/run/test_run_folder.py::test_nothing_of_an_earlier_run_is_lost_under_resume_auto_without_a_checkpoint",
         ),
         (
             "a resume after steps that were not saved",
             "their metrics, rollouts and models move to `earlier_1`, and the steps are repeated",
-            "tests/unit/run/test_run_record.py::test_what_a_killed_run_wrote_after_its_checkpoint_is_moved_aside",
+            "tests/unit/run/test_run_folder.py::test_what_a_killed_run_wrote_after_its_checkpoint_is_moved_aside",
         ),
         (
             "the newest checkpoint is damaged",
             "`run.resume=auto` passes over it with a note, and continues from the next older one",
-            "tests/unit/run/test_run_record.py::test_resume_auto_passes_over_damaged_checkpoints_with_a_note",
+            "tests/unit/run/test_run_folder.py::test_resume_auto_passes_over_damaged_checkpoints_with_a_note",
         ),
         (
             "the clock is set during a run, or the run is in another container",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fault import Fault
 
-_RECORD = "tests/unit/run/test_run_record.py::"
+_RECORD = "tests/unit/run/test_run_folder.py::"
 _SIGNALS = "tests/unit/run/test_signals.py::"
 _STATUS = "tests/unit/tools/test_run_status.py::"
 
@@ -47,15 +47,15 @@ FOLDER_FAULTS = [
     Fault(
         "a run that starts at step 0 keeps the files of the earlier run",
         "meshrl/run/folder.py",
-        "            if path.name not in stay and not path.name.startswith(EARLIER) and not _is_empty(path):",
-        "            if False:",
+        "        moved += [path for name in _OF_A_RUN if (path := folder / name).exists() and not _is_empty(path)]",
+        "        pass",
         (_RECORD + "test_nothing_of_an_earlier_run_is_lost_under_resume_auto_without_a_checkpoint",),
     ),
     Fault(
         "the models of later steps are overwritten",
         "meshrl/run/folder.py",
-        "            if number > start.step:",
-        "            if False:",
+        "for number, path in step_folders(checkpoints) if number > step]",
+        "for number, path in step_folders(checkpoints) if number > 1 << 40]",
         (_RECORD + "test_what_a_killed_run_wrote_after_its_checkpoint_is_moved_aside",),
     ),
     Fault(
@@ -110,7 +110,7 @@ FOLDER_FAULTS = [
     Fault(
         "a damaged newest checkpoint ends the resume",
         "meshrl/run/restart.py",
-        "            if not (may_fall_back and is_own):",
+        "            if not (may_fall_back and chosen.is_of(run.folder)):",
         "            if True:",
         (_RECORD + "test_resume_auto_passes_over_damaged_checkpoints_with_a_note",),
     ),
@@ -124,5 +124,36 @@ FOLDER_FAULTS = [
             "test_lost_train_ranks_are_replaced_and_the_run_equals_an_undisturbed_one"
             "[colocated, dead before the first checkpoint]",
         ),
+    ),
+    Fault(
+        "a resume by a relative path takes the run's own checkpoint for that of another run",
+        "meshrl/run/folder.py",
+        'self.folder.parent.parent.resolve() == (run / "checkpoints").resolve()',
+        'self.folder.parent.parent == run / "checkpoints"',
+        (_RECORD + "test_the_own_checkpoint_of_a_run_may_be_given_by_a_relative_path",),
+    ),
+    Fault(
+        "a signal replaces the error that ends a run",
+        "meshrl/run/restart.py",
+        "            assert task is not None\n            task.uncancel()",
+        "            raise",
+        (_RECORD + "test_a_signal_after_an_error_ends_the_run_with_the_error_and_a_saved_step",),
+    ),
+    Fault(
+        "a best model whose export was interrupted is never written",
+        "meshrl/loops/evaluate.py",
+        "    if done and job.cfg.loop.save_best:",
+        "    if False:",
+        (
+            "tests/unit/run/test_run_record.py::"
+            "test_a_best_model_whose_export_was_interrupted_is_written_after_the_resume",
+        ),
+    ),
+    Fault(
+        "`meshrl stop` waits for the next run in the folder",
+        "meshrl/tools/status.py",
+        "    while holds_lease(status.pid, folder):",
+        "    while is_running(folder, status):",
+        (_STATUS + "test_stop_does_not_wait_for_a_run_that_takes_the_folder_over",),
     ),
 ]

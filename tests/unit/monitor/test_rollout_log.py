@@ -12,7 +12,7 @@ from scripted_agent import IdTokenizer, scripted_trajectories
 
 from meshrl.core.errors import DataError, Failure
 from meshrl.core.types import Prompt, Trajectory
-from meshrl.monitor.jsonl import to_line
+from meshrl.monitor.jsonl import read_lines, to_line
 from meshrl.monitor.rollout_log import RolloutLog, read_rollouts, step_files
 
 
@@ -194,6 +194,13 @@ def test_a_line_has_any_plain_json_value_and_arrays_to_the_bit():
     for value in (object(), {1, 2}, datetime.date(2026, 1, 1), np.datetime64("2026-01-01"), {"deep": [object()]}):
         with pytest.raises(TypeError):
             to_line({**record, "answer": value})
+
+
+def test_text_that_is_not_unicode_is_written_with_question_marks(tmp_path):
+    """The output of another program, decoded with surrogateescape."""
+    line = to_line({"text": b"caf\xe9".decode("utf-8", "surrogateescape")})
+    (tmp_path / "lines.jsonl").write_text(line, encoding="utf-8")
+    assert [*read_lines(tmp_path / "lines.jsonl")] == [{"text": "caf?"}]
 
 
 def test_readers_and_sinks_import_no_torch_and_no_drawing():

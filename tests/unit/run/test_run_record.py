@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
-import os
 import shutil
-import socket
-import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
-from poisoned_states import poison
-from tiny_run import train, write_run
+from tiny_run import train
 
 from meshrl.config.load import Loaded, load_run_config
 from meshrl.config.run import RunConfig
-from meshrl.core.errors import CheckpointError, MeshrlError, RewardError
+from meshrl.core.errors import CheckpointError, RewardError
 from meshrl.monitor.glossary import meaning_of
 from meshrl.monitor.sinks import JsonlSink, read_metrics
 from meshrl.monitor.status import read_status
-from meshrl.run import lease, models, start
-from meshrl.run.folder import Start, run_name
-from meshrl.run.inputs import Objects
-from meshrl.run.live import LiveRun, live_run, wait_for_folder
+from meshrl.run import models
+from meshrl.run.folder import Start
+from meshrl.run.live import LiveRun, live_run
 from meshrl.run.models import Best, model_folder, prune_models, read_best, replace_best
 from meshrl.run.signals import Stop
 from meshrl.tools.report.page import write_report
@@ -42,36 +36,6 @@ from meshrl.train.checkpoint_files import (
     write_json,
 )
 from tests.waiting import wait_until
-
-GRADER = '''
-from pathlib import Path
-
-def score(completion, answer, script=None):
-    """Training answers by their length; held-out ones by the next number of the script."""
-    if answer == "held-out" and script is not None:
-        now, *later = Path(script).read_text().split()
-        Path(script).write_text(" ".join(later))
-        return float(now)
-    if script is None and answer == "6":
-        raise RuntimeError("the grader broke")
-    return float(len(completion) % 3)
-'''
-
-
-@pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A tiny run whose reward is GRADER, evaluated on one held-out row after every step."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "grader_of_this_test.py").write_text(GRADER)
-    (tmp_path / "held_out.jsonl").write_text(json.dumps({"question": "1+1", "answer": "held-out"}))
-    path = write_run(tmp_path)
-    written = json.loads(path.read_text())
-    written["cluster"] = {"executor": "inline"}
-    written["data"]["eval_path"] = "held_out.jsonl"
-    written["reward"]["terms"] = {"answer": {"kind": "grader_of_this_test:score"}}
-    written["loop"] = {"num_steps": 4, "prompts_per_step": 2, "samples_per_prompt": 2, "eval_every_steps": 1}
-    path.write_text(json.dumps(written))
-    return path
 
 
 def _recorded(loaded: Loaded[RunConfig]) -> AbstractContextManager[LiveRun]:
@@ -212,150 +176,6 @@ def test_a_resumed_run_has_no_result_before_it_ends_and_may_change_its_dtype(con
     assert json.loads((folder / "result.json").read_text())["steps"] == 2
 
 
-HOLDER = """
-import sys
-from pathlib import Path
-from meshrl.run.lease import FolderLease
-from meshrl.monitor.status import StatusFile
-lease = FolderLease(Path(sys.argv[1]))
-assert lease.take()
-StatusFile(Path(sys.argv[1]), 5)
-print("up", flush=True)
-input()
-"""
-
-
-@contextmanager
-def _in_use(folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another process holds the lease of the folder, until it gets a line."""
-    folder.mkdir(parents=True)
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as other:
-        assert other.stdout is not None and other.stdout.readline() == "up\n"
-        yield other
-        other.kill()
-
-
-@pytest.mark.parametrize("resume", ["never", "auto"])
-def test_the_folder_of_a_live_run_is_refused_and_stays_as_it_is(config: Path, resume: str, monkeypatch):
-    """P43: a second start would move the files that the first one writes. However its process ends, it is free then."""
-    monkeypatch.setattr(lease, "_WAIT_S", 0.3)
-    loaded = load_run_config(config, ["run.name=used", f"run.resume={resume}"])
-    folder = Path(loaded.config.run.folder) / "used"
-    with _in_use(folder) as other:
-        (folder / "metrics.jsonl").write_text("")
-        (folder / "result.json").write_text("{}")
-        before = {path.name: path.read_bytes() for path in folder.iterdir()}
-        with pytest.raises(MeshrlError, match=rf"is in use by the run of process {other.pid} on ") as caught:
-            train(config, "used", f"run.resume={resume}")
-        assert "\n" not in str(caught.value)
-        assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-    with _recorded(loaded):
-        pass
-
-
-def test_a_start_with_resume_auto_waits_for_the_end_of_the_run_before_it(config: Path, capsys):
-    """P43: a requeued job starts while the old one still saves its checkpoint."""
-    loaded = load_run_config(config, ["run.name=requeued", "run.resume=auto"])
-    folder = Path(loaded.config.run.folder) / "requeued"
-    with _in_use(folder) as other:
-
-        async def second() -> None:
-            waiting = asyncio.create_task(wait_for_folder(loaded))
-            await asyncio.sleep(0.5)
-            assert not waiting.done()
-            other.communicate("\n")
-            await waiting
-
-        asyncio.run(second())
-    assert f"in use by the run of process {other.pid} on {socket.gethostname()}; waiting" in capsys.readouterr().err
-
-
-def test_a_process_that_an_agent_forks_does_not_hold_the_lease(tmp_path: Path):
-    """It may live longer than the run."""
-    held = lease.FolderLease(tmp_path)
-    assert held.take()
-    (forked, is_forked), (may_end, end) = os.pipe(), os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.write(is_forked, b"x")
-        os.read(may_end, 1)
-        os._exit(0)
-    try:
-        os.read(forked, 1)
-        assert lease.is_leased(tmp_path)
-        held.release()
-        assert not lease.is_leased(tmp_path)
-    finally:
-        os.write(end, b"x")
-        os.waitpid(child, 0)
-
-
-def test_two_runs_of_one_process_do_not_share_a_folder(config: Path):
-    loaded = load_run_config(config, ["run.name=twice", "run.resume=auto"])
-    with _recorded(loaded), pytest.raises(MeshrlError, match="twice is in use by"), _recorded(loaded):
-        pytest.fail("two runs have one folder")
-
-
-def test_nothing_of_an_earlier_run_is_lost_under_resume_auto_without_a_checkpoint(config: Path, tmp_path: Path, capsys):
-    """P68: metrics, rollouts, the best model and its record move to earlier_1; one line states this."""
-    script = tmp_path / "script"
-    script.write_text("0.25 0.5 0.75")
-    overrides = ("loop.num_steps=2", f"reward.terms.answer.args.script={script}")
-    folder = train(config, "again", *overrides)
-    shutil.rmtree(folder / "checkpoints" / "step_000002" / "state")
-    shutil.rmtree(folder / "checkpoints" / "step_000001" / "state")
-    (folder / "notes.txt").write_text("mine")
-    (folder / "rollouts").rename(tmp_path / "other_disk")
-    (folder / "rollouts").symlink_to(tmp_path / "other_disk")
-    names = ("metrics.jsonl", "rollouts", "checkpoints", "result.json", "report.html", "config.yaml", "notes.txt")
-    before = {str(path.relative_to(folder)): path.read_bytes() for path in _files_below(folder, names)}
-    assert any(name.endswith("best.json") for name in before) and any("safetensors" in name for name in before)
-    script.write_text("0.125 0.125 0.125")
-    capsys.readouterr()
-    train(config, "again", *overrides, "run.resume=auto")
-    aside = folder / "earlier_1"
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "has no checkpoint" in line]
-    assert (
-        line
-        == f"run.resume=auto: {folder} has no checkpoint, so the run starts at step 0; what was there is now in {aside}"
-    )
-    assert {str(path.relative_to(aside)): path.read_bytes() for path in _files_below(aside, names)} == before
-    assert len(read_metrics(folder / "metrics.jsonl")[0]) == 5
-    assert len([*(tmp_path / "other_disk").iterdir()]) == 5, "the link is used again"
-    assert read_best(folder) == Best(0, 0.125, str(config.parent / "model"))
-
-
-def _files_below(folder: Path, names: Sequence[str]) -> list[Path]:
-    found = [path for name in names for path in [folder / name, *(folder / name).rglob("*")]]
-    return [path for path in found if path.is_file()]
-
-
-def test_what_a_killed_run_wrote_after_its_checkpoint_is_moved_aside(config: Path, tmp_path: Path):
-    """P27, P68: metrics, rollouts, models and best.json of later steps."""
-    script = tmp_path / "script"
-    script.write_text("0.25 0.5 0.625 0.75")
-    overrides = ("loop.num_steps=3", "loop.save_every_steps=1", f"reward.terms.answer.args.script={script}")
-    folder = train(config, "cut", *overrides, "run.keep_checkpoints=9")
-    shutil.rmtree(folder / "checkpoints" / "step_000003" / "state")
-    shutil.rmtree(folder / "checkpoints" / "step_000002" / "state")
-    later = {name: (folder / "rollouts" / name).read_bytes() for name in ("step_000001.jsonl", "eval_000003.jsonl")}
-    best, steps = (folder / "checkpoints" / "best.json").read_text(), read_metrics(folder / "metrics.jsonl")[0]
-    script.write_text("0.125 0.125")
-    train(config, "cut", *overrides, "run.resume=auto")
-    aside = folder / "earlier_1"
-    assert all((aside / "rollouts" / name).read_bytes() == content for name, content in later.items())
-    assert not (aside / "rollouts" / "step_000000.jsonl").exists()
-    assert read_metrics(aside / "metrics.jsonl")[0] == [line for line in steps if line.step >= 1]
-    assert (aside / "checkpoints" / "best.json").read_text() == best
-    assert (aside / "checkpoints" / "step_000003" / "model" / "model.safetensors").is_file()
-    assert json.loads((aside / "result.json").read_text())["steps"] == 3
-    assert [line.step for line in read_metrics(folder / "metrics.jsonl")[0]] == [-1, 0, 0, 1, 1, 2, 2]
-    found = read_best(folder)
-    assert found is not None and (found.step, found.score) == (1, 0.5) and Path(found.model).is_dir()
-
-
 def test_a_model_without_enough_disk_space_is_not_begun(config: Path, monkeypatch: pytest.MonkeyPatch):
     """P28"""
     asked = []
@@ -400,104 +220,27 @@ def test_the_phases_of_a_run_are_in_its_status_file_and_on_the_terminal(config: 
             assert wait_until(lambda: "reward" in terminal.getvalue()[before:])
 
 
-def test_runs_that_begin_in_the_same_second_get_different_names(
-    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    loaded = load_run_config(config, ["run.name=auto", f"run.folder={tmp_path}"])
-    monkeypatch.setattr("time.strftime", lambda form: "20260102-030405")
-    names = [run_name(loaded) for _ in range(3)]
-    assert names == [f"{loaded.path.stem}-20260102-030405{end}" for end in ("", "-2", "-3")]
-
-
-def test_a_run_that_ended_before_its_first_step_does_not_occupy_its_name(config: Path):
-    """P43: the next start moves its files aside. A folder with a step stays occupied."""
-    loaded = load_run_config(config, ["run.name=again"])
-    for number in range(2):
-        with pytest.raises(RewardError), _recorded(loaded) as record:
-            raise RewardError(f"a reward that can't work: {number}")
-        assert json.loads((record.folder / "result.json").read_text())["status"] == "failed"
-    assert "can't work: 0" in (record.folder / "earlier_1" / "result.json").read_text()
-    folder = train(config, "again", "loop.num_steps=1", "data.shuffle=false")
-    assert json.loads((folder / "result.json").read_text())["status"] == "done"
-    with pytest.raises(MeshrlError, match=r"again .*choose another run\.name"), _recorded(loaded):
-        pytest.fail("two runs have one folder")
-
-
-class _Broken(Exception):
-    pass
-
-
-@pytest.mark.parametrize("where", ["on_step", "reward", "sink"])
-def test_an_error_of_the_controller_ends_the_run_with_its_last_finished_step_saved(where, config, monkeypatch):
-    """P68: as after Ctrl-C. A step that every sink has got is finished, also if one of them raises."""
-
-    def on_step(step: int, metrics: Mapping[str, float]) -> None:
-        if step == 2 and where == "on_step":
-            raise _Broken
-
-    class Sink(JsonlSink):
-        def write(self, step: int, values: Mapping[str, float], units: Mapping[str, str]) -> None:
-            super().write(step, values, units)
-            if step == 2 and where == "sink":
-                raise _Broken
-
-    monkeypatch.setattr("meshrl.run.live.JsonlSink", Sink)
-    order = "false" if where == "reward" else "true"  # the grader fails on the row "6", the fourth one
-    loaded = load_run_config(
-        config,
-        [f"run.name={where}", "loop.eval_every_steps=0", f"data.shuffle={order}", "loop.prompts_per_step=1"]
-        + ([] if where == "reward" else ['reward.terms={"ascii": {"kind": "tiny_run:ascii_share"}}']),
-    )
-    with pytest.raises(RewardError if where == "reward" else _Broken):
-        start.train(loaded, write_report, Objects(on_step=on_step))
-    folder = Path(loaded.config.run.folder) / where
-    assert [step for step, _ in states(folder / "checkpoints")] == [3]
-    assert [line.step for line in read_metrics(folder / "metrics.jsonl")[0]][-3:] == [0, 1, 2]
-    result = json.loads((folder / "result.json").read_text())
-    assert (result["status"], result["steps"]) == ("failed", 3)
-
-
-def test_training_states_are_saved_at_evaluations_and_every_ten_minutes_by_default(config, tmp_path, monkeypatch):
-    """P68: without models, except the best and the last."""
+def test_a_best_model_whose_export_was_interrupted_is_written_after_the_resume(config: Path, tmp_path: Path):
+    """P68: its evaluation is not repeated."""
     script = tmp_path / "script"
-    script.write_text("0.5 0.25 0.25")
-    options = (f"reward.terms.answer.args.script={script}", "loop.eval_every_steps=3", "run.keep_checkpoints=9")
-    folder = train(config, "evals", *options)
-    assert [step for step, _ in states(folder / "checkpoints")] == [3, 4]
-    assert [path.parent.name for path in sorted(folder.glob("checkpoints/*/model"))] == ["step_000004"]
-    monkeypatch.setattr("meshrl.run.live.AUTO_SAVE_S", 0.0)
-    script.write_text("0.5 0.25")
-    folder = train(config, "minutes", *options, "loop.eval_every_steps=0")
-    saved = [step for step, _ in states(folder / "checkpoints")]
-    assert saved[0] == 1 and saved[-1] == 4  # a save that is still being written is not waited for
-    script.write_text("0.5 0.25")
-    folder = train(config, "turned_off", *options, "loop.eval_every_steps=0", "loop.save_every_steps=0")
-    assert [step for step, _ in states(folder / "checkpoints")] == [4]
+    script.write_text("0.25 0.75")
+    options = ("loop.num_steps=2", "loop.eval_every_steps=1", f"reward.terms.answer.args.script={script}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(models, "require_space", _no_room)
+        with pytest.raises(CheckpointError, match="a model takes too much"):
+            train(config, "late", *options)
+    script.write_text("0.5")
+    folder = train(config, "late", *options, "run.resume=auto")
+    best = read_best(folder)
+    assert best is not None and (best.step, best.score) == (1, 0.75) and Path(best.model).is_dir()
 
 
-def test_resume_auto_passes_over_damaged_checkpoints_with_a_note(config: Path, tmp_path: Path, capsys):
-    """P28, P43: one with a list of files that was changed, one with a changed tensor, which the ranks find, and one
-    that was saved with a NaN."""
-    script = tmp_path / "script"
-    script.write_text("0.5 0.25")
-    overrides = ("loop.save_every_steps=1", "loop.eval_every_steps=0", f"reward.terms.answer.args.script={script}")
-    folder = train(config, "damaged", *overrides, "run.keep_checkpoints=9")
-    damaged = [folder / "checkpoints" / f"step_00000{step}" / "state" for step in (3, 4)]
-    content = bytearray((damaged[0] / "rank_00000.safetensors").read_bytes())
-    content[-1] ^= 1
-    (damaged[0] / "rank_00000.safetensors").write_bytes(content)
-    (damaged[1] / "manifest.json").write_text("{}")
-    state = folder / "checkpoints" / "step_000002" / "state"
-    name = poison(state, tmp_path / "poisoned", "rank_00000.safetensors", "model.")
-    shutil.rmtree(state)
-    shutil.copytree(tmp_path / "poisoned", state)
-    capsys.readouterr()
-    script.write_text("0.25")
-    train(config, "damaged", *overrides, "run.resume=auto")
-    text = capsys.readouterr().out
-    assert f"checkpoint passed over: {damaged[1] / 'manifest.json'}" in text
-    assert f"checkpoint passed over: {damaged[0] / 'rank_00000.safetensors'} is damaged" in text
-    assert f"checkpoint passed over: {state} contains values that are not finite in {name}" in text
-    assert f"continues from {folder / 'checkpoints' / 'step_000001' / 'state'}, after step 1" in text
-    assert (folder / "earlier_1" / "checkpoints" / "step_000003" / "state").is_dir()
-    assert json.loads((folder / "result.json").read_text())["steps"] == 4
+def _no_room(folder: Path, num_bytes: int, what: str = "a checkpoint") -> None:
+    raise CheckpointError(f"{what} takes too much")
+
+
+def test_a_damaged_record_of_the_best_model_is_named(tmp_path: Path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "best.json").write_text("")
+    with pytest.raises(CheckpointError, match=r"best\.json is damaged: .* Remove it"):
+        read_best(tmp_path)

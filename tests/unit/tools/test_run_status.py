@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,25 @@ def test_stop_requests_the_end_and_waits_for_it(tmp_path, run_of):
     assert stop(tmp_path).endswith("interrupted after 3 s; step 3 of 5")
     assert process.wait() == 143
     assert "interrupted after 3 s" in describe(tmp_path)
+
+
+def test_stop_does_not_wait_for_a_run_that_takes_the_folder_over(tmp_path, run_of):
+    """A requeued job takes the lease as soon as the earlier process has ended."""
+    process, next_run = run_of("handles SIGTERM"), FolderLease(tmp_path)
+
+    waiting = threading.Thread(target=lambda: wait_until(lambda: _took(next_run)))
+    waiting.start()
+    assert "step 3 of 5" in stop(tmp_path)
+    waiting.join()
+    assert process.wait() == 143 and is_leased(tmp_path)
+    next_run.release()
+
+
+def _took(lease: FolderLease) -> bool:
+    try:
+        return lease.take()
+    except BlockingIOError:
+        return False
 
 
 def test_stop_raises_an_error_when_a_run_does_not_end(tmp_path, run_of, monkeypatch):
