@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -117,7 +119,20 @@ def test_pruning_counts_only_valid_checkpoints_and_leaves_models(tmp_path):
 
 
 def test_a_removal_that_was_interrupted_is_finished(tmp_path):
-    complete, half = _checkpoint(tmp_path, 1), _checkpoint(tmp_path, 2)
-    (half / "manifest.json").unlink()
+    """A state without a manifest stays: another program may be copying it."""
+    complete, half, copied = (_checkpoint(tmp_path, step) for step in (1, 2, 3))
+    (copied / "manifest.json").unlink()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shutil, "rmtree", _killed)
+        with pytest.raises(KeyboardInterrupt):
+            prune(tmp_path, 1)
+    assert [step for step, _ in states(tmp_path)] == [2]
     remove_leftovers(tmp_path)
-    assert [step for step, _ in states(tmp_path)] == [1] and not half.parent.exists() and complete.is_dir()
+    assert [step for step, _ in states(tmp_path)] == [2] and half.is_dir()
+    assert not complete.parent.exists() and copied.is_dir()
+
+
+def _killed(path: Path, ignore_errors: bool = False) -> None:
+    """In place of rmtree: the process is killed when it removes something that exists."""
+    if path.exists():
+        raise KeyboardInterrupt
