@@ -65,9 +65,7 @@ def run_name(loaded: Loaded[Any]) -> str:
             name = f"{first}-{number}"
 
 
-def choose_start(
-    run: RunSection, folder: Path, kind: str, num_steps: int, note: Callable[[str], None] = print
-) -> Start | None:
+def choose_start(run: RunSection, folder: Path, kind: str, num_steps: int, note: Callable[[str], None]) -> Start | None:
     """The checkpoint that run.resume selects for the run in `folder`; None for a new run. Changes no file. Call it with
     the folder's lease.
 

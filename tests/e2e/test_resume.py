@@ -243,7 +243,7 @@ def test_supervised_training_resumes_to_the_bit(tmp_path):
     curves = [json.loads((f / "result.json").read_text())["loss_curve"] for f in (full, branch)]
     assert curves[0] == curves[1] and len(curves[0]) == 6
     with pytest.raises(CheckpointError, match="is a checkpoint of `meshrl sft`, not of `meshrl train`"):
-        choose_start(RunSection(resume=str(full / "checkpoints" / "step_000004")), tmp_path / "new", "train", 9)
+        choose_start(RunSection(resume=str(full / "checkpoints" / "step_000004")), tmp_path / "new", "train", 9, print)
 
 
 def test_convert_makes_the_same_model_folder_as_the_run(undisturbed, tmp_path, capsys):
