@@ -121,8 +121,8 @@ class Run:
 
     @cached_property
     def lines(self) -> list[MetricsLine]:
-        """metrics.jsonl: a line for each step (number from 0, time, metrics) and for each evaluation, with the number
-        of the step before it."""
+        """metrics.jsonl: a line for each step (number from 1, time, metrics) and for each evaluation, with the number of
+        finished steps."""
         from meshrl.monitor.sinks import read_metrics
 
         return read_metrics(self.folder / "metrics.jsonl")[0]
@@ -151,7 +151,7 @@ class Run:
         return None if model is None else self.folder.joinpath(*Path(model).parts[-3:])  # checkpoints/step_N/model
 
     def trajectories(self, step: int = -1) -> list[Trajectory]:
-        """The scored answers of a step, counted from 0, or from the end as -1. An SFT run has none.
+        """The scored answers of a step, counted from 1, or from the end as -1. An SFT run has none.
 
         Raises: IndexError when the run has no such step.
         """

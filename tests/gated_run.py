@@ -31,7 +31,7 @@ def main(config: str, folder: str, *overrides: str) -> None:
         (gate / "new").rename(gate / "store")
 
     def on_step(step: int, metrics: Any) -> None:
-        if step == 0:
+        if step == 1:
             (gate / "reached").touch()
             _wait_for(gate / "open")
 

@@ -29,7 +29,7 @@ def state(folder: Path, step: int) -> dict[str, torch.Tensor]:
 def prompt_counts(folder: Path) -> list[Counter[int]]:
     """For each step, how often each prompt was answered, by the prompt's ordinal."""
     paths = sorted((folder / "rollouts").glob("step_*.jsonl"))
-    assert [path.name for path in paths] == [f"step_{i:06d}.jsonl" for i in range(len(paths))]
+    assert [path.name for path in paths] == [f"step_{i:06d}.jsonl" for i in range(1, len(paths) + 1)]
     return [Counter(record.trajectory.prompt.ordinal for record in read_rollouts(path)) for path in paths]
 
 

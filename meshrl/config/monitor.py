@@ -18,8 +18,8 @@ class MonitorConfig(Slice):
     wandb_project: str | None = None
     """project of the wandb sink; null = WANDB_PROJECT, else meshrl. Its other WANDB_* variables apply, too"""
     rollout_log_every_steps: int = Field(1, ge=0)
-    """steps between files in rollouts/, which contain all trajectories of a step; 1 = each step has one. Evaluations
-    always have one, except with 0 = no files"""
+    """steps between files in rollouts/, which contain all trajectories of a step; 1 = each step has one; N = steps
+    1, N + 1, 2 N + 1, ... Evaluations always have one, except with 0 = no files"""
 
 
 def sink_problems(case: Case) -> Iterator[Problem]:

@@ -61,7 +61,7 @@ async def evaluate_if_due(job: Job) -> None:
     with run.spans("eval"):
         trajectories, metrics = await evaluate_prompts(job.cfg, job.task, job.rollouts, job.scorer, job.trainer.version)
     job.rollout_log.write(job.step, trajectories, name="eval")
-    values = run.report(job.step - 1, metrics + run.spans.take("eval"))
+    values = run.report(job.step, metrics + run.spans.take("eval"))
     job.evals.append((job.step, values["eval/mean_at_k"]))
     k = job.cfg.loop.eval_samples
     how = "greedy" if k == 1 else f"{k} samples each"

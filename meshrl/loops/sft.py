@@ -74,5 +74,5 @@ async def sft(job: SftJob) -> None:
                 *job.run.writes.take(),
                 *spans.take(),
             ]
-            job.losses.append(job.run.report(job.step, metrics)["loss/nll"])
+            job.losses.append(job.run.report(job.step + 1, metrics)["loss/nll"])
             job.cursor = job.source.state()

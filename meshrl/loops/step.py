@@ -230,7 +230,7 @@ def _nothing_to_train(samples: Sequence[Sample]) -> str:
 
 
 async def first_sync(job: Job) -> list[Metric]:
-    """The sync before the loop's first step. Its metrics are named first_sync/* and belong to step 0. A resumed run
+    """The sync before the loop's first step. Its metrics are named first_sync/* and belong to step 1. A resumed run
     drops them: it has reported them before, and its metrics must equal those of an uninterrupted run."""
     began = time.perf_counter()
     metrics = await _sync(job)
@@ -415,10 +415,10 @@ async def finish_step(
         metrics.append(Metric(name="proof/limit", sum=job.proof.threshold, reduce="max", unit="nats"))
     rollouts, error = None, None
     try:
-        rollouts = job.rollout_log.write(job.step, trajectories)
+        rollouts = job.rollout_log.write(job.step + 1, trajectories)
     except (TypeError, ValueError) as e:  # an agent wrote messages that are not plain JSON: count the step first
         error = e
-    values = job.run.report(job.step, metrics)
+    values = job.run.report(job.step + 1, metrics)
     if _has_no_signal(job, values) and not job.noted_no_signal:
         job.noted_no_signal = True
         where = f"are in {rollouts}" if rollouts else "have no file (monitor.rollout_log_every_steps)"

@@ -40,8 +40,8 @@ class RolloutLog:
     """Writes `folder`/rollouts/step_000012.jsonl for each step; `folder` is the run's folder.
 
     decode: ids int32[R] -> text with special tokens. writes: counts failed writes, which end no run; by default the log
-    has its own counter. every_steps: the steps 0, every_steps, 2 * every_steps, ... have files, and all evaluations;
-    0 = nothing has a file.
+    has its own counter. every_steps: steps 1, 1 + every_steps, 1 + 2 * every_steps, ... have files, and all
+    evaluations; 0 = nothing has a file.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class RolloutLog:
 
         Raises: TypeError when a prompt's answer or meta is not plain JSON.
         """
-        if self._every_steps == 0 or (name == "step" and step % self._every_steps):
+        if self._every_steps == 0 or (name == "step" and (step - 1) % self._every_steps):
             return None
         path = self._folder / f"{name}_{step:06d}.jsonl"
         groups: dict[str, _Group] = {}
@@ -98,12 +98,11 @@ def _leave_out_repeated(record: Record, trajectory: Trajectory, group: _Group) -
 
 
 def step_files(folder: Path, first_step: int) -> list[Path]:
-    """The files of step `first_step` (counted from 0) and later ones in a run's rollouts/. Evaluations are named by
-    finished steps, so the evaluation after first_step steps is not among them."""
+    """The files of step `first_step` and later ones in a run's rollouts/, also of evaluations after these steps."""
     found = []
     for path in sorted(folder.glob("*_*.jsonl")):
         name, _, number = path.stem.rpartition("_")
-        if number.isdigit() and int(number) >= first_step + (name != "step"):
+        if number.isdigit() and int(number) >= first_step:
             found.append(path)
     return found
 

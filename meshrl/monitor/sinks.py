@@ -27,8 +27,8 @@ from meshrl.monitor.metrics import divide, merge, units
 
 
 class Sink(Protocol):
-    """An output for the values of each step, as `divide` and `units` return them. `close` is called once; failed: how
-    the run ended."""
+    """An output for the values of each step, as `divide` and `units` return them. Steps count from 1; an evaluation
+    has the number of finished steps, 0 before the first one. `close` is called once; failed: how the run ended."""
 
     def write(self, step: int, values: Mapping[str, float], units: Mapping[str, str]) -> None: ...
 
@@ -136,7 +136,7 @@ def read_metrics(path: str | Path) -> tuple[list[MetricsLine], dict[str, str]]:
                 units |= {str(name): str(unit) for name, unit in record["units"].items()}
                 continue
             step, at = record["step"], float(record["time"])
-            if type(step) is not int or not -1 <= step < _MAX_STEP or not 0 <= at < _MAX_TIME:
+            if type(step) is not int or not 0 <= step < _MAX_STEP or not 0 <= at < _MAX_TIME:
                 raise ValueError(f"step {step!r:.40} at time {at!r}")
             values = {name: float(value) for name, value in record["metrics"].items()}
             lines.append(MetricsLine(step=step, time=at, metrics=values))
@@ -177,10 +177,10 @@ class TerminalSink:
         num_steps: int,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
-        first_step: int = 0,
+        finished_steps: int = 0,
         writes: FailedWrites | None = None,
     ):
-        self._num_steps, self._first, self._step = num_steps, first_step, first_step - 1
+        self._num_steps, self._first, self._step = num_steps, finished_steps, finished_steps
         self._stream, self._clock = GuardedStream(stream or sys.stdout, writes or FailedWrites()), clock
         self._first_write: tuple[float, int] | None = None  # time and finished steps, to measure steps per second
         self._eta_s: float | None = None
@@ -210,8 +210,10 @@ class TerminalSink:
         self._phase = phase or self._phase
 
     def write(self, step: int, values: Mapping[str, float], units: Mapping[str, str]) -> None:
-        """Show one finished step, or an evaluation after it; an evaluation before the first step has first_step - 1."""
+        """Show one finished step, or an evaluation after it."""
         now = self._clock()
+        if step < self._step:  # the run continues from an earlier step, so its speed is measured from there
+            self._first, self._first_write = step, None
         self._step, self._eta_s = step, self._remaining(step, now)
         self._curve = self._curve + [values[name] for name in ("reward/mean", "loss/nll") if name in values]
         self._values = self._values | dict(values)  # an evaluation alone must not blank the step's numbers
@@ -220,7 +222,7 @@ class TerminalSink:
 
     def _print(self, line: str, now: float) -> None:
         """Print the line of the newest step if one is due, else store it until the next one."""
-        percent = 100 * (self._step + 1) // self._num_steps
+        percent = 100 * self._step // self._num_steps
         if percent == self._printed_percent and now - self._printed_at < _PRINT_EVERY_S:
             self._skipped = line
             return
@@ -230,11 +232,11 @@ class TerminalSink:
     def _remaining(self, step: int, now: float) -> float | None:
         """Seconds to the end at the speed since the first write; None before that. The start-up does not count, because
         it takes longer than a step."""
-        done = step + 1 - self._first
+        done = step - self._first
         if self._first_write is None:
             self._first_write = now, done
         since, before = self._first_write
-        return (now - since) / (done - before) * (self._num_steps - step - 1) if done > before else None
+        return (now - since) / (done - before) * (self._num_steps - step) if done > before else None
 
     def _panel(self) -> Any:
         from rich.console import Group
@@ -244,7 +246,7 @@ class TerminalSink:
         from rich.table import Table
         from rich.text import Text
 
-        values, done = self._values, self._step + 1
+        values, done = self._values, self._step
         shown = [("phase", self._phase)]
         if self._eta_s is not None:
             shown.append(("ETA", duration(self._eta_s)))
@@ -269,9 +271,9 @@ class TerminalSink:
 
 def step_line(step: int, num_steps: int, values: Mapping[str, float], eta_s: float | None) -> str:
     """One step as one line of about 120 characters, without missing metrics and without clip fractions of exactly 0
-    (the only value with one update per step). Steps count from 1."""
+    (the only value with one update per step). """
     width = len(str(num_steps))
-    parts = [f"step {step + 1:>{width}}/{num_steps}"]
+    parts = [f"step {step:>{width}}/{num_steps}"]
     for label, name, show in LINE_COLUMNS:
         if name in values and (values[name] != 0 or not label.startswith("clip")):
             parts.append(f"{label} {show(values[name])}")

@@ -99,7 +99,7 @@ class StatusFile:
 
     def write(self, step: int, values: Mapping[str, float], units: Mapping[str, str]) -> None:
         shown = self.status.values | {name: values[name] for name in _SHOWN if name in values}
-        self.status = replace(self.status, step=max(self.status.step, step + 1), values=shown)
+        self.status = replace(self.status, step=max(self.status.step, step), values=shown)
         self._changed.set()
 
     def close(self, failed: bool = False) -> None:

@@ -1,6 +1,5 @@
 """TensorBoard and Weights & Biases as sinks; each is imported only when a run uses it.
 
-Both count finished steps from 1, so an evaluation before the first step is at 0.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ class TensorBoardSink:
             self._writer = self._make(_event_files(self._folder))
         try:
             for name, value in values.items():
-                self._writer.add_scalar(name, value, step + 1, description=_describe(name, units.get(name, "")))
+                self._writer.add_scalar(name, value, step, description=_describe(name, units.get(name, "")))
             self._writer.flush()
         except OSError:
             with suppress(OSError):
@@ -148,7 +147,7 @@ class WandbSink:
         self.where = upload if self._run.offline else self._run.url or "disabled by WANDB_MODE"
 
     def write(self, step: int, values: Mapping[str, float], units: Mapping[str, str]) -> None:
-        self._run.log({"step": step + 1, **values})
+        self._run.log({"step": step, **values})
 
     def close(self, failed: bool = False) -> None:
         """End the W&B run; failed: mark it as failed."""

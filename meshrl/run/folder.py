@@ -40,8 +40,8 @@ class Start:
 
     @property
     def first_repeated_step(self) -> int:
-        """The first step whose output the run writes again; the evaluation before the first step has number -1."""
-        return self.step if self.folder is not None else -1
+        """The first step whose output the run writes again; the evaluation before the first step has number 0."""
+        return self.step + 1 if self.folder is not None else 0
 
     def is_of(self, run: Path) -> bool:
         """Whether it is a checkpoint of the run in this folder, and not of another one."""
@@ -166,7 +166,7 @@ def set_aside(folder: Path, start: Start | None) -> Path | None:
     checkpoints, rollouts, metrics = folder / "checkpoints", folder / "rollouts", folder / _METRICS
     numbers = [_number(path) for place in (folder, checkpoints, rollouts) for path in place.glob(EARLIER + "*")]
     aside = folder / f"{EARLIER}{1 + max(numbers, default=0)}"
-    step, first_repeated = (start.step, start.first_repeated_step) if start is not None else (-1, -1)
+    step, first_repeated = (start.step, start.first_repeated_step) if start is not None else (-1, 0)
     later = later_lines(metrics, first_repeated) if start is not None and metrics.exists() else ""
     remove_leftovers(checkpoints)
     moved = [path for number, path in step_folders(checkpoints) if number > step]
@@ -195,7 +195,7 @@ def bytes_of(folder: Path) -> int:
     """Bytes of the states, models, rollouts and metrics of a run, without those of earlier parts."""
     places = [path for _, path in step_folders(folder / "checkpoints")]
     files = [file for place in places for file in place.rglob("*")]
-    files += [folder / _METRICS, *step_files(folder / "rollouts", -1)]
+    files += [folder / _METRICS, *step_files(folder / "rollouts", 0)]
     total = 0
     for file in files:
         with suppress(OSError):  # a link without a target, or a file that another program has removed

@@ -74,7 +74,7 @@ class LiveRun:
         self.writes = FailedWrites()
         self.status = StatusFile(folder, num_steps, first_step, self.writes)
         stream = _Discarded() if objects.quiet else None
-        terminal = TerminalSink(num_steps, stream, first_step=first_step, writes=self.writes)
+        terminal = TerminalSink(num_steps, stream, finished_steps=first_step, writes=self.writes)
         self.note = terminal.note
         self.sinks: list[Sink] = [terminal, self.status]
 
@@ -206,7 +206,7 @@ class LiveRun:
         elif aside is not None:
             what = "an earlier part of the run" if start is not None else "an earlier run in this folder"
             self.note(f"what {what} wrote after step {first_step} is now in {aside}")
-        first_repeated = start.first_repeated_step if start is not None else -1
+        first_repeated = start.first_repeated_step if start is not None else 0
         self.sinks.insert(0, JsonlSink(self.folder / "metrics.jsonl", first_repeated))
         self.status.go_back_to(first_step)
         self.ends_early = False  # on_step is called again for the steps that are repeated

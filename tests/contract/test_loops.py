@@ -95,7 +95,7 @@ def test_a_run_that_ended_early_continues_with_the_next_prompts(config, kind):
     values["model"]["path"] = str(config.parent / "model")
     values["data"] |= {"path": str(config.parent / "rows.jsonl"), "eval_path": None}
     values["run"] |= {"name": f"early_{kind}", "resume": "auto"}
-    folder = meshrl.train(values, on_step=lambda step, metrics: step < 2, quiet=True).folder
+    folder = meshrl.train(values, on_step=lambda step, metrics: step < 3, quiet=True).folder
     assert len(prompt_counts(folder)) == 3
     meshrl.train(values, quiet=True)
     counts = prompt_counts(folder)

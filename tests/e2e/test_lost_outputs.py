@@ -50,7 +50,7 @@ def start(config: Path, shell: str) -> subprocess.Popen[bytes]:
 
 def require_complete(folder: Path) -> dict[str, int]:
     """Checks the run's data. Returns the failed writes by output."""
-    assert [line.step for line in read_metrics(folder / "metrics.jsonl")[0]] == [0, 1]
+    assert [line.step for line in read_metrics(folder / "metrics.jsonl")[0]] == [1, 2]
     assert (folder / "checkpoints" / "step_000002" / "state" / "manifest.json").is_file()
     assert (folder / "checkpoints" / "step_000002" / "model" / "model.safetensors").is_file()
     assert "done" in (folder / "report.html").read_text()
@@ -73,7 +73,7 @@ def test_a_run_continues_without_the_reader_of_its_output_and_without_its_rollou
     assert counts.keys() == {"terminal"} and "Traceback" not in error
     assert f"outputs that are not complete: terminal: {counts['terminal']} writes failed (Broken pipe)" in error
     rollouts = sorted((config.parent / "runs" / "one" / "rollouts").iterdir())
-    assert [path.name for path in rollouts] == ["step_000001.jsonl"]  # the folder was created again
+    assert [path.name for path in rollouts] == ["step_000002.jsonl"]  # the folder was created again
 
 
 @pytest.mark.timeout(300)

@@ -95,15 +95,15 @@ def test_a_run_from_python_has_the_numbers_of_the_command(home, config):
     run = asyncio.run(cell())
     assert steps_of(run.folder) == steps_of(command)
     assert run.folder == home / "runs" / "python" and run.summary["status"] == "done"
-    assert [line.step for line in run.lines] == [0, 1]
-    assert seen == list(enumerate(run.metrics["reward/mean"])) == list(enumerate(run.summary["reward_curve"]))
+    assert [line.step for line in run.lines] == [1, 2]
+    assert seen == list(enumerate(run.metrics["reward/mean"], 1)) == list(enumerate(run.summary["reward_curve"], 1))
     last = run.trajectories()
     assert len(last) == 16 and len(agent.prompt_ids) == 32
     assert sum(t.reward for t in last) / 16 == pytest.approx(seen[-1][1])
     assert {t.prompt.id for t in last} == set(agent.prompt_ids[16:])
-    assert run.trajectories(0)[0].prompt.id == agent.prompt_ids[0]
-    with pytest.raises(IndexError, match="no answers of step 2"):
-        run.trajectories(2)
+    assert run.trajectories(1)[0].prompt.id == agent.prompt_ids[0]
+    with pytest.raises(IndexError, match="no answers of step 3"):
+        run.trajectories(3)
     assert (run.model / "config.json").is_file() and run.model.is_relative_to(run.folder)
     assert meshrl.Run(str(run.folder)).metrics == run.metrics
 
@@ -125,7 +125,7 @@ def test_false_from_on_step_ends_the_run_as_after_its_last_step(config):
 
     def enough(step: int, metrics: dict[str, float]) -> bool:
         metrics_seen.append(metrics)
-        return step < 1
+        return step < 2
 
     run = meshrl.train(config("ended", loop={"num_steps": 3}), **arguments, on_step=enough)
     assert run.summary["status"] == "done" and run.summary["steps"] == 2
@@ -158,7 +158,7 @@ def test_a_second_run_at_the_same_time_is_refused_and_the_first_continues(config
         refused.append(step)
 
     run = meshrl.train(config("first"), rewards={"ascii": share}, data=ROWS, on_step=another, quiet=True)
-    assert run.summary["status"] == "done" and refused == list(range(run.summary["steps"])) != []
+    assert run.summary["status"] == "done" and refused == list(range(1, run.summary["steps"] + 1)) != []
 
 
 def test_an_agent_that_returns_no_trajectory_is_named(config):
@@ -214,7 +214,7 @@ def test_supervised_training_and_evaluation_of_its_model(config):
     made = config("sft")
     made = {key: made[key] for key in ("model", "train", "run", "cluster")}
     made["sft"] = {"rows_per_step": 4, "num_steps": 9, "max_row_tokens": 99}
-    run = meshrl.sft(made, data=CHATS, on_step=lambda step, metrics: step < 2, quiet=True)
+    run = meshrl.sft(made, data=CHATS, on_step=lambda step, metrics: step < 3, quiet=True)
     losses = run.metrics["loss/nll"]
     assert len(losses) == 3 and losses == run.summary["loss_curve"]
     assert run.model == run.folder / "checkpoints" / "step_000003" / "model"

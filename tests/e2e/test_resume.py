@@ -100,7 +100,7 @@ def test_two_ranks_resume_to_the_bit_and_one_rank_resumes_from_their_checkpoint(
     assert {t.shape for t in weights(one, 4).values()} == {t.shape for t in weights(full, 4).values()}
     for mine, other in zip([s for s in steps_of(one) if "reward/mean" in s], training[0][2:], strict=True):
         assert mine["reward/mean"] == pytest.approx(other["reward/mean"], rel=1e-3)
-    assert sorted(p.name for p in (one / "rollouts").glob("step_*")) == ["step_000002.jsonl", "step_000003.jsonl"]
+    assert sorted(p.name for p in (one / "rollouts").glob("step_*")) == ["step_000003.jsonl", "step_000004.jsonl"]
 
 
 @pytest.mark.parametrize("stop", [3, PER_EPOCH, 7], ids=["mid-epoch", "epoch end", "before the last"])
@@ -152,9 +152,9 @@ def _files(folder: Path) -> dict[str, bytes]:
 def test_a_resume_that_is_refused_changes_nothing(config):
     """P27: it changes neither result.json and config.yaml nor files written after the checkpoint."""
     folder = train_inline(config, "refused", "loop.num_steps=2", "loop.save_every_steps=1")
-    (folder / "rollouts" / "step_000002.jsonl").write_text("")  # of a step that was not finished
+    (folder / "rollouts" / "step_000003.jsonl").write_text("")  # of a step that was not finished
     with (folder / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"schema": 1, "step": 2, "time": 0.0, "metrics": {}}) + "\n")
+        file.write(json.dumps({"schema": 1, "step": 3, "time": 0.0, "metrics": {}}) + "\n")
     before = _files(folder)
     for error, override in (
         (DataError, "run.seed=1"),  # refused after the data is loaded
@@ -305,7 +305,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_no_children(config, undistu
         process = subprocess.Popen(
             [*command, *layout], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
         )
-    while not (folder / "rollouts" / "step_000001.jsonl").exists():
+    while not (folder / "rollouts" / "step_000002.jsonl").exists():
         assert process.poll() is None, process.communicate()[1]
         time.sleep(0.02)
     family = psutil.Process(process.pid).children(recursive=True)

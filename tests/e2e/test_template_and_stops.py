@@ -34,7 +34,7 @@ def test_a_run_uses_and_saves_the_template_and_the_stop_strings_of_its_config(co
     folder = train(config, "run", *INLINE, *given, *more, "loop.num_steps=1")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     ended = 0
-    for logged in read_rollouts(folder / "rollouts" / "step_000000.jsonl"):
+    for logged in read_rollouts(folder / "rollouts" / "step_000001.jsonl"):
         prompt, (turn,) = logged.trajectory.prompt, logged.trajectory.turns
         assert tokenizer.decode(prompt.ids.tolist()).endswith("<|im_end|>\n<|im_start|>assistant\n<think></think>")
         assert turn.sampling.stop == tuple(STOP)

@@ -272,7 +272,7 @@ def test_ctrl_c_ends_within_ten_seconds_in_the_middle_of_a_long_update(saved, co
     pressed, ended = [], []
 
     def press() -> None:
-        while not (folder / "rollouts" / "step_000001.jsonl").exists() or "train" not in _phase(folder):
+        while not (folder / "rollouts" / "step_000002.jsonl").exists() or "train" not in _phase(folder):
             time.sleep(0.05)
         time.sleep(2.0)
         pressed.append(time.monotonic())

@@ -103,7 +103,7 @@ def read_run(folder: Path) -> RunFolder:
     for line in lines:
         for name, value in line.metrics.items():
             one = series.setdefault(name, Series(units.get(name, "")))
-            one.steps.append(line.step + 1)
+            one.steps.append(line.step)
             one.values.append(value)
     result = _result(folder / "result.json")
     evals = sorted((folder / "rollouts").glob("eval_*.jsonl"))
@@ -146,7 +146,7 @@ def seconds_by_phase(line: MetricsLine) -> dict[str, float]:
 def _phases(lines: list[MetricsLine]) -> dict[str, dict[int, float]]:
     phases: dict[str, dict[int, float]] = {}
     for before, line in zip([None, *lines], lines):
-        step = max(line.step + 1, 1)  # an evaluation before the first step is shown with that step
+        step = max(line.step, 1)  # an evaluation before the first step is shown with that step
         spent = seconds_by_phase(line)
         rest = line.time - before.time - sum(spent.values()) if before else 0.0
         spent["other"] = rest if 0 < rest < PAUSE_S else 0.0

@@ -109,9 +109,9 @@ def test_a_line_that_refers_to_a_missing_one_is_refused(damaged, tmp_path):
 
 
 def test_only_the_chosen_steps_have_files_and_all_evaluations_or_none(tmp_path):
-    for every, expected in ((3, ["step_000000", "step_000003", "step_000006"]), (0, None)):
+    for every, expected in ((3, ["step_000001", "step_000004", "step_000007"]), (0, None)):
         log = RolloutLog(tmp_path / str(every), decode, every_steps=every)
-        written = [log.write(step, []) for step in range(8)] + [log.write(step, [], name="eval") for step in (0, 1, 2)]
+        written = [log.write(step, []) for step in range(1, 9)] + [log.write(step, [], name="eval") for step in (0, 1, 2)]
         assert sum(path is not None for path in written) == (0 if expected is None else 6)
         if expected is None:
             assert not (tmp_path / "0").exists()
@@ -213,9 +213,9 @@ def test_readers_and_sinks_import_no_torch_and_no_drawing():
 
 def test_the_files_of_repeated_steps_do_not_include_the_evaluation_before_them(tmp_path):
     """P27: nothing is counted twice; an evaluation is named by the number of finished steps before it."""
-    names = ["eval_000000", "step_000000", "step_000001", "eval_000002", "step_000002", "eval_000003", "step_000010"]
+    names = ["eval_000000", "step_000001", "eval_000002", "step_000002", "eval_000003", "step_000003", "step_000010"]
     for name in names:
         (tmp_path / f"{name}.jsonl").write_text("")
     (tmp_path / "notes.txt").write_text("mine")
-    assert [path.stem for path in step_files(tmp_path, 2)] == ["eval_000003", "step_000002", "step_000010"]
-    assert sorted(path.stem for path in step_files(tmp_path, -1)) == sorted(names)
+    assert [path.stem for path in step_files(tmp_path, 3)] == ["eval_000003", "step_000003", "step_000010"]
+    assert sorted(path.stem for path in step_files(tmp_path, 0)) == sorted(names)

@@ -153,9 +153,9 @@ def test_if_the_output_is_not_a_terminal_a_step_is_one_plain_line():
     out, now = io.StringIO(), [0.0]
     sink = TerminalSink(50, out, clock=lambda: now[0])
     now[0] = 10.0
-    sink.write(0, VALUES, {})
+    sink.write(1, VALUES, {})
     now[0] = 30.0
-    sink.write(1, {"reward/mean": float("nan")}, {})
+    sink.write(2, {"reward/mean": float("nan")}, {})
     sink.close()
     assert out.getvalue().splitlines() == [
         "step  1/50  reward 0.531  length 14.2  grad 0.412",
@@ -164,11 +164,11 @@ def test_if_the_output_is_not_a_terminal_a_step_is_one_plain_line():
     assert out.getvalue().isascii()
 
 
-def steps_printed(num_steps: int, seconds_per_step: float, last: int | None = None, first_step: int = 0) -> list[int]:
-    """The steps, counted from 1, for which a run prints a line to a pipe. last: the step after which the run ends."""
+def steps_printed(num_steps: int, seconds_per_step: float, last: int | None = None, finished: int = 0) -> list[int]:
+    """The steps for which a run prints a line to a pipe. last: the step after which the run ends."""
     out, now = io.StringIO(), [0.0]
-    sink = TerminalSink(num_steps, out, clock=lambda: now[0], first_step=first_step)
-    for step in range(first_step, last or num_steps):
+    sink = TerminalSink(num_steps, out, clock=lambda: now[0], finished_steps=finished)
+    for step in range(finished + 1, (last or num_steps) + 1):
         now[0] += seconds_per_step
         sink.write(step, VALUES, {})
     sink.close(failed=last is not None)
@@ -179,7 +179,7 @@ def test_a_pipe_gets_a_line_for_each_percent_and_for_the_first_and_last_step():
     assert steps_printed(1000, 0.1) == [1, *range(10, 1001, 10)]
     assert steps_printed(250, 0.1)[:5] == [1, 3, 5, 8, 10]
     assert steps_printed(100, 0.1) == [*range(1, 101)]
-    resumed = steps_printed(1000, 0.1, first_step=984)
+    resumed = steps_printed(1000, 0.1, finished=984)
     assert resumed == [985, 990, 1000]
 
 
@@ -196,9 +196,9 @@ def test_notes_are_printed_between_the_lines_of_steps_and_an_evaluation_is_one_o
     """The loop sends the result of an evaluation to the sinks and as a note; a log shows it only once."""
     out = io.StringIO()
     sink = TerminalSink(1000, out, clock=lambda: 0.0)
-    for step in range(12):
+    for step in range(1, 13):
         sink.write(step, {}, {})
-        if step == 4:
+        if step == 5:
             sink.write(step, {"eval/mean_at_k": 0.5}, {})
             sink.note("eval after 5 steps: mean@1 0.500")
     sink.close()
@@ -218,26 +218,26 @@ def test_a_line_is_about_a_hundred_and_twenty_characters_long():
         "train/lr": 1e-6,
         "sync/latency_s": 1.5,
     }
-    line = step_line(9, 100, values, 7500.0)
+    line = step_line(10, 100, values, 7500.0)
     assert line == (
         "step  10/100  reward 0.531  length 14.2  truncated 12.5%  entropy 0.312  clip_low 0.12%  clip_high 0.34%  "
         "grad 0.412  ETA 2h05m"
     )
     assert len(line) < 130
-    one_update = step_line(9, 100, values | {"loss/clip_fraction_low": 0.0, "loss/clip_fraction_high": 0.0}, 7500.0)
+    one_update = step_line(10, 100, values | {"loss/clip_fraction_low": 0.0, "loss/clip_fraction_high": 0.0}, 7500.0)
     assert "clip" not in one_update and len(one_update) < 100
 
 
 def test_time_left_follows_the_steps_of_this_process_and_forgets_its_start_up():
     out, now = io.StringIO(), [0.0]
-    sink = TerminalSink(10, out, clock=lambda: now[0], first_step=6)
+    sink = TerminalSink(10, out, clock=lambda: now[0], finished_steps=6)
     now[0] = 100.0
-    sink.write(5, {"eval/mean_at_k": 0.25}, {})
+    sink.write(6, {"eval/mean_at_k": 0.25}, {})
     now[0] = 104.0
-    sink.write(6, {}, {})
-    sink.write(6, {"eval/mean_at_k": 0.5}, {})
-    now[0] = 108.0
     sink.write(7, {}, {})
+    sink.write(7, {"eval/mean_at_k": 0.5}, {})
+    now[0] = 108.0
+    sink.write(8, {}, {})
     assert out.getvalue().splitlines() == ["step  7/10  ETA 12s", "step  8/10  ETA 8s"]
 
 
@@ -257,11 +257,11 @@ def test_on_a_terminal_the_panel_shows_every_column_the_curve_and_notes(terminal
     now = [0.0]
     sink = TerminalSink(4, terminal, clock=lambda: now[0])
     sink.note("held-out before: [0.25]")
-    for step in range(2):
+    for step in (1, 2):
         now[0] += 5.0
-        sink.write(step, {name: 0.5 + step for _, name, _ in COLUMNS}, {})
+        sink.write(step, {name: step - 0.5 for _, name, _ in COLUMNS}, {})
     before_eval = len(terminal.getvalue())
-    sink.write(1, {"eval/mean_at_k": 0.75}, {})
+    sink.write(2, {"eval/mean_at_k": 0.75}, {})
     sink.close()
     shown = terminal.getvalue()
     assert "held-out before: [0.25]" in shown
@@ -285,7 +285,7 @@ def test_the_panel_shows_the_phase_from_the_start_on_and_each_reward_term(termin
     sink.entered("rollout")
     assert is_drawn("step 0/4", "phase rollout")
     sink.entered("")  # between two phases
-    sink.write(0, {"reward/term/answer": 0.25, "reward/term/[b]format[/b]": 0.125}, {})
+    sink.write(1, {"reward/term/answer": 0.25, "reward/term/[b]format[/b]": 0.125}, {})
     assert is_drawn("step 1/4", "phase rollout", "term/answer 0.250", "term/[b]format[/b] 0.125")
     sink.entered("train")
     assert is_drawn("phase train")

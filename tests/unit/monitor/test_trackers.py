@@ -23,9 +23,9 @@ def write_a_little(cfg: MonitorConfig, folder: Path) -> list[str]:
     """Write an evaluation before the first step, the step, and an evaluation after it; returns the notes."""
     notes: list[str] = []
     for sink in open_trackers(cfg, folder, {"model": {"path": "a_model_of_this_test"}}, notes.append, FailedWrites()):
-        sink.write(-1, {"eval/mean_at_k": 0.25}, UNITS)
-        sink.write(0, {"reward/mean": 0.5, "train/grad_norm": math.nan}, UNITS)
-        sink.write(0, {"eval/mean_at_k": 0.75}, UNITS)
+        sink.write(0, {"eval/mean_at_k": 0.25}, UNITS)
+        sink.write(1, {"reward/mean": 0.5, "train/grad_norm": math.nan}, UNITS)
+        sink.write(1, {"eval/mean_at_k": 0.75}, UNITS)
         sink.close()
     return notes
 
@@ -60,16 +60,16 @@ def test_failed_writes_of_tensorboard_are_counted_and_a_new_file_has_the_later_s
     writes, folder = FailedWrites(), tmp_path / "tensorboard"
     folder.touch()
     (sink,) = open_trackers(MonitorConfig(sinks=["tensorboard"]), tmp_path, {}, lambda text: None, writes)
-    sink.write(0, {"reward/mean": 0.0}, UNITS)
+    sink.write(1, {"reward/mean": 0.0}, UNITS)
     assert writes.counts == {"tensorboard": 1}  # there is a file in place of the folder
     folder.unlink()
     num_threads = threading.active_count()
-    sink.write(1, {"reward/mean": 0.0}, UNITS)
+    sink.write(2, {"reward/mean": 0.0}, UNITS)
     assert threading.active_count() == num_threads  # a thread would print a traceback when it can't write
     (events,) = folder.iterdir()
     with no_file_above(events.stat().st_size + 20):
-        sink.write(2, {"reward/mean": 0.0}, UNITS)
-    sink.write(3, {"reward/mean": 0.0}, UNITS)
+        sink.write(3, {"reward/mean": 0.0}, UNITS)
+    sink.write(4, {"reward/mean": 0.0}, UNITS)
     sink.close()
     assert writes.counts == {"tensorboard": 2} and len(writes.recovered()) == 2
     read = EventAccumulator(str(folder))

@@ -69,5 +69,5 @@ def test_questions_and_answers_in_the_report_are_escaped(config: Path, capsys: p
     assert not controls_in(printed.err + printed.out)
     page = Path("runs/one/report.html").read_text()
     assert ESCAPED in page and not controls_in(page)
-    (first, *_) = Path("runs/one/rollouts/step_000000.jsonl").read_text().splitlines()
+    (first, *_) = Path("runs/one/rollouts/step_000001.jsonl").read_text().splitlines()
     assert CONTROL in json.loads(first)["prompt"]["id"]  # data stays as it is

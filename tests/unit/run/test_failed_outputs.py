@@ -128,7 +128,7 @@ def test_a_run_goes_on_without_outputs_that_can_not_be_written_and_lists_them(
     assert (result["status"], result["steps"]) == ("done", 3)
     assert counts.pop("status.json") >= 1
     assert counts == {"rollouts": 1, "reward.png": 1, "report.html": 1}
-    assert sorted(path.name for path in (folder / "rollouts").iterdir()) == ["step_000002.jsonl"]
+    assert sorted(path.name for path in (folder / "rollouts").iterdir()) == ["step_000003.jsonl"]
     lines = printed.out.splitlines()
     names = [line.split()[0] for line in lines]
     assert names.count("rollouts") == 1 and names.index("rollouts") < names.index("done:")  # works again
@@ -215,7 +215,7 @@ def test_a_disk_filled_by_others_ends_the_run_with_one_line_and_a_resume_complet
         (folder / "of_others").unlink()
         assert train(config, "one", {}, "run.resume=auto") == 0
         lines, _ = read_metrics(folder / "metrics.jsonl")
-        assert [line.step for line in lines] == [0, 1, 2]
+        assert [line.step for line in lines] == [1, 2, 3]
         assert json.loads((folder / "result.json").read_text())["status"] == "done"
 
 
@@ -225,8 +225,8 @@ def test_rollouts_on_a_full_disk_end_no_run(config: Path, capsys: pytest.Capture
     with small_disk(folder / "rollouts", 400):
         assert train(config, "one", {1: fill, 2: "(folder / 'rollouts' / 'of_others').unlink()"}) == 0
         assert [path.name for path in sorted((folder / "rollouts").iterdir())] == [
-            "step_000000.jsonl",
-            "step_000002.jsonl",
+            "step_000001.jsonl",
+            "step_000003.jsonl",
         ]
     out = capsys.readouterr().out
     assert "before that, 1 write failed (No space left on device)" in out

@@ -177,21 +177,21 @@ def test_what_a_killed_run_wrote_after_its_checkpoint_is_moved_aside(config: Pat
     (folder / "checkpoints" / "step_000003.tar.gz").write_text("mine")
     shutil.copytree(folder / "checkpoints" / "step_000001", folder / "checkpoints" / "step_000001_mine")
     (folder / "checkpoints" / "step_000001_mine" / "state" / "manifest.json").unlink()
-    later = {name: (folder / "rollouts" / name).read_bytes() for name in ("step_000001.jsonl", "eval_000003.jsonl")}
+    later = {name: (folder / "rollouts" / name).read_bytes() for name in ("step_000002.jsonl", "eval_000003.jsonl")}
     best, steps = (folder / "checkpoints" / "best.json").read_text(), read_metrics(folder / "metrics.jsonl")[0]
     script.write_text("0.125 0.125")
     train(config, "cut", *overrides, "run.resume=auto")
     aside = folder / "earlier_1"
     assert read_metrics(aside / "metrics.jsonl")
     assert all((aside / "rollouts" / name).read_bytes() == content for name, content in later.items())
-    assert not (aside / "rollouts" / "step_000000.jsonl").exists()
-    assert read_metrics(aside / "metrics.jsonl")[0] == [line for line in steps if line.step >= 1]
+    assert not (aside / "rollouts" / "step_000001.jsonl").exists()
+    assert read_metrics(aside / "metrics.jsonl")[0] == [line for line in steps if line.step >= 2]
     assert (aside / "checkpoints" / "best.json").read_text() == best
     assert (aside / "checkpoints" / "step_000003" / "model" / "model.safetensors").is_file()
     assert json.loads((aside / "result.json").read_text())["steps"] == 3
     assert (folder / "checkpoints" / "step_000003.tar.gz").read_text() == "mine"
     assert (folder / "checkpoints" / "step_000001_mine" / "state" / "controller.json").is_file()
-    assert [line.step for line in read_metrics(folder / "metrics.jsonl")[0]] == [-1, 0, 0, 1, 1, 2, 2]
+    assert [line.step for line in read_metrics(folder / "metrics.jsonl")[0]] == [0, 1, 1, 2, 2, 3, 3]
     found = read_best(folder)
     assert found is not None and (found.step, found.score) == (1, 0.5) and Path(found.model).is_dir()
 
@@ -225,7 +225,7 @@ class _Broken(Exception):
 
 def test_a_signal_after_an_error_ends_the_run_with_the_error_and_a_saved_step(config: Path):
     def on_step(step: int, metrics: Mapping[str, float]) -> None:
-        if step == 1:
+        if step == 2:
             os.kill(os.getpid(), signal.SIGTERM)
             raise _Broken
 
@@ -255,13 +255,13 @@ def test_an_error_of_the_controller_ends_the_run_with_its_last_finished_step_sav
     """P68: as after Ctrl-C. A step that every sink has got is finished, also if one of them raises."""
 
     def on_step(step: int, metrics: Mapping[str, float]) -> None:
-        if step == 2 and where == "on_step":
+        if step == 3 and where == "on_step":
             raise _Broken
 
     class Sink(JsonlSink):
         def write(self, step: int, values: Mapping[str, float], units: Mapping[str, str]) -> None:
             super().write(step, values, units)
-            if step == 2 and where == "sink":
+            if step == 3 and where == "sink":
                 raise _Broken
 
     monkeypatch.setattr("meshrl.run.live.JsonlSink", Sink)
@@ -275,7 +275,7 @@ def test_an_error_of_the_controller_ends_the_run_with_its_last_finished_step_sav
         start.train(loaded, write_report, Objects(on_step=on_step))
     folder = Path(loaded.config.run.folder) / where
     assert [step for step, _ in states(folder / "checkpoints")] == [3]
-    assert [line.step for line in read_metrics(folder / "metrics.jsonl")[0]][-3:] == [0, 1, 2]
+    assert [line.step for line in read_metrics(folder / "metrics.jsonl")[0]][-3:] == [1, 2, 3]
     result = json.loads((folder / "result.json").read_text())
     assert (result["status"], result["steps"]) == ("failed", 3)
 

@@ -83,21 +83,21 @@ def folder(tmp_path: Path) -> Path:
     run = tmp_path / "made_up"
     clock = iter(range(1000))
     sink = JsonlSink(run / "metrics.jsonl", clock=lambda: 2.0 * next(clock))
-    sink.write(-1, {"eval/mean_at_k": 1 / 3}, UNITS)
-    for step in range(20):
+    sink.write(0, {"eval/mean_at_k": 1 / 3}, UNITS)
+    for step in range(1, 21):
         values = {
-            "reward/mean": step / 20,
-            "train/grad_norm": math.inf if step == 7 else 1.0,
-            "memory/rss_bytes": 1e9 + step * 1e6,
+            "reward/mean": (step - 1) / 20,
+            "train/grad_norm": math.inf if step == 8 else 1.0,
+            "memory/rss_bytes": 1e9 + (step - 1) * 1e6,
             "time/rollout_s": 1.25,
             "time/train_s": 0.5,
-            "sync/version": step + 1.0,
+            "sync/version": float(step),
             "sync/proven_wire": 1.0,
             "proof/logprob_abs_diff_mean": 1e-6,
             "proof/limit": 1e-4,
         }
         sink.write(step, values, UNITS)
-    sink.write(19, {"eval/mean_at_k": 2 / 3}, UNITS)
+    sink.write(20, {"eval/mean_at_k": 2 / 3}, UNITS)
     sink.close()
     log = RolloutLog(run, lambda ids: "".join(map(chr, ids)))
     log.write(0, [attempt("6*7?", "41", 0), attempt("forty two?", "42", 1), attempt("hard?", "no", 0)], name="eval")
@@ -143,7 +143,7 @@ def test_constant_curves_are_shown_also_those_of_zeros_and_equal_ones(tmp_path: 
     """A reader can't distinguish an omitted curve from one that was never logged."""
     sink = JsonlSink(tmp_path / "metrics.jsonl")
     names = ("rollout/truncated_fraction", "loss/clip_fraction_low", "loss/clip_fraction_high")
-    for step in range(3):
+    for step in (1, 2, 3):
         sink.write(step, dict.fromkeys(names, 0.0), dict.fromkeys(names, "fraction"))
     sink.close()
     page = write_report(tmp_path).read_text(encoding="utf-8")
@@ -174,7 +174,7 @@ def test_a_prompt_with_several_answers_is_right_when_half_of_them_are(scores: li
 
 def test_a_pause_before_a_resumed_step_is_not_time_of_that_step(folder: Path):
     sink = JsonlSink(folder / "metrics.jsonl", clock=lambda: 90_000.0)
-    sink.write(20, {"time/rollout_s": 1.25}, {})
+    sink.write(21, {"time/rollout_s": 1.25}, {})
     sink.close()
     assert read_run(folder).phases["other"][21] == 0.0
 

@@ -33,7 +33,7 @@ file = StatusFile(folder, 5)
 def handle(number, frame):
     if sys.argv[2] == "ignores SIGTERM":
         return
-    file.write(2, {"loss/nll": 0.5}, {})
+    file.write(3, {"loss/nll": 0.5}, {})
     file.close()
     result = {"status": "interrupted", "error": None, "wall_s": 3.2}
     (folder / "result.json").write_text(json.dumps(result))
@@ -70,9 +70,9 @@ def test_the_file_follows_steps_and_phases(tmp_path):
     with spans("rollout"):
         assert wait_until(lambda: read_status(tmp_path).phase == "rollout")
     assert wait_until(lambda: read_status(tmp_path).phase == "")
-    file.write(3, {"reward/mean": float("nan"), "loss/policy": 1.0}, {})
-    file.write(4, {"reward/mean": 0.25}, {})
-    file.write(3, {"eval/mean_at_k": 1.0}, {})  # an evaluation is reported with the number of the step before it
+    file.write(4, {"reward/mean": float("nan"), "loss/policy": 1.0}, {})
+    file.write(5, {"reward/mean": 0.25}, {})
+    file.write(5, {"eval/mean_at_k": 1.0}, {})
     file.close()
     status = read_status(tmp_path)
     assert (status.step, status.num_steps, status.values) == (5, 10, {"reward/mean": 0.25})
@@ -83,7 +83,7 @@ def test_the_file_follows_steps_and_phases(tmp_path):
 def test_status_prints_step_phase_value_and_processes(tmp_path, capsys):
     file, lease = StatusFile(tmp_path, 10), FolderLease(tmp_path)
     assert lease.take()
-    file.write(6, {"reward/mean": 0.625}, {})
+    file.write(7, {"reward/mean": 0.625}, {})
     file.entered("train")
     assert wait_until(lambda: read_status(tmp_path).phase == "train")
     assert main(["status", str(tmp_path)]) == 0
