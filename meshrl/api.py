@@ -121,8 +121,8 @@ class Run:
 
     @cached_property
     def lines(self) -> list[MetricsLine]:
-        """metrics.jsonl: a line for each step (number from 1, time, metrics) and for each evaluation, with the number of
-        finished steps."""
+        """metrics.jsonl: a line for each step (number from 1, time, metrics) and for each evaluation, with the number
+        of finished steps."""
         from meshrl.monitor.sinks import read_metrics
 
         return read_metrics(self.folder / "metrics.jsonl")[0]

@@ -205,9 +205,15 @@ def notices(config: RunConfig | SftRunConfig, purpose: Purpose) -> list[str]:
             f"model.attn_implementation is {attention}: trainer and sampler share one packed attention over torch's "
             "scaled_dot_product_attention, which picks its kernel (flash where the hardware has it) by itself."
         )
+    if config.train.optimizer.lr is None and purpose != "eval" and config.peak_lr != RunConfig.DEFAULT_LR:
+        what = " with model.lora" if config.model.lora.enabled else ""
+        found.append(
+            f"train.optimizer.lr is not set: its default for {'SFT' if purpose == 'sft' else 'RL'}{what} is "
+            f"{config.peak_lr:g}."
+        )
     if config.train.master_dtype == "bfloat16":
         found.append(
-            f"train.master_dtype is bfloat16: steps of lr {config.train.optimizer.lr:g} are lost in rounding wherever "
+            f"train.master_dtype is bfloat16: steps of lr {config.peak_lr:g} are lost in rounding wherever "
             "they are below 1/512 of a weight, and partly up to 1/256; float32 master weights keep them."
         )
     longest, budget = config.longest_row_tokens, config.train.max_tokens_per_microbatch

@@ -21,6 +21,8 @@ from meshrl.config.reward import RewardConfig
 from meshrl.config.rollout import RolloutConfig
 from meshrl.config.train import TrainConfig
 
+LORA_LR = 10  # times the learning rate of full fine-tuning; source: Schulman et al., LoRA Without Regret, 2025
+
 
 class RunSection(Slice):
     name: str = "auto"
@@ -66,6 +68,7 @@ class RunConfig(Slice):
     run: RunSection = RunSection()
     """name, folder, seed"""
 
+    DEFAULT_LR: ClassVar[float] = 1e-6
     NUM_STEPS_KEY: ClassVar[str] = "loop.num_steps"
     ROW_LENGTH_KEYS: ClassVar[tuple[str, ...]] = ("data.max_prompt_tokens", "rollout.sampling.max_new_tokens")
 
@@ -90,6 +93,11 @@ class RunConfig(Slice):
             return kind, kind
         used, why = correction_of_auto(self.loop.staleness, self.rollout.engine)
         return used, f"auto: {why}"
+
+    @property
+    def peak_lr(self) -> float:
+        """train.optimizer.lr, or its default for this command and model.lora."""
+        return _peak_lr(self)
 
     @property
     def num_updates(self) -> int:
@@ -118,6 +126,7 @@ class SftRunConfig(Slice):
     run: RunSection = RunSection()
     """name, folder, seed"""
 
+    DEFAULT_LR: ClassVar[float] = 1e-5
     NUM_STEPS_KEY: ClassVar[str] = "sft.num_steps"
     ROW_LENGTH_KEYS: ClassVar[tuple[str, ...]] = ("sft.max_row_tokens",)
 
@@ -125,6 +134,11 @@ class SftRunConfig(Slice):
     def longest_row_tokens(self) -> int | None:
         """As in RunConfig."""
         return self.sft.max_row_tokens
+
+    @property
+    def peak_lr(self) -> float:
+        """As in RunConfig."""
+        return _peak_lr(self)
 
     @property
     def num_updates(self) -> int:
@@ -135,6 +149,11 @@ class SftRunConfig(Slice):
     def rows_per_update(self) -> int:
         """As in RunConfig."""
         return self.sft.rows_per_step
+
+
+def _peak_lr(config: RunConfig | SftRunConfig) -> float:
+    given = config.train.optimizer.lr
+    return config.DEFAULT_LR * (LORA_LR if config.model.lora.enabled else 1) if given is None else given
 
 
 _MAX_NAME_BYTES = 255

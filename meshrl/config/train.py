@@ -27,8 +27,9 @@ class TrainMeshConfig(Slice):
 class OptimizerConfig(Slice):
     kind: Literal["adamw"] = "adamw"
     """Adam with decoupled weight decay, which applies to matrices only; the usual choice in RL of language models"""
-    lr: float = Field(1e-6, gt=0)
-    """peak learning rate; 1e-6 is the usual full fine-tuning RL value"""
+    lr: float | None = Field(None, gt=0)
+    """peak learning rate; null = 1e-6 in RL and 1e-5 in SFT, which are usual for full fine-tuning, and ten times this
+    with model.lora"""
     betas: tuple[float, float] = (0.9, 0.95)
     """decay of the first and second moment, each below 1; 0.95 forgets old gradient scales sooner than 0.999"""
     eps: float = Field(1e-8, gt=0)

@@ -66,8 +66,8 @@ class RunServices(Protocol):
         """Print a line for the user."""
 
     def report(self, step: int, metrics: Sequence[Metric]) -> dict[str, float]:
-        """Compute the values of a step's metrics, once, and pass them to every sink. Returns the values. step: counted from
-        1; for an evaluation the finished steps, 0 before the first one."""
+        """Compute the values of a step's metrics, once, and pass them to every sink. Returns the values. step: counted
+        from 1; for an evaluation the finished steps, 0 before the first one."""
 
     def updating(self, job: Resumable) -> AbstractContextManager[None]:
         """Context of a step's update: no signal ends the run while weights, data and metrics are of different steps."""

@@ -61,7 +61,7 @@ async def sft(job: SftJob) -> None:
         with job.run.updating(job):
             with spans("train"):
                 result = await trainer.forward_backward(samples, trainer.batch_plan(samples), loss)
-                lr = learning_rate(job.step, cfg.sft.num_steps, cfg.train.optimizer.lr, cfg.train.scheduler)
+                lr = learning_rate(job.step, cfg.sft.num_steps, cfg.peak_lr, cfg.train.scheduler)
                 _, of_the_step = await optimizer_step(trainer, job.step, lr)
             num_tokens = sum(len(s) for s in samples)
             metrics = [

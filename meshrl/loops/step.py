@@ -207,7 +207,7 @@ async def update(job: Job, updates: Sequence[Update]) -> list[Metric]:
         if len(updates) == 1:
             metrics += job.proof.check(report.mismatch, part.samples, cfg.model.dtype, job.trainer.version)
         metrics += await probe_result(job)
-        lr = learning_rate(job.num_updates, total, cfg.train.optimizer.lr, cfg.train.scheduler)
+        lr = learning_rate(job.num_updates, total, cfg.peak_lr, cfg.train.scheduler)
         step, of_the_step = await optimizer_step(job.trainer, job.step, lr)
         job.num_updates += 1
         if step.skipped:

@@ -101,7 +101,7 @@ def step_files(folder: Path, first_step: int) -> list[Path]:
     """The files of step `first_step` and later ones in a run's rollouts/, also of evaluations after these steps."""
     found = []
     for path in sorted(folder.glob("*_*.jsonl")):
-        name, _, number = path.stem.rpartition("_")
+        number = path.stem.rpartition("_")[2]
         if number.isdigit() and int(number) >= first_step:
             found.append(path)
     return found

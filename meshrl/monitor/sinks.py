@@ -271,7 +271,7 @@ class TerminalSink:
 
 def step_line(step: int, num_steps: int, values: Mapping[str, float], eta_s: float | None) -> str:
     """One step as one line of about 120 characters, without missing metrics and without clip fractions of exactly 0
-    (the only value with one update per step). """
+    (the only value with one update per step)."""
     width = len(str(num_steps))
     parts = [f"step {step:>{width}}/{num_steps}"]
     for label, name, show in LINE_COLUMNS:

@@ -1,6 +1,4 @@
-"""TensorBoard and Weights & Biases as sinks; each is imported only when a run uses it.
-
-"""
+"""TensorBoard and Weights & Biases as sinks; each is imported only when a run uses it."""
 
 from __future__ import annotations
 

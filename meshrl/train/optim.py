@@ -11,14 +11,15 @@ from meshrl.parallel.fsdp import full_tensor
 
 
 def build_optimizer(model: torch.nn.Module, cfg: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW over the trainable parameters; weight decay only for matrices, never for norms and biases."""
+    """AdamW over the trainable parameters; weight decay only for matrices, never for norms and biases. The learning
+    rate is 0 until the first optimizer step sets it."""
     params = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in params if p.ndim >= 2], "weight_decay": cfg.weight_decay},
         {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [g for g in groups if g["params"]]
-    return torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=True)
+    return torch.optim.AdamW(groups, lr=0.0, betas=cfg.betas, eps=cfg.eps, fused=True)
 
 
 def learning_rate(step: int, num_steps: int, peak: float, cfg: SchedulerConfig) -> float:

@@ -115,7 +115,7 @@ def test_eval_takes_its_model_from_the_option(good: Path):
 
 def test_config_lists_and_finds_keys():
     found = meshrl("config", "learning rate")
-    assert found.returncode == 0 and "train.optimizer.lr   number > 0   (default 1e-06)" in found.stdout
+    assert found.returncode == 0 and "train.optimizer.lr   number > 0 or null   (default null)" in found.stdout
     assert "rollout.sampling.top_p" in meshrl("config").stdout
 
 

@@ -90,7 +90,7 @@ def test_lines_of_explain_have_at_most_100_characters(write, good: Path):
 
 
 def test_keys_are_found_by_name_by_description_and_by_similarity():
-    assert list_keys("lr").startswith("train.optimizer.lr   number > 0   (default 1e-06)")
+    assert list_keys("lr").startswith("train.optimizer.lr   number > 0 or null   (default null)")
     assert "rollout.sampling.temperature" in list_keys("logits")
     assert "cluster.timeout_s" in list_keys("RANK AND phase")
     assert list_keys("num_generations").splitlines()[1].startswith("loop.samples_per_prompt")

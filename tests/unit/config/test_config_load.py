@@ -228,3 +228,19 @@ def test_every_name_of_another_framework_has_an_existing_key():
         for name in key.split(".")[:-1]:
             model = model.model_fields[name].annotation
         assert key.rpartition(".")[2] in model.model_fields, key
+
+
+def test_the_default_learning_rate_follows_the_command_and_lora(good: Path, good_sft: Path):
+    """One that is not 1e-6 gets a notice; a value that is set is used, and gets none."""
+    lora, unset = "model.lora={rank: 4}", "train.optimizer.lr=null"
+    for load, path, overrides, lr in (
+        (load_run_config, good, [unset], 1e-6),
+        (load_run_config, good, [unset, lora], 1e-5),
+        (load_sft_config, good_sft, [unset], 1e-5),
+        (load_sft_config, good_sft, [unset, lora], 1e-4),
+        (load_sft_config, good_sft, [lora, "train.optimizer.lr=3e-5"], 3e-5),
+    ):
+        loaded = load(path, overrides)
+        assert loaded.config.peak_lr == pytest.approx(lr)
+        noted = [notice for notice in loaded.notices if "train.optimizer.lr is not set" in notice]
+        assert [f"is {lr:g}." in notice for notice in noted] == [True] * (lr in (1e-5, 1e-4))

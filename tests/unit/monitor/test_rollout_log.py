@@ -111,7 +111,9 @@ def test_a_line_that_refers_to_a_missing_one_is_refused(damaged, tmp_path):
 def test_only_the_chosen_steps_have_files_and_all_evaluations_or_none(tmp_path):
     for every, expected in ((3, ["step_000001", "step_000004", "step_000007"]), (0, None)):
         log = RolloutLog(tmp_path / str(every), decode, every_steps=every)
-        written = [log.write(step, []) for step in range(1, 9)] + [log.write(step, [], name="eval") for step in (0, 1, 2)]
+        written = [log.write(step, []) for step in range(1, 9)] + [
+            log.write(step, [], name="eval") for step in (0, 1, 2)
+        ]
         assert sum(path is not None for path in written) == (0 if expected is None else 6)
         if expected is None:
             assert not (tmp_path / "0").exists()

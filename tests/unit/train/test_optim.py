@@ -47,7 +47,10 @@ def _model() -> torch.nn.Module:
 def test_only_matrices_have_weight_decay():
     model = _model()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    build_optimizer(model, OptimizerConfig(lr=0.1, weight_decay=0.5)).step()
+    optimizer = build_optimizer(model, OptimizerConfig(weight_decay=0.5))
+    for group in optimizer.param_groups:
+        group["lr"] = 0.1
+    optimizer.step()
     for name, p in model.named_parameters():
         want = before[name] * (1 - 0.1 * 0.5) if p.ndim == 2 else before[name]
         assert torch.allclose(p, want, rtol=1e-6, atol=0), name
