@@ -232,7 +232,7 @@ def test_every_name_of_another_framework_has_an_existing_key():
 
 def test_the_default_learning_rate_follows_the_command_and_lora(good: Path, good_sft: Path):
     """One that is not 1e-6 gets a notice; a value that is set is used, and gets none."""
-    lora, unset = "model.lora={rank: 4}", "train.optimizer.lr=null"
+    lora, unset = "model.lora={enabled: true, rank: 4}", "train.optimizer.lr=null"
     for load, path, overrides, lr in (
         (load_run_config, good, [unset], 1e-6),
         (load_run_config, good, [unset, lora], 1e-5),
