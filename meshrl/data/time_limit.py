@@ -1,4 +1,8 @@
-"""A time limit for Python code of a user in any thread, such as a chat template, which is a program."""
+"""A time limit for Python code of a user in any thread, such as a chat template, which is a program.
+
+The interpreter raises an exception that another thread has set with PyThreadState_SetAsyncExc. Never call that function
+with NULL, to clear an exception: on Python 3.11 every traced call in the process would then wait for ever.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 _TICK_S = 0.1
 
@@ -43,8 +46,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 def _leave(thread: int) -> None:
     with _lock:
-        _deadlines.pop(thread, None)
-        _raise_in(thread, None)  # one that is not yet raised must not be raised after the block
+        _deadlines.pop(thread, None)  # this call raises an exception that is set but not yet raised
 
 
 def _interrupt_all() -> None:
@@ -58,8 +60,5 @@ def _interrupt_all() -> None:
             now = time.monotonic()
             for thread, deadline in _deadlines.items():
                 if now > deadline:  # again in each tick: the block may have caught the last one
-                    _raise_in(thread, ctypes.py_object(TooLongError))
-
-
-def _raise_in(thread: int, error: Any) -> None:
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), error)
+                    error = ctypes.py_object(TooLongError)
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), error)
