@@ -21,7 +21,16 @@ if TYPE_CHECKING:
 
 _CACHE = tempfile.TemporaryDirectory(prefix="datasets-")
 os.environ["HF_DATASETS_CACHE"] = _CACHE.name  # read when `datasets` is imported
+# What the user has set; pytest-xdist's workers inherit it. Tests start more ranks than a machine may have GPUs.
+_USERS_DEVICE = os.environ.setdefault("MESHRL_TEST_DEVICE", os.environ.get("MESHRL_DEVICE", ""))
+os.environ["MESHRL_DEVICE"] = _USERS_DEVICE or "cpu"
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # all Ray clusters of a process share it
+
+
+def pytest_report_header() -> str:
+    if _USERS_DEVICE:
+        return f"device: {_USERS_DEVICE}, from MESHRL_DEVICE"
+    return "device: the CPU, except for tests/gpu (pytest -m gpu tests/gpu); MESHRL_DEVICE sets it for all tests"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -37,6 +46,12 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return scheduler(config, log)
+
+
+@pytest.fixture(scope="session")
+def users_device() -> str:
+    """MESHRL_DEVICE as pytest was started with; empty if it was not set, and the tests use the CPU."""
+    return _USERS_DEVICE
 
 
 @pytest.fixture(scope="session")

@@ -84,7 +84,7 @@ class RankWorker:
         """Seed the generators, join the process group and build this rank's engines (collective over train ranks)."""
         spec = self.spec
         set_threads(spec.num_local_ranks)
-        self.device = local_device(spec.rank)
+        self.device = local_device(spec.local_rank)
         seed_generators(spec.seed, spec.rank)
         if spec.trains:
             dist.init_process_group(

@@ -91,6 +91,11 @@ class WorkerSpec:
         """Number of ranks on this rank's machine."""
         return self.num_ranks // self.nodes
 
+    @property
+    def local_rank(self) -> int:
+        """This rank's position among those of its machine."""
+        return self.rank % self.num_local_ranks
+
 
 class Executor(Protocol):
     """Runs RankWorkers. `call(rank, RankWorker.method, ...)` awaits the method's result in that rank.

@@ -124,7 +124,7 @@ class RemoteExecutor(ProcessExecutor, ABC):
             **common_environment(),
             "RANK": str(spec.rank),
             "WORLD_SIZE": str(spec.num_ranks),
-            "LOCAL_RANK": str(spec.rank % spec.num_local_ranks),
+            "LOCAL_RANK": str(spec.local_rank),
             "LOCAL_WORLD_SIZE": str(spec.num_local_ranks),
             "MASTER_ADDR": self._host,
             "MASTER_PORT": str(self._store.port),

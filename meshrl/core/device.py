@@ -20,9 +20,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from meshrl.core.errors import ConfigError
+
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl", "xpu": "xccl"}
 _GLIBC_OPTIONS = {-4: 0, -1: 2**31 - 1, -2: 64 << 20}  # malloc.h: M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD
 _COUNTED_AS = {"cuda": "GPU", "xpu": "GPU", "npu": "NPU"}
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 
 
 def device_type() -> str:
@@ -31,7 +34,7 @@ def device_type() -> str:
     forced = os.environ.get("MESHRL_DEVICE")
     if forced:
         if forced not in _BACKENDS:
-            raise ValueError(f"MESHRL_DEVICE is {forced!r}; allowed: {', '.join(_BACKENDS)}")
+            raise ConfigError(f"MESHRL_DEVICE is {forced!r}; allowed: {', '.join(_BACKENDS)}. Unset it, or correct it")
         return forced
     found = _accelerator()
     return found if found in _BACKENDS else "cpu"
@@ -56,8 +59,21 @@ def _accelerator() -> str:
     return "cpu"
 
 
+def device_count() -> int:
+    """Number of devices of this process's device type; 0 for the CPU. On NVIDIA GPUs, PyTorch counts them by NVML,
+    without opening one."""
+    return 0 if device_type() == "cpu" else torch.accelerator.device_count()
+
+
+def may_have_own_device() -> bool:
+    """Whether the launcher of this process and others may have given it a device that the others don't see, as `srun
+    --gpus-per-task` does."""
+    return device_count() == 1 and any(name in os.environ for name in _VISIBLE)
+
+
 def local_device(local_rank: int) -> torch.device:
-    """The device of a local rank; it becomes the current device."""
+    """The device of a local rank; it becomes the current device. A process that sees one device uses it whatever its
+    local rank is. (cluster/devices.py refuses ranks that would share a device.)"""
     kind = device_type()
     if kind == "cpu":
         return torch.device("cpu")
@@ -194,10 +210,15 @@ def has_varlen_kernels(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
+def num_cores() -> int:
+    """Number of CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+
+
 def set_threads(num_ranks_on_machine: int) -> int:
     """Share the machine's cores evenly among its ranks and return the number of threads of this rank: at least 1, and
     at most OMP_NUM_THREADS, with which a user may leave cores to other processes."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    cores = num_cores()
     asked = os.environ.get("OMP_NUM_THREADS", "")
     threads = max(1, min(cores // max(1, num_ranks_on_machine), int(asked) if asked.isdigit() else cores))
     torch.set_num_threads(threads)

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from meshrl.algo.trial import try_user_functions
+from meshrl.cluster.devices import check_devices
 from meshrl.cluster.groups import TrainGroup
 from meshrl.cluster.launch import launched
 from meshrl.cluster.torchrun import follow, is_follower
-from meshrl.config.cluster import ClusterConfig
 from meshrl.config.load import Loaded
-from meshrl.config.run import RunConfig, RunSection, SftRunConfig
+from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.core.device import device_notice
 from meshrl.core.errors import MeshrlError
 from meshrl.core.terminal import open_standard_streams, print_message, print_output
@@ -57,41 +57,53 @@ T = TypeVar("T")
 
 def train(loaded: Loaded[RunConfig], write_report: WriteReport, objects: Objects = NO_OBJECTS) -> Path:
     """`meshrl train`: run the configured loop to its end. Returns the run's folder."""
-    return _run(loaded.config.cluster, loaded.config.run, lambda stop: _train(stop, loaded, write_report, objects))
+    cfg = loaded.config
+    ranks = cfg.cluster.num_train_ranks, cfg.cluster.num_rollout_ranks
+    return _run(cfg, ranks, objects, lambda stop: _train(stop, loaded, write_report, objects))
 
 
 def evaluate(loaded: Loaded[RunConfig], objects: Objects = NO_OBJECTS) -> tuple[dict[str, float], list[Trajectory]]:
     """`meshrl eval`: answer the held-out prompts with the config's model, without training. Returns the metrics and the
     scored answers."""
-    return _run(loaded.config.cluster, loaded.config.run, lambda stop: _evaluate(loaded.config, objects))
+    cfg = loaded.config
+    return _run(cfg, (0, cfg.sampling_ranks[1]), objects, lambda stop: _evaluate(cfg, objects))
 
 
 def sft(loaded: Loaded[SftRunConfig], write_report: WriteReport, objects: Objects = NO_OBJECTS) -> Path:
     """`meshrl sft`: supervised fine-tuning. Returns the run's folder."""
-    return _run(loaded.config.cluster, loaded.config.run, lambda stop: _sft(stop, loaded, write_report, objects))
+    cfg = loaded.config
+    return _run(cfg, (cfg.cluster.num_train_ranks, 0), objects, lambda stop: _sft(stop, loaded, write_report, objects))
 
 
-def _run(cluster: ClusterConfig, run: RunSection, main: Callable[[Stop], Coroutine[Any, Any, T]]) -> T:
+def _run(
+    cfg: RunConfig | SftRunConfig,
+    num_ranks: tuple[int, int],
+    objects: Objects,
+    main: Callable[[Stop], Coroutine[Any, Any, T]],
+) -> T:
     """Remove temporary resources of dead runs on this machine, then run `main` to its end. Ctrl-C, SIGTERM and
     SIGHUP cancel it, so that no rank outlives the run. Under torchrun only the process of rank 0 does this; the others
-    are node agents.
+    are node agents. num_ranks: that train, that only sample.
 
-    Raises: KeyboardInterrupt after Ctrl-C; SystemExit with 143 after SIGTERM, with 129 after SIGHUP, and in a node
-    agent's process with its exit code.
+    Raises: ConfigError when this machine has too few devices; KeyboardInterrupt after Ctrl-C; SystemExit with 143 after
+    SIGTERM, with 129 after SIGHUP, and in a node agent's process with its exit code.
     """
     open_standard_streams()  # ranks inherit them
     sweep()
+    note = check_devices(cfg.cluster, cfg.rollout if isinstance(cfg, RunConfig) else None, *num_ranks)
     if is_follower():
-        raise SystemExit(follow(Path(run.folder)))
+        raise SystemExit(follow(Path(cfg.run.folder)))
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # a dotted path in the config may name a module in the working folder
     if (notice := device_notice()) is not None:
         print_message(f"note: {notice}")
+    if note is not None and not objects.quiet:
+        print_message(f"note: {note}")
 
     stop = Stop()
 
     async def guarded() -> T:
-        with stop.listening(), watchdog(cluster):
+        with stop.listening(), watchdog(cfg.cluster):
             return await main(stop)
 
     try:
@@ -229,7 +241,6 @@ async def _evaluate(cfg: RunConfig, objects: Objects) -> tuple[dict[str, float],
     task = await asyncio.to_thread(load_task, cfg, objects, False)
     if not task.eval_prompts:
         raise MeshrlError("meshrl eval needs data.eval_path; set it to a file of held-out rows")
-    ranks = cfg.cluster.num_rollout_ranks or cfg.cluster.num_train_ranks
     async with (
         reward_workers(cfg, objects, task, note) as (scorer, trial),
         launched(
@@ -238,7 +249,7 @@ async def _evaluate(cfg: RunConfig, objects: Objects) -> tuple[dict[str, float],
             cfg.rollout,
             cfg.cluster,
             num_train_ranks=0,
-            num_rollout_ranks=ranks,
+            num_rollout_ranks=cfg.sampling_ranks[1],
             folder=Path(cfg.run.folder),
             seed=cfg.run.seed,
         ) as groups,

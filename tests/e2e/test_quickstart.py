@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import runpy
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from meshrl.core.types import Prompt, Trajectory, Turn
 from meshrl.reward.score import Scorer
 
 FOLDER = Path(__file__).parents[2] / "examples" / "quickstart"
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "MESHRL_DEVICE"}  # as a user's
 KEYS = {"seed", "eval_before", "eval_after", "wall_s", "peak_rss_bytes", "steps", "reward_curve"}
 
 
@@ -29,10 +31,25 @@ def quickstart(out: Path, folder: str, *arguments: str) -> tuple[dict[str, Any],
     """Run it. folder: of the seed, in `out`. Returns its report.json and its output."""
     command = [sys.executable, str(FOLDER / "quickstart.py"), "--out", str(out), *arguments]
     done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT
     )
     assert done.returncode == 0, done.stdout[-4000:]
     return json.loads((out / folder / "report.json").read_text()), done.stdout
+
+
+def test_it_chooses_the_cpu_and_states_how_to_use_gpus(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its two ranks can't share the GPU of a machine that has one."""
+    choose_device = runpy.run_path(str(FOLDER / "quickstart.py"))["choose_device"]
+    monkeypatch.setenv("MESHRL_DEVICE", "xpu")
+    choose_device()
+    assert os.environ["MESHRL_DEVICE"] == "xpu" and not capsys.readouterr().out
+    monkeypatch.delenv("MESHRL_DEVICE")
+    choose_device()
+    assert os.environ["MESHRL_DEVICE"] == "cpu"
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "uses the CPU" in line and "MESHRL_DEVICE=cuda make quickstart" in line
 
 
 @pytest.mark.timeout(300)
@@ -54,6 +71,7 @@ def test_every_part_runs_and_writes_its_results(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(report["model"])
     assert model.config.model_type == "qwen2"
     assert AutoTokenizer.from_pretrained(report["model"]).chat_template
+    assert text.startswith("The quickstart uses the CPU.")
     steps = [line for line in text.splitlines() if line.startswith("[")]
     assert [line[:5] for line in steps] == [f"[{i}/5]" for i in range(1, 6)]
 

@@ -17,7 +17,16 @@ from meshrl.core.device import device_type, dist_backend, local_device
 from meshrl.parallel.mesh import build_mesh
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module", autouse=True)
+def device_of_the_machine(users_device: str) -> Iterator[None]:
+    """These tests use the accelerator unless the user has set MESHRL_DEVICE; all others use the CPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not users_device:
+            patch.delenv("MESHRL_DEVICE")
+        yield
+
+
+@pytest.fixture(scope="module")
 def accelerator() -> torch.device:
     """The first accelerator of this machine, as the current device."""
     if device_type() == "cpu":

@@ -152,9 +152,20 @@ RUN_FAULTS = [
         ("tests/e2e/test_resume.py::test_a_resume_that_is_refused_changes_nothing",),
     ),
     Fault(
+        "several ranks get one device",
+        "meshrl/cluster/devices.py",
+        "if len(users) <= devices or (",
+        "if devices > 0 or (",
+        (
+            "tests/unit/cluster/test_local_devices.py::test_several_ranks_on_one_device_are_refused",
+            "tests/unit/cluster/test_local_devices.py::"
+            "test_a_run_with_too_few_devices_ends_before_it_makes_its_folder[None]",
+        ),
+    ),
+    Fault(
         "a rank of the second machine uses its global rank as device index",
         "meshrl/cluster/remote.py",
-        "str(spec.rank % spec.num_local_ranks)",
+        "str(spec.local_rank)",
         "str(spec.rank)",
         (
             "tests/unit/cluster/test_remote_executor.py::"

@@ -9,6 +9,7 @@ import torch
 from tiny_run import train, write_run
 
 from meshrl.core.device import device_notice, device_type
+from meshrl.core.errors import ConfigError
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def test_a_device_that_is_asked_for_needs_no_notice(machine_with, monkeypatch):
     monkeypatch.setenv("MESHRL_DEVICE", "cpu")
     assert (device_type(), device_notice()) == ("cpu", None)
     monkeypatch.setenv("MESHRL_DEVICE", "mps")
-    with pytest.raises(ValueError, match="MESHRL_DEVICE is 'mps'; allowed: cpu, cuda, npu, xpu"):
+    with pytest.raises(ConfigError, match="MESHRL_DEVICE is 'mps'; allowed: cpu, cuda, npu, xpu"):
         device_type()
 
 
