@@ -42,13 +42,14 @@ def correct(cfg: CorrectionConfig, inputs: LossInputs) -> tuple[torch.Tensor | N
     log_ratio = log_ratio.where(log_ratio.isfinite(), torch.nan)
     ratio = _exp(log_ratio if cfg.level == "token" else inputs.row_sum(log_ratio))
     outside = (ratio > cfg.high) | (ratio < (cfg.low or 0.0))
-    if cfg.kind == "truncate":
+    kind = cfg.kind_on(log_ratio.device.type)
+    if kind == "truncate":
         weight = ratio.clamp(cfg.low, cfg.high)
-    elif cfg.kind == "mask":
+    elif kind == "mask":
         weight = ratio.masked_fill(outside, 0.0)
     else:
         weight = torch.ones_like(ratio)
-    corrects = cfg.kind in ("truncate", "mask")
+    corrects = kind != "off"
     if cfg.rejection.measure != "off":
         weight, corrects = weight.masked_fill(_rejected(cfg.rejection, inputs, log_ratio), 0.0), True
     weight = weight.nan_to_num(nan=0.0)

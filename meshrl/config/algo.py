@@ -78,12 +78,13 @@ class RejectionConfig(Slice):
 
 
 class CorrectionConfig(Slice):
-    """`load` replaces kind auto by the kind that it means for the run. The loss counts auto as off."""
+    """`load` replaces kind auto where the loop and the engine decide what it means; elsewhere the device of the loss
+    decides (`kind_on`)."""
 
     kind: Literal["auto", "off", "truncate", "mask"] = "auto"
     """truncate = the weight is the ratio, clipped to [low, high]; mask = weight 0 if the ratio is outside [low, high];
-    off = weight 1; auto = truncate if samples may be of older weights (loop.max_staleness above 0) or rollout.engine is
-    not embedded, else off"""
+    off = weight 1; auto = truncate if samples may be of older weights (loop.max_staleness above 0), if rollout.engine
+    is not embedded, or on an accelerator, else off"""
     level: Literal["token", "sequence"] = "token"
     """token = the ratio trainer / sampler of each token's probability; sequence = its product over the trained tokens
     of a row, for each of them"""
@@ -94,6 +95,13 @@ class CorrectionConfig(Slice):
     rejection: RejectionConfig = RejectionConfig()
     """tokens or rows that get weight 0 because sampler and trainer differ too much, with any kind; `off` is short for
     {measure: off}"""
+
+    def kind_on(self, device_type: str) -> Literal["off", "truncate", "mask"]:
+        """The kind on devices of this type. On a CPU the embedded engine gives the trainer's logprobs; on accelerators,
+        where other kernels compute them, this was not measured."""
+        if self.kind != "auto":
+            return self.kind
+        return "off" if device_type == "cpu" else "truncate"
 
 
 class AlgoConfig(Slice):
@@ -146,13 +154,14 @@ def algorithm_problems(case: Case) -> Iterator[Problem]:
         yield from _user_function(LOSS_KIND, algo.loss.kind, "inputs", algo.loss.args)
 
 
-def correction_of_auto(staleness: int, engine: str) -> tuple[Literal["off", "truncate"], str]:
-    """(the kind of algo.correction that auto means, why). staleness: of loop.*. engine: rollout.engine."""
+def correction_of_auto(staleness: int, engine: str) -> tuple[Literal["auto", "truncate"], str]:
+    """(the kind of algo.correction that auto means, why); auto where the device decides. staleness: of loop.*. engine:
+    rollout.engine."""
     if staleness:
         return "truncate", f"loop.max_staleness is {staleness}"
     if engine != "embedded":
         return "truncate", f"rollout.engine is {engine}"
-    return "off", "sampler and trainer agree"
+    return "auto", "off on a CPU, else truncate"
 
 
 def _correction_problems(correction: CorrectionConfig) -> Iterator[Problem]:

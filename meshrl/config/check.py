@@ -194,7 +194,7 @@ def notices(config: RunConfig | SftRunConfig, purpose: Purpose) -> list[str]:
         )
     if isinstance(config, RunConfig) and purpose == "train" and config.algo.correction.kind == "off":
         used, why = correction_of_auto(config.loop.staleness, config.rollout.engine)
-        if used != "off":
+        if used == "truncate":
             found.append(
                 f"algo.correction.kind is off, although {why}: the loss treats samples of another policy as its own "
                 "(docs/correction.md). auto corrects this."

@@ -87,7 +87,8 @@ class RunConfig(Slice):
 
     @property
     def correction(self) -> tuple[str, str]:
-        """(the kind of algo.correction that is used, the configured kind with the reason)."""
+        """(the kind of algo.correction that is used, the configured kind with the reason); auto where the device of the
+        loss decides."""
         kind = self.algo.correction.kind
         if kind != "auto":
             return kind, kind

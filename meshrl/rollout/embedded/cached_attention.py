@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from meshrl.model.attention import AttentionSpec, PackedAttention, visible
+from meshrl.model.attention import AttentionSpec, PackedAttention, visible, wide_product
 from meshrl.rollout.embedded.kv_cache import STARTS, KVStore, Write, plan_writes, rows_of_tiles
 
 
@@ -35,8 +35,11 @@ class DecodeAttention:
     """One new token for each of the N leading rows of a store: its key and value are written, then it attends to all
     positions of its row. lengths int[N]: positions of each row, including the new token.
 
-    Batched matrix products over full tiles, softmax in fp32: on CPUs 1.4 (float32) to 6 times (bfloat16, a key head
-    for each query head) as fast as SDPA, which is optimized for many queries per row.
+    Batched matrix products over full tiles: on CPUs 1.4 (float32) to 6 times (bfloat16, a key head for each query head)
+    as fast as SDPA, which is optimized for many queries per row. The dtypes are those of PyTorch's fused kernels, with
+    which the trainer scores, on each device: scores, softmax and sums over tiles in fp32, and probabilities rounded to
+    the dtype of the model. A device differs only in the dtype of the tiles, which rounds nothing, and in how
+    `wide_product` is computed.
     """
 
     def __init__(self, store: KVStore, lengths: np.ndarray, device: torch.device):
@@ -58,22 +61,24 @@ class DecodeAttention:
         held = tiles[0][1].dtype
         q = q.to(held).reshape(num_rows * kv_heads, -1, size)  # query heads of one key head share a product
         scores = self._scores(q, [keys for keys, _ in tiles], kv_heads, spec)
-        probs = torch.softmax(scores, dim=-1, dtype=torch.promote_types(held, torch.float32)).to(held)
-        out = torch.bmm(probs[:, :, self.tiles[0][1]], tiles[0][1])  # every row has a position in the first tile
+        probs = torch.softmax(scores, dim=-1).to(v.dtype).to(held)
+        out = wide_product(probs[:, :, self.tiles[0][1]], tiles[0][1])  # every row has a position in the first tile
         for (_, values), (rows, columns) in zip(tiles[1:], self.tiles[1:], strict=True):
             part = slice(rows * kv_heads)
-            out[part].baddbmm_(probs[part, :, columns], values)
+            out[part] = wide_product(probs[part, :, columns], values, out[part])
         return out.to(v.dtype).view(num_rows, heads, -1)
 
     def _scores(self, q: torch.Tensor, tiles: list[torch.Tensor], kv_heads: int, spec: AttentionSpec) -> torch.Tensor:
-        """Attention scores [N * K, H / K, C] of each row over the positions of the tiles, -inf where masked."""
+        """Attention scores [N * K, H / K, C] of each row over the positions of the tiles, in fp32 (fp64 stays), -inf
+        where masked."""
+        wide = torch.promote_types(q.dtype, torch.float32)
         scores = []
-        for keys, bias in zip(tiles, self._bias(spec.window, kv_heads, q.dtype), strict=True):
+        for keys, bias in zip(tiles, self._bias(spec.window, kv_heads, wide), strict=True):
             part = q[: keys.shape[0]]
             if spec.softcap is None:
-                scores.append(torch.baddbmm(bias, part, keys, alpha=spec.scale))
+                scores.append(wide_product(part, keys, bias, spec.scale))
             else:
-                capped = torch.tanh(torch.bmm(part, keys).float() * (spec.scale / spec.softcap))
+                capped = torch.tanh(wide_product(part, keys).mul_(spec.scale / spec.softcap))
                 scores.append(capped.mul_(spec.softcap).add_(bias))
         if len(scores) == 1:  # every row has a position in the first tile
             return scores[0]

@@ -180,9 +180,12 @@ class KVStore:
 
 
 def _empty(like: torch.Tensor, width: int) -> torch.Tensor:
-    wide = like.device.type == "cpu" and like.dtype.itemsize < 4
-    dtype = torch.float32 if wide else like.dtype
-    return like.new_empty((0, like.shape[-2], width, like.shape[-1]), dtype=dtype)
+    return like.new_empty((0, like.shape[-2], width, like.shape[-1]), dtype=tile_dtype(like.device, like.dtype))
+
+
+def tile_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which keys and values of `dtype` are stored."""
+    return torch.promote_types(dtype, torch.float32) if device.type == "cpu" else dtype
 
 
 def _grown(tile: torch.Tensor, num_rows: int) -> torch.Tensor:

@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from meta_device import META, DeviceCalls
 from tiny_samples import random_groups
 
 from meshrl.algo.correction import correct, correction_summary
@@ -316,6 +317,17 @@ def test_metrics_only_measure_when_the_correction_is_off():
     _, off = correct(CorrectionConfig(kind="off"), inputs_of(RATIOS, LENGTHS))
     _, truncated = correct(CorrectionConfig(kind="truncate"), inputs_of(RATIOS, LENGTHS))
     assert off == truncated
+
+
+def test_auto_corrects_logprobs_of_an_accelerator():
+    """There the embedded sampler's exactness was not shown; meta tensors stand for those of the accelerator."""
+    inputs = inputs_of(RATIOS, LENGTHS)
+    fields = ("logprobs", "old_logprobs", "rollout_logprobs")
+    elsewhere = dataclasses.replace(inputs, **{name: getattr(inputs, name).to(META) for name in fields})
+    with DeviceCalls():
+        weight, _ = correct(CorrectionConfig(), elsewhere)
+    assert weight is not None and weight.device == META
+    assert correct(CorrectionConfig(), inputs)[0] is None
 
 
 def test_without_a_token_there_is_no_effective_sample_size():

@@ -1,4 +1,4 @@
-"""algo.correction: what auto means, its short forms, and that a loaded config never has auto."""
+"""algo.correction: what auto means, its short forms, and what is left to the device."""
 
 import re
 from pathlib import Path
@@ -24,7 +24,7 @@ def correction(config: Path, *overrides: str) -> CorrectionConfig:
 @pytest.mark.parametrize(
     ("staleness", "engine", "kind", "why"),
     [
-        (0, "embedded", "off", "sampler and trainer agree"),
+        (0, "embedded", "auto", "off on a CPU, else truncate"),
         (1, "embedded", "truncate", "loop.max_staleness is 1"),
         (3, "vllm", "truncate", "loop.max_staleness is 3"),
         (0, "vllm", "truncate", "rollout.engine is vllm"),
@@ -38,12 +38,14 @@ def test_auto_corrects_whatever_is_not_exactly_the_trainers_policy(staleness: in
 
 
 def test_a_loaded_config_has_the_kind_that_auto_means_and_explain_shows_why(good: Path):
-    """The ranks get this section: an auto that is left in it would silently be no correction."""
-    assert correction(good) == CorrectionConfig(kind="off")
+    """The ranks get this section: an auto that is left in it is no correction on a CPU."""
+    assert correction(good) == CorrectionConfig(kind="auto")
     assert correction(good, *ENDPOINT) == CorrectionConfig(kind="truncate", level="token", low=None, high=2.0)
     text = explain(load_run_config(good))
-    assert 'kind: "off"' in text and "# default, from auto: sampler and trainer agree" in text
-    assert "# unused: algo.correction.kind is off" in text
+    assert "kind: auto" in text and "# default, from auto: off on a CPU, else truncate" in text
+    assert "# unused: algo.correction.kind is" not in text, "on an accelerator the other keys have an effect"
+    text = explain(load_run_config(good, ["algo.correction=off"]))
+    assert 'kind: "off"' in text and "# unused: algo.correction.kind is off" in text
     text = explain(load_run_config(good, ENDPOINT))
     assert "kind: truncate" in text and "# default, from auto: rollout.engine is endpoint" in text
 
@@ -54,7 +56,13 @@ def test_auto_corrects_samples_of_older_weights(good: Path, kind: str, staleness
     assert correction(good, *overrides) == CorrectionConfig(kind="truncate")
     text = explain(load_run_config(good, overrides))
     assert f"# default, from auto: loop.max_staleness is {staleness}" in text
-    assert correction(good, *overrides, "loop.max_staleness=0").kind == "off"
+    assert correction(good, *overrides, "loop.max_staleness=0").kind == "auto"
+
+
+def test_auto_is_off_only_on_the_device_for_which_exactness_was_shown():
+    assert [CorrectionConfig().kind_on(device) for device in ("cpu", "cuda", "xpu")] == ["off", "truncate", "truncate"]
+    for kind in ("off", "truncate", "mask"):
+        assert [CorrectionConfig(kind=kind).kind_on(device) for device in ("cpu", "cuda")] == [kind, kind]
 
 
 def test_auto_takes_the_keys_of_the_section_where_it_corrects(good: Path):

@@ -93,8 +93,7 @@ BAD: list[tuple[str, list[str]]] = [
     ("algo.correction.rejection={measure: k1, low: 0.1, high: 1}", ["low must be below 0", "0 where sampler and"]),
     ("algo.correction.rejection={measure: k2, high: 0}", ["high above 0"]),
     # the correction's keys without effect
-    ("algo.correction.level=sequence", ["no effect", "algo.correction.kind is auto: sampler and trainer agree"]),
-    ("algo.correction.low=0.5", ["no effect", "algo.correction.kind is auto"]),
+    ("algo.correction=off algo.correction.level=sequence", ["no effect", "algo.correction.kind is off"]),
     ("algo.correction.kind=off algo.correction.high=3", ["no effect", "algo.correction.kind is off"]),
     ("algo.correction.rejection.level=seq_max", ["no effect", "algo.correction.rejection.measure is off"]),
     ("algo.correction.rejection.low=-1", ["no effect", "algo.correction.rejection.measure is off"]),

@@ -289,3 +289,22 @@ def test_rows_padded_to_full_vectors_equal_the_definition_in_bf16(lengths, paren
         rows = [torch.cat([x[before], x[a:b]]).double() for x in (q, k, v)]
         want = _dense_row(*rows, AttentionSpec(0.3))[-(b - a) :]
         torch.testing.assert_close(got[a:b], want, rtol=0, atol=0.03)
+
+
+@pytest.mark.parametrize("spec", [AttentionSpec(0.3), AttentionSpec(0.3, softcap=400.0)], ids=["plain", "softcap"])
+@pytest.mark.parametrize("length", [20, 100])
+def test_scores_in_bf16_keep_their_small_differences(length, spec):
+    """A score that all keys share (here about 195, as from a key bias) has no effect on the values and the gradients,
+    but scores rounded to bf16 would differ by up to 0.5 each."""
+    leaves = [x.bfloat16() for x in _qkv(length)]
+    for x in leaves[:2]:
+        x[..., 7] = 25.5
+    got_leaves, wide = ([x.to(t, copy=True).requires_grad_() for x in leaves] for t in (torch.bfloat16, torch.float64))
+    got = PackedAttention([0, length], CPU).attend(0, *got_leaves, spec)
+    want = _dense_row(*wide, spec)
+    weights = torch.randn(got.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for out in (got, want):
+        (out * weights).sum().backward()
+    assert got.dtype == torch.bfloat16
+    for x, y in zip([got, *(x.grad for x in got_leaves)], [want, *(x.grad for x in wide)], strict=True):
+        assert (x.double() - y).norm() < 0.02 * y.norm()

@@ -53,4 +53,14 @@ def test_a_step_of_decode_waits_for_the_device_once() -> None:
             reads, calls = _reads_by_step(num_layers, fast)
             assert len(reads) > NUM_TOKENS and set(reads) == {1}
             half = (torch.bfloat16, torch.bfloat16)
-            assert {call[1:] for call in calls.named("mm.dtype")} == {(half, torch.float32)}  # the head's product (P8)
+            assert {call[1:] for call in calls.named("aten.mm.dtype")} == {(half, torch.float32)}  # the head's (P8)
+
+
+def test_a_step_of_decode_rounds_neither_attention_scores_nor_sums() -> None:
+    """Products with tiles are in fp32, and so is the softmax; on a CPU they are because its tiles are in fp32."""
+    for fast in (False, True):
+        _, calls = _reads_by_step(2, fast)
+        half = (torch.bfloat16, torch.bfloat16)
+        batched = [call for call in calls.calls if call[0].startswith(("aten.bmm", "aten.baddbmm"))]
+        assert set(batched) == {("aten.bmm.dtype", half, torch.float32)}
+        assert {call[1:] for call in calls.named("softmax")} == {((torch.float32,), torch.float32)}
