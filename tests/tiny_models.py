@@ -75,8 +75,19 @@ FAMILIES: dict[str, dict[str, Any]] = {  # model type -> its special fields, sma
 
 _ROUTED: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _BIASED: dict[str, Any] = {**_ROUTED, "n_routed_experts": 8, "topk_group": 1, "first_k_dense_replace": 1}
+REFUSED: dict[str, dict[str, Any]] = {  # families that meshrl does not compute
+    "bert": {},  # tokens see later tokens
+    "bart": {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48},  # own positions
+    "bloom": {"n_layer": 2, "n_head": 4},
+    "falcon": {},
+    "gptj": {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 8},
+    "nemotron": {},
+    "stablelm": {},
+    "diffllama": {},
+}
 SPECIAL: dict[str, dict[str, Any]] = {  # families that few tests need
     "gpt2": {},  # learned positions
+    "afmoe": {**_ROUTED, "num_dense_layers": 1, "num_experts": 4, "head_dim": 8},  # splits attention's result by view
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32, "layerdrop": 0.5},  # skips layers in train mode
     "gemma4_text": {"head_dim": 32, "global_head_dim": 32, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
     "mixtral": {"num_local_experts": 4, "router_jitter_noise": 0.1},
@@ -97,8 +108,9 @@ SPECIAL: dict[str, dict[str, Any]] = {  # families that few tests need
 
 
 def tiny_lm(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> torch.nn.Module:
-    """A tiny model of one of FAMILIES or SPECIAL, with meshrl's attention. Its weights are large enough to matter, and
-    so are its buffers: the biases of routers, and the scales of Gemma 4's layers."""
+    """A tiny model of one of FAMILIES or SPECIAL with meshrl's attention, or of REFUSED with Transformers' own. Its
+    weights are large enough to matter, and so are its buffers: the biases of routers, and the scales of Gemma 4's
+    layers."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from meshrl.model import attention
@@ -117,11 +129,12 @@ def tiny_lm(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **ch
         bos_token_id=1,
         eos_token_id=2,
     )
-    special = (FAMILIES | SPECIAL)[family]
+    special = (FAMILIES | SPECIAL | REFUSED)[family]
     config = AutoConfig.for_model(family, **{**facts, **special, **changes})
     config.use_cache = False
     torch.manual_seed(seed)
-    lm = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME, dtype=dtype).eval()
+    name = "eager" if family in REFUSED else attention.NAME
+    lm = AutoModelForCausalLM.from_config(config, attn_implementation=name, dtype=dtype).eval()
     for name, buffer in lm.named_buffers():
         if name.endswith(("e_score_correction_bias", "layer_scalar")):
             buffer.uniform_(0.5, 0.8)

@@ -71,8 +71,9 @@ def _attention(
     """Transformers' interface, query [1, H, T, D] -> [1, T, H, D]."""
     if attention_context is None:
         raise ValueError(
-            f"{type(module).__name__} was called without attention_context: this model computes packed or cached "
-            "attention only; call it through meshrl.model.causal.CausalModel"
+            f"{type(module).__name__} was called without attention_context, which meshrl's packed and cached attention "
+            "needs: either the model does not pass the arguments of its forward call on to its attention layers, or it "
+            "was not called through meshrl.model.causal.CausalModel"
         )
     if s_aux is not None or dropout:
         what = "attention sinks (s_aux)" if s_aux is not None else f"attention dropout {dropout}"
@@ -146,7 +147,8 @@ class PackedAttention:
             x, y, z = (_in_rows(part, b.rows) for part in (queries[i], keys[i], values[i]))
             out = _causal_attention(x, y, z, spec)
             outs.append(out.transpose(1, 2).reshape(b.num_queries, q.shape[1], v.shape[2]))
-        return _picked(outs[0] if len(outs) == 1 else torch.cat(outs), padded.back)
+        out = _picked(outs[0] if len(outs) == 1 else torch.cat(outs), padded.back)
+        return out.contiguous()  # that of a single row may be a transposed view, which some models can't reshape
 
     def padded(self, align: int) -> _Padded:
         """The buckets; their rows are padded to a multiple of `align` keys."""

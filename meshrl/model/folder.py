@@ -97,10 +97,16 @@ def _json(path: Path) -> dict[str, Any]:
 def _require_known_class(path: Path, facts: dict[str, Any]) -> None:
     """The code of a class that Transformers does not know could only come from the folder."""
     from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     kind, code = facts.get("model_type"), facts.get("auto_map")
-    if isinstance(kind, str) and kind in CONFIG_MAPPING:
+    if isinstance(kind, str) and kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return
+    if isinstance(kind, str) and kind in CONFIG_MAPPING:
+        raise ConfigError(
+            f"{path}: model_type is {kind!r}, for which Transformers has no causal language model "
+            "(AutoModelForCausalLM). Choose a text model"
+        )
     why = f", and its auto_map names code of its own ({code!r:.120}), which meshrl never runs" if code else ""
     raise ConfigError(
         f"{path}: model_type is {kind!r:.80}, which this Transformers does not know{why}. Choose a model whose class "

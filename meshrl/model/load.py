@@ -9,10 +9,11 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -65,6 +66,7 @@ def open_causal_lm(path: str | Path) -> tuple[PreTrainedModel, StoredWeights | N
         stored = check_folder(folder)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         _require_plain_attention(config.get_text_config(), path)
+        _require_attention_interface(config, path)
         lm = _skeleton(config, folder)
         quantized = getattr(config, "quantization_config", None) is not None
         names = HubNames(lm)
@@ -84,8 +86,9 @@ def open_causal_lm(path: str | Path) -> tuple[PreTrainedModel, StoredWeights | N
 def load_causal_lm(path: str | Path, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A Transformers causal LM on the CPU with attention "meshrl", parameters in `dtype`, buffers untouched.
 
-    Before the cast, our forward scores two short rows packed, and Transformers' forward scores them one by one. A model
-    is refused if its packed rows see each other, or if its head or structure is not known to meshrl.
+    Before the cast, our forward scores a short row alone and packed with another, and Transformers' forward scores both
+    one by one. A model is refused if its packed rows see each other, or if its attention, its head or its structure is
+    not known to meshrl.
 
     Raises: ConfigError when the folder holds no model that Transformers can load, or one that we compute differently.
     """
@@ -94,8 +97,8 @@ def load_causal_lm(path: str | Path, *, dtype: torch.dtype = torch.float32) -> P
         materialize(lm, torch.device("cpu"))
         weights.fill(lm)
     with _as_config_error(path):
-        difference = float(_Comparison(lm)())
-    _require_same(difference, lm, path)
+        compared = _Comparison(lm)()
+    _require_same(compared, lm, path)
     return cast_parameters(lm, dtype)
 
 
@@ -117,9 +120,9 @@ def require_same_scores(meta_lm: PreTrainedModel, lm: PreTrainedModel, dp_mesh: 
     for module, same in zip(meta_lm.modules(), lm.modules(), strict=True):
         module._buffers.update(same._buffers)
     with _as_config_error(path):
-        difference = float(comparison())
+        compared = comparison()
     reshard(comparison)
-    _require_same(difference, lm, path)
+    _require_same(compared, lm, path)
 
 
 @contextmanager
@@ -233,6 +236,27 @@ def _disable_dropout(model: torch.nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
+class _Compared(NamedTuple):
+    """Largest differences of a token's logprobs, in nats, between our forward and Transformers' own: of a row alone and
+    of packed rows. layers: the layer of each call of our attention for the row alone."""
+
+    alone: torch.Tensor
+    packed: torch.Tensor
+    layers: list[int]
+
+
+class _RecordedAttention(attention.PackedAttention):
+    """A single row; records the layer of each call."""
+
+    def __init__(self, num_tokens: int, device: torch.device):
+        super().__init__([0, num_tokens], device)
+        self.layers: list[int] = []
+
+    def attend(self, layer: int, *args: Any) -> torch.Tensor:
+        self.layers.append(layer)
+        return super().attend(layer, *args)
+
+
 class _Comparison(torch.nn.Module):
     """FSDP's root for both forwards, so that both see a sharded model's embedding and head as full tensors."""
 
@@ -241,31 +265,62 @@ class _Comparison(torch.nn.Module):
         self.model = CausalModel(lm.eval())
 
     @torch.no_grad()
-    def forward(self) -> torch.Tensor:
-        """Largest difference of a token's logprobs, in nats, between our packed forward and Transformers' own."""
+    def forward(self) -> _Compared:
         model, lm = self.model, self.model.lm
         device = model.head().weight.device
         rows = [(torch.arange(n) * 7 % (model.vocab_size - 1) + 1).to(device) for n in (13, 6)]
         tokens, positions = torch.cat(rows), torch.cat([torch.arange(len(r), device=device) for r in rows])
         packed = attention.PackedAttention([0, len(rows[0]), len(tokens)], device)
-        ours = torch.log_softmax(model.head().logits(model.hidden(tokens, positions, packed)), dim=-1)
+        single = _RecordedAttention(len(rows[0]), device)
+        ours = self._logprobs(tokens, positions, packed)
+        alone = self._logprobs(rows[0], positions[: len(rows[0])], single)
         lm.config._attn_implementation = "eager"  # implemented in every model's own file
         theirs = torch.cat([torch.log_softmax(lm(row[None]).logits[0].float(), dim=-1) for row in rows])
         lm.config._attn_implementation = attention.NAME
-        return (ours - theirs).abs().max()
+        return _Compared((alone - theirs[: len(alone)]).abs().max(), (ours - theirs).abs().max(), single.layers)
+
+    def _logprobs(
+        self, tokens: torch.Tensor, positions: torch.Tensor, context: attention.PackedAttention
+    ) -> torch.Tensor:
+        return torch.log_softmax(self.model.head().logits(self.model.hidden(tokens, positions, context)), dim=-1)
 
 
-def _require_same(difference: float, lm: PreTrainedModel, path: str | Path) -> None:
-    if math.isnan(difference):
+def _require_same(compared: _Compared, lm: PreTrainedModel, path: str | Path) -> None:
+    name, alone, packed = f"{type(lm).__name__} of {str(path)!r}", float(compared.alone), float(compared.packed)
+    if math.isnan(alone) or math.isnan(packed):
         raise ConfigError(
-            f"{type(lm).__name__} of {str(path)!r} computes logprobs that are not finite, although its values are: "
+            f"{name} computes logprobs that are not finite, although its values are: "
             "they are so large that its forward overflows. The run that wrote it may have diverged. Give another model"
         )
-    if not difference <= TOLERANCE_NATS:
+    if repeated := sorted({layer for layer in compared.layers if compared.layers.count(layer) > 1}):
         raise ConfigError(
-            f"{type(lm).__name__} of {str(path)!r} gives packed tokens logprobs that differ by {difference:.2g} nats "
-            f"from Transformers' own forward (allowed: {TOLERANCE_NATS:g}): its rows affect each other, or its head "
-            "computes something that meshrl does not know. Choose another model"
+            f"{name} computes attention {compared.layers.count(repeated[0])} times in layer {repeated[0]} for the same "
+            "tokens, but a KV cache of meshrl has one key and value of each token in a layer. Choose another model"
+        )
+    if not alone <= TOLERANCE_NATS:
+        raise ConfigError(
+            f"{name} gives a single row logprobs that differ by {alone:.2g} nats from Transformers' own forward "
+            f"(allowed: {TOLERANCE_NATS:g}): its attention or its head computes something that meshrl does not, such "
+            "as attention to later tokens or a position bias. Choose another model"
+        )
+    if not packed <= TOLERANCE_NATS:
+        raise ConfigError(
+            f"{name} gives packed rows logprobs that differ by {packed:.2g} nats from Transformers' own forward "
+            f"(allowed: {TOLERANCE_NATS:g}), but not a single row: its rows affect each other, or it counts positions "
+            "by itself. Choose another model"
+        )
+
+
+def _require_attention_interface(config: Any, path: str | Path) -> None:
+    """Raises: ConfigError for a model that computes attention without Transformers' table of attention functions."""
+    from transformers import AutoModelForCausalLM
+
+    code = AutoModelForCausalLM._model_mapping[type(config)].__module__
+    if not hasattr(sys.modules[code], "ALL_ATTENTION_FUNCTIONS"):
+        raise ConfigError(
+            f"model.path {str(path)!r} is a {config.model_type}: {code} computes attention by itself (in some models "
+            "with a position bias, such as ALiBi), and not through Transformers' attention interface, which meshrl "
+            "needs for packed rows and its KV cache. Choose another model"
         )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from tiny_models import FAMILIES, tiny_lm, tiny_qwen2
@@ -114,6 +116,52 @@ def test_a_model_that_we_would_compute_differently_is_refused_at_loading(tmp_pat
     tiny_qwen2(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="rope_type dynamic"):
         load_causal_lm(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("bert", "gives a single row logprobs that differ"),
+        (
+            "bart",
+            "gives packed rows logprobs that differ .*, but not a single row: .* it counts positions by itself",
+        ),
+        (
+            "bloom",
+            r"modeling_bloom computes attention by itself \(.* with a position bias, such as ALiBi\)",
+        ),
+        ("falcon", "modeling_falcon computes attention by itself"),
+        ("gptj", "modeling_gptj computes attention by itself"),
+        ("nemotron", "NemotronAttention .* does not pass the arguments of its forward call on to its attention layers"),
+        ("stablelm", "StableLmAttention .* does not pass the arguments of its forward call on to its attention layers"),
+        ("diffllama", "computes attention 2 times in layer 0"),
+    ],
+)
+def test_a_family_that_is_not_computed_is_refused_with_the_reason(family, reason, tmp_path):
+    """P22"""
+    tiny_lm(family).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=reason):
+        load_causal_lm(tmp_path)
+
+
+def test_a_model_that_is_no_causal_language_model_is_refused_as_such(tmp_path):
+    """Its own vocab_size is that of a full PaliGemma, which its weights do not fill."""
+    tiny_qwen2().save_pretrained(tmp_path)
+    facts = {"model_type": "paligemma", "vocab_size": 257152, "text_config": {"model_type": "gemma", "vocab_size": 64}}
+    (tmp_path / "config.json").write_text(json.dumps(facts))
+    with pytest.raises(ConfigError, match="'paligemma', for which Transformers has no causal language model"):
+        load_causal_lm(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("family", [*FAMILIES, "afmoe"])
+def test_a_row_alone_can_be_scored_at_any_length(family, dtype):
+    """The attention of a single row needs no copy to be split into its heads, but a model may reshape its result."""
+    model = CausalModel(cast_parameters(tiny_lm(family), dtype))
+    for length in (1, 20, 64, 65):
+        tokens = torch.arange(length) % 60
+        hidden = model.hidden(tokens, torch.arange(length), PackedAttention([0, length], CPU))
+        assert hidden.shape == (length, 32) and hidden.isfinite().all()
 
 
 def test_dropout_is_off_in_modules_and_attributes(tmp_path):
