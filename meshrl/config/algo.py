@@ -143,10 +143,13 @@ def algorithm_problems(case: Case) -> Iterator[Problem]:
     """Problems of algo.*; user-defined functions are checked only for training."""
     algo, kl = case.rl.algo, case.rl.algo.kl
     if kl.coef > 0 and kl.estimator == "k1" and kl.place == "loss":
+        why = "k1 as a term of the loss has zero mean gradient on-policy"
         yield Problem(
             ("algo.kl.estimator", "algo.kl.place"),
-            "k1 as a term of the loss has zero mean gradient on-policy: it would add noise, and not keep the policy "
-            "near the reference. Use k3 or k2 in the loss, or k1 with place: reward.",
+            f"{why}: it would add noise, and not keep the policy near the reference. Use k3 or k2 in the loss, or k1 "
+            "with place: reward.",
+            void=("algo.kl.estimator",),
+            why=why,
         )
     yield from _correction_problems(algo.correction)
     if case.purpose == "train":
@@ -179,6 +182,8 @@ def _correction_problems(correction: CorrectionConfig) -> Iterator[Problem]:
             (f"{section}.low", f"{section}.measure", f"{section}.level"),
             "a lower bound needs measure k1 with level token or seq_mean: k2 and k3 are never negative, and the "
             "maximum of a row has no useful lower bound. Give high only.",
+            void=(f"{section}.low",),
+            why="a lower bound needs measure k1 with level token or seq_mean",
         )
     elif (low is not None and low >= 0) or (high is not None and high <= 0):
         yield Problem(bounds, "low must be below 0 and high above 0: the measure is 0 where sampler and trainer agree.")

@@ -28,11 +28,14 @@ class Value:
 @dataclass(frozen=True, slots=True)
 class Problem:
     """One fault of a config: its keys (the first is the wrong one), and a text with what to do. origin: where the fault
-    is, "" = where the keys were given."""
+    is, "" = where the keys were given. void: those of the keys that are left out if another of them has a stronger
+    origin, such as the command line over a file; why: the reason for the note about this."""
 
     keys: tuple[str, ...]
     text: str
     origin: str = ""
+    void: tuple[str, ...] = ()
+    why: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from meshrl.config.algo import ADVANTAGE_NAMES, LOSS_KIND, LossConfig, algorithm_problems, correction_of_auto
-from meshrl.config.case import Case, Problem, Purpose
+from meshrl.config.case import Case, Problem
 from meshrl.config.cluster import NOT_IN_SFT, ONLY_OF_PROCESSES, machine_problems
 from meshrl.config.data import data_problems
 from meshrl.config.loop import loop_problems
@@ -20,6 +20,7 @@ from meshrl.config.model import model_problems
 from meshrl.config.monitor import sink_problems
 from meshrl.config.rollout import engine_problems
 from meshrl.config.run import RunConfig, SftRunConfig, run_problems
+from meshrl.config.source import COMMAND_LINE
 from meshrl.config.train import train_problems
 from meshrl.config.values import show
 from meshrl.core.lookup import DOTTED_PATH, can_be_imported, similar_names
@@ -35,86 +36,117 @@ def check(case: Case) -> list[Problem]:
 
 
 def unused(config: RunConfig | SftRunConfig) -> dict[str, str]:
-    """Keys that have no effect with the other choices -> why. Setting one is an error; --explain marks them."""
-    found: dict[str, str] = {}
+    """Keys that have no effect with the other choices -> why. --explain marks them."""
+    return {key: why for key, (why, _) in _unused_keys(config).items()}
+
+
+def _unused_keys(config: RunConfig | SftRunConfig) -> dict[str, tuple[str, str]]:
+    """Keys that have no effect -> (why, the keys that make them void)."""
+    found: dict[str, tuple[str, str]] = {}
     of_command = _unused_in_sft() if isinstance(config, SftRunConfig) else _unused_in_rl(config)
-    for section, names, why in (*_unused_in_both(config), *of_command):
-        found |= {f"{section}.{name}": why for name in names.split()}
+    for section, names, why, causes in (*_unused_in_both(config), *of_command):
+        found |= {f"{section}.{name}": (why, causes) for name in names.split()}
     return found
 
 
-Unused = Iterator[tuple[str, str, str]]
-"""(section, names of its keys separated by blanks, why they have no effect) ..."""
+Unused = Iterator[tuple[str, str, str, str]]
+"""(section, names of its keys separated by blanks, why they have no effect, the keys that are the reason) ..."""
 
 
 def _unused_in_both(config: RunConfig | SftRunConfig) -> Unused:
     executor = config.cluster.executor
     if executor != "ray":
-        yield "cluster", "address", f"cluster.executor is {executor}"
+        yield "cluster", "address", f"cluster.executor is {executor}", "cluster.executor"
     if executor == "inline":
         why = "cluster.executor is inline: the only rank is this process"
-        yield "cluster", "max_restarts", why
-        yield "cluster.deadlines", ONLY_OF_PROCESSES, why
+        yield "cluster", "max_restarts", why, "cluster.executor"
+        yield "cluster.deadlines", ONLY_OF_PROCESSES, why, "cluster.executor"
     if not config.model.lora.enabled:
-        yield "model.lora", "rank alpha targets", "model.lora is off"
+        yield "model.lora", "rank alpha targets", "model.lora is off", "model.lora.enabled"
     if config.train.scheduler.kind == "constant":
-        yield "train.scheduler", "min_lr_ratio", "train.scheduler.kind is constant"
+        yield "train.scheduler", "min_lr_ratio", "train.scheduler.kind is constant", "train.scheduler.kind"
     if "wandb" not in config.monitor.sinks:
-        yield "monitor", "wandb_project", "monitor.sinks has no wandb"
+        yield "monitor", "wandb_project", "monitor.sinks has no wandb", "monitor.sinks"
 
 
 def _unused_in_sft() -> Unused:
-    yield "cluster", "num_rollout_ranks", "SFT samples nothing"
-    yield "monitor", "rollout_log_every_steps", "SFT samples nothing"
-    yield "cluster.deadlines", NOT_IN_SFT, "SFT has no such phase"
-    yield "train", "updates_per_step", "an SFT step is one optimizer step"
+    yield "cluster", "num_rollout_ranks", "SFT samples nothing", ""
+    yield "monitor", "rollout_log_every_steps", "SFT samples nothing", ""
+    yield "cluster.deadlines", NOT_IN_SFT, "SFT has no such phase", ""
+    yield "train", "updates_per_step", "an SFT step is one optimizer step", ""
+    yield "train", "share_prompts", "rows of SFT share no prompts", ""
 
 
 def _unused_in_rl(config: RunConfig) -> Unused:
-    data, rollout, kind = config.data, config.rollout, config.loop.kind
+    rollout, kind, ranks = config.rollout, config.loop.kind, "cluster.num_rollout_ranks"
+    yield from _unused_in_data(config)
+    if kind != "fully_async":
+        yield "loop", "in_flight oversampling", f"loop.kind is {kind}", "loop.kind"
+    for engine, server in (("vllm", rollout.vllm), ("sglang", rollout.sglang), ("endpoint", rollout.endpoint)):
+        if rollout.engine != engine:
+            names = " ".join(type(server).model_fields)
+            yield f"rollout.{engine}", names, f"rollout.engine is {rollout.engine}", "rollout.engine"
+    if rollout.engine == "vllm" and rollout.vllm.kv_cache_bytes is not None:
+        key = "rollout.vllm.kv_cache_bytes"
+        yield "rollout.vllm", "gpu_memory_utilization", f"{key} sets the size of the KV cache", key
+    if rollout.engine == "sglang" and rollout.sglang.url is not None:
+        names = "python args mem_fraction_static start_deadline_s"
+        yield "rollout.sglang", names, "the server at rollout.sglang.url already runs", "rollout.sglang.url"
+    elif rollout.engine == "sglang":
+        yield "rollout.sglang", "api_key_env", "a server that meshrl starts gets a key of its own", "rollout.sglang.url"
+    if rollout.engine == "endpoint" and rollout.endpoint.weights == "none":
+        key = "rollout.endpoint.weights"
+        yield "rollout.endpoint", "reload_url folder", f"{key} is none", key
+    if config.cluster.num_rollout_ranks:
+        yield "rollout", "release_memory", f"{ranks} is above 0: samplers have devices of their own", ranks
+    else:
+        yield "rollout", "sync_transport", f"{ranks} is 0", ranks
+    yield from _unused_in_algo(config)
+
+
+def _unused_in_data(config: RunConfig) -> Unused:
+    data, without_eval = config.data, config.data.eval_path is None
     if data.sources:
-        names = "split subset format" if data.eval_path is None else "split"
-        yield "data", names, "each of data.sources names its own"
+        names = "split subset format" if without_eval else "split"
+        yield "data", names, "each of data.sources names its own", "data.sources"
     if data.map is not None:
-        yield "data", "prompt answer", "data.map makes the prompt of each row"
+        yield "data", "prompt answer", "data.map makes the prompt of each row", "data.map"
     for name, source in data.sources.items():
         if source.map or data.map:
             by = f"data.sources.{name}.map" if source.map else "data.map"
-            yield f"data.sources.{name}", "prompt answer", f"{by} makes the prompt of each row"
-    if data.eval_path is None:
-        yield "data", "eval_split eval_limit", "data.eval_path is null"
-        yield "loop", "eval_samples save_best", "data.eval_path is null"
-    if kind != "fully_async":
-        yield "loop", "in_flight oversampling", f"loop.kind is {kind}"
-    for engine, server in (("vllm", rollout.vllm), ("sglang", rollout.sglang), ("endpoint", rollout.endpoint)):
-        if rollout.engine != engine:
-            yield f"rollout.{engine}", " ".join(type(server).model_fields), f"rollout.engine is {rollout.engine}"
-    if rollout.engine == "sglang" and rollout.sglang.url is not None:
-        names = "python args mem_fraction_static start_deadline_s"
-        yield "rollout.sglang", names, "the server at rollout.sglang.url already runs"
-    if rollout.engine == "endpoint" and rollout.endpoint.weights == "none":
-        yield "rollout.endpoint", "reload_url folder", "rollout.endpoint.weights is none"
-    if config.cluster.num_rollout_ranks:
-        why = "cluster.num_rollout_ranks is above 0: samplers have devices of their own"
-        yield "rollout", "release_memory", why
-    else:
-        yield "rollout", "sync_transport", "cluster.num_rollout_ranks is 0"
-    yield from _unused_in_algo(config)
+            yield f"data.sources.{name}", "prompt answer", f"{by} makes the prompt of each row", by
+    for column in ("prompt", "answer") if data.sources and without_eval and data.map is None else ():
+        if all(source.map or getattr(source, column) for source in data.sources.values()):
+            yield "data", column, "each of data.sources names its own", "data.sources"
+    if without_eval:
+        for section, names in (
+            ("data", "eval_split eval_limit"),
+            ("loop", "eval_samples save_best"),
+            ("cluster.deadlines", "eval"),
+        ):
+            yield section, names, "data.eval_path is null", "data.eval_path"
 
 
 def _unused_in_algo(config: RunConfig) -> Unused:
     algo, (correction, why) = config.algo, config.correction
     if algo.kl.coef == 0:
-        yield "algo.kl", "estimator place", "algo.kl.coef is 0"
+        yield "algo.kl", "estimator place", "algo.kl.coef is 0", "algo.kl.coef"
+        if config.train.updates_per_step == 1:
+            causes = "algo.kl.coef train.updates_per_step"
+            yield "cluster.deadlines", "annotate", "algo.kl.coef is 0, one update per step", causes
     if algo.aggregation != "constant_length":
-        yield "algo", "constant_length", f"algo.aggregation is {algo.aggregation}"
+        yield "algo", "constant_length", f"algo.aggregation is {algo.aggregation}", "algo.aggregation"
     if algo.advantage != "grpo":
         without = "which does not divide by the group's std"
-        yield "algo", "advantage_eps", f"algo.advantage is {algo.advantage}, {without}"
+        yield "algo", "advantage_eps", f"algo.advantage is {algo.advantage}, {without}", "algo.advantage"
     if correction == "off":
-        yield "algo.correction", "level low high", f"algo.correction.kind is {why}"
+        causes = "algo.correction.kind"
+        if algo.correction.kind == "auto":
+            causes += " loop.kind loop.max_staleness rollout.engine"
+        yield "algo.correction", "level low high", f"algo.correction.kind is {why}", causes
     if algo.correction.rejection.measure == "off":
-        yield "algo.correction.rejection", "level low high", "algo.correction.rejection.measure is off"
+        key = "algo.correction.rejection.measure"
+        yield "algo.correction.rejection", "level low high", f"{key} is off", key
 
 
 ONLY: dict[str, tuple[tuple[Any, ...], str]] = {  # key -> (what this version can do, why nothing else)
@@ -143,14 +175,15 @@ ALIASES = {
 def _aliases(case: Case) -> Iterator[Problem]:
     for alias, key in ALIASES.items():
         if alias in case.given and key in case.given and case.given[alias].value not in (None, case.given[key].value):
-            text = "these are two names of one number, with different values: give only one of them."
-            yield Problem((alias, key), text)
+            why = "these are two names of one number, with different values"
+            yield Problem((alias, key), f"{why}: give only one of them.", void=(alias, key), why=why)
 
 
 def _unused(case: Case) -> Iterator[Problem]:
-    for key, why in unused(case.config).items():
-        if key in case.given and case.given[key].value is not None:
-            yield Problem((key,), f"would have no effect: {why}. Remove this key, or change the other one.")
+    for key, (why, causes) in _unused_keys(case.config).items():
+        if key in case.given and case.given[key].value not in (None, {}):
+            text = f"would have no effect: {why}. Remove this key, or change the other one."
+            yield Problem((key, *causes.split()), text, void=(key,), why=f"no effect, since {why}")
 
 
 def _kinds(case: Case) -> Iterator[Problem]:
@@ -181,9 +214,12 @@ def _kinds(case: Case) -> Iterator[Problem]:
             yield Problem((key,), f"must be {choices}, or a dotted path package.module:name.{meant}")
 
 
-def notices(config: RunConfig | SftRunConfig, purpose: Purpose) -> list[str]:
+def notices(case: Case) -> list[str]:
     """Notices about settings that are allowed, but may surprise a reader of the config."""
-    found = []
+    config, purpose = case.config, case.purpose
+    found = list(_not_in_evaluation(case) if purpose == "eval" else _intervals(case))
+    if purpose == "train":
+        found += _clip_bounds(case)
     if isinstance(config, RunConfig) and purpose == "train" and (turns := _ranks_in_turn(config)) is not None:
         found.append(turns)
     if isinstance(config, RunConfig) and config.rollout.engine == "sglang":
@@ -223,6 +259,50 @@ def notices(config: RunConfig | SftRunConfig, purpose: Purpose) -> list[str]:
             "never split, so such a row is a micro-batch of its own."
         )
     return found
+
+
+def _intervals(case: Case) -> Iterator[str]:
+    """Notices of intervals above the number of steps."""
+    section, _, name = case.config.NUM_STEPS_KEY.partition(".")
+    num_steps = getattr(getattr(case.config, section), name)
+    for key in (f"{section}.eval_every_steps", f"{section}.save_every_steps"):
+        if key in case.given and (case.given[key].value or 0) > num_steps:
+            yield f"{_shown(case, key)} is never reached: the run has {num_steps} steps."
+
+
+def _clip_bounds(case: Case) -> Iterator[str]:
+    """The notice of bounds of a ratio that is always 1."""
+    loss, default = case.rl.algo.loss, LossConfig()
+    if case.rl.train.updates_per_step > 1 or not isinstance(loss, LossConfig):
+        return
+    bounds = [f"algo.loss.{name}" for name, value in loss.args.items() if value != getattr(default, name)]
+    if bounds:
+        yield (
+            f"{', '.join(_shown(case, key) for key in bounds)} {'have' if len(bounds) > 1 else 'has'} no effect: "
+            "train.updates_per_step is 1, so the ratio to the policy at the start of the step is exactly 1, also for "
+            "samples of older weights, whose importance weights algo.correction bounds (docs/correction.md)."
+        )
+
+
+def _not_in_evaluation(case: Case) -> Iterator[str]:
+    """Notices of overrides without effect. A file may have the same keys for a training."""
+    given = [key for key, value in case.given.items() if value.origin == COMMAND_LINE]
+    sections = ("train.", "algo.", "loop.", "monitor.")
+    not_read = [key for key in given if key.startswith(sections) and key != "loop.eval_samples"]
+    greedy = [f"rollout.sampling.{name}" for name in ("temperature", "top_p", "top_k", "min_p")]
+    unread_here = [key for key in given if key in greedy and case.rl.loop.eval_samples == 1]
+    for keys, why in (
+        (not_read, "only samples and grades"),
+        (unread_here, "with loop.eval_samples 1 takes the most likely token each time"),
+    ):
+        if keys:
+            values = ", ".join(f"{key} = {show(case.given[key].value)}" for key in keys)
+            yield f"{values} on the command line {'have' if len(keys) > 1 else 'has'} no effect: an evaluation {why}."
+
+
+def _shown(case: Case, key: str) -> str:
+    value = case.given[key]
+    return f"{key} = {show(value.value)} [{value.origin}]"
 
 
 def _ranks_in_turn(config: RunConfig) -> str | None:

@@ -84,18 +84,20 @@ def machine_problems(case: Case) -> Iterator[Problem]:
     if cluster.executor == "inline":
         for name, needed in (("num_train_ranks", 1), ("num_rollout_ranks", 0)):
             if getattr(cluster, name) != needed:
-                text = f"inline runs everything in this process: {name} must be {needed}. Or use executor: processes."
-                yield Problem((f"cluster.{name}", "cluster.executor"), text)
+                why, key = f"inline runs everything in this process: {name} must be {needed}", f"cluster.{name}"
+                text = f"{why}. Or use executor: processes."
+                yield Problem((key, "cluster.executor"), text, void=(key,), why=why)
     if cluster.executor != "ray":
         if cluster.nodes > 1:
-            text = "several machines need executor: ray. Or start the run with torchrun, and leave nodes out."
-            yield Problem(("cluster.nodes", "cluster.executor"), text)
+            why = "several machines need executor: ray"
+            text = f"{why}. Or start the run with torchrun, and leave nodes out."
+            yield Problem(("cluster.nodes", "cluster.executor"), text, void=("cluster.nodes",), why=why)
         return
     if importlib.util.find_spec("ray") is None:
         yield Problem(("cluster.executor",), "ray is not installed: pip install 'meshrl[ray]', on every machine.")
     if cluster.address == "local" and cluster.nodes > 1:
-        text = "a local Ray has one machine. Give the cluster's host:port."
-        yield Problem(("cluster.address", "cluster.nodes"), text)
+        pair, why = ("cluster.address", "cluster.nodes"), "a local Ray has one machine"
+        yield Problem(pair, f"{why}. Give the cluster's host:port.", void=pair, why=why)
     if ranks % cluster.nodes:
         keys = ("cluster.nodes", "cluster.num_train_ranks", "cluster.num_rollout_ranks")
         text = f"every machine has the same number of ranks, but {cluster.nodes} machines do not divide {ranks} ranks."

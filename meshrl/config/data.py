@@ -85,7 +85,8 @@ def data_problems(case: Case) -> Iterator[Problem]:
 
 def _one_of_path_and_sources(data: DataConfig) -> Iterator[Problem]:
     if data.path is not None and data.sources:
-        yield Problem(("data.path", "data.sources"), "give one of the two: a single set, or a mixture of sources.")
+        keys, what = ("data.path", "data.sources"), "a single set, or a mixture of sources"
+        yield Problem(keys, f"give one of the two: {what}.", void=keys, why=f"the rows are {what}")
     if data.path is None and not data.sources:
         yield Problem(("data.path",), "training needs rows: give a path, or a mixture as data.sources.")
     for name in data.sources:

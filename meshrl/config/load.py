@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
@@ -17,6 +18,7 @@ from meshrl.config import check as checks
 from meshrl.config.algo import LOSS_KIND
 from meshrl.config.base import Slice
 from meshrl.config.case import Case, Check, Problem, Purpose, Value
+from meshrl.config.precedence import DEFAULT, Layers, cut, value_and_origin
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.config.schema import NAME, Key, all_keys, locate, nearest
 from meshrl.config.source import (
@@ -25,7 +27,6 @@ from meshrl.config.source import (
     SHORT_FORMS,
     Reader,
     Tree,
-    expand,
     given_in,
     leaves,
     merge,
@@ -37,7 +38,6 @@ from meshrl.core.errors import ConfigError
 from meshrl.core.files import is_there
 from meshrl.core.lookup import similar_names
 
-DEFAULT = "default"
 Source = str | Path | Mapping[str, Any] | RunConfig | SftRunConfig  # a config in any form
 COMMANDS: dict[type[Slice], str] = {RunConfig: "meshrl train", SftRunConfig: "meshrl sft"}
 C = TypeVar("C", bound=RunConfig | SftRunConfig)
@@ -122,40 +122,60 @@ def _load(
 ) -> Loaded[C]:
     if isinstance(overrides, str | Mapping):
         raise ConfigError(f"overrides is {overrides!r:.80}; it must be a list of strings: ['train.optimizer.lr=1e-6']")
-    path, reader, layers = _read(source)
-    folder, keys = reader.folder, all_keys(model)
-    tree: Tree = {}
-    for layer in [*layers, *(reader.override(text) for text in overrides)]:
-        tree = merge(tree, expand(layer, keys))
+    path, reader, trees = _read(source)
+    keys = all_keys(model)
+    layers = Layers(keys)
+    for tree in trees:
+        layers.add([tree])
+    layers.add([reader.override(text) for text in overrides])
     (objects,) = reader.mapping(in_memory.values, PYTHON_OBJECT)
-    written = given_in(tree)
-    reader.problems += _given_twice([*leaves(objects), *in_memory.unused], written)
-    tree = merge(tree, objects)
-    given = given_in(tree) | written
-    config, wrong = _validate(model, plain(tree), keys)
-    faulty = {problem.keys[0] for problem in wrong}
-    valid: dict[str, Value] = {}
-    if wrong:  # without the wrong values, the rest may have further problems, for the same message
-        valid = {key: Value(value, DEFAULT, folder) for key, value in _placeholders(faulty, keys).items()}
-        content = plain(tree, faulty)
-        for key, value in valid.items():
-            content = merge(content, nested(key, value.value))
-        config, _ = _validate(model, content, keys)
-    problems = [*reader.problems, *wrong]
-    if config is not None:
-        case = Case(
-            config=config, given=given | valid, folder=folder, known=known, purpose=purpose, rows=in_memory.rows
-        )
-        found = [*checks.check(case), *(problem for check in further for problem in check(case))]
-        problems += [problem for problem in found if not _about(problem, faulty)]
-    if config is None or problems:
+    written = given_in(layers.tree)
+    twice = _given_twice([*leaves(objects), *in_memory.unused], written)
+    layers.add_objects(objects, len(trees))
+    make_case = partial(Case, folder=reader.folder, known=known, purpose=purpose, rows=in_memory.rows)
+    while True:
+        given = given_in(layers.tree) | {key: written[key] for problem in twice for key in problem.keys}
+        config, case, found = _checked(model, layers, given, keys, make_case, [checks.check, *further])
+        if not layers.leave_out(found):
+            break
+    problems = [*reader.problems, *twice, *layers.problems, *found]
+    if config is None or case is None or problems:
+        in_place_of_wrong = set(case.given) - set(given) if case is not None else set()
         defaults = _values_of(config) if config is not None else {}
-        raise ConfigError(_report(path, problems, given, {key: v for key, v in defaults.items() if key not in valid}))
+        defaults = {key: value for key, value in defaults.items() if key not in in_place_of_wrong}
+        raise ConfigError(_report(path, problems, given, defaults))
     config, resolved = _resolve(config, case, keys)
     origins = {key: given[key].origin if key in given else DEFAULT for key in _values_of(config)}
     origins |= {key: f"{origins[key]}, {how}" for key, how in resolved.items()}
-    notices = tuple(checks.notices(config, purpose))
+    notices = (*layers.notes(), *checks.notices(case))
     return Loaded(config=config, origins=origins, path=path, notices=notices)
+
+
+def _checked(
+    model: type[C],
+    layers: Layers,
+    given: dict[str, Value],
+    keys: dict[str, Key],
+    make_case: Callable[..., Case],
+    all_checks: Sequence[Check],
+) -> tuple[C | None, Case | None, list[Problem]]:
+    """The config, its case, and all problems of both. Config and case are None if there are too many problems. The
+    case's `given` also has values that replace wrong ones."""
+    config, problems = _validate(model, plain(layers.tree), keys)
+    wrong = {problem.keys[0] for problem in problems}
+    faulty = wrong | {problem.keys[0] for problem in layers.problems}
+    valid: dict[str, Value] = {}
+    if problems:  # without the wrong values, the rest may have further problems, for the same message
+        valid = {key: Value(value, DEFAULT, Path()) for key, value in _placeholders(wrong, keys).items()}
+        content = plain(layers.tree, wrong)
+        for key, value in valid.items():
+            content = merge(content, nested(key, value.value))
+        config, _ = _validate(model, content, keys)
+    if config is None:
+        return None, None, problems
+    case = make_case(config=config, given=given | valid)
+    found = [problem for check in all_checks for problem in check(case)]
+    return config, case, problems + [problem for problem in found if not _about(problem, faulty)]
 
 
 def _read(source: Source) -> tuple[Path, Reader, list[Tree]]:
@@ -178,7 +198,8 @@ def _read(source: Source) -> tuple[Path, Reader, list[Tree]]:
 def _given_twice(replaced: Sequence[str], given: dict[str, Value]) -> list[Problem]:
     """Keys of a config that a Python object replaces."""
     text = "would have no effect: a Python object is given in its place. Remove one of them."
-    also = [key for key in given if any(key == name or key.startswith(f"{name}.") for name in replaced)]
+    values = [key for key, value in given.items() if value.value != {}]
+    also = [key for key in values if any(key == name or key.startswith(f"{name}.") for name in replaced)]
     return [Problem((key,), text, given[key].origin) for key in also]
 
 
@@ -288,26 +309,10 @@ def _report(path: Path, problems: list[Problem], given: dict[str, Value], defaul
     for problem in problems:
         lines.append("")
         for key in problem.keys:
-            value, origin = _value_and_origin(key, given, defaults)
-            lines.append(f"  {_cut(key)}{value}   [{problem.origin or origin}]")
+            value, origin = value_and_origin(key, given, defaults)
+            lines.append(f"  {cut(key)}{value}   [{problem.origin or origin}]")
         lines.append(wrapped.fill(problem.text))
     return "\n".join(lines)
-
-
-def _value_and_origin(key: str, given: dict[str, Value], defaults: dict[str, Any]) -> tuple[str, str]:
-    """The value of a key as " = value", which is empty for a section, and its origin."""
-    if key in given:
-        return f" = {_cut(show(given[key].value))}", given[key].origin
-    inside = [value.origin for path, value in given.items() if path.startswith(f"{key}.")]
-    if inside:
-        return "", inside[0]
-    if key in defaults:
-        return f" = {_cut(show(defaults[key]))}", DEFAULT
-    return "", DEFAULT if any(path.startswith(f"{key}.") for path in defaults) else "not given"
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _values_of(config: Slice) -> dict[str, Any]:

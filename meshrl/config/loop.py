@@ -104,6 +104,8 @@ def loop_problems(case: Case) -> Iterator[Problem]:
             ("loop.max_staleness", "loop.kind"),
             f"{loop.kind} never trains on samples that are more than {most} versions old. Use at most {most}, or kind: "
             "fully_async.",
+            void=("loop.max_staleness",),
+            why=f"{loop.kind} never trains on samples that are more than {most} versions old",
         )
     if loop.kind != "colocated" and config.cluster.executor != "inline" and not config.cluster.num_rollout_ranks:
         yield Problem(
@@ -117,5 +119,10 @@ def loop_problems(case: Case) -> Iterator[Problem]:
             "trainer's weights. Use kind: colocated, or engine: vllm.",
         )
     if config.data.eval_path is None and (loop.eval_every_steps or case.purpose == "eval"):
-        keys = ("data.eval_path", "loop.eval_every_steps") if loop.eval_every_steps else ("data.eval_path",)
-        yield Problem(keys, "an evaluation needs held-out rows: set data.eval_path to a file of such rows.")
+        every = ("loop.eval_every_steps",) if loop.eval_every_steps else ()
+        yield Problem(
+            ("data.eval_path", *every),
+            "an evaluation needs held-out rows: set data.eval_path to a file of such rows.",
+            void=every,
+            why="there are no held-out rows for an evaluation",
+        )

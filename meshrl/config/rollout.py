@@ -206,40 +206,45 @@ def _ranks(case: Case) -> Iterator[Problem]:
     machine."""
     config, cluster = case.rl, case.rl.cluster
     engine, dp, tp = config.rollout.engine, config.rollout.mesh.dp, config.rollout.tp_size
-    tp_key = "rollout.mesh.infer_tp" if "rollout.mesh.infer_tp" in case.given else "rollout.tensor_model_parallel_size"
+    tp_keys = tuple(key for key in ("rollout.mesh.infer_tp", "rollout.tensor_model_parallel_size") if key in case.given)
     ranks_key, ranks = config.sampling_ranks
     replicas = max(1, ranks // tp)
     if dp not in (-1, replicas):
         number = f"{replicas} replica{'s' if replicas > 1 else ''}"
-        text = f"the ranks make {number} of the sampler: use {replicas}, or -1 for as many as there are."
-        yield Problem(("rollout.mesh.dp", ranks_key), text)
+        why = f"the ranks make {number} of the sampler"
+        text = f"{why}: use {replicas}, or -1 for as many as there are."
+        yield Problem(("rollout.mesh.dp", ranks_key, *tp_keys), text, void=("rollout.mesh.dp",), why=why)
     if engine == "embedded" and tp > 1:
-        yield Problem((tp_key,), "not possible: the embedded engine has the full model in each replica. Use 1.")
+        why = "the embedded engine has the full model in each replica"
+        yield Problem((*tp_keys, "rollout.engine"), f"not possible: {why}. Use 1.", void=tp_keys, why=why)
     if engine == "endpoint" and tp > 1:
-        yield Problem((tp_key,), "an endpoint's server decides itself how it splits the model. Leave it out.")
+        why = "an endpoint's server decides itself how it splits the model"
+        yield Problem((*tp_keys, "rollout.engine"), f"{why}. Leave it out.", void=tp_keys, why=why)
     if engine == "endpoint" and ranks != 1:
         text = f"one endpoint is one sampler, but {ranks} ranks sample. Use cluster.num_rollout_ranks: 1."
         yield Problem(("rollout.engine", ranks_key), text)
     if engine not in OWN_ARGS:
         return
     if ranks % tp:
-        yield Problem((tp_key, ranks_key), f"{ranks} ranks can't be split into replicas of {tp} ranks each.")
+        yield Problem((*tp_keys, ranks_key), f"{ranks} ranks can't be split into replicas of {tp} ranks each.")
         return
     first = cluster.num_train_ranks if cluster.num_rollout_ranks else 0
     per_node = max(1, (cluster.num_train_ranks + cluster.num_rollout_ranks) // cluster.nodes)
     if any(lead // per_node != (lead + tp - 1) // per_node for lead in range(first, first + ranks, tp)):
         text = f"a replica of {tp} ranks would be on two machines, of {per_node} ranks each."
-        yield Problem((tp_key, "cluster.nodes"), text)
+        yield Problem((*tp_keys, "cluster.nodes"), text)
 
 
 def _release(cfg: RolloutConfig) -> Iterator[Problem]:
     if cfg.engine not in CAN_RELEASE_MEMORY:
         engines = ", ".join(CAN_RELEASE_MEMORY)
-        text = f"engine {cfg.engine} can't release its memory. Leave it out, or use one of {engines}."
-        yield Problem(("rollout.release_memory", "rollout.engine"), text)
+        key, why = "rollout.release_memory", f"engine {cfg.engine} can't release its memory"
+        text = f"{why}. Leave it out, or use one of {engines}."
+        yield Problem((key, "rollout.engine"), text, void=(key,), why=why)
     if cfg.sync_mode == "delta":
-        text = "a sampler that released its weights has none to which a delta could be applied. Use one of the two."
-        yield Problem(("rollout.release_memory", "rollout.sync_mode"), text)
+        keys = ("rollout.release_memory", "rollout.sync_mode")
+        why = "a sampler that released its weights has none to which a delta could be applied"
+        yield Problem(keys, f"{why}. Use one of the two.", void=keys, why=why)
 
 
 _NOT_INSTALLED = {
@@ -270,9 +275,6 @@ def _sglang(case: Case) -> Iterator[Problem]:
     cfg = case.rl.rollout.sglang
     if cfg.url is None:
         yield from _own_server("sglang", cfg)
-        if cfg.api_key_env is not None:
-            text = "a server that meshrl starts gets a key of its own. Leave it out."
-            yield Problem(("rollout.sglang.api_key_env",), text)
         return
     yield from _address("rollout.sglang.url", cfg.url)
     name, ranks = case.rl.sampling_ranks

@@ -176,8 +176,8 @@ def _resume(case: Case) -> Iterator[Problem]:
         return
     if run.resume == "auto":
         if run.name == "auto":
-            text = "with run.name auto each run gets a new name, so there is no earlier run to resume. Set run.name."
-            yield Problem(("run.resume", "run.name"), text)
+            why = "with run.name auto each run gets a new name, so there is no earlier run to resume"
+            yield Problem(("run.resume", "run.name"), f"{why}. Set run.name.", void=("run.resume",), why=why)
         return
     path, places = case.find("run.resume")
     if path is None:

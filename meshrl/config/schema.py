@@ -33,6 +33,11 @@ class Key:
     text: str
     is_section: bool
 
+    @property
+    def is_dict(self) -> bool:
+        """Whether the user chooses the names in it."""
+        return self.allowed.startswith("names")
+
 
 def all_keys(model: type[Slice], prefix: str = "") -> dict[str, Key]:
     """Every key of a slice by its dotted path, sections before their keys, in the order of the slices."""

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias, Union
 import yaml
 
 from meshrl.config.case import Problem, Value
-from meshrl.config.schema import Key, locate
+from meshrl.config.schema import NAME, Key, locate
 from meshrl.config.values import scalar
 from meshrl.core.errors import ConfigError
 from meshrl.core.files import Unreadable, is_there, read_text
@@ -33,6 +33,10 @@ YAML_TAGS = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("str", "seq", "map"))
 
 
 Tree: TypeAlias = dict[str, Union["Tree", Value]]
+
+
+class Removed(Value):
+    """In place of an entry of a section with names (reward.terms.NAME): the entry of earlier layers is removed."""
 
 
 class ShortSection(dict[str, Any]):
@@ -95,7 +99,7 @@ class Reader:
             if not isinstance(name, str):
                 raise ConfigError(f"{origin}: {path or 'top level'}: the key {name!r} must be a string")
             inner = dotted(path, name)
-            if isinstance(value, Mapping):
+            if isinstance(value, Mapping) and value:
                 tree[name] = self._section(value, origin, inner)
                 continue
             value = os.fspath(value) if isinstance(value, os.PathLike) else value
@@ -139,7 +143,7 @@ class Reader:
             )
         if node.tag not in YAML_TAGS:
             raise ConfigError(f"{origin}: the YAML tag {node.tag!r} is not used here; write the plain value")
-        if isinstance(node, yaml.MappingNode):
+        if isinstance(node, yaml.MappingNode) and (node.value or not path):
             return {
                 inner.value: self._read(entry, inner, name, folder, dotted(path, inner.value), depth + 1)
                 for inner, entry in self._entries(node, name, path)
@@ -147,6 +151,8 @@ class Reader:
         if isinstance(node, yaml.SequenceNode):
             entries = [plain(self._read(entry, key, name, folder, path, depth + 1)) for entry in node.value]
             return Value(entries, origin, folder)
+        if isinstance(node, yaml.MappingNode):
+            return Value({}, origin, folder)
         assert isinstance(node, yaml.ScalarNode)
         is_quoted = node.style is not None
         return Value(node.value if is_quoted else scalar(node.value), origin, folder)
@@ -196,16 +202,27 @@ def expand(tree: Tree, keys: dict[str, Key], path: str = "") -> Tree:
         if isinstance(entry, dict):
             written[name] = expand(entry, keys, inner)
             continue
-        key, rest = locate(keys, inner)
         _, meaning = SHORT_FORMS.get(inner, ("", None))
         value = meaning(entry.value) if meaning else entry.value
-        if isinstance(value, dict):
+        if entry.value is None or entry.value == {}:
+            written[name] = _empty(entry, *locate(keys, inner))
+        elif isinstance(value, dict):
             written[name] = ShortSection({part: replace(entry, value=v) for part, v in value.items()})
-        elif value is None and key is not None and key.is_section and not rest:
-            written[name] = {}
         else:
             written[name] = replace(entry, value=value)
     return written
+
+
+def _empty(entry: Value, key: Key | None, rest: str) -> Tree | Value:
+    """The meaning of null or {}. rest: as of `locate`. A section takes nothing from earlier layers away; of a dict,
+    whose names the user chooses, {} replaces all entries, and an entry that is a section is removed."""
+    if key is None or rest:
+        return entry
+    if key.path.endswith(f".{NAME}"):
+        return Removed(None, entry.origin, entry.folder)
+    if key.is_dict:
+        return replace(entry, value={})
+    return {} if key.is_section else entry
 
 
 def _off(meaning: Any) -> Callable[[Any], Any]:
@@ -240,9 +257,22 @@ def merge(below: Tree, above: Tree) -> Tree:
         old = merged.get(name)
         if isinstance(old, dict) and isinstance(entry, dict) and not isinstance(entry, ShortSection):
             merged[name] = merge(old, entry)
+        elif old is not None and isinstance(entry, Removed):
+            del merged[name]
         else:
             merged[name] = entry
     return merged
+
+
+def without(tree: Tree, path: str) -> Tree:
+    """The tree without the entry at this dotted key."""
+    left: Tree = {}
+    for name, entry in tree.items():
+        if isinstance(entry, dict) and path.startswith(f"{name}."):  # a name may have dots in it
+            left[name] = without(entry, path[len(name) + 1 :])
+        elif name != path:
+            left[name] = entry
+    return left
 
 
 def nested(path: str, entry: Any) -> dict[str, Any]:

@@ -94,10 +94,14 @@ def train_problems(case: Case) -> Iterator[Problem]:
     if not all(0 <= beta < 1 for beta in config.train.optimizer.betas):
         yield Problem(("train.optimizer.betas",), "both must be at least 0 and below 1.")
     if config.train.scheduler.warmup_steps >= config.num_updates:
+        key, updates = "train.scheduler.warmup_steps", config.num_updates
+        per_step = ("train.updates_per_step",) if "train.updates_per_step" in case.given else ()
+        why = f"the run has {updates} optimizer steps, so the learning rate would never reach its peak"
         yield Problem(
-            ("train.scheduler.warmup_steps", config.NUM_STEPS_KEY),
-            f"the run has {config.num_updates} optimizer steps, so the learning rate would never reach its peak. Warm "
-            "up for fewer.",
+            (key, config.NUM_STEPS_KEY, *per_step),
+            f"{why}. Warm up for fewer.",
+            void=(key,),
+            why=f"{why}; without a warm-up it starts there",
         )
 
 
@@ -113,12 +117,13 @@ def _mesh(train: TrainConfig, ranks: int) -> Iterator[Problem]:
             keys[:2], "HYBRID_SHARD copies a sharded model; with one copy use FULL_SHARD, else dp_replicate >= 2."
         )
     elif strategy in ("FULL_SHARD", "SHARD_GRAD_OP") and replicate > 1:
-        yield Problem(keys[:2], f"{strategy} shards over all ranks; for {replicate} sharded copies use HYBRID_SHARD.")
+        why = f"{strategy} shards over all ranks"
+        text = f"{why}; for {replicate} sharded copies use HYBRID_SHARD."
+        yield Problem(keys[:2], text, void=keys[1:2], why=why)
     elif strategy == "NO_SHARD" and shard != 1:
-        yield Problem((keys[0], keys[2]), "NO_SHARD keeps the full model in each rank: dp_shard must be 1 or -1.")
+        why = "NO_SHARD keeps the full model in each rank"
+        yield Problem((keys[0], keys[2]), f"{why}: dp_shard must be 1 or -1.", void=keys[2:3], why=why)
     elif replicate * shard != ranks:
-        yield Problem(
-            keys[1:],
-            f"dp_replicate {replicate} x dp_shard {shard} = {replicate * shard} ranks, but num_train_ranks is {ranks}. "
-            "Leave dp_shard at -1, or make the product equal.",
-        )
+        why = f"dp_replicate {replicate} x dp_shard {shard} = {replicate * shard} ranks, but num_train_ranks is {ranks}"
+        text = f"{why}. Leave dp_shard at -1, or make the product equal."
+        yield Problem(keys[1:], text, void=keys[1:2] if strategy == "NO_SHARD" else keys[2:3], why=why)

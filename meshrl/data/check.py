@@ -107,8 +107,8 @@ def _table_problems(case: Case, table: _Table, kinds: dict[str, Kind]) -> Iterat
     kinds[table.path] = kind
     if table.split is not None and kind in ("jsonl", "parquet", "rows"):
         these = "these are rows in memory" if kind == "rows" else f"this is {kind}"
-        text = f"would have no effect: only Hugging Face data sets have splits, and {these}. Remove it."
-        yield Problem((f"{table.section}.{table.prefix}split", table.path), text)
+        why, key = f"only Hugging Face data sets have splits, and {these}", f"{table.section}.{table.prefix}split"
+        yield Problem((key, table.path), f"would have no effect: {why}. Remove it.", void=(key,), why=why)
     if kind == "hub" or source is None:
         return  # only the hub knows its rows
     try:
@@ -134,8 +134,8 @@ def _without_effect(format_key: str, format: str, tables: list[_Table], kinds: d
         paths = [table.path for table in tables if table.section == section]
         found = {kinds[path] for path in paths if path in kinds}
         if found and "hub" not in found:
-            text = "would have no effect: only data sets on the Hugging Face hub have subsets. Remove it."
-            yield Problem((f"{section}.subset", *paths), text)
+            key, why = f"{section}.subset", "only data sets on the Hugging Face hub have subsets"
+            yield Problem((key, *paths), f"would have no effect: {why}. Remove it.", void=(key,), why=why)
 
 
 def _chat_template(case: Case, section: str, given: str | None, variables: dict[str, Any]) -> Iterator[Problem]:
@@ -156,7 +156,9 @@ def _chat_template(case: Case, section: str, given: str | None, variables: dict[
     except DataError as e:
         yield Problem((key,), f"{path or 'the template'} {e}.")
         return
-    try:
-        require_read([name for name in variables if name not in WRITTEN_BY_MESHRL], reads)
-    except DataError as e:
-        yield Problem((f"{key}_kwargs", key), f"{e}.")
+    for name in variables:
+        try:
+            require_read([name] if name not in WRITTEN_BY_MESHRL else [], reads)
+        except DataError as e:
+            variable = f"{key}_kwargs.{name}"
+            yield Problem((variable, key), f"{e}.", void=(variable,), why="the chat template does not read it")

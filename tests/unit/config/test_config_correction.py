@@ -93,7 +93,7 @@ def test_short_forms(good: Path, write):
 
 def test_no_correction_where_it_is_needed_is_noted(good: Path):
     def notes(*overrides: str, purpose="train") -> list[str]:
-        return [n for n in load_run_config(good, overrides, purpose=purpose).notices if "algo.correction" in n]
+        return [n for n in load_run_config(good, overrides, purpose=purpose).notices if "although" in n]
 
     (note,) = notes(*ENDPOINT, "algo.correction=off")
     assert "rollout.engine is endpoint" in note and "docs/correction.md" in note

@@ -12,6 +12,11 @@ COLOCATED_ENDPOINT = "rollout.engine=endpoint rollout.endpoint.url=http://h:8000
 FILES = "rollout.endpoint.weights=files"
 
 BAD = [
+    (
+        "rollout.engine=vllm rollout.vllm.python=python3 rollout.vllm.kv_cache_bytes=9 "
+        "rollout.vllm.gpu_memory_utilization=0.3",
+        ["rollout.vllm.gpu_memory_utilization = 0.3", "kv_cache_bytes sets the size"],
+    ),
     (SGLANG.replace("python3", "no_such_python"), ["rollout.sglang.python", "no such program"]),
     (f"{SGLANG} rollout.sglang.args=[--tp-size=2]", ["--tp-size is set by meshrl itself"]),
     (f"{SGLANG} rollout.sglang.args=[--tp_size=2]", ["--tp-size is set by meshrl itself"]),

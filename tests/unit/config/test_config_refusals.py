@@ -184,7 +184,7 @@ BAD: list[tuple[str, list[str]]] = [
     ("cluster.executor=ray cluster.nodes=3", ["the same number of ranks", "3 machines do not divide 2 ranks"]),
     ("cluster.executor=ray cluster.nodes=2 cluster.address=local", ["a local Ray has one machine"]),
     ("cluster.address=10.0.0.1:6379", ["no effect", "cluster.executor is processes"]),
-    ("cluster.executor=inline", ["num_train_ranks must be 1"]),
+    ("cluster.executor=inline cluster.num_train_ranks=2", ["num_train_ranks must be 1"]),
     ("cluster.executor=inline cluster.num_train_ranks=1 cluster.num_rollout_ranks=1", ["num_rollout_ranks must be 0"]),
     (
         "cluster.executor=inline cluster.num_train_ranks=1 cluster.max_restarts=0",
@@ -220,6 +220,8 @@ BAD: list[tuple[str, list[str]]] = [
     ("data.eval_path=null data.eval_limit=4", ["no effect", "data.eval_path is null"]),
     ("data.eval_path=null data.eval_split=test", ["no effect", "data.eval_path is null"]),
     ("data.eval_path=null loop.save_best=false", ["no effect", "data.eval_path is null"]),
+    ("data.eval_path=null cluster.deadlines.eval=9", ["no effect", "data.eval_path is null"]),
+    ("cluster.deadlines.annotate=9", ["no effect", "algo.kl.coef is 0, one update per step"]),
     ("monitor.wandb_project=maths", ["no effect", "monitor.sinks has no wandb"]),
     ("monitor.sinks=[wanb]", ["monitor.sinks", "must be a list of tensorboard or wandb. Nearest: wandb."]),
     # a KL estimator that has no effect in the loss (P6)
@@ -315,7 +317,7 @@ def test_vllm_that_is_not_installed_is_installed_by_the_script_that_keeps_torch(
 
 SFT_BAD: list[tuple[str, list[str]]] = [
     ("loop.num_steps=3", ["loop", "of the config of `meshrl train`"]),
-    ("train.updates_per_step=2", ["no effect", "SFT"]),
+    ("train.share_prompts=false", ["no effect", "rows of SFT share no prompts"]),
     ("cluster.num_rollout_ranks=1", ["no effect", "SFT"]),
     ("monitor.rollout_log_every_steps=0", ["no effect", "SFT samples nothing"]),
     ("cluster.deadlines.sync=9", ["no effect", "SFT has no such phase"]),
@@ -324,7 +326,6 @@ SFT_BAD: list[tuple[str, list[str]]] = [
     ("sft.messages=chat", ["no column 'chat'", "'messages'"]),
     ("sft.path=missing.jsonl", ["no such file", "home/missing.jsonl"]),
     ("cluster.nodes=2", ["need executor: ray"]),
-    ("cluster.executor=inline", ["num_train_ranks must be 1"]),
     ("model.lora.rank=8", ["model.lora is off"]),
 ]
 

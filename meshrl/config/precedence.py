@@ -1,0 +1,133 @@
+"""The layers of a config as one tree, and which key wins where two do not fit each other: that of the stronger layer.
+The command line is stronger than the file, the file than its base.
+
+A check states in a Problem which of its keys could be left out (Problem.void). Such a key is left out, with a note, if
+another key of the problem is stronger; else the problem is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from meshrl.config.case import Problem, Value
+from meshrl.config.schema import NAME, Key, locate
+from meshrl.config.source import Removed, Tree, expand, given_in, merge, without
+from meshrl.config.values import scalar, show
+
+DEFAULT = "default"
+ARGUMENTS = {  # key of a kind -> where its arguments are; "" = in its own section
+    "algo.loss.kind": "",
+    "agent.kind": "args.",
+    f"reward.terms.{NAME}.kind": "args.",
+}
+
+
+class Layers:
+    """The layers of a config, added from the weakest to the strongest.
+
+    tree: all of them, merged. problems: entries to be removed that no weaker layer has.
+    """
+
+    def __init__(self, keys: dict[str, Key]):
+        self.tree: Tree = {}
+        self.problems: list[Problem] = []
+        self._keys = keys
+        self._strengths: dict[str, int] = {}  # of the layer that gave, removed or left out a key
+        self._strength = 0
+        self._left_out: dict[str, list[str]] = {}  # reason -> keys with their values and origins
+
+    def add(self, trees: Sequence[Tree]) -> None:
+        """Add one layer, which may be in several trees: those of the command line, one for each override."""
+        self._strength += 1
+        below = given_in(self.tree)
+        for tree in trees:
+            written = expand(tree, self._keys)
+            self._strengths |= dict.fromkeys(given_in(written), self._strength)
+            self.tree = merge(self.tree, written)
+        for key, value in given_in(self.tree).items():
+            if isinstance(value, Removed):
+                self.tree = without(self.tree, key)
+                text = f"null and {{}} remove an entry of a weaker layer, but none has this entry.{_others(key, below)}"
+                self.problems.append(Problem((key,), text, value.origin))
+        self.leave_out(list(self._arguments_of_other_kinds(below)))
+
+    def add_objects(self, tree: Tree, strength: int) -> None:
+        """Add texts for Python objects. strength: 1 for that of the first layer."""
+        self._strengths |= dict.fromkeys(given_in(tree), strength)
+        self.tree = merge(self.tree, tree)
+
+    def leave_out(self, problems: Iterable[Problem]) -> bool:
+        """Remove all keys that a stronger one makes void. Returns whether there are any."""
+        num_given = len(given_in(self.tree))
+        for problem in problems:
+            given = given_in(self.tree)
+            strengths = {key: self._strength_of(key) for key in problem.keys}
+            strongest = max(strengths.values())
+            void = [key for key in problem.void if strengths[key] < strongest and _is_given(key, given)]
+            if not void:
+                continue
+            causes = [key for key in problem.keys if strengths[key] == strongest]
+            reason = f"left out because of {', '.join(_shown(key, given) for key in causes)}: {problem.why}."
+            self._left_out.setdefault(reason, []).extend(_shown(key, given) for key in void)
+            for key in void:
+                self.tree = without(self.tree, key)
+                self._strengths[key] = strongest  # what depends on this key depends on the causes
+        return len(given_in(self.tree)) < num_given
+
+    def notes(self) -> list[str]:
+        """A note for each reason for which keys were left out."""
+        return [
+            f"{', '.join(keys)} {'are' if len(keys) > 1 else 'is'} {reason}" for reason, keys in self._left_out.items()
+        ]
+
+    def _strength_of(self, key: str) -> int:
+        """The strength of a key, or of the strongest key of a section; 0 = a default."""
+        return max((s for path, s in self._strengths.items() if f"{path}.".startswith(f"{key}.")), default=0)
+
+    def _arguments_of_other_kinds(self, below: dict[str, Value]) -> Iterable[Problem]:
+        """Arguments that weaker layers give for another kind of loss, agent or reward than that of the newest layer."""
+        given = given_in(self.tree)
+        for key, value in given.items():
+            known, _ = locate(self._keys, key)
+            if known is None or known.path not in ARGUMENTS or self._strengths[key] < self._strength:
+                continue
+            kind = below[key].value if key in below else scalar(known.default or "")
+            section = f"{key.rpartition('.')[0]}.{ARGUMENTS[known.path]}"
+            weaker = [path for path in given if self._strengths[path] < self._strength]
+            arguments = tuple(path for path in weaker if path.startswith(section))
+            if kind not in (None, value.value) and arguments:
+                yield Problem((key, *arguments), "", void=arguments, why=f"arguments of {kind}, another kind")
+
+
+def value_and_origin(key: str, given: dict[str, Value], defaults: dict[str, Any]) -> tuple[str, str]:
+    """The value of a key as " = value", which is empty for a section, and its origin."""
+    if key in given:
+        return f" = {cut(show(given[key].value))}", given[key].origin
+    inside = [value.origin for path, value in given.items() if path.startswith(f"{key}.")]
+    if inside:
+        return "", inside[0]
+    if key in defaults:
+        return f" = {cut(show(defaults[key]))}", DEFAULT
+    return "", DEFAULT if any(path.startswith(f"{key}.") for path in defaults) else "not given"
+
+
+def cut(text: str) -> str:
+    """At most 80 characters of a text."""
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _others(key: str, given: dict[str, Value]) -> str:
+    """The other entries of the section of an entry, as a sentence."""
+    section = f"{key.rpartition('.')[0]}."
+    names = dict.fromkeys(path[len(section) :].partition(".")[0] for path in given if path.startswith(section))
+    return f" There are: {', '.join(names)}." if names else ""
+
+
+def _is_given(key: str, given: dict[str, Value]) -> bool:
+    return any(f"{path}.".startswith(f"{key}.") for path in given)
+
+
+def _shown(key: str, given: dict[str, Value]) -> str:
+    value, origin = value_and_origin(key, given, {})
+    return f"{cut(key)}{value} [{origin}]" if _is_given(key, given) else f"{key} (left out, too)"

@@ -1,0 +1,276 @@
+"""Keys that do not fit each other: the command line wins over the file, the file over its base, with a note."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from meshrl.config import load as config_load
+from meshrl.config.explain import explain, to_yaml
+from meshrl.config.load import Loaded
+from meshrl.config.run import RunConfig
+from meshrl.core.errors import ConfigError
+from meshrl.data.check import check_data
+from meshrl.reward.check import check_graders
+
+load_run_config = partial(config_load.load_run_config, further=[check_data, partial(check_graders, ())])
+load_sft_config = partial(config_load.load_sft_config, further=[check_data])
+
+VLLM = f"rollout: {{engine: vllm, vllm: {{python: '{sys.executable}', kv_cache_bytes: 9}}, mesh: {{infer_tp: 2}}}}"
+HYBRID = "train: {sharding_strategy: HYBRID_SHARD, mesh: {dp_replicate: 2, dp_shard: 1}}"
+SGLANG = "rollout: {engine: sglang, sglang: {url: 'http://h:3', api_key_env: KEY}}\ncluster: {num_train_ranks: 1}"
+TEMPLATE = "'{% for m in messages %}{{ m.content }}{{ tone }}{% endfor %}'"
+
+# (content of a file over run.yaml, override that makes a key of it void, this key, its value after that)
+VOID = [
+    ("data: {eval_limit: 4}", "data.eval_path=null", "data.eval_limit", None),
+    ("loop: {eval_every_steps: 5}", "data.eval_path=null", "loop.eval_every_steps", 0),
+    ("loop: {save_best: false}", "data.eval_path=null", "loop.save_best", True),
+    ("cluster: {deadlines: {eval: 9}}", "data.eval_path=null", "cluster.deadlines.eval", None),
+    ("train: {scheduler: {warmup_steps: 10}}", "loop.num_steps=2", "train.scheduler.warmup_steps", 0),
+    ("train: {updates_per_step: 2, scheduler: {warmup_steps: 30}}", "train.updates_per_step=1", "warmup_steps", 0),
+    ("train: {scheduler: {kind: linear, min_lr_ratio: 0.5}}", "train.scheduler.kind=constant", "min_lr_ratio", 0.0),
+    ("train: {mesh: {dp_shard: 2}}", "cluster.num_train_ranks=4", "train.mesh.dp_shard", 4),
+    ("train: {sharding_strategy: NO_SHARD, mesh: {dp_replicate: 2}}", "cluster.num_train_ranks=4", "dp_replicate", 4),
+    (HYBRID, "train.sharding_strategy=FULL_SHARD", "train.mesh.dp_replicate", 1),
+    ("train: {mesh: {dp_shard: 2}}", "train.sharding_strategy=NO_SHARD", "train.mesh.dp_shard", 1),
+    ("algo: {kl: {coef: 0.1, estimator: k2}}", "algo.kl.coef=0", "algo.kl.estimator", "k3"),
+    ("algo: {kl: {coef: 0.1, estimator: k1, place: reward}}", "algo.kl.place=loss", "algo.kl.estimator", "k3"),
+    (
+        "algo: {aggregation: constant_length, constant_length: 9}",
+        "algo.aggregation=token_mean",
+        "constant_length",
+        None,
+    ),
+    ("algo: {advantage_eps: 0.1}", "algo.advantage=rloo", "algo.advantage_eps", 1e-6),
+    ("algo: {correction: {kind: mask, low: 0.5}}", "algo.correction.kind=off", "algo.correction.low", None),
+    (
+        "loop: {kind: fully_async}\nalgo: {correction: {high: 4}}\ncluster: {num_rollout_ranks: 1}",
+        "loop.kind=colocated",
+        "algo.correction.high",
+        2.0,
+    ),
+    (
+        "algo: {correction: {rejection: {measure: k1, low: -1}}}",
+        "algo.correction.rejection={measure: k3, high: 1}",
+        "algo.correction.rejection.low",
+        None,
+    ),
+    ("model: {lora: {enabled: true, rank: 8}}", "model.lora.enabled=false", "model.lora.rank", 16),
+    ("monitor: {sinks: [wandb], wandb_project: maths}", "monitor.sinks=[]", "monitor.wandb_project", None),
+    ("loop: {kind: fully_async, in_flight: abort}", "loop.kind=colocated", "loop.in_flight", "keep"),
+    ("loop: {kind: fully_async, max_staleness: 3}", "loop.kind=colocated", "loop.max_staleness", None),
+    (VLLM, "rollout.engine=embedded", "rollout.vllm.kv_cache_bytes", None),
+    (VLLM, "rollout.engine=embedded", "rollout.mesh.infer_tp", 1),
+    (
+        VLLM.replace("mesh: {infer_tp: 2}", "tensor_model_parallel_size: 2"),
+        "rollout.mesh.infer_tp=1",
+        "rollout.tensor_model_parallel_size",
+        None,
+    ),
+    (SGLANG, f"rollout.sglang={{url: null, python: '{sys.executable}'}}", "rollout.sglang.api_key_env", None),
+    ("rollout: {mesh: {dp: 2}}", "cluster.num_train_ranks=4", "rollout.mesh.dp", -1),
+    ("rollout: {release_memory: true}", "cluster.num_rollout_ranks=1", "rollout.release_memory", False),
+    ("rollout: {release_memory: true}", "rollout.sync_mode=delta", "rollout.release_memory", False),
+    ("rollout: {sync_mode: delta}", "rollout.release_memory=true", "rollout.sync_mode", "full"),
+    ("cluster: {num_train_ranks: 2}", "cluster.executor=inline", "cluster.num_train_ranks", 1),
+    ("cluster: {max_restarts: 5}", "cluster.executor=inline", "cluster.max_restarts", 3),
+    ("run: {name: mine, resume: auto}", "run.name=auto", "run.resume", "never"),
+    ("data: {split: train}", "data.path=other.jsonl", "data.split", None),
+    (f"data: {{chat_template_kwargs: {{tone: x}}, chat_template: {TEMPLATE}}}", "data.chat_template=t", "tone", None),
+    ("", "data.sources={a: {path: other.jsonl}}", "data.path", None),
+    ("reward: {terms: {a: {kind: format, args: {regex: x}}}}", "reward.terms.a.kind=math_answer", "args.regex", None),
+    ("agent: {kind: multi_turn, args: {max_turns: 3}}", "agent.kind=single_turn", "agent.args.max_turns", None),
+]
+
+
+def prepare(good: Path) -> None:
+    (good.parent / "other.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n')
+    (good.parent / "t").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+
+
+def left_out(loaded: Loaded[RunConfig]) -> list[str]:
+    return [note for note in loaded.notices if " left out because of " in note]
+
+
+def value(config: RunConfig, key: str) -> object:
+    entry: object = config.model_dump(mode="json")
+    for name in key.split("."):
+        entry = entry.get(name) if isinstance(entry, dict) else None
+    return entry
+
+
+@pytest.mark.parametrize(("file", "override", "key", "after"), VOID, ids=[f"{o}-{k}" for _, o, k, _ in VOID])
+def test_what_the_command_line_makes_void_in_the_file_goes_with_a_note(
+    write, good: Path, monkeypatch: pytest.MonkeyPatch, file: str, override: str, key: str, after: object
+):
+    monkeypatch.setitem(sys.modules, "wandb", sys)  # as if it were installed
+    prepare(good)
+    loaded = load_run_config(write(f"base: run.yaml\n{file}\n", "void.yaml"), [override])
+    (note,) = [note for note in left_out(loaded) if key in note.partition(" left out ")[0]]
+    origin = "run.yaml:" if not file else "void.yaml:"
+    assert origin in note.partition(" left out ")[0] and "command line" in note.partition("because of")[2]
+    full = next(part for part in note.partition(" left out ")[0].split(" ") if part.endswith(key))
+    assert value(loaded.config, full) == after
+    assert loaded.origins.get(full, "default").startswith("default")
+
+
+def refusal(config: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        load_run_config(config, overrides)
+    return " ".join(str(error.value).split())
+
+
+def test_keys_of_one_origin_that_do_not_fit_and_keys_that_a_weaker_one_makes_void_are_errors(
+    write, good: Path, good_sft: Path
+):
+    both = write("base: run.yaml\ndata: {eval_path: null, eval_limit: 4}\n", "both.yaml")
+    message = refusal(both)
+    assert "data.eval_limit = 4 [both.yaml:2] data.eval_path = null [both.yaml:2] would have no effect" in message
+    assert "would have no effect" in refusal(good, "data.eval_path=null", "data.eval_limit=4")
+    named = ["data.sources={a: {path: train.jsonl, prompt: question}}", "data.prompt=answer"]
+    message = refusal(good, "data.eval_path=null", *named)
+    assert "data.prompt = answer" in message and "each of data.sources names its own" in message
+    weaker = write("base: run.yaml\ndata: {eval_path: null}\n", "weaker.yaml")
+    message = refusal(weaker, "data.eval_limit=4")
+    assert "data.eval_limit = 4 [command line] data.eval_path = null [weaker.yaml:2] would have no effect" in message
+    assert "never reach its peak" in refusal(good, "train.scheduler.warmup_steps=20")
+    with pytest.raises(ConfigError, match="no effect: an SFT step is one optimizer step"):
+        load_sft_config(good_sft, ["train.updates_per_step=2"])
+
+
+def test_a_file_makes_keys_of_its_base_void(write, good: Path):
+    write("base: run.yaml\ndata: {eval_limit: 4}\nloop: {eval_every_steps: 5, eval_samples: 2}\n", "base.yaml")
+    loaded = load_run_config(write("base: base.yaml\ndata: {eval_path: null}\n", "child.yaml"))
+    assert left_out(loaded) == [
+        "data.eval_limit = 4 [base.yaml:2], loop.eval_samples = 2 [base.yaml:3] are left out because of "
+        "data.eval_path = null [child.yaml:2]: no effect, since data.eval_path is null.",
+        "loop.eval_every_steps = 5 [base.yaml:3] is left out because of data.eval_path = null [child.yaml:2]: there "
+        "are no held-out rows for an evaluation.",
+    ]
+    assert f"# note: {left_out(loaded)[0]}" in explain(loaded)
+    assert load_run_config(write(to_yaml(loaded), "again.yaml")).config == loaded.config
+
+
+def test_a_quick_trial_of_a_longer_run_has_no_warm_up(write, good: Path, good_sft: Path):
+    warm = write("base: run.yaml\ntrain: {scheduler: {warmup_steps: 10}}\n", "warm.yaml")
+    (note,) = left_out(load_run_config(warm, ["loop.num_steps=2"]))
+    assert note == (
+        "train.scheduler.warmup_steps = 10 [warm.yaml:2] is left out because of loop.num_steps = 2 [command line]: "
+        "the run has 2 optimizer steps, so the learning rate would never reach its peak; without a warm-up it starts "
+        "there."
+    )
+    warm_sft = write("base: sft.yaml\ntrain: {scheduler: {warmup_steps: 10}}\n", "warm_sft.yaml")
+    assert load_sft_config(warm_sft, ["sft.num_steps=2"]).config.train.scheduler.warmup_steps == 0
+    assert load_run_config(warm, ["loop.num_steps=11"]).config.train.scheduler.warmup_steps == 10
+
+
+def test_what_depends_on_a_key_that_was_left_out_goes_too(write, good: Path):
+    """Without num_train_ranks the run has one rank, which the mesh of two does not fit."""
+    path = write("base: run.yaml\ntrain: {mesh: {dp_shard: 2}}\n", "mesh.yaml")
+    loaded = load_run_config(path, ["cluster.executor=inline"])
+    assert (loaded.config.cluster.num_train_ranks, loaded.config.train.mesh.dp_shard) == (1, 1)
+    assert len(left_out(loaded)) == 2
+
+
+def test_a_resolved_config_as_base_takes_another_loss_without_the_keys_of_its_own(write, good: Path):
+    resolved = write(to_yaml(load_run_config(good)), "config.yaml")
+    assert "dual_clip: null" in resolved.read_text()
+    child = write("base: config.yaml\nalgo: {loss: {kind: 'own_algorithms:gspo', clip_low: 0.001}}\n", "gspo.yaml")
+    loaded = load_run_config(child)
+    assert loaded.config.algo.loss.args == {"clip_low": 0.001}, "not ppo_clip's clip_high, which gspo takes, too"
+    (note,) = left_out(loaded)
+    assert "algo.loss.dual_clip = null [config.yaml:" in note
+    assert "because of algo.loss.kind = own_algorithms:gspo [gspo.yaml:2]: arguments of ppo_clip, another kind" in note
+    back = load_run_config(child, ["algo.loss.kind=ppo_clip"])
+    assert back.config.algo.loss.clip_low == 0.2 and len(left_out(back)) == 2
+    same = load_run_config(child, ["algo.loss.kind=own_algorithms:gspo", "algo.loss.clip_high=0.002"])
+    assert same.config.algo.loss.args == {"clip_low": 0.001, "clip_high": 0.002}
+
+
+@pytest.mark.parametrize("nothing", ["null", "{}"])
+def test_an_entry_of_a_file_or_base_is_removed_by_null_or_an_empty_section(write, good: Path, nothing: str):
+    """Each of the two changed nothing."""
+    given = "right: {kind: math_answer}, form: {kind: format, args: {regex: x}}"
+    path = write(f"base: run.yaml\nreward: {{terms: {{{given}}}}}\n", "terms.yaml")
+    prepare(good)
+
+    def terms(config: Path, *overrides: str) -> list[str]:
+        return list(load_run_config(config, overrides).config.reward.terms)
+
+    assert terms(path, f"reward.terms.form={nothing}") == ["right"]
+    assert terms(path, f"reward.terms={{form: {nothing}, new: {{kind: math_answer}}}}") == ["right", "new"]
+    assert terms(path, f"reward.terms={nothing}", "reward.terms.new.kind=math_answer") == ["new"]
+    child = write(f"base: terms.yaml\nreward:\n  terms:\n    right: {nothing}\n", "child.yaml")
+    assert terms(child) == ["form"]
+    message = refusal(path, f"reward.terms={nothing}")
+    assert "reward.terms = {} [command line] without a reward there is nothing to learn" in message
+    message = refusal(path, f"reward.terms.rigth={nothing}")
+    assert "1 problem" in message
+    assert "reward.terms.rigth [command line] null and {} remove an entry of a weaker layer" in message
+    assert "none has this entry. There are: right, form." in message
+    assert "data.sources.a [command line] null and {} remove an entry" in refusal(path, f"data.sources.a={nothing}")
+    assert "1 problem" in refusal(good, f"reward.terms.answer={nothing}"), "the entry of the default is not in a file"
+    sources = write(
+        "base: run.yaml\ndata: {path: null, sources: {a: {path: other.jsonl}, b: {path: test.jsonl}}}\n", "sources.yaml"
+    )
+    assert list(load_run_config(sources, [f"data.sources.b={nothing}"]).config.data.sources) == ["a"]
+    config = load_run_config(sources, [f"data.sources={nothing}", "data.path=other.jsonl"]).config
+    assert config.data.sources == {}
+
+
+def test_arguments_are_emptied_by_an_empty_dict_and_null_is_a_value_of_them(write, good: Path):
+    path = write("base: run.yaml\nagent: {kind: multi_turn, args: {max_turns: 3, more: {a: 1}}}\n", "args.yaml")
+
+    def args(*overrides: str) -> dict[str, object]:
+        return load_run_config(path, overrides).config.agent.args
+
+    assert args("agent.args={}") == args("agent.args=null") == {}
+    assert args("agent.args={}", "agent.args.max_turns=5") == {"max_turns": 5}
+    assert args("agent.args.max_turns=null") == {"max_turns": None, "more": {"a": 1}}
+    assert args("agent.args.more={}") == {"max_turns": 3, "more": {}}
+
+
+def test_bounds_of_a_ratio_that_is_always_1_are_noted(good: Path):
+    def notes(*overrides: str, purpose="train") -> list[str]:
+        loaded = load_run_config(good, overrides, purpose=purpose)
+        return [note for note in loaded.notices if "exactly 1" in note]
+
+    (note,) = notes("algo.loss.clip_high=0.28", "algo.loss.dual_clip=3")
+    assert note.startswith("algo.loss.clip_high = 0.28 [command line], algo.loss.dual_clip = 3 [command line] have no")
+    assert "effect: train.updates_per_step is 1" in note
+    stale = ["loop.kind=fully_async", "cluster.num_rollout_ranks=1"]  # old is still the policy of the step's start
+    assert len(notes(*stale, "algo.loss.clip_high=0.28")) == 1
+    assert notes("algo.loss.clip_high=0.28", "train.updates_per_step=2") == []
+    assert notes("algo.loss.clip_high=0.2") == notes() == []
+    assert notes("algo.loss.clip_high=0.28", purpose="eval") == []
+    assert notes("algo.loss={kind: 'own_algorithms:gspo', clip_high: 0.28}") == []
+
+
+def test_intervals_above_the_number_of_steps_are_noted(good: Path, good_sft: Path):
+    def notes(loaded) -> list[str]:
+        return [note for note in loaded.notices if "never reached" in note]
+
+    (note,) = notes(load_run_config(good, ["loop.eval_every_steps=21", "loop.save_every_steps=20"]))
+    assert note.startswith("loop.eval_every_steps = 21 [command line] is never reached: the run has 20 steps.")
+    (note,) = notes(load_sft_config(good_sft, ["sft.save_every_steps=41"]))
+    assert note.startswith("sft.save_every_steps = 41 [command line] is never reached: the run has 40 steps.")
+
+
+def test_overrides_that_an_evaluation_does_not_read_are_noted(good: Path):
+    def notes(*overrides: str, purpose="eval") -> list[str]:
+        loaded = load_run_config(good, overrides, purpose=purpose)
+        return [note for note in loaded.notices if "an evaluation" in note]
+
+    (note,) = notes("train.optimizer.lr=1", "algo.advantage=rloo", "loop.num_steps=3", "cluster.num_train_ranks=1")
+    assert note == (
+        "train.optimizer.lr = 1, loop.num_steps = 3, algo.advantage = rloo on the command line have no effect: an "
+        "evaluation only samples and grades."
+    )
+    (note,) = notes("rollout.sampling.temperature=0.5")
+    assert note.startswith("rollout.sampling.temperature = 0.5 on the command line has no effect: an evaluation with")
+    assert notes("rollout.sampling.temperature=0.5", "loop.eval_samples=2") == notes() == []
+    assert notes("train.optimizer.lr=1", purpose="train") == []
