@@ -18,6 +18,7 @@ from meshrl.config import check as checks
 from meshrl.config.algo import LOSS_KIND
 from meshrl.config.base import Slice
 from meshrl.config.case import Case, Check, Problem, Purpose, Value
+from meshrl.config.other_frameworks import meanings, misspelt_meanings
 from meshrl.config.precedence import DEFAULT, Layers, cut, value_and_origin
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.config.schema import NAME, Key, all_keys, locate, nearest
@@ -163,6 +164,7 @@ def _checked(
     case's `given` also has values that replace wrong ones."""
     config, problems = _validate(model, plain(layers.tree), keys)
     wrong = {problem.keys[0] for problem in problems}
+    wrong |= {above for key in wrong for above in _sections_above(key) if locate(keys, above)[1]}
     faulty = wrong | {problem.keys[0] for problem in layers.problems}
     valid: dict[str, Value] = {}
     if problems:  # without the wrong values, the rest may have further problems, for the same message
@@ -210,14 +212,15 @@ def _validate(model: type[C], content: dict[str, Any], keys: dict[str, Key]) -> 
     except ValidationError as e:
         foreign = _sections_of_another(model, content)
         errors = [error for error in e.errors(include_url=False) if error["loc"] not in [(name,) for name in foreign]]
-        found = list(dict.fromkeys(_problem(error, keys) for error in errors[:MAX_SHOWN]))
+        faults = [(error, path) for error in errors for path in _faulty_keys(error, keys)]
+        found = list(dict.fromkeys(_problem(error, path, keys) for error, path in faults[:MAX_SHOWN]))
         if foreign:
             other = COMMANDS[_other(model)]
             text = f"this is a config of `{other}`: this command does not read {_listed(foreign)}."
             found.insert(0, Problem(("config",), text, "entire config"))
-        if len(errors) > MAX_SHOWN:
+        if len(faults) > MAX_SHOWN:
             text = (
-                f"{len(errors) - MAX_SHOWN} more keys are wrong. Is this a config of meshrl? Correct the others first."
+                f"{len(faults) - MAX_SHOWN} more keys are wrong. Is this a config of meshrl? Correct the others first."
             )
             found.append(Problem(("config",), text, "entire config"))
         return None, found
@@ -245,11 +248,21 @@ def _listed(names: Sequence[str], word: str = "and") -> str:
     return f"{', '.join(others)} {word} {last}" if others else last
 
 
-def _problem(error: ErrorDetails, keys: dict[str, Key]) -> Problem:
+def _faulty_keys(error: ErrorDetails, keys: dict[str, Key]) -> list[str]:
+    """The dotted keys that an error is about: the key itself, or for a section of another framework the keys inside."""
     path = ".".join(str(part) for part in error["loc"])
+    if error["type"] != "extra_forbidden" or not isinstance(error["input"], dict):
+        return [path]
+    inside = list(leaves(error["input"], path))
+    is_foreign = bool(meanings(path, keys)) or not nearest(keys, path, is_section=True)
+    return inside if is_foreign and any(meanings(key, keys) for key in inside) else [path]
+
+
+def _problem(error: ErrorDetails, path: str, keys: dict[str, Key]) -> Problem:
     key, rest = locate(keys, path)
     if error["type"] == "extra_forbidden":
-        return Problem((path,), _unknown(path, isinstance(error["input"], dict), keys))
+        is_section = isinstance(error["input"], dict) and path == ".".join(str(part) for part in error["loc"])
+        return Problem((path,), _unknown(path, is_section, keys))
     if key is None:  # text that JSON can't carry, such as half a surrogate pair
         return Problem(("config",), f"can't be read: {error['msg']}.")
     if error["type"] == "missing" and not rest and key.is_section:
@@ -291,10 +304,20 @@ def _unknown(path: str, is_section: bool, keys: dict[str, Key]) -> str:
     for other, command in COMMANDS.items():
         if path in all_keys(other):
             return f"not a key of this command's config, but of the config of `{command}`. Remove it here."
-    near = nearest(keys, path, is_section)
+    near = nearest(keys, path, is_section, near_section=True)
+    meant = [] if near else meanings(path, keys)
+    near = near or ([] if meant else nearest(keys, path, is_section))
+    meant = meant or ([] if near else misspelt_meanings(path, keys))
+    if meant:
+        return " ".join(["unknown key.", *(str(meaning) for meaning in meant)])
     if not near:
         return "unknown key, and no known key is similar. `meshrl config` lists them all."
     return f"unknown key. Nearest: {', '.join(near)}."
+
+
+def _sections_above(key: str) -> list[str]:
+    parts = key.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts))]
 
 
 def _about(problem: Problem, faulty: set[str]) -> bool:

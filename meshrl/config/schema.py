@@ -77,25 +77,50 @@ def locate(keys: dict[str, Key], path: str) -> tuple[Key | None, str]:
     return keys[known], ""
 
 
-def nearest(keys: dict[str, Key], path: str, is_section: bool = False, least: float = 0.65) -> list[str]:
-    """At most three keys that a user may have meant: first the key that has this name in another framework, then keys
-    with a similar last part and section. is_section: the unknown key is a section. least: the lowest similarity, 0 to
-    1, of the last parts."""
+def nearest(keys: dict[str, Key], path: str, is_section: bool = False, near_section: bool = False) -> list[str]:
+    """At most three keys whose last part is that of the path, or at most two edits from it: those with fewest edits,
+    in the most similar sections. is_section: the unknown key is a section. near_section: only misspelt keys of the same
+    section, and keys with this last part in the same top-level section."""
     if len(path) > LONGEST_MISSPELT:
         return []
     section, _, leaf = path.rpartition(".")
-    meant = ELSEWHERE.get(leaf.lower())
-    scores = {}
+    most = most_edits(leaf)
+    edits: dict[str, int] = {}
     for known, key in keys.items():
         known_section, _, known_leaf = known.rpartition(".")
-        likeness = _likeness(leaf.lower(), known_leaf)
-        if key.is_section == is_section and likeness >= least:
-            scores[known] = likeness + 0.3 * _likeness(section, known_section)
-    best = max(scores.values(), default=0.0)
-    found = [known for known in sorted(scores, key=lambda k: -scores[k]) if scores[known] > best - 0.3]
-    if meant in keys:
-        found = [meant, *(known for known in found if scores[known] >= 1.0)]
-    return [_in_the_users_names(known, path) for known in dict.fromkeys(found)][:3]
+        if key.is_section != is_section or (near_section and known.split(".")[0] != path.split(".")[0]):
+            continue
+        found = num_edits(leaf.lower(), known_leaf, most)
+        if found <= most and not (near_section and found and known_section != section):
+            edits[known] = found
+    fewest = min(edits.values(), default=0)
+    likeness = {known: _likeness(section, known.rpartition(".")[0]) for known, n in edits.items() if n == fewest}
+    found_names = [_in_the_users_names(known, path) for known in sorted(likeness, key=lambda k: -likeness[k])]
+    return list(dict.fromkeys(found_names))[:3]
+
+
+def most_edits(word: str) -> int:
+    """Edits that make a word a misspelt form of another one: two, in a short word one."""
+    return 0 if len(word) < 2 else 1 if len(word) < 6 else 2
+
+
+def num_edits(one: str, other: str, most: int) -> int:
+    """The number of letters to insert, delete, replace or exchange with their neighbour, or most + 1 if
+    there are more. Source: optimal string alignment."""
+    if abs(len(one) - len(other)) > most:
+        return most + 1
+    before: list[int] = []
+    row = list(range(len(other) + 1))
+    for i, letter in enumerate(one, 1):
+        before, last, row = row, before, [i]
+        for j, known in enumerate(other, 1):
+            cost = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (letter != known))
+            if i > 1 and j > 1 and letter == other[j - 2] and one[i - 2] == known:
+                cost = min(cost, last[j - 2] + 1)
+            row.append(cost)
+        if min(row) > most:
+            return most + 1
+    return min(row[-1], most + 1)
 
 
 def _likeness(one: str, other: str) -> float:
@@ -150,54 +175,3 @@ def _entries_of(annotation: Any) -> type[Slice] | None:
 
 def _as_json(value: Any) -> Any:
     return TypeAdapter(Any).dump_python(value, mode="json", exclude_defaults=True)
-
-
-NAMES_ELSEWHERE = {  # key -> its names in other frameworks
-    "train.optimizer.lr": "learning_rate",
-    "train.optimizer.clip": "max_grad_norm grad_clip clip_grad",
-    "train.scheduler.warmup_steps": "warmup_ratio",
-    "train.scheduler.kind": "lr_scheduler_type",
-    "train.activation_checkpointing": "gradient_checkpointing enable_gradient_checkpointing",
-    "train.max_tokens_per_microbatch": "ppo_micro_batch_size_per_gpu per_device_train_batch_size micro_batch_size "
-    "gradient_accumulation_steps ppo_max_token_len_per_gpu",
-    "train.updates_per_step": "ppo_mini_batch_size steps_per_generation",
-    "loop.prompts_per_step": "train_batch_size rollout_batch_size batch_size",
-    "loop.samples_per_prompt": "n num_generations n_samples_per_prompt group_size",
-    "loop.num_steps": "max_steps total_training_steps",
-    "loop.eval_every_steps": "test_freq eval_steps",
-    "loop.save_every_steps": "save_freq save_steps",
-    "rollout.sampling.max_new_tokens": "max_response_length max_completion_length max_tokens",
-    "data.max_prompt_tokens": "max_prompt_length",
-    "rollout.max_context_tokens": "max_model_len",
-    "rollout.max_running_requests": "max_num_seqs",
-    "data.path": "train_files",
-    "data.eval_path": "val_files",
-    "data.prompt": "prompt_key",
-    "model.path": "model_name_or_path",
-    "model.dtype": "torch_dtype",
-    "algo.kl.coef": "beta kl_coef kl_loss_coef",
-    "algo.kl.estimator": "kl_loss_type",
-    "algo.advantage": "adv_estimator advantage_estimator",
-    "algo.aggregation": "loss_agg_mode loss_type",
-    "algo.loss.clip_low": "clip_ratio clip_ratio_low epsilon",
-    "algo.loss.clip_high": "clip_ratio_high epsilon_high",
-    "algo.entropy_coef": "entropy_coeff",
-    "cluster.num_train_ranks": "n_gpus_per_node nproc_per_node world_size",
-    "cluster.nodes": "nnodes",
-    "run.name": "experiment_name run_name",
-    "run.folder": "output_dir default_local_dir",
-    "run.resume": "resume_mode resume_from_checkpoint",
-    "run.keep_checkpoints": "max_actor_ckpt_to_keep save_total_limit",
-    "rollout.release_memory": "free_cache_engine enable_sleep_mode vllm_enable_sleep_mode",
-    "algo.correction.high": "vllm_importance_sampling_cap tis_imp_ratio_cap",
-    "algo.loss.dual_clip": "clip_ratio_c",
-    "algo.kl.place": "use_kl_loss use_kl_in_reward",
-    "algo.truncated": "mask_truncated_completions",
-    "loop.in_flight": "partial_rollout",
-    "reward.terms": "reward_funcs custom_reward_function reward_manager",
-    "data.system": "system_prompt",
-    "model.lora.rank": "lora_rank lora_r",
-    "monitor.sinks": "logger report_to",
-    "monitor.wandb_project": "project_name",
-}
-ELSEWHERE = {name: key for key, names in NAMES_ELSEWHERE.items() for name in names.split()}

@@ -5,8 +5,6 @@ import pytest
 from meshrl.config.algo import CorrectionConfig
 from meshrl.config.explain import to_yaml
 from meshrl.config.load import load_run_config, load_sft_config
-from meshrl.config.run import RunConfig, SftRunConfig
-from meshrl.config.schema import ELSEWHERE
 from meshrl.config.values import scalar, show
 from meshrl.core.errors import ConfigError
 
@@ -219,15 +217,6 @@ def test_a_row_above_the_token_budget_and_bf16_masters_give_notices(good: Path):
     notices = load_run_config(good, ["train.max_tokens_per_microbatch=100", "train.master_dtype=bfloat16"]).notices
     assert any("128 tokens" in notice and "= 100" in notice for notice in notices)
     assert any("float32 master weights" in notice for notice in notices)
-
-
-def test_every_name_of_another_framework_has_an_existing_key():
-    models = (RunConfig, SftRunConfig)
-    for key in ELSEWHERE.values():
-        model = next(m for m in models if key.partition(".")[0] in m.model_fields)
-        for name in key.split(".")[:-1]:
-            model = model.model_fields[name].annotation
-        assert key.rpartition(".")[2] in model.model_fields, key
 
 
 def test_the_default_learning_rate_follows_the_command_and_lora(good: Path, good_sft: Path):

@@ -49,7 +49,7 @@ VOID = [
     ("algo: {correction: {kind: mask, low: 0.5}}", "algo.correction.kind=off", "algo.correction.low", None),
     (
         "loop: {kind: fully_async}\nalgo: {correction: {high: 4}}\ncluster: {num_rollout_ranks: 1}",
-        "loop.kind=colocated",
+        "algo.correction.kind=off",
         "algo.correction.high",
         2.0,
     ),

@@ -26,7 +26,7 @@ BAD: list[tuple[str, list[str]]] = [
     ("lr=1", ["lr = 1", "[command line]", "unknown key", "train.optimizer.lr"]),
     ("train.lr=1", ["train.lr", "unknown key", "train.optimizer.lr"]),
     ("train.optimizer.learning_rte=1", ["unknown key", "[command line]"]),
-    ("train.optimizer.learning_rate=1", ["Nearest: train.optimizer.lr"]),
+    ("train.optimizer.learning_rate=1", ["learning_rate of TRL is train.optimizer.lr here."]),
     ("train.optimzer.lr=1", ["train.optimzer", "Nearest: train.optimizer."]),
     ("train.scheduler.knd=linear", ["Nearest: train.scheduler.kind"]),
     ("rollout.n=8", ["loop.samples_per_prompt"]),

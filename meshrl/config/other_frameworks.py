@@ -1,0 +1,125 @@
+"""The names that other frameworks give to settings, and the keys that meshrl has in their place."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+import yaml
+
+from meshrl.config.schema import LONGEST_MISSPELT, most_edits, num_edits
+
+FRAMEWORKS = {"verl": "verl", "trl": "TRL", "prime-rl": "prime-rl", "other": "other frameworks"}
+"""Column of other_frameworks.yaml -> the framework."""
+MOST_MEANINGS = 3  # a name such as `enable`, which has more, gives no hint without its section
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """A row of the table. names: framework -> its names of the setting. here: keys of meshrl; empty = there is none.
+    note: how the values differ, or without a key what to do instead.
+
+    Example: Setting(topic="Batches and steps", names={"TRL": ("num_train_epochs",)}, here=("loop.num_steps",),
+    note="counts steps: ...").
+    """
+
+    topic: str
+    names: dict[str, tuple[str, ...]]
+    here: tuple[str, ...]
+    note: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Meaning:
+    """What a name of another framework means here. here: keys of meshrl, of the command whose config is read; empty =
+    meshrl has no such key. note: as in Setting."""
+
+    name: str
+    framework: str
+    here: tuple[str, ...]
+    note: str
+
+    def __str__(self) -> str:
+        if not self.here:
+            return f"{self.name} of {self.framework} is {self.note}."
+        *others, last = self.here
+        here = f"{', '.join(others)} and {last}" if others else last
+        note = f": {self.note}" if self.note else ""
+        return f"{self.name} of {self.framework} is {here} here{note}."
+
+
+@cache
+def settings() -> tuple[Setting, ...]:
+    """All rows of the table, in its order."""
+    text = resources.files("meshrl.config").joinpath("other_frameworks.yaml").read_text(encoding="utf-8")
+    topics = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # in C it takes a tenth of the time
+    return tuple(
+        Setting(
+            topic=topic,
+            names={title: tuple(row[column].split()) for column, title in FRAMEWORKS.items() if column in row},
+            here=tuple(row.get("here", "").split()),
+            note=row.get("note") or row.get("instead", ""),
+        )
+        for topic, rows in topics.items()
+        for row in rows
+    )
+
+
+@cache
+def _by_last_part() -> dict[str, list[tuple[list[str], str, Setting]]]:
+    """Last part of a name, in lower case -> (parts of the name, framework, setting) of each name that ends with it."""
+    found = defaultdict(list)
+    for setting in settings():
+        for framework, names in setting.names.items():
+            for name in names:
+                parts = name.lower().split(".")
+                found[parts[-1]].append((parts, framework, setting))
+    return dict(found)
+
+
+def meanings(path: str, keys: Collection[str]) -> list[Meaning]:
+    """What a dotted name of another framework means, a name with or without its sections; at most MOST_MEANINGS.
+    keys: the known keys of meshrl. Empty if no other framework has this name, or if its meaning depends on the section.
+
+    The name itself comes first, then a section of the table that contains it, then the names with most equal parts at
+    the end.
+    """
+    parts = path.lstrip("+~").lower().split(".")
+    names = _by_last_part().get(parts[-1], [])
+    found = [each for each in names if each[0] == parts]
+    if not found:
+        sections = [each for each in _by_last_part()["*"] if f".{'.'.join(each[0][:-1])}." in f".{'.'.join(parts)}."]
+        longest = max((len(each[0]) for each in sections), default=0)
+        found = [each for each in sections if len(each[0]) == longest]
+    if not found:
+        most = max((_num_equal(parts, each[0]) for each in names), default=0)
+        found = [each for each in names if _num_equal(parts, each[0]) == most]
+        contradict = most == 1 and all(len(each[0]) > 1 for each in found) and len(parts) > 1
+        if contradict and len({each[2].here for each in found}) > 1:
+            return []
+    by_setting: dict[int, Meaning] = {}
+    for name, framework, setting in found:
+        here = tuple(key for key in setting.here if key in keys)
+        if here or not setting.here:
+            meaning = Meaning(name=".".join(name), framework=framework, here=here, note=setting.note)
+            by_setting.setdefault(id(setting), meaning)
+    return list(by_setting.values()) if len(by_setting) <= MOST_MEANINGS else []
+
+
+def misspelt_meanings(path: str, keys: Collection[str]) -> list[Meaning]:
+    """As `meanings`, for a path whose last part is at most two edits from one of a known name."""
+    if len(path) > LONGEST_MISSPELT:
+        return []
+    section, dot, leaf = path.rpartition(".")
+    edits = {name: num_edits(leaf.lower(), name, most_edits(leaf)) for name in _by_last_part()}
+    nearest = min(edits, key=lambda name: edits[name])
+    return meanings(f"{section}{dot}{nearest}", keys) if edits[nearest] <= most_edits(leaf) else []
+
+
+def _num_equal(one: list[str], other: list[str]) -> int:
+    """Number of equal parts at the ends of two names."""
+    pairs = list(zip(reversed(one), reversed(other)))
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
