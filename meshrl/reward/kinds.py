@@ -8,7 +8,10 @@ A reward function takes `(completion: str, answer, **keywords)` and returns a nu
     stop_reason why the last turn ended: stop | length | context
     num_tokens  number of tokens sampled in all turns of the trajectory
 
-and the `args` of its config entry. This file imports the standard library only: it runs in the workers.
+and the `args` of its config entry. A function with the parameters solution_str and ground_truth is called as verl calls
+it, and may return a dict with the number as "score".
+
+This file imports the standard library only: it runs in the workers.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from __future__ import annotations
 import functools
 import inspect
 import pickle
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,20 +33,49 @@ OFFERED = ("prompt", "messages", "stop_reason", "num_tokens")
 
 RewardFn = Callable[..., Any]
 
+VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
+"""The parameters of a reward function of verl."""
+_LISTS = ("queries", "prompts", "completions", "solution_strs", "ground_truths")  # of a batch, in other frameworks
+_CALL = (
+    "the call is function(completion, answer, **keywords): the text of one completion, the answer of its row, those of "
+    f"the keywords {', '.join(OFFERED)} that are parameters of the function, and the args of the config; it returns a "
+    "number"
+)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grader:
-    """A reward function with its config arguments, and the names of OFFERED keywords that it takes."""
+    """A reward function with its config arguments, and the names of OFFERED keywords that it takes. verl: the names
+    in VERL that it takes; empty = its first two arguments are the completion and the answer."""
 
     function: RewardFn
     args: dict[str, Any]
     takes: tuple[str, ...]
+    verl: tuple[str, ...]
     is_async: bool
 
     def __call__(self, payload: dict[str, Any]) -> Any:
         """Call the function. payload: completion, answer and the values of all OFFERED keywords."""
         keywords = {name: payload[name] for name in self.takes}
-        return self.function(payload["completion"], payload["answer"], **keywords, **self.args)
+        if not self.verl:
+            return self.function(payload["completion"], payload["answer"], **keywords, **self.args)
+        prompt = payload["prompt"]
+        values = {
+            "data_source": prompt["meta"].get("data_source", prompt["env"]),
+            "solution_str": payload["completion"],
+            "ground_truth": payload["answer"],
+            "extra_info": prompt["meta"].get("extra_info", {}),
+        }
+        result = self.function(**{name: values[name] for name in self.verl}, **keywords, **self.args)
+        return _awaited_score(result) if self.is_async else _score_of(result)
+
+
+async def _awaited_score(result: Awaitable[Any]) -> Any:
+    return _score_of(await result)
+
+
+def _score_of(result: Any) -> Any:
+    return result["score"] if isinstance(result, dict) and "score" in result else result
 
 
 def make_grader(term: str, kind: str, args: dict[str, Any], pickled: bytes | None = None) -> Grader:
@@ -58,13 +90,14 @@ def make_grader(term: str, kind: str, args: dict[str, Any], pickled: bytes | Non
     try:
         signature = inspect.signature(function)
         parameters = signature.parameters.values()
-        first = [p.name for p in list(parameters)[:2]]
-        if first[:1] != ["completion"] and ("completion" in first or set(first) & set(OFFERED)):
-            raise TypeError(
-                f"the first two arguments are the completion and the answer, in this order; this function has {first}"
-            )
-        own = [p.name for p in list(parameters)[2:] if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
         open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        is_verl = {"solution_str", "ground_truth"} <= set(signature.parameters)
+        verl = tuple(p for p in VERL if is_verl and p not in args and (open_ended or p in signature.parameters))
+        if not is_verl:
+            _check_first(list(signature.parameters))
+        answered = {"solution_str", "ground_truth"} if is_verl else set(list(signature.parameters)[:2])
+        named = [p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        own = [name for name in named if name not in answered]
         unknown = [] if open_ended else [name for name in args if name not in own]
         if unknown:
             settable = [name for name in own if name not in OFFERED]
@@ -73,13 +106,31 @@ def make_grader(term: str, kind: str, args: dict[str, Any], pickled: bytes | Non
                 f"{did_you_mean(unknown[0], settable)}"
             )
         takes = tuple(name for name in OFFERED if (open_ended or name in own) and name not in args)
-        signature.bind("", None, **dict.fromkeys(takes), **args)
+        signature.bind(*() if is_verl else ("", None), **dict.fromkeys((*verl, *takes)), **args)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"reward.terms.{term} of kind {kind!r} with args {args}: {error}; {_CALL}") from error
+    try:
         if kind in CHECKS:
             CHECKS[kind](**args)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"reward.terms.{term} of kind {kind!r} with args {args}: {error}") from error
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-    return Grader(function=function, args=args, takes=takes, is_async=is_async)
+    return Grader(function=function, args=args, takes=takes, verl=verl, is_async=is_async)
+
+
+def _check_first(names: Sequence[str]) -> None:
+    """Raises: TypeError for parameters of another order, or of lists, which would silently get something else."""
+    first, lists = list(names[:2]), [name for name in names if name in _LISTS]
+    if lists and first[0] != "completion":
+        raise TypeError(
+            f"the function takes {', '.join(lists)} as the lists of a batch, but a call here has one completion. For a "
+            "function of TRL write `def score(completion, answer, prompt): return trl_function(prompts=[prompt["
+            "'messages']], completions=[[{'role': 'assistant', 'content': completion}]])[0]`"
+        )
+    if first[:1] != ["completion"] and ("completion" in first or set(first) & set(OFFERED)):
+        raise TypeError(
+            f"the first two arguments are the completion and the answer, in this order; this function has {first}"
+        )
 
 
 def _unpickled(term: str, kind: str, pickled: bytes) -> RewardFn:

@@ -1,5 +1,8 @@
 """P30: a reward entry of the config that can't work is refused with the reason, before anything is graded."""
 
+import asyncio
+from typing import Any
+
 import pytest
 
 from meshrl.core.errors import ConfigError
@@ -49,3 +52,59 @@ def test_async_functions_and_objects_are_known_as_such():
 
 def test_checks_are_for_kinds_that_exist():
     assert set(CHECKS) <= set(REWARDS)
+
+
+CALL = "the call is function(completion, answer, **keywords): "
+BATCH = "as the lists of a batch, but a call here has one completion"
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (
+            "foreign_graders:trl",
+            [BATCH, "prompts, completions", CALL, "[{'role': 'assistant', 'content': completion}]"],
+        ),
+        ("foreign_graders:trl_with_column", [BATCH, "completions", CALL]),
+        ("foreign_graders:openrlhf", [BATCH, "queries, prompts", CALL]),
+        ("foreign_graders:verl_batch", [BATCH, "solution_strs, ground_truths", CALL]),
+        ("sandbox_graders:swapped", ["in this order", CALL, "prompt, messages, stop_reason, num_tokens"]),
+        ("sandbox_graders:no_arguments", ["too many positional arguments", CALL, "returns a number"]),
+        ("sandbox_graders:no_function", ["7 is not a callable object", CALL]),
+        ("format", ["missing a required argument: 'regex'", CALL]),
+    ],
+)
+def test_an_error_about_a_signature_states_the_call(kind: str, words: list[str]):
+    with pytest.raises(ConfigError) as refused:
+        make_grader("judge", kind, {})
+    for each in words:
+        assert each in str(refused.value)
+
+
+def payload(**meta: Any) -> dict[str, Any]:
+    prompt = {"id": "p", "messages": [], "env": "mixture", "meta": meta}
+    return dict(completion="5", answer="4", prompt=prompt, messages=[], stop_reason="stop", num_tokens=3)
+
+
+def test_a_reward_function_of_verl_gets_its_arguments_by_name_and_may_return_a_dict_with_a_score():
+    grade = make_grader("t", "foreign_graders:verl", {})
+    assert grade(payload(data_source="math", extra_info={"index": 7})) == 1.0
+    assert grade(payload(data_source="math", extra_info={"index": 8})) == 0.0
+    assert make_grader("t", "foreign_graders:verl", {"data_source": "math"})(payload(extra_info={"index": 7})) == 1.0
+
+
+def test_the_other_parameters_of_a_reward_function_of_verl_come_from_args_and_keywords():
+    assert make_grader("t", "foreign_graders:verl_number", {})(payload()) == 3.0
+    assert make_grader("t", "foreign_graders:verl_number", {"method": "flexible"})(payload()) == 0.0
+    with pytest.raises(ConfigError, match="no argument 'metod'; allowed: method; did you mean 'method'"):
+        make_grader("t", "foreign_graders:verl_number", {"metod": "flexible"})
+
+
+def test_an_async_reward_function_of_verl_gets_the_source_of_a_mixture_where_rows_have_no_data_source():
+    grade = make_grader("t", "foreign_graders:verl_async", {"bonus": 1})
+    assert grade.is_async and asyncio.run(grade(payload())) == 5
+    assert not make_grader("t", "foreign_graders:verl", {}).is_async
+
+
+def test_a_dict_without_a_score_is_returned_as_it_is_so_that_the_grading_fails():
+    assert make_grader("t", "foreign_graders:verl_without_score", {})(payload()) == {"accuracy": 1.0}
