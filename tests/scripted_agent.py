@@ -152,7 +152,7 @@ def scripted_trajectories(
                 trajectory = await ScriptedAgent().run(prompt, index, lambda r: generate_to_the_end(engine, r), ctx)
                 trajectory.turns[1].reward = 0.25
                 trajectory.rewards = {"answer": float(index)}
-                trajectory.reward = float(index)
+                trajectory.reward = index + 0.25
                 made.append(trajectory)
         return made
 

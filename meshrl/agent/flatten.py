@@ -29,9 +29,10 @@ def flatten(trajectories: Sequence[Trajectory]) -> tuple[list[Sample], list[Metr
     logprobs. A row without any trained token is left out. If no row of a trajectory has one, its first row with
     tokens is kept, so that group statistics include the trajectory's reward.
 
-    `rewards`: a turn's own reward is at the turn's last token, where it is trained. The trajectory's reward is at the
-    last trained token of each row, because each row is an episode with this outcome. `rewards` is writable (a KL may be
-    subtracted from it); all other arrays that are filled here are read-only.
+    `rewards`: a turn's own reward is at the turn's last token, where it is trained. The rest of the trajectory's reward
+    is at the last trained token of each row, because each row is an episode with this outcome. The sum of a
+    trajectory's only row is the trajectory's reward. `rewards` is writable (a KL may be subtracted from it); all other
+    arrays that are filled here are read-only.
 
     Raises: TurnError for an invalid turn, a row that mixes temperatures, or a filtered distribution.
     """
@@ -84,7 +85,7 @@ def _row(trajectory: Trajectory, path: list[int], trained_before: set[int]) -> S
             if turn.reward is not None:
                 rewards[end - 1] += turn.reward
     if last_trained >= 0:
-        rewards[last_trained] += trajectory.reward
+        rewards[last_trained] += trajectory.reward - sum(t.reward for t in trajectory.turns if t.reward is not None)
     routed = [t.routed_experts for t in turns]  # None for a turn that recorded none
     sample = Sample(
         trajectory_id=trajectory.id,

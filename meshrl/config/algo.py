@@ -30,7 +30,8 @@ class KlConfig(Slice):
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """KL estimator per token: use k3 or k2 in the loss, k1 in the reward (k1 in the loss only adds noise)"""
     place: Literal["loss", "reward"] = "loss"
-    """loss = a term of the loss; reward = subtracted from each token's reward"""
+    """loss = a term of the loss; reward = coef times the sum of the estimates at all trained tokens of a trajectory is
+    subtracted from its reward, before the group's mean and std (the same for all tokens, as in verl for GRPO)"""
 
 
 class LossConfig(Slice):

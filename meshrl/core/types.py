@@ -121,7 +121,8 @@ class Turn:
     continues, -1 = none. context_ids has only the tokens after the parent's end.
 
     Filled by the engine: output_ids, logprobs, versions, stop_reason, routed_experts, extras, engine_id, times.
-    Filled by the agent: parent, context_ids (without the parent's tokens), media_spans, messages, reward.
+    Filled by the agent: parent, context_ids (without the parent's tokens), media_spans, messages, and reward, if the
+    environment of the agent gives one; it is added to the trajectory's reward.
 
     Example, context [1, 5, 6], sampled [7, 2]: Turn(parent=-1, context_ids=[1, 5, 6], output_ids=[7, 2],
     logprobs=[-0.1, -0.3], versions=[0, 0], stop_reason="stop").
@@ -149,7 +150,8 @@ class Trajectory:
     """All turns of one attempt at one prompt. group_id: the same for all attempts at one draw of a prompt (prompt id
     and ordinal); group statistics are taken by it.
 
-    status `failed` has a Failure and never a reward of 0; reward None = masked out of training, and counted.
+    status `failed` has a Failure and never a reward of 0. Filled by the scorer: rewards, by term; reward, the weighted
+    sum of the terms plus the rewards of all turns. reward None = masked out of training, and counted.
     """
 
     prompt: Prompt
@@ -195,7 +197,7 @@ class Sample:
     versions: np.ndarray  # int32
     rewards: np.ndarray  # float32
     temperature: float = 1.0  # the sampler's; the trainer scores with the same
-    reward: float = 0.0  # the trajectory's weighted sum, for group statistics
+    reward: float = 0.0  # the trajectory's, for group statistics
     truncated: bool = False
     engine_id: str = ""
     old_logprobs: np.ndarray | None = None

@@ -1,4 +1,5 @@
-"""Rewards of trajectories: the workers grade every term of the config; the reward is the weighted sum.
+"""Rewards of trajectories: the workers grade every term of the config. The reward is the weighted sum of the terms,
+plus the rewards that the agent gave its turns.
 
 G gradings = trajectories x terms.
 """
@@ -56,7 +57,8 @@ class Scorer:
         for (name, trajectory), result in zip(items, await self.grade(items)):
             trajectory.rewards[name] = result
         for trajectory in scored:
-            trajectory.reward = self._weighted_sum(trajectory.rewards)
+            graded = self._weighted_sum(trajectory.rewards)
+            trajectory.reward = None if graded is None else graded + sum(_of_turns(trajectory))
         counts = self._sandbox.counts
         events, self._reported = counts - self._reported, counts
         counted = [Metric(name=name, sum=events[name], reduce="sum", unit=unit) for name, unit in EVENTS.items()]
@@ -74,7 +76,7 @@ class Scorer:
         await self._sandbox.close()
 
     def _weighted_sum(self, rewards: dict[str, float | Failure]) -> float | None:
-        """The reward; None when a grading failed. A sum that is too large fails its largest term."""
+        """The sum of the terms; None when a grading failed. A sum that is too large fails its largest term."""
         parts: dict[str, float] = {}
         for name, term in self._cfg.terms.items():
             value = rewards[name]
@@ -120,6 +122,9 @@ class Scorer:
             values = [r for r in results if not isinstance(r, Failure)]
             failed.update(r.kind for r in results if isinstance(r, Failure))
             metrics.append(Metric(name=f"reward/term/{name}", sum=sum(values), weight=len(values)))
+        of_turns = [_of_turns(t) for t in scored]
+        if any(of_turns):
+            metrics.append(Metric(name="reward/turns", sum=sum(map(sum, of_turns)), weight=len(scored)))
         gradings = len(scored) * len(self._cfg.terms)
         metrics.append(Metric(name="reward/failed", sum=failed.total(), weight=gradings, unit="fraction"))
         metrics += [
@@ -127,6 +132,11 @@ class Scorer:
             for kind, count in sorted(failed.items())
         ]
         return metrics
+
+
+def _of_turns(trajectory: Trajectory) -> list[float]:
+    """The rewards that the agent gave turns of the trajectory."""
+    return [float(turn.reward) for turn in trajectory.turns if turn.reward is not None]
 
 
 def _payload(trajectory: Trajectory) -> dict[str, Any] | Failure:

@@ -135,9 +135,10 @@ def test_process_rewards_stand_at_their_turn_and_the_outcome_at_the_end_of_each_
         make_turn([6], [7], parent=0),
         reward=2.0,
     )
-    first, second = rows(trajectory)
-    assert first.rewards.tolist() == [0, 0, 0.25, 0, 2.5]
-    assert second.rewards.tolist() == [0, 0, 0, 0, 2.0]  # turn 0's own reward is not given twice
+    first, second = rows(trajectory)  # the graders gave 2.0 - 0.25 - 0.5
+    assert first.rewards.tolist() == [0, 0, 0.25, 0, 0.5 + 1.25]
+    assert second.rewards.tolist() == [0, 0, 0, 0, 1.25]  # turn 0's own reward is not given twice
+    assert (first.reward, second.reward) == (2.0, 2.0)
 
 
 def test_the_outcome_stands_at_the_last_trained_token_when_the_last_turn_is_empty():

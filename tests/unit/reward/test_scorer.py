@@ -3,6 +3,7 @@
 import asyncio
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -60,6 +61,19 @@ def test_the_reward_is_the_weighted_sum_of_its_terms():
     assert (metrics["term/answer"].sum, metrics["term/answer"].weight) == (1.0, 3)
     assert (metrics["term/form"].sum, metrics["term/form"].weight) == (2.0, 3)
     assert (metrics["failed"].sum, metrics["failed"].weight) == (0, 6)
+
+
+def test_the_rewards_of_turns_are_added_to_the_reward():
+    """A group whose answers differ only in what the agent observed has a signal."""
+    trajectories = [make_trajectory("4") for _ in range(4)]
+    for value, trajectory in zip((None, 1, -2.5, np.float32(3)), trajectories):
+        trajectory.turns = [trajectory.turns[0], replace(trajectory.turns[0], reward=0.5)]
+        trajectory.turns[0].reward = value
+    metrics = score(trajectories, terms={"answer": EXACT})
+    assert [t.reward for t in trajectories] == [1.5, 2.5, -1.0, 4.5]
+    assert [t.rewards for t in trajectories] == [{"answer": 1.0}] * 4
+    assert (metrics["turns"].sum, metrics["turns"].weight) == (3.5, 4)
+    assert "turns" not in score([make_trajectory("4")], terms={"answer": EXACT})
 
 
 def test_a_failed_grading_leaves_no_reward_and_is_counted():
