@@ -19,6 +19,7 @@ CHATML = (
     "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+SHOWS_TOOLS = "{% for t in tools or [] %}{{ t.function.name }}\n{% endfor %}" + CHATML
 # Drops the thinking of every assistant message but the last message, as Qwen3 and DeepSeek-R1 do.
 DROPS_THINKING = (
     "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n"

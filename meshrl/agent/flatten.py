@@ -12,6 +12,7 @@ from functools import partial
 
 import numpy as np
 
+from meshrl.agent.tools import ERROR
 from meshrl.agent.tree import TurnError, check_turns, leaf_paths
 from meshrl.core.types import Metric, Sample, Trajectory
 
@@ -189,6 +190,8 @@ def _metrics(train: list[Trajectory], samples: list[Sample]) -> list[Metric]:
     def fraction(name: str, flags: Iterable[bool]) -> Metric:
         return Metric(name=name, sum=float(sum(flags)), weight=num, unit="fraction")
 
+    messages = [m for t in train for turn in t.turns for m in turn.messages if m.get("role") == "tool"]
+    errors = sum(str(m.get("content")).startswith(ERROR) for m in messages)
     unscored = (t.reward is None and t.status != "failed" for t in train)
     return [
         Metric(name="rollout/length_mean_tokens", sum=float(sum(lengths)), weight=num, unit="tokens"),
@@ -197,8 +200,10 @@ def _metrics(train: list[Trajectory], samples: list[Sample]) -> list[Metric]:
         Metric(name="rollout/rows", sum=float(len(samples)), reduce="sum", unit="rows"),
         fraction("rollout/truncated_fraction", (t.status == "truncated" for t in train)),
         fraction("rollout/failed_fraction", (t.status == "failed" for t in train)),
+        fraction("rollout/crashed_fraction", (t.failure is not None and t.failure.kind == "crash" for t in train)),
         fraction("rollout/unscored_fraction", unscored),
         fraction("rollout/duplicate_fraction", _duplicates(train)),
+        *([Metric(name="rollout/tool_errors", sum=errors, weight=len(messages), unit="fraction")] if messages else []),
     ]
 
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from meshrl.agent.tools import TOOLS, Tool, call_tool, tool_calls
+from meshrl.agent.tools import TOOLS, Tool, as_tool, call_tool, tool_calls
 from meshrl.agent.tree import TurnError, attach, path_ids
 from meshrl.config.agent import AgentConfig
 from meshrl.core.errors import ConfigError, DataError, Failure, RequestError
@@ -41,6 +41,9 @@ _STATUS: dict[str, Status] = {
     "abort": "failed",
     "error": "failed",
 }
+
+
+_ANSWER = "stand-in answer of a tool"  # no template contains it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,18 +184,23 @@ class SingleTurn:
 class MultiTurn:
     """Executes tool calls until the model makes none, its context is full, or it has had max_turns turns (`truncated`).
 
-    tools: names in the table TOOLS of meshrl/agent/tools.py, or dotted paths `package.module:name` of a Tool.
+    tools: names in the table TOOLS of meshrl/agent/tools.py, or dotted paths `package.module:name` of a function with
+    types and a docstring, or of a Tool. From Python, also these objects themselves.
     """
 
-    def __init__(self, tools: Sequence[str] = ("calculator",), max_turns: int = 4) -> None:
+    def __init__(self, tools: Sequence[str | Tool | Callable[..., Any]] = ("calculator",), max_turns: int = 4) -> None:
         if not isinstance(max_turns, int) or max_turns < 1:
             raise ConfigError(f"agent.args.max_turns is {max_turns!r}; it must be an integer of at least 1")
-        if isinstance(tools, str):
-            raise ConfigError(f"agent.args.tools is the string {tools!r}; it must be a list of names")
-        found = [look_up(name, TOOLS, "agent.args.tools") for name in tools]
-        if bad := [name for name, tool in zip(tools, found) if not isinstance(tool, Tool)]:
-            raise ConfigError(f"agent.args.tools: {bad} are not of type meshrl.agent.tools:Tool")
+        key = "agent.args.tools"
+        if not isinstance(tools, (list, tuple)):
+            raise ConfigError(f"{key} is {type(tools).__name__} {tools!r:.80}; it must be a list of names")
+        if not tools:
+            raise ConfigError(f"{key} is empty; name at least one tool, or use agent.kind: single_turn")
+        found = [as_tool(look_up(t, TOOLS, key) if isinstance(t, str) else t, key) for t in tools]
         self._tools: dict[str, Tool] = {tool.name: tool for tool in found}
+        if len(self._tools) < len(found):
+            twice = next(tool.name for tool in found if self._tools[tool.name] is not tool or found.count(tool) > 1)
+            raise ConfigError(f"{key}: two tools are named {twice!r}; give each its own name")
         self._max_turns = max_turns
         self.tools = [tool.schema for tool in found]
 
@@ -233,6 +241,28 @@ class MultiTurn:
         stops = ctx.sampling.stop_token_ids
         added = continuation_ids(ctx.tokenizer, new, stops, self.tools, ended_by_id=int(so_far[-1]) in stops)
         return np.concatenate([so_far, added])
+
+
+def require_tools_in_template(agent: Agent, tokenizer: Any, messages: Sequence[Message], template: str) -> None:
+    """Check that the chat template describes the agent's tools to the model, and for MultiTurn that it renders the
+    answers of tools. messages: of a prompt. template: what the template is, for errors. Raises: ConfigError."""
+    if not agent.tools:
+        return
+    advice = "Set data.chat_template to a template that describes tools, or use an agent without tools"
+    if render_text(tokenizer, messages, tools=agent.tools) == render_text(tokenizer, messages):
+        names = ", ".join(str(tool.get("function", tool).get("name")) for tool in agent.tools)
+        raise ConfigError(
+            f"{template}: it renders the same text with and without `tools`, so the model would not see the agent's "
+            f"tools ({names}). {advice}"
+        )
+    if isinstance(agent, MultiTurn):
+        try:
+            answered = [*messages, {"role": "assistant", "content": "a call"}, {"role": "tool", "content": _ANSWER}]
+            rendered = render_text(tokenizer, answered, tools=agent.tools)
+        except DataError as cause:
+            raise ConfigError(f"{template}: it can't render the answer of a tool: {cause}. {advice}") from cause
+        if _ANSWER not in rendered:
+            raise ConfigError(f"{template}: it leaves out messages of the role tool, the answers of tools. {advice}")
 
 
 def resolve_agent(cfg: AgentConfig) -> Agent:

@@ -1,4 +1,5 @@
-"""Tools that an agent may call, and their limits. A tool's answer is text for the model, and so is a refusal.
+"""Tools that an agent may call, and their limits. A tool's answer is text for the model, and so are a refusal and an
+exception of the tool.
 
 A model writes a call as with Hermes and Qwen: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
 """
@@ -6,18 +7,26 @@ A model writes a call as with Hermes and Qwen: `<tool_call>{"name": ..., "argume
 from __future__ import annotations
 
 import ast
+import asyncio
+import contextlib
 import inspect
 import json
 import math
 import operator
 import re
-from collections.abc import Awaitable, Callable
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from meshrl.core.errors import ConfigError, DataError
+from meshrl.data.tool_schema import function_schema
+from meshrl.reward.replies import one_line
 
 MAX_EXPRESSION_CHARS = 256
 MAX_INT_BITS = 2048  # about 616 digits: enough for any real exercise, too few to slow down the run
 MAX_ANSWER_CHARS = 2000
+ERROR = "error: "  # the beginning of an answer to a call that failed
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
@@ -27,12 +36,16 @@ class ToolError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tool:
-    """A function that the model may call. parameters: its keyword arguments as a JSON schema with `required`."""
+    """A function that the model may call. parameters: its keyword arguments as a JSON schema with `required`.
+
+    function: an async function runs in the event loop. Any other runs in a thread for each call, so calls of several
+    trajectories run at the same time. A result that is not a text becomes JSON.
+    """
 
     name: str
     description: str
     parameters: dict[str, Any]
-    function: Callable[..., str | Awaitable[str]]
+    function: Callable[..., Any]
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -41,13 +54,36 @@ class Tool:
         return {"type": "function", "function": body}
 
 
+def as_tool(given: Any, key: str) -> Tool:
+    """A Tool as it is, and a function by its types and docstring (data/tool_schema.py).
+
+    key: of the value in errors. Raises: ConfigError for anything else, and for a function without a description.
+    """
+    if isinstance(given, Tool):
+        return given
+    if not callable(given) or isinstance(given, type):
+        what = f"{type(given).__name__} {given!r:.80}"
+        raise ConfigError(f"{key}: a tool is {what}; it must be a function or a meshrl.agent.tools:Tool")
+    try:
+        return Tool(**function_schema(given), function=given)
+    except DataError as cause:
+        raise ConfigError(
+            f"{key}: {getattr(given, '__name__', given)!r} is no tool: {cause}. Give each parameter a type, and the "
+            "function a docstring that describes each of them under `Args:`, or make a meshrl.agent.tools:Tool of it"
+        ) from cause
+
+
 def tool_calls(text: str) -> list[str]:
     """The bodies of all complete calls in a model's text, in order."""
     return _CALL.findall(text)
 
 
-async def call_tool(tools: dict[str, Tool], body: str) -> str:
-    """The answer to a call: the tool's text, or "error: ..." for a call that is malformed, unknown or refused."""
+async def call_tool(tools: Mapping[str, Tool], body: str) -> str:
+    """The answer to a call: the tool's text, or "error: ..." for a call that is malformed, unknown or refused, and for
+    an exception of the tool. It has at most MAX_ANSWER_CHARS characters and is valid Unicode.
+
+    A tool that never returns ends the run when the phase misses its deadline.
+    """
     try:
         name, arguments = _name_and_arguments(body)
         if name not in tools:
@@ -61,11 +97,54 @@ async def call_tool(tools: dict[str, Tool], body: str) -> str:
             )
         for argument, value in arguments.items():
             _check_type(tool, argument, value)
-        answer = tool.function(**arguments)
-        text = await answer if inspect.isawaitable(answer) else answer
+        answer = await _result(tool, arguments)
+        text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False, default=str)
     except ToolError as refusal:
-        text = f"error: {refusal}"
+        text = f"{ERROR}{refusal}"
+    except Exception as error:  # the user's code: it may raise anything
+        text = f"{ERROR}{_description(error)}"
+    text = text.encode(errors="replace").decode()
     return text if len(text) <= MAX_ANSWER_CHARS else text[:MAX_ANSWER_CHARS] + "..."
+
+
+async def _result(tool: Tool, arguments: dict[str, Any]) -> Any:
+    """The tool's result. Raises: ToolError, and the exceptions of an async function."""
+    is_async = any(map(inspect.iscoroutinefunction, (tool.function, type(tool.function).__call__)))
+    result = tool.function(**arguments) if is_async else await _in_thread(tool, arguments)
+    return await result if inspect.isawaitable(result) else result
+
+
+async def _in_thread(tool: Tool, arguments: dict[str, Any]) -> Any:
+    """The result of a function that may block. Raises: ToolError for every exception of the function.
+
+    asyncio.to_thread is not used: the end of a run would wait for its threads, also for one that hangs, and they are
+    too few for all trajectories of a step.
+    """
+    loop, future = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+
+    def settle(outcome: Any) -> None:
+        if not future.cancelled():
+            future.set_result(outcome)
+
+    def work() -> None:
+        try:
+            outcome = tool.function(**arguments)
+        except ToolError as refusal:
+            outcome = refusal
+        except BaseException as error:  # also sys.exit(), and StopIteration, which no future accepts
+            outcome = ToolError(_description(error))
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the run has ended
+            loop.call_soon_threadsafe(settle, outcome)
+
+    threading.Thread(target=work, name=f"tool {tool.name}", daemon=True).start()
+    outcome = await future
+    if isinstance(outcome, ToolError):
+        raise outcome
+    return outcome
+
+
+def _description(error: BaseException) -> str:
+    return one_line(f"{type(error).__name__}: {error}")
 
 
 def _name_and_arguments(body: str) -> tuple[str, dict[str, Any]]:
@@ -83,17 +162,29 @@ def _name_and_arguments(body: str) -> tuple[str, dict[str, Any]]:
 
 
 _TYPES: dict[str, tuple[type, ...]] = {
-    "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,), "array": (list,), "object": (dict,)
-}  # fmt: skip
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "array": (list,),
+    "object": (dict,),
+    "null": (),
+}
 
 
 def _check_type(tool: Tool, name: str, value: Any) -> None:
-    """Raises: ToolError when the value is not of the type that the tool's schema requires."""
-    wanted = tool.parameters["properties"][name].get("type")
-    allowed = _TYPES.get(wanted) if isinstance(wanted, str) else None
-    is_bool = isinstance(value, bool) and wanted != "boolean"
-    if allowed is not None and (is_bool or not isinstance(value, allowed)):
-        raise ToolError(f"{name} of {tool.name} must be of type {wanted}, got {value!r:.80}")
+    """Raises: ToolError when the value is not of a type, or not one of the values, that the tool's schema allows."""
+    schema = tool.parameters["properties"][name]
+    kinds = schema.get("type", [])
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    if value is None and (schema.get("nullable") or "null" in kinds):
+        return
+    allowed = tuple(each for kind in kinds for each in _TYPES.get(kind, (object,)))
+    is_bool = isinstance(value, bool) and not {bool, object} & {*allowed}
+    if kinds and (is_bool or not isinstance(value, allowed)):
+        raise ToolError(f"{name} of {tool.name} must be of type {' or '.join(kinds)}, got {value!r:.80}")
+    if "enum" in schema and value not in schema["enum"]:
+        raise ToolError(f"{name} of {tool.name} must be one of {schema['enum']}, got {value!r:.80}")
 
 
 def calculate(expression: str) -> str:

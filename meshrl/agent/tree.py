@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Real
 
 import numpy as np
 
@@ -77,7 +78,8 @@ def check_turns(trajectory: Trajectory) -> None:
             raise TurnError(f"{where}: logprobs[{at}] is {turn.logprobs[at]}; the engine must report finite numbers")
         if num_sampled and int(turn.versions.min()) < 0:
             raise TurnError(f"{where}: a sampled token has weight version {int(turn.versions.min())}; it must be >= 0")
-        if turn.reward is not None and not abs(turn.reward) <= MAX_REWARD:
+        reward = turn.reward
+        if reward is not None and not (isinstance(reward, (Real, np.floating)) and abs(reward) <= MAX_REWARD):
             raise TurnError(
                 f"{where}: reward is {turn.reward!r:.40}; it must be a finite number of at most {MAX_REWARD:g} in size"
             )

@@ -192,9 +192,9 @@ def _kinds(case: Case) -> Iterator[Problem]:
     terms = config.reward.terms
     if not terms:
         yield Problem(("reward.terms",), "without a reward there is nothing to learn: name at least one term.")
-    elif not any(term.weight for term in terms.values()):
+    elif ":" not in config.agent.kind and not any(term.weight for term in terms.values()):
         weights = tuple(f"reward.terms.{name}.weight" for name in terms)
-        yield Problem(weights, "all weights are 0, so every reward would be 0.")
+        yield Problem(weights, "all weights are 0, so every reward would be 0.")  # a user's agent may give rewards
     named = [("reward", f"reward.terms.{name}.kind", term.kind) for name, term in terms.items()]
     named.append(("agent", "agent.kind", config.agent.kind))
     known: dict[str, set[str]] = {**case.known, "advantage": set(ADVANTAGE_NAMES), "loss": {LossConfig().kind}}

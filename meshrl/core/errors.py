@@ -82,6 +82,10 @@ class OutputError(MeshrlError):
     """A file with a run's data or a command's result that can't be written; names the file and the reason."""
 
 
+class AgentError(MeshrlError):
+    """An agent raised an exception in too many attempts."""
+
+
 class RewardError(MeshrlError):
     """Too many gradings failed, or a reward worker could not be started."""
 

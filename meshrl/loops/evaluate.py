@@ -10,7 +10,7 @@ from meshrl.cluster.groups import RolloutGroup
 from meshrl.config.run import RunConfig
 from meshrl.core.types import Metric, Trajectory
 from meshrl.loops.job import Job, Task
-from meshrl.loops.step import collect, grade
+from meshrl.loops.step import check_failures, collect, grade
 from meshrl.reward.score import Scorer
 
 
@@ -43,7 +43,7 @@ async def evaluate_prompts(
     """Answer and score every held-out prompt with the samplers' current weights."""
     trajectories = await collect(cfg, task, rollouts, task.eval_prompts, "eval", min_version)
     await grade(cfg, scorer, trajectories)
-    scorer.check_failures(trajectories)
+    check_failures(cfg, scorer, trajectories)
     return trajectories, eval_metrics(trajectories, cfg)
 
 

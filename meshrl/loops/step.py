@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from meshrl.agent.attempt import attempt, check_attempts
 from meshrl.agent.flatten import flatten
 from meshrl.agent.loop import AgentContext
 from meshrl.algo.advantages import assign_advantages
@@ -75,16 +76,13 @@ async def collect(
             purpose=purpose,
             min_version=min_version,
         )
-        runs += [task.agent.run(prompt, index, rollouts.generate, context) for index in range(num_attempts)]
+        name = cfg.agent.kind
+        runs += [attempt(task.agent, prompt, i, rollouts.generate, context, name) for i in range(num_attempts)]
     try:
-        trajectories = await gather_with_deadline(cfg.cluster, "eval" if is_eval else "rollout", runs)
+        return await gather_with_deadline(cfg.cluster, "eval" if is_eval else "rollout", runs)
     finally:
         for prompt in prompts:
             rollouts.end_session(group_id(prompt, purpose))
-    for trajectory in trajectories:
-        if not isinstance(trajectory, Trajectory):
-            raise MeshrlError(f"agent {cfg.agent.kind} returned {trajectory!r:.80}; it must return a Trajectory")
-    return trajectories
 
 
 def group_id(prompt: Prompt, purpose: Purpose) -> str:
@@ -111,10 +109,10 @@ async def train_step(job: Job, trajectories: Sequence[Trajectory]) -> list[Metri
     """Train on scored trajectories: all optimizer steps of one step, without the sync. Returns the metrics. Without a
     reward there is nothing to train on, and the weights stay.
 
-    Raises: RewardError when too many gradings failed; MeshrlError when the engine refused or aborted every request of
-    the last _MAX_REFUSED_STEPS steps.
+    Raises: AgentError or RewardError when too many attempts or gradings failed; MeshrlError when the engine refused or
+    aborted every request of the last _MAX_REFUSED_STEPS steps.
     """
-    job.scorer.check_failures(trajectories)
+    check_failures(job.cfg, job.scorer, trajectories)
     refusals = [t.failure.message for t in trajectories if t.failure is not None and t.failure.kind == "engine"]
     job.num_refused_steps = job.num_refused_steps + 1 if 0 < len(refusals) == len(trajectories) else 0
     if job.num_refused_steps == _MAX_REFUSED_STEPS:
@@ -148,9 +146,15 @@ def _staleness(samples: Sequence[Sample], version: int) -> Metric:
 
 async def grade(cfg: RunConfig, scorer: Scorer, trajectories: Sequence[Trajectory]) -> list[Metric]:
     """Score the trajectories, within the deadline of the phase; returns the metrics. The caller checks the number of
-    failed gradings (`Scorer.check_failures`) when all trajectories of a step are scored."""
+    failures (`check_failures`) when all trajectories of a step are scored."""
     (metrics,) = await gather_with_deadline(cfg.cluster, "reward", [scorer.score(trajectories)])
     return metrics
+
+
+def check_failures(cfg: RunConfig, scorer: Scorer, trajectories: Sequence[Trajectory]) -> None:
+    """Raises: AgentError or RewardError when too many attempts or gradings failed. trajectories: all of a step."""
+    check_attempts(trajectories, cfg.agent.kind, cfg.agent.max_failure_fraction)
+    scorer.check_failures(trajectories)
 
 
 def split_updates(job: Job, samples: Sequence[Sample], num_updates: int) -> list[Update]:

@@ -3,6 +3,7 @@ is trusted: the functions raise ValueError for a reply that the worker's own cod
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -67,6 +68,13 @@ def parse_reply(data: bytes, batch: str, open_items: Collection[int], max_reward
 def one_line(text: str) -> str:
     """The text as a message of a Failure: valid Unicode in one line of at most MAX_MESSAGE_CHARS characters."""
     return " ".join(text.encode(errors="replace").decode().split())[:MAX_MESSAGE_CHARS]
+
+
+def error_line(error: BaseException) -> str:
+    """An exception of a user's function as a message of a Failure, with the file and line that raised it."""
+    where = traceback.extract_tb(error.__traceback__)[-1:]
+    place = f" at {where[0].filename}:{where[0].lineno}" if where else ""
+    return one_line(f"{type(error).__name__}: {error}{place}")
 
 
 def _object(data: bytes) -> dict[str, Any]:

@@ -26,7 +26,6 @@ import resource
 import signal
 import socket
 import sys
-import traceback
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
@@ -36,7 +35,7 @@ from meshrl.process.frames import receive, send_bytes
 from meshrl.process.guard import fork_below_guard
 from meshrl.reward.kinds import Grader, make_grader
 from meshrl.reward.math_answer import math_answer
-from meshrl.reward.replies import one_line
+from meshrl.reward.replies import error_line, one_line
 
 MATH_CPU_S = 1.0
 """CPU seconds of one grading by math_answer; nearly all gradings take less than a tenth of it."""
@@ -143,9 +142,7 @@ def _value_reply(value: Any, max_reward: float) -> dict[str, Any]:
 
 def _failure_reply(error: BaseException) -> dict[str, Any]:
     """The reply for an exception of a reward function, with file and line of the user's code."""
-    where = traceback.extract_tb(error.__traceback__)[-1:]
-    place = f" at {where[0].filename}:{where[0].lineno}" if where else ""
-    message = one_line(f"{type(error).__name__}: {error}{place}")
+    message = error_line(error)
     if isinstance(error, MemoryError):
         return {"failure": ["memory", message], "retire": True}
     return {"failure": ["crash", message]}

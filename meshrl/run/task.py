@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from meshrl.agent.loop import AGENTS, resolve_agent
+from meshrl.agent.loop import AGENTS, require_tools_in_template, resolve_agent
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.core.types import Prompt
 from meshrl.data.chat import load_tokenizer, stop_token_ids
@@ -22,7 +22,10 @@ from meshrl.run.inputs import Objects
 
 
 def load_task(cfg: RunConfig, objects: Objects, training: bool) -> Task:
-    """Load tokenizer, prompts and agent. training: also load the training rows."""
+    """Load tokenizer, prompts and agent. training: also load the training rows.
+
+    Raises: ConfigError, also for tools that the chat template does not describe; DataError.
+    """
     tokenizer = load_tokenizer(cfg.model.path, cfg.data.chat_template, cfg.data.chat_template_kwargs)
     agent = resolve_agent(cfg.agent) if objects.agent is None else objects.agent
     answer_for = [name for name, term in cfg.reward.terms.items() if term.kind in NEEDS_ANSWER]
@@ -30,7 +33,7 @@ def load_task(cfg: RunConfig, objects: Objects, training: bool) -> Task:
     make = PromptMaker(cfg.data, tokenizer, agent.tools, vocab_size, answer_for)
     feed = open_feed(make, cfg.run.seed, objects.table("data.path")) if training else None
     held_out, num_eval_left_out = load_eval_prompts(make, objects.table("data.eval_path"))
-    return Task(
+    task = Task(
         tokenizer=tokenizer,
         agent=agent,
         train_prompts=feed,
@@ -39,6 +42,11 @@ def load_task(cfg: RunConfig, objects: Objects, training: bool) -> Task:
         stop_token_ids=stop_token_ids(tokenizer, cfg.model.path),
         max_context_tokens=max_context_tokens,
     )
+    for prompt in _first_prompts(task)[:1] if agent.tools else ():
+        own = f"the chat template of {cfg.model.path}"
+        template = own if cfg.data.chat_template is None else f"data.chat_template = {cfg.data.chat_template[:80]}"
+        require_tools_in_template(agent, tokenizer, prompt.messages or [], template)
+    return task
 
 
 def load_sft_source(cfg: SftRunConfig, objects: Objects) -> tuple[SftSource, int, str | None]:

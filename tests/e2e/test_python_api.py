@@ -13,13 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny_run
 from tiny_run import ascii_share, steps_of, write_run
 
 import meshrl
 from meshrl.agent.loop import SingleTurn, prompt_ids, start_trajectory, take_turn
-from meshrl.core.errors import ConfigError, MeshrlError
+from meshrl.core.errors import AgentError, ConfigError, MeshrlError
 
 INLINE = {"cluster": {"executor": "inline"}}
 ROWS = [{"question": f"{i}+{i}", "answer": str(2 * i)} for i in range(20)]
@@ -167,6 +168,26 @@ def test_an_agent_that_returns_no_trajectory_is_named(config):
 
     with pytest.raises(MeshrlError, match=r"nothing returned None; it must return a Trajectory"):
         meshrl.train(config("nothing"), rewards={"ascii": share}, data=ROWS, agent=nothing, quiet=True)
+
+
+def test_an_exception_of_an_agent_fails_its_attempt_and_too_many_end_the_run(config):
+    async def sometimes(prompt, index, generate, ctx):
+        trajectory = await one_turn(prompt, index, generate, ctx)
+        trajectory.turns[0].reward = float(index)
+        return trajectory if index or ctx.purpose == "eval" else {}["no such key"]
+
+    allowed = config("crashes", loop={"num_steps": 1}, agent={"max_failure_fraction": 0.25})
+    run = meshrl.train(allowed, rewards={"ascii": share}, data=ROWS, eval_data=ROWS[:2], agent=sometimes, quiet=True)
+    assert run.metrics["rollout/crashed_fraction"] == [0.25] and run.metrics["reward/turns"] == [2.0]
+    assert all(t.failure is None if t.index else t.failure.kind == "crash" for t in run.trajectories())
+    assert all(t.reward == t.rewards["ascii"] + t.index for t in run.trajectories() if t.index)
+    assert run.metrics["reward/mean"] == [pytest.approx(np.mean([t.reward for t in run.trajectories() if t.index]))]
+
+    async def never(prompt, index, generate, ctx):
+        raise ConnectionError("the environment is not there")
+
+    with pytest.raises(AgentError, match=r"never raised an exception in 2 of 2 attempts(.|\n)*ConnectionError: the "):
+        meshrl.train(config("crash"), rewards={"ascii": share}, data=ROWS, eval_data=ROWS[:2], agent=never, quiet=True)
 
 
 @pytest.mark.parametrize("nested", [False, True], ids=["script", "notebook"])

@@ -6,10 +6,10 @@ import dataclasses
 import numpy as np
 import pytest
 from scripted_agent import ScriptedEngine, scripted_context
-from tiny_tokenizers import DROPS_THINKING, tiny_tokenizer
+from tiny_tokenizers import DROPS_THINKING, SHOWS_TOOLS, tiny_tokenizer
 
 from meshrl.agent.flatten import flatten
-from meshrl.agent.loop import MultiTurn, SingleTurn, resolve_agent
+from meshrl.agent.loop import MultiTurn, SingleTurn, require_tools_in_template, resolve_agent
 from meshrl.agent.tools import Tool
 from meshrl.agent.tree import TurnError, attach, path_ids
 from meshrl.config.agent import AgentConfig
@@ -296,6 +296,47 @@ def test_an_agent_is_built_from_its_name_or_a_dotted_path():
     assert isinstance(resolve_agent(AgentConfig(kind="meshrl.agent.loop:SingleTurn")), SingleTurn)
 
 
+def half(x: float) -> float:
+    """Halves a number.
+
+    Args:
+        x: the number
+    """
+    return x / 2
+
+
+@pytest.mark.parametrize("given", [f"{__name__}:half", half], ids=["path", "function"])
+def test_a_plain_function_is_called_as_a_tool_of_a_conversation(given):
+    agent = MultiTurn(tools=[given])
+    assert agent.tools[0]["function"]["parameters"]["properties"] == {
+        "x": {"type": "number", "description": "the number"}
+    }
+    tokenizer = tiny_tokenizer()
+    policy = ScriptedPolicy(tokenizer, '<tool_call>{"name": "half", "arguments": {"x": 3}}</tool_call>', "12")
+    t = run(agent, policy.generate, context(tokenizer))
+    assert t.turns[1].messages[0] == {"role": "tool", "content": "1.5"}
+
+
+def test_a_template_that_ignores_tools_is_refused():
+    with pytest.raises(ConfigError, match=r"the template of a test: .*same text with and without .*calculator"):
+        require_tools_in_template(MultiTurn(), tiny_tokenizer(), [USER], "the template of a test")
+    require_tools_in_template(SingleTurn(), tiny_tokenizer(), [USER], "")
+    require_tools_in_template(MultiTurn(), tiny_tokenizer(SHOWS_TOOLS), [USER], "")
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ("{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}", "no tools here"),
+        ("{% if m.role == 'tool' %}{% continue %}{% endif %}", "leaves out messages of the role tool"),
+    ],
+)
+def test_a_template_without_answers_of_tools_is_refused_for_a_conversation(changed, expected):
+    template = SHOWS_TOOLS.replace("{% for m in messages %}", "{% for m in messages %}" + changed)
+    with pytest.raises(ConfigError, match=f"the template of a test: .*{expected}"):
+        require_tools_in_template(MultiTurn(), tiny_tokenizer(template), [USER], "the template of a test")
+
+
 @pytest.mark.parametrize(
     ("facts", "expected"),
     [
@@ -309,7 +350,10 @@ def test_an_agent_is_built_from_its_name_or_a_dotted_path():
         ({"kind": "multi_turn", "args": {"max_turns": 0}}, "max_turns is 0"),
         ({"kind": "multi_turn", "args": {"tools": "calculator"}}, "must be a list of names"),
         ({"kind": "multi_turn", "args": {"tools": ["calculater"]}}, "mean 'calculator'"),
-        ({"kind": "multi_turn", "args": {"tools": ["math:sqrt"]}}, "not of type meshrl.agent.tools:Tool"),
+        ({"kind": "multi_turn", "args": {"tools": ["math:sqrt"]}}, "'sqrt' is no tool: its parameters"),
+        ({"kind": "multi_turn", "args": {"tools": ["math:pi"]}}, "a tool is float 3.14.*; it must be a function"),
+        ({"kind": "multi_turn", "args": {"tools": ["calculator", "calculator"]}}, "two tools are named 'calculator'"),
+        ({"kind": "multi_turn", "args": {"tools": []}}, "is empty"),
     ],
 )
 def test_an_agent_that_can_not_be_built_is_a_config_error(facts, expected):

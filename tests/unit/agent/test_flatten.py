@@ -318,3 +318,14 @@ def test_turns_of_one_row_that_disagree_in_shape_are_refused():
     turns = [make_turn([1], [2], extras={"x": extras[0]}), make_turn([1], [2], parent=0, extras={"x": extras[1]})]
     with pytest.raises(TurnError, match=r"turn 1: extras\['x'\]"):
         rows(make_trajectory(*turns))
+
+
+def test_crashes_of_agents_and_errors_of_tools_are_counted():
+    answers = [{"role": "tool", "content": text} for text in ("12", "error: division by zero")]
+    used = make_trajectory(make_turn([1], [2], messages=[*answers, {"role": "assistant", "content": "error: x"}]))
+    crashed = make_trajectory(status="failed", failure=Failure(kind="crash", message="KeyError"))
+    refused = make_trajectory(status="failed", failure=Failure(kind="engine", message="too long"))
+    found = numbers(used, crashed, refused)
+    assert found["rollout/crashed_fraction"] == (1.0, 3.0)
+    assert found["rollout/tool_errors"] == (1, 2)
+    assert "rollout/tool_errors" not in numbers(crashed)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from meshrl.config.run import RunConfig
+from meshrl.core.errors import DataError
 from meshrl.core.types import Prompt, Trajectory, Turn
 from meshrl.data.order import PromptSource
 from meshrl.loops.buffer import GroupBuffer
@@ -360,8 +361,8 @@ def test_an_error_of_a_group_is_raised():
         async with GroupBuffer(job) as buffer:
             step = asyncio.ensure_future(take(buffer, job))
             await settled()
-            samplers.ended[3].set_exception(ValueError("an agent's mistake"))
-            with pytest.raises(ValueError, match="an agent's mistake"):
+            samplers.ended[3].set_exception(DataError("a prompt without messages"))
+            with pytest.raises(DataError, match="a prompt without messages"):
                 await step
 
     asyncio.run(scenario())

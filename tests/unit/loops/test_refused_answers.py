@@ -1,4 +1,5 @@
-"""Steps in which the engine refuses every answer: the reason is printed, and the run does not end as a success."""
+"""Steps in which the engine refuses every answer, or the agent raises exceptions: the run does not end as a success,
+and the reason is printed."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from meshrl.config.run import RunConfig
-from meshrl.core.errors import Failure, MeshrlError
+from meshrl.core.errors import AgentError, Failure, MeshrlError
 from meshrl.core.types import Prompt, Trajectory
 from meshrl.loops.job import Job
 from meshrl.loops.step import train_step
@@ -49,3 +50,9 @@ def test_other_failures_do_not_end_the_run(failures):
     for _ in range(5):
         asyncio.run(train_step(job, [refused(kind) for kind in failures]))
     assert len(notes) == 5 and ("refused 1 of them" in notes[0]) == ("engine" in failures)
+
+
+def test_exceptions_of_the_agent_in_too_many_attempts_end_the_run():
+    job = job_of([])
+    with pytest.raises(AgentError, match=r"agent single_turn raised an exception in 2 of 4 attempts, .* 0\.2"):
+        asyncio.run(train_step(job, [refused("crash")] * 2 + [refused("agent")] * 2))

@@ -50,6 +50,14 @@ def test_an_async_function_is_an_agent_without_tools():
     assert loaded.config.agent.kind == f"{__name__}:answer"
 
 
+def test_an_agent_of_the_user_may_be_the_only_source_of_rewards():
+    config = BASE | {"reward": {"terms": {"a": {"kind": "format", "weight": 0, "args": {"regex": "a"}}}}}
+    rows = {"data.path": ROWS}
+    with pytest.raises(ConfigError, match="all weights are 0"):
+        load_run(config, objects=objects_of(rows=rows))
+    load_run(config, objects=objects_of(agent=answer, rows=rows))
+
+
 async def agent_of_a_prompt(prompt):
     raise AssertionError("it is never called")
 

@@ -1,0 +1,67 @@
+"""One attempt of an agent, whose code may be a user's: its exception fails the attempt, and too many end the run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshrl.agent.loop import Agent, AgentContext, start_trajectory
+from meshrl.agent.tree import check_turns
+from meshrl.core.errors import AgentError, Failure, MeshrlError, RequestError
+from meshrl.core.types import Generate, Prompt, Request, Trajectory, Turn
+from meshrl.reward.replies import error_line
+
+_SHOWN = 3
+
+
+async def attempt(
+    agent: Agent, prompt: Prompt, index: int, generate: Generate, ctx: AgentContext, name: str
+) -> Trajectory:
+    """The agent's trajectory, with valid turns; a failed one without turns when the agent raised an exception. name: of
+    the agent, for errors.
+
+    Raises: the errors of meshrl, such as TurnError and DataError; the first exception of `generate`, except a
+    RequestError, whatever the agent does with it: a lost rank or a bug of an engine is no fault of this attempt.
+    """
+    of_engine: list[Exception] = []
+
+    async def observed(request: Request) -> Turn:
+        try:
+            return await generate(request)
+        except RequestError:
+            raise
+        except Exception as error:
+            of_engine.append(error)
+            raise
+
+    failure = None
+    try:
+        trajectory = await agent.run(prompt, index, observed, ctx)
+    except RequestError as refusal:
+        failure = Failure(kind="engine", message=str(refusal))
+    except MeshrlError:
+        if not of_engine:
+            raise
+    except Exception as error:  # user code: it may raise anything
+        failure = Failure(kind="crash", message=error_line(error))
+    if of_engine:
+        raise of_engine[0]
+    if failure is not None:
+        trajectory = start_trajectory(prompt, index, ctx)
+        trajectory.status, trajectory.failure = "failed", failure
+    if not isinstance(trajectory, Trajectory):
+        raise MeshrlError(f"agent {name} returned {trajectory!r:.80}; it must return a Trajectory")
+    check_turns(trajectory)
+    return trajectory
+
+
+def check_attempts(trajectories: Sequence[Trajectory], name: str, max_fraction: float) -> None:
+    """Raises: AgentError when the agent raised an exception in more than this share of the attempts."""
+    crashes = [(t, t.failure) for t in trajectories if t.failure is not None and t.failure.kind == "crash"]
+    if len(crashes) <= max_fraction * len(trajectories):
+        return
+    examples = "".join(f"\n  row {t.prompt.id}, answer {t.index}: {f.message}" for t, f in crashes[:_SHOWN])
+    raise AgentError(
+        f"agent {name} raised an exception in {len(crashes)} of {len(trajectories)} attempts, more than "
+        f"agent.max_failure_fraction = {max_fraction:g} allows. Examples:{examples}\n"
+        "Fix the agent at the file and line of its exception."
+    )

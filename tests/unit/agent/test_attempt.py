@@ -1,0 +1,131 @@
+"""An exception of an agent's own code fails one sample; errors of the engine and of meshrl end the run."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+import pytest
+from scripted_agent import ScriptedAgent, ScriptedEngine, generate_to_the_end, scripted_context, scripted_prompt
+
+from meshrl.agent.attempt import attempt, check_attempts
+from meshrl.agent.tree import TurnError
+from meshrl.core.errors import AgentError, DataError, Failure, MeshrlError, RankFailure, RequestError
+from meshrl.core.types import Trajectory
+
+LOST = RankFailure(1, "rollout", "its process was killed by SIGKILL")
+
+
+class Agent(ScriptedAgent):
+    """Takes the turns of its base class, then runs this code."""
+
+    def __init__(self, then):
+        super().__init__()
+        self.then = then
+
+    async def run(self, prompt, index, generate, ctx):
+        return self.then(await super().run(prompt, index, generate, ctx))
+
+
+def raises(error):
+    def then(trajectory):
+        raise error
+
+    return then
+
+
+def run(agent, error=None):
+    """error: of the engine, instead of an answer."""
+    engine = ScriptedEngine()
+
+    async def generate(request):
+        if error is not None:
+            raise error
+        return await generate_to_the_end(engine, request)
+
+    ctx = scripted_context("p-0@7", purpose="eval")
+    return asyncio.run(attempt(agent, scripted_prompt(0), 2, generate, ctx, "mine:Agent"))
+
+
+def test_an_agents_trajectory_is_returned_as_it_is():
+    made: list[Trajectory] = []
+    agent = Agent(lambda trajectory: made.append(trajectory) or trajectory)
+    assert run(agent) is made[0] and made[0].failure is None and len(made[0].turns) == 4
+
+
+def test_an_exception_of_an_agent_is_a_typed_failure_of_its_sample():
+    t = run(Agent(raises(KeyError("no such\nroom"))))
+    assert (t.status, t.turns, t.reward, t.id, t.purpose) == ("failed", [], None, "p-0@7/2", "eval")
+    assert t.failure.kind == "crash"
+    assert t.failure.message.startswith(r"KeyError: 'no such\nroom' at ") and "test_attempt.py:" in t.failure.message
+
+
+@pytest.mark.parametrize("error", [DataError("no messages"), MeshrlError("a bug")])
+def test_errors_of_meshrl_end_the_run(error):
+    with pytest.raises(type(error)) as raised:
+        run(Agent(raises(error)))
+    assert raised.value is error
+
+
+def test_a_refused_request_that_the_agent_does_not_handle_fails_its_sample():
+    class Direct(ScriptedAgent):
+        async def run(self, prompt, index, generate, ctx):
+            await generate(None)
+
+    t = run(Direct(), RequestError("too long"))
+    assert (t.status, t.failure) == ("failed", Failure(kind="engine", message="too long"))
+
+
+@pytest.mark.parametrize("error", [LOST, RuntimeError("a bug of the engine")])
+@pytest.mark.parametrize("handling", ["none", "wraps", "hides"])
+def test_errors_of_the_engine_end_the_run_whatever_the_agent_does_with_them(error, handling):
+    class Handles(ScriptedAgent):
+        async def run(self, prompt, index, generate, ctx):
+            try:
+                await super().run(prompt, index, generate, ctx)
+            except Exception as cause:
+                if handling == "none":
+                    raise
+                if handling == "wraps":
+                    raise ValueError("it failed") from cause
+            return Trajectory(prompt=prompt, group_id=ctx.group_id, index=index)
+
+    with pytest.raises(type(error)) as raised:
+        run(Handles(), error)
+    assert raised.value is error
+
+
+def test_what_is_no_trajectory_is_refused_with_the_name_of_the_agent():
+    with pytest.raises(MeshrlError, match="agent mine:Agent returned None; it must return a Trajectory"):
+        run(Agent(lambda trajectory: None))
+
+
+@pytest.mark.parametrize("value", ["1", 2e12, float("nan")])
+def test_an_invalid_reward_of_a_turn_is_refused_before_it_is_added(value):
+    def then(trajectory):
+        trajectory.turns[1] = dataclasses.replace(trajectory.turns[1], reward=value)
+        return trajectory
+
+    with pytest.raises(TurnError, match=r"turn 1: reward is .*it must be a finite number"):
+        run(Agent(then))
+
+
+def crashed(index, kind="crash"):
+    failure = Failure(kind=kind, message=f"ValueError: {index} at my.py:3")
+    return Trajectory(prompt=scripted_prompt(0), group_id="g", index=index, status="failed", failure=failure)
+
+
+def test_a_share_of_crashes_above_the_limit_ends_the_run_with_examples():
+    done = Trajectory(prompt=scripted_prompt(0), group_id="g", index=9)
+    check_attempts([crashed(0), done, done, done], "mine:Agent", 0.25)
+    with pytest.raises(AgentError) as ended:
+        check_attempts([crashed(0), crashed(1), done, done], "mine:Agent", 0.25)
+    text = str(ended.value)
+    assert "agent mine:Agent raised an exception in 2 of 4 attempts" in text
+    assert "more than agent.max_failure_fraction = 0.25 allows" in text
+    assert "\n  row p-0, answer 1: ValueError: 1 at my.py:3" in text
+
+
+def test_other_failures_do_not_count_as_crashes():
+    check_attempts([crashed(0, "engine"), crashed(1, "agent")], "mine:Agent", 0.0)
+    check_attempts([], "mine:Agent", 0.0)
