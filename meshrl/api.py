@@ -15,10 +15,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from meshrl.agent.loop import Agent
+    from meshrl.agent.resolve import AgentFunction
     from meshrl.config.load import Source
     from meshrl.core.types import Trajectory
     from meshrl.monitor.sinks import MetricsLine
-    from meshrl.run.inputs import AgentFunction, OnStep
+    from meshrl.run.inputs import OnStep
 
 
 def train(

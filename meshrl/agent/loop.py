@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,7 +13,6 @@ import numpy as np
 
 from meshrl.agent.tools import TOOLS, Tool, as_tool, call_tool, tool_calls
 from meshrl.agent.tree import TurnError, attach, path_ids
-from meshrl.config.agent import AgentConfig
 from meshrl.core.errors import ConfigError, DataError, Failure, RequestError
 from meshrl.core.lookup import look_up
 from meshrl.core.types import (
@@ -158,6 +156,31 @@ async def take_turn(
     return freeze(turn)
 
 
+def next_context(
+    trajectory: Trajectory, new: Sequence[Message], ctx: AgentContext, tools: list[dict[str, Any]] | None = None
+) -> np.ndarray:
+    """The context of a further turn, after the last one: the ids so far, then the chat template's tokens for the
+    messages `new` and a generation prompt. int32[C]. tools: the agent's.
+
+    The conversation is the prompt's messages and those of all turns, in order. A template may render it differently
+    when other messages follow (it may drop earlier thinking). Then the context is rendered again, and the next turn
+    starts a new row.
+
+    Raises: DataError when the prompt has no messages, or the template can't render the conversation.
+    """
+    if not trajectory.prompt.messages:
+        raise DataError(f"prompt {trajectory.prompt.id!r} has no messages; a conversation needs them")
+    *history, answer = [*trajectory.prompt.messages, *(m for turn in trajectory.turns for m in turn.messages)]
+    before = render_text(ctx.tokenizer, history, tools=tools)
+    after = render_text(ctx.tokenizer, [*history, answer, *new], tools=tools)
+    is_prefix = after.startswith(before) and after[len(before) :].lstrip().startswith(answer["content"].strip())
+    if not is_prefix:
+        return render(ctx.tokenizer, [*history, answer, *new], tools=tools)
+    so_far, stops = path_ids(trajectory.turns, len(trajectory.turns) - 1), ctx.sampling.stop_token_ids
+    added = continuation_ids(ctx.tokenizer, new, stops, tools, ended_by_id=int(so_far[-1]) in stops)
+    return np.concatenate([so_far, added])
+
+
 def _insert(trajectory: Trajectory, turn: Turn, media_spans: Sequence[tuple[str, int, int]]) -> None:
     """Add a turn with its full context to the tree, and cut the context to the tokens after the turn's parent."""
     turn.parent = attach(trajectory.turns, turn.context_ids)
@@ -208,39 +231,19 @@ class MultiTurn:
         if not prompt.messages:
             raise DataError(f"prompt {prompt.id!r} has no messages; a conversation with tools needs them")
         trajectory = start_trajectory(prompt, index, ctx)
-        history, new = list(prompt.messages), list[Message]()
-        context = prompt_ids(prompt, ctx.tokenizer, self.tools)
+        context, new = prompt_ids(prompt, ctx.tokenizer, self.tools), list[Message]()
         while True:
             turn = await take_turn(trajectory, context, generate, ctx, new)
             if turn is None or turn.stop_reason != "stop":
                 return trajectory
-            answer = turn.messages[-1]
-            calls = tool_calls(answer["content"])
+            calls = tool_calls(turn.messages[-1]["content"])
             if not calls:
                 return trajectory
             if len(trajectory.turns) == self._max_turns:
                 trajectory.status = "truncated"
                 return trajectory
             new = [{"role": "tool", "content": await call_tool(self._tools, call)} for call in calls]
-            context = self._next_context(ctx, history, answer, new, np.concatenate([context, turn.output_ids]))
-            history += [answer, *new]
-
-    def _next_context(
-        self, ctx: AgentContext, history: list[Message], answer: Message, new: list[Message], so_far: np.ndarray
-    ) -> np.ndarray:
-        """The full context of the next turn: the ids so far, then the template's tokens for `new`.
-
-        A template may render the history differently when other messages follow (it may drop earlier thinking). Then
-        the context is rendered again, and the next turn starts a new row.
-        """
-        before = render_text(ctx.tokenizer, history, tools=self.tools)
-        after = render_text(ctx.tokenizer, [*history, answer, *new], tools=self.tools)
-        is_prefix = after.startswith(before) and after[len(before) :].lstrip().startswith(answer["content"].strip())
-        if not is_prefix:
-            return render(ctx.tokenizer, [*history, answer, *new], tools=self.tools)
-        stops = ctx.sampling.stop_token_ids
-        added = continuation_ids(ctx.tokenizer, new, stops, self.tools, ended_by_id=int(so_far[-1]) in stops)
-        return np.concatenate([so_far, added])
+            context = next_context(trajectory, new, ctx, self.tools)
 
 
 def require_tools_in_template(agent: Agent, tokenizer: Any, messages: Sequence[Message], template: str) -> None:
@@ -263,19 +266,6 @@ def require_tools_in_template(agent: Agent, tokenizer: Any, messages: Sequence[M
             raise ConfigError(f"{template}: it can't render the answer of a tool: {cause}. {advice}") from cause
         if _ANSWER not in rendered:
             raise ConfigError(f"{template}: it leaves out messages of the role tool, the answers of tools. {advice}")
-
-
-def resolve_agent(cfg: AgentConfig) -> Agent:
-    """The agent that a config names, built with its args.
-
-    Raises: ConfigError for an unknown name, a dotted path that names no object, or args that the agent does not take.
-    """
-    kind = look_up(cfg.kind, AGENTS, "agent.kind")
-    try:
-        inspect.signature(kind).bind(**cfg.args)
-    except TypeError as cause:
-        raise ConfigError(f"agent.args {cfg.args} don't fit agent.kind {cfg.kind!r}: {cause}") from cause
-    return kind(**cfg.args)
 
 
 AGENTS: dict[str, Callable[..., Agent]] = {"single_turn": SingleTurn, "multi_turn": MultiTurn}

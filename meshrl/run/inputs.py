@@ -5,20 +5,20 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 
-from meshrl.agent.loop import AGENTS, Agent, AgentContext, resolve_agent
+from meshrl.agent.loop import AGENTS, Agent
+from meshrl.agent.resolve import AgentFunction, FunctionAgent, as_agent, require_parameters, resolve_agent, shown
 from meshrl.config.case import Check
 from meshrl.config.load import InMemory, Loaded, Source, load_run_config, load_sft_config
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.core.errors import ConfigError, MeshrlError
 from meshrl.core.terminal import print_message
-from meshrl.core.types import Generate, Prompt, Trajectory
 from meshrl.data.check import check_data
 from meshrl.data.tables import RowTable
 from meshrl.reward.check import check_graders
@@ -26,7 +26,6 @@ from meshrl.reward.kinds import NEEDS_ANSWER, REWARDS
 
 OnStep = Callable[[int, dict[str, float]], Any]
 """Called after each step with its number, from 0, and its metrics. False ends the run after this step."""
-AgentFunction = Callable[[Prompt, int, Generate, AgentContext], Awaitable[Trajectory]]
 ROWS = {"data.path": "data", "data.eval_path": "eval_data", "sft.path": "data"}  # key -> the argument for its rows
 
 
@@ -59,17 +58,6 @@ class Objects:
 
 
 NO_OBJECTS = Objects()
-
-
-class FunctionAgent:
-    """An agent that is a single async function and offers no tools."""
-
-    def __init__(self, function: AgentFunction):
-        self.function = function
-        self.tools: list[dict[str, Any]] = []
-
-    async def run(self, prompt: Prompt, index: int, generate: Generate, ctx: AgentContext) -> Trajectory:
-        return await self.function(prompt, index, generate, ctx)
 
 
 class StepCallback:
@@ -105,19 +93,25 @@ def objects_of(
 ) -> Objects:
     """Check a caller's arguments. rows: None for a key = the config contains its path. Raises: ConfigError."""
     if rewards is not None and not isinstance(rewards, Mapping):
-        raise ConfigError(f"rewards is {_shown(rewards)}; it must be a dict {{name of the term: function}}")
+        raise ConfigError(f"rewards is {shown(rewards)}; it must be a dict {{name of the term: function}}")
     for term, function in (rewards or {}).items():
         if not callable(function):
             raise ConfigError(
-                f"rewards[{term!r}] is {_shown(function)}; it must be a function of (completion, answer). The name of "
+                f"rewards[{term!r}] is {shown(function)}; it must be a function of (completion, answer). The name of "
                 f"a reward belongs in the config, as reward.terms.{term}.kind"
             )
     if on_step is not None and (not callable(on_step) or inspect.iscoroutinefunction(on_step)):
-        raise ConfigError(f"on_step is {_shown(on_step)}; it must be a plain function of (step, metrics)")
+        raise ConfigError(f"on_step is {shown(on_step)}; it must be a plain function of (step, metrics)")
     if on_step is not None:
-        _require_parameters("on_step", on_step, "step", "metrics")
+        require_parameters("on_step", on_step, "step", "metrics")
     given = {key: _as_list(ROWS[key], value) for key, value in (rows or {}).items() if value is not None}
-    return Objects(rewards=rewards or {}, agent=_as_agent(agent), rows=given, on_step=on_step, quiet=quiet)
+    return Objects(
+        rewards=rewards or {},
+        agent=None if agent is None else as_agent(agent, "agent"),
+        rows=given,
+        on_step=on_step,
+        quiet=quiet,
+    )
 
 
 def load_run(
@@ -155,38 +149,10 @@ def _as_list(name: str, rows: Iterable[Any]) -> list[Any]:
     if isinstance(rows, str | os.PathLike) or not isinstance(rows, Iterable):
         key = next(key for key, argument in ROWS.items() if argument == name)
         raise ConfigError(
-            f"{name} is {_shown(rows)}; it must be a list of rows, each a dict {{column: value}}. A path belongs in "
+            f"{name} is {shown(rows)}; it must be a list of rows, each a dict {{column: value}}. A path belongs in "
             f"the config, as {key}"
         )
     return list(rows)
-
-
-def _as_agent(agent: Agent | AgentFunction | None) -> Agent | None:
-    if agent is None:
-        return None
-    if inspect.iscoroutinefunction(agent):
-        _require_parameters("agent", agent, "prompt", "index", "generate", "ctx")
-        return FunctionAgent(agent)
-    if isinstance(agent, type) or not hasattr(agent, "run") or not hasattr(agent, "tools"):
-        raise ConfigError(
-            f"agent is {_shown(agent)}; it must be an object with the method `run` and the list `tools` of "
-            "meshrl.agent.loop.Agent (an instance, not the class), or an async function as that method"
-        )
-    found = cast(Agent, agent)
-    _require_parameters("agent.run", found.run, "prompt", "index", "generate", "ctx")
-    return found
-
-
-def _require_parameters(name: str, function: Callable[..., Any], *parameters: str) -> None:
-    """Raises: ConfigError when the function can't be called with as many arguments."""
-    try:
-        inspect.signature(function).bind(*parameters)
-    except TypeError as error:
-        raise ConfigError(
-            f"{name} is {_shown(function)}; meshrl calls it as {name}({', '.join(parameters)}): {error}"
-        ) from None
-    except ValueError:  # a function of C without a signature
-        return
 
 
 def _name_of(thing: Any) -> str:
@@ -194,7 +160,3 @@ def _name_of(thing: Any) -> str:
     thing = thing.function if isinstance(thing, FunctionAgent) else thing
     named = thing if hasattr(thing, "__qualname__") else type(thing)
     return f"{named.__module__}:{named.__qualname__}"
-
-
-def _shown(value: Any) -> str:
-    return f"{type(value).__name__} {value!r:.80}"

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from meshrl.agent.loop import AGENTS, require_tools_in_template, resolve_agent
+from meshrl.agent.loop import AGENTS, require_tools_in_template
+from meshrl.agent.resolve import resolve_agent
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.core.types import Prompt
 from meshrl.data.chat import load_tokenizer, stop_token_ids

@@ -9,7 +9,16 @@ from scripted_agent import ScriptedEngine, scripted_context
 from tiny_tokenizers import DROPS_THINKING, SHOWS_TOOLS, tiny_tokenizer
 
 from meshrl.agent.flatten import flatten
-from meshrl.agent.loop import MultiTurn, SingleTurn, require_tools_in_template, resolve_agent
+from meshrl.agent.loop import (
+    MultiTurn,
+    SingleTurn,
+    next_context,
+    prompt_ids,
+    require_tools_in_template,
+    start_trajectory,
+    take_turn,
+)
+from meshrl.agent.resolve import resolve_agent
 from meshrl.agent.tools import Tool
 from meshrl.agent.tree import TurnError, attach, path_ids
 from meshrl.config.agent import AgentConfig
@@ -296,6 +305,54 @@ def test_an_agent_is_built_from_its_name_or_a_dotted_path():
     assert isinstance(resolve_agent(AgentConfig(kind="meshrl.agent.loop:SingleTurn")), SingleTurn)
 
 
+def not_async(prompt, index, generate, ctx): ...
+
+
+class Without:
+    async def run(self, prompt, index, generate, ctx): ...
+
+
+class Blocking(SingleTurn):
+    def run(self, prompt, index, generate, ctx): ...
+
+
+class OfTools(SingleTurn):
+    def __init__(self):
+        self.tools = [DOUBLE]
+
+
+async def answer_twice(prompt, index, generate, ctx, ask):
+    """An agent of a user: it asks once more."""
+    trajectory = start_trajectory(prompt, index, ctx)
+    if await take_turn(trajectory, prompt_ids(prompt, ctx.tokenizer, []), generate, ctx):
+        question = [{"role": "user", "content": ask}]
+        await take_turn(trajectory, next_context(trajectory, question, ctx), generate, ctx, question)
+    return trajectory
+
+
+@pytest.mark.parametrize("first_is_cut", [False, True])
+def test_an_async_function_with_args_is_an_agent_that_continues_its_conversation(first_is_cut):
+    """A first answer without a stop token is ended by the template, as context."""
+    agent = resolve_agent(AgentConfig(kind=f"{__name__}:answer_twice", args={"ask": "1?"}))
+    tokenizer = tiny_tokenizer()
+    policy = ScriptedPolicy(tokenizer, "ab", "12", stop_text="ab" if first_is_cut else None)
+    t = run(agent, policy.generate, context(tokenizer))
+    assert (agent.tools, t.status, [turn.parent for turn in t.turns]) == ([], "done", [-1, 0])
+    end = "<|im_end|>" if first_is_cut else ""
+    assert tokenizer.decode(t.turns[1].context_ids.tolist()) == (
+        f"{end}\n<|im_start|>user\n1?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert t.turns[1].messages == [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "12"}]
+
+
+def test_a_conversation_needs_messages():
+    prompt = Prompt(id="p", ordinal=0, ids=np.array([5], np.int32))
+    tokenizer = tiny_tokenizer()
+    agent = resolve_agent(AgentConfig(kind=f"{__name__}:answer_twice", args={"ask": "1?"}))
+    with pytest.raises(DataError, match="prompt 'p' has no messages"):
+        run(agent, ScriptedPolicy(tokenizer, "ab").generate, context(tokenizer), prompt)
+
+
 def half(x: float) -> float:
     """Halves a number.
 
@@ -354,6 +411,15 @@ def test_a_template_without_answers_of_tools_is_refused_for_a_conversation(chang
         ({"kind": "multi_turn", "args": {"tools": ["math:pi"]}}, "a tool is float 3.14.*; it must be a function"),
         ({"kind": "multi_turn", "args": {"tools": ["calculator", "calculator"]}}, "two tools are named 'calculator'"),
         ({"kind": "multi_turn", "args": {"tools": []}}, "is empty"),
+        ({"kind": f"{__name__}:DOUBLE"}, "is Tool Tool.*; it must be a class or an async function"),
+        ({"kind": f"{__name__}:not_async"}, "don't fit .*missing a required argument: 'prompt'; .*async def"),
+        (
+            {"kind": f"{__name__}:answer_twice", "args": {"ask": "?", "often": 2}},
+            "don't fit .*unexpected keyword argument 'often'$",
+        ),
+        ({"kind": f"{__name__}:Without"}, "is Without .*; it must be an object with the method `run` and the list"),
+        ({"kind": f"{__name__}:Blocking"}, "its method `run` must be defined with `async def`"),
+        ({"kind": f"{__name__}:OfTools"}, r"its `tools` are list \[Tool\(.*list of JSON schemas, such as Tool.schema"),
     ],
 )
 def test_an_agent_that_can_not_be_built_is_a_config_error(facts, expected):
