@@ -71,7 +71,8 @@ class Agent(Protocol):
     async def run(self, prompt: Prompt, index: int, generate: Generate, ctx: AgentContext) -> Trajectory:
         """Attempt number `index` of a group at this prompt, without a reward.
 
-        Expected failures (a refused request, a prompt that fills the context) set the status; anything else raises.
+        Expected failures (a refused request, a prompt that fills the context) set the status. An exception fails this
+        attempt; attempt.py has the rules.
         """
         ...
 

@@ -9,9 +9,9 @@ class AgentConfig(Slice):
     kind: str = "single_turn"
     """single_turn = one answer; multi_turn = executes the model's tool calls until it makes none (agent.args: tools,
     default [calculator], each a built-in name or a function as package.module:name, and max_turns, default 4); or a
-    class as package.module:name"""
+    class or an async function as package.module:name (docs/python.md)"""
     args: dict[str, Any] = Field({})
-    """keyword arguments of the agent's class"""
+    """keyword arguments of the agent's class or function"""
     max_failure_fraction: float = Field(0.2, ge=0, le=1)
     """share of a step's attempts in which the agent may raise an exception; such an attempt is left out of training,
     and with a higher share the run ends"""
