@@ -16,6 +16,7 @@ from meshrl.config.run import RunSection
 from meshrl.config.source import leaves
 from meshrl.core.errors import CheckpointError, MeshrlError
 from meshrl.core.files import is_there, write_text
+from meshrl.monitor.notes import NOTES_FILE
 from meshrl.monitor.rollout_log import step_files
 from meshrl.monitor.sinks import later_lines
 from meshrl.run.models import BEST_FILE, restore_best
@@ -162,7 +163,8 @@ def newest_start(
 def set_aside(folder: Path, start: Start | None) -> Path | None:
     """Move what the run in `folder` wrote after `start` to a new folder earlier_N in it, because the run will write it
     again: metrics, rollouts, checkpoints and a best model of later steps; without `start` all that a run writes. Other
-    files stay. Unfinished saves are removed. Returns the new folder; None when there was nothing to move."""
+    files stay, and with `start` also the notes, because they state why a run returned to an earlier step. Unfinished
+    saves are removed. Returns the new folder; None when there was nothing to move."""
     checkpoints, rollouts, metrics = folder / "checkpoints", folder / "rollouts", folder / _METRICS
     numbers = [_number(path) for place in (folder, checkpoints, rollouts) for path in place.glob(EARLIER + "*")]
     aside = folder / f"{EARLIER}{1 + max(numbers, default=0)}"
@@ -206,7 +208,7 @@ def bytes_of(folder: Path) -> int:
 EARLIER = "earlier_"
 _OF_A_RUN = (
     *(_METRICS, f"checkpoints/{BEST_FILE}", _RESULT, "report.html", "reward.png", "stacks.txt"),
-    *("tensorboard", "wandb"),
+    *(NOTES_FILE, "tensorboard", "wandb"),
 )
 
 

@@ -21,6 +21,7 @@ from meshrl.core.types import Metric
 from meshrl.loops.job import Resumable
 from meshrl.monitor.failed_writes import FailedWrites
 from meshrl.monitor.jsonl import to_line
+from meshrl.monitor.notes import NotesFile
 from meshrl.monitor.sinks import JsonlSink, Sink, TerminalSink, report
 from meshrl.monitor.spans import Spans
 from meshrl.monitor.status import StatusFile
@@ -75,7 +76,7 @@ class LiveRun:
         self.status = StatusFile(folder, num_steps, first_step, self.writes)
         stream = _Discarded() if objects.quiet else None
         terminal = TerminalSink(num_steps, stream, finished_steps=first_step, writes=self.writes)
-        self.note = terminal.note
+        self._terminal, self._notes = terminal, NotesFile(folder, self.writes)
         self.sinks: list[Sink] = [terminal, self.status]
 
         def entered(phase: str) -> None:
@@ -105,6 +106,11 @@ class LiveRun:
     def seconds(self) -> float:
         """Since the run's start."""
         return time.monotonic() - self.began
+
+    def note(self, text: str) -> None:
+        """Print a line for the user, and write it to run_notes.txt."""
+        self._terminal.note(text)
+        self._notes.write(text)
 
     def report(self, step: int, metrics: Sequence[Metric]) -> dict[str, float]:
         """Every sink gets the values. An error of a sink ends the run when the step is counted, so that it is saved."""
@@ -200,6 +206,7 @@ class LiveRun:
         cfg = self.loaded.config
         with output_errors(self.folder, CONTINUE_LATER):
             aside = set_aside(self.folder, start)
+        self._notes.open()
         if start is None and cfg.run.resume == "auto":
             moved = f"; what was there is now in {aside}" if aside else ""
             self.note(f"run.resume=auto: {self.folder} has no checkpoint, so the run starts at step 0{moved}")

@@ -28,7 +28,9 @@ def report(folder: Path) -> int:
     return size
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "result.json", "config.yaml", "checkpoints/best.json"])
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "result.json", "config.yaml", "checkpoints/best.json", "run_notes.txt"]
+)
 def test_the_report_of_a_damaged_run(records: Path, name: str):
     data = (records / name).read_bytes()
     is_json = name.endswith(".json")

@@ -11,6 +11,7 @@ from typing import Any
 from meshrl.core.errors import Failure, MeshrlError
 from meshrl.core.files import Unreadable, is_there, read_text
 from meshrl.monitor.jsonl import data_errors, read_object
+from meshrl.monitor.notes import NOTES_FILE
 from meshrl.monitor.rollout_log import read_rollouts
 from meshrl.monitor.sinks import MetricsLine, read_metrics
 
@@ -66,7 +67,8 @@ class LoggedPrompt:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFolder:
     """result: result.json, empty before the run's end. phases: seconds by phase and finished steps; "other" is the time
-    between the phases. first_eval, last_eval: (finished steps, prompts by id), None if missing."""
+    between the phases. notes: the text of run_notes.txt. first_eval, last_eval: (finished steps, prompts by id), None if
+    missing."""
 
     folder: Path
     result: dict[str, Any]
@@ -76,6 +78,7 @@ class RunFolder:
     phases: dict[str, dict[int, float]]
     wall_s: float
     settings: list[Setting]
+    notes: str
     first_eval: tuple[int, dict[str, LoggedPrompt]] | None
     last_eval: tuple[int, dict[str, LoggedPrompt]] | None
 
@@ -116,6 +119,7 @@ def read_run(folder: Path) -> RunFolder:
         phases=_phases(lines),
         wall_s=result.get("wall_s") or (lines[-1].time - lines[0].time if lines else 0.0),
         settings=_settings(folder / "config.yaml"),
+        notes=_text(folder / NOTES_FILE),
         first_eval=_evaluation(evals[0]) if evals else None,
         last_eval=_evaluation(evals[-1]) if len(evals) > 1 else None,
     )
@@ -156,15 +160,19 @@ def _phases(lines: list[MetricsLine]) -> dict[str, dict[int, float]]:
     return phases
 
 
+def _text(path: Path) -> str:
+    """The content of a text file; empty when there is no such file."""
+    try:
+        return read_text(path) if path.exists() else ""
+    except Unreadable as cause:
+        raise MeshrlError(f"{path}: {cause}") from cause
+
+
 def _settings(path: Path) -> list[Setting]:
     """The lines of a resolved config: `key: value   # origin`, indented by two spaces; "# key: value" is unused."""
     found: list[Setting] = []
     above: list[str] = []
-    try:
-        text = read_text(path) if path.exists() else ""
-    except Unreadable as cause:
-        raise MeshrlError(f"{path}: {cause}") from cause
-    for line in text.splitlines():
+    for line in _text(path).splitlines():
         body, mark, origin = line.rpartition("  # ")
         text = body if mark else line
         level = (len(text) - len(text.lstrip())) // 2

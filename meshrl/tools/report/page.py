@@ -15,6 +15,7 @@ from meshrl.tools.report.sections import (
     curves,
     every_number,
     headline,
+    notes,
     proofs,
     samples,
     settings,
@@ -39,7 +40,7 @@ def page(run: RunFolder) -> str:
     """The complete page."""
     name = escape(run.folder.resolve().name)
     parts = [headline(run), curves(run, "Learning", LEARNING), samples(run), curves(run, "Stability", STABILITY)]
-    parts += [proofs(run), timing(run), settings(run)]
+    parts += [proofs(run), timing(run), notes(run), settings(run)]
     if not run.series:
         parts.insert(1, '<p class="note">No step is finished yet.</p>')
     return (

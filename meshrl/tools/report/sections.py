@@ -241,6 +241,13 @@ def settings(run: RunFolder) -> str:
     )
 
 
+def notes(run: RunFolder) -> str:
+    """The lines of text that the run printed."""
+    if not run.notes:
+        return ""
+    return f'<section><h2>Notes</h2><pre class="notes">{escape(run.notes)}</pre></section>'
+
+
 def every_number(run: RunFolder) -> str:
     """All metrics with their first, last and extreme values."""
     rows = []

@@ -140,7 +140,7 @@ def test_nothing_of_an_earlier_run_is_lost_under_resume_auto_without_a_checkpoin
     (folder / "latest.log").symlink_to("/nowhere")
     (folder / "rollouts").rename(tmp_path / "other_disk")
     (folder / "rollouts").symlink_to(tmp_path / "other_disk")
-    names = ("metrics.jsonl", "checkpoints", "result.json", "report.html", "config.yaml")
+    names = ("metrics.jsonl", "checkpoints", "result.json", "report.html", "config.yaml", "run_notes.txt")
     before = {str(path.relative_to(folder)): path.read_bytes() for path in _files_below(folder, names)}
     rollouts = {path.name for path in (folder / "rollouts").iterdir()}
     assert any(name.endswith("best.json") for name in before) and any("safetensors" in name for name in before)
@@ -179,6 +179,7 @@ def test_what_a_killed_run_wrote_after_its_checkpoint_is_moved_aside(config: Pat
     (folder / "checkpoints" / "step_000001_mine" / "state" / "manifest.json").unlink()
     later = {name: (folder / "rollouts" / name).read_bytes() for name in ("step_000002.jsonl", "eval_000003.jsonl")}
     best, steps = (folder / "checkpoints" / "best.json").read_text(), read_metrics(folder / "metrics.jsonl")[0]
+    notes = (folder / "run_notes.txt").read_text()
     script.write_text("0.125 0.125")
     train(config, "cut", *overrides, "run.resume=auto")
     aside = folder / "earlier_1"
@@ -194,6 +195,9 @@ def test_what_a_killed_run_wrote_after_its_checkpoint_is_moved_aside(config: Pat
     assert [line.step for line in read_metrics(folder / "metrics.jsonl")[0]] == [0, 1, 1, 2, 2, 3, 3]
     found = read_best(folder)
     assert found is not None and (found.step, found.score) == (1, 0.5) and Path(found.model).is_dir()
+    continued = (folder / "run_notes.txt").read_text()
+    assert continued.startswith(notes) and f"after step 1 is now in {aside}" in continued.removeprefix(notes)
+    assert not (aside / "run_notes.txt").exists()
 
 
 def test_runs_that_begin_in_the_same_second_get_different_names(

@@ -64,6 +64,12 @@ def test_the_best_model_is_retained_and_result_json_names_it(config: Path, tmp_p
     assert "0.250 → 0.750" in page and "best 0.750 after step 3" in page
     assert page.count("4 weight syncs up to version 4: every sampler acknowledged") == 2  # wire and read-back
 
+    model = model_folder(folder, 4)
+    notes = [line.partition("  ")[2] for line in (folder / "run_notes.txt").read_text().splitlines()]
+    assert notes[0].startswith(f"run {folder}: starting 1 train rank") and f"wrote {model}" in notes
+    assert notes[-1].startswith("done: 4 steps") and not any("grad " in note for note in notes)  # no lines of steps
+    assert "<h2>Notes</h2>" in page and f"wrote {model}" in page
+
     lines, units = read_metrics(folder / "metrics.jsonl")
     written = [line.metrics["checkpoint/write_s"] for line in lines if "checkpoint/write_s" in line.metrics]
     assert len(written) == 1 and written[0] > 0  # of step 2; no step follows the checkpoint of step 4

@@ -104,6 +104,7 @@ def folder(tmp_path: Path) -> Path:
     evil = attempt("forty two?", "</pre><script>alert(1)</script>", 0)
     log.write(20, [attempt("6*7?", "42 indeed", 1), evil, attempt("hard?", "still no", 0)], name="eval")
     (run / "config.yaml").write_text(CONFIG)
+    (run / "run_notes.txt").write_text("2026-11-24 14:30:00  rank 3 <lost>; replacing it\n")
     return run
 
 
@@ -114,7 +115,8 @@ def test_the_page_is_complete_and_loads_nothing(folder: Path):
     assert not re.search(r"url\(|@import|https?://(?!www\.w3\.org/2000/svg)", page)
     assert page.count("<script") == 1
     assert "</pre><script>alert(1)</script>" in "".join(seen.text)  # as text
-    assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "metrics.jsonl", "report.html", "rollouts"]
+    names = ["config.yaml", "metrics.jsonl", "report.html", "rollouts", "run_notes.txt"]
+    assert sorted(path.name for path in folder.iterdir()) == names
 
 
 def test_the_page_shows_scores_samples_proofs_settings_and_times(folder: Path):
@@ -133,6 +135,7 @@ def test_the_page_shows_scores_samples_proofs_settings_and_times(folder: Path):
         "Rises, with noise of about std / sqrt(samples)",
         "train.optimizer.lr1e-05command line",
         "no result yet",
+        "Notes2026-11-24 14:30:00 rank 3 <lost>; replacing it",
     ):
         assert words in text, words
     assert re.search(r"wrong, then right 1 right, then wrong 1 still wrong 1 right before and after 0", text)

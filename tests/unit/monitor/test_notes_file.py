@@ -1,0 +1,40 @@
+"""run_notes.txt: the notes of a run with their times."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from meshrl.monitor.failed_writes import FailedWrites
+from meshrl.monitor.notes import NOTES_FILE, NotesFile
+
+
+def test_notes_wait_until_the_file_is_open_and_continue_an_existing_file(tmp_path: Path):
+    at = time.strftime("%F %T", time.localtime(1e9))
+    (tmp_path / NOTES_FILE).write_text("an earlier part\n")
+    notes = NotesFile(tmp_path, FailedWrites(), clock=lambda: 1e9)
+    notes.write("before")
+    assert (tmp_path / NOTES_FILE).read_text() == "an earlier part\n"
+    notes.open()
+    notes.write("a screen \x1b[2J that is erased")
+    expected = f"an earlier part\n{at}  before\n{at}  a screen \\x1b[2J that is erased\n"
+    assert (tmp_path / NOTES_FILE).read_text() == expected
+
+
+def test_a_run_without_notes_has_no_file(tmp_path: Path):
+    NotesFile(tmp_path, FailedWrites()).open()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_note_that_can_not_be_written_is_counted_and_written_with_the_next_one(tmp_path: Path):
+    writes = FailedWrites()
+    notes = NotesFile(tmp_path, writes)
+    notes.open()
+    (tmp_path / NOTES_FILE).mkdir()
+    notes.write("first")
+    assert writes.counts == {NOTES_FILE: 1}
+    (tmp_path / NOTES_FILE).rmdir()
+    notes.write("second")
+    texts = [line.partition("  ")[2] for line in (tmp_path / NOTES_FILE).read_text().splitlines()]
+    assert texts == ["first", "second"]
+    assert [line.partition(" is ")[0] for line in writes.recovered()] == [NOTES_FILE]
