@@ -123,7 +123,7 @@ class Job:
     num_refused_steps: int = 0  # in succession, in which the engine refused every answer
     noted_no_signal: bool = False  # the note that a step had no signal is written once
     began: float = field(default_factory=time.perf_counter)  # of the current step, by time.perf_counter
-    probed: list[Sample] = field(default_factory=list)  # rows that the next sync scores on both sides
+    probed: list[Sample] | None = None  # rows that the next sync scores on both sides; None = no row
     probe: asyncio.Task[list[Metric]] | None = None  # of the last sync
     scored: list[ScoredGroup] = field(default_factory=list)  # not trained yet when the train ranks were lost
 
@@ -160,7 +160,7 @@ class Job:
     async def restore(self, step: int, saved: dict[str, Any], state: Path | None) -> None:
         if self.probe is not None:
             self.probe.cancel()
-        self.probe, self.probed = None, []
+        self.probe, self.probed = None, None
         self.feed.load_state(saved["data"])
         await self.trainer.load(state, saved["version"])
         self.step, self.num_updates, self.cursor = step, saved["num_updates"], saved["data"]

@@ -23,7 +23,7 @@ from meshrl.cluster.groups import RolloutGroup
 from meshrl.cluster.weight_sync import sync_weights
 from meshrl.config.algo import ADVANTAGE_NAMES
 from meshrl.config.run import RunConfig
-from meshrl.core.errors import MeshrlError
+from meshrl.core.errors import MeshrlError, SamplerMismatchError
 from meshrl.core.types import Metric, Prompt, Purpose, Sample, SamplingParams, Trajectory
 from meshrl.loops.deadlines import gather_with_deadline
 from meshrl.loops.job import Job, Task
@@ -134,7 +134,7 @@ async def train_step(job: Job, trajectories: Sequence[Trajectory]) -> list[Metri
             metrics += await annotate(job, updates)
             metrics += assign_advantages(samples, job.cfg.algo)
             metrics += await update(job, updates)
-            job.probed = _rows_to_probe(job, samples) if job.cfg.loop.staleness else []
+            job.probed = _rows_to_probe(job, samples) if job.cfg.loop.staleness else None
     return metrics + rollout_metrics(job, trajectories, samples)
 
 
@@ -251,7 +251,7 @@ async def sync(job: Job) -> list[Metric]:
         return []
     with job.run.spans("sync"):
         metrics = await probe_result(job) + await _sync(job)
-    if job.probed:
+    if job.probed is not None:
         job.probe = asyncio.create_task(_probe(job, job.probed))
         # Marks the exception as retrieved, for a run that ends before it waits for the probe.
         job.probe.add_done_callback(lambda task: task.cancelled() or task.exception())
@@ -289,7 +289,8 @@ async def _probe(job: Job, rows: Sequence[Sample]) -> list[Metric]:
     """Score these rows of the last step with the new weights, in the trainer and in every sampler, and compare.
     Samples that are older than the trainer's weights prove nothing when they are re-scored.
 
-    The trainer scores at once; the answers of busy samplers may come later. Raises: SamplerMismatchError.
+    The trainer scores at once; the answers of busy samplers may come later. Raises: SamplerMismatchError, also when no
+    token of an answer was compared.
     """
     version, trainer = job.trainer.version, job.trainer
     ours, theirs = await asyncio.gather(
@@ -303,9 +304,17 @@ async def _probe(job: Job, rows: Sequence[Sample]) -> list[Metric]:
             answer = replace(row, rollout_logprobs=sampled, versions=versions, engine_id=f"rank {rank}")
             mismatch[len(answers)] = row_mismatch(answer, logprobs, version)
             answers.append(answer)
-    job.proof.check(mismatch, answers, job.cfg.model.dtype, version)
-    if not mismatch:  # all samplers were lost meanwhile
+    if rows and not answers:  # all samplers were lost meanwhile
         return []
+    num_compared = sum(row[1] > 0 for row in mismatch.values())
+    if not answers or num_compared < len(answers):
+        raise SamplerMismatchError(
+            f"at weight version {version} the probe of the sync compared tokens in {num_compared} of {len(answers)} "
+            f"answers of samplers to {len(rows)} rows; it must compare a token in every answer, or these weights are "
+            "not proven. The cause is an error in meshrl or in the engine, not in the config. Continue from the last "
+            "checkpoint with run.resume=auto, and report the error"
+        )
+    job.proof.check(mismatch, answers, job.cfg.model.dtype, version)
     largest = max(float(row[2] / row[1]) for row in mismatch.values())
     return [Metric(name="proof/probe_diff_mean", sum=largest, reduce="max", unit="nats")]
 
@@ -316,12 +325,14 @@ async def probe_result(job: Job) -> list[Metric]:
     return [] if probe is None else await probe
 
 
-def _rows_to_probe(job: Job, samples: Sequence[Sample]) -> list[Sample]:
+def _rows_to_probe(job: Job, samples: Sequence[Sample]) -> list[Sample] | None:
     """The shortest rows with trained tokens: as many as fit into _PROBED_TOKENS, at least one, at most 4. A row that
     fills the context is cut, because servers score only with room for one more token. Samplers score at temperature 1,
-    so the trainer does too."""
+    so the trainer does too. None if no row has a trained token in that room."""
     room = job.task.max_context_tokens - 1
     rows = sorted((s for s in samples if s.mask[:room].any()), key=len)[:4]
+    if not rows:
+        return None
     ends = np.cumsum([len(s) for s in rows])
     picked = [s for s, end in zip(rows, ends) if end <= _PROBED_TOKENS or s is rows[0]]
     return [replace(s if len(s) <= room else _first_tokens(s, room), temperature=1.0) for s in picked]

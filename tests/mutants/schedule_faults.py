@@ -51,21 +51,21 @@ SCHEDULE_FAULTS = [
         "meshrl/loops/buffer.py",
         '        return {**state, "finished": sorted(self._finished)}',
         '        return {**state, "finished": []}',
-        ("tests/unit/loops/test_buffer.py::test_a_run_continues_with_the_groups_that_are_not_trained",),
+        ("tests/unit/loops/test_resumed_groups.py::test_a_run_continues_with_the_groups_that_are_not_trained",),
     ),
     Fault(
         "a run that returned to a checkpoint trains groups of weights that it has lost",
         "meshrl/loops/buffer.py",
         "return max(_versions(group), default=0) <= job.trainer.version",
         "return True",
-        ("tests/unit/loops/test_buffer.py::test_groups_of_lost_weights_are_sampled_again",),
+        ("tests/unit/loops/test_resumed_groups.py::test_groups_of_lost_weights_are_sampled_again",),
     ),
     Fault(
         "scored groups are used again although they can not all be trained in time",
         "meshrl/loops/buffer.py",
         "if again is not None and self.limits.is_in_time(oldest, version):",
         "if again is not None:",
-        ("tests/unit/loops/test_buffer.py::test_groups_that_can_not_all_be_trained_in_time_are_sampled_again",),
+        ("tests/unit/loops/test_resumed_groups.py::test_groups_that_can_not_all_be_trained_in_time_are_sampled_again",),
     ),
     Fault(
         "with staleness 0 spare groups start while the trainer trains",
@@ -79,7 +79,7 @@ SCHEDULE_FAULTS = [
         "meshrl/loops/job.py",
         "prompts += [prompt for prompt in found if prompt.ordinal not in finished]",
         "prompts += found",
-        ("tests/unit/loops/test_buffer.py::test_another_schedule_leaves_out_prompts_that_were_trained",),
+        ("tests/unit/loops/test_resumed_groups.py::test_another_schedule_leaves_out_prompts_that_were_trained",),
     ),
     Fault(
         "a probe compares the rows of a later step",
@@ -136,7 +136,7 @@ SCHEDULE_FAULTS = [
     Fault(
         "no probe after a sync",
         "meshrl/loops/step.py",
-        "    if job.probed:\n",
+        "    if job.probed is not None:\n",
         "    if False:\n",
         (_STALE,),
     ),

@@ -127,6 +127,16 @@ def test_kl_and_entropy_terms_golden():
         assert found["loss/kl"] == pytest.approx(kl, rel=1e-5) and found["loss/entropy"] == pytest.approx(1.7)
 
 
+def test_a_negative_entropy_coefficient_lowers_the_entropy():
+    """A = 0 leaves -(-0.01) * 1.7."""
+    entropy = torch.tensor([1.7], requires_grad=True)
+    value, _ = make_policy_loss(AlgoConfig(entropy_coef=-0.01))(
+        Outputs(logprobs=torch.tensor([-1.0]), entropy=entropy), make_batch(1, advantages=[0.0])
+    )
+    value.backward()
+    assert value.item() == pytest.approx(0.017, rel=1e-5) and entropy.grad.item() == pytest.approx(0.01)
+
+
 def test_entropy_is_a_metric_only_when_its_coefficient_is_zero():
     entropy = torch.tensor([1.7], requires_grad=True)
     logprobs = torch.tensor([-1.0], requires_grad=True)

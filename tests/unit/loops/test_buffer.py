@@ -1,103 +1,15 @@
-"""The buffer of a fully asynchronous run: which groups start, are trained, and are repeated after a resume (P25)."""
+"""The buffer of a fully asynchronous run: which groups start and are trained (P25)."""
 
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
+from scripted_samplers import NUM_STEPS, PER_STEP, Samplers, job_of, settled, take, trained
 
-from meshrl.config.run import RunConfig
 from meshrl.core.errors import DataError
-from meshrl.core.types import Prompt, Trajectory, Turn
-from meshrl.data.order import PromptSource
 from meshrl.loops.buffer import GroupBuffer
-from meshrl.loops.job import Job, ScoredGroup
-from meshrl.monitor.spans import Spans
-
-PER_STEP, NUM_STEPS = 2, 20
-
-
-class Samplers:
-    """Stands in for the ranks: `finish` ends the answers to a prompt, with tokens of the given versions."""
-
-    def __init__(self) -> None:
-        self.ended: dict[int, asyncio.Future[list[int]]] = {}
-        self.ranks, self.num_running = [0], 0
-        self.on_turn_end: Any = None
-        self.tools: list[dict[str, Any]] = []
-
-    async def run(self, prompt: Prompt, index: int, generate: Any, ctx: Any) -> Trajectory:
-        versions = await self.ended.setdefault(prompt.ordinal, asyncio.get_running_loop().create_future())
-        return Trajectory(prompt=prompt, group_id=ctx.group_id, index=index, turns=[turn(versions)])
-
-    @property
-    def started(self) -> list[int]:
-        return sorted(self.ended)
-
-    async def finish(self, *ordinals: int, versions: tuple[int, ...] = (0,)) -> None:
-        for ordinal in ordinals:
-            self.ended[ordinal].set_result([*versions])
-        await settled()
-
-    async def generate(self, request: Any) -> Any: ...
-    def end_session(self, session: str) -> None: ...
-    async def score(self, trajectories: Any) -> list[Any]:
-        return []
-
-
-async def settled() -> None:
-    for _ in range(20):
-        await asyncio.sleep(0)
-
-
-def turn(versions: list[int]) -> Turn:
-    n = len(versions)
-    ids, logprobs = np.zeros(n, np.int32), np.zeros(n, np.float32)
-    at = np.array(versions, np.int32)
-    return Turn(context_ids=ids, output_ids=ids, logprobs=logprobs, versions=at, stop_reason="stop")
-
-
-def job_of(
-    samplers: Samplers, staleness: int, oversampling: float = 0.0, step: int = 0, max_running_requests: int = 256
-) -> Job:
-    loop = {"num_steps": NUM_STEPS, "prompts_per_step": PER_STEP, "samples_per_prompt": 2, "kind": "fully_async"}
-    loop |= {"max_staleness": staleness, "oversampling": oversampling}
-    cfg = RunConfig.model_validate(
-        {
-            "model": {"path": "m"},
-            "data": {"path": "d"},
-            "rollout": {"max_running_requests": max_running_requests},
-            "loop": loop,
-            "reward": {"terms": {"right": {"kind": "exact_match"}}},
-        }
-    )
-    prompts = [Prompt(id=str(i), ordinal=0, ids=np.array([i], np.int32)) for i in range(99)]
-    task = SimpleNamespace(
-        agent=samplers,
-        tokenizer=None,
-        stop_token_ids=(),
-        max_context_tokens=9,
-        train_prompts=PromptSource(prompts, seed=0, shuffle=False),
-    )
-    run: Any = SimpleNamespace(spans=Spans(), ends_early=False)
-    parts: dict[str, Any] = {"cfg": cfg, "run": run, "task": task, "rollouts": samplers, "scorer": samplers}
-    parts |= {"trainer": SimpleNamespace(version=step), "layout": None, "rollout_log": None, "step": step}
-    return Job(**parts)
-
-
-def trained(groups: list[ScoredGroup]) -> list[int]:
-    return [group.trajectories[0].prompt.ordinal for group in groups]
-
-
-async def take(buffer: GroupBuffer, job: Job) -> list[int]:
-    """One step of the loop: take, train, sync."""
-    ordinals = trained(await asyncio.wait_for(buffer.take(), 5))
-    job.cursor = buffer.cursor()
-    job.step, job.trainer.version = job.step + 1, job.trainer.version + 1
-    return ordinals
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
@@ -263,97 +175,6 @@ def test_every_sampler_gets_a_group_even_if_it_can_not_run_all_its_answers_at_on
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("tokens", [[], [4]], ids=["no_tokens", "old_tokens"])
-def test_groups_that_can_not_all_be_trained_in_time_are_sampled_again(tokens):
-    """After a return to version 6, with staleness 2, tokens of version 4 can only be trained in the next step."""
-
-    async def scenario() -> None:
-        samplers = Samplers()
-        job = job_of(samplers, 2, step=6)
-        for ordinal in range(5):
-            prompt = Prompt(id=str(ordinal), ordinal=ordinal, ids=np.array([ordinal], np.int32))
-            scored = Trajectory(prompt=prompt, group_id="g", index=0, turns=[turn(tokens)] if tokens else [])
-            job.scored.append(ScoredGroup([scored], []))
-        async with GroupBuffer(job) as buffer:
-            assert await take(buffer, job) == [0, 1]
-            await settled()
-            assert samplers.started == ([2, 3, 4, 5] if tokens else [5])
-
-    asyncio.run(scenario())
-
-
-def test_another_schedule_leaves_out_prompts_that_were_trained():
-    """P27: fully_async trained the prompts 1 and 4; a run that continues as another kind draws 0, 2, 3 and 5."""
-    job = job_of(Samplers(), 2, step=1)
-    job.cursor = {**job.feed.state(), "finished": [1, 4]}
-    drawn = []
-    for finished in ([4], None):
-        prompts, job.cursor = job.next_prompts()
-        drawn += [prompt.ordinal for prompt in prompts]
-        assert job.cursor.get("finished") == finished
-    assert drawn == [0, 2, 3, 5]
-
-
-def test_a_run_continues_with_the_groups_that_are_not_trained():
-    """P27: groups 1 and 3 were trained; the resumed run starts 0, 2, 4 and 5."""
-
-    async def scenario() -> None:
-        samplers = Samplers()
-        job = job_of(samplers, 2)
-        async with GroupBuffer(job) as buffer:
-            step = asyncio.ensure_future(take(buffer, job))
-            await settled()
-            await samplers.finish(3, 1)
-            await step
-        resumed = Samplers()
-        again = job_of(resumed, 2, step=1)
-        again.cursor = job.cursor
-        again.feed.load_state(job.cursor)
-        async with GroupBuffer(again) as buffer:
-            step = asyncio.ensure_future(take(buffer, again))
-            await settled()
-            assert resumed.started == [0, 2, 4, 5]
-            step.cancel()
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.parametrize("version", [0, 1])
-def test_groups_of_lost_weights_are_sampled_again(version):
-    """A run that returns to version 1 uses the scored group 1 again if all its tokens have version 1 or less."""
-
-    async def scenario() -> None:
-        samplers = Samplers()
-        job = job_of(samplers, 1, step=version)
-        tokens = [0, 1]
-        prompt = Prompt(id="1", ordinal=1, ids=np.array([1], np.int32))
-        scored = Trajectory(prompt=prompt, group_id="1@1", index=0, turns=[turn(tokens)])
-        job.scored = [ScoredGroup([scored], [])]
-        async with GroupBuffer(job) as buffer:
-            step = asyncio.ensure_future(take(buffer, job))
-            await settled()
-            assert samplers.started == ([0, 2, 3] if version else [0, 1, 2, 3])
-            step.cancel()
-
-    asyncio.run(scenario())
-
-
-def test_scored_groups_survive_the_end_of_the_block():
-    async def scenario() -> None:
-        samplers = Samplers()
-        job = job_of(samplers, 1)
-        with pytest.raises(RuntimeError, match="lost"):
-            async with GroupBuffer(job) as buffer:
-                step = asyncio.ensure_future(take(buffer, job))
-                await settled()
-                await samplers.finish(2)
-                step.cancel()
-                raise RuntimeError("the train ranks were lost")
-        assert trained(job.scored) == [2]
-
-    asyncio.run(scenario())
-
-
 def test_an_error_of_a_group_is_raised():
     async def scenario() -> None:
         samplers = Samplers()
@@ -363,6 +184,23 @@ def test_an_error_of_a_group_is_raised():
             await settled()
             samplers.ended[3].set_exception(DataError("a prompt without messages"))
             with pytest.raises(DataError, match="a prompt without messages"):
+                await step
+
+    asyncio.run(scenario())
+
+
+def test_the_first_error_of_several_groups_is_raised():
+    """The later ones may follow from it, such as errors of other calls to a rank that was lost."""
+
+    async def scenario() -> None:
+        samplers = Samplers()
+        job = job_of(samplers, 1)
+        async with GroupBuffer(job) as buffer:
+            step = asyncio.ensure_future(take(buffer, job))
+            await settled()
+            for ordinal, text in ((2, "the cause"), (0, "a consequence"), (3, "another one")):
+                samplers.ended[ordinal].set_exception(ValueError(text))
+            with pytest.raises(ValueError, match="the cause"):
                 await step
 
     asyncio.run(scenario())

@@ -1,0 +1,110 @@
+"""Evaluations in a loop: when they are due, and which requests they send."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from meshrl.agent.loop import AgentContext, start_trajectory
+from meshrl.config.run import RunConfig
+from meshrl.core.types import Generate, Metric, Prompt, Trajectory
+from meshrl.loops.evaluate import evaluate_if_due
+from meshrl.loops.job import Job
+from meshrl.monitor.metrics import divide, merge
+from meshrl.monitor.spans import Spans
+
+
+class Evaluations:
+    """Stands in for agent, grader and run, and records what they get. scores: of the attempts of each evaluation."""
+
+    def __init__(self, **loop: Any):
+        self.asked: list[tuple[str, int, AgentContext]] = []
+        self.reported: list[tuple[int, dict[str, float]]] = []
+        self.best: list[tuple[int, float]] = []
+        self.files: list[int] = []
+        self.scores, self.ended_sessions = [1.0], list[str]()
+        self.note, self.spans, self.ends_early = (lambda text: None), Spans(), False
+        sections: dict[str, Any] = {"model": {"path": "m"}, "data": {"path": "d", "eval_path": "e"}}
+        sections |= {"reward": {"terms": {"right": {"kind": "exact_match"}}}, "loop": {"num_steps": 7, **loop}}
+        sections |= {"rollout": {"sampling": {"temperature": 0.7}}}
+        prompts = [Prompt(id=name, ordinal=i) for i, name in enumerate("ab")]
+        task = SimpleNamespace(agent=self, tokenizer=None, stop_token_ids=(5,), max_context_tokens=9)
+        task.eval_prompts = prompts
+        rollouts = SimpleNamespace(generate=None, end_session=self.ended_sessions.append)
+        parts: dict[str, Any] = {"cfg": RunConfig.model_validate(sections), "run": self, "task": task}
+        parts |= {"rollouts": rollouts, "scorer": self, "rollout_log": self, "layout": None}
+        self.job = Job(**parts, trainer=SimpleNamespace(version=0))
+
+    async def run(self, prompt: Prompt, index: int, generate: Generate, ctx: AgentContext) -> Trajectory:
+        self.asked.append((prompt.id, index, ctx))
+        return start_trajectory(prompt, index, ctx)
+
+    async def score(self, trajectories: list[Trajectory]) -> list[Metric]:
+        for i, trajectory in enumerate(trajectories):
+            trajectory.rewards["right"] = self.scores[i % len(self.scores)]
+        return []
+
+    def check_failures(self, trajectories: list[Trajectory]) -> None: ...
+
+    def write(self, step: int, trajectories: list[Trajectory], name: str) -> None:
+        self.files.append(step)
+
+    def report(self, step: int, metrics: list[Metric]) -> dict[str, float]:
+        values = divide(merge(metrics))
+        self.reported.append((step, values))
+        return values
+
+    async def keep_best(self, step: int, score: float) -> None:
+        self.best.append((step, score))
+
+    def evaluate(self, step: int, version: int) -> None:
+        self.job.step, self.job.trainer.version = step, version
+        asyncio.run(evaluate_if_due(self.job))
+
+
+@pytest.mark.parametrize(
+    ("every", "steps"), [(0, [0, 7]), (1, [*range(8)]), (2, [0, 2, 4, 6, 7]), (7, [0, 7]), (9, [0, 7])]
+)
+def test_an_evaluation_is_due_at_the_start_at_the_end_and_every_n_steps(every, steps):
+    run = Evaluations(eval_every_steps=every)
+    for step in range(8):
+        run.evaluate(step, version=step)
+        run.evaluate(step, version=step)  # a loop that has restarted at this step does not repeat it
+    assert run.files == steps and [step for step, _ in run.job.evals] == steps
+    assert [step for step, _ in run.reported] == [step - 1 for step in steps]
+
+
+def test_a_run_that_ends_early_is_evaluated_at_its_end():
+    run = Evaluations()
+    run.evaluate(3, version=3)
+    run.ends_early = True
+    run.evaluate(3, version=3)
+    assert run.files == [3]
+
+
+@pytest.mark.parametrize(("num_samples", "temperature"), [(1, 0.0), (3, 0.7)])
+def test_an_evaluation_asks_for_the_weights_of_the_trainer(num_samples, temperature):
+    """P15: weights that a sampler has from before the last sync must not answer. A single answer is greedy."""
+    run = Evaluations(eval_samples=num_samples)
+    for step, version in ((0, 0), (7, 8)):
+        run.asked.clear()
+        run.evaluate(step, version)
+        assert [(name, index) for name, index, _ in run.asked] == [(n, i) for n in "ab" for i in range(num_samples)]
+        contexts = [ctx for _, _, ctx in run.asked]
+        assert {ctx.min_version for ctx in contexts} == {version}
+        assert {ctx.purpose for ctx in contexts} == {"eval"}
+        assert {ctx.sampling.temperature for ctx in contexts} == {temperature}
+        assert {ctx.group_id for ctx in contexts} == {"eval:a@0", "eval:b@1"} == {*run.ended_sessions}
+
+
+@pytest.mark.parametrize("save_best", [False, True])
+def test_the_score_of_an_evaluation_decides_the_best_model(save_best):
+    """It is given again when the loop restarts at this step, because the model may not have been written."""
+    run = Evaluations(save_best=save_best)
+    run.scores = [1.0, 0.5]
+    run.evaluate(0, version=0)
+    run.evaluate(0, version=0)
+    assert run.best == ([(0, 0.75)] * 2 if save_best else [])
