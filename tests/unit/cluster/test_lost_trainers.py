@@ -79,6 +79,11 @@ def pid(worker: RankWorker) -> int:
     return os.getpid()
 
 
+def engines_of(worker: RankWorker) -> tuple[list[str], bool]:
+    """The roles of its train engines, and whether it has a sampler."""
+    return [*worker.engines], worker.sampler is not None
+
+
 async def _pids(groups: Groups) -> list[int]:
     return await asyncio.gather(*(groups.executor.call(spec.rank, pid) for spec in groups.executor.specs))
 
@@ -228,6 +233,8 @@ def test_a_sampler_that_dies_while_it_is_idle_is_replaced_at_once(tmp_path):
     async def body() -> None:
         async with running(tmp_path, num_train_ranks=1, max_restarts=1) as groups:
             _, rollouts, _ = await synced(groups)
+            assert await groups.executor.call(0, engines_of) == (["policy"], False)
+            assert await groups.executor.call(1, engines_of) == ([], True)
             back, notes = asyncio.Event(), list[str]()
 
             def note(text: str) -> None:

@@ -52,6 +52,24 @@ def test_the_number_of_groups_at_a_time_follows_the_load():
     asyncio.run(scenario())
 
 
+def test_the_number_of_groups_rises_after_a_wait_that_ended_with_more_groups_than_the_step_takes():
+    async def scenario() -> None:
+        samplers = Samplers()
+        job = job_of(samplers, 3)
+        async with GroupBuffer(job) as buffer:
+            step = asyncio.ensure_future(take(buffer, job))
+            await settled()
+            assert samplers.started == [0, 1, 2, 3]
+            await samplers.finish(0, 1, 2)
+            assert await step == [0, 1]
+            buffer.limits.begin_step(1)
+            buffer.fill()
+            await settled()
+            assert samplers.started == [*range(7)], "five at a time, of which one waits for the trainer"
+
+    asyncio.run(scenario())
+
+
 def test_samplers_work_while_the_trainer_trains():
     """Also if they are much faster: then one step waits for the trainer, and the next one is sampled."""
 

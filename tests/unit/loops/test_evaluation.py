@@ -10,6 +10,7 @@ import pytest
 
 from meshrl.agent.loop import AgentContext, start_trajectory
 from meshrl.config.run import RunConfig
+from meshrl.core.errors import RewardError
 from meshrl.core.types import Generate, Metric, Prompt, Trajectory
 from meshrl.loops.evaluate import evaluate_if_due
 from meshrl.loops.job import Job
@@ -26,6 +27,7 @@ class Evaluations:
         self.best: list[tuple[int, float]] = []
         self.files: list[int] = []
         self.scores, self.ended_sessions = [1.0], list[str]()
+        self.has_failed = False
         self.note, self.spans, self.ends_early = (lambda text: None), Spans(), False
         sections: dict[str, Any] = {"model": {"path": "m"}, "data": {"path": "d", "eval_path": "e"}}
         sections |= {"reward": {"terms": {"right": {"kind": "exact_match"}}}, "loop": {"num_steps": 7, **loop}}
@@ -47,7 +49,9 @@ class Evaluations:
             trajectory.rewards["right"] = self.scores[i % len(self.scores)]
         return []
 
-    def check_failures(self, trajectories: list[Trajectory]) -> None: ...
+    def check_failures(self, trajectories: list[Trajectory]) -> None:
+        if self.has_failed:
+            raise RewardError("2 of 2 calls of reward functions failed")
 
     def write(self, step: int, trajectories: list[Trajectory], name: str) -> None:
         self.files.append(step)
@@ -98,6 +102,15 @@ def test_an_evaluation_asks_for_the_weights_of_the_trainer(num_samples, temperat
         assert {ctx.purpose for ctx in contexts} == {"eval"}
         assert {ctx.sampling.temperature for ctx in contexts} == {temperature}
         assert {ctx.group_id for ctx in contexts} == {"eval:a@0", "eval:b@1"} == {*run.ended_sessions}
+
+
+def test_an_evaluation_whose_grader_fails_ends_the_run():
+    """P29: a failed grading is no score of 0, and such an evaluation is not reported."""
+    run = Evaluations()
+    run.has_failed = True
+    with pytest.raises(RewardError, match="2 of 2 calls"):
+        run.evaluate(0, version=0)
+    assert run.reported == [] == run.job.evals
 
 
 @pytest.mark.parametrize("save_best", [False, True])

@@ -119,6 +119,14 @@ def test_a_process_that_an_agent_forks_does_not_hold_the_lease(tmp_path: Path):
         os.waitpid(child, 0)
 
 
+def test_the_owner_of_a_folder_without_a_status_is_a_run_that_is_starting(tmp_path: Path):
+    """P43: it takes the lease before it writes any file."""
+    held = lease.FolderLease(tmp_path)
+    assert held.take()
+    assert "is in use by a run that is starting. Wait until" in str(lease.in_use(tmp_path))
+    held.release()
+
+
 def test_two_runs_of_one_process_do_not_share_a_folder(config: Path):
     loaded = load_run_config(config, ["run.name=twice", "run.resume=auto"])
     with _recorded(loaded), pytest.raises(MeshrlError, match="twice is in use by"), _recorded(loaded):

@@ -70,6 +70,7 @@ async def on_step_async(step, metrics):
     ("arguments", "expected"),
     [
         ({"rewards": {"a": "math_answer"}}, r"rewards\['a'\] is str 'math_answer'; it must be a function"),
+        ({"rewards": {"a": 7}}, r"rewards\['a'\] is int 7; it must be a function"),
         ({"agent": Mine}, "agent is type .*an instance, not the class"),
         ({"agent": lambda prompt: None}, "agent is function .*or an async function"),
         ({"rows": {"data.path": "train.jsonl"}}, "data is str 'train.jsonl'.*belongs in the config, as data.path"),

@@ -15,7 +15,7 @@ from tiny_run import train
 
 from meshrl.config.load import Loaded, load_run_config
 from meshrl.config.run import RunConfig
-from meshrl.core.errors import CheckpointError, RewardError
+from meshrl.core.errors import CheckpointError, ConfigError, RewardError
 from meshrl.monitor.glossary import meaning_of
 from meshrl.monitor.sinks import JsonlSink, read_metrics
 from meshrl.monitor.status import read_status
@@ -183,19 +183,20 @@ def test_a_resumed_run_has_no_result_before_it_ends_and_may_change_its_dtype(con
 
 
 def test_a_model_without_enough_disk_space_is_not_begun(config: Path, monkeypatch: pytest.MonkeyPatch):
-    """P28"""
+    """P28: the phase of the run is then the export."""
     asked = []
+    run = Path(json.loads(config.read_text())["run"]["folder"]) / "no_room"
 
     def no_room(folder: Path, num_bytes: int, what: str = "a checkpoint") -> None:
         asked.append((what, num_bytes))
+        assert wait_until(lambda: read_status(run).phase == "export")
         raise CheckpointError(f"{what} takes too much")
 
     monkeypatch.setattr(models, "require_space", no_room)
     with pytest.raises(CheckpointError, match="a model takes too much"):
         train(config, "no_room", "loop.num_steps=1", "loop.save_best=false")
-    folder = Path(json.loads(config.read_text())["run"]["folder"]) / "no_room"
-    assert [step for step, _ in states(folder / "checkpoints")] == [1], "the training state is saved nevertheless"
-    assert not list((folder / "checkpoints").glob("step_*/model*"))
+    assert [step for step, _ in states(run / "checkpoints")] == [1], "the training state is saved nevertheless"
+    assert not list((run / "checkpoints").glob("step_*/model*"))
     size = (config.parent / "model" / "model.safetensors").stat().st_size
     assert asked[0][0] == "a model" and asked[0][1] > size
 
@@ -210,6 +211,20 @@ def test_a_failed_run_reports_its_error_and_its_metrics(config: Path):
     assert result["steps"] == 1
     page = (folder / "report.html").read_text()
     assert "the grader broke" in page and "reward/mean" in page
+
+
+def test_a_run_whose_tracker_can_not_be_opened_reports_its_error(config: Path, monkeypatch: pytest.MonkeyPatch):
+    """The folder has files of this run already, so that it also has its result."""
+
+    def refuse(*arguments: object) -> None:
+        raise ConfigError("monitor.trackers: the server refused the key")
+
+    monkeypatch.setattr("meshrl.run.live.open_trackers", refuse)
+    loaded = load_run_config(config, ["run.name=refused"])
+    with pytest.raises(ConfigError, match="refused the key"), _recorded(loaded):
+        pytest.fail("the run has no tracker")
+    result = json.loads((Path(loaded.config.run.folder) / "refused" / "result.json").read_text())
+    assert result["status"] == "failed" and "refused the key" in result["error"]
 
 
 def test_the_phases_of_a_run_are_in_its_status_file_and_on_the_terminal(config: Path, monkeypatch: pytest.MonkeyPatch):
