@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fault import Fault
+from loop_faults import LOOP_FAULTS
 
 _LOOPS = "tests/contract/test_loops.py::"
 _OLD = _LOOPS + "test_each_prompt_is_trained_once_and_no_sample_is_too_old"
@@ -154,4 +155,5 @@ SCHEDULE_FAULTS = [
         "means = {engines[-1]: _mean(rows)}",
         ("tests/unit/loops/test_sampler_proof.py::test_one_stale_engine_among_many_is_named",),
     ),
+    *LOOP_FAULTS,
 ]

@@ -344,6 +344,7 @@ def test_arguments_and_results_that_can_not_be_pickled_fail_at_once(method, argu
     """P26: no answer would ever come, so waiting for the deadline would waste ten minutes."""
 
     async def body(executor: ProcessExecutor) -> None:
+        asyncio.get_running_loop().set_debug(True)  # a callback from a thread that does not wake the loop raises
         with pytest.raises(RankFailure, match=cause) as error:
             await executor.call(0, method, *arguments)
         assert (error.value.rank, error.value.phase) == (0, method.__name__)
