@@ -5,7 +5,6 @@ Only the standard library is imported here: every process of a run imports this 
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -88,30 +87,45 @@ def evaluate(
     overrides: Sequence[str] = (),
     *,
     model: str | Path | None = None,
+    out: str | Path | None = None,
     rewards: Mapping[str, Callable[..., Any]] | None = None,
     agent: Agent | AgentFunction | None = None,
     eval_data: Iterable[dict[str, Any]] | None = None,
     quiet: bool = False,
 ) -> Evaluation:
-    """Answer and score held-out rows, like `meshrl eval`. model: in place of model.path. The rest is as in `train`."""
+    """Answer and score held-out rows, like `meshrl eval`, in a new folder.
+
+    config: as in `train`, or the folder of a run, whose config.yaml and model are then used. model: in place of
+    model.path: the folder of a model, of a run, or of a step of a run. out: the folder to write; it must not exist.
+    None = eval_N in the folder of the model's run, or below run.folder. The rest is as in `train`.
+    """
     from meshrl.run.inputs import load_run, objects_of, show_notices
+    from meshrl.run.subject import subject_of
 
     objects = objects_of(rewards, agent, {"data.eval_path": eval_data}, quiet=quiet)
-    replaced = [f"model.path={json.dumps(str(model))}"] if model is not None else []
-    loaded = load_run(config, [*overrides, *replaced], "eval", objects)
+    config, subject = subject_of(config, model)
+    loaded = load_run(config, [*overrides, *subject.overrides], "eval", objects)
     if not quiet:
         show_notices(loaded)
     from meshrl.run import start
+    from meshrl.run.evaluation import EvalRequest
+    from meshrl.tools.convert import convert
+    from meshrl.tools.report.page import write_report
 
-    return Evaluation(*start.evaluate(loaded, objects))
+    folder = None if out is None else Path(out)
+    request = EvalRequest(subject=subject, out=folder, write_report=write_report, convert=convert)
+    result = start.evaluate(loaded, request, objects)
+    return Evaluation(result.metrics, result.trajectories, result.folder)
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """metrics: values by name, such as eval/mean_at_k. trajectories: all answers, with their rewards."""
+    """metrics: values by name, such as eval/mean_at_k. trajectories: all answers, with their rewards, in the order of
+    the rows. folder: the written files."""
 
     metrics: dict[str, float]
     trajectories: list[Trajectory]
+    folder: Path
 
 
 class Run:

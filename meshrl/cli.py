@@ -74,7 +74,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     launch.add_argument("scheduler", choices=["slurm"], help="the scheduler of the cluster")
     schedule = add("plan", _plan_schedule, "predict the speed of each loop.kind and of each split of the GPUs")
     for sub in (train, sft, evaluate, launch, schedule):
-        sub.add_argument("config", metavar="CONFIG", help="YAML file; `meshrl config` lists its keys")
+        or_run = ", or runs/NAME to evaluate a run with its own config" if sub is evaluate else ""
+        sub.add_argument("config", metavar="CONFIG", help=f"YAML file; `meshrl config` lists its keys{or_run}")
         sub.add_argument(
             "overrides",
             metavar="key=value",
@@ -89,7 +90,15 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         )
     _add_launch_options(launch)
     _add_schedule_options(schedule)
-    evaluate.add_argument("--model", metavar="FOLDER", help="evaluate this model instead of model.path")
+    evaluate.add_argument(
+        "--model",
+        metavar="FOLDER",
+        help="evaluate this model instead of model.path: a model's folder, a run's folder such as runs/NAME (its best "
+        "model), or a step's folder such as runs/NAME/checkpoints/step_000100",
+    )
+    evaluate.add_argument(
+        "--out", metavar="FOLDER", help="new folder for the answers and results (default: eval_N in the model's run)"
+    )
     report = add("report", _report, "write RUN/report.html from the run's files, during the run or after it")
     status = add("status", _status, "print the state of a run: step, phase, reward, processes")
     stop = add("stop", _stop, "end a run of this machine with a checkpoint, by SIGTERM; waits up to a minute")
@@ -187,7 +196,7 @@ def _sft(args: argparse.Namespace) -> int:
 def _evaluate(args: argparse.Namespace) -> int:
     from meshrl.api import evaluate
 
-    evaluate(args.config, args.overrides, model=args.model)
+    evaluate(args.config, args.overrides, model=args.model, out=args.out)
     return 0
 
 

@@ -18,7 +18,7 @@ from meshrl.config.data import data_problems
 from meshrl.config.loop import loop_problems
 from meshrl.config.model import model_problems
 from meshrl.config.monitor import sink_problems
-from meshrl.config.rollout import engine_problems
+from meshrl.config.rollout import EvalSamplingConfig, engine_problems
 from meshrl.config.run import RunConfig, SftRunConfig, run_problems
 from meshrl.config.source import COMMAND_LINE
 from meshrl.config.train import train_problems
@@ -121,10 +121,18 @@ def _unused_in_data(config: RunConfig) -> Unused:
     if without_eval:
         for section, names in (
             ("data", "eval_split eval_limit"),
-            ("loop", "eval_samples save_best"),
+            ("loop", "eval_samples eval_term eval_pass_score save_best"),
+            ("rollout.eval_sampling", " ".join(EvalSamplingConfig.model_fields)),
             ("cluster.deadlines", "eval"),
         ):
             yield section, names, "data.eval_path is null", "data.eval_path"
+    elif config.eval_sampling.temperature == 0:
+        key = (
+            "rollout.eval_sampling.temperature"
+            if config.rollout.eval_sampling.temperature == 0
+            else "loop.eval_samples"
+        )
+        yield "rollout.eval_sampling", "top_p top_k min_p", "evaluations are greedy", key
 
 
 def _unused_in_algo(config: RunConfig) -> Unused:

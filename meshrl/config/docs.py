@@ -42,8 +42,8 @@ Short forms: `algo.loss: ppo_clip` for `{kind: ppo_clip}`, `algo.correction: mas
 for `{coef: 0}`, `model.lora: off` for `{enabled: false}`. A short form replaces the complete section, also a section of
 a base file.
 
-`meshrl train` and `meshrl eval` read all sections except `sft`; `meshrl sft` reads `model`, `train`, `sft`, `cluster`,
-`monitor` and `run`.
+`meshrl train` and `meshrl eval` read all sections except `sft`, and `meshrl eval` needs no `loop.num_steps`;
+`meshrl sft` reads `model`, `train`, `sft`, `cluster`, `monitor` and `run`.
 """
 
 

@@ -125,6 +125,8 @@ def _load(
         raise ConfigError(f"overrides is {overrides!r:.80}; it must be a list of strings: ['train.optimizer.lr=1e-6']")
     path, reader, trees = _read(source)
     keys = all_keys(model)
+    if purpose == "eval" and not any("sft" in tree for tree in trees):  # it has no steps, so it needs no number of them
+        trees.insert(0, nested(model.NUM_STEPS_KEY, Value(1, DEFAULT, reader.folder)))
     layers = Layers(keys)
     for tree in trees:
         layers.add([tree])

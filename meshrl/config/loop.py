@@ -11,6 +11,9 @@ from meshrl.config.algo import ADVANTAGE_NAMES
 from meshrl.config.base import Slice
 from meshrl.config.case import Case, Problem
 from meshrl.config.data import Format
+from meshrl.core.lookup import similar_names
+
+WEIGHTED_SUM = "weighted_sum"  # the value of loop.eval_term for the sum of all terms
 
 
 class LoopConfig(Slice):
@@ -38,11 +41,16 @@ class LoopConfig(Slice):
     eval_every_steps: int = Field(0, ge=0)
     """steps between evaluations; 0 = only before and after training"""
     eval_samples: int = Field(1, ge=1)
-    """answers sampled for each held-out prompt: k of mean@k and pass@k of the first of reward.terms; 1 = one
-    greedy answer"""
+    """answers sampled for each held-out prompt: k of mean@k and pass@k; 1 = one greedy answer, unless
+    rollout.eval_sampling.temperature is set"""
+    eval_term: str | None = None
+    """score of an answer for eval/mean_at_k, eval/pass_at_k and save_best: one of reward.terms (its weight may be 0),
+    or weighted_sum = the reward; null = the first of reward.terms. All terms are graded and reported in any case"""
+    eval_pass_score: float = 1.0
+    """score of eval_term from which on an answer counts as passed in eval/pass_at_k"""
     save_best: bool = True
-    """save the model whenever an evaluation has the best eval/mean_at_k so far; the previous best is deleted, unless a
-    checkpoint needs it or save_every_steps retains it"""
+    """save the model whenever an evaluation has the highest eval/mean_at_k so far, the mean of eval_term; the previous
+    best is deleted, unless a checkpoint needs it or save_every_steps retains it"""
     save_every_steps: int | None = Field(None, ge=0)
     """null = the training state is saved at each evaluation, and at least every ten minutes; a number = steps between
     checkpoints, each with the training state and the model; 0 = a checkpoint only at the end and when the run is
@@ -126,3 +134,8 @@ def loop_problems(case: Case) -> Iterator[Problem]:
             void=every,
             why="there are no held-out rows for an evaluation",
         )
+    terms = [*config.reward.terms, WEIGHTED_SUM]
+    if loop.eval_term is not None and loop.eval_term not in terms:
+        close = similar_names(loop.eval_term, terms, 1)
+        near = f" Nearest: {close[0]}." if close else ""
+        yield Problem(("loop.eval_term",), f"must be one of reward.terms or {WEIGHTED_SUM}: {', '.join(terms)}.{near}")

@@ -23,6 +23,6 @@ class MonitorConfig(Slice):
 
 
 def sink_problems(case: Case) -> Iterator[Problem]:
-    for name in case.config.monitor.sinks if case.purpose != "eval" else ():  # an evaluation only prints
+    for name in case.config.monitor.sinks if case.purpose != "eval" else ():  # an evaluation does not use them
         if importlib.util.find_spec(name) is None:
             yield Problem(("monitor.sinks",), f"{name} is not installed: pip install {name}, or leave it out here.")

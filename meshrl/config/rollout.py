@@ -12,6 +12,7 @@ from pydantic import Field
 
 from meshrl.config.base import Slice
 from meshrl.config.case import Case, Problem
+from meshrl.config.source import COMMAND_LINE
 from meshrl.config.values import show
 
 CAN_RELEASE_MEMORY = ("embedded", "vllm", "sglang")
@@ -44,6 +45,23 @@ class SamplingConfig(Slice):
     stop: list[str] = Field([])
     """texts that end a turn, such as </tool_call>; the token that completes one stays in the answer: it is trained, and
     rewards and agents read it"""
+
+
+class EvalSamplingConfig(Slice):
+    """Sampling parameters of evaluations, in training and in `meshrl eval`; null = as in rollout.sampling."""
+
+    temperature: float | None = Field(None, ge=0)
+    """as rollout.sampling.temperature; null = 0 (greedy) with loop.eval_samples=1, else rollout.sampling.temperature"""
+    max_new_tokens: int | None = Field(None, ge=1)
+    """as rollout.sampling.max_new_tokens; null = the same number"""
+    top_p: float | None = Field(None, gt=0, le=1)
+    """as rollout.sampling.top_p, and allowed in training, because no evaluation is trained; null = the same number"""
+    top_k: int | None = Field(None, ge=0)
+    """as top_p, for rollout.sampling.top_k"""
+    min_p: float | None = Field(None, ge=0, lt=1)
+    """as top_p, for rollout.sampling.min_p"""
+    repetition_penalty: float | None = Field(None, gt=0)
+    """as top_p, for rollout.sampling.repetition_penalty"""
 
 
 class VllmConfig(Slice):
@@ -133,6 +151,8 @@ class RolloutConfig(Slice):
     """ranks along each axis of the samplers' mesh"""
     sampling: SamplingConfig = SamplingConfig()
     """sampling parameters"""
+    eval_sampling: EvalSamplingConfig = EvalSamplingConfig()
+    """sampling parameters of evaluations, where they differ"""
     max_running_requests: int = Field(256, ge=1)
     """rows that one replica decodes together; more is faster until memory runs out"""
     max_context_tokens: int | None = Field(None, ge=1)
@@ -185,20 +205,49 @@ def _sampling(case: Case) -> Iterator[Problem]:
                     "a filter samples from another distribution than the trainer scores, which biases every ratio. "
                     f"In training leave it at {show(off)} (off).",
                 )
-    if sampling.temperature == 0 and (training or config.loop.eval_samples > 1):
-        text = "temperature 0 gives every sample of a prompt the same answer. Use a temperature above 0 (1.0 is usual)."
+    text = "temperature 0 gives every sample of a prompt the same answer. Use a temperature above 0 (1.0 is usual)."
+    if sampling.temperature == 0 and training:
         yield Problem(("rollout.sampling.temperature",), text)
+    elif config.eval_sampling.temperature == 0 and config.loop.eval_samples > 1:
+        section = "sampling" if config.rollout.eval_sampling.temperature is None else "eval_sampling"
+        yield Problem((f"rollout.{section}.temperature", "loop.eval_samples"), text)
+    if case.purpose == "eval":
+        yield from _overrides_of_training(case)
     if any(token < 0 for token in sampling.stop_token_ids):
         yield Problem(("rollout.sampling.stop_token_ids",), "token ids are 0 or more.")
     if "" in sampling.stop:
         yield Problem(("rollout.sampling.stop",), "an empty text would end every turn at its first token. Remove it.")
-    need, room = config.data.max_prompt_tokens + sampling.max_new_tokens, config.rollout.max_context_tokens
-    if room is not None and need > room:
-        yield Problem(
-            ("rollout.max_context_tokens", "data.max_prompt_tokens", "rollout.sampling.max_new_tokens"),
-            f"the longest prompt and answer need {need} tokens, but the context has {room}: answers would be cut. "
-            "Lower max_prompt_tokens or max_new_tokens, or raise max_context_tokens.",
-        )
+    room, longest = config.rollout.max_context_tokens, {"sampling": sampling.max_new_tokens}
+    if config.rollout.eval_sampling.max_new_tokens is not None:
+        longest["eval_sampling"] = config.rollout.eval_sampling.max_new_tokens
+    for section, answer in longest.items():
+        need = config.data.max_prompt_tokens + answer
+        if room is not None and need > room:
+            yield Problem(
+                ("rollout.max_context_tokens", "data.max_prompt_tokens", f"rollout.{section}.max_new_tokens"),
+                f"the longest prompt and answer need {need} tokens, but the context has {room}: answers would be cut. "
+                "Lower max_prompt_tokens or max_new_tokens, or raise max_context_tokens.",
+            )
+
+
+_FILTERS = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}  # key of rollout.sampling -> the value that means off
+
+
+def _overrides_of_training(case: Case) -> Iterator[Problem]:
+    """Values of rollout.sampling on the command line of an evaluation, which samples differently. In a file they are
+    those of the training."""
+    used = case.rl.eval_sampling
+    for name in EvalSamplingConfig.model_fields:
+        given = case.given.get(f"rollout.sampling.{name}")
+        if given is None or given.origin != COMMAND_LINE:
+            continue
+        is_idle = used.temperature == 0 and given.value != _FILTERS.get(name, given.value)
+        if is_idle or given.value != getattr(used, name):
+            greedy = case.rl.loop.eval_samples == 1 and case.rl.rollout.eval_sampling.temperature is None
+            how = "is greedy, because loop.eval_samples is 1" if greedy else "samples with rollout.eval_sampling"
+            keys = ["temperature", name] if is_idle else [name]
+            remedy = " and ".join(f"rollout.eval_sampling.{key}" for key in keys)
+            yield Problem((f"rollout.sampling.{name}",), f"would have no effect: the evaluation {how}. Set {remedy}.")
 
 
 def _ranks(case: Case) -> Iterator[Problem]:

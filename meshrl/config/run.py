@@ -18,7 +18,7 @@ from meshrl.config.loop import LoopConfig, SftConfig
 from meshrl.config.model import ModelConfig
 from meshrl.config.monitor import MonitorConfig
 from meshrl.config.reward import RewardConfig
-from meshrl.config.rollout import RolloutConfig
+from meshrl.config.rollout import RolloutConfig, SamplingConfig
 from meshrl.config.train import TrainConfig
 
 LORA_LR = 10  # times the learning rate of full fine-tuning; source: Schulman et al., LoRA Without Regret, 2025
@@ -78,6 +78,18 @@ class RunConfig(Slice):
         if self.agent.kind == "single_turn":
             return self.data.max_prompt_tokens + self.rollout.sampling.max_new_tokens
         return self.rollout.max_context_tokens
+
+    @property
+    def eval_sampling(self) -> SamplingConfig:
+        """The sampling parameters of evaluations."""
+        own = {name: value for name, value in self.rollout.eval_sampling if value is not None}
+        greedy = {"temperature": 0.0} if self.loop.eval_samples == 1 else {}
+        return self.rollout.sampling.model_copy(update=greedy | own)
+
+    @property
+    def eval_term(self) -> str:
+        """The value of loop.eval_term, or its default."""
+        return self.loop.eval_term or next(iter(self.reward.terms))
 
     @property
     def sampling_ranks(self) -> tuple[str, int]:

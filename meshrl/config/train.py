@@ -93,7 +93,7 @@ def train_problems(case: Case) -> Iterator[Problem]:
     yield from _mesh(config.train, config.cluster.num_train_ranks)
     if not all(0 <= beta < 1 for beta in config.train.optimizer.betas):
         yield Problem(("train.optimizer.betas",), "both must be at least 0 and below 1.")
-    if config.train.scheduler.warmup_steps >= config.num_updates:
+    if case.purpose != "eval" and config.train.scheduler.warmup_steps >= config.num_updates:
         key, updates = "train.scheduler.warmup_steps", config.num_updates
         per_step = ("train.updates_per_step",) if "train.updates_per_step" in case.given else ()
         why = f"the run has {updates} optimizer steps, so the learning rate would never reach its peak"

@@ -1,50 +1,85 @@
-"""Evaluation on held-out prompts: mean@k and pass@k of the first reward term. k = 1 is one greedy answer."""
+"""Evaluation on held-out prompts: mean@k and pass@k of loop.eval_term, and the mean of every reward term."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from meshrl.cluster.groups import RolloutGroup
+from meshrl.config.loop import WEIGHTED_SUM
 from meshrl.config.run import RunConfig
-from meshrl.core.types import Metric, Trajectory
+from meshrl.core.types import Metric, Prompt, Trajectory
 from meshrl.loops.job import Job, Task
-from meshrl.loops.step import check_failures, collect, grade
+from meshrl.loops.step import check_failures, collect
 from meshrl.reward.score import Scorer
 
 
 def eval_metrics(trajectories: Sequence[Trajectory], cfg: RunConfig) -> list[Metric]:
-    """mean@k: mean of the term over all attempts. pass@k: fraction of prompts with an attempt that scores 1 or more.
+    """mean@k: mean of the scores of loop.eval_term. pass@k: fraction of prompts with an attempt whose score is at least
+    loop.eval_pass_score. eval/reward/*: means over all attempts, named as in training.
 
     A failed attempt scores 0 here and is counted: failures must not improve the score.
     """
-    term = next(iter(cfg.reward.terms))
-    scores: dict[str, list[float]] = {}
-    failed = 0
+    groups: dict[str, list[float]] = {}
     for t in trajectories:
-        value = t.rewards.get(term)
-        failed += not isinstance(value, (int, float))
-        scores.setdefault(t.group_id, []).append(float(value) if isinstance(value, (int, float)) else 0.0)
-    rows = [np.array(v) for v in scores.values()]
+        groups.setdefault(t.group_id, []).append(score_of(t, cfg.eval_term))
+    rows, count = [np.array(scores) for scores in groups.values()], len(trajectories)
+    passed = float(sum(row.max() >= cfg.loop.eval_pass_score for row in rows))
+    num_failed = float(sum(t.reward is None for t in trajectories))
     lengths = [sum(len(turn.output_ids) for turn in t.turns) for t in trajectories]
+    terms = [
+        Metric(name=f"eval/reward/term/{term}", sum=sum(score_of(t, term) for t in trajectories), weight=count)
+        for term in cfg.reward.terms
+    ]
     return [
-        Metric(name="eval/mean_at_k", sum=float(sum(r.mean() for r in rows)), weight=len(rows), unit="score"),
-        Metric(name="eval/pass_at_k", sum=float(sum(r.max() >= 1 for r in rows)), weight=len(rows), unit="fraction"),
+        Metric(name="eval/mean_at_k", sum=float(sum(row.mean() for row in rows)), weight=len(rows), unit="score"),
+        Metric(name="eval/pass_at_k", sum=passed, weight=len(rows), unit="fraction"),
+        Metric(name="eval/reward/mean", sum=sum(score_of(t, WEIGHTED_SUM) for t in trajectories), weight=count),
+        *terms,
         Metric(name="eval/length_mean_tokens", sum=float(sum(lengths)), weight=len(lengths), unit="tokens"),
         Metric(name="eval/num_prompts", sum=float(len(rows)), reduce="sum", unit="prompts"),
-        Metric(name="eval/num_failed", sum=float(failed), reduce="sum", unit="attempts"),
+        Metric(name="eval/num_failed", sum=num_failed, reduce="sum", unit="attempts"),
     ]
 
 
+def score_of(trajectory: Trajectory, term: str) -> float:
+    """The score of a term, or of weighted_sum; 0 if the attempt or its grading failed."""
+    value = trajectory.rewards.get(term, trajectory.reward if term == WEIGHTED_SUM else None)
+    return float(value) if isinstance(value, (int, float)) else 0.0
+
+
 async def evaluate_prompts(
-    cfg: RunConfig, task: Task, rollouts: RolloutGroup, scorer: Scorer, min_version: int
+    cfg: RunConfig,
+    task: Task,
+    rollouts: RolloutGroup,
+    scorer: Scorer,
+    min_version: int,
+    scored: Callable[[list[Trajectory]], None] = lambda _: None,
 ) -> tuple[list[Trajectory], list[Metric]]:
-    """Answer and score every held-out prompt with the samplers' current weights."""
-    trajectories = await collect(cfg, task, rollouts, task.eval_prompts, "eval", min_version)
-    await grade(cfg, scorer, trajectories)
+    """Answer and score every held-out prompt with the samplers' current weights. scored: called with the attempts at
+    each prompt as soon as they are scored, while others are sampled."""
+    groups: dict[int, list[Trajectory]] = {}
+
+    async def ended(prompt: Prompt, trajectory: Trajectory) -> None:
+        group = groups.setdefault(id(prompt), [])
+        group.append(trajectory)
+        if len(group) == cfg.loop.eval_samples:
+            group.sort(key=lambda t: t.index)
+            await scorer.score(group)
+            scored(group)
+
+    trajectories = await collect(cfg, task, rollouts, task.eval_prompts, "eval", min_version, ended)
     check_failures(cfg, scorer, trajectories)
     return trajectories, eval_metrics(trajectories, cfg)
+
+
+def sampling_text(cfg: RunConfig) -> str:
+    """How an evaluation samples, such as: greedy; 4 samples each."""
+    k, temperature = cfg.loop.eval_samples, cfg.eval_sampling.temperature
+    samples = "1 sample" if k == 1 else f"{k} samples"
+    at = "" if temperature == cfg.rollout.sampling.temperature else f" at temperature {temperature:g}"
+    return "greedy" if temperature == 0 else f"{samples} each{at}"
 
 
 async def evaluate_if_due(job: Job) -> None:
@@ -64,10 +99,9 @@ async def evaluate_if_due(job: Job) -> None:
     values = run.report(job.step, metrics + run.spans.take("eval"))
     job.evals.append((job.step, values["eval/mean_at_k"]))
     k = job.cfg.loop.eval_samples
-    how = "greedy" if k == 1 else f"{k} samples each"
     run.note(
         f"eval after {job.step} steps: mean@{k} {values['eval/mean_at_k']:.3f}, pass@{k} "
-        f"{values['eval/pass_at_k']:.3f} on {len(job.task.eval_prompts)} held-out prompts ({how})"
+        f"{values['eval/pass_at_k']:.3f} on {len(job.task.eval_prompts)} held-out prompts ({sampling_text(job.cfg)})"
     )
     if job.cfg.loop.save_best:
         await run.keep_best(job.step, values["eval/mean_at_k"])

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -45,18 +46,27 @@ class Update:
     batch_plan: BatchPlan
 
 
-async def collect(
-    cfg: RunConfig, task: Task, rollouts: RolloutGroup, prompts: Sequence[Prompt], purpose: Purpose, min_version: int
-) -> list[Trajectory]:
-    """All attempts at these prompts, concurrently; returned in the order of prompts and attempts. A single attempt of
-    an evaluation is greedy.
+Ended = Callable[[Prompt, Trajectory], Awaitable[None]]
 
-    min_version: the oldest weights that may answer.
+
+async def collect(
+    cfg: RunConfig,
+    task: Task,
+    rollouts: RolloutGroup,
+    prompts: Sequence[Prompt],
+    purpose: Purpose,
+    min_version: int,
+    ended: Ended | None = None,
+) -> list[Trajectory]:
+    """All attempts at these prompts, concurrently; returned in the order of prompts and attempts.
+
+    min_version: the oldest weights that may answer. ended: awaited with each attempt as soon as it has ended.
     """
-    is_eval, given = purpose == "eval", cfg.rollout.sampling
+    is_eval = purpose == "eval"
+    given = cfg.eval_sampling if is_eval else cfg.rollout.sampling
     num_attempts = cfg.loop.eval_samples if is_eval else cfg.loop.samples_per_prompt
     sampling = SamplingParams(
-        temperature=0.0 if is_eval and num_attempts == 1 else given.temperature,
+        temperature=given.temperature,
         top_p=given.top_p,
         top_k=given.top_k,
         min_p=given.min_p,
@@ -76,13 +86,20 @@ async def collect(
             purpose=purpose,
             min_version=min_version,
         )
-        name = cfg.agent.kind
-        runs += [attempt(task.agent, prompt, i, rollouts.generate, context, name) for i in range(num_attempts)]
+        for index in range(num_attempts):
+            one = attempt(task.agent, prompt, index, rollouts.generate, context, cfg.agent.kind)
+            runs.append(one if ended is None else _then(one, partial(ended, prompt)))
     try:
         return await gather_with_deadline(cfg.cluster, "eval" if is_eval else "rollout", runs)
     finally:
         for prompt in prompts:
             rollouts.end_session(group_id(prompt, purpose))
+
+
+async def _then(one: Awaitable[Trajectory], ended: Callable[[Trajectory], Awaitable[None]]) -> Trajectory:
+    trajectory = await one
+    await ended(trajectory)
+    return trajectory
 
 
 def group_id(prompt: Prompt, purpose: Purpose) -> str:

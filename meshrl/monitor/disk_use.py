@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from meshrl.config.rollout import SamplingConfig
 from meshrl.config.run import RunConfig, SftRunConfig
 
 # Measured on runs of GSM8K with groups of 8: 30 bytes a sampled token (id, logprob, version, text) with a vocabulary of
@@ -117,11 +118,14 @@ def _rollouts(config: RunConfig, evals: int, sizes: WrittenSizes) -> Iterator[_W
     every, loop = config.monitor.rollout_log_every_steps, config.loop
     if not every:
         return
-    answer = config.rollout.sampling.max_new_tokens if config.agent.kind == "single_turn" else sizes.max_context_tokens
-    attempt = _ATTEMPT_BYTES + answer * _TOKEN_BYTES
     prompt = config.data.max_prompt_tokens * _PROMPT_TOKEN_BYTES
-    step = loop.prompts_per_step * (prompt + loop.samples_per_prompt * attempt)
-    evaluation = sizes.num_eval_prompts * (prompt + loop.eval_samples * attempt)
+
+    def group(num_attempts: int, sampling: SamplingConfig) -> int:
+        answer = sampling.max_new_tokens if config.agent.kind == "single_turn" else sizes.max_context_tokens
+        return prompt + num_attempts * (_ATTEMPT_BYTES + answer * _TOKEN_BYTES)
+
+    step = loop.prompts_per_step * group(loop.samples_per_prompt, config.rollout.sampling)
+    evaluation = sizes.num_eval_prompts * group(loop.eval_samples, config.eval_sampling)
     files = -(-loop.num_steps // every)
     text = f" ({files} steps x {_size(step)}" + (f", {evals} evaluations x {_size(evaluation)})" if evals else ")")
     yield _Written("rollouts", files * step + evals * evaluation, text)

@@ -8,6 +8,7 @@ those of the first line that has them. Only `read_rollouts` restores them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -54,11 +55,13 @@ class RolloutLog:
         self._folder, self._decode, self._every_steps = Path(folder) / "rollouts", decode, every_steps
         self._writes = writes or FailedWrites()
 
-    def write(self, step: int, trajectories: Sequence[Trajectory], name: str = "step") -> Path | None:
+    def write(
+        self, step: int, trajectories: Sequence[Trajectory], name: str = "step", append: bool = False
+    ) -> Path | None:
         """Write a step's trajectories to a complete file, which replaces one of an interrupted run. A folder that was
         removed is created again. Returns the file, also if it can't be written; None if this step has no file.
 
-        name: the first word of the file's name; "eval" for evaluations.
+        name: the first word of the file's name; "eval" for evaluations. append: add these groups to the file.
 
         Raises: TypeError when a prompt's answer or meta is not plain JSON.
         """
@@ -68,7 +71,8 @@ class RolloutLog:
         groups: dict[str, _Group] = {}
         with self._writes.attempt("rollouts"):
             self._folder.mkdir(parents=True, exist_ok=True)
-            with replacing(path) as aside, aside.open("w", encoding="utf-8") as file:
+            place = nullcontext(path) if append else replacing(path)
+            with place as aside, aside.open("a" if append else "w", encoding="utf-8") as file:
                 for trajectory in trajectories:
                     texts = [self._decode(turn.output_ids) for turn in trajectory.turns]
                     record = _trajectory_record(trajectory, texts)

@@ -169,7 +169,7 @@ class TerminalSink:
     result as a note; notes are always printed.
 
     A terminal that is gone, and a closed or full stream, end neither the run nor the panel's thread. writes: counts
-    these failures; by default the sink has its own counter.
+    these failures; by default the sink has its own counter. counted: the word for what num_steps counts.
     """
 
     def __init__(
@@ -179,8 +179,10 @@ class TerminalSink:
         clock: Callable[[], float] = time.monotonic,
         finished_steps: int = 0,
         writes: FailedWrites | None = None,
+        counted: str = "step",
     ):
         self._num_steps, self._first, self._step = num_steps, finished_steps, finished_steps
+        self._counted = counted
         self._stream, self._clock = GuardedStream(stream or sys.stdout, writes or FailedWrites()), clock
         self._first_write: tuple[float, int] | None = None  # time and finished steps, to measure steps per second
         self._eta_s: float | None = None
@@ -218,7 +220,7 @@ class TerminalSink:
         self._curve = self._curve + [values[name] for name in ("reward/mean", "loss/nll") if name in values]
         self._values = self._values | dict(values)  # an evaluation alone must not blank the step's numbers
         if self._live is None and "eval/mean_at_k" not in values:
-            self._print(step_line(step, self._num_steps, values, self._eta_s), now)
+            self._print(step_line(step, self._num_steps, values, self._eta_s, self._counted), now)
 
     def _print(self, line: str, now: float) -> None:
         """Print the line of the newest step if one is due, else store it until the next one."""
@@ -259,7 +261,7 @@ class TerminalSink:
             table.add_row(*(Text.assemble((label, "dim"), text) for label, text in cells))
         bar = Padding(ProgressBar(total=self._num_steps, completed=done))  # a bare bar ends without a newline
         curve = Text(text_curve(self._curve, width=60, height=6))
-        return Panel(Group(bar, table, curve), title=f"step {done}/{self._num_steps}", title_align="left")
+        return Panel(Group(bar, table, curve), title=f"{self._counted} {done}/{self._num_steps}", title_align="left")
 
     def close(self, failed: bool = False) -> None:
         if self._live is not None:
@@ -269,11 +271,13 @@ class TerminalSink:
             self.note(self._skipped)
 
 
-def step_line(step: int, num_steps: int, values: Mapping[str, float], eta_s: float | None) -> str:
+def step_line(
+    step: int, num_steps: int, values: Mapping[str, float], eta_s: float | None, counted: str = "step"
+) -> str:
     """One step as one line of about 120 characters, without missing metrics and without clip fractions of exactly 0
     (the only value with one update per step)."""
     width = len(str(num_steps))
-    parts = [f"step {step:>{width}}/{num_steps}"]
+    parts = [f"{counted} {step:>{width}}/{num_steps}"]
     for label, name, show in LINE_COLUMNS:
         if name in values and (values[name] != 0 or not label.startswith("clip")):
             parts.append(f"{label} {show(values[name])}")

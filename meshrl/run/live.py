@@ -6,8 +6,9 @@ import asyncio
 import io
 import json
 import math
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -74,8 +75,10 @@ class LiveRun:
         first_step = start.step if start else 0
         self.writes = FailedWrites()
         self.status = StatusFile(folder, num_steps, first_step, self.writes)
-        stream = _Discarded() if objects.quiet else None
-        terminal = TerminalSink(num_steps, stream, finished_steps=first_step, writes=self.writes)
+        is_eval = kind == "eval"  # then stdout has only the results
+        stream = _Discarded() if objects.quiet else sys.stderr if is_eval else None
+        counted = "answer" if is_eval else "step"
+        terminal = TerminalSink(num_steps, stream, finished_steps=first_step, writes=self.writes, counted=counted)
         self._terminal, self._notes = terminal, NotesFile(folder, self.writes)
         self.sinks: list[Sink] = [terminal, self.status]
 
@@ -119,6 +122,11 @@ class LiveRun:
         for line in self.writes.recovered():
             self.note(line)
         return values
+
+    def show_progress(self, num_answers: int, values: Mapping[str, float]) -> None:
+        """Show how many answers of an evaluation are scored; only `report` writes metrics."""
+        for sink in self.sinks[1:]:
+            sink.write(num_answers, values, {})
 
     @contextmanager
     def updating(self, job: Resumable) -> Iterator[None]:
@@ -258,8 +266,9 @@ class LiveRun:
         counts = self.writes.counts
         facts = {**result, "failed_writes": counts} if counts else result
         strict = json.loads(to_line(facts))  # NaN and infinity become texts, as JSON has no numbers for them
+        indent = None if self.kind == "eval" else 2  # the results of several evaluations together are JSON lines
         with self.writes.attempt("result.json"):
-            write_text(self.folder / "result.json", json.dumps(strict, indent=2) + "\n")
+            write_text(self.folder / "result.json", json.dumps(strict, indent=indent) + "\n")
 
 
 async def wait_for_folder(loaded: Loaded[Any]) -> None:
@@ -285,9 +294,9 @@ def live_run(
     error and wall_s, those of the run's summary and, if writes to an output have failed, failed_writes with their
     number by output; and then the report. A refused run changes no file.
 
-    kind: "train" or "sft". Raises: MeshrlError when another process has the folder's lease; MeshrlError and
-    CheckpointError, as choose_start; ConfigError when a sink can't be opened; OutputError when the folder or the
-    metrics can't be written.
+    kind: "train", "sft" or "eval", whose steps are answers. Raises: MeshrlError when another process has the folder's
+    lease; MeshrlError and CheckpointError, as choose_start; ConfigError when a sink can't be opened; OutputError when
+    the folder or the metrics can't be written.
     """
     cfg = loaded.config
     with output_errors(Path(cfg.run.folder), _OTHER_FOLDER):

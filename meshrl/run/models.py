@@ -8,9 +8,8 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from meshrl.cluster.groups import TrainGroup
 from meshrl.core.errors import CheckpointError
 from meshrl.core.files import CONTINUE_LATER, Unreadable, output_errors, read_json, replacing
 from meshrl.train.checkpoint_files import (
@@ -21,6 +20,9 @@ from meshrl.train.checkpoint_files import (
     step_folders,
     write_json,
 )
+
+if TYPE_CHECKING:
+    from meshrl.cluster.groups import TrainGroup
 
 BEST_FILE = "best.json"
 _OTHER_FILES_BYTES = 64 << 20  # a model's config, tokenizer and headers

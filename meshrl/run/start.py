@@ -23,12 +23,9 @@ from meshrl.cluster.torchrun import follow, is_follower
 from meshrl.config.load import Loaded
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.core.device import device_notice
-from meshrl.core.errors import MeshrlError
-from meshrl.core.terminal import open_standard_streams, print_message, print_output
-from meshrl.core.types import Trajectory
+from meshrl.core.terminal import open_standard_streams, print_message
 from meshrl.data.decode import text_of
 from meshrl.loops.colocated import colocated
-from meshrl.loops.evaluate import evaluate_prompts
 from meshrl.loops.fully_async import fully_async
 from meshrl.loops.job import Job, Task
 from meshrl.loops.one_step_off import one_step_off
@@ -37,12 +34,11 @@ from meshrl.loops.sft import sft as sft_loop
 from meshrl.loops.step import note_run_without_signal
 from meshrl.monitor.curve import save_curve
 from meshrl.monitor.disk_use import WrittenSizes, disk_use
-from meshrl.monitor.glossary import meaning_of
 from meshrl.monitor.memory import memory_metrics
-from meshrl.monitor.metrics import divide, merge, units
 from meshrl.monitor.rollout_log import RolloutLog
 from meshrl.process.leases import sweep
 from meshrl.run.checkpoints import Checkpoints
+from meshrl.run.evaluation import EvalRequest, EvalResult, run_evaluation
 from meshrl.run.folder import bytes_of
 from meshrl.run.inputs import NO_OBJECTS, Objects
 from meshrl.run.live import AUTO_SAVE_S, LiveRun, WriteReport, live_run, wait_for_folder
@@ -62,11 +58,11 @@ def train(loaded: Loaded[RunConfig], write_report: WriteReport, objects: Objects
     return _run(cfg, ranks, objects, lambda stop: _train(stop, loaded, write_report, objects))
 
 
-def evaluate(loaded: Loaded[RunConfig], objects: Objects = NO_OBJECTS) -> tuple[dict[str, float], list[Trajectory]]:
-    """`meshrl eval`: answer the held-out prompts with the config's model, without training. Returns the metrics and the
-    scored answers."""
+def evaluate(loaded: Loaded[RunConfig], request: EvalRequest, objects: Objects = NO_OBJECTS) -> EvalResult:
+    """`meshrl eval`: answer the held-out prompts with a model, without training."""
     cfg = loaded.config
-    return _run(cfg, (0, cfg.sampling_ranks[1]), objects, lambda stop: _evaluate(cfg, objects))
+    ranks = 0, cfg.sampling_ranks[1]
+    return _run(cfg, ranks, objects, lambda stop: run_evaluation(stop, loaded, request, objects))
 
 
 def sft(loaded: Loaded[SftRunConfig], write_report: WriteReport, objects: Objects = NO_OBJECTS) -> Path:
@@ -231,45 +227,6 @@ async def _sft(stop: Stop, loaded: Loaded[SftRunConfig], write_report: WriteRepo
                 await run_to_end(run, job, groups, None, partial(sft_loop, job))
         _note_end(run, job.step)
     return run.folder
-
-
-async def _evaluate(cfg: RunConfig, objects: Objects) -> tuple[dict[str, float], list[Trajectory]]:
-    def note(text: str) -> None:
-        if not objects.quiet:
-            print_message(text)
-
-    task = await asyncio.to_thread(load_task, cfg, objects, False)
-    if not task.eval_prompts:
-        raise MeshrlError("meshrl eval needs data.eval_path; set it to a file of held-out rows")
-    async with (
-        reward_workers(cfg, objects, task, note) as (scorer, trial),
-        launched(
-            cfg.model,
-            cfg.train,
-            cfg.rollout,
-            cfg.cluster,
-            num_train_ranks=0,
-            num_rollout_ranks=cfg.sampling_ranks[1],
-            folder=Path(cfg.run.folder),
-            seed=cfg.run.seed,
-        ) as groups,
-    ):
-        assert groups.rollouts is not None
-        await groups.rollouts.trust_loaded_weights()
-        await trial
-        trajectories, metrics = await evaluate_prompts(cfg, task, groups.rollouts, scorer, min_version=0)
-    merged = merge(metrics)
-    values, names = divide(merged), units(merged)
-    for name, value in values.items() if not objects.quiet else ():
-        print_output(f"{_label(name, cfg.loop.eval_samples):<38} {value:.4g} {names[name]}")
-    return values, trajectories
-
-
-def _label(name: str, num_samples: int) -> str:
-    """The glossary's label of an evaluation metric and its short name: prompts with a right answer (pass@4)."""
-    meaning = meaning_of(name)
-    measure, is_at_k, _ = name.partition("/")[2].partition("_at_k")
-    return (meaning.label if meaning else name) + (f" ({measure}@{num_samples})" if is_at_k else "")
 
 
 def _note_start(run: LiveRun) -> None:

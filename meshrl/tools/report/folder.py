@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from meshrl.config.values import scalar
 from meshrl.core.errors import Failure, MeshrlError
 from meshrl.core.files import Unreadable, is_there, read_text
+from meshrl.core.types import Trajectory
 from meshrl.monitor.jsonl import data_errors, read_object
 from meshrl.monitor.notes import NOTES_FILE
 from meshrl.monitor.rollout_log import read_rollouts
@@ -38,16 +40,13 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class LoggedAnswer:
-    """score: the first reward term; None when its grading failed. status: as in a Trajectory."""
+    """score: of loop.eval_term; None when its grading failed. is_right: whether it passed, as in pass@k. status: as in
+    a Trajectory."""
 
     text: str
     score: float | None
+    is_right: bool
     status: str
-
-    @property
-    def is_right(self) -> bool:
-        """Whether the score is 1 or more, as in pass@k."""
-        return self.score is not None and self.score >= 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +66,8 @@ class LoggedPrompt:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFolder:
     """result: result.json, empty before the run's end. phases: seconds by phase and finished steps; "other" is the time
-    between the phases. notes: the text of run_notes.txt. first_eval, last_eval: (finished steps, prompts by id), None if
-    missing."""
+    between the phases. notes: the text of run_notes.txt. first_eval, last_eval: (finished steps, prompts by id), None
+    if missing."""
 
     folder: Path
     result: dict[str, Any]
@@ -108,7 +107,8 @@ def read_run(folder: Path) -> RunFolder:
             one = series.setdefault(name, Series(units.get(name, "")))
             one.steps.append(line.step)
             one.values.append(value)
-    result = _result(folder / "result.json")
+    result, settings = _result(folder / "result.json"), _settings(folder / "config.yaml")
+    criterion = _criterion(settings)
     evals = sorted((folder / "rollouts").glob("eval_*.jsonl"))
     return RunFolder(
         folder=folder,
@@ -118,10 +118,10 @@ def read_run(folder: Path) -> RunFolder:
         series=series,
         phases=_phases(lines),
         wall_s=result.get("wall_s") or (lines[-1].time - lines[0].time if lines else 0.0),
-        settings=_settings(folder / "config.yaml"),
+        settings=settings,
         notes=_text(folder / NOTES_FILE),
-        first_eval=_evaluation(evals[0]) if evals else None,
-        last_eval=_evaluation(evals[-1]) if len(evals) > 1 else None,
+        first_eval=_evaluation(evals[0], *criterion) if evals else None,
+        last_eval=_evaluation(evals[-1], *criterion) if len(evals) > 1 else None,
     )
 
 
@@ -184,16 +184,35 @@ def _settings(path: Path) -> list[Setting]:
     return found
 
 
-def _evaluation(path: Path) -> tuple[int, dict[str, LoggedPrompt]]:
+def _criterion(settings: list[Setting]) -> tuple[str | None, float]:
+    """The values of loop.eval_term and loop.eval_pass_score, or their defaults."""
+    values = {setting.key: setting.value for setting in settings}
+    term = values.get("loop.eval_term", "null").strip('"')
+    try:
+        pass_score = float(values.get("loop.eval_pass_score", "1"))
+    except ValueError:  # the file was changed
+        pass_score = 1.0
+    return None if scalar(term) is None else term, pass_score
+
+
+def _score(trajectory: Trajectory, term: str | None) -> float | None:
+    """The score of a term, None = the first. The name weighted_sum is that of no term, and means the reward."""
+    if term is None:
+        term = next(iter(trajectory.rewards), "")
+    score = trajectory.rewards.get(term, trajectory.reward)
+    return None if isinstance(score, Failure) else score
+
+
+def _evaluation(path: Path, term: str | None, pass_score: float) -> tuple[int, dict[str, LoggedPrompt]]:
     asked: dict[str, LoggedPrompt] = {}
     for number, logged in enumerate(read_rollouts(path), start=1):
         with data_errors(f"{path}:{number}", "a trajectory"):
             trajectory, prompt = logged.trajectory, logged.trajectory.prompt
             if prompt.id not in asked:
                 asked[prompt.id] = LoggedPrompt([_message(m) for m in prompt.messages or ()], _plain(prompt.answer))
-            score = next(iter(trajectory.rewards.values()), None)
-            known = None if isinstance(score, Failure) else score
-            asked[prompt.id].answers.append(LoggedAnswer("\n".join(logged.texts), known, trajectory.status))
+            score = _score(trajectory, term)
+            passed = score is not None and score >= pass_score
+            asked[prompt.id].answers.append(LoggedAnswer("\n".join(logged.texts), score, passed, trajectory.status))
     with data_errors(str(path), "the rollouts of an evaluation"):
         return int(path.stem.rpartition("_")[2]), asked
 

@@ -57,8 +57,11 @@ def _scores(run: RunFolder) -> Iterable[tuple[str, str, str]]:
 
 def _cost(run: RunFolder) -> Iterable[tuple[str, str, str]]:
     planned = run.setting("loop.num_steps") or run.setting("sft.num_steps")
-    done = f"{run.num_steps} of {planned}" if planned else str(run.num_steps)
-    yield "steps", done, f"{duration(run.wall_s)} {'in all' if run.result else 'from first to last line'}"
+    took = f"{duration(run.wall_s)} {'in all' if run.result else 'from first to last line'}"
+    if "answers" in run.result:  # of `meshrl eval`
+        yield "answers", str(run.result["answers"]), took
+    else:
+        yield "steps", f"{run.num_steps} of {planned}" if planned else str(run.num_steps), took
     for name, title in (
         ("memory/rss_bytes", "all processes"),
         ("memory/device_peak_bytes", "highest of a device"),
@@ -158,9 +161,12 @@ def _score_facts(run: RunFolder) -> Iterable[tuple[bool, str]]:
 
 
 def samples(run: RunFolder) -> str:
-    """Answers to the same held-out prompts before and after training: learned, unlearned, still wrong."""
-    if run.first_eval is None or run.last_eval is None:
+    """Answers to the same held-out prompts before and after training: learned, unlearned, still wrong. Of a single
+    evaluation, right and wrong answers."""
+    if run.first_eval is None:
         return ""
+    if run.last_eval is None:
+        return _samples_of_one(*run.first_eval)
     (first, before), (last, after) = run.first_eval, run.last_eval
     kinds: dict[tuple[bool, bool], list[str]] = {}
     for prompt, asked in before.items():
@@ -173,17 +179,30 @@ def samples(run: RunFolder) -> str:
     for kind, title in KINDS.items():
         shown = kinds.get(kind, [])[:SAMPLES_OF_A_KIND]
         if shown and kind != (True, True):
-            parts.append(f"<h3>{title}</h3>{''.join(_sample(before[prompt], after[prompt]) for prompt in shown)}")
-    parts.append('<p class="note">All answers: <code>rollouts/eval_*.jsonl</code>.</p>')
-    return f"<section><h2>Samples</h2>{''.join(parts)}</section>"
+            pairs = (_sample(before=before[prompt], after=after[prompt]) for prompt in shown)
+            parts.append(f"<h3>{title}</h3>{''.join(pairs)}")
+    return f"<section><h2>Samples</h2>{''.join(parts)}{_ALL_ANSWERS}</section>"
 
 
-def _sample(before: LoggedPrompt, after: LoggedPrompt) -> str:
+def _samples_of_one(steps: int, asked: dict[str, LoggedPrompt]) -> str:
+    right = [prompt for prompt in asked.values() if prompt.is_right]
+    wrong = [prompt for prompt in asked.values() if not prompt.is_right]
+    parts = [f'<p class="note">Held-out prompts, after {steps} steps: {len(right)} right, {len(wrong)} wrong.</p>']
+    for title, prompts in (("Wrong", wrong), ("Right", right)):
+        shown = "".join(_sample(answer=prompt) for prompt in prompts[:SAMPLES_OF_A_KIND])
+        parts.append(f"<h3>{title}</h3>{shown}" if shown else "")
+    return f"<section><h2>Samples</h2>{''.join(parts)}{_ALL_ANSWERS}</section>"
+
+
+def _sample(**asked: LoggedPrompt) -> str:
+    """A prompt, and its answer in each evaluation, by a word for that evaluation."""
+    first = next(iter(asked.values()))
     question = "".join(
-        f"<div><small>{escape(role)}</small><pre>{escape(text)}</pre></div>" for role, text in before.question
+        f"<div><small>{escape(role)}</small><pre>{escape(text)}</pre></div>" for role, text in first.question
     )
-    truth = f"<div><small>answer</small><pre>{escape(before.truth)}</pre></div>"
-    return f'<div class="sample"><div>{question}{truth}</div>{_answer("before", before)}{_answer("after", after)}</div>'
+    truth = f"<div><small>answer</small><pre>{escape(first.truth)}</pre></div>"
+    answers = "".join(_answer(when, prompt) for when, prompt in asked.items())
+    return f'<div class="sample"><div>{question}{truth}</div>{answers}</div>'
 
 
 def _answer(when: str, asked: LoggedPrompt) -> str:
@@ -270,6 +289,8 @@ def every_number(run: RunFolder) -> str:
     return f"<section><h2>Every number</h2><details><summary>{len(rows)} metrics</summary>{table}</details></section>"
 
 
+_ALL_ANSWERS = '<p class="note">All answers: <code>rollouts/eval_*.jsonl</code>.</p>'
+
 KINDS = {
     (False, True): "Wrong, then right",
     (True, False): "Right, then wrong",
@@ -278,7 +299,7 @@ KINDS = {
 }
 
 LEARNING = (
-    Chart("Reward", ("reward/mean", "eval/mean_at_k", "eval/pass_at_k")),
+    Chart("Reward", ("reward/mean", "eval/reward/mean", "eval/mean_at_k", "eval/pass_at_k")),
     Chart("Loss", ("loss/nll",)),
     Chart("Groups without signal", ("reward/groups_without_signal",)),
     Chart("Answer length", ("rollout/length_mean_tokens", "rollout/length_tokens/p95")),

@@ -201,11 +201,6 @@ def test_the_resolved_sft_config_loads_to_the_same_config(write, good_sft: Path)
     assert load_sft_config(write(to_yaml(loaded), "resolved.yaml")).config == loaded.config
 
 
-def test_filters_and_greedy_are_fine_in_an_evaluation(good: Path):
-    overrides = ["rollout.sampling.top_p=0.9", "rollout.sampling.temperature=0"]
-    assert load_run_config(good, overrides, purpose="eval").config.rollout.sampling.top_p == 0.9
-
-
 def test_the_readme_yaml_for_flash_attention_loads_with_a_notice(good: Path):
     loaded = load_run_config(good, ["model={dtype: bfloat16, attn_implementation: flash_attention_2}"])
     assert loaded.config.model.attn_implementation == "flash_attention_2"

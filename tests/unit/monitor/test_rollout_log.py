@@ -156,6 +156,15 @@ def test_an_evaluation_has_its_own_file(tmp_path):
     assert log.write(3, [], name="eval").name == "eval_000003.jsonl"
 
 
+def test_groups_that_are_added_to_a_file_are_read_with_the_others(tmp_path):
+    log, groups = RolloutLog(tmp_path, decode), scripted_trajectories(2, 2)
+    for part in (groups[:2], groups[2:]):
+        path = log.write(3, part, name="eval", append=True)
+    read = [logged.trajectory for logged in read_rollouts(path)]
+    assert [(t.id, t.prompt.id) for t in read] == [(t.id, t.prompt.id) for t in groups]
+    assert [p.name for p in path.parent.iterdir()] == ["eval_000003.jsonl"]
+
+
 def test_another_schema_is_refused_by_line(tmp_path):
     path = tmp_path / "step_000000.jsonl"
     path.write_text('{"schema": 99}\n')

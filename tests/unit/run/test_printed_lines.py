@@ -21,7 +21,9 @@ def test_an_evaluation_prints_readable_names_with_its_values(tmp_path: Path, cap
     printed = {line[0]: line[-1].strip() for line in lines}
     assert list(printed) == [
         "mean score (mean@2)",
-        "prompts with a right answer (pass@2)",
+        "prompts with a passed answer (pass@2)",
+        "mean reward",
+        "mean score of ascii",
         "mean answer length",
         "held-out prompts",
         "failed attempts",

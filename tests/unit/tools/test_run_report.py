@@ -170,9 +170,38 @@ def test_the_folder_is_read_as_it_was_written(folder: Path):
     ]
 
 
+def test_the_keys_of_the_run_decide_which_answers_of_an_evaluation_are_right(folder: Path):
+    def right(*lines: str) -> list[bool]:
+        (folder / "config.yaml").write_text("\n".join(["loop:", *(f"  {line}  # default" for line in lines)]) + "\n")
+        evaluation = read_run(folder).first_eval
+        assert evaluation is not None
+        return [prompt.is_right for prompt in evaluation[1].values()]
+
+    attempts = [attempt("6*7?", "41", 0.5), attempt("forty two?", "42", 1)]
+    attempts[0].rewards["other"], attempts[1].rewards["other"] = 2.0, 0.0
+    attempts[0].reward = 1.5
+    RolloutLog(folder, lambda ids: "".join(map(chr, ids))).write(0, attempts, name="eval")
+    assert right() == [False, True] and right("eval_term: null", "eval_pass_score: 0.5") == [True, True]
+    assert right("eval_term: other", "eval_pass_score: 1.0") == [True, False]
+    assert right("eval_term: weighted_sum", "eval_pass_score: 1.5") == [True, False]
+    assert right("eval_term: weighted_sum", "eval_pass_score: many") == [True, True]
+
+
+def test_the_page_of_a_single_evaluation_shows_wrong_and_right_answers(folder: Path):
+    (folder / "rollouts" / "eval_000020.jsonl").unlink()
+    (folder / "result.json").write_text(json.dumps({"status": "done", "error": None, "wall_s": 3.0, "answers": 3}))
+    page = write_report(folder).read_text(encoding="utf-8")
+    text = " ".join("".join(PageParser(page).text).split())
+    for words in ("Held-out prompts, after 0 steps: 1 right, 2 wrong.", "answers3", "41", "hard?", "score 1"):
+        assert words in text
+    assert page.index("<h3>Wrong</h3>") < page.index("<pre>41<") < page.index("<h3>Right</h3>")
+    assert page.index("<h3>Right</h3>") < page.index("forty two?")
+
+
 @pytest.mark.parametrize(("scores", "is_right"), [([1, 0], True), ([1, 0, 0.9], False), ([None, None, 2], False)])
 def test_a_prompt_with_several_answers_is_right_when_half_of_them_are(scores: list[float | None], is_right: bool):
-    assert LoggedPrompt([], "", [LoggedAnswer("", score, "done") for score in scores]).is_right == is_right
+    answers = [LoggedAnswer("", score, score is not None and score >= 1, "done") for score in scores]
+    assert LoggedPrompt([], "", answers).is_right == is_right
 
 
 def test_a_pause_before_a_resumed_step_is_not_time_of_that_step(folder: Path):

@@ -1,0 +1,200 @@
+"""`meshrl eval`: answers and scores of a model on held-out prompts, in a folder of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from meshrl.cluster.launch import launched
+from meshrl.config.load import Loaded
+from meshrl.config.loop import WEIGHTED_SUM
+from meshrl.config.model import ModelConfig
+from meshrl.config.run import RunConfig
+from meshrl.core.errors import ConfigError, MeshrlError
+from meshrl.core.files import output_errors
+from meshrl.core.terminal import print_output
+from meshrl.core.types import Metric, Trajectory
+from meshrl.data.decode import text_of
+from meshrl.loops.evaluate import eval_metrics, evaluate_prompts, sampling_text, score_of
+from meshrl.loops.job import Task
+from meshrl.monitor.glossary import meaning_of
+from meshrl.monitor.metrics import divide, merge, units
+from meshrl.monitor.rollout_log import RolloutLog
+from meshrl.monitor.sinks import report
+from meshrl.run.inputs import Objects
+from meshrl.run.live import LiveRun, WriteReport, live_run
+from meshrl.run.signals import Stop
+from meshrl.run.subject import Subject
+from meshrl.run.task import load_task, reward_workers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalRequest:
+    """out: the folder to write, None = a new folder eval_N. write_report, convert: of meshrl.tools; convert(checkpoint,
+    folder) writes the model of a training state."""
+
+    subject: Subject
+    out: Path | None
+    write_report: WriteReport
+    convert: Callable[[Path, Path], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalResult:
+    """folder: what was written. trajectories: in the order of the prompts."""
+
+    folder: Path
+    metrics: dict[str, float]
+    trajectories: list[Trajectory]
+
+
+async def run_evaluation(stop: Stop, loaded: Loaded[RunConfig], request: EvalRequest, objects: Objects) -> EvalResult:
+    """Answer and score the held-out prompts. The folder gets config.yaml, rollouts/ with the answers to each prompt as
+    soon as they are scored, metrics.jsonl with one line, result.json and report.html. An evaluation that fails or is
+    interrupted has what was scored before.
+
+    Raises: MeshrlError without held-out prompts, ConfigError when `out` exists, both before anything is written.
+    """
+    cfg, subject = loaded.config, request.subject
+    task = await asyncio.to_thread(load_task, cfg, objects, False)
+    if not task.eval_prompts:
+        raise MeshrlError("meshrl eval needs data.eval_path; set it to a file of held-out rows")
+    folder = _new_folder(cfg, subject.run, request.out)
+    num_answers = len(task.eval_prompts) * cfg.loop.eval_samples
+    with live_run(_in_folder(loaded, folder), "eval", num_answers, stop, request.write_report, objects) as run:
+        run.note(f"evaluates {subject.text if subject.model is not None else cfg.model.path}")
+        run.note(f"eval {folder}: {len(task.eval_prompts)} held-out prompts, {sampling_text(cfg)}")
+        answers = _Answers(run, cfg, task, subject)
+        run.summary = answers.summary
+        try:
+            with _model(cfg, folder, request) as model:
+                trajectories, metrics = await _evaluate(run, cfg, model, task, answers, objects)
+        except BaseException:
+            run.note(f"ended early: {len(answers.trajectories)} of {num_answers} answers are scored; see {folder}")
+            raise
+        values, error = report(run.sinks[:1], subject.step, [*metrics, *run.spans.take("eval")])
+        if error is not None:
+            raise error
+    run.note(f"done: {num_answers} answers in {run.seconds:.0f} s; see {folder}")
+    named = units(merge(metrics))
+    for name, unit in named.items() if not objects.quiet else ():
+        print_output(f"{_label(name, cfg.loop.eval_samples):<38} {values[name]:.4g} {unit}".rstrip())
+    return EvalResult(folder=folder, metrics={name: values[name] for name in named}, trajectories=trajectories)
+
+
+async def _evaluate(
+    run: LiveRun, cfg: RunConfig, model: ModelConfig, task: Task, answers: _Answers, objects: Objects
+) -> tuple[list[Trajectory], list[Metric]]:
+    async with (
+        reward_workers(cfg, objects, task, run.note) as (scorer, trial),
+        launched(
+            model,
+            cfg.train,
+            cfg.rollout,
+            cfg.cluster,
+            num_train_ranks=0,
+            num_rollout_ranks=cfg.sampling_ranks[1],
+            folder=Path(cfg.run.folder),
+            seed=cfg.run.seed,
+        ) as groups,
+    ):
+        assert groups.rollouts is not None
+        groups.rollouts.note = run.note
+        await groups.rollouts.trust_loaded_weights()
+        await trial
+        run.note(f"ready after {run.seconds:.1f} s")
+        with run.spans("eval"):
+            return await evaluate_prompts(cfg, task, groups.rollouts, scorer, min_version=0, scored=answers.add)
+
+
+class _Answers:
+    """The scored answers so far: a line in the file and in the summary for each, and the progress."""
+
+    def __init__(self, run: LiveRun, cfg: RunConfig, task: Task, subject: Subject):
+        self.trajectories: list[Trajectory] = []
+        self._run, self._cfg, self._subject = run, cfg, subject
+        self._log = RolloutLog(run.folder, partial(text_of, task.tokenizer, special=True), run.writes)
+        self._rewards = self._tokens = 0.0
+
+    def add(self, group: list[Trajectory]) -> None:
+        self._log.write(self._subject.step, group, name="eval", append=True)
+        self.trajectories += group
+        self._rewards += sum(score_of(t, WEIGHTED_SUM) for t in group)
+        self._tokens += sum(len(turn.output_ids) for t in group for turn in t.turns)
+        count = len(self.trajectories)
+        means = {"reward/mean": self._rewards / count, "rollout/length_mean_tokens": self._tokens / count}
+        self._run.show_progress(count, means)
+
+    def summary(self) -> dict[str, Any]:
+        """The entries for result.json."""
+        cfg = self._cfg
+        return {
+            "model": cfg.model.path if self._subject.state is None else str(self._subject.state.resolve()),
+            "step": self._subject.step,
+            "data": cfg.data.eval_path,
+            "samples": cfg.loop.eval_samples,
+            "sampling": cfg.eval_sampling.model_dump(mode="json"),
+            "eval_term": cfg.eval_term,
+            "eval_pass_score": cfg.loop.eval_pass_score,
+            "answers": len(self.trajectories),
+            "metrics": divide(merge(eval_metrics(self.trajectories, cfg))) if self.trajectories else {},
+        }
+
+
+def _new_folder(cfg: RunConfig, run: Path | None, out: Path | None) -> Path:
+    """Create the folder of the evaluation: `out`, or the next eval_N in the model's run, else in that of run.name, else
+    in run.folder. Raises: ConfigError when `out` exists."""
+    name = () if cfg.run.name == "auto" else (cfg.run.name,)
+    place = Path(cfg.run.folder, *name) if run is None else run
+    with output_errors(place if out is None else out, "Make it writable, or name another folder by --out"):
+        if out is not None:
+            try:
+                out.mkdir(parents=True)
+            except FileExistsError:
+                raise ConfigError(f"--out {out} already exists; name a new folder") from None
+            return out
+        for number in count(1):
+            folder = place / f"eval_{number}"
+            with suppress(FileExistsError):
+                folder.mkdir(parents=True)
+                return folder
+    raise AssertionError
+
+
+def _in_folder(loaded: Loaded[RunConfig], folder: Path) -> Loaded[RunConfig]:
+    """The config of a run in this folder, without a checkpoint and trackers."""
+    cfg = loaded.config
+    run = cfg.run.model_copy(update={"folder": str(folder.parent), "name": folder.name, "resume": "never"})
+    monitor = cfg.monitor.model_copy(update={"sinks": []})
+    origins = loaded.origins | dict.fromkeys(("run.folder", "run.name", "run.resume", "monitor.sinks"), "meshrl eval")
+    return replace(loaded, config=cfg.model_copy(update={"run": run, "monitor": monitor}), origins=origins)
+
+
+@contextmanager
+def _model(cfg: RunConfig, folder: Path, request: EvalRequest) -> Iterator[ModelConfig]:
+    """The config of the model that samples. That of a training state is written into the folder, and removed at the
+    end."""
+    if request.subject.state is None:
+        yield cfg.model
+        return
+    made = folder / "model"
+    try:
+        request.convert(request.subject.state, made)
+        yield cfg.model.model_copy(update={"path": str(made)})
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _label(name: str, num_samples: int) -> str:
+    """The glossary's label of an evaluation metric and its short name: prompts with a right answer (pass@4)."""
+    meaning = meaning_of(name)
+    measure, is_at_k, _ = name.partition("/")[2].partition("_at_k")
+    label = meaning.label.replace("<name>", name.rpartition("/")[2]) if meaning else name
+    return label + (f" ({measure}@{num_samples})" if is_at_k else "")

@@ -1,0 +1,108 @@
+"""What `meshrl eval` evaluates: a model's folder, a step's folder of a run, or the best model of a run. No torch is
+imported."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshrl.core.errors import CheckpointError, ConfigError
+from meshrl.core.files import is_there
+from meshrl.run.folder import state_in
+from meshrl.run.models import read_best
+from meshrl.train.checkpoint_files import MANIFEST, read_controller, step_folders
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Subject:
+    """model: a folder or a hub id; None = model.path of the config. text: the model in words, for a user. run: the
+    folder of the run that wrote it, None if it is of no run. step: the number of finished steps of that run. state: a
+    checkpoint without a model, from which the model is made; `model` is then the one from which its run started."""
+
+    model: str | None = None
+    text: str = "model.path"
+    run: Path | None = None
+    step: int = 0
+    state: Path | None = None
+
+    @property
+    def overrides(self) -> list[str]:
+        return [] if self.model is None else [f"model.path={json.dumps(self.model)}"]
+
+
+def subject_of(config: Any, model: str | Path | None) -> tuple[Any, Subject]:
+    """The config and the subject of an evaluation. A folder in place of the config is one that `find_subject` accepts;
+    then the config is the config.yaml of its run.
+
+    Raises: ConfigError and CheckpointError, as find_subject.
+    """
+    if not isinstance(config, str | Path) or not Path(config).is_dir():
+        return config, Subject() if model is None else find_subject(model)
+    found = find_subject(config)
+    if found.run is None or not is_there(found.run / "config.yaml"):
+        raise ConfigError(
+            f"{config} is a folder, and belongs to no run with a config.yaml; give a config file, and the folder by "
+            f"--model: meshrl eval CONFIG --model {config}"
+        )
+    return found.run / "config.yaml", found if model is None else find_subject(model)
+
+
+def find_subject(given: str | Path) -> Subject:
+    """The model that a folder or a hub id names. A run's folder names its best model, or if it has none its newest.
+
+    Raises: ConfigError when the folder has no model and no checkpoint; CheckpointError when a checkpoint or best.json
+    is damaged.
+    """
+    folder = Path(given)
+    if not folder.is_dir():
+        return Subject(model=str(given), text=str(given))  # a hub id, or a path that the check of the config refuses
+    if (folder / "config.json").is_file():
+        run, step = _run_and_step(folder.resolve().parent)
+        return Subject(model=str(folder), text=str(folder), run=run, step=step)
+    if (folder / "model").is_dir() or is_there(state_in(folder) / MANIFEST):
+        return _of_step(folder, str(folder))
+    run = folder.parent if folder.resolve().name == "checkpoints" else folder
+    saved = [path for _, path in step_folders(run / "checkpoints") if _is_saved(path)]
+    if not saved and not is_there(run / "checkpoints" / "best.json"):
+        raise ConfigError(
+            f"{folder} is neither a model (it has no config.json), nor a run or a step of a run that has saved one. "
+            "Give a folder made by save_pretrained, runs/NAME, or runs/NAME/checkpoints/step_N"
+        )
+    newest = max(saved, key=lambda path: ((path / "model").is_dir(), saved.index(path)), default=None)
+    best = read_best(run)
+    if best is not None and (best.step == 0 or Path(best.model).is_dir()):
+        when = f"after {best.step} steps" if best.step else "the one before training"
+        other = f"; the newest is in {newest}" if newest is not None and Path(best.model).parent != newest else ""
+        text = f"{best.model}, the best model of {run} ({when}, held-out score {best.score:.4g}{other})"
+        return Subject(model=best.model, text=text, run=run, step=best.step)
+    if newest is None:
+        raise CheckpointError(f"{run / 'checkpoints' / 'best.json'} names a model that is gone, and no other is there")
+    return _of_step(newest, f"{newest}, the newest of {run}")
+
+
+def _is_saved(step: Path) -> bool:
+    return (step / "model").is_dir() or is_there(step / "state" / MANIFEST)
+
+
+def _of_step(folder: Path, text: str) -> Subject:
+    """A step's folder: its model, or if it has only a state, the model that is made of that."""
+    if (folder / "model").is_dir():
+        run, step = _run_and_step(folder.resolve())
+        return Subject(model=str(folder / "model"), text=text, run=run, step=step)
+    state = state_in(folder)
+    run, step = _run_and_step(state.resolve().parent)
+    saved = read_controller(state)
+    try:
+        start = str(saved["config"]["model"]["path"])
+    except (KeyError, TypeError) as cause:
+        raise CheckpointError(f"{state} does not contain the config of its run; it is damaged") from cause
+    return Subject(model=start, text=f"{text} (a training state)", run=run, step=step, state=folder)
+
+
+def _run_and_step(folder: Path) -> tuple[Path | None, int]:
+    """The run and the step of a folder runs/NAME/checkpoints/step_N; (None, 0) if it is no such folder."""
+    step = {path: number for number, path in step_folders(folder.parent)}.get(folder)
+    is_step = step is not None and folder.parent.name == "checkpoints"
+    return (folder.parent.parent, step or 0) if is_step else (None, 0)

@@ -1,0 +1,75 @@
+"""The metrics of an evaluation: every term, the weighted sum, and what counts as passed."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshrl.config.run import RunConfig
+from meshrl.core.errors import Failure
+from meshrl.core.types import Prompt, Trajectory
+from meshrl.loops.evaluate import eval_metrics
+from meshrl.monitor.metrics import divide, merge
+
+TERMS = {
+    "answer": {"kind": "math_answer"},
+    "form": {"kind": "format", "weight": 0.5},
+    "seen": {"kind": "a:b", "weight": 0},
+}
+FAILED = Failure(kind="crash", message="no")
+
+
+def config(**loop) -> RunConfig:
+    sections = {"model": {"path": "m"}, "data": {}, "reward": {"terms": TERMS}, "loop": {"num_steps": 1, **loop}}
+    return RunConfig.model_validate(sections)
+
+
+def attempt(prompt: str, index: int, answer: float | Failure, form: float = 0.0, seen: float = 0.0) -> Trajectory:
+    reward = None if isinstance(answer, Failure) else answer + 0.5 * form
+    rewards = {"answer": answer, "form": form, "seen": seen}
+    row = Prompt(id=prompt, ordinal=0)
+    return Trajectory(prompt=row, group_id=prompt, index=index, purpose="eval", rewards=rewards, reward=reward)
+
+
+ATTEMPTS = [
+    *(attempt("a", 0, 0.0, form=1.0), attempt("a", 1, 1.0, form=1.0, seen=0.25)),
+    *(attempt("b", 0, 0.5, form=1.0), attempt("b", 1, 0.0)),
+]
+
+
+def values(attempts: list[Trajectory], **loop) -> dict[str, float]:
+    return divide(merge(eval_metrics(attempts, config(**loop))))
+
+
+def test_every_term_and_the_weighted_sum_are_evaluated_under_the_names_of_training():
+    found = values(ATTEMPTS)
+    assert found["eval/reward/mean"] == pytest.approx((0.5 + 1.5 + 1.0 + 0.0) / 4)
+    assert found["eval/reward/term/answer"] == 1.5 / 4
+    assert found["eval/reward/term/form"] == 3 / 4
+    assert found["eval/reward/term/seen"] == 0.25 / 4  # its weight is 0
+
+
+@pytest.mark.parametrize(
+    ("loop", "mean", "passed"),
+    [
+        ({}, 0.375, 0.5),
+        ({"eval_pass_score": 0.5}, 0.375, 1.0),
+        ({"eval_pass_score": 1.01}, 0.375, 0.0),
+        ({"eval_term": "form"}, 0.75, 1.0),
+        ({"eval_term": "seen", "eval_pass_score": 0.25}, 0.0625, 0.5),
+        ({"eval_term": "weighted_sum"}, 0.75, 1.0),
+        ({"eval_term": "weighted_sum", "eval_pass_score": 1.5}, 0.75, 0.5),
+    ],
+)
+def test_the_chosen_term_and_score_decide_what_has_passed(loop, mean, passed):
+    found = values(ATTEMPTS, **loop)
+    assert (found["eval/mean_at_k"], found["eval/pass_at_k"]) == (mean, passed)
+
+
+def test_an_attempt_that_failed_scores_0_and_is_counted():
+    refused = Trajectory(prompt=Prompt(id="c", ordinal=0), group_id="c", index=0, status="failed")
+    found = values([attempt("a", 0, 1.0, form=1.0), attempt("b", 0, FAILED, form=1.0), refused])
+    assert found["eval/num_failed"] == 2 and found["eval/num_prompts"] == 3
+    assert found["eval/mean_at_k"] == pytest.approx(1 / 3)
+    assert found["eval/reward/term/form"] == pytest.approx(2 / 3)
+    assert found["eval/reward/mean"] == pytest.approx(1.5 / 3)
+    assert values([refused], eval_term="weighted_sum")["eval/mean_at_k"] == 0
