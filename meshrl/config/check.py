@@ -189,7 +189,7 @@ def _aliases(case: Case) -> Iterator[Problem]:
 
 def _unused(case: Case) -> Iterator[Problem]:
     for key, (why, causes) in _unused_keys(case.config).items():
-        if key in case.given and case.given[key].value not in (None, {}):
+        if key in case.given and case.given[key].value is not None:
             text = f"would have no effect: {why}. Remove this key, or change the other one."
             yield Problem((key, *causes.split()), text, void=(key,), why=f"no effect, since {why}")
 

@@ -147,6 +147,9 @@ def test_an_object_replaces_no_value_of_the_config(good):
     agent = InMemory(values={"agent": {"kind": "__main__:Mine"}}, unused=["agent.args"])
     known = {"agent": {"__main__:Mine"}}
     load_run_config(in_python(good), known=known, in_memory=agent)
+    load_run_config(
+        in_python(good) | {"agent": {"args": {}}}, known=known, in_memory=agent
+    )  # as a resolved config has it
     for given in ({"kind": "single_turn"}, {"args": {"max_turns": 3}}):
         with pytest.raises(ConfigError, match=r"agent\.\w+.*\[config-dict\]\s+would have no effect"):
             load_run_config(in_python(good) | {"agent": given}, known=known, in_memory=agent)

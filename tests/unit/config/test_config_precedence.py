@@ -21,6 +21,7 @@ load_sft_config = partial(config_load.load_sft_config, further=[check_data])
 
 VLLM = f"rollout: {{engine: vllm, vllm: {{python: '{sys.executable}', kv_cache_bytes: 9}}, mesh: {{infer_tp: 2}}}}"
 HYBRID = "train: {sharding_strategy: HYBRID_SHARD, mesh: {dp_replicate: 2, dp_shard: 1}}"
+ENDPOINT = "endpoint: {url: 'http://h:1', weights: files}"
 SGLANG = "rollout: {engine: sglang, sglang: {url: 'http://h:3', api_key_env: KEY}}\ncluster: {num_train_ranks: 1}"
 TEMPLATE = "'{% for m in messages %}{{ m.content }}{{ tone }}{% endfor %}'"
 
@@ -78,6 +79,21 @@ VOID = [
     ("rollout: {sync_mode: delta}", "rollout.release_memory=true", "rollout.sync_mode", "full"),
     ("cluster: {num_train_ranks: 2}", "cluster.executor=inline", "cluster.num_train_ranks", 1),
     ("cluster: {max_restarts: 5}", "cluster.executor=inline", "cluster.max_restarts", 3),
+    ("cluster: {executor: ray, nodes: 2}", "cluster.executor=processes", "cluster.nodes", 1),
+    ("cluster: {executor: ray, nodes: 2}", "cluster.address=local", "cluster.nodes", 1),
+    ("data: {subset: main}", "data.path=other.jsonl", "data.subset", None),
+    (
+        f"rollout: {{release_memory: true, {ENDPOINT}}}\ncluster: {{num_train_ranks: 1}}",
+        "rollout.engine=endpoint",
+        "rollout.release_memory",
+        False,
+    ),
+    (
+        f"rollout: {{mesh: {{infer_tp: 2}}, {ENDPOINT}}}\ncluster: {{num_train_ranks: 1}}",
+        "rollout.engine=endpoint",
+        "rollout.mesh.infer_tp",
+        1,
+    ),
     ("run: {name: mine, resume: auto}", "run.name=auto", "run.resume", "never"),
     ("data: {split: train}", "data.path=other.jsonl", "data.split", None),
     (f"data: {{chat_template_kwargs: {{tone: x}}, chat_template: {TEMPLATE}}}", "data.chat_template=t", "tone", None),
@@ -107,7 +123,8 @@ def value(config: RunConfig, key: str) -> object:
 def test_what_the_command_line_makes_void_in_the_file_goes_with_a_note(
     write, good: Path, monkeypatch: pytest.MonkeyPatch, file: str, override: str, key: str, after: object
 ):
-    monkeypatch.setitem(sys.modules, "wandb", sys)  # as if it were installed
+    for package in ("wandb", "ray"):
+        monkeypatch.setitem(sys.modules, package, sys)  # as if it were installed
     prepare(good)
     loaded = load_run_config(write(f"base: run.yaml\n{file}\n", "void.yaml"), [override])
     (note,) = [note for note in left_out(loaded) if key in note.partition(" left out ")[0]]
@@ -229,6 +246,8 @@ def test_arguments_are_emptied_by_an_empty_dict_and_null_is_a_value_of_them(writ
         return load_run_config(path, overrides).config.agent.args
 
     assert args("agent.args={}") == args("agent.args=null") == {}
+    in_python = load_run_config({"base": str(path), "agent": {"args": {}}})
+    assert in_python.config.agent.args == {} and in_python.origins["agent.args"] == "config-dict"
     assert args("agent.args={}", "agent.args.max_turns=5") == {"max_turns": 5}
     assert args("agent.args.max_turns=null") == {"max_turns": None, "more": {"a": 1}}
     assert args("agent.args.more={}") == {"max_turns": 3, "more": {}}
