@@ -72,14 +72,14 @@ LOOP_FAULTS = [
         "meshrl/loops/evaluate.py",
         "job.scorer, job.trainer.version)",
         "job.scorer, 0)",
-        (_LOOPS + "test_evaluation.py::test_an_evaluation_asks_for_the_weights_of_the_trainer",),
+        (_LOOPS + "test_evaluated_prompts.py::test_an_evaluation_asks_for_the_weights_of_the_trainer",),
     ),
     Fault(
         "an evaluation counts failed gradings as wrong answers",
         "meshrl/loops/evaluate.py",
         "    scorer.check_failures(trajectories)\n",
         "",
-        (_LOOPS + "test_evaluation.py::test_an_evaluation_whose_grader_fails_ends_the_run",),
+        (_LOOPS + "test_evaluated_prompts.py::test_an_evaluation_whose_grader_fails_ends_the_run",),
     ),
     Fault(
         "a sync that changes no element reports no fraction",

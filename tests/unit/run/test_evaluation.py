@@ -103,7 +103,7 @@ def test_evaluations_use_their_own_sampling_in_training_and_alone(home: Path):
         turns = [turn for trajectory in logged for turn in trajectory.turns]
         assert {(turn.sampling.temperature, turn.sampling.top_k) for turn in turns} == {(0.7, 50)}
         assert max(len(turn.output_ids) for turn in turns) == 6
-    (trained, *_) = read_rollouts(home / "runs" / "one" / "rollouts" / "step_000000.jsonl")
+    (trained, *_) = read_rollouts(home / "runs" / "one" / "rollouts" / "step_000001.jsonl")
     assert trained.trajectory.turns[0].sampling.temperature == 1 and trained.trajectory.turns[0].sampling.top_k == 0
     assert not (home / "sampled" / "tensorboard").exists()
 
