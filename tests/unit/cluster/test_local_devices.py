@@ -137,6 +137,7 @@ def test_more_ranks_than_cpu_cores_are_noted(machine_with):
     assert note is not None and "5 ranks" in note and "4 CPU cores" in note and "cluster.num_train_ranks" in note
 
 
+@pytest.mark.timeout(60)  # a follower that is not refused waits for minutes
 @pytest.mark.parametrize("rank", [None, 1])
 def test_a_run_with_too_few_devices_ends_before_it_makes_its_folder(
     machine_with, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rank: int | None
