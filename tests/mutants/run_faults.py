@@ -152,6 +152,13 @@ RUN_FAULTS = [
         ("tests/e2e/test_resume.py::test_a_resume_that_is_refused_changes_nothing",),
     ),
     Fault(
+        "a debugger or profiler hangs a run on Python 3.11",
+        "meshrl/data/time_limit.py",
+        "_deadlines.pop(thread, None)",
+        "_deadlines.pop(thread, None), ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None)",
+        ("tests/e2e/test_debugger.py::test_an_inline_run_under_a_profiler_and_under_a_debugger_ends_as_without",),
+    ),
+    Fault(
         "several ranks get one device",
         "meshrl/cluster/devices.py",
         "if len(users) <= devices or (",

@@ -15,7 +15,7 @@ from meshrl.cluster.devices import check_devices
 from meshrl.config.cluster import ClusterConfig
 from meshrl.config.rollout import EndpointConfig, RolloutConfig, SglangConfig
 from meshrl.core.device import generators_restored
-from meshrl.core.errors import ConfigError
+from meshrl.core.errors import ConfigError, DataError
 
 EMBEDDED = RolloutConfig()
 
@@ -135,6 +135,18 @@ def test_more_ranks_than_cpu_cores_are_noted(machine_with):
     assert check_devices(ClusterConfig(), EMBEDDED, 3, 1) is None
     note = check_devices(ClusterConfig(), EMBEDDED, 3, 2)
     assert note is not None and "5 ranks" in note and "4 CPU cores" in note and "cluster.num_train_ranks" in note
+
+
+def test_a_run_prints_that_its_ranks_share_cpu_cores(
+    machine_with, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    machine_with(0)
+    config = write_run(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"question": 1}\n')  # ends the run before a rank starts
+    with pytest.raises(DataError):
+        train(config, "run", "cluster.num_train_ranks=5")
+    assert "note: 5 ranks (cluster.num_train_ranks + cluster.num_rollout_ranks) share" in capsys.readouterr().err
 
 
 @pytest.mark.timeout(60)  # a follower that is not refused waits for minutes
