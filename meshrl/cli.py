@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from meshrl.core.errors import ConfigError, MeshrlError
+from meshrl.core.lookup import did_you_mean
 from meshrl.core.terminal import drop_unwritten_output, open_standard_streams, print_message, print_output, printable
 
 if TYPE_CHECKING:
@@ -57,10 +58,23 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         super().error(printable(message))  # it contains words of the command line
 
+    def options(self) -> list[str]:
+        """The names of all options."""
+        return [name for name in self._option_string_actions if name.startswith("--")]
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from importlib.metadata import version
+
+        print_output(f"meshrl {version('meshrl')}")
+        parser.exit()
+
 
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = _Parser(prog="meshrl", description=DESCRIPTION, epilog=EPILOG)
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version of meshrl")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
 
     def add(name: str, command, text: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text, description=text)
@@ -112,12 +126,21 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     config = add("config", _config, "list the config keys with type, default and meaning")
     config.add_argument("word", metavar="WORD", nargs="?", help="list only keys with this word in name or meaning")
 
+    name = next((text for text in argv if not text.startswith("-")), None)  # no option before it takes a value
+    if name is not None and name not in commands.choices:
+        known = ", ".join(commands.choices)
+        parser.error(f"{name!r} is not a command; the commands are {known}{did_you_mean(name, commands.choices)}")
     args, rest = parser.parse_known_args(argv)
+    if name is None and not rest:
+        print_message(parser.format_help().rstrip("\n"))
+        sys.exit(2)
     # argparse does not accept positionals that follow an option, as in `train CONFIG --explain key=value`.
-    wrong = [text for text in rest if text.startswith("-") or "=" not in text or args.overrides is None]
+    wrong = [text for text in rest if text.startswith("-") or "=" not in text or name is None or args.overrides is None]
     if wrong:
+        options = (commands.choices[name] if name else parser).options()
         dashes = any("=" in text for text in wrong) and " (overrides are written without dashes: key=value)"
-        parser.error(f"unrecognized arguments: {' '.join(wrong)}{dashes or ''}")
+        meant = "".join(did_you_mean(text, options) for text in wrong if text.startswith("--"))
+        parser.error(f"unrecognized arguments: {' '.join(wrong)}{dashes or meant}")
     if rest:
         args.overrides += rest
     return args

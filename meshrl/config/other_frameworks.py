@@ -14,7 +14,7 @@ from meshrl.config.schema import LONGEST_MISSPELT, most_edits, num_edits
 
 FRAMEWORKS = {"verl": "verl", "trl": "TRL", "prime-rl": "prime-rl", "other": "other frameworks"}
 """Column of other_frameworks.yaml -> the framework."""
-MOST_MEANINGS = 3  # a name such as `enable`, which has more, gives no hint without its section
+MOST_MEANINGS = 3  # a name such as `path`, which has more, gives no hint without its section
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,9 +91,7 @@ def meanings(path: str, keys: Collection[str]) -> list[Meaning]:
     names = _by_last_part().get(parts[-1], [])
     found = [each for each in names if each[0] == parts]
     if not found:
-        sections = [each for each in _by_last_part()["*"] if f".{'.'.join(each[0][:-1])}." in f".{'.'.join(parts)}."]
-        longest = max((len(each[0]) for each in sections), default=0)
-        found = [each for each in sections if len(each[0]) == longest]
+        found = [each for each in _by_last_part()["*"] if f".{'.'.join(each[0][:-1])}." in f".{'.'.join(parts)}."]
     if not found:
         most = max((_num_equal(parts, each[0]) for each in names), default=0)
         found = [each for each in names if _num_equal(parts, each[0]) == most]

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -95,16 +96,25 @@ def test_explain_of_sft_runs_without_torch(good_sft: Path):
     [
         (["train", "run.yaml", "--train.optimizer.lr=1"], "without dashes: key=value"),
         (["train", "run.yaml", "--explan"], "unrecognized arguments: --explan"),
+        (["train", "run.yaml", "--explian"], "unrecognized arguments: --explian; did you mean '--explain'?"),
         (["train", "run.yaml", "--explain", "another.yaml"], "unrecognized arguments: another.yaml"),
         (["config", "lr", "a=b"], "unrecognized arguments: a=b"),
         (["train"], "CONFIG"),
-        (["trian", "run.yaml"], "invalid choice"),
-        ([], "COMMAND"),
+        (["trian", "run.yaml"], "'trian' is not a command; the commands are train, sft, eval, "),
+        (["trian", "run.yaml"], "; did you mean 'train'?"),
+        (["--versoin"], "unrecognized arguments: --versoin; did you mean '--version'?"),
+        ([], "\n    train "),
+        ([], "usage: meshrl [-h] [--version] COMMAND ..."),
     ],
 )
 def test_a_wrong_command_line_is_refused(arguments: list[str], words: str):
     done = meshrl(*arguments)
     assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr
+
+
+def test_the_version_is_that_of_the_installed_package():
+    done = meshrl("--version")
+    assert done.returncode == 0 and done.stdout == f"meshrl {version('meshrl')}\n", done.stderr
 
 
 def test_eval_takes_its_model_from_the_option(good: Path):

@@ -194,7 +194,9 @@ def test_a_large_config_of_another_framework_is_reported_in_part(write: Callable
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("+trainer.total_epochs=1", "total_epochs of verl is loop.num_steps here"),
+        ("+learning_rate=1", "learning_rate of TRL is train.optimizer.lr here"),
+        ("train.beta=1", "beta of TRL is algo.kl.coef here"),
+        ("train.optimzer.lr=1", "train.optimzer [command line] unknown key. Nearest: train.optimizer."),
         ("train.optimizer.learning_rate=1", "learning_rate of TRL is train.optimizer.lr here."),
         ("rollout.n=8", "n of verl is loop.samples_per_prompt here."),
         ("algo.beta=1", "beta of TRL is algo.kl.coef here"),
@@ -216,6 +218,11 @@ def test_a_config_of_sft_gets_keys_of_sft(good_sft: Path):
         load_sft_config(good_sft, ["num_train_epochs=3", "beta=1"])
     text = " ".join(str(error.value).split())
     assert "num_train_epochs of TRL is sft.num_steps here" in text and "algo.kl" not in text
+
+
+def test_a_name_that_is_common_has_no_meaning_without_its_section():
+    assert meanings("name", every_key()) == []
+    assert [each.here for each in meanings("wandb.name", every_key())] == [("run.name",)]
 
 
 def test_every_setting_of_the_table_has_keys_that_exist_or_advice():

@@ -26,7 +26,7 @@ def verl_number(solution_str, ground_truth, method="strict", num_tokens=0):
 
 
 async def verl_async(data_source, solution_str, ground_truth, extra_info=None, **rest):
-    return {"score": len(rest), "extra_info": extra_info, "source": data_source}
+    return {"score": len(rest) + (data_source == "mixture"), "extra_info": extra_info}
 
 
 def verl_without_score(data_source, solution_str, ground_truth, extra_info=None):

@@ -102,7 +102,7 @@ def test_the_other_parameters_of_a_reward_function_of_verl_come_from_args_and_ke
 
 def test_an_async_reward_function_of_verl_gets_the_source_of_a_mixture_where_rows_have_no_data_source():
     grade = make_grader("t", "foreign_graders:verl_async", {"bonus": 1})
-    assert grade.is_async and asyncio.run(grade(payload())) == 5
+    assert grade.is_async and asyncio.run(grade(payload())) == 6
     assert not make_grader("t", "foreign_graders:verl", {}).is_async
 
 
