@@ -87,7 +87,7 @@ def meanings(path: str, keys: Collection[str]) -> list[Meaning]:
     The name itself comes first, then a section of the table that contains it, then the names with most equal parts at
     the end.
     """
-    parts = path.lstrip("+~").lower().split(".")
+    parts = path.lower().split(".")
     names = _by_last_part().get(parts[-1], [])
     found = [each for each in names if each[0] == parts]
     if not found:
