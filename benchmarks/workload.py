@@ -20,6 +20,8 @@ SHAPES: dict[str, dict[str, int]] = {
     "0.9M": dict(hidden_size=128, num_hidden_layers=3, num_attention_heads=4, intermediate_size=416),
     "5M": dict(hidden_size=256, num_hidden_layers=6, num_attention_heads=8, intermediate_size=768),
     "28M": dict(hidden_size=512, num_hidden_layers=8, num_attention_heads=8, intermediate_size=1664),
+    "54M": dict(hidden_size=512, num_hidden_layers=16, num_attention_heads=8, intermediate_size=1664),
+    "134M": dict(hidden_size=768, num_hidden_layers=15, num_attention_heads=12, intermediate_size=3072),
 }
 
 

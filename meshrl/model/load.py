@@ -315,7 +315,8 @@ def _require_attention_interface(config: Any, path: str | Path) -> None:
     """Raises: ConfigError for a model that computes attention without Transformers' table of attention functions."""
     from transformers import AutoModelForCausalLM
 
-    code = AutoModelForCausalLM._model_mapping[type(config)].__module__
+    known, text = AutoModelForCausalLM._model_mapping, type(config.get_text_config())
+    code = known[text if text in known else type(config)].__module__  # a model of images has a text model inside
     if not hasattr(sys.modules[code], "ALL_ATTENTION_FUNCTIONS"):
         raise ConfigError(
             f"model.path {str(path)!r} is a {config.model_type}: {code} computes attention by itself (in some models "

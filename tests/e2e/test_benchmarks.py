@@ -71,6 +71,12 @@ def test_packing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_cpu_dtype(tmp_path: Path) -> None:
+    line = smoke("cpu_dtype", tmp_path)
+    assert {"ratio_train_smoke", "ratio_sample_smoke"} <= line["figures"].keys()
+
+
+@pytest.mark.slow
 def test_where_time_goes(tmp_path: Path) -> None:
     line = smoke("where_time_goes", tmp_path, "--dtypes", "float32")
     shares = {name: value for name, value in line["figures"].items() if name.startswith("share_training_float32")}
