@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from meshrl.config.run import RunConfig
-from meshrl.core.errors import AgentError, Failure, MeshrlError
+from meshrl.core.errors import AgentError, Failure, MeshrlError, RewardError
 from meshrl.core.types import Prompt, Trajectory
 from meshrl.loops.job import Job
 from meshrl.loops.step import train_step
@@ -56,3 +56,13 @@ def test_exceptions_of_the_agent_in_too_many_attempts_end_the_run():
     job = job_of([])
     with pytest.raises(AgentError, match=r"agent single_turn raised an exception in 2 of 4 attempts, .* 0\.2"):
         asyncio.run(train_step(job, [refused("crash")] * 2 + [refused("agent")] * 2))
+
+
+def test_failed_gradings_are_checked_before_anything_is_trained():
+    def too_many(trajectories: list[Trajectory]) -> None:
+        raise RewardError(f"{len(trajectories)} failed")
+
+    job = job_of([])
+    job.scorer = SimpleNamespace(check_failures=too_many)
+    with pytest.raises(RewardError, match="3 failed"):
+        asyncio.run(train_step(job, [refused("agent")] * 3))
