@@ -316,6 +316,11 @@ class Blocking(SingleTurn):
     def run(self, prompt, index, generate, ctx): ...
 
 
+class NoTools(SingleTurn):
+    def __init__(self):
+        self.tools = None
+
+
 class OfTools(SingleTurn):
     def __init__(self):
         self.tools = [DOUBLE]
@@ -416,6 +421,7 @@ def test_a_template_without_answers_of_tools_is_refused_for_a_conversation(chang
         ({"kind": f"{__name__}:answer_twice", "args": {"ask": "?", "often": 2}}, "don't fit .*argument 'often'$"),
         ({"kind": f"{__name__}:Without"}, "is Without .*; it must be an object with the method `run` and the list"),
         ({"kind": f"{__name__}:Blocking"}, "its method `run` must be defined with `async def`"),
+        ({"kind": f"{__name__}:NoTools"}, "its `tools` are NoneType None; they must be a list .* empty for an agent"),
         ({"kind": f"{__name__}:OfTools"}, r"its `tools` are list \[Tool\(.*list of JSON schemas, such as Tool.schema"),
     ],
 )
