@@ -28,8 +28,7 @@ import numpy as np
 import torch
 from bare_fsdp2 import BareLoop
 from measure import Report, alternate, median, paired_ratio, parser
-from rewards import GSM8K, STAND_IN
-from runs import TrainingRun, TrainingTask, rows_for, run_meshrl
+from runs import TrainingRun, TrainingTask, objective, rows_for, run_meshrl
 from stand_in import stand_in
 from workload import gsm8k_groups, model_folder, start_single_rank, training_samples
 
@@ -122,7 +121,7 @@ def controller(report: Report, args: Any) -> None:
         task = TrainingTask(
             model=str(model.resolve()),
             data=str(rows_for(model, data, num_rows, folder / "rows.jsonl")),
-            rewards=STAND_IN if args.model is None else GSM8K,
+            **objective(args.model),
             num_steps=args.steps,
             threads=args.threads,
             dtype=args.dtype,

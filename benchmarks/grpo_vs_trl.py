@@ -9,6 +9,8 @@ loss, optimizer, learning rate, compute dtype, fp32 masters, threads. Each train
 machine (README.md lists those that were tried). A pair is one run of each trainer, one right after the other; the first
 step of a run is a warm-up and not counted. Without --model and --data, stand_in.py makes a model with random weights.
 
+length_difference: of the tokens of a sample, which must be equal for samples/s to be comparable.
+first_step_difference: of the share of weights that the first step changed by lr: both must train fp32 weights.
 ratio_samples_per_s: meshrl over TRL. ratio_peak_memory: meshrl over TRL, PSS of the process tree.
 reward_gap: distance of the two reward curves, mean over the second half of the steps (see `gap`).
 """
@@ -17,15 +19,20 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from first_step import share_moved
 from measure import ROOT, Report, median, paired_ratio, parser
-from rewards import GSM8K, STAND_IN
-from runs import TrainingRun, TrainingTask, rows_for, run_meshrl, run_trl
+from runs import OPTIMIZER, TrainingRun, TrainingTask, objective, rows_for, run_meshrl, run_trl
 from stand_in import stand_in
+
+from meshrl.model.load import load_causal_lm
+from meshrl.train.checkpoint_files import state_folder
+from meshrl.train.state import load_model
 
 # By default TRL's paged generation takes half of the memory and reads all of it in each step. 16 requests at a time are
 # fastest, because its attention on a CPU compares each request with the tokens of all running requests.
@@ -38,7 +45,7 @@ SAME_REWARD = 0.03  # difference between two seeds of one trainer after 60 steps
 def main() -> None:
     p = parser(__doc__, rounds=3)
     p.add_argument("--data", type=Path, help="GSM8K's train.jsonl, or its folder; default: the rows in examples/data")
-    p.add_argument("--steps", type=int, default=5, help="steps of a run; the first is not counted (default 5)")
+    p.add_argument("--steps", type=int, default=12, help="steps of a run; the first is not counted (default 12)")
     p.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="compute dtype of both")
     p.add_argument("--curve", action="store_true", help="also run 60 steps of each, for the reward curves")
     p.add_argument("--probe", action="store_true", help="only try settings of each trainer, without a comparison")
@@ -49,7 +56,7 @@ def main() -> None:
     if args.smoke:
         args.rounds, args.steps = 1, 3
     report = Report("grpo_vs_trl", args)
-    args.rewards = STAND_IN if args.model is None else GSM8K
+    args.objective = objective(args.model)
     args.model, args.data = stand_in(args.model, args.data, args.smoke)
     with tempfile.TemporaryDirectory(prefix="grpo-vs-trl-") as folder:
         if args.probe:
@@ -74,6 +81,8 @@ def compare(report: Report, args: Any, folder: Path) -> None:
         report.figure(f"peak_memory_bytes_{name}", max(p[side].peak_pss_bytes for p in pairs))
         report.figure(f"peak_rss_bytes_{name}", max(p[side].peak_rss_bytes for p in pairs))
     report.bar("ratio_samples_per_s", speed, at_least=3.0)
+    compare_lengths(report, pairs, samples(task))
+    compare_first_step(report, args, folder / "first_step")
     if args.curve:
         pairs = [pair(make_task(args, folder, 6 if args.smoke else 60), args, folder / "curve", first_trl=False)]
         record(report, "curve", pairs[0], task)
@@ -83,13 +92,39 @@ def compare(report: Report, args: Any, folder: Path) -> None:
     report.finish(headline=("ratio_samples_per_s", "ratio_peak_memory", "reward_gap"))
 
 
+def compare_lengths(report: Report, pairs: Sequence[tuple[TrainingRun, TrainingRun]], samples_per_step: int) -> None:
+    """Tokens of a sample on both sides, over all steps: with other lengths, samples/s would compare different work."""
+    ours, theirs = (
+        sum(step.tokens for p in pairs for step in p[side].steps)
+        / (samples_per_step * sum(len(p[side].steps) for p in pairs))
+        for side in (0, 1)
+    )
+    report.figure("tokens_per_sample_meshrl", ours)
+    report.figure("tokens_per_sample_trl", theirs)
+    report.bar("length_difference", report.figure("length_difference", abs(ours / theirs - 1)), at_most=0.05)
+
+
+def compare_first_step(report: Report, args: Any, folder: Path) -> None:
+    """A run of one step of each: the share of the weights that it changed by lr, at the learning rate of GSM8K."""
+    folder.mkdir()
+    runs = pair(replace(make_task(args, folder, 1), optimizer=OPTIMIZER), args, folder, first_trl=False)
+    report.raw |= {f"first_step_{name}": {**asdict(run), "cpu": None} for name, run in zip(("meshrl", "trl"), runs)}
+    before, after = (load_causal_lm(args.model, dtype=torch.float32) for _ in range(2))
+    load_model(state_folder(folder / "meshrl" / "run" / "checkpoints", 1), after)
+    ours = share_moved(before.parameters(), after.parameters(), OPTIMIZER["lr"])
+    theirs = runs[1].steps[0].metrics["share_moved"]
+    report.figure("first_step_share_moved_meshrl", ours)
+    report.figure("first_step_share_moved_trl", theirs)
+    report.bar("first_step_difference", report.figure("first_step_difference", abs(ours - theirs)), at_most=0.05)
+
+
 def make_task(args: Any, folder: Path, steps: int) -> TrainingTask:
     small = dict(prompts_per_step=2, samples_per_prompt=4, max_new_tokens=16) if args.smoke else {}
     num_rows = steps * small.get("prompts_per_step", 8)
     return TrainingTask(
         model=str(args.model.resolve()),
         data=str(rows_for(args.model, args.data, num_rows, folder / f"rows_{steps}.jsonl")),
-        rewards=args.rewards,
+        **args.objective,
         dtype=args.dtype,
         num_steps=steps,
         threads=args.threads,
@@ -103,11 +138,16 @@ def samples(task: TrainingTask) -> int:
 
 def pair(task: TrainingTask, args: Any, folder: Path, first_trl: bool) -> tuple[TrainingRun, TrainingRun]:
     """(meshrl's run, TRL's run), in either order."""
-    settings = {**TRL_BEST, "micro_batch": min(TRL_BEST["micro_batch"], samples(task))}
+    settings = fitting(TRL_BEST, task)
     if first_trl:
         trl = run_trl(task, folder / "trl", args.trl_python, settings)
         return run_meshrl(task, folder / "meshrl", **MESHRL_BEST), trl
     return run_meshrl(task, folder / "meshrl", **MESHRL_BEST), run_trl(task, folder / "trl", args.trl_python, settings)
+
+
+def fitting(settings: dict[str, Any], task: TrainingTask) -> dict[str, Any]:
+    """TRL's settings with at most as many rows in a micro-batch as a rank has in a step."""
+    return {**settings, "micro_batch": min(settings["micro_batch"], samples(task) // settings["num_ranks"])}
 
 
 def record(report: Report, name: str, runs: tuple[TrainingRun, TrainingRun], task: TrainingTask) -> None:
@@ -151,8 +191,7 @@ def probe(report: Report, args: Any, folder: Path) -> None:
     ]
     tries += [{"micro_batch": 16, "num_ranks": ranks, "continuous_batching": PAGED} for ranks in (1, 2)]
     for i, settings in enumerate(tries[:1] if args.smoke else tries):
-        fitting = {**settings, "micro_batch": min(settings["micro_batch"], samples(task))}
-        run = run_trl(task, folder / f"trl_{i}", args.trl_python, fitting)
+        run = run_trl(task, folder / f"trl_{i}", args.trl_python, fitting(settings, task))
         name = f"{settings['micro_batch']}_rows_{settings['num_ranks']}_ranks"
         name += "_paged" if settings["continuous_batching"] else ""
         report.figure(f"samples_per_s_trl_{args.dtype}_{name}", run.samples_per_s(samples(task)))

@@ -12,9 +12,9 @@ GSM8K = {
         "args": {"regex": r"(?s)(?:(?!####).)*#### -?[0-9][0-9.,]*"},
     },
 }
-STAND_IN = {"brief": {"kind": "rewards:brief", "weight": 1.0, "args": {}}}
+STAND_IN = {"even": {"kind": "rewards:even_start", "weight": 1.0, "args": {}}}
 
 
-def brief(completion: str, answer: Any) -> float:
-    """1.0 for fewer than 300 characters: a reward that a model with random weights can learn."""
-    return 1.0 if len(completion) < 300 else 0.0
+def even_start(completion: str, answer: Any) -> float:
+    """1.0 if the first character has an even code: a reward for random weights that does not depend on the length."""
+    return 1.0 if completion and ord(completion[0]) % 2 == 0 else 0.0

@@ -1,19 +1,18 @@
 """Sampling speed: Transformers' generate and generate_batch, vLLM and the embedded engine, in one run.
 
-    python benchmarks/rollout.py            # all cells but 28M x 256, lengths at a quarter: about 6 minutes
-    python benchmarks/rollout.py --quick    # only 0.9M and 64 requests
-    python benchmarks/rollout.py --full     # everything at full length: over an hour
-    python benchmarks/rollout.py --full --rivals vllm --vllm-python .venv-vllm/bin/python    # only against vLLM
+    python benchmarks/rollout.py            # the rows of docs/perf, at the lengths that are published: about 45 minutes
+    python benchmarks/rollout.py --quick    # only the rows of 0.9M and 64 requests
+    python benchmarks/rollout.py --scale 0.25 --rivals vllm --vllm-python .venv-vllm/bin/python    # only against vLLM
 
 The number of tokens of each request is fixed in advance (stop tokens are ignored), so all contenders sample the same
-number:
+number. Lengths are full, except those of 28M with 256 requests, which are halved; the bars are for these lengths.
 
     mixed   GSM8K's lengths, groups of 8 that share their prompt
     equal   every request has its own prompt, all lengths are equal: no prompt is shared, no slot is refilled
 
 generate is one left-padded batch (or batches of 64, if that is faster) that runs to its longest answer.
-generate_batch is Transformers' continuous batching, with a length limit for each request. Rates are sampled tokens per
-second of wall time; the time includes the prompts.
+generate_batch is Transformers' continuous batching, with a length limit for each request, and the slowest by far, so it
+is not measured with 28M. Rates are sampled tokens per second of wall time; the time includes the prompts.
 vllm is meshrl's vLLM engine with its own server; --vllm-python names the Python that has vLLM. Start-up is the time
 from the start of the process to the answer to a request of one token.
 
@@ -207,6 +206,7 @@ class Models:
     """One model in one dtype, loaded by each contender."""
 
     name: str
+    size: str
     plain: Any
     engine: EmbeddedEngine
     vllm: VllmRival | None
@@ -216,14 +216,14 @@ class Models:
 def loaded(report: Report, args: Any, size: str, dtype: str, requests: Sequence[int]) -> Iterator[Models]:
     """The model, loaded for cells of these numbers of requests. At its end the context ends vLLM's server, if any."""
     folder = model_folder(args.model, size)
-    models = Models(f"{size}_{dtype}", load_plain(folder, dtype), build_engine(folder, dtype), None)
+    models = Models(f"{size}_{dtype}", size, load_plain(folder, dtype), build_engine(folder, dtype), None)
     if "vllm" not in args.rivals:
         yield models
         return
     most = max(
         cache_bytes(models.plain.config, DTYPES[dtype], [len(s.prompt) + s.tokens for s in specs])
         for num_requests, kind in itertools.product(requests, LENGTHS)
-        for specs in specs_by_round(args, num_requests, kind).values()
+        for specs in specs_by_round(args, size, num_requests, kind).values()
     )
     own = embedded_startup_s(folder, dtype)
     models.vllm = VllmRival(model_config(folder, dtype), args.vllm_python, most, requests_of([FIRST])[0])
@@ -237,15 +237,24 @@ def loaded(report: Report, args: Any, size: str, dtype: str, requests: Sequence[
         models.vllm.close()
 
 
-def specs_by_round(args: Any, num_requests: int, kind: str) -> dict[int, list[RequestSpec]]:
+def specs_by_round(args: Any, size: str, num_requests: int, kind: str) -> dict[int, list[RequestSpec]]:
     """The requests of each round, including the warm-up (-1)."""
-    return {i: LENGTHS[kind](num_requests, 300 + i, args.scale) for i in range(-1, args.rounds)}
+    scale = length_scale(args, size, num_requests)
+    return {i: LENGTHS[kind](num_requests, 300 + i, scale) for i in range(-1, args.rounds)}
+
+
+def length_scale(args: Any, size: str, num_requests: int) -> float:
+    """The factor for all lengths of a cell: --scale, or else that of the published row."""
+    if args.scale is not None:
+        return float(args.scale)
+    return 0.5 if (size, num_requests) == ("28M", 256) else 1.0
 
 
 def measure_cell(report: Report, args: Any, models: Models, num_requests: int, kind: str) -> dict[str, list[Timing]]:
     """All contenders with the same requests; each round has different requests."""
     name = f"{models.name}_{num_requests}_{kind}"
-    specs = specs_by_round(args, num_requests, kind)
+    specs = specs_by_round(args, models.size, num_requests, kind)
+    report.figure(f"length_scale_{name}", length_scale(args, models.size, num_requests))
     gemm = Gemm(models.plain, num_requests)
     sampled: dict[str, int] = {}
 
@@ -266,7 +275,7 @@ def measure_cell(report: Report, args: Any, models: Models, num_requests: int, k
     if (vllm := models.vllm) is not None:
         contenders["vllm"] = run("vllm", lambda s: vllm.sample(requests_of(s)))
     contenders["gemm"] = lambda i: gemm()
-    if "generate_batch" in args.rivals:
+    if "generate_batch" in args.rivals and models.size != "28M":
         contenders["generate_batch"] = run("generate_batch", lambda s: generate_batch(models.plain, s))
     if vllm is None:
         took = alternate(contenders, args.rounds)
@@ -350,18 +359,16 @@ def cells(args: Any) -> list[tuple[str, str, int]]:
     if args.quick:
         return [("0.9M", dtype, 64) for dtype in args.dtypes]
     sizes = ["given"] if args.model else args.sizes
-    grid = [(size, dtype, n) for size in sizes for dtype in args.dtypes for n in args.requests]
-    return grid if args.full else [cell for cell in grid if cell[0] == "0.9M" or cell[2] <= 64]
+    return [(size, dtype, n) for size in sizes for dtype in args.dtypes for n in args.requests]
 
 
 def arguments() -> argparse.Namespace:
-    p = parser(__doc__, rounds=5)
+    p = parser(__doc__, rounds=3)
     p.add_argument("--quick", action="store_true", help="only 0.9M and 64 requests")
-    p.add_argument("--full", action="store_true", help="every cell at full length")
     p.add_argument("--sizes", nargs="+", default=["0.9M", "28M"], help="some of 0.9M, 5M, 28M; --model replaces them")
     p.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     p.add_argument("--requests", nargs="+", type=int, default=[64, 256])
-    p.add_argument("--scale", type=float, help="factor for all lengths (default 0.25; 1 with --full)")
+    p.add_argument("--scale", type=float, help="factor for all lengths (default: as published)")
     p.add_argument("--rivals", nargs="+", choices=RIVALS, help="default: all; vllm only with --vllm-python")
     p.add_argument("--no-generate-batch", action="store_true", help="without generate_batch, the slowest by far")
     p.add_argument("--vllm-python", type=Path, help="a Python that has vLLM and meshrl, such as .venv-vllm/bin/python")
@@ -375,16 +382,14 @@ def arguments() -> argparse.Namespace:
     args.vllm_version = version_of(args.vllm_python) if "vllm" in args.rivals else None
     if "vllm" in args.rivals and args.vllm_version is None:
         p.error(f"--vllm-python {args.vllm_python} is no Python with vLLM; `make setup-vllm` makes .venv-vllm")
-    args.rounds = 2 if args.smoke else args.rounds
-    if args.scale is None:
-        args.scale = 1.0 if args.full else 0.1 if args.smoke else 0.25
+    if args.smoke:
+        args.rounds, args.scale = 2, 0.1
     return args
 
 
 def main() -> None:
     args = arguments()
     report = Report("rollout", args)
-    report.figure("length_scale", args.scale)
     if "vllm" not in args.rivals:
         report.print_line("vLLM is not measured; to measure it, give a Python that has vLLM with --vllm-python")
     torch.set_num_threads(args.threads)

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import psutil
+from rewards import GSM8K, STAND_IN
 
 from meshrl.config.data import DataConfig
 from meshrl.data.chat import load_tokenizer
@@ -27,6 +28,19 @@ from meshrl.monitor.sinks import read_metrics
 
 HERE = Path(__file__).resolve().parent
 SAMPLE_EVERY_S = 0.5
+OPTIMIZER: dict[str, Any] = dict(lr=3e-5, betas=[0.9, 0.95], eps=1e-8, weight_decay=0.0, clip=1.0)
+
+
+def objective(model: Path | None) -> dict[str, Any]:
+    """Rewards and optimizer of a TrainingTask: those of GSM8K, or without a model those of the stand-in.
+
+    The stand-in's learning rate is so small that its policy, and so the length of its answers, does not change. At 3e-5
+    the first step changed the mean length from 90 tokens to 135 with this reward, and to 9 with one for short answers
+    (results/first_step_20261124-144730.json).
+    """
+    if model is not None:
+        return {"rewards": GSM8K, "optimizer": OPTIMIZER}
+    return {"rewards": STAND_IN, "optimizer": {**OPTIMIZER, "lr": 1e-9}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +58,7 @@ class TrainingTask:
     max_new_tokens: int = 256
     threads: int = 2
     seed: int = 0
-    optimizer: dict[str, Any] = field(
-        default_factory=lambda: dict(lr=3e-5, betas=[0.9, 0.95], eps=1e-8, weight_decay=0.0, clip=1.0)
-    )
+    optimizer: dict[str, Any] = field(default_factory=lambda: dict(OPTIMIZER))
     advantage_eps: float = 1e-4  # TRL adds this to a group's standard deviation
 
 

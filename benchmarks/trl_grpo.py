@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from first_step import share_moved
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -29,14 +30,37 @@ def main() -> None:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     rows = [json.loads(line) for line in Path(task["data"]).read_text(encoding="utf-8").splitlines()]
     prompts = [{"prompt": [{"role": "user", "content": r["question"]}], "answer": r["answer"]} for r in rows]
-    trainer = GRPOTrainer(
+    trainer = TrainerWithMasters(
         model=task["model"],
         reward_funcs=[reward(name, term) for name, term in task["rewards"].items()],
         args=config(task, settings, Path(given["steps"]).parent),
         train_dataset=Dataset.from_list(prompts),
-        callbacks=[StepWriter(Path(given["steps"]), task["prompts_per_step"] * task["samples_per_prompt"])],
+        callbacks=[StepWriter(Path(given["steps"]), task)],
     )
     trainer.train()
+
+
+class TrainerWithMasters(GRPOTrainer):
+    """GRPOTrainer that keeps fp32 master weights with bf16=True and continuous batching.
+
+    TRL casts the model to bfloat16 in place before it samples by continuous batching, and never casts it back. From
+    then on AdamW updates bfloat16 weights, whose spacing is larger than an update of lr for most weights. Here only the
+    sampling uses bfloat16 weights. Buffers are not cast, because rotary frequencies in bfloat16 change the policy.
+    """
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        if not (self.args.bf16 and self.use_transformers_continuous_batching):
+            return super()._generate_single_turn(*args, **kwargs)
+        masters = [(parameter, parameter.data) for parameter in self.model.parameters()]
+        for parameter, data in masters:
+            parameter.data = data.to(torch.bfloat16)
+        self.args.bf16 = False  # no cast by TRL
+        try:
+            return super()._generate_single_turn(*args, **kwargs)
+        finally:
+            self.args.bf16 = True
+            for parameter, data in masters:
+                parameter.data = data
 
 
 def config(task: dict[str, Any], settings: dict[str, Any], folder: Path) -> GRPOConfig:
@@ -92,14 +116,24 @@ def reward(name: str, term: dict[str, Any]) -> Any:
 
 
 class StepWriter(TrainerCallback):
-    """Writes one JSON line for each step: its end time, mean reward, sampled tokens, and TRL's own timings."""
+    """Writes one JSON line for each step: its end time, mean reward, sampled tokens, TRL's own timings and, for a run
+    of one step, `share_moved` (first_step.py)."""
 
-    def __init__(self, path: Path, samples_per_step: int):
-        self.path, self.samples, self.ended = path, samples_per_step, 0.0
+    def __init__(self, path: Path, task: dict[str, Any]):
+        self.path, self.task, self.ended = path, task, 0.0
+        self.samples = task["prompts_per_step"] * task["samples_per_prompt"]
+        self.before: list[torch.Tensor] = []
+        self.change: dict[str, float] = {}
         path.unlink(missing_ok=True)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if self.task["num_steps"] == 1:
+            self.before = [p.detach().clone() for p in model.parameters()]
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         self.ended = time.time()
+        if self.before:
+            self.change["share_moved"] = share_moved(self.before, model.parameters(), args.learning_rate)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
         if not state.is_world_process_zero or "reward" not in logs:
@@ -108,7 +142,7 @@ class StepWriter(TrainerCallback):
             "time": self.ended,
             "reward": float(logs["reward"]),
             "tokens": float(logs["completions/mean_length"]) * self.samples,
-            "metrics": {n: float(v) for n, v in logs.items() if "time" in n or n == "grad_norm"},
+            "metrics": {n: float(v) for n, v in logs.items() if "time" in n or n == "grad_norm"} | self.change,
         }
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")

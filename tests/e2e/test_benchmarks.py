@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
+import re
 import runpy
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TRL = BENCHMARKS.parent / ".venv-trl" / "bin" / "python"
@@ -44,19 +48,25 @@ def smoke(name: str, results: Path, *arguments: str) -> dict[str, Any]:
     return line
 
 
-def refusal(name: str, *arguments: str) -> str:
-    """The error text of a benchmark with wrong arguments. It runs in this process, where its imports are loaded."""
-    printed, before = io.StringIO(), set(sys.modules)
+@contextlib.contextmanager
+def arguments(name: str, *given: str) -> Iterator[None]:
+    """Context in which a benchmark, or one of its modules, is imported in this process, with these arguments."""
+    before = set(sys.modules)
     with (
         mock.patch.object(sys, "path", [str(BENCHMARKS), *sys.path]),
-        mock.patch.object(sys, "argv", [name, *arguments]),
-        contextlib.redirect_stderr(printed),
-        pytest.raises(SystemExit, match="2"),
+        mock.patch.object(sys, "argv", [name, *given]),
     ):
-        runpy.run_path(str(BENCHMARKS / f"{name}.py"), run_name="__main__")
+        yield
     for module in set(sys.modules) - before:
         if (getattr(sys.modules[module], "__file__", None) or "").startswith(str(BENCHMARKS)):
             del sys.modules[module]  # names such as `runs` could hide other modules
+
+
+def refusal(name: str, *given: str) -> str:
+    """The error text of a benchmark with wrong arguments. It runs in this process, where its imports are loaded."""
+    printed = io.StringIO()
+    with arguments(name, *given), contextlib.redirect_stderr(printed), pytest.raises(SystemExit, match="2"):
+        runpy.run_path(str(BENCHMARKS / f"{name}.py"), run_name="__main__")
     return printed.getvalue()
 
 
@@ -114,6 +124,22 @@ def test_rollout(tmp_path: Path) -> None:
     assert {f"share_of_bound_{cell}" for cell in CELLS} <= line["figures"].keys()
 
 
+def test_rollout_measures_the_published_rows_at_their_lengths() -> None:
+    """Without options: the rows of docs/perf, with the lengths of the results that it names."""
+    page = (BENCHMARKS.parent / "docs" / "perf" / "README.md").read_text()
+    rows = re.findall(r"^\| ([0-9.]+) M, (fp32|bf16), (\d+) \| mixed", page, re.MULTILINE)
+    types = {"fp32": "float32", "bf16": "bfloat16"}
+    published = {(f"{millions}M", types[dtype], int(requests)) for millions, dtype, requests in rows}
+    with arguments("rollout"):
+        rollout = runpy.run_path(str(BENCHMARKS / "rollout.py"), run_name="rollout")
+        args = rollout["arguments"]()
+    assert set(rollout["cells"](args)) == published and len(published) == 8
+    for name in re.findall(r"rollout_2026\d{4}-\d{6}", page.partition("## Rollouts")[2].partition("## Training")[0]):
+        settings = json.loads((BENCHMARKS / "results" / f"{name}.json").read_text())["settings"]
+        for size, requests in itertools.product(settings["sizes"], settings["requests"]):
+            assert rollout["length_scale"](args, size, requests) == settings["scale"]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_rollout_against_generate_batch(tmp_path: Path) -> None:
@@ -145,9 +171,32 @@ def test_without_vllm_the_error_names_the_command_that_installs_it(arguments: tu
 @pytest.mark.skipif(not TRL.exists(), reason="there is no .venv-trl: see benchmarks/README.md")
 def test_grpo_vs_trl(tmp_path: Path) -> None:
     line = smoke("grpo_vs_trl", tmp_path)
-    assert bars(line) == {"ratio_samples_per_s", "reward_gap"}
+    assert bars(line) == {"ratio_samples_per_s", "length_difference", "first_step_difference", "reward_gap"}
+    assert line["figures"]["first_step_share_moved_trl"] > 0.5  # its weights are not rounded to bfloat16
     for name in ("ratio_samples_per_s", "ratio_peak_memory", "reward_gap"):
         assert line[name] == line["figures"][name]
+
+
+def test_the_first_step_of_weights_in_bfloat16_does_not_count_as_a_step_of_the_learning_rate() -> None:
+    with arguments("first_step"):
+        share_moved = runpy.run_path(str(BENCHMARKS / "first_step.py"))["share_moved"]
+    weights = 0.02 * torch.randn(10_000, generator=torch.Generator().manual_seed(0))
+    assert share_moved([weights], [weights - 3e-5], 3e-5) == 1
+    rounded = weights.bfloat16()
+    assert share_moved([rounded], [rounded - 3e-5], 3e-5) < 0.5
+    assert share_moved([weights], [weights], 3e-5) == 0
+
+
+def test_the_stand_in_is_rewarded_independently_of_the_length_of_its_answers() -> None:
+    with arguments("runs"):
+        stand_in = runpy.run_path(str(BENCHMARKS / "runs.py"))["objective"](None)
+        (term,) = stand_in["rewards"].values()
+        module, _, function = term["kind"].partition(":")
+        grade = runpy.run_path(str(BENCHMARKS / f"{module}.py"))[function]
+    for first in "ab":
+        assert len({grade(first * length, None) for length in (1, 10, 1000)}) == 1
+    assert grade("a", None) != grade("b", None)  # a signal
+    assert stand_in["optimizer"]["lr"] < 1e-8
 
 
 @pytest.mark.slow
