@@ -154,4 +154,21 @@ LOOP_FAULTS = [
         "inspect.signature(kind).bind_partial(**cfg.args)",
         (_AGENT + "test_first_turns.py::test_args_that_an_agent_needs_or_does_not_take_are_config_errors",),
     ),
+    Fault(
+        "an exception that followed from the death of another rank prevents a restart",
+        "meshrl/cluster/processes.py",
+        '        if culprit.kind == "raised":',
+        '        if first.kind == "raised":',
+        (
+            "tests/unit/cluster/test_process_executor.py::"
+            "test_an_exception_that_another_ranks_death_caused_is_not_reported_as_the_cause",
+        ),
+    ),
+    Fault(
+        "a run closes the connection to Ray that its caller has opened",
+        "meshrl/cluster/ray.py",
+        "        if self._joined:\n            ray.shutdown()",
+        "        ray.shutdown()",
+        ("tests/unit/cluster/test_ray_machines.py::test_a_run_leaves_the_cluster_only_if_it_has_joined_it_itself",),
+    ),
 ]

@@ -215,7 +215,7 @@ def raise_or_die_later(worker: RankWorker) -> None:
 
 
 def test_an_exception_that_another_ranks_death_caused_is_not_reported_as_the_cause(tmp_path, monkeypatch):
-    """P26: the first sign is rank 0's exception, but rank 1 is the cause."""
+    """P26: the first sign is rank 0's exception, but rank 1 is the cause. So new ranks can replace both."""
     monkeypatch.setattr(processes, "_SETTLE_S", 60.0)  # it ends with the death
     tiny_qwen2().save_pretrained(tmp_path)
 
@@ -223,6 +223,8 @@ def test_an_exception_that_another_ranks_death_caused_is_not_reported_as_the_cau
         calls = [executor.call(rank, raise_or_die_later) for rank in (0, 1)]
         (failure, _) = await asyncio.gather(*calls, return_exceptions=True)
         assert isinstance(failure, RankFailure) and (failure.rank, failure.kind) == (1, "ended")
+        await executor.restart([0, 1])
+        assert [(await executor.call(rank, echo, "new"))[2] for rank in (0, 1)] == ["new"] * 2
 
     _with(_specs(2, train=True, folder=tmp_path), body)
 

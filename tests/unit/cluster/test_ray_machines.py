@@ -28,6 +28,7 @@ class Cluster:
         self.asked: list[list[dict[str, float]]] = []
         self.granted: Future[None] = Future()
         self.given_back: list[Cluster] = []
+        self.num_left = 0  # how often the connection to the cluster was closed
 
     def nodes(self) -> list[dict[str, Any]]:
         facts = {"Resources": {"CPU": 1.0, "memory": 1e9}}
@@ -42,6 +43,9 @@ class Cluster:
 
     def future(self) -> Future[None]:
         return self.granted
+
+    def shutdown(self) -> None:
+        self.num_left += 1
 
     def remove_placement_group(self, group: Cluster) -> None:
         self.given_back.append(group)
@@ -60,6 +64,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0})
     monkeypatch.setattr(ray, "nodes", cluster.nodes)
+    monkeypatch.setattr(ray, "shutdown", cluster.shutdown)
     for name in ("placement_group", "remove_placement_group"):
         monkeypatch.setattr(executor, name, getattr(cluster, name))
     return cluster
@@ -106,3 +111,28 @@ def test_a_run_waits_for_machines_of_other_runs_until_the_deadline_of_the_start(
     with pytest.raises(RankFailure, match=r"not granted 2 machines with 1 CPU .*other work probably uses them"):
         start(cluster, 0.6)
     assert cluster.given_back == [cluster]
+
+
+@pytest.mark.parametrize(("is_joined", "num_left"), [(True, 0), (False, 1)])
+def test_a_run_leaves_the_cluster_only_if_it_has_joined_it_itself(is_joined, num_left, cluster, monkeypatch):
+    """Else the caller's own tasks and actors would lose their connection at the end of the run."""
+    joined = [is_joined]
+    monkeypatch.setattr(ray, "is_initialized", lambda: joined[0])
+    monkeypatch.setattr(ray, "init", lambda **options: joined.__setitem__(0, True))
+    with pytest.raises(RankFailure, match="not granted"):
+        start(cluster, 0.2)
+    assert cluster.num_left == num_left
+
+
+def test_the_ranks_have_the_order_of_their_machines_addresses_after_those_of_the_controllers_machine(monkeypatch):
+    """A bundle is known by its index, in whatever order Ray lists the bundles."""
+    from meshrl.cluster import ray as executor
+
+    addresses = {"a": "10.0.0.3", "b": "10.0.0.2", "c": "10.0.0.1"}
+    nodes = [{"NodeID": name, "NodeManagerAddress": address} for name, address in addresses.items()]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    table = {"bundles_to_node_id": {2: "a", 0: "b", 1: "c"}}
+    monkeypatch.setattr(executor, "placement_group_table", lambda group: table)
+    group: Any = None
+    assert executor._in_order(group, "10.0.0.2") == [0, 1, 2]
+    assert executor._in_order(group, "10.0.0.3") == [2, 1, 0]
