@@ -10,6 +10,21 @@ from scripted_samplers import NUM_STEPS, PER_STEP, Samplers, job_of, settled, ta
 
 from meshrl.core.errors import DataError
 from meshrl.loops.buffer import GroupBuffer
+from meshrl.loops.group_limits import GroupLimits
+
+
+@pytest.mark.parametrize("oversampling", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_between_a_take_and_the_next_step_groups_start_only_if_they_may_be_a_version_old(staleness, oversampling):
+    limits = GroupLimits(job_of(Samplers(), staleness, oversampling).cfg.loop, max_running=256, num_samplers=1)
+    limits.begin_step(0)
+    for number in range(PER_STEP):
+        limits.start(number, 0)
+        limits.end(number)
+    assert limits.take(0) == ([0, 1], [])
+    assert limits.may_start(0) == (staleness > 0)
+    limits.begin_step(1)
+    assert limits.may_start(0)
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
