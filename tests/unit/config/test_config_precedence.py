@@ -286,10 +286,8 @@ def test_overrides_that_an_evaluation_does_not_read_are_noted(good: Path):
 
     (note,) = notes("train.optimizer.lr=1", "algo.advantage=rloo", "loop.num_steps=3", "cluster.num_train_ranks=1")
     assert note == (
-        "train.optimizer.lr = 1, loop.num_steps = 3, algo.advantage = rloo on the command line have no effect: an "
+        "loop.num_steps = 3, train.optimizer.lr = 1, algo.advantage = rloo on the command line have no effect: an "
         "evaluation only samples and grades."
     )
-    (note,) = notes("rollout.sampling.temperature=0.5")
-    assert note.startswith("rollout.sampling.temperature = 0.5 on the command line has no effect: an evaluation with")
     assert notes("rollout.sampling.temperature=0.5", "loop.eval_samples=2") == notes() == []
     assert notes("train.optimizer.lr=1", purpose="train") == []

@@ -232,8 +232,8 @@ def test_the_first_error_of_several_groups_is_raised():
             step = asyncio.ensure_future(take(buffer, job))
             await settled()
             for ordinal, text in ((2, "the cause"), (0, "a consequence"), (3, "another one")):
-                samplers.ended[ordinal].set_exception(ValueError(text))
-            with pytest.raises(ValueError, match="the cause"):
+                samplers.ended[ordinal].set_exception(DataError(text))
+            with pytest.raises(DataError, match="the cause"):
                 await step
 
     asyncio.run(scenario())

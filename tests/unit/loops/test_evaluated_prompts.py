@@ -19,7 +19,7 @@ from meshrl.monitor.spans import Spans
 
 
 class Evaluations:
-    """Stands in for agent, grader and run, and records what they get. scores: of the attempts of each evaluation."""
+    """Stands in for agent, grader and run, and records what they get. scores: of the answers to each prompt."""
 
     def __init__(self, **loop: Any):
         self.asked: list[tuple[str, int, AgentContext]] = []
@@ -45,8 +45,8 @@ class Evaluations:
         return start_trajectory(prompt, index, ctx)
 
     async def score(self, trajectories: list[Trajectory]) -> list[Metric]:
-        for i, trajectory in enumerate(trajectories):
-            trajectory.rewards["right"] = self.scores[i % len(self.scores)]
+        for trajectory in trajectories:
+            trajectory.rewards["right"] = self.scores[trajectory.prompt.ordinal % len(self.scores)]
         return []
 
     def check_failures(self, trajectories: list[Trajectory]) -> None:
@@ -78,7 +78,7 @@ def test_an_evaluation_is_due_at_the_start_at_the_end_and_every_n_steps(every, s
         run.evaluate(step, version=step)
         run.evaluate(step, version=step)  # a loop that has restarted at this step does not repeat it
     assert run.files == steps and [step for step, _ in run.job.evals] == steps
-    assert [step for step, _ in run.reported] == [step - 1 for step in steps]
+    assert [step for step, _ in run.reported] == steps
 
 
 def test_a_run_that_ends_early_is_evaluated_at_its_end():
