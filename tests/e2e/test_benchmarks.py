@@ -184,7 +184,7 @@ def test_the_first_step_of_weights_in_bfloat16_does_not_count_as_a_step_of_the_l
     assert share_moved([weights], [weights - 3e-5], 3e-5) == 1
     rounded = weights.bfloat16()
     assert share_moved([rounded], [rounded - 3e-5], 3e-5) < 0.5
-    assert share_moved([weights], [weights], 3e-5) == 0
+    assert share_moved([weights], [weights], 3e-5) == share_moved([weights], [weights - 6e-5], 3e-5) == 0
 
 
 def test_the_stand_in_is_rewarded_independently_of_the_length_of_its_answers() -> None:
