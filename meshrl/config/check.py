@@ -295,17 +295,14 @@ def _clip_bounds(case: Case) -> Iterator[str]:
 def _not_in_evaluation(case: Case) -> Iterator[str]:
     """Notices of overrides without effect. A file may have the same keys for a training."""
     given = [key for key, value in case.given.items() if value.origin == COMMAND_LINE]
-    sections = ("train.", "algo.", "loop.", "monitor.")
-    not_read = [key for key in given if key.startswith(sections) and key != "loop.eval_samples"]
-    greedy = [f"rollout.sampling.{name}" for name in ("temperature", "top_p", "top_k", "min_p")]
-    unread_here = [key for key in given if key in greedy and case.rl.loop.eval_samples == 1]
-    for keys, why in (
-        (not_read, "only samples and grades"),
-        (unread_here, "with loop.eval_samples 1 takes the most likely token each time"),
-    ):
-        if keys:
-            values = ", ".join(f"{key} = {show(case.given[key].value)}" for key in keys)
-            yield f"{values} on the command line {'have' if len(keys) > 1 else 'has'} no effect: an evaluation {why}."
+    read = ("loop.eval_samples", "loop.eval_term", "loop.eval_pass_score")
+    keys = [key for key in given if key.startswith(("train.", "algo.", "loop.", "monitor.")) and key not in read]
+    if keys:
+        values = ", ".join(f"{key} = {show(case.given[key].value)}" for key in keys)
+        yield (
+            f"{values} on the command line {'have' if len(keys) > 1 else 'has'} no effect: an evaluation only samples "
+            "and grades."
+        )
 
 
 def _shown(case: Case, key: str) -> str:

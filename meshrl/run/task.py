@@ -45,7 +45,7 @@ def load_task(cfg: RunConfig, objects: Objects, training: bool) -> Task:
     )
     for prompt in _first_prompts(task)[:1] if agent.tools else ():
         own = f"the chat template of {cfg.model.path}"
-        template = own if cfg.data.chat_template is None else f"data.chat_template = {cfg.data.chat_template[:80]}"
+        template = own if cfg.data.chat_template is None else f"data.chat_template = {cfg.data.chat_template[:200]}"
         require_tools_in_template(agent, tokenizer, prompt.messages or [], template)
     return task
 

@@ -289,5 +289,5 @@ def test_overrides_that_an_evaluation_does_not_read_are_noted(good: Path):
         "loop.num_steps = 3, train.optimizer.lr = 1, algo.advantage = rloo on the command line have no effect: an "
         "evaluation only samples and grades."
     )
-    assert notes("rollout.sampling.temperature=0.5", "loop.eval_samples=2") == notes() == []
+    assert notes("loop.eval_samples=2", "loop.eval_term=weighted_sum", "loop.eval_pass_score=2") == notes() == []
     assert notes("train.optimizer.lr=1", purpose="train") == []

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.config.cluster import ClusterConfig
-from meshrl.config.run import RunSection
+from meshrl.config.run import RunConfig
 from meshrl.process.leases import LeasedFolder, new_name
 from meshrl.run import start
+from meshrl.run.inputs import NO_OBJECTS
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a sweep")
@@ -23,8 +23,9 @@ def test_a_run_removes_resources_of_dead_runs(follows: bool, tmp_path: Path, mon
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(start, "is_follower", lambda: follows)
     monkeypatch.setattr(start, "follow", lambda folder: 0)
+    config = RunConfig.model_validate({"model": {"path": "m"}, "data": {"path": "d"}, "loop": {"num_steps": 1}})
     left, living = tmp_path / new_name(), LeasedFolder()
     left.mkdir()
     with contextlib.suppress(SystemExit) if follows else contextlib.nullcontext():
-        assert start._run(ClusterConfig(), RunSection(), lambda stop: asyncio.sleep(0, "done")) == "done"
+        assert start._run(config, (1, 0), NO_OBJECTS, lambda stop: asyncio.sleep(0, "done")) == "done"
     assert not left.exists() and living.path.exists()
