@@ -1,11 +1,14 @@
 """The injected faults by phase, and the expected behaviour and error of the run: the table of docs/faults.md.
 
-`test_named_faults.py` runs every case; `scripts/make_faults_docs.py` writes the page from this file.
+`test_named_faults.py` runs every case; `scripts/make_faults_docs.py` writes the page from this file and
+`other_faults.py`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from other_faults import OTHER_FAULTS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,197 +137,6 @@ def cases() -> list[Case]:
     return made
 
 
-# By title: the fault, what the run does, and the test that injects it.
-OTHER_FAULTS: dict[str, tuple[tuple[str, str, str], ...]] = {
-    "The process of the run": (
-        (
-            "train ranks are lost before the first training state is saved",
-            "new ranks begin at step 0; with `loop.save_every_steps: 0` the run ends, and the error names the key",
-            "tests/faults/test_trainers_restarted.py::test_lost_train_ranks_are_replaced_and_the_run_equals_an_undisturbed_one",
-        ),
-        (
-            "an exception of a reward, of `on_step` or of a metrics sink",
-            "the run ends with the last finished step saved, exit code 1",
-            "tests/unit/run/test_run_folder.py::test_an_error_of_the_controller_ends_the_run_with_its_last_finished_step_saved",
-        ),
-        (
-            "the terminal is lost (SIGHUP to all processes of the run)",
-            "checkpoint of the last finished step, exit code 129",
-            "tests/e2e/test_stop_command.py::test_a_run_that_loses_its_terminal_ends_with_a_checkpoint",
-        ),
-        (
-            "SIGTERM to torchrun in the middle of an update",
-            "checkpoint of the last finished step, from which `run.resume=auto` continues",
-            "tests/e2e/test_stop_command.py::test_a_sigterm_to_torchrun_in_an_update_ends_the_run_with_a_checkpoint",
-        ),
-        (
-            "Slurm's signal before the time limit",
-            "checkpoint of the last finished step, from which the same batch file continues",
-            "tests/unit/cluster/test_slurm.py::test_the_batch_file_runs_ends_with_a_checkpoint_at_slurms_signal_and_continues",
-        ),
-    ),
-    "The folder of the run": (
-        (
-            "two starts in one folder at once",
-            "the second ends with a line that names the holder; with `run.resume=auto` it waits up to a minute first",
-            "tests/unit/run/test_run_folder.py::test_the_folder_of_a_live_run_is_refused_and_stays_as_it_is",
-        ),
-        (
-            "`run.resume=auto` in a folder without a checkpoint",
-            "the run starts at step 0, states this, and moves what was there to `earlier_1`",
-            "tests/unit/run/test_run_folder.py::test_nothing_of_an_earlier_run_is_lost_under_resume_auto_without_a_checkpoint",
-        ),
-        (
-            "a resume after steps that were not saved",
-            "their metrics, rollouts and models move to `earlier_1`, and the steps are repeated",
-            "tests/unit/run/test_run_folder.py::test_what_a_killed_run_wrote_after_its_checkpoint_is_moved_aside",
-        ),
-        (
-            "the newest checkpoint is damaged",
-            "`run.resume=auto` passes over it with a note, and continues from the next older one",
-            "tests/unit/run/test_run_folder.py::test_resume_auto_passes_over_damaged_checkpoints_with_a_note",
-        ),
-        (
-            "the clock is set during a run, or the run is in another container",
-            "`meshrl status` shows that it runs; `meshrl stop` signals only a process that holds its lease",
-            "tests/unit/tools/test_run_status.py::test_a_process_that_does_not_hold_the_lease_gets_no_signal",
-        ),
-        (
-            "`run.folder` can't be created",
-            "one line, exit code 1",
-            "tests/unit/run/test_failed_outputs.py::test_a_run_folder_that_can_not_be_created_ends_the_run_with_one_line",
-        ),
-    ),
-    "Outputs and disks": (
-        (
-            "the reader of stdout ends (`\\| head -1`), and `rollouts/` is removed",
-            "the run ends with exit code 0 and all its data; the folder is created again",
-            "tests/e2e/test_lost_outputs.py::test_a_run_continues_without_the_reader_of_its_output_and_without_its_rollouts",
-        ),
-        (
-            "stdout and stderr on a full disk",
-            "the run ends with exit code 0; failed writes are counted",
-            "tests/e2e/test_lost_outputs.py::test_a_run_continues_when_its_output_goes_to_a_full_disk",
-        ),
-        (
-            "stdin, stdout and stderr are closed",
-            "the run starts its ranks and ends with exit code 0",
-            "tests/e2e/test_lost_outputs.py::test_a_run_with_closed_standard_streams_starts_its_ranks_and_ends",
-        ),
-        (
-            "writes to the terminal fail",
-            "the run continues",
-            "tests/unit/monitor/test_failed_writes.py::test_a_lost_terminal_ends_no_run",
-        ),
-        (
-            "`rollouts/`, `status.json`, `report.html` or `reward.png` can't be written",
-            "the run continues, with one line when the output works again, and one at the end",
-            "tests/unit/run/test_failed_outputs.py::test_a_run_goes_on_without_outputs_that_can_not_be_written_and_lists_them",
-        ),
-        (
-            "the disk is full for TensorBoard",
-            "the run continues; later steps are in a new event file",
-            "tests/unit/monitor/test_trackers.py::test_failed_writes_of_tensorboard_are_counted_and_a_new_file_has_the_later_steps",
-        ),
-        (
-            "the disk is full at the metrics",
-            "the run ends with one line; `run.resume=auto` completes it",
-            "tests/unit/run/test_failed_outputs.py::test_a_disk_filled_by_others_ends_the_run_with_one_line_and_a_resume_completes_it",
-        ),
-        (
-            "`metrics.jsonl` is removed or replaced",
-            "the run ends with one line",
-            "tests/unit/run/test_failed_outputs.py::test_removed_metrics_end_the_run_with_one_line",
-        ),
-        (
-            "`checkpoints/` can't be written",
-            "the run ends with one line",
-            "tests/unit/run/test_failed_outputs.py::test_checkpoints_that_can_not_be_written_end_the_run_with_one_line",
-        ),
-    ),
-    "Shared memory": (
-        (
-            "`/dev/shm` is full when samples or answers are sent",
-            "they are sent over the socket, and the run continues",
-            "tests/e2e/test_little_shared_memory.py::test_a_full_dev_shm_ends_no_process_by_a_signal",
-        ),
-        (
-            "`/dev/shm` has no room for a weight sync",
-            "the run ends before its first step, exit code 1; the error has the sizes, the key and the remedies",
-            "tests/e2e/test_little_shared_memory.py::test_a_full_dev_shm_ends_no_process_by_a_signal",
-        ),
-        (
-            "a rank is killed in a sync",
-            "its shared memory is removed when its end is handled; no warning precedes the error",
-            "tests/faults/test_named_faults.py::test_a_fault_in_a_rank_ends_the_run_and_is_named",
-        ),
-        (
-            "the controller is killed",
-            "the fork server ends the ranks, and removes their shared memory and temporary folders",
-            "tests/unit/process/test_fork_server.py::test_temporary_resources_of_killed_processes_are_removed",
-        ),
-    ),
-    "Numbers": (
-        (
-            "an update makes a weight NaN, infinite or too large for `model.dtype`, in any rank",
-            "the run ends with the step, the tensor, the learning rate and the gradient norm; nothing is sent or saved",
-            "tests/e2e/test_diverged_run.py::"
-            "test_a_weight_that_is_not_finite_in_one_rank_ends_the_run_and_a_poisoned_state_is_refused",
-        ),
-        (
-            "a moment or a parameter is not finite when a state is written",
-            "the state is not committed, and the run ends with the name of the tensor",
-            "tests/dist/test_not_finite.py::test_a_state_that_is_not_finite_is_not_written",
-        ),
-        (
-            "a saved state has values that are not finite",
-            "every rank refuses it before anything is changed; `run.resume=auto` continues from the next older state",
-            "tests/dist/test_not_finite.py::"
-            "test_a_state_that_is_not_finite_is_refused_by_every_rank_before_anything_is_changed",
-        ),
-        (
-            "a model to export has a value that is not finite in its dtype",
-            "it is not written",
-            "tests/dist/test_not_finite.py::test_a_model_that_is_not_finite_in_its_dtype_is_not_written",
-        ),
-        (
-            "`model.path` contains NaN or an infinity",
-            "refused with file and tensor, exit code 2",
-            "tests/e2e/test_diverged_run.py::test_a_model_that_is_not_finite_is_refused_at_the_start",
-        ),
-        (
-            "a reward above 1e12 in size",
-            "a failed grading (`bad_value`)",
-            "tests/unit/reward/test_reward_sandbox.py::"
-            "test_a_number_that_would_overflow_statistics_is_a_failure_with_the_limit",
-        ),
-        (
-            "a reward function writes to its worker's socket",
-            "the worker is replaced; the grading fails, and no other answer gets its reward",
-            "tests/unit/reward/test_reward_sandbox.py::"
-            "test_a_reply_that_user_code_writes_breaks_the_worker_and_is_no_reward",
-        ),
-    ),
-    "Other users of the machine": (
-        (
-            "torchrun's store has an address that another process has written",
-            "each other process ends with an error before it connects",
-            "tests/unit/cluster/test_launched_by_torchrun.py::test_a_follower_does_not_connect_to_an_address_that_another_process_has_written",
-        ),
-        (
-            "`run.folder` is not shared, or does not keep owners and permissions",
-            "the process ends with an error that names `run.folder` and `MESHRL_TOKEN`",
-            "tests/unit/process/test_run_token.py::test_a_file_that_another_process_could_have_made_or_read_is_refused",
-        ),
-        (
-            "another user sends pickles to the controller",
-            "they are not read; the run continues",
-            "tests/e2e/test_open_ports.py::test_another_user_can_read_the_store_of_torchrun_but_can_not_run_code_in_the_run",
-        ),
-    ),
-}
-
-
 def page() -> str:
     """The text of docs/faults.md."""
     lines = [_HEAD]
@@ -370,7 +182,7 @@ the kernel really kills it; the test is skipped on systems that do not allow thi
 _OTHER = """
 ## Faults outside the ranks
 
-The test of each is named in `tests/faults/fault_cases.py`."""
+The test of each is named in `tests/faults/other_faults.py`."""
 
 _TAIL = """
 ## Ranks that only sample
@@ -387,7 +199,7 @@ When a train rank dies or does not answer, all train ranks are ended, because th
 replace them and load the newest checkpoint of the run. Samplers in their own ranks, reward workers and the loaded data
 are kept: the samplers drop their requests, and sample again when they have the checkpoint's weights, from a full sync
 with all proofs. A sync that the loss has interrupted has no effect. On the same number of ranks, the results of the
-run equal those of an undisturbed run to the bit. (The runs of the table have `cluster.max_restarts: 0`.)
+run equal those of an undisturbed run [to the bit](protocols.md#what-equal-to-the-bit-means). (The runs of the table have `cluster.max_restarts: 0`.)
 
     rank 1 failed in phase 'train': its process was killed by SIGKILL (...); starting the train ranks again after step
     40, restart 1 of 3
@@ -419,7 +231,7 @@ With `loop.kind` one_step_off or fully_async, every prompt is still trained once
 - If graders are slower than samplers, the samplers wait: groups that wait for a grade count towards the limit of
   started groups.
 - A run that is killed, any number of times, continues from the newest checkpoint; with `loop.max_staleness: 0` its
-  results equal those of an undisturbed run to the bit.
+  results equal those of an undisturbed run [to the bit](protocols.md#what-equal-to-the-bit-means).
 
 ## Graders
 

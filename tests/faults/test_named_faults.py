@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from fault_cases import OTHER_FAULTS, Case, cases
+from fault_cases import Case, cases
+from other_faults import OTHER_FAULTS
 from tiny_run import steps_of, train, write_run
 
 from meshrl.cli import main
