@@ -257,7 +257,7 @@ OTHER_FAULTS: dict[str, tuple[tuple[str, str, str], ...]] = {
     "Evaluations": (
         (
             "`meshrl eval` is interrupted",
-            "the scored answers stay in its folder; `result.json` says interrupted",
+            "the scored answers stay in its folder; its `result.json` has the status `interrupted`",
             "tests/unit/run/test_evaluation.py::test_an_interrupted_evaluation_has_the_answers_that_were_scored_before",
         ),
         (
