@@ -38,7 +38,8 @@ class NotesFile:
     def _write_waiting(self) -> None:
         if not self._is_open or not self._waiting:
             return
+        count = len(self._waiting)  # another thread may add a note meanwhile
         with self._writes.attempt(NOTES_FILE):
             with self._path.open("a", encoding="utf-8") as file:
-                file.write("".join(self._waiting))
-            self._waiting.clear()
+                file.write("".join(self._waiting[:count]))
+            del self._waiting[:count]

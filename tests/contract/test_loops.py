@@ -50,8 +50,8 @@ def colocated(config: Path) -> dict[str, Path]:
 
 
 def staleness(folder: Path, step: int) -> list[int]:
-    """By how many versions the oldest token of each answer of a step is older than the trainer's weights."""
-    records = read_rollouts(folder / "rollouts" / f"step_{step:06d}.jsonl")
+    """By how many versions the oldest token of each answer of step + 1 is older than the trainer's weights."""
+    records = read_rollouts(folder / "rollouts" / f"step_{step + 1:06d}.jsonl")
     return [step - min(int(turn.versions.min()) for turn in r.trajectory.turns) for r in records]
 
 

@@ -54,7 +54,7 @@ def test_gsm8k_training_runs_from_random_weights_to_a_model_with_reward_curve_an
     result = json.loads((folder / "result.json").read_text())
     assert result["steps"] == len(result["reward_curve"]) == 2
     assert [evaluation["step"] for evaluation in result["evals"]] == [0, 2]
-    logs = [list(read_rollouts(folder / "rollouts" / f"step_{step:06d}.jsonl")) for step in (0, 1)]
+    logs = [list(read_rollouts(folder / "rollouts" / f"step_{step:06d}.jsonl")) for step in (1, 2)]
     for log in logs:
         assert len(log) == 4
         for entry in log:

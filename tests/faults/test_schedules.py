@@ -47,7 +47,7 @@ def assert_each_prompt_is_trained_once(folder: Path, num_steps: int = NUM_STEPS)
 
 def assert_no_sample_is_too_old(folder: Path) -> None:
     for step in range(NUM_STEPS):
-        for record in read_rollouts(folder / "rollouts" / f"step_{step:06d}.jsonl"):
+        for record in read_rollouts(folder / "rollouts" / f"step_{step + 1:06d}.jsonl"):
             assert 0 <= step - min(int(t.versions.min()) for t in record.trajectory.turns) <= STALENESS
 
 
