@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from meshrl.agent.loop import Agent, AgentContext, start_trajectory
+from meshrl.agent.tools import is_being_cancelled
 from meshrl.agent.tree import check_turns
 from meshrl.core.errors import AgentError, Failure, MeshrlError, RequestError
 from meshrl.core.types import Generate, Prompt, Request, Trajectory, Turn
@@ -22,15 +24,16 @@ async def attempt(
     Raises: the errors of meshrl, such as TurnError and DataError; the first exception of `generate`, except a
     RequestError, whatever the agent does with it: a lost rank or a bug of an engine is no fault of this attempt.
     """
-    of_engine: list[Exception] = []
+    of_engine: list[BaseException] = []
 
     async def observed(request: Request) -> Turn:
         try:
             return await generate(request)
         except RequestError:
             raise
-        except Exception as error:
-            of_engine.append(error)
+        except (Exception, asyncio.CancelledError) as error:
+            if not is_being_cancelled(error):  # an agent may limit the time of a request
+                of_engine.append(error)
             raise
 
     failure = None
@@ -41,7 +44,9 @@ async def attempt(
     except MeshrlError:
         if not of_engine:
             raise
-    except Exception as error:  # user code: it may raise anything
+    except (Exception, SystemExit, asyncio.CancelledError) as error:  # user code: it may raise anything
+        if is_being_cancelled(error):
+            raise
         failure = Failure(kind="crash", message=error_line(error))
     if of_engine:
         raise of_engine[0]
@@ -50,6 +55,13 @@ async def attempt(
         trajectory.status, trajectory.failure = "failed", failure
     if not isinstance(trajectory, Trajectory):
         raise MeshrlError(f"agent {name} returned {trajectory!r:.80}; it must return a Trajectory")
+    own = start_trajectory(prompt, index, ctx)
+    if (trajectory.id, trajectory.purpose) != (own.id, own.purpose):
+        raise MeshrlError(
+            f"agent {name} returned the trajectory {trajectory.id!r} with purpose {trajectory.purpose!r} as attempt "
+            f"{own.id!r} with purpose {own.purpose!r}; return the one that meshrl.agent.loop:start_trajectory makes of "
+            "the prompt, index and ctx of this call"
+        )
     check_turns(trajectory)
     return trajectory
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from meshrl.core.errors import ConfigError, DataError
 from meshrl.data.tool_schema import function_schema
-from meshrl.reward.replies import one_line
+from meshrl.reward.replies import error_text, one_line
 
 MAX_EXPRESSION_CHARS = 256
 MAX_INT_BITS = 2048  # about 616 digits: enough for any real exercise, too few to slow down the run
@@ -101,10 +101,19 @@ async def call_tool(tools: Mapping[str, Tool], body: str) -> str:
         text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False, default=str)
     except ToolError as refusal:
         text = f"{ERROR}{refusal}"
-    except Exception as error:  # the user's code: it may raise anything
+    except (Exception, SystemExit, asyncio.CancelledError) as error:  # the user's code: it may raise anything
+        if is_being_cancelled(error):
+            raise
         text = f"{ERROR}{_description(error)}"
     text = text.encode(errors="replace").decode()
     return text if len(text) <= MAX_ANSWER_CHARS else text[:MAX_ANSWER_CHARS] + "..."
+
+
+def is_being_cancelled(error: BaseException) -> bool:
+    """Whether the error is the end of this task by meshrl. A CancelledError may also come from a task of the user's
+    code that it waits for."""
+    task = asyncio.current_task()
+    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
 
 
 async def _result(tool: Tool, arguments: dict[str, Any]) -> Any:
@@ -144,7 +153,7 @@ async def _in_thread(tool: Tool, arguments: dict[str, Any]) -> Any:
 
 
 def _description(error: BaseException) -> str:
-    return one_line(f"{type(error).__name__}: {error}")
+    return one_line(error_text(error))
 
 
 def _name_and_arguments(body: str) -> tuple[str, dict[str, Any]]:

@@ -74,7 +74,15 @@ def error_line(error: BaseException) -> str:
     """An exception of a user's function as a message of a Failure, with the file and line that raised it."""
     where = traceback.extract_tb(error.__traceback__)[-1:]
     place = f" at {where[0].filename}:{where[0].lineno}" if where else ""
-    return one_line(f"{type(error).__name__}: {error}{place}")
+    return one_line(f"{error_text(error)}{place}")
+
+
+def error_text(error: BaseException) -> str:
+    """The type and the text of an exception of a user's function, whose __str__ may be the user's code, too."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception as cause:
+        return f"{type(error).__name__} (its __str__ raised {type(cause).__name__})"
 
 
 def _object(data: bytes) -> dict[str, Any]:

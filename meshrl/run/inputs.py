@@ -25,7 +25,7 @@ from meshrl.reward.check import check_graders
 from meshrl.reward.kinds import NEEDS_ANSWER, REWARDS
 
 OnStep = Callable[[int, dict[str, float]], Any]
-"""Called after each step with its number, from 0, and its metrics. False ends the run after this step."""
+"""Called after each step with its number, from 1, and its metrics. False ends the run after this step."""
 ROWS = {"data.path": "data", "data.eval_path": "eval_data", "sft.path": "data"}  # key -> the argument for its rows
 
 

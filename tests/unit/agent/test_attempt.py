@@ -129,3 +129,69 @@ def test_a_share_of_crashes_above_the_limit_ends_the_run_with_examples():
 def test_other_failures_do_not_count_as_crashes():
     check_attempts([crashed(0, "engine"), crashed(1, "agent")], "mine:Agent", 0.0)
     check_attempts([], "mine:Agent", 0.0)
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), asyncio.CancelledError("a task that the agent waits for")])
+def test_an_exit_and_an_inner_cancellation_of_an_agent_fail_its_sample(error):
+    t = run(Agent(raises(error)))
+    assert (t.status, t.failure.kind) == ("failed", "crash")
+    assert t.failure.message.startswith(f"{type(error).__name__}: {error} at ")
+
+
+def test_an_exception_without_a_text_fails_its_sample():
+    class Silent(Exception):
+        def __str__(self):
+            raise ValueError("no text")
+
+    assert run(Agent(raises(Silent()))).failure.message.startswith("Silent (its __str__ raised ValueError) at ")
+
+
+def test_a_cancelled_attempt_ends():
+    class Waits(ScriptedAgent):
+        async def run(self, prompt, index, generate, ctx):
+            await asyncio.sleep(60)
+
+    async def cancelled():
+        task = asyncio.create_task(
+            attempt(Waits(), scripted_prompt(0), 0, ScriptedEngine().generate, scripted_context("p-0@7"), "mine:Agent")
+        )
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait({task})
+        return task.cancelled()
+
+    assert asyncio.run(cancelled())
+
+
+def test_a_cancellation_from_the_engine_is_no_fault_of_the_agent():
+    with pytest.raises(asyncio.CancelledError):
+        run(Agent(lambda trajectory: trajectory), asyncio.CancelledError())
+
+
+def test_an_agent_may_limit_the_time_of_a_request():
+    class Impatient(ScriptedAgent):
+        async def run(self, prompt, index, generate, ctx):
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(generate(None), 0.01)
+            return await super().run(prompt, index, answers, ctx)
+
+    async def answers(request):
+        return await generate_to_the_end(engine, request)
+
+    async def never(request):
+        await asyncio.Event().wait()
+
+    engine, ctx = ScriptedEngine(), scripted_context("p-0@7")
+    t = asyncio.run(attempt(Impatient(), scripted_prompt(0), 2, never, ctx, "mine:Agent"))
+    assert (t.failure, len(t.turns)) == (None, 4)
+
+
+@pytest.mark.parametrize("change", [{"index": 0}, {"group_id": "mine"}, {"purpose": "train"}])
+def test_a_trajectory_of_another_attempt_is_refused(change):
+    def then(trajectory):
+        for name, value in change.items():
+            setattr(trajectory, name, value)
+        return trajectory
+
+    with pytest.raises(MeshrlError, match=r"mine:Agent returned the trajectory .* as attempt 'p-0@7/2'"):
+        run(Agent(then))
