@@ -191,14 +191,15 @@ class LiveRun:
         return path
 
     async def keep_best(self, step: int, score: float) -> None:
-        """Make the model of `step` the best one if its score is higher; for step 0 that is the model of model.path."""
+        """Make the model of `step` the best one if its score is higher, or if that of the former best one is of another
+        loop.eval_term; for step 0 that is the model of model.path."""
         with self.spans("export"):
-            best = read_best(self.folder)
-            if math.isnan(score) or (best is not None and score <= best.score):
+            best, term = read_best(self.folder), self.loaded.config.eval_term
+            if math.isnan(score) or (best is not None and best.term in (None, term) and score <= best.score):
                 return
             model = str(await self.export_model(step)) if step else self.loaded.config.model.path
             await self.checkpoints.settle()  # the checkpoint that is being written may refer to the former best model
-            replace_best(self.folder, Best(step, score, model), self._is_retained)
+            replace_best(self.folder, Best(step, score, model, term), self._is_retained)
 
     def _is_retained(self, step: int) -> bool:
         """Whether the model of a step is retained when a better one is written."""

@@ -31,11 +31,12 @@ _OTHER_FILES_BYTES = 64 << 20  # a model's config, tokenizer and headers
 @dataclass(frozen=True, slots=True)
 class Best:
     """The highest held-out score of a run, the number of finished steps at that evaluation, and the model: its folder,
-    or for step 0 the value of model.path."""
+    or for step 0 the value of model.path. term: the loop.eval_term of the score; None = not recorded."""
 
     step: int
     score: float
     model: str
+    term: str | None = None
 
 
 def model_folder(run: Path, step: int) -> Path:
@@ -78,7 +79,8 @@ def replace_best(run: Path, best: Best, is_retained: Callable[[int], bool]) -> N
     model = best.model
     if best.step:  # relative, so that the run's folder may move
         model = os.path.relpath(model, _best_file(run).parent)
-    _write_best(run, {"step": best.step, "score": best.score, "model": model, "beaten": sorted(needed)})
+    facts = {"step": best.step, "score": best.score, "term": best.term, "model": model, "beaten": sorted(needed)}
+    _write_best(run, facts)
     for step in steps - needed - {0, best.step}:
         if not is_retained(step):
             _remove_model(run, step)
@@ -134,11 +136,11 @@ def read_best(run: Path) -> Best | None:
     if facts is None:
         return None
     model = str(_best_file(run).parent / facts["model"]) if facts["step"] else facts["model"]
-    return Best(facts["step"], facts["score"], model)
+    return Best(facts["step"], facts["score"], model, facts.get("term"))
 
 
 def best_facts(run: Path) -> dict[str, Any] | None:
-    """The contents of best.json: step, score, model, beaten (steps of former best models that a checkpoint needs)."""
+    """The contents of best.json: step, score, term, model, beaten (steps of former best models that a checkpoint needs)."""
     path = _best_file(run)
     if not path.exists():
         return None

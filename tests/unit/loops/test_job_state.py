@@ -118,3 +118,10 @@ def test_a_run_that_returns_to_a_checkpoint_drops_the_probe_of_weights_that_it_h
         assert probe.cancelled()
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("term", "evals"), [("right", [(0, 0.125), (2, 0.75)]), ("weighted_sum", [])])
+def test_evaluations_of_another_term_are_not_restored(term, evals):
+    job = job_of([("loop", "eval_term", term)])
+    asyncio.run(job.restore(3, saved_state(), None))
+    assert job.evals == evals

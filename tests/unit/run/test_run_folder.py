@@ -166,7 +166,7 @@ def test_nothing_of_an_earlier_run_is_lost_under_resume_auto_without_a_checkpoin
     assert {path.name for path in (tmp_path / "other_disk" / "earlier_1").iterdir()} == rollouts, "on the same disk"
     assert len([*(tmp_path / "other_disk").glob("*.jsonl")]) == len(rollouts) == 5
     assert (folder / "notes.txt").read_text() == (folder / "data" / "rows.jsonl").read_text() == "mine"
-    assert read_best(folder) == Best(0, 0.125, str(config.parent / "model"))
+    assert read_best(folder) == Best(0, 0.125, str(config.parent / "model"), "answer")
 
 
 def _files_below(folder: Path, names: Sequence[str]) -> list[Path]:

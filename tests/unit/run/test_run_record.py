@@ -145,6 +145,23 @@ def test_a_resumed_run_drops_a_best_model_that_is_newer_than_its_checkpoint(conf
     assert (Path(best.model) / "model.safetensors").stat().st_size > 0
 
 
+def test_a_resume_with_another_eval_term_compares_no_scores_of_the_former_term(config: Path, tmp_path: Path):
+    """The scores of the former term are twice as high. The evaluation after the checkpoint's step is repeated."""
+    script = tmp_path / "script"
+    script.write_text("0.5 0.75 0.625")
+    weight = "reward.terms.answer.weight=0.5"
+    overrides = (weight, "loop.num_steps=2", f"reward.terms.answer.args.script={script}")
+    folder = train(config, "terms", *overrides)
+    best = read_best(folder)
+    assert best is not None and (best.step, best.score, best.term) == (1, 0.75, "answer")
+    script.write_text("0.625 0.5")
+    train(config, "terms", *overrides, "loop.eval_term=weighted_sum", "loop.num_steps=3", "run.resume=auto")
+    best = read_best(folder)
+    assert best is not None and (best.step, best.score, best.term) == (2, 0.3125, "weighted_sum")
+    evals = json.loads((folder / "result.json").read_text())["evals"]
+    assert [(e["step"], e["mean_at_k"]) for e in evals] == [(2, 0.3125), (3, 0.25)]
+
+
 def test_a_run_that_returns_to_a_checkpoint_of_another_run_has_neither_its_best_model_nor_an_early_end(
     config: Path, tmp_path: Path
 ):
