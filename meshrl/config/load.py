@@ -4,6 +4,7 @@ is imported."""
 from __future__ import annotations
 
 import json
+import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +42,7 @@ from meshrl.core.lookup import similar_names
 
 Source = str | Path | Mapping[str, Any] | RunConfig | SftRunConfig  # a config in any form
 COMMANDS: dict[type[Slice], str] = {RunConfig: "meshrl train", SftRunConfig: "meshrl sft"}
+_NUMBER = re.compile(r"^<\d+")  # of rows, at the beginning of the text for them
 C = TypeVar("C", bound=RunConfig | SftRunConfig)
 PATH_KEYS = (
     *("model.path", "data.path", f"data.sources.{NAME}.path", "data.eval_path", "data.chat_template"),
@@ -133,7 +135,7 @@ def _load(
     layers.add([reader.override(text) for text in overrides])
     (objects,) = reader.mapping(in_memory.values, PYTHON_OBJECT)
     written = given_in(layers.tree)
-    twice = _given_twice([*leaves(objects), *in_memory.unused], written)
+    twice = _given_twice(given_in(objects) | dict.fromkeys(in_memory.unused), written)
     layers.add_objects(objects, len(trees))
     make_case = partial(Case, folder=reader.folder, known=known, purpose=purpose, rows=in_memory.rows)
     while True:
@@ -199,12 +201,18 @@ def _read(source: Source) -> tuple[Path, Reader, list[Tree]]:
     return path, reader, reader.files(path)
 
 
-def _given_twice(replaced: Sequence[str], given: dict[str, Value]) -> list[Problem]:
-    """Keys of a config that a Python object replaces."""
+def _given_twice(replaced: Mapping[str, Value | None], given: dict[str, Value]) -> list[Problem]:
+    """Keys of a config that a Python object replaces; but the config.yaml of a run has the text for such an object.
+    replaced: key or section -> this text."""
     text = "would have no effect: a Python object is given in its place. Remove one of them."
-    values = [key for key, value in given.items() if value.value != {}]
+    values = [key for key, value in given.items() if value.value != {} and not _is_same(value, replaced.get(key))]
     also = [key for key in values if any(key == name or key.startswith(f"{name}.") for name in replaced)]
     return [Problem((key,), text, given[key].origin) for key in also]
+
+
+def _is_same(given: Value, text: Value | None) -> bool:
+    """Whether a value is the text for the same object, or the text for other rows of the same argument."""
+    return text is not None and _NUMBER.sub("<", str(given.value)) == _NUMBER.sub("<", str(text.value))
 
 
 def _validate(model: type[C], content: dict[str, Any], keys: dict[str, Key]) -> tuple[C | None, list[Problem]]:

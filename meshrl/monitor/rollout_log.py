@@ -7,8 +7,9 @@ those of the first line that has them. Only `read_rollouts` restores them.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ class RolloutLog:
         groups: dict[str, _Group] = {}
         with self._writes.attempt("rollouts"):
             self._folder.mkdir(parents=True, exist_ok=True)
-            place = nullcontext(path) if append else replacing(path)
+            place = _appended(path) if append else replacing(path)
             with place as aside, aside.open("a" if append else "w", encoding="utf-8") as file:
                 for trajectory in trajectories:
                     texts = [self._decode(turn.output_ids) for turn in trajectory.turns]
@@ -79,6 +80,18 @@ class RolloutLog:
                     _leave_out_repeated(record, trajectory, groups.setdefault(trajectory.group_id, _Group()))
                     file.write(to_line({"schema": SCHEMA, "step": step, **record}))
         return path
+
+
+@contextmanager
+def _appended(path: Path) -> Iterator[Path]:
+    """Context for adding lines to a file. What a failed write has added is removed: later lines would continue it."""
+    size = path.stat().st_size if path.exists() else 0
+    try:
+        yield path
+    except OSError:
+        with suppress(OSError):
+            os.truncate(path, size)
+        raise
 
 
 @dataclass(slots=True)

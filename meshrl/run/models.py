@@ -140,7 +140,7 @@ def read_best(run: Path) -> Best | None:
 
 
 def best_facts(run: Path) -> dict[str, Any] | None:
-    """The contents of best.json: step, score, term, model, beaten (steps of former best models that a checkpoint needs)."""
+    """The contents of best.json: step, score, term, model, beaten (steps of former best models that a state needs)."""
     path = _best_file(run)
     if not path.exists():
         return None

@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
+import resource
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ from scripted_agent import IdTokenizer, scripted_trajectories
 
 from meshrl.core.errors import DataError, Failure
 from meshrl.core.types import Prompt, Trajectory
+from meshrl.monitor.failed_writes import FailedWrites
 from meshrl.monitor.jsonl import read_lines, to_line
 from meshrl.monitor.rollout_log import RolloutLog, read_rollouts, step_files
 
@@ -230,3 +232,20 @@ def test_the_files_of_repeated_steps_do_not_include_the_evaluation_before_them(t
     (tmp_path / "notes.txt").write_text("mine")
     assert [path.stem for path in step_files(tmp_path, 3)] == ["eval_000003", "step_000003", "step_000010"]
     assert sorted(path.stem for path in step_files(tmp_path, 0)) == sorted(names)
+
+
+def test_what_a_full_disk_leaves_of_appended_lines_is_removed(tmp_path):
+    """The lines that are appended when the disk has room again are complete."""
+    writes = FailedWrites()
+    log, (first, second, third) = RolloutLog(tmp_path, decode, writes), scripted_trajectories()[:3]
+    path = log.write(0, [first], "eval", append=True)
+    size = path.stat().st_size
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100, before[1]))
+    try:
+        log.write(0, [second], "eval", append=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert (writes.counts, path.stat().st_size) == ({"rollouts": 1}, size)
+    log.write(0, [third], "eval", append=True)
+    assert [logged.trajectory.id for logged in read_rollouts(path)] == [first.id, third.id]

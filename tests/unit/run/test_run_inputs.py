@@ -103,6 +103,18 @@ def test_a_config_key_is_refused_if_an_object_replaces_it(config, expected):
         load_run(BASE | config, objects=objects)
 
 
+def test_the_config_of_a_run_is_loaded_with_objects_of_the_same_names(tmp_path: Path):
+    objects = objects_of({"a": ascii_share}, Mine(), {"data.path": ROWS})
+    written = tmp_path / "config.yaml"
+    written.write_text(to_yaml(load_run(BASE, objects=objects)))
+    fewer = objects_of({"a": ascii_share}, Mine(), {"data.path": ROWS[:1]})
+    again = load_run(written, objects=fewer)
+    assert (again.config.data.path, again.origins["reward.terms.a.kind"]) == ("<1 rows given as data>", "Python object")
+    other = objects_of({"a": lambda completion, answer: 1.0}, Mine(), {"data.path": ROWS})
+    with pytest.raises(ConfigError, match=r"1 problem .*\s+reward\.terms\.a\.kind = tiny_run:ascii_share"):
+        load_run(written, objects=other)
+
+
 def test_on_step_must_return_none_or_a_bool():
     """0 or a tensor could mean either, so neither is ignored."""
     ends = list[str]()
