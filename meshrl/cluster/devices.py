@@ -35,7 +35,11 @@ def check_devices(
     if len(users) <= devices or (is_launched() and may_have_own_device()):
         return None
     needing = "1 rank of this machine needs" if len(users) == 1 else f"{len(users)} ranks of this machine need"
-    asked = f"cluster.num_train_ranks = {num_train_ranks}, cluster.num_rollout_ranks = {num_rollout_ranks}"
+    if num_train_ranks:
+        asked = f"cluster.num_train_ranks = {num_train_ranks}, cluster.num_rollout_ranks = {num_rollout_ranks}"
+    else:
+        key = "num_rollout_ranks" if cluster.num_rollout_ranks else "num_train_ranks"
+        asked = f"cluster.{key} = {num_rollout_ranks}, which all sample in an evaluation"
     fewer = f"Use at most {devices} (train ranks sample, too, if num_rollout_ranks is 0), or " if devices else ""
     raise ConfigError(
         f"{needing} a device each ({asked}), but the run sees {devices} device{'' if devices == 1 else 's'} of type "

@@ -64,6 +64,19 @@ def test_ranks_that_only_sample_need_devices_of_their_own(machine_with):
 
 
 @pytest.mark.parametrize(
+    ("cluster", "expected"),
+    [
+        (ClusterConfig(num_train_ranks=3), r"\(cluster\.num_train_ranks = 3, which all sample in an evaluation\)"),
+        (ClusterConfig(num_rollout_ranks=3), r"\(cluster\.num_rollout_ranks = 3, which all sample in an evaluation\)"),
+    ],
+)
+def test_an_evaluation_names_the_key_of_the_ranks_that_sample(machine_with, cluster: ClusterConfig, expected: str):
+    machine_with(2)
+    with pytest.raises(ConfigError, match=expected):
+        check_devices(cluster, EMBEDDED, 0, 3)
+
+
+@pytest.mark.parametrize(
     "server",
     [
         RolloutConfig(engine="endpoint", endpoint=EndpointConfig(url="http://server:8000")),
