@@ -89,7 +89,7 @@ async def call_tool(tools: Mapping[str, Tool], body: str) -> str:
         if name not in tools:
             raise ToolError(f"no tool is called {name!r}; there are: {', '.join(tools)}")
         tool = tools[name]
-        known, needed = set(tool.parameters["properties"]), set(tool.parameters.get("required", ()))
+        known, needed = set(tool.parameters.get("properties", ())), set(tool.parameters.get("required", ()))
         if not needed <= set(arguments) <= known:
             raise ToolError(
                 f"{name} takes the arguments {sorted(known)}, of which {sorted(needed)} are required; got "

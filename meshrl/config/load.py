@@ -205,7 +205,8 @@ def _given_twice(replaced: Mapping[str, Value | None], given: dict[str, Value]) 
     """Keys of a config that a Python object replaces; but the config.yaml of a run has the text for such an object.
     replaced: key or section -> this text."""
     text = "would have no effect: a Python object is given in its place. Remove one of them."
-    values = [key for key, value in given.items() if value.value != {} and not _is_same(value, replaced.get(key))]
+    filled = {key: value for key, value in given.items() if value.value not in ({}, None)}
+    values = [key for key, value in filled.items() if not _is_same(value, replaced.get(key))]
     also = [key for key in values if any(key == name or key.startswith(f"{name}.") for name in replaced)]
     return [Problem((key,), text, given[key].origin) for key in also]
 

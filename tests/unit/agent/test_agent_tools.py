@@ -9,7 +9,7 @@ from typing import Literal
 
 import pytest
 
-from meshrl.agent.tools import MAX_ANSWER_CHARS, TOOLS, ToolError, as_tool, calculate, call_tool, tool_calls
+from meshrl.agent.tools import MAX_ANSWER_CHARS, TOOLS, Tool, ToolError, as_tool, calculate, call_tool, tool_calls
 from meshrl.core.errors import ConfigError
 from meshrl.reward.replies import MAX_MESSAGE_CHARS
 
@@ -342,3 +342,10 @@ def open_ended(*x: int, **more: int):
 def test_what_can_not_be_described_to_a_model_is_refused(function, expected):
     with pytest.raises(ConfigError, match=f"agent.args.tools: .*{expected}"):
         as_tool(function, "agent.args.tools")
+
+
+def test_a_tool_whose_schema_has_no_properties_takes_no_arguments():
+    tool = Tool(name="now", description="Returns the time.", parameters={"type": "object"}, function=lambda: "noon")
+    assert asyncio.run(call_tool({"now": tool}, '{"name": "now", "arguments": {}}')) == "noon"
+    refused = asyncio.run(call_tool({"now": tool}, '{"name": "now", "arguments": {"zone": "UTC"}}'))
+    assert refused == "error: now takes the arguments [], of which [] are required; got ['zone']"

@@ -115,6 +115,12 @@ def test_the_config_of_a_run_is_loaded_with_objects_of_the_same_names(tmp_path: 
         load_run(written, objects=other)
 
 
+def test_null_makes_room_for_an_object_in_place_of_a_key_of_the_config():
+    config = BASE | {"data": {"path": "train.jsonl"}}
+    loaded = load_run(config, ["data.path=null"], objects=objects_of({"a": ascii_share}, rows={"data.path": ROWS}))
+    assert loaded.config.data.path == "<2 rows given as data>"
+
+
 def test_on_step_must_return_none_or_a_bool():
     """0 or a tensor could mean either, so neither is ignored."""
     ends = list[str]()
