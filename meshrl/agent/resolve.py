@@ -43,7 +43,10 @@ def resolve_agent(cfg: AgentConfig) -> Agent:
         inspect.signature(kind).bind(*(_PARAMETERS if is_async else ()), **cfg.args)
     except TypeError as cause:
         is_plain = inspect.isfunction(kind) and not is_async
-        hint = "; an agent that is a function must be defined with `async def`" if is_plain else ""
+        own = [name for name in inspect.signature(kind).parameters if not (is_async and name in _PARAMETERS)]
+        hint = f"; allowed: {', '.join(own) or 'none'}"
+        if is_plain:
+            hint = "; an agent that is a function must be defined with `async def`"
         raise ConfigError(f"agent.args {cfg.args} don't fit {name}: {cause}{hint}") from cause
     return as_agent(partial(kind, **cfg.args) if is_async else kind(**cfg.args), name)
 

@@ -355,8 +355,8 @@ def _values_of(config: Slice) -> dict[str, Any]:
 
 
 def _resolve(config: C, case: Case, keys: dict[str, Key]) -> tuple[C, dict[str, str]]:
-    """The config with absolute paths, and with aliases, the mesh and algo.correction written out; and for each size and
-    kind that changed, how."""
+    """The config with absolute paths, and with aliases, the mesh and algo.correction written out; and for each value
+    that another one replaces, how."""
     changes: dict[str, Any] = {}
     given = {key: value for key, value in case.given.items() if value.value is not None}
     for key, value in given.items():
@@ -373,6 +373,8 @@ def _resolve(config: C, case: Case, keys: dict[str, Key]) -> tuple[C, dict[str, 
     if isinstance(config, RunConfig) and config.algo.correction.kind == "auto":
         changes["algo.correction.kind"], why = config.correction
         how["algo.correction.kind"] = f"from {why}"
+    if config.train.optimizer.lr is None and case.purpose != "eval":
+        how["train.optimizer.lr"] = f"here {config.peak_lr:g}"
     for alias, key in checks.ALIASES.items():
         if alias in given:
             changes[key] = given[alias].value

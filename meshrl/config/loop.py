@@ -135,7 +135,7 @@ def loop_problems(case: Case) -> Iterator[Problem]:
             why="there are no held-out rows for an evaluation",
         )
     terms = [*config.reward.terms, WEIGHTED_SUM]
-    if loop.eval_term is not None and loop.eval_term not in terms:
+    if config.reward.terms and loop.eval_term is not None and loop.eval_term not in terms:
         close = similar_names(loop.eval_term, terms, 1)
         near = f" Nearest: {close[0]}." if close else ""
         yield Problem(("loop.eval_term",), f"must be one of reward.terms or {WEIGHTED_SUM}: {', '.join(terms)}.{near}")

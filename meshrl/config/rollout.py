@@ -205,12 +205,15 @@ def _sampling(case: Case) -> Iterator[Problem]:
                     "a filter samples from another distribution than the trainer scores, which biases every ratio. "
                     f"In training leave it at {show(off)} (off).",
                 )
-    text = "temperature 0 gives every sample of a prompt the same answer. Use a temperature above 0 (1.0 is usual)."
+    text = "temperature 0 gives every sample of a prompt the same answer. Use a temperature above 0 (1.0 is usual)"
     if sampling.temperature == 0 and training:
-        yield Problem(("rollout.sampling.temperature",), text)
+        yield Problem(("rollout.sampling.temperature",), f"{text}.")
     elif config.eval_sampling.temperature == 0 and config.loop.eval_samples > 1:
         section = "sampling" if config.rollout.eval_sampling.temperature is None else "eval_sampling"
-        yield Problem((f"rollout.{section}.temperature", "loop.eval_samples"), text)
+        yield Problem(
+            (f"rollout.{section}.temperature", "loop.eval_samples"),
+            f"{text}, or loop.eval_samples: 1 for greedy answers.",
+        )
     if case.purpose == "eval":
         yield from _overrides_of_training(case)
     if any(token < 0 for token in sampling.stop_token_ids):

@@ -96,7 +96,8 @@ def train_problems(case: Case) -> Iterator[Problem]:
     if case.purpose != "eval" and config.train.scheduler.warmup_steps >= config.num_updates:
         key, updates = "train.scheduler.warmup_steps", config.num_updates
         per_step = ("train.updates_per_step",) if "train.updates_per_step" in case.given else ()
-        why = f"the run has {updates} optimizer steps, so the learning rate would never reach its peak"
+        have = f"{updates} optimizer step{'' if updates == 1 else 's'}"
+        why = f"the run has {have}, so the learning rate would never reach its peak"
         yield Problem(
             (key, config.NUM_STEPS_KEY, *per_step),
             f"{why}. Warm up for fewer.",

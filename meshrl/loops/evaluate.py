@@ -74,12 +74,13 @@ async def evaluate_prompts(
     return trajectories, eval_metrics(trajectories, cfg)
 
 
-def sampling_text(cfg: RunConfig) -> str:
-    """How an evaluation samples, such as: greedy; 4 samples each."""
+def evaluation_text(cfg: RunConfig) -> str:
+    """How an evaluation samples, and by which of several scores it judges: greedy; 4 samples each, scored by answer."""
     k, temperature = cfg.loop.eval_samples, cfg.eval_sampling.temperature
     samples = "1 sample" if k == 1 else f"{k} samples"
     at = "" if temperature == cfg.rollout.sampling.temperature else f" at temperature {temperature:g}"
-    return "greedy" if temperature == 0 else f"{samples} each{at}"
+    by = f", scored by {cfg.eval_term}" if len(cfg.reward.terms) > 1 else ""
+    return ("greedy" if temperature == 0 else f"{samples} each{at}") + by
 
 
 async def evaluate_if_due(job: Job) -> None:
@@ -100,8 +101,8 @@ async def evaluate_if_due(job: Job) -> None:
     job.evals.append((job.step, values["eval/mean_at_k"]))
     k = job.cfg.loop.eval_samples
     run.note(
-        f"eval after {job.step} steps: mean@{k} {values['eval/mean_at_k']:.3f}, pass@{k} "
-        f"{values['eval/pass_at_k']:.3f} on {len(job.task.eval_prompts)} held-out prompts ({sampling_text(job.cfg)})"
+        f"eval after {job.step} step{'' if job.step == 1 else 's'}: mean@{k} {values['eval/mean_at_k']:.3f}, pass@{k} "
+        f"{values['eval/pass_at_k']:.3f} on {len(job.task.eval_prompts)} held-out prompts ({evaluation_text(job.cfg)})"
     )
     if job.cfg.loop.save_best:
         await run.keep_best(job.step, values["eval/mean_at_k"])

@@ -109,8 +109,8 @@ def _models(
     each = sizes.model_bytes
     if config.model.lora.enabled:
         each += sizes.state_bytes // 3  # the adapters, without their moments
-    of_best = f" + {best} that were the best" if best else ""
-    text = f" ({count}{of_best}, x {_size(each)}; newest {'all' if keep is None else keep} kept)"
+    of_best = f" + {best} that were the best," if best else ""
+    text = f" ({count}{of_best} x {_size(each)}; {'all' if keep is None else f'newest {keep}'} kept)"
     return _Written("models", (count + best) * each, text)
 
 
@@ -127,7 +127,9 @@ def _rollouts(config: RunConfig, evals: int, sizes: WrittenSizes) -> Iterator[_W
     step = loop.prompts_per_step * group(loop.samples_per_prompt, config.rollout.sampling)
     evaluation = sizes.num_eval_prompts * group(loop.eval_samples, config.eval_sampling)
     files = -(-loop.num_steps // every)
-    text = f" ({files} steps x {_size(step)}" + (f", {evals} evaluations x {_size(evaluation)})" if evals else ")")
+    text = f" ({files} step{'' if files == 1 else 's'} x {_size(step)}" + (
+        f", {evals} evaluations x {_size(evaluation)})" if evals else ")"
+    )
     yield _Written("rollouts", files * step + evals * evaluation, text)
 
 

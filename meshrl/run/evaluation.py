@@ -22,7 +22,7 @@ from meshrl.core.files import output_errors
 from meshrl.core.terminal import print_output
 from meshrl.core.types import Metric, Trajectory
 from meshrl.data.decode import text_of
-from meshrl.loops.evaluate import eval_metrics, evaluate_prompts, sampling_text, score_of
+from meshrl.loops.evaluate import eval_metrics, evaluate_prompts, evaluation_text, score_of
 from meshrl.loops.job import Task
 from meshrl.monitor.glossary import meaning_of
 from meshrl.monitor.metrics import divide, merge, units
@@ -70,7 +70,7 @@ async def run_evaluation(stop: Stop, loaded: Loaded[RunConfig], request: EvalReq
     num_answers = len(task.eval_prompts) * cfg.loop.eval_samples
     with live_run(_in_folder(loaded, folder), "eval", num_answers, stop, request.write_report, objects) as run:
         run.note(f"evaluates {subject.text if subject.model is not None else cfg.model.path}")
-        run.note(f"eval {folder}: {len(task.eval_prompts)} held-out prompts, {sampling_text(cfg)}")
+        run.note(f"eval {folder}: {len(task.eval_prompts)} held-out prompts, {evaluation_text(cfg)}")
         answers = _Answers(run, cfg, task, subject)
         run.summary = answers.summary
         try:

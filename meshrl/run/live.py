@@ -80,6 +80,8 @@ class LiveRun:
         counted = "answer" if is_eval else "step"
         terminal = TerminalSink(num_steps, stream, finished_steps=first_step, writes=self.writes, counted=counted)
         self._terminal, self._notes = terminal, NotesFile(folder, self.writes)
+        for notice in loaded.notices:  # printed before the folder was known
+            self._notes.write(f"note: {notice}")
         self.sinks: list[Sink] = [terminal, self.status]
 
         def entered(phase: str) -> None:

@@ -257,7 +257,9 @@ async def _note_ready(
 
 def _note_end(run: LiveRun, steps: int) -> None:
     since = f" ({steps - run.start.step} of them after the resume)" if run.start is not None else ""
-    run.note(f"done: {steps} steps{since} in {run.seconds:.0f} s; see {run.folder / 'report.html'}")
+    run.note(
+        f"done: {steps} step{'' if steps == 1 else 's'}{since} in {run.seconds:.0f} s; see {run.folder / 'report.html'}"
+    )
 
 
 def _note_left_out(note: Callable[[str], None], task: Task, cfg: RunConfig, noted: int | None = None) -> int:

@@ -80,7 +80,10 @@ def test_sampling_on_the_command_line_that_the_file_overrides_for_evaluations_is
         ("rollout.eval_sampling.top_k=5", ["no effect", "evaluations are greedy"]),
         ("rollout.eval_sampling.min_p=0.1", ["no effect", "evaluations are greedy"]),
         ("loop.eval_term=answr", ["must be one of reward.terms or weighted_sum", "Nearest: answer"]),
-        ("loop.eval_samples=2 rollout.eval_sampling.temperature=0", ["eval_sampling.temperature = 0", "same answer"]),
+        (
+            "loop.eval_samples=2 rollout.eval_sampling.temperature=0",
+            ["eval_sampling.temperature = 0", "same answer", "or loop.eval_samples: 1"],
+        ),
         (
             "rollout.max_context_tokens=200 rollout.eval_sampling.max_new_tokens=101",
             ["201 tokens", "rollout.eval_sampling.max_new_tokens = 101"],
@@ -94,3 +97,8 @@ def test_keys_of_an_evaluation_without_effect_or_with_wrong_values_are_refused(g
     assert "1 problem" in message and all(word in message for word in words)
     load_run_config(good, ["rollout.eval_sampling.temperature=1", "rollout.eval_sampling.top_p=0.5"])
     load_run_config(good, ["loop.eval_term=answer"])
+
+
+def test_without_terms_an_evaluation_term_is_no_second_problem(good: Path):
+    with pytest.raises(ConfigError, match=r"1 problem in this config\s+reward\.terms = {}"):
+        load_run_config(good, ["reward.terms={}", "loop.eval_term=answer"])

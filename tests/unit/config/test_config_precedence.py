@@ -180,6 +180,8 @@ def test_a_quick_trial_of_a_longer_run_has_no_warm_up(write, good: Path, good_sf
         "the run has 2 optimizer steps, so the learning rate would never reach its peak; without a warm-up it starts "
         "there."
     )
+    (one,) = left_out(load_run_config(warm, ["loop.num_steps=1"]))
+    assert "the run has 1 optimizer step, so" in one
     warm_sft = write("base: sft.yaml\ntrain: {scheduler: {warmup_steps: 10}}\n", "warm_sft.yaml")
     assert load_sft_config(warm_sft, ["sft.num_steps=2"]).config.train.scheduler.warmup_steps == 0
     assert load_run_config(warm, ["loop.num_steps=11"]).config.train.scheduler.warmup_steps == 10

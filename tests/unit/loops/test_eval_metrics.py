@@ -7,7 +7,7 @@ import pytest
 from meshrl.config.run import RunConfig
 from meshrl.core.errors import Failure
 from meshrl.core.types import Prompt, Trajectory
-from meshrl.loops.evaluate import eval_metrics
+from meshrl.loops.evaluate import eval_metrics, evaluation_text
 from meshrl.monitor.metrics import divide, merge
 
 TERMS = {
@@ -73,3 +73,18 @@ def test_an_attempt_that_failed_scores_0_and_is_counted():
     assert found["eval/reward/term/form"] == pytest.approx(2 / 3)
     assert found["eval/reward/mean"] == pytest.approx(1.5 / 3)
     assert values([refused], eval_term="weighted_sum")["eval/mean_at_k"] == 0
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({}, "greedy, scored by answer"),
+        ({"loop": {"eval_samples": 2, "eval_term": "form"}}, "2 samples each, scored by form"),
+        ({"loop": {"eval_samples": 2, "eval_term": "weighted_sum"}}, "2 samples each, scored by weighted_sum"),
+        ({"reward": {"terms": {"answer": {"kind": "math_answer"}}}}, "greedy"),
+    ],
+)
+def test_the_text_about_an_evaluation_names_the_score_if_there_are_several(sections, expected):
+    given = {"model": {"path": "m"}, "data": {}, "reward": {"terms": TERMS}} | sections
+    given["loop"] = {"num_steps": 1} | sections.get("loop", {})
+    assert evaluation_text(RunConfig.model_validate(given)) == expected

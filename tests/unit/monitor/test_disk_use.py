@@ -66,24 +66,24 @@ def test_states_are_counted_by_steps_evaluations_and_time(every_steps, every_s, 
 @pytest.mark.parametrize(
     ("every_steps", "sections", "expected"),
     [
-        (0, {"loop": NO_BEST}, "1.0 GB (1, x 1.0 GB; newest all kept"),
-        (1000, {"loop": NO_BEST}, "10.0 GB (10, x 1.0 GB; newest all kept"),
-        (3000, {"loop": NO_BEST}, "4.0 GB (4, x 1.0 GB; newest all kept"),
+        (0, {"loop": NO_BEST}, "1.0 GB (1 x 1.0 GB; all kept"),
+        (1000, {"loop": NO_BEST}, "10.0 GB (10 x 1.0 GB; all kept"),
+        (3000, {"loop": NO_BEST}, "4.0 GB (4 x 1.0 GB; all kept"),
         (
             1000,
             {"loop": NO_BEST, "run": {"keep_models": 2}},
-            "3.0 GB (3, x 1.0 GB; newest 2 kept",
+            "3.0 GB (3 x 1.0 GB; newest 2 kept",
         ),
-        (0, {}, "2.0 GB (1 + 1 that were the best, x 1.0 GB; newest all kept"),
+        (0, {}, "2.0 GB (1 + 1 that were the best, x 1.0 GB; all kept"),
         (
             None,
             {"loop": {"eval_every_steps": 10}},
-            "5.0 GB (1 + 4 that were the best, x 1.0 GB; newest all kept",
+            "5.0 GB (1 + 4 that were the best, x 1.0 GB; all kept",
         ),
         (
             0,
             {"loop": NO_BEST, "model": {"lora": {"enabled": True}}},
-            "3.0 GB (1, x 3.0 GB; newest all kept",
+            "3.0 GB (1 x 3.0 GB; all kept",
         ),
     ],
 )
@@ -96,6 +96,7 @@ def test_models_are_counted_with_those_that_were_the_best_and_with_adapters(ever
     [
         ({}, "8.2 GB (10000 steps x 820.0 kB, 2 evaluations x 1.2 MB)"),
         ({"monitor": {"rollout_log_every_steps": 30}}, "276.3 MB (334 steps x 820.0 kB, 2 evaluations x 1.2 MB)"),
+        ({"loop": {"num_steps": 1}}, "3.2 MB (1 step x 820.0 kB, 2 evaluations x 1.2 MB)"),
         ({"agent": {"kind": "multi_turn"}}, "132.7 GB (10000 steps x 13.3 MB, 2 evaluations x 16.8 MB)"),
     ],
 )
@@ -115,7 +116,7 @@ def test_a_run_without_held_out_prompts_writes_no_evaluation():
 def test_supervised_training_writes_one_model_and_no_rollouts():
     assert disk_use(_sft(), 10, 0.0, SIZES, TB) == (
         "disk: at most 19.0 GB, 1.0 TB free: states 18.0 GB (3 x 6.0 GB; written every 10 steps, at the end, newest 2 "
-        "kept), models 1.0 GB (1, x 1.0 GB; newest all kept), metrics 300.0 kB"
+        "kept), models 1.0 GB (1 x 1.0 GB; all kept), metrics 300.0 kB"
     )
 
 

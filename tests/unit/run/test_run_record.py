@@ -218,6 +218,15 @@ def test_a_model_without_enough_disk_space_is_not_begun(config: Path, monkeypatc
     assert asked[0][0] == "a model" and asked[0][1] > size
 
 
+def test_the_notes_of_a_run_include_those_about_its_config(config: Path):
+    loaded = load_run_config(config, ["run.name=noted", "loop.num_steps=4", "loop.save_every_steps=9"])
+    with live_run(loaded, "train", 4, Stop(), write_report) as run:
+        pass
+    assert loaded.notices
+    texts = [line.partition("  ")[2] for line in (run.folder / "run_notes.txt").read_text().splitlines()]
+    assert texts[: len(loaded.notices)] == [f"note: {notice}" for notice in loaded.notices]
+
+
 def test_a_failed_run_reports_its_error_and_its_metrics(config: Path):
     """The grader fails on one of the rows, so the run ends in the step that draws it."""
     with pytest.raises(RewardError):
