@@ -42,7 +42,10 @@ def page(run: RunFolder) -> str:
     parts = [headline(run), curves(run, "Learning", LEARNING), samples(run), curves(run, "Stability", STABILITY)]
     parts += [proofs(run), timing(run), notes(run), settings(run)]
     if not run.series:
-        parts.insert(1, '<p class="note">No step is finished yet.</p>')
+        ended = (
+            "The evaluation has not ended, so it has no means." if _is_evaluation(run) else "No step is finished yet."
+        )
+        parts.insert(1, f'<p class="note">{ended}</p>')
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -58,11 +61,17 @@ def _data(name: str) -> str:
     return resources.files("meshrl.tools.report").joinpath(name).read_text(encoding="utf-8")
 
 
+def _is_evaluation(run: RunFolder) -> bool:
+    """Whether `meshrl eval` wrote the folder."""
+    return "answers" in run.result
+
+
 def _header(run: RunFolder, name: str) -> str:
     status = run.result.get("status")
     shown = status or "no result yet"
     error = run.result.get("error")
-    known = {name: run.setting(key) for name, key in ABOUT.items()}
+    about = {"model": ABOUT["model"]} if _is_evaluation(run) else ABOUT
+    known = {name: run.setting(key) for name, key in about.items()}
     shown_settings = " · ".join(f"{name} {escape(value)}" for name, value in known.items() if value)
     badge = f'<span class="badge {escape(status or "")}">{escape(shown)}</span>'
     return f"<header><h1>{name}</h1>{badge}<p>{shown_settings}</p></header>" + (

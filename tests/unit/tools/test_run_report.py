@@ -211,6 +211,15 @@ def test_a_pause_before_a_resumed_step_is_not_time_of_that_step(folder: Path):
     assert read_run(folder).phases["other"][21] == 0.0
 
 
+def test_the_page_of_an_interrupted_evaluation_states_nothing_about_training(tmp_path: Path):
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "config.yaml").write_text("model:\n  path: small  # my.yaml:1\nalgo:\n  advantage: grpo  # default\n")
+    (tmp_path / "result.json").write_text(json.dumps({"status": "interrupted", "answers": 2, "wall_s": 3}))
+    text = "".join(PageParser(write_report(tmp_path).read_text(encoding="utf-8")).text)
+    assert "The evaluation has not ended" in text and "model small" in text
+    assert "step is finished" not in text and "advantage grpo" not in text
+
+
 def test_a_run_without_a_step_has_a_page_and_a_folder_without_a_run_has_none(tmp_path: Path):
     (tmp_path / "metrics.jsonl").touch()
     (tmp_path / "result.json").write_text(json.dumps({"status": "failed", "error": "RankFailure: <gone>", "wall_s": 3}))
