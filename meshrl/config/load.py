@@ -203,12 +203,17 @@ def _read(source: Source) -> tuple[Path, Reader, list[Tree]]:
 
 def _given_twice(replaced: Mapping[str, Value | None], given: dict[str, Value]) -> list[Problem]:
     """Keys of a config that a Python object replaces; but the config.yaml of a run has the text for such an object.
-    replaced: key or section -> this text."""
-    text = "would have no effect: a Python object is given in its place. Remove one of them."
-    filled = {key: value for key, value in given.items() if value.value not in ({}, None)}
-    values = [key for key, value in filled.items() if not _is_same(value, replaced.get(key))]
-    also = [key for key in values if any(key == name or key.startswith(f"{name}.") for name in replaced)]
-    return [Problem((key,), text, given[key].origin) for key in also]
+    null removes such a key; below it, null is an argument. replaced: key or section -> this text."""
+    problems = []
+    for key, value in given.items():
+        is_empty = value.value == {} or (value.value is None and key in replaced)
+        if is_empty or _is_same(value, replaced.get(key)):
+            continue
+        if any(key == name or key.startswith(f"{name}.") for name in replaced):
+            how = f"; {key}=null removes this one" if key in replaced else ""
+            text = f"would have no effect: a Python object is given in its place. Remove one of them{how}."
+            problems.append(Problem((key,), text, value.origin))
+    return problems
 
 
 def _is_same(given: Value, text: Value | None) -> bool:

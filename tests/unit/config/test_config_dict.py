@@ -120,6 +120,23 @@ def test_rows_in_memory_that_can_not_be_used_are_refused(good, rows, data, expec
         with_rows(good, "data.path", rows, **data)
 
 
+def test_null_removes_the_path_of_a_file_so_that_rows_can_be_given(good):
+    in_memory = InMemory(values={"data": {"path": "<3 rows>"}}, rows={"data.path": ROWS})
+    with pytest.raises(ConfigError, match=r"of\s+them;\s+data.path=null\s+removes\s+this\s+one"):
+        load_run_config(good, in_memory=in_memory)
+    for loaded in (
+        load_run_config(good, ["data.path=null"], in_memory=in_memory),
+        load_run_config({"base": str(good), "data": {"path": None}}, in_memory=in_memory),
+    ):
+        assert loaded.origins["data.path"] == "Python object" and loaded.config.data.path == "<3 rows>"
+
+
+def test_a_null_argument_is_a_value_that_an_object_does_not_replace(good):
+    agent = InMemory(values={"agent": {"kind": "__main__:Mine"}}, unused=["agent.args"])
+    with pytest.raises(ConfigError, match=r"agent\.args\.turns = null"):
+        load_run_config(good, ["agent.args.turns=null"], known={"agent": {"__main__:Mine"}}, in_memory=agent)
+
+
 def test_a_format_of_rows_in_memory_would_have_no_effect(good):
     config = in_python(good)
     config["data"] = {"format": "jsonl"}
