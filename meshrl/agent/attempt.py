@@ -68,12 +68,30 @@ async def attempt(
 
 def check_attempts(trajectories: Sequence[Trajectory], name: str, max_fraction: float) -> None:
     """Raises: AgentError when the agent raised an exception in more than this share of the attempts."""
-    crashes = [(t, t.failure) for t in trajectories if t.failure is not None and t.failure.kind == "crash"]
+    crashes = _crashes(trajectories)
     if len(crashes) <= max_fraction * len(trajectories):
         return
-    examples = "".join(f"\n  row {t.prompt.id}, answer {t.index}: {f.message}" for t, f in crashes[:_SHOWN])
     raise AgentError(
         f"agent {name} raised an exception in {len(crashes)} of {len(trajectories)} attempts, more than "
-        f"agent.max_failure_fraction = {max_fraction:g} allows. Examples:{examples}\n"
+        f"agent.max_failure_fraction = {max_fraction:g} allows. Examples:\n{_examples(crashes)}\n"
         "Fix the agent at the file and line of its exception."
     )
+
+
+def crash_note(trajectories: Sequence[Trajectory], name: str) -> str | None:
+    """A note about the attempts in which the agent raised an exception; None if there are none."""
+    crashes = _crashes(trajectories)
+    if not crashes:
+        return None
+    return (
+        f"agent {name} raised an exception in {len(crashes)} of {len(trajectories)} attempts, which are not trained "
+        f"(rollout/crashed_fraction counts those of later steps):\n{_examples(crashes)}"
+    )
+
+
+def _crashes(trajectories: Sequence[Trajectory]) -> list[tuple[Trajectory, Failure]]:
+    return [(t, t.failure) for t in trajectories if t.failure is not None and t.failure.kind == "crash"]
+
+
+def _examples(crashes: Sequence[tuple[Trajectory, Failure]]) -> str:
+    return "\n".join(f"  row {t.prompt.id}, answer {t.index}: {f.message}" for t, f in crashes[:_SHOWN])

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from meshrl.agent.attempt import attempt, check_attempts
+from meshrl.agent.attempt import attempt, check_attempts, crash_note
 from meshrl.agent.flatten import flatten
 from meshrl.agent.loop import AgentContext
 from meshrl.algo.advantages import assign_advantages
@@ -451,8 +451,13 @@ async def finish_step(
     except (TypeError, ValueError) as e:  # an agent wrote messages that are not plain JSON: count the step first
         error = e
     values = job.run.report(job.step + 1, metrics)
-    if _has_no_signal(job, values) and not job.noted_no_signal:
-        job.noted_no_signal = True
+    crashes = crash_note(trajectories, job.cfg.agent.kind)
+    if crashes is not None and "crashes" not in job.noted:
+        job.noted.add("crashes")
+        for line in f"step {job.step + 1}: {crashes}".splitlines():
+            job.run.note(line)
+    if _has_no_signal(job, values) and "no signal" not in job.noted:
+        job.noted.add("no signal")
         where = f"are in {rollouts}" if rollouts else "have no file (monitor.rollout_log_every_steps)"
         job.run.note(f"step {job.step + 1}: {_NO_SIGNAL}. The answers and their rewards {where}")
     job.rewards.append(values.get("reward/mean", math.nan))  # NaN if no trajectory of the step has a reward

@@ -115,8 +115,20 @@ class Checkpoints:
     async def settle(self) -> None:
         """Wait until the current save, if there is one, is on disk. Raises: its error."""
         if self._writing is not None:
-            await asyncio.shield(self._writing)  # an interrupted run still finishes its checkpoint
+            await asyncio.shield(self._writing)
             self._writing = None
+
+    async def _finish(self) -> None:
+        """`settle` at the end of the run: a signal is raised when the save is on disk."""
+        interruption: asyncio.CancelledError | None = None
+        while (writing := self._writing) is not None and not writing.done():
+            try:
+                await asyncio.wait({writing})
+            except asyncio.CancelledError as error:
+                interruption = error
+        await self.settle()
+        if interruption is not None:
+            raise interruption
 
     async def __aenter__(self) -> Checkpoints:
         return self
@@ -125,7 +137,7 @@ class Checkpoints:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            await self.settle()
+            await self._finish()
         except MeshrlError as of_the_save:
             if error is None or isinstance(error, asyncio.CancelledError):
                 raise

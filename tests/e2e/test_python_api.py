@@ -178,6 +178,9 @@ def test_an_exception_of_an_agent_fails_its_attempt_and_too_many_end_the_run(con
 
     allowed = config("crashes", loop={"num_steps": 1}, agent={"max_failure_fraction": 0.25})
     run = meshrl.train(allowed, rewards={"ascii": share}, data=ROWS, eval_data=ROWS[:2], agent=sometimes, quiet=True)
+    notes = (run.folder / "run_notes.txt").read_text()
+    assert "step 1: agent " in notes and "sometimes raised an exception in 4 of 16 attempts" in notes
+    assert "answer 0: KeyError: 'no such key'" in notes
     assert run.metrics["rollout/crashed_fraction"] == [0.25] and run.metrics["reward/turns"] == [2.0]
     assert all(t.failure is None if t.index else t.failure.kind == "crash" for t in run.trajectories())
     assert all(t.reward == t.rewards["ascii"] + t.index for t in run.trajectories() if t.index)

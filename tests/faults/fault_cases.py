@@ -199,7 +199,8 @@ When a train rank dies or does not answer, all train ranks are ended, because th
 replace them and load the newest checkpoint of the run. Samplers in their own ranks, reward workers and the loaded data
 are kept: the samplers drop their requests, and sample again when they have the checkpoint's weights, from a full sync
 with all proofs. A sync that the loss has interrupted has no effect. On the same number of ranks, the results of the
-run equal those of an undisturbed run [to the bit](protocols.md#what-equal-to-the-bit-means). (The runs of the table have `cluster.max_restarts: 0`.)
+run equal those of an undisturbed run [to the
+bit](protocols.md#what-equal-to-the-bit-means). (The runs of the table have `cluster.max_restarts: 0`.)
 
     rank 1 failed in phase 'train': its process was killed by SIGKILL (...); starting the train ranks again after step
     40, restart 1 of 3

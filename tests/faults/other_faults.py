@@ -30,6 +30,11 @@ OTHER_FAULTS: dict[str, tuple[tuple[str, str, str], ...]] = {
             "checkpoint of the last finished step, from which the same batch file continues",
             "tests/unit/cluster/test_slurm.py::test_the_batch_file_runs_ends_with_a_checkpoint_at_slurms_signal_and_continues",
         ),
+        (
+            "a signal while the last state is written",
+            "the state is completed first, and the run ends with the signal's exit code",
+            "tests/unit/run/test_last_save.py::test_a_signal_during_the_last_save_does_not_lose_it",
+        ),
     ),
     "The folder of the run": (
         (
@@ -253,6 +258,16 @@ OTHER_FAULTS: dict[str, tuple[tuple[str, str, str], ...]] = {
             "the run ends with that error",
             "tests/unit/agent/test_attempt.py::test_errors_of_the_engine_end_the_run_whatever_the_agent_does_with_them",
         ),
+        (
+            "an agent or a tool calls `sys.exit()`, or waits for a task that was cancelled",
+            "the attempt fails and is counted, or the model gets the error as an answer; the run continues",
+            "tests/unit/agent/test_attempt.py::test_an_exit_and_an_inner_cancellation_of_an_agent_fail_its_sample",
+        ),
+        (
+            "an agent returns the trajectory of another attempt",
+            "the run ends with one line that names the agent",
+            "tests/unit/agent/test_attempt.py::test_a_trajectory_of_another_attempt_is_refused",
+        ),
     ),
     "Evaluations": (
         (
@@ -269,6 +284,11 @@ OTHER_FAULTS: dict[str, tuple[tuple[str, str, str], ...]] = {
             "`--out` exists",
             "one line, exit code 2; the folder stays as it is",
             "tests/unit/run/test_evaluation.py::test_an_existing_folder_is_refused",
+        ),
+        (
+            "the disk is full while answers are appended",
+            "the incomplete line is removed; later answers are complete",
+            "tests/unit/monitor/test_rollout_log.py::test_what_a_full_disk_leaves_of_appended_lines_is_removed",
         ),
     ),
 }
