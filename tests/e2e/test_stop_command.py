@@ -93,6 +93,7 @@ def test_a_run_that_loses_its_terminal_ends_with_a_checkpoint(tmp_path: Path):
     with errors.open("w") as file:
 
         def take_terminal() -> None:
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it for all children
             os.login_tty(terminal)
             os.dup2(file.fileno(), 2)
 

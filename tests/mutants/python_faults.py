@@ -20,8 +20,8 @@ PYTHON_FAULTS = [
     Fault(
         "a value of the config that a Python object replaces is silently ignored",
         "meshrl/config/load.py",
-        "return [Problem((key,), text, given[key].origin) for key in also]",
-        "return []",
+        "            problems.append(Problem((key,), text, value.origin))",
+        "            pass",
         (_DICT + "test_an_object_replaces_no_value_of_the_config",),
     ),
     Fault(
