@@ -125,7 +125,8 @@ async def stalls(self: Any, prompt: Any, index: int, generate: Any, ctx: Any) ->
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stalled_agent_ends_the_run_at_the_deadline(kind, config, monkeypatch):
     monkeypatch.setattr("meshrl.loops.deadlines._SLACK_S", 0.5)
-    monkeypatch.setattr("meshrl.agent.resolve.AGENTS", {"single_turn": type("Stalling", (SingleTurn,), {"run": stalls})})
+    stalling = type("Stalling", (SingleTurn,), {"run": stalls})
+    monkeypatch.setattr("meshrl.agent.resolve.AGENTS", {"single_turn": stalling})
     with pytest.raises(DeadlineError, match=r"(?s)phase .rollout.: none of 2 waiting tasks.*in stalls"):
         train(config, f"stalled_{kind}", *KINDS[kind], "cluster.deadlines.rollout=4")
 
