@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from html import escape
-from importlib import resources
 from pathlib import Path
 
-from meshrl.core.files import output_errors, write_text
-from meshrl.core.terminal import printable
+from meshrl.tools.page.document import document, write_page
 from meshrl.tools.report.folder import RunFolder, read_run
 from meshrl.tools.report.sections import (
     LEARNING,
@@ -24,16 +22,11 @@ from meshrl.tools.report.sections import (
 
 
 def write_report(folder: Path) -> Path:
-    """Write `folder`/report.html from the run's files so far. Control characters in its texts are escaped, because
-    answers and errors may contain marks that change the order of the text on the page.
+    """Write `folder`/report.html from the run's files so far.
 
     Raises: MeshrlError when it is not a run's folder; OutputError when the file can't be written.
     """
-    run = read_run(folder)
-    path = folder / "report.html"
-    with output_errors(path, "Make room or make the folder writable, or copy it and write the report there"):
-        write_text(path, printable(page(run)))
-    return path
+    return write_page(folder / "report.html", page(read_run(folder)))
 
 
 def page(run: RunFolder) -> str:
@@ -46,19 +39,11 @@ def page(run: RunFolder) -> str:
             "The evaluation has not ended, so it has no means." if _is_evaluation(run) else "No step is finished yet."
         )
         parts.insert(1, f'<p class="note">{ended}</p>')
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{name}</title><style>{_data('style.css')}</style></head>\n<body>{_header(run, name)}\n"
-        + "\n".join(part for part in [*parts, every_number(run)] if part)
-        + f"\n<footer>Pale curves show each step, the others the moving average. Made from the files in this folder; "
+    footer = (
+        "<footer>Pale curves show each step, the others the moving average. Made from the files in this folder; "
         f"<code>meshrl report {name}</code> writes it again.</footer>"
-        f"<script>{_data('script.js')}</script></body></html>\n"
     )
-
-
-def _data(name: str) -> str:
-    return resources.files("meshrl.tools.report").joinpath(name).read_text(encoding="utf-8")
+    return document(run.folder.resolve().name, [_header(run, name), *parts, every_number(run), footer])
 
 
 def _is_evaluation(run: RunFolder) -> bool:

@@ -10,7 +10,7 @@ from html import escape
 
 from meshrl.monitor.glossary import Entry, meaning_of
 from meshrl.monitor.sinks import duration
-from meshrl.tools.report.charts import Line, Style, line_chart, number, sparkline, stacked_chart
+from meshrl.tools.page.charts import Line, Style, figure, number, sparkline, stacked_chart
 from meshrl.tools.report.folder import LoggedPrompt, RunFolder
 
 SAMPLES_OF_A_KIND = 3
@@ -89,20 +89,7 @@ def _figure(run: RunFolder, chart: Chart) -> str:
     for name in names:
         style: Style = "dots" if name.startswith("eval/") else "limit" if name == "proof/limit" else chart.style
         lines.append(Line(name, run.series[name].steps, run.series[name].values, style))
-    unit = run.series[names[0]].unit
-    drawing = line_chart(lines, unit, chart.log)
-    if not drawing:
-        return ""
-    legend = "".join(
-        f'<span><i class="k{"limit" if line.style == "limit" else i}"></i><code>{escape(line.label)}</code> '
-        f"<b>{number(line.values[-1], unit)}</b></span>"
-        for i, line in enumerate(lines)
-    )
-    caption = f"{escape(chart.title)}<small>{escape(unit)}</small>"
-    return (
-        f'<figure><figcaption><b>{caption}</b><span class="at"></span></figcaption>'
-        f'<div class="legend">{legend}</div>{drawing}{_meanings(names)}</figure>'
-    )
+    return figure(chart.title, run.series[names[0]].unit, lines, log=chart.log, below=_meanings(names))
 
 
 def _meanings(names: Sequence[str]) -> str:
@@ -131,8 +118,8 @@ def proofs(run: RunFolder) -> str:
     if not facts:
         return ""
     items = "".join(f'<li class="{"yes" if holds else "no"}">{text}</li>' for holds, text in facts)
-    figure = _figure(run, Chart("Sampler against trainer", PROOF, log=True))
-    return f'<section><h2>Proofs</h2><div class="grid2"><ul class="proofs">{items}</ul>{figure}</div></section>'
+    chart = _figure(run, Chart("Sampler against trainer", PROOF, log=True))
+    return f'<section><h2>Proofs</h2><div class="grid2"><ul class="proofs">{items}</ul>{chart}</div></section>'
 
 
 def _sync_facts(run: RunFolder) -> Iterable[tuple[bool, str]]:
@@ -230,12 +217,12 @@ def timing(run: RunFolder) -> str:
         f'<td class="bar"><i class="b{colour}" style="width:{seconds / total:.1%}"></i></td></tr>'
         for colour, (phase, seconds) in zip(colours, totals.items())
     )
-    figure = (
+    phases = (
         f"<figure><figcaption><b>Time of a step<small>s</small></b></figcaption>{drawing}"
         f'<table class="phases">{bars}</table>{_meanings(["time/rollout_s"] if "rollout" in layers else [])}'
         "<p>other: the time between the phases, such as logging.</p></figure>"
     )
-    figures = (figure if drawing else "") + "".join(_figure(run, chart) for chart in SPEED)
+    figures = (phases if drawing else "") + "".join(_figure(run, chart) for chart in SPEED)
     return f'<section><h2>Time and memory</h2><div class="grid2">{figures}</div></section>' if figures else ""
 
 

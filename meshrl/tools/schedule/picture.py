@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 from meshrl.monitor.sinks import duration
-from meshrl.tools.report.charts import Scale, ticks
+from meshrl.tools.page.charts import Scale, ticks
 from meshrl.tools.schedule.sampler import Group
 from meshrl.tools.schedule.simulate import FIRST_STEPS, Prediction, Simulation
 

@@ -15,7 +15,7 @@ from meshrl.core.errors import MeshrlError
 from meshrl.core.types import Prompt, Trajectory, Turn
 from meshrl.monitor.rollout_log import RolloutLog
 from meshrl.monitor.sinks import JsonlSink
-from meshrl.tools.report.charts import Line, line_chart, number, stacked_chart
+from meshrl.tools.page.charts import Line, line_chart, number, stacked_chart
 from meshrl.tools.report.folder import LoggedAnswer, LoggedPrompt, read_run
 from meshrl.tools.report.page import write_report
 

@@ -1,4 +1,7 @@
-"""Curves and stacked bars as SVG texts. Colours are the page's CSS classes, which have a light and a dark mode."""
+"""Curves and stacked bars as SVG texts, and figures of them with a legend and a table of the values.
+
+Colours are the page's CSS classes, which have a light and a dark mode.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from meshrl.monitor.sinks import duration
 
 WIDTH, HEIGHT = 460, 220
 LEFT, RIGHT, TOP, BOTTOM = 50, WIDTH - 16, 10, HEIGHT - 24
+TABLE_ROWS = 40  # in the table below a chart: every n-th value, and the last one
 MAX_POINTS = 240  # if there are more, equal parts are averaged
 SMOOTH_FROM = 12  # points; a shorter curve is not smoothed
 SMOOTH_SHARE = 30  # a smoothed point is the mean over 1/30 of the curve on each side
@@ -25,12 +29,14 @@ Style = Literal["noisy", "plain", "dots", "limit"]
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Non-finite values are gaps."""
+    """Non-finite values are gaps. low, high: an interval around each value, drawn as a band."""
 
     label: str
-    steps: Sequence[int]
+    steps: Sequence[float]
     values: Sequence[float]
     style: Style = "plain"
+    low: Sequence[float] = ()
+    high: Sequence[float] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,27 +76,71 @@ def number(value: float, unit: str = "") -> str:
     return f"{value:.3g}{' ' if tail == 'B' else ''}{tail}"
 
 
-def line_chart(lines: Sequence[Line], unit: str, log: bool = False) -> str:
-    """Lines over finished steps, with axes. The element also contains the values, for the page's script.
+def figure(
+    title: str, unit: str, lines: Sequence[Line], *, log: bool = False, below: str = "", across: str = "step"
+) -> str:
+    """A captioned line chart with its legend and a table of its values; "" if there is nothing to draw.
+
+    below: HTML after the chart. across: the quantity of the horizontal axis.
+    """
+    drawing = line_chart(lines, unit, log, across)
+    if not drawing:
+        return ""
+    legend = "".join(
+        f'<span><i class="k{"limit" if line.style == "limit" else i}"></i><code>{html.escape(line.label)}</code> '
+        f"<b>{number(line.values[-1], unit)}</b></span>"
+        for i, line in enumerate(lines)
+    )
+    caption = f"{html.escape(title)}<small>{html.escape(unit)}</small>"
+    return (
+        f'<figure><figcaption><b>{caption}</b><span class="at"></span></figcaption>'
+        f'<div class="legend">{legend}</div>{drawing}{below}{values_table(lines, unit, across)}</figure>'
+    )
+
+
+def values_table(lines: Sequence[Line], unit: str, across: str = "step") -> str:
+    """The values of a chart as a collapsed table, at most TABLE_ROWS of them."""
+    steps = sorted({s for line in lines for s in line.steps})
+    shown = [part[-1] for part in split(steps, TABLE_ROWS)]
+    columns = [_by_step(line, shown, unit) for line in lines]
+    head = "".join(f'<th scope="col">{html.escape(text)}</th>' for text in (across, *(line.label for line in lines)))
+    rows = "".join(
+        f'<tr><th scope="row">{step:g}</th>{"".join(f"<td>{html.escape(v)}</td>" for v in values)}</tr>'
+        for step, *values in zip(shown, *columns)
+    )
+    return table_below(f"<tr>{head}</tr>{rows}")
+
+
+def table_below(rows: str) -> str:
+    """Rows of HTML as the collapsed table below a chart."""
+    return f'<details class="values"><summary>values</summary><table class="num">{rows}</table></details>'
+
+
+def line_chart(lines: Sequence[Line], unit: str, log: bool = False, across: str = "step") -> str:
+    """Lines over finished steps, or over another quantity, with axes. The element also contains the values, for the
+    page's script.
 
     log: a logarithmic axis; values of 0 or less are at its lower end.
     """
     drawn = [_thinned(line) for line in lines]
     steps = sorted({s for line in drawn for s in line.steps})
-    values = [v for line in drawn for v in line.values if math.isfinite(v) and (v > 0 or not log)]
+    ends = [v for line in drawn for v in (*line.values, *line.low, *line.high)]
+    values = [v for v in ends if math.isfinite(v) and (v > 0 or not log)]
     if not values:
         return ""
-    across = Scale(steps[0], steps[-1], LEFT, RIGHT)
+    to_x = Scale(steps[0], steps[-1], LEFT, RIGHT)
     up = Scale(*_range(values, unit, log), BOTTOM, TOP, log)
-    parts = [*_axes(across, up, unit)]
+    parts = [*_axes(to_x, up, unit, across)]
     for index, line in enumerate(drawn):
-        parts += _drawn(line, index, across, up)
+        parts += _drawn(line, index, to_x, up)
     data = {
         "steps": steps,
         "lines": [_by_step(line, steps, unit) for line in drawn],
-        "x": [across(step) for step in steps],
+        "x": [to_x(step) for step in steps],
+        "across": across,
     }
-    return _svg(parts, html.escape(json.dumps(data)))
+    label = f"{', '.join(line.label for line in lines)} in {unit or 'plain numbers'} over {across}"
+    return _svg(parts, label, html.escape(json.dumps(data)))
 
 
 def stacked_chart(layers: Mapping[str, Mapping[int, float]], colours: Sequence[int], max_bars: int = 60) -> str:
@@ -108,7 +158,8 @@ def stacked_chart(layers: Mapping[str, Mapping[int, float]], colours: Sequence[i
     up = Scale(0.0, top * 1.05, BOTTOM, TOP)
     edge = Scale(0, count, LEFT, RIGHT)
     gap = 1 if count > 20 else 3
-    parts = _axes(Scale(steps[0], steps[-1], (edge(0) + edge(1)) / 2, (edge(count - 1) + edge(count)) / 2), up, "s")
+    middles = Scale(steps[0], steps[-1], (edge(0) + edge(1)) / 2, (edge(count - 1) + edge(count)) / 2)
+    parts = _axes(middles, up, "s", "step")
     for i in range(count):
         base = 0.0
         for colour, (name, column) in zip(colours, heights.items()):
@@ -119,7 +170,7 @@ def stacked_chart(layers: Mapping[str, Mapping[int, float]], colours: Sequence[i
                 box = f'x="{x:.1f}" y="{y}" width="{width:.1f}" height="{lower - y:.1f}"'
                 tip = f"{html.escape(name)} {number(column[i], 's')}"
                 parts.append(f'<rect class="f{colour}" {box}><title>{tip}</title></rect>')
-    return _svg(parts)
+    return _svg(parts, f"{', '.join(layers)} in seconds over step")
 
 
 def sparkline(values: Sequence[float]) -> str:
@@ -129,19 +180,22 @@ def sparkline(values: Sequence[float]) -> str:
     if len(known) < 2:
         return ""
     across, up = Scale(0, len(thin) - 1, 1, 89), Scale(min(known), max(known), 16, 2)
-    return f'<svg class="spark" viewBox="0 0 90 18">{_path(range(len(thin)), thin, across, up, "l0")}</svg>'
+    curve = _path(range(len(thin)), thin, across, up, "l0")
+    return f'<svg class="spark" aria-hidden="true" viewBox="0 0 90 18">{curve}</svg>'
 
 
-def _svg(parts: list[str], data: str = "") -> str:
-    held = f' data-chart="{data}"' if data else ""
-    return f'<svg class="plot" viewBox="0 0 {WIDTH} {HEIGHT}" role="img"{held}>{"".join(parts)}</svg>'
+def _svg(parts: list[str], label: str, data: str = "") -> str:
+    about = f'role="img" aria-label="{html.escape(label)}"' + (f' data-chart="{data}"' if data else "")
+    return f'<svg class="plot" viewBox="0 0 {WIDTH} {HEIGHT}" {about}>{"".join(parts)}</svg>'
 
 
 def _thinned(line: Line) -> Line:
     if len(line.values) <= MAX_POINTS or line.style == "dots":
         return line
-    means = [mean_of_known(part) for part in split(line.values, MAX_POINTS)]
-    return Line(line.label, [part[-1] for part in split(line.steps, MAX_POINTS)], means, line.style)
+    values, low, high = (
+        [mean_of_known(part) for part in split(column, MAX_POINTS)] for column in (line.values, line.low, line.high)
+    )
+    return Line(line.label, [part[-1] for part in split(line.steps, MAX_POINTS)], values, line.style, low, high)
 
 
 def _range(values: Sequence[float], unit: str, log: bool) -> tuple[float, float]:
@@ -157,6 +211,23 @@ def _range(values: Sequence[float], unit: str, log: bool) -> tuple[float, float]
 
 
 def _drawn(line: Line, index: int, across: Scale, up: Scale) -> list[str]:
+    return _band(line, index, across, up) + _curve(line, index, across, up)
+
+
+def _band(line: Line, index: int, across: Scale, up: Scale) -> list[str]:
+    """The area between `low` and `high`; a single point gets a bar."""
+    points = [(across(s), up(a), up(b)) for s, a, b in zip(line.steps, line.low, line.high) if math.isfinite(a + b)]
+    if not points:
+        return []
+    if len(points) == 1:
+        x, a, b = points[0]
+        return [f'<path class="l{index} thin" d="M{x:g} {a:g}V{b:g}"/>']
+    there = "L".join(f"{x:g} {b:g}" for x, _, b in points)
+    back = "L".join(f"{x:g} {a:g}" for x, a, _ in reversed(points))
+    return [f'<path class="band f{index}" d="M{there}L{back}Z"/>']
+
+
+def _curve(line: Line, index: int, across: Scale, up: Scale) -> list[str]:
     if line.style == "limit":
         return [_path(line.steps, line.values, across, up, "limit")]
     if line.style == "dots":
@@ -176,7 +247,7 @@ def _drawn(line: Line, index: int, across: Scale, up: Scale) -> list[str]:
     ]
 
 
-def _path(steps: Sequence[int], values: Sequence[float], across: Scale, up: Scale, css: str) -> str:
+def _path(steps: Sequence[float], values: Sequence[float], across: Scale, up: Scale, css: str) -> str:
     moves, pen_down = [], False
     for step, value in zip(steps, values):
         if math.isfinite(value):
@@ -187,21 +258,21 @@ def _path(steps: Sequence[int], values: Sequence[float], across: Scale, up: Scal
     return f'<path class="{css}" d="{"".join(moves)}"/>'
 
 
-def _by_step(line: Line, steps: Sequence[int], unit: str) -> list[str]:
+def _by_step(line: Line, steps: Sequence[float], unit: str) -> list[str]:
     known = {step: number(value, unit) for step, value in zip(line.steps, line.values)}
     return [known.get(step, "") for step in steps]
 
 
-def _axes(across: Scale, up: Scale, unit: str) -> list[str]:
+def _axes(across: Scale, up: Scale, unit: str, label: str) -> list[str]:
     parts = []
     for tick in _log_ticks(up) if up.log else ticks(up.low, up.high, 5):
         y = up(tick)
         parts.append(f'<path class="grid" d="M{LEFT} {y}H{RIGHT}"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{y + 3.5}" text-anchor="end">{number(tick, unit)}</text>')
     for tick in ticks(across.low, across.high, 6):
-        if abs(tick - round(tick)) < 1e-9:
+        if abs(tick - round(tick)) < 1e-9 or label != "step":
             parts.append(f'<text x="{across(tick)}" y="{HEIGHT - 8}" text-anchor="middle">{tick:g}</text>')
-    parts.append(f'<text x="{LEFT - 14}" y="{HEIGHT - 8}" text-anchor="end">step</text>')
+    parts.append(f'<text x="{LEFT - 14}" y="{HEIGHT - 8}" text-anchor="end">{html.escape(label)}</text>')
     parts.append(f'<path class="axis" d="M{LEFT} {BOTTOM}H{RIGHT}"/>')
     return parts
 

@@ -1,5 +1,5 @@
 for (const plot of document.querySelectorAll("svg[data-chart]")) {
-  const { steps, lines, x } = JSON.parse(plot.dataset.chart);
+  const { steps, lines, x, across } = JSON.parse(plot.dataset.chart);
   const figure = plot.closest("figure"), at = figure.querySelector(".at");
   const shown = [...figure.querySelectorAll(".legend b")], last = shown.map((b) => b.textContent);
   const cursor = document.createElementNS("http://www.w3.org/2000/svg", "path");
@@ -11,7 +11,7 @@ for (const plot of document.querySelectorAll("svg[data-chart]")) {
     let near = 0;
     x.forEach((place, i) => { if (Math.abs(place - here) < Math.abs(x[near] - here)) near = i; });
     cursor.setAttribute("d", `M${x[near]} 10V196`);
-    at.textContent = `step ${steps[near]}`;
+    at.textContent = `${across} ${steps[near]}`;
     shown.forEach((b, i) => { b.textContent = lines[i][near] || "–"; });
   });
   plot.addEventListener("pointerleave", () => {
