@@ -1,0 +1,92 @@
+"""The files of RUN/traces/: what is written is read back, and a damaged file is named."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from meshrl.core.errors import DataError
+from meshrl.monitor.trace import (
+    CONTROLLER,
+    ClockReading,
+    ControllerTrace,
+    MemorySample,
+    Phase,
+    RankFacts,
+    RankTrace,
+    Span,
+    Step,
+    SyncStages,
+    read_controller,
+    read_rank,
+    spans_file,
+    write_controller,
+    write_rank,
+)
+
+RANK = RankTrace(
+    rank=3,
+    spans=[
+        Span("all_gather", "collective", 1_700_000_000_000_000_001, 1_700_000_000_000_000_009, {"bytes": 8}),
+        Span("train", "phase", 1, 2, {}),
+    ],
+    memory=[MemorySample(7, "train", {"params": 5})],
+    num_dropped=2,
+)
+FACTS = RankFacts(
+    host="h", device="cpu", trains=True, samples=False, clock=[ClockReading(0, 100, 5), ClockReading(1000, 300, 5)]
+)
+CONTROL = ControllerTrace(
+    phases=[Phase("train", 1, 2, 1)],
+    steps=[Step(1, 0, 9, True)],
+    ranks={0: FACTS},
+    syncs=[SyncStages(1, "r", 4, {"cast": 0.5})],
+    facts={"schedule": "colocated"},
+)
+
+
+def test_traces_are_read_as_they_were_written(tmp_path):
+    write_rank(tmp_path / "traces", RANK)
+    write_controller(tmp_path / "traces", CONTROL)
+    assert read_rank(tmp_path / "traces" / spans_file(3)) == RANK
+    assert read_controller(tmp_path / "traces" / CONTROLLER) == CONTROL
+
+
+def test_a_ranks_times_are_converted_with_the_offset_at_that_time():
+    assert [FACTS.to_controller(t) for t in (0, 100, 700, 1300, 2300)] == [-100, 0, 480, 1000, 2000]
+    assert RankFacts(host="h", device="cpu", trains=True, samples=True).to_controller(7) == 7
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", '{"format": 1, "spans": [[1]]}', '{"format": 99}', '{"format": 1}'])
+def test_a_damaged_file_is_named(tmp_path, damage):
+    path = tmp_path / "rank_00000.spans.json"
+    path.write_text(damage)
+    for read in (read_rank, read_controller):
+        with pytest.raises(DataError, match=r"rank_00000\.spans\.json"):
+            read(path)
+
+
+def test_a_truncated_file_is_named(tmp_path):
+    write_rank(tmp_path, RANK)
+    path = tmp_path / spans_file(3)
+    path.write_text(path.read_text()[:-20])
+    with pytest.raises(DataError, match="spans"):
+        read_rank(path)
+
+
+def test_files_are_plain_json(tmp_path):
+    write_rank(tmp_path, RANK)
+    record = json.loads((tmp_path / spans_file(3)).read_text())
+    assert record["spans"][0] == [
+        "all_gather",
+        "collective",
+        1_700_000_000_000_000_001,
+        1_700_000_000_000_000_009,
+        {"bytes": 8},
+    ]
+
+
+def test_traces_are_read_without_torch():
+    code = "import sys, meshrl.monitor.trace; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
