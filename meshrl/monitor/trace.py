@@ -4,8 +4,8 @@ controller.json              the run's phases and steps, the ranks with their cl
 rank_00000.spans.json        one rank's spans and memory
 rank_00000.profile.json.gz   torch.profiler's Chrome trace of that rank, of the steps with `traced`
 
-All times are nanoseconds of the unix clock of the process that measured them; `ClockReading` converts a rank's times
-to the controller's clock. In a profile, an event begins at baseTimeNanoseconds + 1000 * ts of its rank's unix clock.
+All times are nanoseconds of the unix clock of the process that measured them; `RankFacts.to_controller` converts those
+of a rank. In a profile, an event begins at baseTimeNanoseconds + 1000 * ts of its rank's unix clock.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from meshrl.monitor.jsonl import data_errors, read_object
 
 FOLDER = "traces"
 CONTROLLER = "controller.json"
-FORMAT = 1
+SPANS_FILE, PROFILE_FILE = "rank_{:05d}.spans.json", "rank_{:05d}.profile.json.gz"
+BETWEEN_STEPS = ("eval", "export", "save", "trace")
+"""Phases in a step's time that are not part of its work; trace = start the profiler, or write traces."""
+_FORMAT = 1
 Category = Literal["phase", "compute", "collective", "copy", "host"]
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
     """phase: a command of the controller, such as train, with the method in args; of commands that overlap, such as
-    requests, the time in which at least one was running, and their number in args. Phases contain the other categories.
-    compute: forward, backward and optimizer step; it contains the collectives that block it. collective: from its issue
-    until its end. copy: moving weights and training states. host: the rank's Python prepares data.
-
-    args of a collective: bytes of the full tensor (the output of an all-gather, the input of a reduce-scatter), the
-    dtype, and the number of ranks in its group.
-    """
+    requests, the time in which at least one was running, with their number `count`. Phases contain the other spans.
+    compute: forward, backward and optimizer; collectives that block it are inside. collective: from its issue until its
+    end, with `bytes` of the full tensor (output of an all-gather, input of a reduce-scatter), its dtype, and the number
+    of ranks `group`. copy: weights and training states. host: the rank's Python prepares data."""
 
     name: str
     category: Category
@@ -47,8 +47,8 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class MemorySample:
-    """A rank's memory at the end of a phase. parts: bytes of params, grads, optimizer and buffers, of the steps with
-    `traced`; allocated and peak of an accelerator, or resident and peak_resident of a process on a CPU."""
+    """Bytes at the end of a phase: allocated and peak of an accelerator, or resident and peak_resident of the process
+    on a CPU; from the start of the profiler also params, grads, optimizer and buffers."""
 
     at_ns: int
     phase: str
@@ -57,7 +57,7 @@ class MemorySample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankTrace:
-    """num_dropped: older spans that were not written, because only the newest ones of a run are."""
+    """num_dropped: older spans, which are not in the file: a rank keeps only its newest ones."""
 
     rank: int
     spans: Sequence[Span]
@@ -77,17 +77,14 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Steps follow each other without gaps, so a step also contains the evaluation, the checkpoint and the start of
-    the profiler before it: see BETWEEN_STEPS. traced: torch.profiler was active in all ranks."""
+    """Steps have no gaps between them: an evaluation belongs to the next step's time, see BETWEEN_STEPS. traced: with
+    torch.profiler. sync: of its weight sync, num_bytes and the slowest rank's seconds by stage (Ack.seconds)."""
 
     step: int
     start_ns: int
     end_ns: int
     traced: bool = False
-
-
-BETWEEN_STEPS = ("eval", "export", "save", "trace")
-"""Phases which are part of a step's time and not of its work; trace = the profiler is started or written."""
+    sync: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +99,7 @@ class ClockReading:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankFacts:
-    """device: cpu, or the name of the accelerator. clock: readings at the start of the trace, if it has a start, and at
-    its end."""
+    """device: cpu, or the name of the accelerator. clock: readings at the start of the profiler and at the end."""
 
     host: str
     device: str
@@ -121,53 +117,33 @@ class RankFacts:
         return time_ns - first.offset_ns - round(drift)
 
 
-@dataclass(frozen=True, slots=True)
-class SyncStages:
-    """Seconds of one weight sync by stage (Ack.seconds), of the slowest rank in each, as `receiver` acknowledged it."""
-
-    step: int
-    receiver: str
-    num_bytes: int
-    seconds: Mapping[str, float]
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ControllerTrace:
-    """facts: kind (train or sft), schedule, executor, num_train_ranks, num_rollout_ranks, sharding_strategy, mesh,
-    dtype, max_tokens_per_microbatch, trace_steps, torch; values of a config that may not have all of them."""
+    """facts: kind (train or sft), schedule, executor, num_train_ranks, num_rollout_ranks, sharding_strategy, dtype,
+    max_tokens_per_microbatch, torch."""
 
     phases: Sequence[Phase]
     steps: Sequence[Step]
     ranks: Mapping[int, RankFacts]
-    syncs: Sequence[SyncStages] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
-
-
-def spans_file(rank: int) -> str:
-    return f"rank_{rank:05d}.spans.json"
-
-
-def profile_file(rank: int) -> str:
-    return f"rank_{rank:05d}.profile.json.gz"
 
 
 def write_rank(folder: Path, trace: RankTrace) -> None:
     """Write a rank's spans. Raises: OSError."""
-    rows = [[s.name, s.category, s.start_ns, s.end_ns, s.args] for s in trace.spans]
+    spans = [[s.name, s.category, s.start_ns, s.end_ns, s.args] for s in trace.spans]
     memory = [[m.at_ns, m.phase, m.parts] for m in trace.memory]
-    record = {"format": FORMAT, "rank": trace.rank, "num_dropped": trace.num_dropped, "spans": rows, "memory": memory}
-    _write(folder / spans_file(trace.rank), record)
+    record = {"rank": trace.rank, "num_dropped": trace.num_dropped, "spans": spans, "memory": memory}
+    _write(folder / SPANS_FILE.format(trace.rank), record)
 
 
 def write_controller(folder: Path, trace: ControllerTrace) -> None:
     """Write the controller's part. Raises: OSError."""
-    facts = asdict(trace)
-    _write(folder / CONTROLLER, {"format": FORMAT, **facts, "ranks": {str(r): f for r, f in facts["ranks"].items()}})
+    _write(folder / CONTROLLER, asdict(trace))
 
 
 def _write(path: Path, record: dict[str, Any]) -> None:
     path.parent.mkdir(exist_ok=True)
-    write_text(path, orjson.dumps(record).decode() + "\n")
+    write_text(path, orjson.dumps({"format": _FORMAT, **record}, option=orjson.OPT_NON_STR_KEYS).decode() + "\n")
 
 
 def read_rank(path: Path) -> RankTrace:
@@ -186,21 +162,19 @@ def read_controller(path: Path) -> ControllerTrace:
     """Raises: DataError, which names the file."""
     record = _read(path)
     with data_errors(str(path), "the controller's part of a trace"):
-        ranks = {
-            int(rank): RankFacts(**{**facts, "clock": [ClockReading(**reading) for reading in facts["clock"]]})
-            for rank, facts in record["ranks"].items()
-        }
         return ControllerTrace(
             phases=[Phase(**phase) for phase in record["phases"]],
             steps=[Step(**step) for step in record["steps"]],
-            ranks=ranks,
-            syncs=[SyncStages(**sync) for sync in record["syncs"]],
+            ranks={
+                int(rank): RankFacts(**{**facts, "clock": [ClockReading(**reading) for reading in facts["clock"]]})
+                for rank, facts in record["ranks"].items()
+            },
             facts=dict(record["facts"]),
         )
 
 
 def _read(path: Path) -> dict[str, Any]:
     record = read_object(path)
-    if record.get("format") != FORMAT:
-        raise DataError(f"{path}: format {record.get('format')!r}, but this version of meshrl reads format {FORMAT}")
+    if record.get("format") != _FORMAT:
+        raise DataError(f"{path}: format {record.get('format')!r}, but this version of meshrl reads format {_FORMAT}")
     return record

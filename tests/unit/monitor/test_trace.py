@@ -9,6 +9,7 @@ import pytest
 from meshrl.core.errors import DataError
 from meshrl.monitor.trace import (
     CONTROLLER,
+    SPANS_FILE,
     ClockReading,
     ControllerTrace,
     MemorySample,
@@ -17,10 +18,8 @@ from meshrl.monitor.trace import (
     RankTrace,
     Span,
     Step,
-    SyncStages,
     read_controller,
     read_rank,
-    spans_file,
     write_controller,
     write_rank,
 )
@@ -39,9 +38,8 @@ FACTS = RankFacts(
 )
 CONTROL = ControllerTrace(
     phases=[Phase("train", 1, 2, 1)],
-    steps=[Step(1, 0, 9, True)],
+    steps=[Step(1, 0, 9, True, {"cast": 0.5})],
     ranks={0: FACTS},
-    syncs=[SyncStages(1, "r", 4, {"cast": 0.5})],
     facts={"schedule": "colocated"},
 )
 
@@ -49,7 +47,7 @@ CONTROL = ControllerTrace(
 def test_traces_are_read_as_they_were_written(tmp_path):
     write_rank(tmp_path / "traces", RANK)
     write_controller(tmp_path / "traces", CONTROL)
-    assert read_rank(tmp_path / "traces" / spans_file(3)) == RANK
+    assert read_rank(tmp_path / "traces" / SPANS_FILE.format(3)) == RANK
     assert read_controller(tmp_path / "traces" / CONTROLLER) == CONTROL
 
 
@@ -69,7 +67,7 @@ def test_a_damaged_file_is_named(tmp_path, damage):
 
 def test_a_truncated_file_is_named(tmp_path):
     write_rank(tmp_path, RANK)
-    path = tmp_path / spans_file(3)
+    path = tmp_path / SPANS_FILE.format(3)
     path.write_text(path.read_text()[:-20])
     with pytest.raises(DataError, match="spans"):
         read_rank(path)
@@ -77,7 +75,7 @@ def test_a_truncated_file_is_named(tmp_path):
 
 def test_files_are_plain_json(tmp_path):
     write_rank(tmp_path, RANK)
-    record = json.loads((tmp_path / spans_file(3)).read_text())
+    record = json.loads((tmp_path / SPANS_FILE.format(3)).read_text())
     assert record["spans"][0] == [
         "all_gather",
         "collective",
