@@ -59,5 +59,8 @@ def steps_of(folder: Path, without_units: Sequence[str] = ("s", "tokens/s", "GB/
         units |= record.get("units", {})
         if "metrics" in record:
             steps.append(record["metrics"])
-    idle = ("run/train_idle", "run/rollout_idle")  # fractions of a time
-    return [{k: v for k, v in step.items() if units[k] not in without_units and k not in idle} for step in steps]
+    of_times = ("run/train_idle", "run/rollout_idle", "perf/")  # ratios of times
+    return [
+        {k: v for k, v in step.items() if units[k] not in without_units and not k.startswith(of_times)}
+        for step in steps
+    ]

@@ -9,7 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import os
+import socket
+import time
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -21,6 +26,7 @@ from meshrl.cluster.rank_sync import RankSync
 from meshrl.cluster.row_cache import RowCache, RowsMessage
 from meshrl.core.batch import Batch, LossFn
 from meshrl.core.device import (
+    device_name,
     dist_backend,
     keep_freed_memory,
     local_device,
@@ -29,10 +35,14 @@ from meshrl.core.device import (
     set_threads,
 )
 from meshrl.core.errors import CapabilityError
+from meshrl.core.files import replacing
 from meshrl.core.types import Metric, Request, Sample, Turn
-from meshrl.monitor.memory import memory_metrics
+from meshrl.monitor.memory import memory_metrics, own_memory
+from meshrl.monitor.recorder import TRACED, recorder
+from meshrl.monitor.trace import PROFILE_FILE, write_rank
 from meshrl.parallel.gather import all_gather_json
 from meshrl.parallel.mesh import build_mesh, resolve_shape
+from meshrl.parallel.timing import settle
 from meshrl.rollout.base import EngineStats, RolloutEngine
 from meshrl.rollout.build import build_rollout_engine, takes_adapters
 from meshrl.sync.digest import DigestKind, kind_for
@@ -78,13 +88,17 @@ class RankWorker:
         self._rows = RowCache()
         self.sampler: RolloutEngine | None = None
         self._weight_sync: RankSync | None = None
+        self._profiler: torch.profiler.profile | None = None
 
     @phase("load")
     def start(self) -> None:
         """Seed the generators, join the process group and build this rank's engines (collective over train ranks)."""
         spec = self.spec
+        recorder.clear()
+        recorder.measure = self._memory_now
         set_threads(spec.num_local_ranks)
         self.device = local_device(spec.local_rank)
+        settle(self.device)
         seed_generators(spec.seed, spec.rank)
         if spec.trains:
             dist.init_process_group(
@@ -162,10 +176,11 @@ class RankWorker:
         hashes = all_gather_json(message.plan_hash)
         if len(set(hashes)) > 1:
             raise ValueError(f"ranks have different batch plans; their hashes: {hashes}")
-        return [
-            pack([rows[i] for i in micro], micro, self.device, self.spec.train.share_prompts)
-            for micro in message.micro_batches
-        ]
+        with recorder.span("pack", "host"):
+            return [
+                pack([rows[i] for i in micro], micro, self.device, self.spec.train.share_prompts)
+                for micro in message.micro_batches
+            ]
 
     # ---- weights
 
@@ -255,17 +270,62 @@ class RankWorker:
             Metric(name=f"memory/device_{name}", sum=value, reduce="max", unit="bytes")
             for name, value in memory_stats(self.device).items()
         ]
+        settle(self.device)
+        metrics += recorder.step_metrics(blocking=self.device.type == "cpu")
         return metrics, self.engines["policy"].memory() if self.engines else {}
+
+    # ---- traces
+
+    @phase("report")
+    def clock(self) -> int:
+        """This machine's unix time in nanoseconds."""
+        return time.time_ns()
+
+    @phase("report")
+    def start_profiler(self) -> None:
+        """Start torch.profiler, and keep all spans from now on. Without it if another profiler is active."""
+        recorder.clear(TRACED)
+        with suppress(RuntimeError):
+            profiler = torch.profiler.profile()
+            profiler.start()
+            self._profiler, recorder.annotate = profiler, torch.profiler.record_function
+
+    @phase("report")
+    def write_trace(self, folder: Path) -> tuple[str, str, str]:
+        """Stop the profiler, if it runs, and write this rank's files. Returns the names of its host and its device, and
+        the error of a failed write, or ""."""
+        profiler, self._profiler = self._profiler, None
+        if profiler is not None:
+            profiler.stop()
+        recorder.annotate = nullcontext
+        settle(self.device)
+        try:
+            write_rank(folder, recorder.trace(self.spec.rank))
+            if profiler is not None:
+                with replacing(folder / PROFILE_FILE.format(self.spec.rank)) as path:
+                    profiler.export_chrome_trace(f"{path}.gz")
+                    os.replace(f"{path}.gz", path)
+            error = ""
+        except (OSError, RuntimeError) as cause:
+            error = getattr(cause, "strerror", None) or str(cause)
+        return socket.gethostname(), device_name(self.device), error
 
     @phase("end")
     async def stop(self) -> None:
         """Close the sampler, the weight sync and the process group."""
+        recorder.measure = dict
         if self.sampler is not None:
             await self.sampler.close()
         if self._weight_sync is not None:
             self._weight_sync.close()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+    def _memory_now(self) -> dict[str, int]:
+        parts = memory_stats(self.device) or own_memory()
+        for engine in self.engines.values() if self._profiler is not None else ():
+            parts |= {name: parts.get(name, 0) + size for name, size in engine.memory().items()}
+        return parts
 
     def _sync(self) -> RankSync:
         if self._weight_sync is None:

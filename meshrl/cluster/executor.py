@@ -5,14 +5,17 @@ Each method belongs to a phase of the run. The deadlines of the phases are in `c
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
 
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.errors import RankFailure
+from meshrl.monitor.recorder import recorder
 from meshrl.monitor.spans import current_span
 
 if TYPE_CHECKING:
@@ -25,11 +28,23 @@ _PHASE = "meshrl_phase"
 
 
 def phase(name: str) -> Callable[[F], F]:
-    """Mark a method that the controller calls in ranks with its phase."""
+    """Mark a method that the controller calls in ranks with its phase. The rank records its time, and its memory at
+    the end, except for phase report."""
 
     def mark(method: F) -> F:
-        setattr(method, _PHASE, name)
-        return method
+        @functools.wraps(method)
+        def blocking(worker: RankWorker, *args: Any, **kwargs: Any) -> Any:
+            with recorder.span(name, "phase", method=method.__name__):
+                return method(worker, *args, **kwargs)
+
+        @functools.wraps(method)
+        async def overlapping(worker: RankWorker, *args: Any, **kwargs: Any) -> Any:
+            with recorder.overlapping(name, method.__name__):
+                return await method(worker, *args, **kwargs)
+
+        recorded = method if name == "report" else overlapping if inspect.iscoroutinefunction(method) else blocking
+        setattr(recorded, _PHASE, name)
+        return cast(F, recorded)
 
     return mark
 

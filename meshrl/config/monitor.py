@@ -20,6 +20,9 @@ class MonitorConfig(Slice):
     rollout_log_every_steps: int = Field(1, ge=0)
     """steps between files in rollouts/, which contain all trajectories of a step; 1 = each step has one; N = steps
     1, N + 1, 2 N + 1, ... Evaluations always have one, except with 0 = no files"""
+    trace_steps: int = Field(0, ge=0)
+    """steps that torch.profiler records in every rank, after two others, for traces/ in the run's folder; 0 = none:
+    traces/ then has only the spans of the newest steps. The profiler makes steps slower, and its files are large"""
 
 
 def sink_problems(case: Case) -> Iterator[Problem]:

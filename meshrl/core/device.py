@@ -82,6 +82,11 @@ def local_device(local_rank: int) -> torch.device:
     return torch.device(kind, index)
 
 
+def device_name(device: torch.device) -> str:
+    """The product name of an accelerator; cpu for the CPU."""
+    return "cpu" if device.type == "cpu" else str(torch.get_device_module(device).get_device_name(device))
+
+
 def visible_devices(device: torch.device, count: int) -> dict[str, str]:
     """The environment in which a child process sees this device and the count - 1 after it, and no others."""
     if device.type != "cuda":

@@ -73,6 +73,7 @@ async def sft(job: SftJob) -> None:
                 *memory_metrics(),
                 *job.run.writes.take(),
                 *spans.take(),
+                *(metric for of_a_rank, _ in await trainer.memory() for metric in of_a_rank),
             ]
             job.losses.append(job.run.report(job.step + 1, metrics)["loss/nll"])
             job.cursor = job.source.state()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -37,12 +37,14 @@ class Spans:
         self._inside: dict[str, int] = defaultdict(int)
         self._since: dict[str, float] = {}
         self._seconds: dict[str, float] = {}
+        self._start_ns: dict[str, int] = {}
+        self.intervals: deque[tuple[str, int, int]] = deque(maxlen=4096)  # phase, start and end in unix ns; the newest
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         """Count the time inside the block, also when it raises."""
         if self._inside[phase] == 0:
-            self._since[phase] = self._clock()
+            self._since[phase], self._start_ns[phase] = self._clock(), time.time_ns()
         self._inside[phase] += 1
         outer = _INNERMOST.set(phase)
         _open.append(phase)
@@ -56,6 +58,7 @@ class Spans:
             if self._inside[phase] == 0:
                 took = self._clock() - self._since[phase]
                 self._seconds[phase] = self._seconds.get(phase, 0.0) + took
+                self.intervals.append((phase, self._start_ns[phase], time.time_ns()))
             self._entered(latest_span())
 
     def seconds(self, phase: str) -> float:

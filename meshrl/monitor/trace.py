@@ -47,8 +47,8 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class MemorySample:
-    """Bytes at the end of a phase: allocated and peak of an accelerator, or resident and peak_resident of the process
-    on a CPU; from the start of the profiler also params, grads, optimizer and buffers."""
+    """Bytes at the end of a phase: allocated_bytes and peak_bytes of an accelerator, or resident_bytes and
+    peak_resident_bytes of a process on a CPU; with the profiler also those of params, grads, optimizer and buffers."""
 
     at_ns: int
     phase: str
@@ -78,7 +78,7 @@ class Phase:
 @dataclass(frozen=True, slots=True)
 class Step:
     """Steps have no gaps between them: an evaluation belongs to the next step's time, see BETWEEN_STEPS. traced: with
-    torch.profiler. sync: of its weight sync, num_bytes and the slowest rank's seconds by stage (Ack.seconds)."""
+    torch.profiler. sync: its metrics sync/* without this prefix, such as cast_s (seconds of the slowest rank)."""
 
     step: int
     start_ns: int

@@ -7,6 +7,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from meshrl.parallel.timing import TimedFunctional, time_fsdp
+
 
 def shard_model(
     root: torch.nn.Module,
@@ -27,6 +29,9 @@ def shard_model(
     for block in blocks:
         fully_shard(block, mesh=dp_mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     fully_shard(root, mesh=dp_mesh, mp_policy=policy, reshard_after_forward=False)
+    for module in [*blocks, root]:
+        assert isinstance(module, FSDPModule)
+        time_fsdp(module, dp_mesh.size(0) if dp_mesh.ndim > 1 else 1)
 
 
 def reshard(root: torch.nn.Module) -> None:
@@ -44,4 +49,7 @@ def local_shard(p: torch.Tensor) -> torch.Tensor:
 
 def full_tensor(p: torch.Tensor) -> torch.Tensor:
     """The full tensor on every rank (a collective, if it is sharded)."""
-    return p.full_tensor() if isinstance(p, DTensor) else p
+    if not isinstance(p, DTensor):
+        return p
+    with TimedFunctional():
+        return p.full_tensor()

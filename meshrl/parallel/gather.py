@@ -10,6 +10,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from meshrl.parallel.timing import timed_collective
+
 T = TypeVar("T")
 
 
@@ -19,10 +21,12 @@ def all_gather_json(value: T) -> list[T]:
     if not dist.is_initialized():
         return [value]
     body = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)  # never empty
-    lengths = [torch.empty(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(lengths, torch.tensor([len(body)]))
-    padded = torch.zeros(int(max(lengths)), dtype=torch.uint8)
-    padded[: len(body)] = body
-    bodies = [torch.empty_like(padded) for _ in lengths]
-    dist.all_gather(bodies, padded)
+    num_ranks = dist.get_world_size()
+    lengths = [torch.empty(1, dtype=torch.int64) for _ in range(num_ranks)]
+    with timed_collective("all_gather_json", body.expand(num_ranks, -1), num_ranks):
+        dist.all_gather(lengths, torch.tensor([len(body)]))
+        padded = torch.zeros(int(max(lengths)), dtype=torch.uint8)
+        padded[: len(body)] = body
+        bodies = [torch.empty_like(padded) for _ in lengths]
+        dist.all_gather(bodies, padded)
     return [json.loads(bytes(text[: int(length)].numpy())) for text, length in zip(bodies, lengths, strict=True)]

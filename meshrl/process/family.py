@@ -39,6 +39,12 @@ def family(pid: int) -> Iterator[FamilyMember]:
             continue
 
 
+def resident_bytes() -> int:
+    """Resident memory of this process."""
+    rss: int = psutil.Process().memory_info().rss
+    return rss
+
+
 def _name(process: psutil.Process) -> str:
     try:
         arguments = process.cmdline()

@@ -19,6 +19,7 @@ from meshrl.core.files import is_there, write_text
 from meshrl.monitor.notes import NOTES_FILE
 from meshrl.monitor.rollout_log import step_files
 from meshrl.monitor.sinks import later_lines
+from meshrl.monitor.trace import FOLDER as TRACES
 from meshrl.run.models import BEST_FILE, restore_best
 from meshrl.train.checkpoint_files import (
     MANIFEST,
@@ -208,7 +209,7 @@ def bytes_of(folder: Path) -> int:
 EARLIER = "earlier_"
 _OF_A_RUN = (
     *(_METRICS, f"checkpoints/{BEST_FILE}", _RESULT, "report.html", "reward.png", "stacks.txt"),
-    *(NOTES_FILE, "tensorboard", "wandb"),
+    *(NOTES_FILE, TRACES, "tensorboard", "wandb"),
 )
 
 

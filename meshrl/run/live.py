@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from meshrl.run.inputs import NO_OBJECTS, Objects, StepCallback
 from meshrl.run.lease import FolderLease, in_use, until_free
 from meshrl.run.models import Best, best_facts, export_to, model_folder, prune_models, read_best, replace_best
 from meshrl.run.signals import Stop
+from meshrl.run.tracing import Tracing
 
 AUTO_SAVE_S = 600.0  # at most so much time is lost with a run's processes, if save_every_steps is null
 WriteReport = Callable[[Path], object]
@@ -89,6 +91,8 @@ class LiveRun:
             terminal.entered(phase)
 
         self.spans = Spans(entered=entered)
+        self.tracing = _tracing(self)
+        self._sync_metrics: dict[str, float] = {}
         self.is_open = self.ends_early = False
         self.sink_error: Exception | None = None  # raised when the step is counted
         self.restarts = self.exported_step = 0
@@ -121,6 +125,7 @@ class LiveRun:
         """Every sink gets the values. An error of a sink ends the run when the step is counted, so that it is saved."""
         values, error = report(self.sinks, step, [*metrics, *self.checkpoints.take_metrics()])
         self.sink_error = self.sink_error or error
+        self._sync_metrics = {n.partition("/")[2]: v for n, v in values.items() if n.split("/")[0] == "sync"}
         for line in self.writes.recovered():
             self.note(line)
         return values
@@ -134,6 +139,7 @@ class LiveRun:
     def updating(self, job: Resumable) -> Iterator[None]:
         with self.stop.updating(job):
             yield
+        self.tracing.step_ended(job.step, self._sync_metrics)
         self._raise_sink_error()
 
     def _raise_sink_error(self) -> None:
@@ -147,6 +153,7 @@ class LiveRun:
     async def save_if_due(self, job: Resumable, every: int | None, with_model: bool, eval_every: int = 0) -> None:
         self._raise_sink_error()
         self.checkpoints.check()
+        await self.tracing.between_steps(self.checkpoints.trainer.executor, job.step, job.is_over)
         steps = eval_every if every is None else every
         is_due = job.is_over or bool(steps and job.step % steps == 0)
         if every is None and not job.is_over:
@@ -272,6 +279,22 @@ class LiveRun:
         indent = None if self.kind == "eval" else 2  # the results of several evaluations together are JSON lines
         with self.writes.attempt("result.json"):
             write_text(self.folder / "result.json", json.dumps(strict, indent=indent) + "\n")
+
+
+def _tracing(run: LiveRun) -> Tracing:
+    cfg = run.loaded.config
+    facts = {
+        "kind": run.kind,
+        "schedule": cfg.loop.kind if run.kind == "train" else run.kind,
+        "executor": cfg.cluster.executor,
+        "num_train_ranks": cfg.cluster.num_train_ranks,
+        "num_rollout_ranks": cfg.cluster.num_rollout_ranks,
+        "sharding_strategy": cfg.train.sharding_strategy,
+        "dtype": cfg.model.dtype,
+        "max_tokens_per_microbatch": cfg.train.max_tokens_per_microbatch,
+        "torch": version("torch"),
+    }
+    return Tracing(run.folder, run.num_steps, cfg.monitor.trace_steps, run.spans, run.writes, facts)
 
 
 async def wait_for_folder(loaded: Loaded[Any]) -> None:

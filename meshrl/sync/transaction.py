@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from meshrl.core.errors import SyncError
+from meshrl.monitor.recorder import recorder
 from meshrl.sync.layout import Ack, Layout, SyncHeader, SyncMode, Transfer
 from meshrl.sync.receiver import WeightReceiver
 from meshrl.sync.sender import SendReport, WeightSender
@@ -60,8 +61,9 @@ async def sync_rank(
     if receiver is not None:
         await receiver.begin(order.header)
     if sender is not None and targets is not None and receiver is not None:
-        for delivery in sender.write(targets()):
-            await receiver.receive(delivery)
+        with recorder.span("write", "copy", bytes=layout.num_bytes):
+            for delivery in sender.write(targets()):
+                await receiver.receive(delivery)
     elif transport is not None:
         await transport.connect(order.connection_id, order.senders, order.number, order.num_receivers)
         for window in layout.windows:
@@ -84,16 +86,20 @@ async def _run_window(
     filled = None
     for transfer in window:
         if sender is not None and transfer.sender == sender.sender:
-            filled = sender.fill(transfer, await transport.buffer(transfer))
+            slot = await transport.buffer(transfer)
+            with recorder.span("fill", "copy", bytes=transfer.num_bytes):
+                filled = sender.fill(transfer, slot)
     for transfer in window:
         if filled is not None and transfer is filled.transfer:
             delivery = await transport.put(filled)
             if receiver is not None:
                 await receiver.receive(delivery)
         elif receiver is not None or transport.collective:
-            delivery = await transport.get(transfer)
+            with recorder.span("get", "copy", bytes=transfer.num_bytes):  # with the wait for its sender
+                delivery = await transport.get(transfer)
             if receiver is not None:
-                await receiver.receive(delivery)
+                with recorder.span("load", "copy", bytes=transfer.num_bytes):
+                    await receiver.receive(delivery)
             await transport.release_slot(delivery)
 
 

@@ -42,8 +42,10 @@ from meshrl.model.lora import (
 )
 from meshrl.model.save import save_pretrained
 from meshrl.model.stream import StoredWeights
+from meshrl.monitor.recorder import recorder
 from meshrl.parallel.fsdp import full_tensor, local_shard, reshard, shard_model
 from meshrl.parallel.mesh import data_parallel_mesh
+from meshrl.parallel.timing import timed
 from meshrl.train.checkpoint import stage, write_in_background
 from meshrl.train.checkpoint_files import FileFact
 from meshrl.train.optim import build_optimizer, clip_gradients
@@ -188,7 +190,8 @@ class TrainEngine:
         entropies: RowArrays = {}
         with nullcontext() if adapter else without_adapters(self.model.lm):
             for batch in batches:
-                out = self._outputs(batch, entropy)
+                with timed("forward", "compute", self.device, tokens=batch.num_tokens):
+                    out = self._outputs(batch, entropy)
                 _collect_rows(logprobs, batch, out.logprobs)
                 if out.entropy is not None:
                     _collect_rows(entropies, batch, out.entropy)
@@ -203,21 +206,24 @@ class TrainEngine:
         metrics: list[Metric] = []
         logprobs: RowArrays = {}
         for batch in batches:
-            out = self._outputs(batch, entropy)
-            if batch.is_dummy:
-                total = out.logprobs.sum() * 0.0
-            else:
-                total, new = loss(out, batch)
-                metrics.extend(new)
-                _collect_rows(logprobs, batch, out.logprobs.detach())
-            (total * self.num_data_ranks).backward()
+            with timed("forward", "compute", self.device, tokens=batch.num_tokens):
+                out = self._outputs(batch, entropy)
+                if batch.is_dummy:
+                    total = out.logprobs.sum() * 0.0
+                else:
+                    total, new = loss(out, batch)
+                    metrics.extend(new)
+                    _collect_rows(logprobs, batch, out.logprobs.detach())
+            with timed("backward", "compute", self.device, tokens=batch.num_tokens):
+                (total * self.num_data_ranks).backward()
         return ForwardBackward(metrics=metrics, logprobs=logprobs)
 
     def optim_step(self, lr: float) -> StepReport:
         """Clip, step, check, clear. If the gradient norm is not finite, every rank skips the step."""
         if self.optimizer is None:
             raise ValueError(f"a {self.role} engine has no optimizer")
-        norm = clip_gradients(self.model, self.cfg.optimizer.clip)
+        with timed("clip", "compute", self.device):
+            norm = clip_gradients(self.model, self.cfg.optimizer.clip)
         skipped, bad = not np.isfinite(norm), list[str]()
         self.num_skipped_in_a_row = self.num_skipped_in_a_row + 1 if skipped else 0
         if self.num_skipped_in_a_row > MAX_SKIPPED_IN_A_ROW:
@@ -229,9 +235,10 @@ class TrainEngine:
         if not skipped:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
-            self.optimizer.step()
+            with timed("optimizer", "compute", self.device):
+                self.optimizer.step()
+                bad = not_finite(trained_weights(self.model.lm), self.compute_dtype)
             self.num_optimizer_steps += 1
-            bad = not_finite(trained_weights(self.model.lm), self.compute_dtype)
         self.optimizer.zero_grad(set_to_none=True)
         return StepReport(
             grad_norm=norm,
@@ -308,7 +315,8 @@ class TrainEngine:
         reshard(self.model)
         counters = (self.num_optimizer_steps, self.num_skipped_in_a_row)
         state = state_tensors(self.model.lm, self.optimizer, counters, self.device)
-        self._write = write_in_background(Path(folder), stage(state))
+        with recorder.span("stage", "copy", bytes=self.state_bytes()):
+            self._write = write_in_background(Path(folder), stage(state))
 
     def finish_save(self) -> tuple[str, FileFact]:
         """Wait until this rank's file is on disk. Returns its name, size and hash. Raises: CheckpointError."""

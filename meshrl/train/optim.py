@@ -8,6 +8,7 @@ import torch
 
 from meshrl.config.train import OptimizerConfig, SchedulerConfig
 from meshrl.parallel.fsdp import full_tensor
+from meshrl.parallel.timing import TimedFunctional
 
 
 def build_optimizer(model: torch.nn.Module, cfg: OptimizerConfig) -> torch.optim.Optimizer:
@@ -38,7 +39,8 @@ def clip_gradients(model: torch.nn.Module, max_norm: float) -> float:
     that, equal on every rank. DTensor combines the norms of shards."""
     params = [p for p in model.parameters() if p.grad is not None]
     grads = [p.grad for p in params if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(grads, norm_type=2.0, foreach=True)
+    with TimedFunctional():
+        norm = torch.nn.utils.get_total_norm(grads, norm_type=2.0, foreach=True)
     norm = full_tensor(norm)
     if max_norm > 0 and torch.isfinite(norm):
         torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm, foreach=True)

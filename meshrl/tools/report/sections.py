@@ -308,7 +308,8 @@ STABILITY = (
 SPEED = (
     Chart("Speed", ("rollout/tokens_per_s", "train/tokens_per_s")),
     Chart("Memory", ("memory/rss_bytes", "memory/rss_bytes/controller", "memory/device_peak_bytes"), "plain"),
-    Chart("Idle ranks", ("run/train_idle", "run/rollout_idle")),
+    Chart("Idle ranks", ("run/train_idle", "run/rollout_idle", "perf/exposed_comm_fraction")),
+    Chart("Computation divided by communication", ("perf/compute_comm_ratio",)),
     Chart("Age of samples", ("rollout/staleness_versions/p50", "rollout/staleness_versions/p95")),
     Chart("Groups that are not trained yet", ("rollout/groups_scored", "rollout/groups_running")),
     Chart("Weight sync", ("sync/latency_s", "sync/wait_s", "sync/verify_s")),
