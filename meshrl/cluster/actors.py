@@ -12,7 +12,7 @@ import datetime
 import os
 import socket
 import time
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -283,12 +283,11 @@ class RankWorker:
 
     @phase("report")
     def start_profiler(self) -> None:
-        """Start torch.profiler, and keep all spans from now on. Without it if another profiler is active."""
+        """Start torch.profiler, and keep all spans from now on. Without it if the user's own profiler is active."""
         recorder.clear(TRACED)
-        with suppress(RuntimeError):
-            profiler = torch.profiler.profile()
-            profiler.start()
-            self._profiler, recorder.annotate = profiler, torch.profiler.record_function
+        if not torch.autograd._profiler_enabled():
+            self._profiler, recorder.annotate = torch.profiler.profile(), torch.profiler.record_function
+            self._profiler.start()
 
     @phase("report")
     def write_trace(self, folder: Path) -> tuple[str, str, str]:

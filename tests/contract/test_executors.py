@@ -24,6 +24,8 @@ from meshrl.cluster.executor import phase
 from meshrl.cluster.inline import InlineExecutor
 from meshrl.core.errors import CheckpointError, SamplerMismatchError
 from meshrl.monitor.rollout_log import read_rollouts
+from meshrl.monitor.sinks import read_metrics
+from meshrl.monitor.trace import CONTROLLER, SPANS_FILE, read_controller, read_rank
 from meshrl.sync.transaction import SyncOrder
 
 pytestmark = pytest.mark.timeout(300)  # a test may start two runs with up to three processes each
@@ -118,6 +120,22 @@ def test_the_same_run_gives_the_same_numbers_to_the_bit(run: Run, a: str, b: str
     ours, theirs = _weights(first), _weights(second)
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert any(not torch.equal(ours[name], start) for name, start in load_file(_model(first)).items())
+
+
+@pytest.mark.parametrize("layout", ["inline", "two ranks", "ray", "torchrun", "split"])
+def test_every_run_leaves_the_spans_of_its_newest_steps(run: Run, layout: str):
+    folder = run(layout)
+    trace = read_controller(folder / "traces" / CONTROLLER)
+    assert [(s.step, s.traced) for s in trace.steps] == [(1, False), (2, False)]
+    for rank, facts in trace.ranks.items():
+        (clock,) = facts.clock
+        assert abs(clock.offset_ns) <= clock.error_ns  # one machine
+        spans = read_rank(folder / "traces" / SPANS_FILE.format(rank)).spans
+        assert facts.trains == any(s.name == "backward" for s in spans)
+        assert facts.samples == any(s.args.get("method") == "generate" for s in spans)
+    num_trainers = sum(facts.trains for facts in trace.ranks.values())
+    metrics = [line.metrics for line in read_metrics(folder / "metrics.jsonl")[0]]
+    assert all(("perf/compute_comm_ratio" in step) == (num_trainers > 1) for step in metrics)
 
 
 def _model(folder: Path) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 from collections import Counter
 from pathlib import Path
@@ -20,6 +21,7 @@ from meshrl.cluster.executor import phase
 from meshrl.core.errors import SamplerMismatchError
 from meshrl.core.types import Generate, Prompt, Trajectory
 from meshrl.monitor.rollout_log import read_rollouts
+from meshrl.monitor.trace import CONTROLLER, PROFILE_FILE, SPANS_FILE, read_controller, read_rank
 from meshrl.sync.transaction import SyncOrder
 
 pytestmark = pytest.mark.timeout(240)
@@ -46,7 +48,9 @@ RANKS = {
 
 @pytest.fixture(scope="module")
 def colocated(config: Path) -> dict[str, Path]:
-    return {name: train(config, f"colocated_{name}", *ranks) for name, ranks in RANKS.items()}
+    """One of them is profiled, and must equal the runs that are not."""
+    profiled = {"processes": ["monitor.trace_steps=1"]}
+    return {name: train(config, f"colocated_{name}", *ranks, *profiled.get(name, [])) for name, ranks in RANKS.items()}
 
 
 def staleness(folder: Path, step: int) -> list[int]:
@@ -65,6 +69,26 @@ def test_with_staleness_0_every_schedule_is_colocated_to_the_bit(config, colocat
     for ours, theirs in zip(steps_of(folder), steps_of(expected), strict=True):
         same = {n for n in theirs if n.startswith(("loss/", "reward/", "eval/", "train/", "proof/logprob"))}
         assert repr({n: ours[n] for n in same}) == repr({n: theirs[n] for n in same})
+
+
+def test_train_and_sampler_ranks_leave_a_trace(colocated):
+    folder = colocated["processes"] / "traces"
+    trace = read_controller(folder / CONTROLLER)
+    assert [(s.step, s.traced) for s in trace.steps] == [(1, False), (2, False), (3, True)]
+    assert trace.steps[-1].sync["num_bytes"] > 0
+    assert {(r, f.trains, f.samples) for r, f in trace.ranks.items()} == {(0, True, False), (1, False, True)}
+    names = {p.name for p in trace.phases}
+    assert {"rollout", "reward", "train", "sync", "eval", "trace"} <= names
+    trainer, sampler = (read_rank(folder / SPANS_FILE.format(rank)) for rank in (0, 1))
+    phases = {rank.rank: {s.name for s in rank.spans if s.category == "phase"} for rank in (trainer, sampler)}
+    assert {"train", "optim", "sync"} <= phases[0] and {"rollout", "sync"} <= phases[1]
+    assert {s.name for s in trainer.spans} >= {"forward", "backward", "clip", "optimizer", "pack", "fill"}
+    assert {s.name for s in sampler.spans} >= {"get", "load"}
+    assert {"params", "grads", "optimizer", "buffers", "resident_bytes"} <= trainer.memory[0].parts.keys()
+    first, last = trace.steps[-1].start_ns, trace.steps[-1].end_ns
+    assert all(first <= trace.ranks[0].to_controller(s.start_ns) <= last for s in trainer.spans)
+    for rank in (0, 1):
+        assert b'"traceEvents"' in gzip.decompress((folder / PROFILE_FILE.format(rank)).read_bytes())
 
 
 @pytest.mark.parametrize(("kind", "most"), [("one_step_off", 1), ("fully_async", 1), ("fully_async", 3)])

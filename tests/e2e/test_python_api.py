@@ -21,6 +21,7 @@ from tiny_run import ascii_share, steps_of, write_run
 import meshrl
 from meshrl.agent.loop import SingleTurn, prompt_ids, start_trajectory, take_turn
 from meshrl.core.errors import AgentError, ConfigError, MeshrlError
+from meshrl.monitor.trace import CONTROLLER, read_controller
 
 INLINE = {"cluster": {"executor": "inline"}}
 ROWS = [{"question": f"{i}+{i}", "answer": str(2 * i)} for i in range(20)]
@@ -242,6 +243,8 @@ def test_supervised_training_and_evaluation_of_its_model(config):
     losses = run.metrics["loss/nll"]
     assert len(losses) == 3 and losses == run.summary["loss_curve"]
     assert run.model == run.folder / "checkpoints" / "step_000003" / "model"
+    trace = read_controller(run.folder / "traces" / CONTROLLER)
+    assert [s.step for s in trace.steps] == [1, 2, 3] and trace.facts["schedule"] == "sft"
     more = meshrl.sft(made, ["run.resume=auto", "sft.num_steps=4"], data=CHATS, quiet=True)
     assert more.metrics["loss/nll"][:3] == losses and more.model.parent.name == "step_000004"
     evaluation = meshrl.evaluate(
