@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import datetime
-import os
 import socket
 import time
 from contextlib import nullcontext
@@ -35,14 +34,14 @@ from meshrl.core.device import (
     set_threads,
 )
 from meshrl.core.errors import CapabilityError
-from meshrl.core.files import replacing
 from meshrl.core.types import Metric, Request, Sample, Turn
-from meshrl.monitor.memory import memory_metrics, own_memory
+from meshrl.monitor.memory import memory_metrics
 from meshrl.monitor.recorder import TRACED, recorder
 from meshrl.monitor.trace import PROFILE_FILE, write_rank
 from meshrl.parallel.gather import all_gather_json
 from meshrl.parallel.mesh import build_mesh, resolve_shape
 from meshrl.parallel.timing import settle
+from meshrl.process.family import own_memory
 from meshrl.rollout.base import EngineStats, RolloutEngine
 from meshrl.rollout.build import build_rollout_engine, takes_adapters
 from meshrl.sync.digest import DigestKind, kind_for
@@ -296,16 +295,13 @@ class RankWorker:
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
             profiler.stop()
-        recorder.annotate = nullcontext
+        recorder.annotate, error = nullcontext, ""
         settle(self.device)
         try:
             write_rank(folder, recorder.trace(self.spec.rank))
             if profiler is not None:
-                with replacing(folder / PROFILE_FILE.format(self.spec.rank)) as path:
-                    profiler.export_chrome_trace(f"{path}.gz")
-                    os.replace(f"{path}.gz", path)
-            error = ""
-        except (OSError, RuntimeError) as cause:
+                profiler.export_chrome_trace(str(folder / PROFILE_FILE.format(self.spec.rank)))
+        except (OSError, RuntimeError) as cause:  # torch raises a RuntimeError for a full disk
             error = getattr(cause, "strerror", None) or str(cause)
         return socket.gethostname(), device_name(self.device), error
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import resource
-import sys
 
 from meshrl.core.types import Metric
-from meshrl.process.family import family, resident_bytes
+from meshrl.process.family import family
 
 
 def memory_metrics(own_name: str = "controller") -> list[Metric]:
@@ -23,10 +21,3 @@ def memory_metrics(own_name: str = "controller") -> list[Metric]:
         by_name[name] = by_name.get(name, 0) + process.rss_bytes
     sizes = {"memory/rss_bytes": sum(by_name.values())} | {f"memory/rss_bytes/{n}": b for n, b in by_name.items()}
     return [Metric(name=name, sum=float(size), reduce="max", unit="bytes") for name, size in sizes.items()]
-
-
-def own_memory() -> dict[str, int]:
-    """Resident memory of this process, now and at its peak."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    now = resident_bytes()
-    return {"resident_bytes": now, "peak_resident_bytes": max(now, peak)}  # the system updates the peak later

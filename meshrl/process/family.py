@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import resource
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,10 +41,11 @@ def family(pid: int) -> Iterator[FamilyMember]:
             continue
 
 
-def resident_bytes() -> int:
-    """Resident memory of this process."""
-    rss: int = psutil.Process().memory_info().rss
-    return rss
+def own_memory() -> dict[str, int]:
+    """Resident memory of this process, now and at its peak, which the system updates later."""
+    now, unit = psutil.Process().memory_info().rss, 1 if sys.platform == "darwin" else 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return {"resident_bytes": now, "peak_resident_bytes": max(now, peak)}
 
 
 def _name(process: psutil.Process) -> str:
