@@ -161,7 +161,7 @@ class _Ranks:
             times=Times(queue_s=0.1, prefill_s=0.2, decode_s=30.0, cached_tokens=len(request.context_ids)),
         )
 
-    def forward_backward(self, rank: int, message: Any, loss: Any) -> UpdateReport:
+    def forward_backward(self, rank: int, message: Any, loss: Any, values: bool = False) -> UpdateReport:
         rows = self.caches[rank].take(message)
         metrics = self.metrics * len(message.micro_batches)
         mismatch = {i: np.array([row.mask.sum(), row.mask.sum(), 1e-3, 1e-5, 1e-6]) for i, row in rows.items()}

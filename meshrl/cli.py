@@ -114,9 +114,12 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         "--out", metavar="FOLDER", help="new folder for the answers and results (default: eval_N in the model's run)"
     )
     report = add("report", _report, "write RUN/report.html from the run's files, during the run or after it")
+    view = add("view", _view, "write RUN/view.html, a page to search and read all answers of a run, token by token")
+    view.add_argument("--out", type=Path, metavar="FILE", help="file to write (default: RUN/view.html)")
+    view.add_argument("--steps", metavar="A-B", help="only the steps A to B, such as 10-20 (default: all)")
     status = add("status", _status, "print the state of a run: step, phase, reward, processes")
     stop = add("stop", _stop, "end a run of this machine with a checkpoint, by SIGTERM; waits up to a minute")
-    for sub in (report, status, stop):
+    for sub in (report, view, status, stop):
         sub.add_argument("folder", type=Path, metavar="RUN", help="folder of the run, such as runs/NAME")
     convert = add("convert", _convert, "convert a checkpoint to a model folder that from_pretrained loads")
     convert.add_argument(
@@ -256,6 +259,13 @@ def _report(args: argparse.Namespace) -> int:
     from meshrl.tools.report.page import write_report
 
     print_message(f"wrote {write_report(args.folder)}", sys.stdout)
+    return 0
+
+
+def _view(args: argparse.Namespace) -> int:
+    from meshrl.tools.viewer.page import write_view
+
+    print_message("\n".join(write_view(args.folder, args.out, args.steps)), sys.stdout)
     return 0
 
 

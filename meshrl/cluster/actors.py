@@ -12,7 +12,7 @@ import datetime
 import socket
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -58,10 +58,12 @@ Rows = dict[int, Sample]  # step-wide row index -> sample
 @dataclass(kw_only=True, slots=True)
 class UpdateReport:
     """A rank's share of one forward_backward: the loss's metrics, and for each row how far the trainer's logprobs are
-    from the sampler's (algo/mismatch.py)."""
+    from the sampler's (algo/mismatch.py). values: if requested, each row's logprobs and entropies of its trained
+    tokens, float32[2, n]."""
 
     metrics: list[Metric]
     mismatch: dict[int, np.ndarray]
+    values: dict[int, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -134,13 +136,17 @@ class RankWorker:
         return self.engines[role].forward(batches)[0]
 
     @phase("train")
-    def forward_backward(self, message: RowsMessage, loss: LossFn) -> UpdateReport:
-        """Add the gradient of this rank's micro-batches of the batch plan (collective)."""
+    def forward_backward(self, message: RowsMessage, loss: LossFn, values: bool = False) -> UpdateReport:
+        """Add the gradient of this rank's micro-batches of the batch plan (collective). values: whether the values of
+        each token are returned."""
         rows = self._rows.take(message)
         engine = self.engines["policy"]
-        result = engine.forward_backward(self._batches(message, rows), loss)
+        result = engine.forward_backward(self._batches(message, rows), loss, entropies=values)
         mismatch = {i: row_mismatch(rows[i], logprobs, engine.version) for i, logprobs in result.logprobs.items()}
-        return UpdateReport(metrics=result.metrics, mismatch=mismatch)
+        of_tokens = {
+            i: np.stack([result.logprobs[i], entropies])[:, rows[i].mask] for i, entropies in result.entropies.items()
+        }
+        return UpdateReport(metrics=result.metrics, mismatch=mismatch, values=of_tokens)
 
     @phase("optim")
     def optim_step(self, lr: float) -> StepReport:

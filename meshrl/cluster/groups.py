@@ -81,12 +81,16 @@ class TrainGroup:
         rows = {i: array for part in parts for i, array in part.items()}
         return [rows[i] for i in range(len(samples))]
 
-    async def forward_backward(self, samples: Sequence[Sample], batch_plan: BatchPlan, loss: LossFn) -> UpdateReport:
-        """Add the gradient of these samples; returns the metrics of all ranks."""
-        reports = await self._rows(RankWorker.forward_backward, samples, batch_plan, loss)
+    async def forward_backward(
+        self, samples: Sequence[Sample], batch_plan: BatchPlan, loss: LossFn, values: bool = False
+    ) -> UpdateReport:
+        """Add the gradient of these samples; returns the metrics of all ranks. values: whether the report has the
+        trainer's values of each token."""
+        reports = await self._rows(RankWorker.forward_backward, samples, batch_plan, loss, values)
         return UpdateReport(
             metrics=[m for r in reports for m in r.metrics],
             mismatch={i: row for r in reports for i, row in r.mismatch.items()},
+            values={i: row for r in reports for i, row in r.values.items()},
         )
 
     async def optim_step(self, lr: float) -> StepReport:

@@ -19,6 +19,7 @@ from meshrl.loops.proof import SamplerProof
 from meshrl.monitor.failed_writes import FailedWrites
 from meshrl.monitor.rollout_log import RolloutLog
 from meshrl.monitor.spans import Spans
+from meshrl.monitor.token_log import TrainerValues
 from meshrl.reward.score import Scorer
 from meshrl.sync.layout import Layout
 
@@ -125,6 +126,7 @@ class Job:
     began: float = field(default_factory=time.perf_counter)  # of the current step, by time.perf_counter
     probed: list[Sample] | None = None  # rows that the next sync scores on both sides; None = no row
     probe: asyncio.Task[list[Metric]] | None = None  # of the last sync
+    token_values: TrainerValues | None = None  # of the current step, if its rollouts are logged
     scored: list[ScoredGroup] = field(default_factory=list)  # not trained yet when the train ranks were lost
 
     @property

@@ -32,6 +32,7 @@ from meshrl.loops.optimizer import optimizer_step
 from meshrl.monitor.memory import memory_metrics
 from meshrl.monitor.metrics import histogram
 from meshrl.monitor.sinks import read_metrics
+from meshrl.monitor.token_log import TrainerValues
 from meshrl.reward.score import Scorer
 from meshrl.sync.layout import Ack
 from meshrl.train.batch_plan import BatchPlan
@@ -138,6 +139,8 @@ async def train_step(job: Job, trajectories: Sequence[Trajectory]) -> list[Metri
             f"request. First error: {refusals[0]}"
         )
     samples, metrics = flatten(trajectories)
+    is_logged = job.rollout_log.has_file(job.step + 1)
+    job.token_values = TrainerValues(version=job.trainer.version, samples=samples) if is_logged else None
     if not samples:
         why = f". The engine refused {len(refusals)} of them, such as: {refusals[0]}" if refusals else ""
         what = f"none of {len(trajectories)} trajectories has a reward; nothing to train on{why}"
@@ -223,8 +226,11 @@ async def update(job: Job, updates: Sequence[Update]) -> list[Metric]:
         if not assign_loss_weights(part.samples, cfg.algo, cfg.rollout.sampling.max_new_tokens):
             job.run.note(f"step {job.step + 1}: {_nothing_to_train(part.samples)}; this optimizer step is skipped")
             continue
-        report = await job.trainer.forward_backward(part.samples, part.batch_plan, loss)
+        values = job.token_values
+        report = await job.trainer.forward_backward(part.samples, part.batch_plan, loss, values is not None)
         metrics += report.metrics
+        if values is not None:
+            values.add(part.samples, report.values)
         if len(updates) == 1:
             metrics += job.proof.check(report.mismatch, part.samples, cfg.model.dtype, job.trainer.version)
         metrics += await probe_result(job)
@@ -447,9 +453,10 @@ async def finish_step(
         metrics.append(Metric(name="proof/limit", sum=job.proof.threshold, reduce="max", unit="nats"))
     rollouts, error = None, None
     try:
-        rollouts = job.rollout_log.write(job.step + 1, trajectories)
+        rollouts = job.rollout_log.write(job.step + 1, trajectories, trainer=job.token_values)
     except (TypeError, ValueError) as e:  # an agent wrote messages that are not plain JSON: count the step first
         error = e
+    job.token_values = None  # frees the samples
     values = job.run.report(job.step + 1, metrics)
     crashes = crash_note(trajectories, job.cfg.agent.kind)
     if crashes is not None and "crashes" not in job.noted:

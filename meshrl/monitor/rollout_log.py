@@ -21,6 +21,7 @@ from meshrl.core.files import replacing
 from meshrl.core.types import SCHEMA, Media, Prompt, SamplingParams, Times, Trajectory, Turn
 from meshrl.monitor.failed_writes import FailedWrites
 from meshrl.monitor.jsonl import data_errors, read_lines, to_line
+from meshrl.monitor.token_log import TokenTexts, TrainerValues, tokens_file, write_tokens
 
 Record = dict[str, Any]
 
@@ -54,32 +55,55 @@ class RolloutLog:
         every_steps: int = 1,
     ):
         self._folder, self._decode, self._every_steps = Path(folder) / "rollouts", decode, every_steps
-        self._writes = writes or FailedWrites()
+        self._writes, self._token_texts = writes or FailedWrites(), TokenTexts(decode)
+
+    def has_file(self, step: int, name: str = "step") -> bool:
+        """Whether this step has a file."""
+        return self._every_steps > 0 and (name != "step" or (step - 1) % self._every_steps == 0)
 
     def write(
-        self, step: int, trajectories: Sequence[Trajectory], name: str = "step", append: bool = False
+        self,
+        step: int,
+        trajectories: Sequence[Trajectory],
+        name: str = "step",
+        append: bool = False,
+        trainer: TrainerValues | None = None,
     ) -> Path | None:
-        """Write a step's trajectories to a complete file, which replaces one of an interrupted run. A folder that was
-        removed is created again. Returns the file, also if it can't be written; None if this step has no file.
+        """Write a step's trajectories to a complete file, which replaces one of an interrupted run, and the values of
+        its tokens next to it (token_log). A folder that was removed is created again. Returns the file, also if it
+        can't be written; None if this step has no file.
 
-        name: the first word of the file's name; "eval" for evaluations. append: add these groups to the file.
+        name: the first word of the file's name; "eval" for evaluations. append: add these groups to the file, without
+        token values, which `write_tokens` writes at the end.
 
         Raises: TypeError when a prompt's answer or meta is not plain JSON.
         """
-        if self._every_steps == 0 or (name == "step" and (step - 1) % self._every_steps):
+        if not self.has_file(step, name):
             return None
         path = self._folder / f"{name}_{step:06d}.jsonl"
         groups: dict[str, _Group] = {}
+        texts = self._texts(trajectories)
         with self._writes.attempt("rollouts"):
             self._folder.mkdir(parents=True, exist_ok=True)
+            tokens_file(path).unlink(missing_ok=True)
             place = _appended(path) if append else replacing(path)
             with place as aside, aside.open("a" if append else "w", encoding="utf-8") as file:
-                for trajectory in trajectories:
-                    texts = [self._decode(turn.output_ids) for turn in trajectory.turns]
-                    record = _trajectory_record(trajectory, texts)
+                for trajectory, of_turns in zip(trajectories, texts):
+                    record = _trajectory_record(trajectory, of_turns)
                     _leave_out_repeated(record, trajectory, groups.setdefault(trajectory.group_id, _Group()))
                     file.write(to_line({"schema": SCHEMA, "step": step, **record}))
+            if not append:
+                write_tokens(tokens_file(path), trajectories, texts, self._token_texts, trainer)
         return path
+
+    def write_tokens(self, step: int, trajectories: Sequence[Trajectory], name: str) -> None:
+        """Write the values of the tokens of these trajectories, which `write` has appended to a file."""
+        with self._writes.attempt("rollouts"):
+            path = tokens_file(self._folder / f"{name}_{step:06d}.jsonl")
+            write_tokens(path, trajectories, self._texts(trajectories), self._token_texts, None)
+
+    def _texts(self, trajectories: Sequence[Trajectory]) -> list[list[str]]:
+        return [[self._decode(turn.output_ids) for turn in t.turns] for t in trajectories]
 
 
 @contextmanager
@@ -117,8 +141,8 @@ def _leave_out_repeated(record: Record, trajectory: Trajectory, group: _Group) -
 def step_files(folder: Path, first_step: int) -> list[Path]:
     """The files of step `first_step` and later ones in a run's rollouts/, also of evaluations after these steps."""
     found = []
-    for path in sorted(folder.glob("*_*.jsonl")):
-        number = path.stem.rpartition("_")[2]
+    for path in sorted([*folder.glob("*_*.jsonl"), *folder.glob("*_*.tokens.parquet")]):
+        number = path.name.partition(".")[0].rpartition("_")[2]
         if number.isdigit() and int(number) >= first_step:
             found.append(path)
     return found

@@ -79,6 +79,8 @@ async def run_evaluation(stop: Stop, loaded: Loaded[RunConfig], request: EvalReq
         except BaseException:
             run.note(f"ended early: {len(answers.trajectories)} of {num_answers} answers are scored; see {folder}")
             raise
+        finally:
+            answers.write_tokens()
         values, error = report(run.sinks[:1], subject.step, [*metrics, *run.spans.take("eval")])
         if error is not None:
             raise error
@@ -131,6 +133,11 @@ class _Answers:
         count = len(self.trajectories)
         means = {"reward/mean": self._rewards / count, "rollout/length_mean_tokens": self._tokens / count}
         self._run.show_progress(count, means)
+
+    def write_tokens(self) -> None:
+        """Write the values of all tokens so far."""
+        if self.trajectories:
+            self._log.write_tokens(self._subject.step, self.trajectories, "eval")
 
     def summary(self) -> dict[str, Any]:
         """The entries for result.json."""

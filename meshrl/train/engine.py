@@ -64,11 +64,12 @@ RowArrays = dict[int, np.ndarray]  # step-wide row index -> float32[T]
 
 @dataclass(kw_only=True, slots=True)
 class ForwardBackward:
-    """metrics: this rank's, undivided. logprobs: those of the forward, by row; in an on-policy update they verify the
-    sampler's logprobs without an extra forward."""
+    """metrics: this rank's, undivided. logprobs, entropies: those of the forward, by row; in an on-policy update the
+    logprobs verify the sampler's without an extra forward. entropies: empty unless requested."""
 
     metrics: list[Metric]
     logprobs: RowArrays = field(default_factory=dict)
+    entropies: RowArrays = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -198,13 +199,17 @@ class TrainEngine:
         reshard(self.model)
         return logprobs, entropies
 
-    def forward_backward(self, batches: Sequence[Batch], loss: LossFn, entropy: bool = True) -> ForwardBackward:
+    def forward_backward(
+        self, batches: Sequence[Batch], loss: LossFn, entropy: bool = True, entropies: bool = False
+    ) -> ForwardBackward:
         """Add the gradient of the loss, summed over ALL ranks; may be called several times before optim_step.
+        entropies: whether those of each token are returned.
 
         FSDP averages gradients over ranks, so each local sum is multiplied by their number.
         """
         metrics: list[Metric] = []
         logprobs: RowArrays = {}
+        by_row: RowArrays = {}
         for batch in batches:
             with timed("forward", "compute", self.device, tokens=batch.num_tokens):
                 out = self._outputs(batch, entropy)
@@ -214,9 +219,11 @@ class TrainEngine:
                     total, new = loss(out, batch)
                     metrics.extend(new)
                     _collect_rows(logprobs, batch, out.logprobs.detach())
+                    if entropies and out.entropy is not None:
+                        _collect_rows(by_row, batch, out.entropy.detach())
             with timed("backward", "compute", self.device, tokens=batch.num_tokens):
                 (total * self.num_data_ranks).backward()
-        return ForwardBackward(metrics=metrics, logprobs=logprobs)
+        return ForwardBackward(metrics=metrics, logprobs=logprobs, entropies=by_row)
 
     def optim_step(self, lr: float) -> StepReport:
         """Clip, step, check, clear. If the gradient norm is not finite, every rank skips the step."""

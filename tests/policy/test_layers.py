@@ -52,7 +52,7 @@ HOMES: dict[str, set[str]] = {  # library -> packages or files of meshrl that ma
     "safetensors": {"model"},
     "peft": {"model"},
     "datasets": {"data"},
-    "pyarrow": {"data"},
+    "pyarrow": {"data", "monitor"},
     "tensorboard": {"monitor"},
     "wandb": {"monitor"},
     "rich": {"tools", "monitor"},

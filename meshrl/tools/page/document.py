@@ -21,12 +21,18 @@ _HEAD_BYTES = 1 << 18  # the links are in this part of a page
 
 
 def document(
-    title: str, parts: Sequence[str], *, style: Sequence[str] = (), scripts: Sequence[str] = (), data: str = ""
+    title: str,
+    parts: Sequence[str],
+    *,
+    style: Sequence[str] = (),
+    scripts: Sequence[str] = (),
+    data: str = "",
+    tail: str = "",
 ) -> str:
     """A complete page that needs no other file. The common style sheet comes first, and the script of charts.
 
     title: plain text. parts: HTML. style, scripts: further CSS and JavaScript. data: `data_block`s, which the scripts
-    read. The links are added by `write_page`.
+    read. tail: large blocks after the scripts, for data that is read on demand. The links are added by `write_page`.
     """
     css = "\n".join([package_text("meshrl.tools.page", "style.css"), *style])
     code = "".join(f"<script>{text}</script>" for text in [package_text("meshrl.tools.page", "charts.js"), *scripts])
@@ -35,7 +41,7 @@ def document(
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(title)}</title><style>{css}</style></head>\n<body>{_links(set(), '')}\n"
         + "\n".join(part for part in parts if part)
-        + f"\n{data}{code}</body></html>\n"
+        + f"\n{data}{code}{tail}</body></html>\n"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pty
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -138,11 +139,10 @@ def test_a_panel_shows_no_control_characters_of_notes_and_names(monkeypatch: pyt
 def test_a_removed_folder_of_rollouts_is_created_again_and_a_blocked_one_is_counted(tmp_path: Path):
     writes = FailedWrites()
     log = RolloutLog(tmp_path, str, writes)
-    log.write(0, []).unlink()
-    (tmp_path / "rollouts").rmdir()
+    log.write(0, [])
+    shutil.rmtree(tmp_path / "rollouts")
     assert log.write(1, []).exists() and writes.counts == {}
-    (tmp_path / "rollouts" / "step_000001.jsonl").unlink()
-    (tmp_path / "rollouts").rmdir()
+    shutil.rmtree(tmp_path / "rollouts")
     (tmp_path / "rollouts").touch()
     log.write(2, [])
     assert writes.counts == {"rollouts": 1}

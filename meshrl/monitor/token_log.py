@@ -1,0 +1,275 @@
+"""The values of each sampled token of a step, in columns: step_000012.tokens.parquet, next to step_000012.jsonl.
+
+It has a row for each turn of each trajectory, with lists of R values, R sampled tokens of the turn. Row groups are
+small, so that the tokens of one answer are read without the rest. Torch is not imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshrl.core.errors import DataError
+from meshrl.core.files import is_there, replacing
+from meshrl.core.types import Sample, Trajectory, Turn
+
+COLUMNS = {
+    "characters": np.int32,
+    "rollout_logprobs": np.float32,
+    "versions": np.int32,
+    "logprobs": np.float32,
+    "entropies": np.float32,
+    "advantages": np.float32,
+    "trained": np.bool_,
+}
+"""The lists. characters: code points of the turn's text that belong to each token; 0 = the token continues the
+character that an earlier one began. rollout_logprobs, versions: of the sampler. logprobs, entropies: of the trainer,
+NaN for tokens that it has not scored. advantages: NaN for those without one. trained: part of the loss."""
+
+_NOISY = ("rollout_logprobs", "logprobs", "entropies")
+_ROWS_OF_A_GROUP = 64
+_MAX_PENDING = 32  # tokens of one character, or of bytes that are no text
+
+
+@dataclass(frozen=True, slots=True)
+class TokenValues:
+    """The tokens of one turn: an array [R] for each of COLUMNS. trainer_version: of the weights that scored them; None
+    if they were not trained."""
+
+    turn: int
+    trainer_version: int | None
+    columns: dict[str, np.ndarray]
+
+    @property
+    def ratios(self) -> np.ndarray:
+        """The trainer's probability over the sampler's, float32[R]."""
+        return np.exp(self.columns["logprobs"] - self.columns["rollout_logprobs"])
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainerValues:
+    """What the trainer computed in one step. version: of its weights before the step. values: for each trained token of
+    a sample its logprob and entropy, float32[2, n], by trajectory and row."""
+
+    version: int
+    samples: Sequence[Sample]
+    values: dict[tuple[str, int], np.ndarray] = field(default_factory=dict)
+
+    def add(self, samples: Sequence[Sample], values: dict[int, np.ndarray]) -> None:
+        """Values of one update, by index in its samples."""
+        self.values |= {(samples[i].trajectory_id, samples[i].row): array for i, array in values.items()}
+
+    def by_turn(self) -> dict[tuple[str, int], dict[str, np.ndarray]]:
+        """The columns of the trainer, by trajectory and turn. Logprobs of the weights before the step are preferred."""
+        found = {}
+        for sample in self.samples:
+            places = np.flatnonzero(sample.mask)
+            if not len(places):
+                continue
+            scored = self.values.get((sample.trajectory_id, sample.row), np.full((2, len(places)), np.nan, np.float32))
+            turns, weight, advantages = sample.turn[places], sample.loss_weight, sample.advantages
+            columns = {
+                "logprobs": scored[0] if sample.old_logprobs is None else sample.old_logprobs[places],
+                "entropies": scored[1],
+                "advantages": np.full(len(places), np.nan) if advantages is None else advantages[places],
+                "trained": np.zeros(len(places), bool) if weight is None else weight[places] != 0,
+            }
+            ends = [*(np.flatnonzero(np.diff(turns)) + 1).tolist(), len(places)]
+            for begin, end in zip([0, *ends], ends):
+                cut = {name: array[begin:end] for name, array in columns.items()}
+                found[sample.trajectory_id, int(turns[begin])] = cut
+        return found
+
+
+class TokenTexts:
+    """Divides the text of a turn among its tokens. decode: ids int32[R] -> text."""
+
+    def __init__(self, decode: Callable[[np.ndarray], str]):
+        self._decode = decode
+        self._pieces: dict[int, str] = {}  # the text of each token after another one
+        self._first: dict[int, str] = {}  # and at the begin of a text
+        self._anchor: tuple[np.ndarray, str] | None = None
+
+    def characters(self, ids: np.ndarray, text: str) -> np.ndarray:
+        """The code points of `text` that belong to each token, int32[R]; their sum is the text's length.
+
+        A character of several tokens belongs to the first of them. Bytes that are no text may belong to a token nearby.
+        """
+        if not len(ids):
+            return np.zeros(0, np.int32)
+        numbers = ids.tolist()
+        if numbers[0] not in self._first:
+            self._first[numbers[0]] = self._decode(ids[:1])
+        first = self._first[numbers[0]]
+        if self._anchor is None and first and "\ufffd" not in first:
+            self._anchor = ids[:1].copy(), first
+        for number in set(numbers).difference(self._pieces):
+            self._pieces[number] = self._after(np.array([number], np.int32))
+        pieces = [first, *map(self._pieces.__getitem__, numbers[1:])]
+        if "".join(pieces) == text:
+            return np.fromiter(map(len, pieces), np.int32, len(pieces))
+        return self._walk(ids, pieces, text)
+
+    def _after(self, ids: np.ndarray) -> str:
+        """The text of these tokens after another token."""
+        if self._anchor is None:
+            return self._decode(ids)
+        before, text = self._anchor
+        return self._decode(np.concatenate([before, ids])).removeprefix(text)
+
+    def _walk(self, ids: np.ndarray, pieces: list[str], text: str) -> np.ndarray:
+        """Token by token: several are decoded together until they give complete characters."""
+        lengths, at, begin = np.zeros(len(ids), np.int32), 0, 0
+        for k, piece in enumerate(pieces):
+            if k > begin:
+                piece = (self._after if begin else self._decode)(ids[begin : k + 1])
+            if "\ufffd" not in piece[-1:] or k - begin == _MAX_PENDING:
+                if text.startswith(piece, at):
+                    lengths[begin], at, begin = len(piece), at + len(piece), k + 1
+                elif k - begin >= _MAX_PENDING:
+                    break
+        lengths[min(begin, len(ids) - 1)] += len(text) - at
+        return lengths
+
+
+def tokens_file(path: Path) -> Path:
+    """The file of token values next to a file of rollouts."""
+    return path.with_name(f"{path.name.partition('.')[0]}.tokens.parquet")
+
+
+def write_tokens(
+    path: Path,
+    trajectories: Sequence[Trajectory],
+    texts: Sequence[Sequence[str]],
+    split: TokenTexts,
+    trainer: TrainerValues | None,
+) -> None:
+    """Write the file of a step, which replaces an earlier one. texts: of each turn of each trajectory."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    trained = trainer.by_turn() if trainer is not None else {}
+    rows = [(t.id, i, turn) for t in trajectories for i, turn in enumerate(t.turns)]
+    lists: dict[str, list[np.ndarray]] = {name: [] for name in COLUMNS}
+    for (name, i, turn), text in zip(rows, chain.from_iterable(texts), strict=True):
+        values = _of_turn(turn, trained.get((name, i), {}))
+        values["characters"] = split.characters(turn.output_ids, text)
+        for column, arrays in lists.items():
+            arrays.append(values[column])
+    ends = np.cumsum([0, *(len(turn.output_ids) for _, _, turn in rows)], dtype=np.int32)
+    flat: dict[str, np.ndarray] = {
+        n: np.concatenate([np.zeros(0, COLUMNS[n]), *arrays]).astype(COLUMNS[n]) for n, arrays in lists.items()
+    }
+    version = -1 if trainer is None else trainer.version
+    columns: dict[str, Any] = {
+        "trajectory": pa.array([name for name, _, _ in rows], pa.string()),
+        "turn": pa.array([i for _, i, _ in rows], pa.int32()),
+        "trainer_version": pa.array([version if (n, i) in trained else -1 for n, i, _ in rows], pa.int32()),
+        **{name: pa.ListArray.from_arrays(pa.array(ends), pa.array(array)) for name, array in flat.items()},
+    }
+    exact = {f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in _NOISY}
+    repeated = [name for name in columns if name not in COLUMNS]
+    repeated += [f"{name}.list.element" for name in COLUMNS if name not in _NOISY and name != "trained"]
+    with replacing(path) as aside:
+        pq.write_table(
+            pa.table(columns),
+            aside,
+            row_group_size=_ROWS_OF_A_GROUP,
+            compression="zstd",
+            use_dictionary=repeated,
+            column_encoding=exact,
+            write_statistics=False,
+            store_schema=False,
+        )
+
+
+def _of_turn(turn: Turn, trained: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    size = len(turn.output_ids)
+    of_trainer = {name: array for name, array in trained.items() if len(array) == size}
+    missing = np.full(size, np.nan, np.float32)
+    return {
+        "rollout_logprobs": turn.logprobs,
+        "versions": turn.versions,
+        **dict.fromkeys(("logprobs", "entropies", "advantages"), missing),
+        "trained": np.zeros(size, bool),
+        **of_trainer,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class TokenFile:
+    """All tokens of a file, end to end. rows: (trajectory, turn) -> number of its row, whose tokens are those from
+    ends[row] to ends[row + 1]. versions: the trainer_version of each row, -1 = not trained."""
+
+    rows: dict[tuple[str, int], int]
+    versions: np.ndarray
+    ends: np.ndarray
+    columns: dict[str, np.ndarray]
+
+    def turn(self, trajectory: str, turn: int) -> TokenValues | None:
+        row = self.rows.get((trajectory, turn))
+        if row is None:
+            return None
+        here, version = slice(self.ends[row], self.ends[row + 1]), int(self.versions[row])
+        cut = {name: array[here] for name, array in self.columns.items()}
+        return TokenValues(turn, None if version < 0 else version, cut)
+
+
+def read_tokens(path: Path, trajectory: str) -> list[TokenValues]:
+    """The tokens of one trajectory, in the order of its turns. path: of the step's rollouts, or of its token values.
+    Reads only the row groups that contain it. Empty if there is no such file, or the file does not have it.
+
+    Raises: DataError for a damaged file.
+    """
+    path = tokens_file(path)
+    if not is_there(path):
+        return []
+    with _file(path) as file:
+        names = [file.read_row_group(i, ["trajectory"])["trajectory"] for i in range(file.num_row_groups)]
+        groups = [i for i, column in enumerate(names) if trajectory in column.to_pylist()]
+        found = _token_file(file, groups) if groups else None
+    turns = sorted(turn for name, turn in found.rows if name == trajectory) if found else ()
+    return [values for turn in turns if found and (values := found.turn(trajectory, turn))]
+
+
+def read_token_file(path: Path) -> TokenFile | None:
+    """All tokens of a step; None if there is no such file. path: as for `read_tokens`. Raises: DataError."""
+    path = tokens_file(path)
+    if not is_there(path):
+        return None
+    with _file(path) as file:
+        return _token_file(file, range(file.num_row_groups))
+
+
+@contextmanager
+def _file(path: Path) -> Iterator[Any]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            yield file
+    except (OSError, pa.ArrowException, LookupError, ValueError, TypeError) as cause:
+        raise DataError(f"{path}: no file of token values: {type(cause).__name__}: {cause!s:.200}") from cause
+
+
+def _token_file(file: Any, groups: Sequence[int]) -> TokenFile:
+    table = file.read_row_groups(list(groups), ["trajectory", "turn", "trainer_version", *COLUMNS]).combine_chunks()
+    lists = {name: table[name].combine_chunks() for name in COLUMNS}
+    ends = lists["characters"].offsets.to_numpy()
+    columns = {}
+    for name, dtype in COLUMNS.items():
+        if not np.array_equal(lists[name].offsets.to_numpy(), ends):
+            raise ValueError(f"the lists of {name} have other lengths than those of characters")
+        columns[name] = lists[name].values.to_numpy(zero_copy_only=False).astype(dtype, copy=False)
+        if len(columns[name]) != ends[-1]:
+            raise ValueError(f"{name} has {len(columns[name])} values in place of {ends[-1]}")
+    keys = zip(table["trajectory"].to_pylist(), table["turn"].to_pylist(), strict=True)
+    rows = {key: row for row, key in enumerate(keys)}
+    return TokenFile(rows, table["trainer_version"].to_numpy(), ends, columns)
