@@ -169,7 +169,7 @@ class Page:
     def wait_for(self, expression: str) -> Any:
         """The first value of the expression that is true. Raises: TimeoutError with the page's errors."""
         deadline = time.monotonic() + LIMIT_S
-        while not (value := self.evaluate(expression)):
+        while (value := self.evaluate(expression)) in (None, False, 0, ""):  # an element is an empty dict
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{expression} stays {value!r}; errors of the page: {self.errors}")
             time.sleep(0.02)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import chromium
 import pytest
 import torch
 
@@ -113,6 +114,14 @@ def test_controller_scale(tmp_path: Path) -> None:
     assert bars(line) == totals | {"bytes_ratio_64", "bytes_ratio_256"}
     parts = ("buffer", "flatten", "planning", "advantages", "loss_weights", "dispatch", "metrics", "turns", "decode")
     assert all(line["figures"][f"cpu_s_{part}_256"] > 0 for part in parts)
+
+
+@pytest.mark.skipif(not chromium.PROGRAM, reason="Chromium is not installed")
+def test_viewer(tmp_path: Path) -> None:
+    line = smoke("viewer", tmp_path)
+    filters = ("word", "letters", "missing", "reward", "tokens", "sorted")
+    assert bars(line) == {"first_paint_s", "list_s", *(f"filter_{name}_s" for name in filters)}
+    assert line["figures"]["token_log_bytes"] < line["figures"]["log_bytes"] and line["figures"]["write_s"] > 0
 
 
 CELLS = {f"smoke_float32_16_{kind}" for kind in ("mixed", "equal")}

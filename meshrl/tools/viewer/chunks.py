@@ -98,13 +98,7 @@ def _check(record: Record) -> None:
     int(record["index"]), str(record["id"]), str(record["status"]), dict(record["rewards"]), record["reward"]
     record["failure"], (record["prompt"] or {"id": ""})["id"]
     for turn in record["turns"]:
-        (
-            int(turn["parent"]),
-            list(turn["messages"]),
-            str(turn["text"]),
-            str(turn["stop_reason"]),
-            len(turn["output_ids"]),
-        )
+        int(turn["parent"]), list(turn["messages"]), str(turn["text"]), turn["stop_reason"], len(turn["output_ids"])
 
 
 def _chunk(groups: list[list[Record]], tokens: TokenFile | None) -> Chunk:

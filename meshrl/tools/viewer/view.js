@@ -103,6 +103,7 @@
       await new Promise((done) => (window.requestIdleCallback || setTimeout)(done));
       await haystack(chunk);
     }
+    performance.mark("texts");
     document.documentElement.dataset.texts = "ready";
   };
 
@@ -228,7 +229,7 @@
     $("bar").hidden = !token;
     if (!token) return;
     token.element.classList.add("current");
-    const v = values(token.columns, token.i), fact = (name, text) => make("span", "", `${name} ${text}`);
+    const v = values(token.columns, token.i), fact = (name, text) => make("span", "", ` ${name} ${text}`);
     const address = make("a", "", "link to this token");
     address.href = link(token.row, token.turn, token.at);
     const known = (x) => x === x ? short(x) : "–";
@@ -438,6 +439,7 @@
   };
   window.addEventListener("hashchange", follow);
   apply();
+  performance.mark("list");
   document.documentElement.dataset.list = "ready";
   if (location.hash.length > 1) follow();
   prepare();

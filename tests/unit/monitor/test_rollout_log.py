@@ -16,6 +16,7 @@ from meshrl.core.types import Prompt, Trajectory
 from meshrl.monitor.failed_writes import FailedWrites
 from meshrl.monitor.jsonl import read_lines, to_line
 from meshrl.monitor.rollout_log import RolloutLog, read_rollouts, step_files
+from meshrl.monitor.token_log import read_token_file
 
 
 def decode(ids):
@@ -120,7 +121,7 @@ def test_only_the_chosen_steps_have_files_and_all_evaluations_or_none(tmp_path):
         if expected is None:
             assert not (tmp_path / "0").exists()
         else:
-            names = sorted(path.stem for path in (tmp_path / "3" / "rollouts").iterdir())
+            names = sorted(path.stem for path in (tmp_path / "3" / "rollouts").glob("*.jsonl"))
             assert names == ["eval_000000", "eval_000001", "eval_000002", *expected]
 
 
@@ -150,7 +151,8 @@ def test_a_repeated_step_replaces_the_earlier_file(tmp_path):
     log.write(3, scripted_trajectories(2, 2))
     path = log.write(3, scripted_trajectories(1, 1))
     assert len(list(read_rollouts(path))) == 1
-    assert [p.name for p in path.parent.iterdir()] == ["step_000003.jsonl"]
+    assert sorted(p.name for p in path.parent.iterdir()) == ["step_000003.jsonl", "step_000003.tokens.parquet"]
+    assert len(read_token_file(path).rows) == 4
 
 
 def test_an_evaluation_has_its_own_file(tmp_path):
