@@ -6,8 +6,7 @@ small, so that the tokens of one answer are read without the rest. Torch is not 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -17,7 +16,7 @@ import numpy as np
 
 from meshrl.core.errors import DataError
 from meshrl.core.files import is_there, replacing
-from meshrl.core.types import Sample, Trajectory, Turn
+from meshrl.core.types import Sample, Trajectory
 
 COLUMNS = {
     "characters": np.int32,
@@ -33,6 +32,7 @@ character that an earlier one began. rollout_logprobs, versions: of the sampler.
 NaN for tokens that it has not scored. advantages: NaN for those without one. trained: part of the loss."""
 
 _NOISY = ("rollout_logprobs", "logprobs", "entropies")
+_REPEATED = ("characters", "versions", "advantages")
 _ROWS_OF_A_GROUP = 64
 _MAX_PENDING = 32  # tokens of one character, or of bytes that are no text
 
@@ -40,11 +40,12 @@ _MAX_PENDING = 32  # tokens of one character, or of bytes that are no text
 @dataclass(frozen=True, slots=True)
 class TokenValues:
     """The tokens of one turn: an array [R] for each of COLUMNS. trainer_version: of the weights that scored them; None
-    if they were not trained."""
+    if they were not trained. place: the tokens' place in the file."""
 
     turn: int
     trainer_version: int | None
     columns: dict[str, np.ndarray]
+    place: slice
 
     @property
     def ratios(self) -> np.ndarray:
@@ -158,8 +159,15 @@ def write_tokens(
     rows = [(t.id, i, turn) for t in trajectories for i, turn in enumerate(t.turns)]
     lists: dict[str, list[np.ndarray]] = {name: [] for name in COLUMNS}
     for (name, i, turn), text in zip(rows, chain.from_iterable(texts), strict=True):
-        values = _of_turn(turn, trained.get((name, i), {}))
-        values["characters"] = split.characters(turn.output_ids, text)
+        missing = np.full(len(turn.output_ids), np.nan, np.float32)
+        values = {
+            "characters": split.characters(turn.output_ids, text),
+            "rollout_logprobs": turn.logprobs,
+            "versions": turn.versions,
+            **dict.fromkeys(("logprobs", "entropies", "advantages"), missing),
+            "trained": missing == 0,
+            **trained.get((name, i), {}),
+        }
         for column, arrays in lists.items():
             arrays.append(values[column])
     ends = np.cumsum([0, *(len(turn.output_ids) for _, _, turn in rows)], dtype=np.int32)
@@ -173,33 +181,18 @@ def write_tokens(
         "trainer_version": pa.array([version if (n, i) in trained else -1 for n, i, _ in rows], pa.int32()),
         **{name: pa.ListArray.from_arrays(pa.array(ends), pa.array(array)) for name, array in flat.items()},
     }
-    exact = {f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in _NOISY}
-    repeated = [name for name in columns if name not in COLUMNS]
-    repeated += [f"{name}.list.element" for name in COLUMNS if name not in _NOISY and name != "trained"]
+    element = "{}.list.element".format
     with replacing(path) as aside:
         pq.write_table(
             pa.table(columns),
             aside,
             row_group_size=_ROWS_OF_A_GROUP,
             compression="zstd",
-            use_dictionary=repeated,
-            column_encoding=exact,
+            use_dictionary=["trajectory", "turn", "trainer_version", *map(element, _REPEATED)],
+            column_encoding={element(name): "BYTE_STREAM_SPLIT" for name in _NOISY},
             write_statistics=False,
             store_schema=False,
         )
-
-
-def _of_turn(turn: Turn, trained: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    size = len(turn.output_ids)
-    of_trainer = {name: array for name, array in trained.items() if len(array) == size}
-    missing = np.full(size, np.nan, np.float32)
-    return {
-        "rollout_logprobs": turn.logprobs,
-        "versions": turn.versions,
-        **dict.fromkeys(("logprobs", "entropies", "advantages"), missing),
-        "trained": np.zeros(size, bool),
-        **of_trainer,
-    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,9 +209,9 @@ class TokenFile:
         row = self.rows.get((trajectory, turn))
         if row is None:
             return None
-        here, version = slice(self.ends[row], self.ends[row + 1]), int(self.versions[row])
-        cut = {name: array[here] for name, array in self.columns.items()}
-        return TokenValues(turn, None if version < 0 else version, cut)
+        place, version = slice(self.ends[row], self.ends[row + 1]), int(self.versions[row])
+        cut = {name: array[place] for name, array in self.columns.items()}
+        return TokenValues(turn, None if version < 0 else version, cut, place)
 
 
 def read_tokens(path: Path, trajectory: str) -> list[TokenValues]:
@@ -227,49 +220,40 @@ def read_tokens(path: Path, trajectory: str) -> list[TokenValues]:
 
     Raises: DataError for a damaged file.
     """
-    path = tokens_file(path)
-    if not is_there(path):
-        return []
-    with _file(path) as file:
-        names = [file.read_row_group(i, ["trajectory"])["trajectory"] for i in range(file.num_row_groups)]
-        groups = [i for i, column in enumerate(names) if trajectory in column.to_pylist()]
-        found = _token_file(file, groups) if groups else None
-    turns = sorted(turn for name, turn in found.rows if name == trajectory) if found else ()
-    return [values for turn in turns if found and (values := found.turn(trajectory, turn))]
+    file = read_token_file(path, trajectory)
+    turns = sorted(turn for name, turn in file.rows if name == trajectory) if file is not None else ()
+    return [values for turn in turns if file is not None and (values := file.turn(trajectory, turn))]
 
 
-def read_token_file(path: Path) -> TokenFile | None:
-    """All tokens of a step; None if there is no such file. path: as for `read_tokens`. Raises: DataError."""
-    path = tokens_file(path)
-    if not is_there(path):
-        return None
-    with _file(path) as file:
-        return _token_file(file, range(file.num_row_groups))
-
-
-@contextmanager
-def _file(path: Path) -> Iterator[Any]:
+def read_token_file(path: Path, trajectory: str | None = None) -> TokenFile | None:
+    """All tokens of a step, or only the row groups with this trajectory; None if there is no such file. path: as for
+    `read_tokens`. Raises: DataError."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    path = tokens_file(path)
+    if not is_there(path):
+        return None
     try:
         with pq.ParquetFile(path) as file:
-            yield file
+            groups = list(range(file.num_row_groups))
+            if trajectory is not None:
+                of_group = (file.read_row_group(i, ["trajectory"])["trajectory"].to_pylist() for i in groups)
+                groups = [i for i, names in enumerate(of_group) if trajectory in names]
+            table = file.read_row_groups(groups, ["trajectory", "turn", "trainer_version", *COLUMNS])
+        return _token_file(table.combine_chunks())
     except (OSError, pa.ArrowException, LookupError, ValueError, TypeError) as cause:
         raise DataError(f"{path}: no file of token values: {type(cause).__name__}: {cause!s:.200}") from cause
 
 
-def _token_file(file: Any, groups: Sequence[int]) -> TokenFile:
-    table = file.read_row_groups(list(groups), ["trajectory", "turn", "trainer_version", *COLUMNS]).combine_chunks()
+def _token_file(table: Any) -> TokenFile:
     lists = {name: table[name].combine_chunks() for name in COLUMNS}
     ends = lists["characters"].offsets.to_numpy()
     columns = {}
     for name, dtype in COLUMNS.items():
-        if not np.array_equal(lists[name].offsets.to_numpy(), ends):
-            raise ValueError(f"the lists of {name} have other lengths than those of characters")
         columns[name] = lists[name].values.to_numpy(zero_copy_only=False).astype(dtype, copy=False)
-        if len(columns[name]) != ends[-1]:
-            raise ValueError(f"{name} has {len(columns[name])} values in place of {ends[-1]}")
+        if not np.array_equal(lists[name].offsets.to_numpy(), ends) or len(columns[name]) != ends[-1]:
+            raise ValueError(f"the lists of {name} have other lengths than those of characters")
     keys = zip(table["trajectory"].to_pylist(), table["turn"].to_pylist(), strict=True)
     rows = {key: row for row, key in enumerate(keys)}
     return TokenFile(rows, table["trainer_version"].to_numpy(), ends, columns)

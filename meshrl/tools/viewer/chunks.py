@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,9 @@ from meshrl.monitor.jsonl import data_errors, read_lines
 from meshrl.monitor.token_log import TokenFile, read_token_file
 
 Record = dict[str, Any]
-CHUNK_BYTES = 200_000  # of texts, before they are compressed
-CHUNK_TOKENS = 40_000
+CHUNK_BYTES = 600_000  # of texts and values, before they are compressed
+_TOKEN_BYTES = 18  # 14 for the values
+_TOKENS = 4  # place of the number of tokens in a row
 PREVIEW = 90  # characters of a prompt or answer in the list
 MAX_NATS = 25.0  # larger distances from 0 are shown as this one
 NO_VALUE = 255
@@ -32,7 +33,7 @@ NO_VALUE = 255
 
 @dataclass(slots=True)
 class RolloutFile:
-    """One file of rollouts. kind: step or eval."""
+    """One file of rollouts. kind: step or eval. notes: its faults, filled by `read_chunks`."""
 
     path: Path
     kind: str
@@ -42,7 +43,7 @@ class RolloutFile:
 
 @dataclass(slots=True)
 class Chunk:
-    """texts, values: compressed, as base64. rows: of the index, one for each answer."""
+    """texts, values: compressed, as base64. groups, rows: of the index, a row for each answer."""
 
     texts: str
     values: str
@@ -54,130 +55,107 @@ class Chunk:
         return len(self.texts) + len(self.values) + 160 * len(self.rows)
 
 
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """shown: the part of the texts. prompt: its id and begin; None if an earlier answer has them. row: of the index,
+    without its group. parts: where its tokens are in the file."""
+
+    shown: Record
+    prompt: tuple[str, str] | None
+    row: tuple[Any, ...]
+    parts: list[slice]
+
+
 def read_chunks(file: RolloutFile) -> Iterator[Chunk]:
-    """The answers of a file, as far as they can be read; faults are added to its notes."""
-    tokens = None
+    """The answers of a file, as far as they can be read."""
+    groups, tokens, number = dict[str, list[_Answer]](), None, 0
     try:
         tokens = read_token_file(file.path)
         if tokens is None:
             file.notes.append(f"{file.path.name} has no file of token values next to it, so its tokens have no values")
     except DataError as damage:
         file.notes.append(str(damage))
-    groups: list[list[Record]] = []
-    size = count = 0
-    for group in _groups(file):
-        groups.append(group)
-        texts = [str(turn["text"]) for record in group for turn in record["turns"]]
-        size, count = size + sum(map(len, texts)), count + sum(len(t["output_ids"]) for r in group for t in r["turns"])
-        if size > CHUNK_BYTES or count > CHUNK_TOKENS:
-            yield _chunk(groups, tokens)
-            groups, size, count = [], 0, 0
-    if groups:
-        yield _chunk(groups, tokens)
-
-
-def _groups(file: RolloutFile) -> Iterable[list[Record]]:
-    """The records of each group; those before a damaged line."""
-    groups: dict[str, list[Record]] = {}
-    number = 0
     try:
         for number, record in enumerate(read_lines(file.path), start=1):
-            where = f"{file.path}:{number}"
-            if record.get("schema") != SCHEMA:
-                raise DataError(f"{where}: schema {record.get('schema')!r:.40}; this version reads schema {SCHEMA}")
-            with data_errors(where, "a trajectory"):
-                _check(record)
-                groups.setdefault(record["group_id"], []).append(record)
+            with data_errors(f"{file.path}:{number}", "a trajectory that this version can read"):
+                if record["schema"] != SCHEMA:
+                    raise ValueError(f"its schema is {record['schema']!r:.40} and not {SCHEMA}")
+                groups.setdefault(str(record["group_id"]), []).append(_answer(record, tokens))
     except DataError as damage:
         file.notes.append(f"{damage}; the lines before it are shown")
-    return groups.values()
+    chosen, size = dict[str, list[_Answer]](), 0
+    for name, group in groups.items():
+        chosen[name] = group
+        size += sum(answer.row[_TOKENS] * _TOKEN_BYTES + len(answer.row[-1]) for answer in group)
+        if size > CHUNK_BYTES:
+            yield _chunk(chosen, tokens)
+            chosen, size = {}, 0
+    if chosen:
+        yield _chunk(chosen, tokens)
 
 
-def _check(record: Record) -> None:
-    """Access what the page needs, so that a record of another program raises here."""
-    int(record["index"]), str(record["id"]), str(record["status"]), dict(record["rewards"]), record["reward"]
-    record["failure"], (record["prompt"] or {"id": ""})["id"]
-    for turn in record["turns"]:
-        int(turn["parent"]), list(turn["messages"]), str(turn["text"]), turn["stop_reason"], len(turn["output_ids"])
-
-
-def _chunk(groups: list[list[Record]], tokens: TokenFile | None) -> Chunk:
-    made = Chunk("", "", [], [])
-    answers, parts = [], list[slice]()
-    for group in groups:
-        prompt = next((record["prompt"] for record in group if record["prompt"]), None) or {}
-        asked = _asked(prompt)
-        made.groups.append({"id": str(group[0]["group_id"]), "prompt": str(prompt.get("id", "")), "asked": asked})
-        for record in group:
-            turns, oldest, version = [], None, None
-            for number, turn in enumerate(record["turns"]):
-                values = tokens.turn(record["id"], number) if tokens is not None else None
-                fits = values is not None and values.columns["characters"].sum() == len(turn["text"])
-                if tokens is not None and values is not None and fits:
-                    row = tokens.rows[record["id"], number]
-                    parts.append(slice(tokens.ends[row], tokens.ends[row + 1]))
-                    version = values.trainer_version
-                    versions = values.columns["versions"]
-                    oldest = min(v for v in (oldest, int(versions.min())) if v is not None) if len(versions) else oldest
-                turns.append(_turn(turn, fits))
-            age = None if version is None or oldest is None else version - oldest
-            answers.append(_answer(record, turns))
-            made.rows.append((len(made.groups) - 1, *_index_row(record, age)))
-    made.texts = _packed(json.dumps(answers, separators=(",", ":"), default=str).encode())
-    made.values = _packed(_values(tokens, parts)) if tokens is not None and parts else ""
-    return made
+def _answer(record: Record, tokens: TokenFile | None) -> _Answer:
+    turns, parts, oldest, version = [], list[slice](), list[int](), None
+    for number, turn in enumerate(record["turns"]):
+        values = tokens.turn(record["id"], number) if tokens is not None else None
+        if values is None or values.columns["characters"].sum() != len(turn["text"]):  # or of other answers
+            count = 0
+        else:
+            count, version = len(turn["output_ids"]), values.trainer_version
+            parts.append(values.place)
+            oldest += values.columns["versions"].min(keepdims=True).tolist() if count else []
+        messages = turn["messages"]
+        if messages and isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant":
+            messages = messages[:-1]  # the last one is the sampled text
+        same = {name: turn[name] for name in ("parent", "text", "stop_reason", "reward")}
+        turns.append({**same, "messages": messages, "tokens": count})
+    prompt, reward = record["prompt"], record["reward"]
+    shown = {
+        "prompt": prompt and {name: prompt[name] for name in ("id", "messages", "answer")},
+        **{name: record[name] for name in ("rewards", "failure")},
+        "turns": turns,
+    }
+    row = (
+        int(record["index"]),
+        float(reward) if reward is not None and np.isfinite(float(reward)) else None,
+        str(record["status"]),
+        str(record["turns"][-1]["stop_reason"]) if turns else "none",
+        sum(len(turn["output_ids"]) for turn in record["turns"]),
+        len(turns),
+        version - min(oldest) if oldest and version is not None else None,
+        _preview(turns[-1]["text"]) if turns else "",
+    )
+    return _Answer(shown, prompt and (str(prompt["id"]), _asked(prompt)), row, parts)
 
 
 def _asked(prompt: Record) -> str:
-    """The begin of a prompt's last message with text."""
-    for message in reversed(prompt.get("messages") or []):
-        if isinstance(message, dict) and message.get("content"):
-            return _preview(message["content"])
-    return f"(prompt of {len(prompt.get('ids') or [])} tokens)"
+    texts = [m["content"] for m in prompt["messages"] or [] if isinstance(m, dict) and m.get("content")]
+    return _preview(texts[-1]) if texts else f"(prompt of {len(prompt['ids'] or [])} tokens)"
+
+
+def _chunk(groups: dict[str, list[_Answer]], tokens: TokenFile | None) -> Chunk:
+    answers = [answer for group in groups.values() for answer in group]
+    facts = []
+    for name, group in groups.items():
+        prompt, asked = next((answer.prompt for answer in group if answer.prompt), ("", ""))
+        facts.append({"id": name, "prompt": prompt, "asked": asked})
+    parts = [part for answer in answers for part in answer.parts]
+    texts = json.dumps([answer.shown for answer in answers], separators=(",", ":"), default=str)
+    return Chunk(
+        _packed(texts.encode()),
+        _packed(_values(tokens, parts)) if tokens is not None and parts else "",
+        facts,
+        [(number, *answer.row) for number, group in enumerate(groups.values()) for answer in group],
+    )
 
 
 def _preview(text: Any) -> str:
     return " ".join(str(text)[: 4 * PREVIEW].split())[:PREVIEW]
 
 
-def _answer(record: Record, turns: list[Record]) -> Record:
-    prompt = record["prompt"]
-    return {
-        "prompt": prompt and {key: prompt.get(key) for key in ("id", "messages", "answer", "env", "meta", "media")},
-        "rewards": record["rewards"],
-        "failure": record["failure"],
-        "turns": turns,
-    }
-
-
-def _turn(turn: Record, has_values: bool) -> Record:
-    """messages: those before the sampled text. tokens: their number; 0 if they have no values in the chunk."""
-    messages = turn["messages"]
-    if messages and isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant":
-        messages = messages[:-1]
-    return {
-        **{name: turn[name] for name in ("parent", "text", "stop_reason")},
-        "reward": turn.get("reward"),
-        "messages": messages,
-        "tokens": len(turn["output_ids"]) if has_values else 0,
-    }
-
-
-def _index_row(record: Record, age: int | None) -> tuple[Any, ...]:
-    """answer, reward, status, stop reason, tokens, turns, age of its weights, begin of the last turn."""
-    turns, reward = record["turns"], record["reward"]
-    stop = str(turns[-1]["stop_reason"]) if turns else "none"
-    length = sum(len(turn["output_ids"]) for turn in turns)
-    number = float(reward) if reward is not None else None
-    shown = number if number is None or np.isfinite(number) else None
-    text = _preview(turns[-1]["text"]) if turns else ""
-    return record["index"], shown, str(record["status"]), stop, length, len(turns), age, text
-
-
-def _values(tokens: TokenFile | None, parts: list[slice]) -> bytes:
+def _values(tokens: TokenFile, parts: list[slice]) -> bytes:
     """The columns of these tokens end to end: versions int32, advantages float32, characters uint16, then one byte for
     each of log ratio, sampler's logprob, entropy, trained."""
-    assert tokens is not None
     cut = {name: np.concatenate([array[part] for part in parts]) for name, array in tokens.columns.items()}
     columns = [
         cut["versions"].astype("<i4"),

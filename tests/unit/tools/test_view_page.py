@@ -321,7 +321,10 @@ def test_what_can_be_read_of_a_damaged_folder_is_shown(chromium: Chromium, run: 
     assert len(notes) == 3
     assert "step_000001.jsonl has no file of token values next to it" in notes[0]
     assert "step_000002.tokens.parquet: no file of token values" in notes[1]
-    assert "step_000002.jsonl:5: schema None; this version reads schema 1; the lines before it are shown" in notes[2]
+    assert (
+        "step_000002.jsonl:5: not a trajectory that this version can read: KeyError: 'schema'; the lines before it"
+        in notes[2]
+    )
     page = opened(chromium, folder, "step=1&group=sum%401&answer=0")
     assert text_of(page, "#count")[0].startswith("10 of 10 answers")
     assert text_of(page, ".t") == [] and "It is 0" in text_of(page, ".card.chosen")[0] and page.errors == []
