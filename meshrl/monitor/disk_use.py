@@ -9,8 +9,9 @@ from meshrl.config.rollout import SamplingConfig
 from meshrl.config.run import RunConfig, SftRunConfig
 
 # Measured on runs of GSM8K with groups of 8: 30 bytes a sampled token (id, logprob, version, text) with a vocabulary of
-# 2,000; the ids of large vocabularies and the versions of long runs have up to 10 more digits.
-_TOKEN_BYTES, _PROMPT_TOKEN_BYTES, _ATTEMPT_BYTES = 40, 20, 1800
+# 2,000; the ids of large vocabularies and the versions of long runs have up to 10 more digits. The values of a token in
+# columns (token_log) have 11 bytes, 16 with advantages of its own.
+_TOKEN_BYTES, _PROMPT_TOKEN_BYTES, _ATTEMPT_BYTES = 56, 20, 1900
 _METRICS_BYTES = 3000  # a line of metrics.jsonl
 
 

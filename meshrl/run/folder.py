@@ -208,7 +208,7 @@ def bytes_of(folder: Path) -> int:
 
 EARLIER = "earlier_"
 _OF_A_RUN = (
-    *(_METRICS, f"checkpoints/{BEST_FILE}", _RESULT, "report.html", "reward.png", "stacks.txt"),
+    *(_METRICS, f"checkpoints/{BEST_FILE}", _RESULT, "report.html", "view.html", "reward.png", "stacks.txt"),
     *(NOTES_FILE, TRACES, "tensorboard", "wandb"),
 )
 

@@ -32,12 +32,12 @@ def _sft(**run: Any) -> SftRunConfig:
 
 
 def test_the_line_lists_all_that_a_run_writes_and_the_room():
-    """An answer of 205 tokens takes 205 x 40 + 1800 = 10 kB, and a prompt of 100 tokens 2 kB."""
+    """An answer of 205 tokens takes 205 x 56 + 1900 = 13 kB, and a prompt of 100 tokens 2 kB."""
     config = _config(loop={"eval_every_steps": 100}, run={"keep_models": 3})
     assert disk_use(config, 50, 0.0, SIZES, TB) == (
-        "disk: at most 34.4 GB, 1.0 TB free: states 18.0 GB (3 x 6.0 GB; written every 50 steps, at the end, newest 2 "
-        "kept), models 8.0 GB (4 + 4 that were the best, x 1.0 GB; newest 3 kept), rollouts 8.3 GB (10000 steps x "
-        "820.0 kB, 101 evaluations x 1.2 MB), metrics 30.3 MB"
+        "disk: at most 37.1 GB, 1.0 TB free: states 18.0 GB (3 x 6.0 GB; written every 50 steps, at the end, newest 2 "
+        "kept), models 8.0 GB (4 + 4 that were the best, x 1.0 GB; newest 3 kept), rollouts 11.1 GB (10000 steps x "
+        "1.1 MB, 101 evaluations x 1.5 MB), metrics 30.3 MB"
     )
 
 
@@ -94,10 +94,10 @@ def test_models_are_counted_with_those_that_were_the_best_and_with_adapters(ever
 @pytest.mark.parametrize(
     ("sections", "expected"),
     [
-        ({}, "8.2 GB (10000 steps x 820.0 kB, 2 evaluations x 1.2 MB)"),
-        ({"monitor": {"rollout_log_every_steps": 30}}, "276.3 MB (334 steps x 820.0 kB, 2 evaluations x 1.2 MB)"),
-        ({"loop": {"num_steps": 1}}, "3.2 MB (1 step x 820.0 kB, 2 evaluations x 1.2 MB)"),
-        ({"agent": {"kind": "multi_turn"}}, "132.7 GB (10000 steps x 13.3 MB, 2 evaluations x 16.8 MB)"),
+        ({}, "10.9 GB (10000 steps x 1.1 MB, 2 evaluations x 1.5 MB)"),
+        ({"monitor": {"rollout_log_every_steps": 30}}, "367.3 MB (334 steps x 1.1 MB, 2 evaluations x 1.5 MB)"),
+        ({"loop": {"num_steps": 1}}, "4.2 MB (1 step x 1.1 MB, 2 evaluations x 1.5 MB)"),
+        ({"agent": {"kind": "multi_turn"}}, "185.3 GB (10000 steps x 18.5 MB, 2 evaluations x 23.3 MB)"),
     ],
 )
 def test_rollouts_are_counted_by_prompts_answers_and_tokens(sections, expected):

@@ -148,7 +148,8 @@ def test_nothing_of_an_earlier_run_is_lost_under_resume_auto_without_a_checkpoin
     (folder / "latest.log").symlink_to("/nowhere")
     (folder / "rollouts").rename(tmp_path / "other_disk")
     (folder / "rollouts").symlink_to(tmp_path / "other_disk")
-    names = ("metrics.jsonl", "checkpoints", "result.json", "report.html", "config.yaml", "run_notes.txt")
+    (folder / "view.html").write_text("of the failed run")
+    names = ("metrics.jsonl", "checkpoints", "result.json", "report.html", "view.html", "config.yaml", "run_notes.txt")
     before = {str(path.relative_to(folder)): path.read_bytes() for path in _files_below(folder, names)}
     rollouts = {path.name for path in (folder / "rollouts").iterdir()}
     assert any(name.endswith("best.json") for name in before) and any("safetensors" in name for name in before)
@@ -164,9 +165,12 @@ def test_nothing_of_an_earlier_run_is_lost_under_resume_auto_without_a_checkpoin
     assert {str(path.relative_to(aside)): path.read_bytes() for path in _files_below(aside, names)} == before
     assert len(read_metrics(folder / "metrics.jsonl")[0]) == 5
     assert {path.name for path in (tmp_path / "other_disk" / "earlier_1").iterdir()} == rollouts, "on the same disk"
-    assert len([*(tmp_path / "other_disk").glob("*.jsonl")]) == len(rollouts) == 5
+    assert len([*(tmp_path / "other_disk").glob("*_0*")]) == len(rollouts) == 10
     assert (folder / "notes.txt").read_text() == (folder / "data" / "rows.jsonl").read_text() == "mine"
     assert read_best(folder) == Best(0, 0.125, str(config.parent / "model"), "answer")
+
+
+_LATER = ("step_000002.jsonl", "step_000002.tokens.parquet", "eval_000003.jsonl", "eval_000003.tokens.parquet")
 
 
 def _files_below(folder: Path, names: Sequence[str]) -> list[Path]:
@@ -185,7 +189,7 @@ def test_what_a_killed_run_wrote_after_its_checkpoint_is_moved_aside(config: Pat
     (folder / "checkpoints" / "step_000003.tar.gz").write_text("mine")
     shutil.copytree(folder / "checkpoints" / "step_000001", folder / "checkpoints" / "step_000001_mine")
     (folder / "checkpoints" / "step_000001_mine" / "state" / "manifest.json").unlink()
-    later = {name: (folder / "rollouts" / name).read_bytes() for name in ("step_000002.jsonl", "eval_000003.jsonl")}
+    later = {name: (folder / "rollouts" / name).read_bytes() for name in _LATER}
     best, steps = (folder / "checkpoints" / "best.json").read_text(), read_metrics(folder / "metrics.jsonl")[0]
     notes = (folder / "run_notes.txt").read_text()
     script.write_text("0.125 0.125")
