@@ -19,19 +19,19 @@ import secrets
 import signal
 import socket
 import sys
-import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import Any
 
 from meshrl.config.reward import MAX_REWARD, RewardConfig
 from meshrl.core.errors import ConfigError, Failure, RewardError
-from meshrl.process.diagnosis import exit_text, output_tail
+from meshrl.process.diagnosis import exit_text
 from meshrl.process.frames import receive_bytes, send
 from meshrl.process.guard import GuardedProcess
+from meshrl.reward.output import Log, WorkerOutput
 from meshrl.reward.replies import one_line, parse_ready, parse_reply
 
 Item = tuple[str, dict[str, Any]]
@@ -56,12 +56,15 @@ class Sandbox:
 
     functions: Python objects in place of a term's kind, by term. Functions that a worker can't import, such as lambdas
     and functions of a script or a notebook, are sent by value.
-    Workers search a user's modules where this process does, then in the working folder; their output is dropped.
+    Workers search a user's modules where this process does, then in the working folder. log: called with lines of their
+    output, from several threads; None = it is dropped.
 
     Raises: ConfigError for a function that can't be sent.
     """
 
-    def __init__(self, cfg: RewardConfig, functions: Mapping[str, Callable[..., Any]] | None = None):
+    def __init__(
+        self, cfg: RewardConfig, functions: Mapping[str, Callable[..., Any]] | None = None, log: Log | None = None
+    ):
         setup = {
             "terms": {name: (term.kind, dict(term.args)) for name, term in cfg.terms.items()},
             "functions": {term: _pickled(term, function) for term, function in (functions or {}).items()},
@@ -69,7 +72,7 @@ class Sandbox:
             "max_memory_bytes": cfg.max_memory_bytes,  # of a worker's address space; enforced on Linux
             "max_reward": MAX_REWARD,
         }
-        self._workers = [_Worker(setup) for _ in range(cfg.num_workers)]
+        self._workers = [_Worker(setup, f"worker {i}", log) for i in range(cfg.num_workers)]
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
@@ -146,17 +149,18 @@ class Sandbox:
 
 @dataclass(slots=True)
 class _Running:
-    """A started process, and the parent's end of the socket to it."""
+    """A started process, the parent's end of the socket to it, and its output."""
 
     process: GuardedProcess
     link: socket.socket
+    output: WorkerOutput
 
 
 class _Worker:
     """One worker process and the communication with it. Used by one thread at a time; any thread may call `end`."""
 
-    def __init__(self, setup: dict[str, Any]):
-        self._setup = setup
+    def __init__(self, setup: dict[str, Any], name: str, log: Log | None):
+        self._setup, self._name, self._log = setup, name, log
         self._lock = threading.Lock()  # guards _running and _ended: `end` may be called during a restart
         self._ended = False
         self._running: _Running | None = None
@@ -168,45 +172,43 @@ class _Worker:
         """The running process, started and ready. Raises: ConfigError, RewardError (see Sandbox.start)."""
         if self._running is not None:
             return self._running
-        with tempfile.TemporaryFile() as output:
-            running = self._spawn(output)
-            try:
-                running.link.settimeout(_START_TIMEOUT_S)
-                send(running.link, self._setup)
-                ready = parse_ready(receive_bytes(running.link, _MAX_REPLY_BYTES), self._setup["terms"])
-                if not ready.error:
-                    self.async_terms, self._cpu_limited_terms = ready.async_terms, ready.cpu_limited_terms
-                    return running
-            except (OSError, EOFError, ValueError) as error:
-                code = running.process.exit_code(
-                    0.0 if isinstance(error, TimeoutError | ValueError) else _END_TIMEOUT_S
-                )
-                ended = f"{type(error).__name__}: {error}" if code is None else exit_text(code)
-                ready = None
-            self.release()
-            if ready is not None:
-                raise ConfigError(ready.error)
-            printed = output_tail(output, 2000) or "nothing"
+        running = self._spawn()
+        try:
+            running.link.settimeout(_START_TIMEOUT_S)
+            send(running.link, self._setup)
+            ready = parse_ready(receive_bytes(running.link, _MAX_REPLY_BYTES), self._setup["terms"])
+            if not ready.error:
+                self.async_terms, self._cpu_limited_terms = ready.async_terms, ready.cpu_limited_terms
+                return running
+        except (OSError, EOFError, ValueError) as error:
+            code = running.process.exit_code(0.0 if isinstance(error, TimeoutError | ValueError) else _END_TIMEOUT_S)
+            ended = f"{type(error).__name__}: {error}" if code is None else exit_text(code)
+            ready = None
+        self.release()
+        if ready is not None:
+            raise ConfigError(ready.error)
+        printed = running.output.tail(_END_TIMEOUT_S) or "nothing"
         raise RewardError(
             f"a reward worker did not start: {ended}. It printed: {printed}\nIf memory ran out while it "
             f"imported the reward functions, raise reward.max_memory_bytes ({self._setup['max_memory_bytes']})"
         )
 
-    def _spawn(self, output: IO[bytes]) -> _Running:
+    def _spawn(self) -> _Running:
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         with self._lock:
             if self._ended:
                 raise RewardError(_CLOSED)
             ours, theirs = socket.socketpair()
-            with theirs:
+            output = WorkerOutput(self._name, self._log)
+            with theirs, output.write_end:
                 process = GuardedProcess(
                     "meshrl.reward.worker",
                     [str(theirs.fileno())],
-                    output=output,
+                    output=output.write_end,
                     environment={**_ENVIRONMENT, "PYTHONPATH": path},
                     pass_fds=[theirs.fileno()],
                 )
-            self._running = _Running(process, ours)
+            self._running = _Running(process, ours, output)
             return self._running
 
     def grade(self, items: list[Item]) -> list[float | Failure]:
@@ -276,6 +278,7 @@ class _Worker:
         if self._running is not None:
             self._running.process.kill()
             self._running.link.close()
+            self._running.output.tail(_END_TIMEOUT_S)  # what it printed last is logged before the next process starts
             self._running = None
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from meshrl.config.reward import MAX_REWARD, RewardConfig
 from meshrl.core.errors import Failure, RewardError
 from meshrl.core.types import Metric, Trajectory
+from meshrl.reward.output import Log
 from meshrl.reward.sandbox import EVENTS, Sandbox
 
 _SHOWN_FAILURES = 3
@@ -34,10 +35,18 @@ class Scorer:
     can't work is then found early.
     """
 
-    def __init__(self, cfg: RewardConfig, functions: Mapping[str, Callable[..., Any]] | None = None):
-        """functions: Python objects given in place of a kind, by term. Raises: ConfigError, as Sandbox."""
-        self._cfg = cfg
-        self._sandbox = Sandbox(cfg, functions)
+    def __init__(
+        self,
+        cfg: RewardConfig,
+        functions: Mapping[str, Callable[..., Any]] | None = None,
+        note: Callable[[str], None] = lambda _: None,
+        log: Log | None = None,
+    ):
+        """functions: Python objects given in place of a kind, by term. note: called when 1, 10, 100, ... gradings have
+        failed, and at the end. log: called with the output of the functions. Raises: ConfigError, as Sandbox."""
+        self._cfg, self._note = cfg, note
+        self._sandbox = Sandbox(cfg, functions, log)
+        self._failed, self._num_noted, self._first_failure = Counter[str](), 0, ""
         self._reported = Counter[str]()  # events of the workers that are in the metrics of an earlier `score`
 
     async def start(self) -> None:
@@ -59,6 +68,7 @@ class Scorer:
         for trajectory in scored:
             graded = self._weighted_sum(trajectory.rewards)
             trajectory.reward = None if graded is None else graded + sum(_of_turns(trajectory))
+        self._count_failures(scored)
         counts = self._sandbox.counts
         events, self._reported = counts - self._reported, counts
         counted = [Metric(name=name, sum=events[name], reduce="sum", unit=unit) for name, unit in EVENTS.items()]
@@ -74,6 +84,24 @@ class Scorer:
     async def close(self) -> None:
         """End the workers and all processes that they started."""
         await self._sandbox.close()
+        if self._failed.total() > self._num_noted:
+            self._note_failures()
+
+    def _count_failures(self, scored: Sequence[Trajectory]) -> None:
+        failures = _failures(scored)
+        self._failed.update(failure.kind for _, _, failure in failures)
+        if failures and not self._first_failure:
+            self._first_failure = _example(*failures[0])
+        if failures and self._failed.total() >= 10 * self._num_noted:
+            self._note_failures()
+
+    def _note_failures(self) -> None:
+        self._num_noted = self._failed.total()
+        kinds = ", ".join(f"{n} {kind}" for kind, n in self._failed.most_common())
+        self._note(
+            f"calls of reward functions that failed so far: {self._num_noted} ({kinds}); such an answer is not "
+            f"trained, and scores 0 in evaluations. The first: {self._first_failure}"
+        )
 
     def _weighted_sum(self, rewards: dict[str, float | Failure]) -> float | None:
         """The sum of the terms; None when a grading failed. A sum that is too large fails its largest term."""
@@ -98,15 +126,12 @@ class Scorer:
         """Raises: RewardError when the share of failed gradings is above `max_failure_fraction`. trajectories: all that
         were scored for a step."""
         scored = [t for t in trajectories if t.status in ("done", "truncated")]
-        failures = [(t, name, r) for t in scored for name, r in t.rewards.items() if isinstance(r, Failure)]
+        failures = _failures(scored)
         gradings = len(scored) * len(self._cfg.terms)
         if len(failures) <= self._cfg.max_failure_fraction * gradings:
             return
         kinds = ", ".join(f"{n} {kind}" for kind, n in Counter(f.kind for _, _, f in failures).most_common())
-        examples = "".join(
-            f"\n  row {t.prompt.id}, answer {t.index}, term {name!r}: {f.kind}: {f.message}"
-            for t, name, f in failures[:_SHOWN_FAILURES]
-        )
+        examples = "".join(f"\n  {_example(*failure)}" for failure in failures[:_SHOWN_FAILURES])
         advice = " ".join(_ADVICE[kind] for kind in sorted({f.kind for _, _, f in failures}))
         raise RewardError(
             f"{len(failures)} of {gradings} calls of reward functions failed ({kinds}), more than "
@@ -132,6 +157,14 @@ class Scorer:
             for kind, count in sorted(failed.items())
         ]
         return metrics
+
+
+def _failures(scored: Sequence[Trajectory]) -> list[tuple[Trajectory, str, Failure]]:
+    return [(t, name, r) for t in scored for name, r in t.rewards.items() if isinstance(r, Failure)]
+
+
+def _example(trajectory: Trajectory, term: str, failure: Failure) -> str:
+    return f"row {trajectory.prompt.id}, answer {trajectory.index}, term {term!r}: {failure.kind}: {failure.message}"
 
 
 def _of_turns(trajectory: Trajectory) -> list[float]:

@@ -18,6 +18,7 @@ run code in the parent.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import numbers
@@ -51,6 +52,8 @@ def main(fd: int) -> NoReturn:
 def serve(link: socket.socket) -> None:
     """Read the setup, report ready, grade batches until the parent closes the socket."""
     setup = receive(link)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # a worker that is killed has printed its lines
     _limit(resource.RLIMIT_CORE, 0)
     _limit(resource.RLIMIT_AS, setup["max_memory_bytes"])
     sys.path.append(os.getcwd())
@@ -60,7 +63,6 @@ def serve(link: socket.socket) -> None:
     except ConfigError as error:
         _send(link, config_error=str(error))
         return
-    _drop_output()
     cpu_s = min(MATH_CPU_S, setup["timeout_s"] / 2)  # ends before the parent's timeout, also on a busy machine
     cpu_limits = {term: cpu_s for term, grader in graders.items() if grader.function is math_answer}
     _send(link, ready=[term for term, grader in graders.items() if grader.is_async], cpu_limited=list(cpu_limits))
@@ -157,15 +159,6 @@ def _has_children() -> bool:
     except ChildProcessError:
         return False
     return True
-
-
-def _drop_output() -> None:
-    """Discard all output from now on. Earlier output shows why a worker did not start."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)
-    os.dup2(null, 2)
 
 
 def _limit(what: int, value: int) -> None:

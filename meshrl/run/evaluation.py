@@ -95,7 +95,7 @@ async def _evaluate(
     run: LiveRun, cfg: RunConfig, model: ModelConfig, task: Task, answers: _Answers, objects: Objects
 ) -> tuple[list[Trajectory], list[Metric]]:
     async with (
-        reward_workers(cfg, objects, task, run.note) as (scorer, trial),
+        reward_workers(cfg, objects, task, run.note, run.reward_log.write) as (scorer, trial),
         launched(
             model,
             cfg.train,

@@ -23,7 +23,7 @@ from meshrl.core.types import Metric
 from meshrl.loops.job import Resumable
 from meshrl.monitor.failed_writes import FailedWrites
 from meshrl.monitor.jsonl import to_line
-from meshrl.monitor.notes import NotesFile
+from meshrl.monitor.notes import REWARDS_BYTES, REWARDS_FILE, NotesFile
 from meshrl.monitor.sinks import JsonlSink, Sink, TerminalSink, report
 from meshrl.monitor.spans import Spans
 from meshrl.monitor.status import StatusFile
@@ -82,6 +82,7 @@ class LiveRun:
         counted = "answer" if is_eval else "step"
         terminal = TerminalSink(num_steps, stream, finished_steps=first_step, writes=self.writes, counted=counted)
         self._terminal, self._notes = terminal, NotesFile(folder, self.writes)
+        self.reward_log = NotesFile(folder, self.writes, name=REWARDS_FILE, max_bytes=REWARDS_BYTES)
         for notice in loaded.notices:  # printed before the folder was known
             self._notes.write(f"note: {notice}")
         self.sinks: list[Sink] = [terminal, self.status]
@@ -225,6 +226,7 @@ class LiveRun:
         with output_errors(self.folder, CONTINUE_LATER):
             aside = set_aside(self.folder, start)
         self._notes.open()
+        self.reward_log.open()
         if start is None and cfg.run.resume == "auto":
             moved = f"; what was there is now in {aside}" if aside else ""
             self.note(f"run.resume=auto: {self.folder} has no checkpoint, so the run starts at step 0{moved}")

@@ -144,7 +144,8 @@ async def _train(stop: Stop, loaded: Loaded[RunConfig], write_report: WriteRepor
         _note_start(run)
         task = await asyncio.to_thread(load_task, cfg, objects, True)  # detects bad rows before any rank starts
         async with (
-            reward_workers(cfg, objects, task, run.note) as (scorer, trial),  # detects rewards that can't work
+            # Detects rewards that can't work.
+            reward_workers(cfg, objects, task, run.note, run.reward_log.write) as (scorer, trial),
             launched(
                 cfg.model,
                 cfg.train,

@@ -17,6 +17,7 @@ from meshrl.data.order import SftSource
 from meshrl.loops.job import Task
 from meshrl.model.limits import limits_of, vocab_size_of
 from meshrl.reward.kinds import NEEDS_ANSWER
+from meshrl.reward.output import Log
 from meshrl.reward.score import Scorer
 from meshrl.reward.self_test import NUM_ROWS, try_built_in, try_on_answers
 from meshrl.run.inputs import Objects
@@ -62,11 +63,11 @@ def load_sft_source(cfg: SftRunConfig, objects: Objects) -> tuple[SftSource, int
 
 @asynccontextmanager
 async def reward_workers(
-    cfg: RunConfig, objects: Objects, task: Task, note: Callable[[str], None]
+    cfg: RunConfig, objects: Objects, task: Task, note: Callable[[str], None], log: Log
 ) -> AsyncIterator[tuple[Scorer, asyncio.Task[None]]]:
     """A started Scorer, after the self-tests of its built-in terms, and the trial of a user's reward functions on the
-    task's rows, a task that runs while the ranks start. The workers end with the block."""
-    scorer = Scorer(cfg.reward, objects.rewards)
+    task's rows, a task that runs while the ranks start. The workers end with the block. log: gets their output."""
+    scorer = Scorer(cfg.reward, objects.rewards, note, log)
     try:
         await scorer.start()
         await try_built_in(scorer, cfg.reward.terms, note)

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from meshrl.monitor.failed_writes import FailedWrites
-from meshrl.monitor.notes import NOTES_FILE, NotesFile
+from meshrl.monitor.notes import NOTES_FILE, NotesFile, important
 
 
 def test_notes_wait_until_the_file_is_open_and_continue_an_existing_file(tmp_path: Path):
@@ -38,3 +38,27 @@ def test_a_note_that_can_not_be_written_is_counted_and_written_with_the_next_one
     texts = [line.partition("  ")[2] for line in (tmp_path / NOTES_FILE).read_text().splitlines()]
     assert texts == ["first", "second"]
     assert [line.partition(" is ")[0] for line in writes.recovered()] == [NOTES_FILE]
+
+
+def test_a_file_that_exceeds_its_limit_is_renamed_and_a_new_one_begins(tmp_path: Path):
+    log = NotesFile(tmp_path, FailedWrites(), name="rewards.log", max_bytes=1000)
+    log.open()
+    for number in range(1000):
+        log.write(f"worker 0: line {number}", "worker 1: another")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rewards.log", "rewards.old.log"]
+    assert all(path.stat().st_size < 1200 for path in tmp_path.iterdir())
+    assert "line 999" in (tmp_path / "rewards.log").read_text()
+
+
+def test_lines_that_can_not_be_written_do_not_fill_the_memory(tmp_path: Path):
+    log = NotesFile(tmp_path, FailedWrites())
+    for number in range(3000):
+        log.write(str(number))
+    log.open()
+    texts = [line.partition("  ")[2] for line in (tmp_path / NOTES_FILE).read_text().splitlines()]
+    assert texts == [str(number) for number in range(2000, 3000)]
+
+
+def test_notes_of_each_evaluation_are_not_among_the_important_ones():
+    notes = "12:00  eval after 5 steps: mean@1 0.5\n12:00  wrote a/model\n12:01  rank 1 failed\n"
+    assert important(notes) == ["12:01  rank 1 failed"]

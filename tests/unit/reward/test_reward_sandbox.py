@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import subprocess
 import sys
 import time
@@ -19,9 +20,9 @@ TERMS = {name: RewardTerm(kind=f"sandbox_graders:{name}") for name in NAMES}
 TERMS["offered"] = RewardTerm(kind="sandbox_graders:offered", args={"bonus": 0.5})
 
 
-def open_sandbox(terms=TERMS, timeout_s=60.0, num_workers=1):
+def open_sandbox(terms=TERMS, timeout_s=60.0, num_workers=1, log=None):
     limits = {"timeout_s": timeout_s, "num_workers": num_workers, "max_memory_bytes": 512 << 20}
-    return Sandbox(RewardConfig(terms=terms, **limits))
+    return Sandbox(RewardConfig(terms=terms, **limits), log=log)
 
 
 @pytest.fixture(scope="module")
@@ -200,9 +201,23 @@ def test_a_worker_that_is_killed_from_outside_loses_no_grading(shared_sandbox):
     assert grade(shared_sandbox, ["fine", "int"])[0] == [1.0, 3.0]
 
 
-def test_output_of_graders_is_discarded(shared_sandbox, capfd):
-    assert grade(shared_sandbox, ["flood", "fine"]) == ([1.0, 1.0], 0)
+def test_a_grader_that_prints_thirty_megabytes_is_graded_and_logged_in_part(capfd):
+    lines = []
+    sandbox = open_sandbox(log=lambda *texts: lines.extend(texts))
+    assert grade(sandbox, ["flood", "fine"]) == ([1.0, 1.0], 0)
+    asyncio.run(sandbox.close())
+    assert sum(map(len, lines)) < 2_000_000
+    assert any(re.fullmatch(r"worker 0: \[\d+ bytes of output left out\]", line) for line in lines)
     assert capfd.readouterr() == ("", "")
+
+
+def test_what_a_grader_printed_before_its_death_is_logged_before_the_next_grading():
+    lines = []
+    sandbox = open_sandbox(log=lambda *texts: lines.extend(texts))
+    assert kinds(asyncio.run(sandbox.grade([("behave", payload("chat"))]))) == ["crash"]
+    asyncio.run(sandbox.close())
+    first = ["worker 0: printed \x1b[2J", "worker 0: WARNING:root:logged", "worker 0: of stderr"]
+    assert lines == first * 2  # the grading is repeated once
 
 
 def test_a_forked_child_that_returns_sends_no_answer(shared_sandbox):

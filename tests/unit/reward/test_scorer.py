@@ -185,3 +185,23 @@ def test_the_reward_package_imports_no_torch_and_no_sympy():
         "assert not {'torch', 'sympy', 'math_verify'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_failed_gradings_are_noted_with_their_number_and_the_first_reason_at_1_10_and_at_the_end():
+    notes = []
+
+    async def run():
+        scorer = Scorer(RewardConfig(terms={"t": BEHAVE}, max_failure_fraction=1.0), note=notes.append)
+        try:
+            for texts in (["raise"], ["raise"] * 4, ["fine"], ["nan"] * 5, ["raise"] * 2):
+                await scorer.score([make_trajectory(text) for text in texts])
+        finally:
+            await scorer.close()
+
+    asyncio.run(run())
+    assert [note.partition(": ")[2].partition(";")[0] for note in notes] == [
+        "1 (1 crash)",
+        "10 (5 crash, 5 bad_value)",
+        "12 (7 crash, 5 bad_value)",
+    ]
+    assert all("The first: row p, answer 0, term 't': crash: ValueError: invalid literal" in note for note in notes)
