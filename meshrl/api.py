@@ -165,6 +165,15 @@ class Run:
         model = self.summary.get("model")
         return None if model is None else self.folder.joinpath(*Path(model).parts[-3:])  # checkpoints/step_N/model
 
+    @property
+    def best_model(self) -> Path | None:
+        """The model with the highest held-out score: its folder, or model.path if no step made it better; None when the
+        run has recorded none."""
+        from meshrl.run.models import read_best
+
+        best = read_best(self.folder)
+        return None if best is None else Path(best.model)
+
     def trajectories(self, step: int = -1) -> list[Trajectory]:
         """The scored answers of a step, counted from 1, or from the end as -1. An SFT run has none.
 

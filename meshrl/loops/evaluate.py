@@ -16,8 +16,8 @@ from meshrl.reward.score import Scorer
 
 
 def eval_metrics(trajectories: Sequence[Trajectory], cfg: RunConfig) -> list[Metric]:
-    """mean@k: mean of the scores of loop.eval_term. pass@k: fraction of prompts with an attempt whose score is at least
-    loop.eval_pass_score. eval/reward/*: means over all attempts, named as in training.
+    """mean@k: mean of the scores of loop.eval_term. standard_error: of mean@k. pass@k: fraction of prompts with an
+    attempt whose score is at least loop.eval_pass_score. eval/reward/*: means over all attempts, named as in training.
 
     A failed attempt scores 0 here and is counted: failures must not improve the score.
     """
@@ -34,6 +34,7 @@ def eval_metrics(trajectories: Sequence[Trajectory], cfg: RunConfig) -> list[Met
     ]
     return [
         Metric(name="eval/mean_at_k", sum=float(sum(row.mean() for row in rows)), weight=len(rows), unit="score"),
+        Metric(name="eval/standard_error", sum=standard_error([r.mean() for r in rows]), reduce="max", unit="score"),
         Metric(name="eval/pass_at_k", sum=passed, weight=len(rows), unit="fraction"),
         Metric(name="eval/reward/mean", sum=sum(score_of(t, WEIGHTED_SUM) for t in trajectories), weight=count),
         *terms,
@@ -41,6 +42,17 @@ def eval_metrics(trajectories: Sequence[Trajectory], cfg: RunConfig) -> list[Met
         Metric(name="eval/num_prompts", sum=float(len(rows)), reduce="sum", unit="prompts"),
         Metric(name="eval/num_failed", sum=num_failed, reduce="sum", unit="attempts"),
     ]
+
+
+def standard_error(means: Sequence[float]) -> float:
+    """Of the mean score of prompts, from the mean score of each. Two more prompts count, one with the lowest and one
+    with the highest score of [0, 1] and of all prompts, so that it is not 0 when all prompts have the same score.
+
+    Source: Agresti and Caffo, The American Statistician 54 (2000), for scores of 0 and 1. They also multiply the
+    difference of two means by n / (n + 2), for n prompts; here the error is divided by it.
+    """
+    padded = [*means, min(0.0, *means), max(1.0, *means)]
+    return float(np.std(padded) * len(padded) ** 0.5 / len(means))
 
 
 def score_of(trajectory: Trajectory, term: str) -> float:

@@ -46,6 +46,7 @@ from meshrl.run.models import model_folder, read_best
 from meshrl.run.restart import failures_raised, run_to_end
 from meshrl.run.signals import Stop
 from meshrl.run.task import load_sft_source, load_task, reward_workers
+from meshrl.run.verdict import Verdict, read_verdict
 from meshrl.run.watchdog import run_in_own_loop, watchdog
 
 T = TypeVar("T")
@@ -197,6 +198,8 @@ async def _train(stop: Stop, loaded: Loaded[RunConfig], write_report: WriteRepor
             save_curve(run.folder / "reward.png", job.rewards, job.evals)
         _note_left_out(run.note, task, cfg, noted)
         note_run_without_signal(job)
+        if (verdict := _verdict(run, job)) is not None:
+            run.note(verdict.text)
         _note_end(run, job.step)
     return run.folder
 
@@ -279,17 +282,22 @@ def _newest_model(run: LiveRun) -> str | None:
     return str(model_folder(run.folder, run.exported_step)) if run.exported_step else None
 
 
+def _verdict(run: LiveRun, job: Job) -> Verdict | None:
+    return read_verdict(run.folder, {step for step, _ in job.evals})
+
+
 def _summary(run: LiveRun, job: Job) -> dict[str, Any]:
     """The run's entries for result.json."""
     rss = next(m.sum for m in memory_metrics() if m.name == "memory/rss_bytes")
-    best = read_best(run.folder)
+    best, verdict, term = read_best(run.folder), _verdict(run, job), job.cfg.eval_term
     return {
         "steps": job.step,
-        "evals": [{"step": step, "mean_at_k": value} for step, value in job.evals],
+        "evals": [{"step": step, "mean_at_k": value, "term": term} for step, value in job.evals],
         "reward_curve": job.rewards,
         "final_rss_bytes": int(rss),
         "model": _newest_model(run),
-        "best": {"step": best.step, "mean_at_k": best.score, "model": best.model} if best else None,
+        "best": {"step": best.step, "mean_at_k": best.score, "term": best.term, "model": best.model} if best else None,
+        "verdict": verdict.facts if verdict else None,
     }
 
 

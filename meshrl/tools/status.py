@@ -9,13 +9,17 @@ import time
 from pathlib import Path
 
 from meshrl.core.errors import MeshrlError
+from meshrl.core.files import Unreadable, read_text
 from meshrl.monitor.jsonl import data_errors, read_object
+from meshrl.monitor.notes import NOTES_FILE, important
 from meshrl.monitor.status import Status, read_status
 from meshrl.process.family import family
 from meshrl.run.lease import holds_lease, is_running
+from meshrl.run.verdict import read_verdict
 from meshrl.train.checkpoint_files import states
 
 _STOP_S = 60.0
+_NOTES_SHOWN = 8
 
 
 def describe(folder: Path) -> str:
@@ -31,12 +35,26 @@ def describe(folder: Path) -> str:
     if runs and status.phase:
         lines[-1] += f", in phase {status.phase} for {time.time() - status.since:.0f} s"
     lines += [f"{name} {value:.4g}" for name, value in status.values.items()]
+    if (verdict := read_verdict(folder)) is not None:
+        lines.append(verdict.text)
+    lines += _notes(folder)
     if not runs and (saved := states(folder / "checkpoints")):
         lines.append(f"newest checkpoint: after step {saved[-1][0]}; run.resume=auto continues from it")
     for process in family(status.pid) if runs and holds_lease(status.pid, folder) else ():
         name = "controller" if process.pid == status.pid else process.name
         lines.append(f"{process.pid:>8}  {name:<12} {process.rss_bytes / 2**20:>8.0f} MiB")
     return "\n".join(lines)
+
+
+def _notes(folder: Path) -> list[str]:
+    """The last important lines of run_notes.txt."""
+    path = folder / NOTES_FILE
+    try:
+        found = important(read_text(path)) if path.is_file() else []
+    except Unreadable as cause:
+        found = [f"{path}: {cause}"]
+    more = [f"... {len(found) - _NOTES_SHOWN} more in {path}"] if len(found) > _NOTES_SHOWN else []
+    return [*more, *(f"{line:.400}" for line in found[-_NOTES_SHOWN:])]
 
 
 def _how_it_ended(folder: Path, status: Status) -> str:

@@ -7,7 +7,7 @@ import pytest
 from meshrl.config.run import RunConfig
 from meshrl.core.errors import Failure
 from meshrl.core.types import Prompt, Trajectory
-from meshrl.loops.evaluate import eval_metrics, evaluation_text
+from meshrl.loops.evaluate import eval_metrics, evaluation_text, standard_error
 from meshrl.monitor.metrics import divide, merge
 
 TERMS = {
@@ -63,6 +63,10 @@ def test_every_term_and_the_weighted_sum_are_evaluated_under_the_names_of_traini
 def test_the_chosen_term_and_score_decide_what_has_passed(loop, mean, passed):
     found = values(ATTEMPTS, **loop)
     assert (found["eval/mean_at_k"], found["eval/pass_at_k"]) == (mean, passed)
+
+
+def test_the_standard_error_is_over_prompts_not_over_attempts():
+    assert values(ATTEMPTS)["eval/standard_error"] == pytest.approx(standard_error([0.5, 0.25]))
 
 
 def test_an_attempt_that_failed_scores_0_and_is_counted():

@@ -19,6 +19,7 @@ def score(completion, answer, script=None):
         return float(now)
     if script is None and answer == "6":
         raise RuntimeError("the grader broke")
+    print("graded \\x1b[2J")
     return float(len(completion) % 3)
 '''
 

@@ -21,6 +21,7 @@ def test_an_evaluation_prints_readable_names_with_its_values(tmp_path: Path, cap
     printed = {line[0]: line[-1].strip() for line in lines}
     assert list(printed) == [
         "mean score (mean@2)",
+        "standard error of the mean score",
         "prompts with a passed answer (pass@2)",
         "mean reward",
         "mean score of ascii",

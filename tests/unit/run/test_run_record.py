@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from tiny_run import train
 
+from meshrl.api import Run
 from meshrl.config.load import Loaded, load_run_config
 from meshrl.config.run import RunConfig
 from meshrl.core.errors import CheckpointError, ConfigError, RewardError
@@ -58,8 +59,10 @@ def test_the_best_model_is_retained_and_result_json_names_it(config: Path, tmp_p
 
     result = json.loads((folder / "result.json").read_text())
     assert (result["status"], result["error"], result["steps"]) == ("done", None, 4)
-    assert result["best"] == {"step": 3, "mean_at_k": 0.75, "model": best.model}
+    assert result["best"] == {"step": 3, "mean_at_k": 0.75, "term": "answer", "model": best.model}
     assert [e["mean_at_k"] for e in result["evals"]] == [0.25, 0.5, 0.625, 0.75, 0.75]
+    assert {e["term"] for e in result["evals"]} == {"answer"}
+    assert Run(folder).best_model == Path(best.model)
     page = (folder / "report.html").read_text()
     assert "0.250 → 0.750" in page and "best 0.750 after step 3" in page
     assert page.count("4 weight syncs up to version 4: every sampler acknowledged") == 2  # wire and read-back
@@ -67,6 +70,10 @@ def test_the_best_model_is_retained_and_result_json_names_it(config: Path, tmp_p
     model = model_folder(folder, 4)
     notes = [line.partition("  ")[2] for line in (folder / "run_notes.txt").read_text().splitlines()]
     assert notes[0].startswith(f"run {folder}: starting 1 train rank") and f"wrote {model}" in notes
+    assert notes[-2].startswith("held-out 0.250 -> 0.750 (unchanged: +0.500 +- ")  # of a single prompt
+    assert notes[-2].endswith(f"); best: 0.750 at step 3, {best.model}")
+    assert result["verdict"]["outcome"] == "unchanged" and result["verdict"]["text"] == notes[-2]
+    assert (folder / "rewards.log").read_text().splitlines()[0].endswith(r"  worker 0: graded \x1b[2J")
     assert notes[-1].startswith("done: 4 steps") and not any("grad " in note for note in notes)  # no lines of steps
     assert "<h2>Notes</h2>" in page and f"wrote {model}" in page
 

@@ -14,6 +14,7 @@ import pytest
 
 from meshrl.cli import main
 from meshrl.core.errors import MeshrlError
+from meshrl.monitor.sinks import JsonlSink
 from meshrl.monitor.spans import Spans
 from meshrl.monitor.status import StatusFile, read_status
 from meshrl.run.lease import FolderLease, is_leased
@@ -115,6 +116,22 @@ def test_status_of_a_killed_run_of_a_run_on_another_machine_and_of_a_missing_run
     assert other.poll() is None
     assert main(["status", str(tmp_path / "nothing")]) == 1
     assert "is not a run's folder" in capsys.readouterr().err
+
+
+def test_status_shows_the_verdict_and_the_last_important_notes(tmp_path):
+    StatusFile(tmp_path, 10).close()
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    for step, score in ((0, 0.5), (4, 0.0)):
+        sink.write(step, {"eval/mean_at_k": score, "eval/standard_error": 0.05}, {})
+    sink.close()
+    notes = ["ready after 3 s", *(f"rank {i} was lost\x1b[2J" for i in range(8)), "eval after 4 steps: mean@1 0.000"]
+    path = tmp_path / "run_notes.txt"
+    path.write_text("".join(f"2026-11-24 14:30:00  {note}\n" for note in notes))
+    lines = describe(tmp_path).splitlines()
+    assert "held-out 0.500 -> 0.000 (worse: -0.500 +- 0.139)" in lines
+    assert lines[-9] == f"... 1 more in {path}" and [line.split()[3] for line in lines[-8:]] == [*"01234567"]
+    path.write_bytes(b"2026-11-24 14:30:00  \xff")
+    assert "not UTF-8 at byte 21" in describe(tmp_path)
 
 
 def test_stop_requests_the_end_and_waits_for_it(tmp_path, run_of):
