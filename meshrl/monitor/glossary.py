@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import resources
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Entry:
     """healthy: the curve of a good run. otherwise: the meaning of another curve, and what to do; may be empty. labels:
-    readable names for the output of commands, one for each of `names`, or none."""
+    readable names for the output of commands, one for each of `names`, or none. rule: when a curve is suspicious
+    (rules.py); empty where no rule is right for all runs."""
 
     names: Sequence[str]
     units: Sequence[str]
     healthy: str
     otherwise: str = ""
     labels: Sequence[str] = ()
+    rule: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

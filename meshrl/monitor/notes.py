@@ -14,7 +14,7 @@ from meshrl.monitor.failed_writes import FailedWrites
 NOTES_FILE, REWARDS_FILE = "run_notes.txt", "rewards.log"
 REWARDS_BYTES = 4 << 20  # so much of rewards.log is retained when a new file begins
 _MAX_WAITING = 1000  # lines that can't be written; the oldest are dropped
-_SHOWN_ELSEWHERE = ("eval after ", "wrote ", "held-out ")  # evaluations, models and the verdict
+_ROUTINE = ("run ", "eval ", "evaluates ", "ready ", "disk: ", "wrote ", "saved ", "held-out ", "done: ")
 
 
 class NotesFile:
@@ -65,5 +65,5 @@ class NotesFile:
 
 
 def important(notes: str) -> list[str]:
-    """The lines of a run_notes.txt without those that report and status show in another form."""
-    return [line for line in notes.splitlines() if not line.partition("  ")[2].startswith(_SHOWN_ELSEWHERE)]
+    """The lines of a run_notes.txt without those that every run has."""
+    return [line for line in notes.splitlines() if not line.partition("  ")[2].startswith(_ROUTINE)]

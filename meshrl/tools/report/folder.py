@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from meshrl.config.values import scalar
 from meshrl.core.errors import Failure, MeshrlError
@@ -14,8 +15,12 @@ from meshrl.core.files import Unreadable, is_there, read_text
 from meshrl.core.types import Trajectory
 from meshrl.monitor.jsonl import data_errors, read_object
 from meshrl.monitor.notes import NOTES_FILE
-from meshrl.monitor.rollout_log import read_rollouts
+from meshrl.monitor.rollout_log import LoggedTrajectory, read_rollouts
 from meshrl.monitor.sinks import MetricsLine, read_metrics
+from meshrl.run.models import read_best
+from meshrl.run.verdict import Verdict, compared_steps, verdict_of
+
+T = TypeVar("T")
 
 PAUSE_S = 600.0  # if the time between two lines exceeds their phases by more than this, the run was resumed later
 
@@ -40,10 +45,10 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class LoggedAnswer:
-    """score: of loop.eval_term; None when its grading failed. is_right: whether it passed, as in pass@k. status: as in
-    a Trajectory."""
+    """messages: (role, text) of the model and of its tools, in order. score: of loop.eval_term; None when its grading
+    failed. is_right: whether it passed, as in pass@k. status: as in a Trajectory."""
 
-    text: str
+    messages: Sequence[tuple[str, str]]
     score: float | None
     is_right: bool
     status: str
@@ -67,11 +72,11 @@ class LoggedPrompt:
 class RunFolder:
     """result: result.json, empty before the run's end. phases: seconds by phase and finished steps; "other" is the time
     between the phases. notes: the text of run_notes.txt. first_eval, last_eval: (finished steps, prompts by id), None
-    if missing."""
+    if missing. problems: a line for each file that can't be read."""
 
     folder: Path
     result: dict[str, Any]
-    best: dict[str, Any] | None
+    verdict: Verdict | None
     lines: list[MetricsLine]
     series: dict[str, Series]
     phases: dict[str, dict[int, float]]
@@ -80,6 +85,7 @@ class RunFolder:
     notes: str
     first_eval: tuple[int, dict[str, LoggedPrompt]] | None
     last_eval: tuple[int, dict[str, LoggedPrompt]] | None
+    problems: list[str]
 
     @property
     def num_steps(self) -> int:
@@ -95,8 +101,8 @@ class RunFolder:
 
 
 def read_run(folder: Path) -> RunFolder:
-    """Read the files of a run. Raises: MeshrlError when it is not a run's folder, or a file is damaged; it names file
-    and line."""
+    """Read the files of a run. Raises: MeshrlError when it is not a run's folder, or its metrics or config are damaged;
+    it names file and line."""
     path = folder / "metrics.jsonl"
     if not is_there(path):
         raise MeshrlError(f"{folder} has no metrics.jsonl; give the folder of a run, such as runs/NAME")
@@ -107,21 +113,32 @@ def read_run(folder: Path) -> RunFolder:
             one = series.setdefault(name, Series(units.get(name, "")))
             one.steps.append(line.step)
             one.values.append(value)
-    result, settings = _result(folder / "result.json"), _settings(folder / "config.yaml")
+    problems: list[str] = []
+
+    def read(part: Callable[..., T], *arguments: Any) -> T | None:
+        try:
+            return part(*arguments)
+        except MeshrlError as damage:
+            problems.append(str(damage))
+            return None
+
+    result, settings = read(_result, folder / "result.json") or {}, _settings(folder / "config.yaml")
+    best, comparable = read(read_best, folder), read(compared_steps, folder) if result else None
     criterion = _criterion(settings)
     evals = sorted((folder / "rollouts").glob("eval_*.jsonl"))
     return RunFolder(
         folder=folder,
         result=result,
-        best=_best(folder / "checkpoints" / "best.json"),
+        verdict=verdict_of(lines, best, comparable),
         lines=lines,
         series=series,
         phases=_phases(lines),
         wall_s=result.get("wall_s") or (lines[-1].time - lines[0].time if lines else 0.0),
         settings=settings,
-        notes=_text(folder / NOTES_FILE),
-        first_eval=_evaluation(evals[0], *criterion) if evals else None,
-        last_eval=_evaluation(evals[-1], *criterion) if len(evals) > 1 else None,
+        notes=read(_text, folder / NOTES_FILE) or "",
+        first_eval=read(_evaluation, evals[0], *criterion) if evals else None,
+        last_eval=read(_evaluation, evals[-1], *criterion) if len(evals) > 1 else None,
+        problems=problems,
     )
 
 
@@ -133,14 +150,6 @@ def _result(path: Path) -> dict[str, Any]:
             if not isinstance(result.get(key), (kinds, type(None))):
                 raise TypeError(f"{key} is {result[key]!r:.80}")
     return result
-
-
-def _best(path: Path) -> dict[str, Any] | None:
-    if not path.exists():
-        return None
-    best = read_object(path)
-    with data_errors(str(path), "the best model of a run"):
-        return best | {"step": int(best["step"]), "score": float(best["score"])}
 
 
 def seconds_by_phase(line: MetricsLine) -> dict[str, float]:
@@ -212,9 +221,19 @@ def _evaluation(path: Path, term: str | None, pass_score: float) -> tuple[int, d
                 asked[prompt.id] = LoggedPrompt([_message(m) for m in prompt.messages or ()], _plain(prompt.answer))
             score = _score(trajectory, term)
             passed = score is not None and score >= pass_score
-            asked[prompt.id].answers.append(LoggedAnswer("\n".join(logged.texts), score, passed, trajectory.status))
+            answer = LoggedAnswer(_conversation(logged), score, passed, trajectory.status)
+            asked[prompt.id].answers.append(answer)
     with data_errors(str(path), "the rollouts of an evaluation"):
         return int(path.stem.rpartition("_")[2]), asked
+
+
+def _conversation(logged: LoggedTrajectory) -> list[tuple[str, str]]:
+    """The messages of all turns: what was sampled, as text with special tokens, and what tools answered."""
+    found = []
+    for turn, text in zip(logged.trajectory.turns, logged.texts, strict=True):
+        found += [_message(message) for message in turn.messages if message.get("role") != "assistant"]
+        found.append(("assistant", text))
+    return found
 
 
 def _message(message: dict[str, Any]) -> tuple[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -9,18 +10,22 @@ from dataclasses import dataclass
 from html import escape
 
 from meshrl.monitor.glossary import Entry, meaning_of
+from meshrl.monitor.rules import judge, rule_text
 from meshrl.monitor.sinks import duration
+from meshrl.run.verdict import Z
 from meshrl.tools.page.charts import Line, Style, figure, number, sparkline, stacked_chart
 from meshrl.tools.report.folder import LoggedPrompt, RunFolder
 
 SAMPLES_OF_A_KIND = 3
+MAX_LINES = 12  # of a chart; the style sheet has so many colours
 OTHER = 6  # the grey among the colours
 PHASES = ("rollout", "reward", "train", "sync", "eval", "export")  # in the order of a step; others follow
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """names: metrics on the same axis, if the run logged them. style: of those that are no evaluation and no limit."""
+    """names: metrics on the same axis, if the run logged them; "reward/term/*" stands for all that begin so. style: of
+    those that are no evaluation and no limit."""
 
     title: str
     names: tuple[str, ...]
@@ -43,9 +48,8 @@ def _scores(run: RunFolder) -> Iterable[tuple[str, str, str]]:
     if held_out:
         first, last = held_out.values[0], held_out.values[-1]
         more = f"{last - first:+.3f}" if len(held_out.values) > 1 else "one evaluation so far"
-        if run.best:
-            at = f"after step {run.best['step']}" if run.best["step"] else "before training"
-            more += f"; best {run.best['score']:.3f} {at}"
+        if run.verdict and (best := run.verdict.best):
+            more += f"; best {best.score:.3f} {f'after step {best.step}' if best.step else 'before training'}"
         yield "held-out score", f"{first:.3f} → {last:.3f}" if len(held_out.values) > 1 else f"{first:.3f}", more
     for name, title in (("reward/mean", "training reward"), ("loss/nll", "loss")):
         if values := run.known(name):
@@ -82,34 +86,58 @@ def curves(run: RunFolder, title: str, charts: Sequence[Chart]) -> str:
 
 
 def _figure(run: RunFolder, chart: Chart) -> str:
-    names = [name for name in chart.names if name in run.series]
+    names = [name for pattern in chart.names for name in fnmatch.filter(run.series, pattern)][:MAX_LINES]
     if max((len(run.series[name].values) for name in names), default=0) < 2:
         return ""
     lines = []
     for name in names:
         style: Style = "dots" if name.startswith("eval/") else "limit" if name == "proof/limit" else chart.style
-        lines.append(Line(name, run.series[name].steps, run.series[name].values, style))
-    return figure(chart.title, run.series[names[0]].unit, lines, log=chart.log, below=_meanings(names))
+        lines.append(Line(name, run.series[name].steps, run.series[name].values, style, *_interval(run, name)))
+    return figure(chart.title, run.series[names[0]].unit, lines, log=chart.log, below=_meanings(run, names))
 
 
-def _meanings(names: Sequence[str]) -> str:
-    entries: dict[Entry, str] = {}
+def _interval(run: RunFolder, name: str) -> tuple[list[float], list[float]]:
+    """The 95 % interval of each held-out score; without values for other metrics."""
+    errors = run.series.get("eval/standard_error") if name == "eval/mean_at_k" else None
+    if errors is None:
+        return [], []
+    by_step, scores = dict(zip(errors.steps, errors.values)), run.series[name]
+    margins = [Z * by_step.get(step, math.nan) for step in scores.steps]
+    values = list(zip(scores.values, margins))
+    return [value - margin for value, margin in values], [value + margin for value, margin in values]
+
+
+def suspicious(run: RunFolder) -> dict[str, tuple[str, Entry]]:
+    """What makes the curves of metrics suspicious, and their entries in the glossary."""
+    found = {}
+    for name, series in sorted(run.series.items()):
+        meaning = meaning_of(name)
+        if meaning is not None and meaning.entry.rule and (reason := judge(meaning.entry.rule, series.values)):
+            found[name] = reason, meaning.entry
+    return found
+
+
+def _meanings(run: RunFolder, names: Sequence[str]) -> str:
+    """The texts of the glossary; a mark stands only at a metric whose curve is suspicious."""
+    entries: dict[Entry, list[str]] = {}
     for name in names:
         if (found := meaning_of(name)) is not None:
-            entries.setdefault(found.entry, name)
-    texts = []
-    for entry, name in entries.items():
-        which = f"<code>{escape(name)}</code>: " if len(entries) > 1 else ""
-        texts.append(f'<p class="good">{which}{_prose(entry.healthy)}</p>')
-        if entry.otherwise:
-            texts.append(f'<p class="else">{_prose(entry.otherwise)}</p>')
+            entries.setdefault(found.entry, []).append(name)
+    texts, marked = [], suspicious(run)
+    for entry, of_entry in entries.items():
+        which = f"<code>{escape(of_entry[0])}</code> " if len(entries) > 1 else ""
+        texts.append(f"<p>{which}healthy: {prose(entry.healthy)}</p>")
+        reasons = [f"<code>{escape(name)}</code>, {escape(marked[name][0])}" for name in of_entry if name in marked]
+        if reasons:
+            texts.append(f'<p class="else"><b>suspicious</b>: {"; ".join(reasons)}. {prose(entry.otherwise)}</p>')
+        elif rule := " ".join(filter(None, [f"{rule_text(entry.rule)}." if entry.rule else "", entry.otherwise])):
+            texts.append(f"<p>suspicious: {prose(rule)}</p>")
     return "".join(texts)
 
 
-def _prose(text: str) -> str:
-    """The glossary's text as HTML: `code` in backquotes becomes <code>, the first letter a capital."""
-    shown = re.sub("`([^`]+)`", r"<code>\1</code>", escape(text, quote=False))
-    return shown[:1].upper() + shown[1:]
+def prose(text: str) -> str:
+    """The glossary's text as HTML: `code` in backquotes becomes <code>."""
+    return re.sub("`([^`]+)`", r"<code>\1</code>", escape(text, quote=False))
 
 
 def proofs(run: RunFolder) -> str:
@@ -200,7 +228,14 @@ def _answer(when: str, asked: LoggedPrompt) -> str:
     several = f", {right} of {len(asked.answers)} right" if len(asked.answers) > 1 else ""
     truncated = ", truncated" if shown.status == "truncated" else ""
     css = "yes" if asked.is_right else "no"
-    return f'<div class="{css}"><small>{when}: {score}{several}{truncated}</small><pre>{escape(shown.text)}</pre></div>'
+    return f'<div class="{css}"><small>{when}: {score}{several}{truncated}</small>{_messages(shown.messages)}</div>'
+
+
+def _messages(messages: Sequence[tuple[str, str]]) -> str:
+    """A single answer without its role; a conversation with the roles."""
+    if len(messages) == 1:
+        return f"<pre>{escape(messages[0][1])}</pre>"
+    return "".join(f"<div><small>{escape(role)}</small><pre>{escape(text)}</pre></div>" for role, text in messages)
 
 
 def timing(run: RunFolder) -> str:
@@ -219,7 +254,7 @@ def timing(run: RunFolder) -> str:
     )
     phases = (
         f"<figure><figcaption><b>Time of a step<small>s</small></b></figcaption>{drawing}"
-        f'<table class="phases">{bars}</table>{_meanings(["time/rollout_s"] if "rollout" in layers else [])}'
+        f'<table class="phases">{bars}</table>{_meanings(run, ["time/rollout_s"] if "rollout" in layers else [])}'
         "<p>other: the time between the phases, such as logging.</p></figure>"
     )
     figures = (phases if drawing else "") + "".join(_figure(run, chart) for chart in SPEED)
@@ -247,16 +282,9 @@ def settings(run: RunFolder) -> str:
     )
 
 
-def notes(run: RunFolder) -> str:
-    """The lines of text that the run printed."""
-    if not run.notes:
-        return ""
-    return f'<section><h2>Notes</h2><pre class="notes">{escape(run.notes)}</pre></section>'
-
-
 def every_number(run: RunFolder) -> str:
     """All metrics with their first, last and extreme values."""
-    rows = []
+    rows, marked = [], suspicious(run)
     for name, series in sorted(run.series.items()):
         known = run.known(name) or [math.nan]
         cells = "".join(
@@ -264,7 +292,9 @@ def every_number(run: RunFolder) -> str:
             for v in (series.values[0], series.values[-1], min(known), max(known))
         )
         found = meaning_of(name)
-        healthy = _prose(found.entry.healthy) if found else ""
+        healthy = prose(found.entry.healthy) if found else ""
+        if name in marked:
+            healthy += f' <span class="unsure">Suspicious: {escape(marked[name][0])}.</span>'
         unit = escape(series.unit if series.unit not in ("bytes", "s") else "")
         rows.append(
             f"<tr><td><code>{escape(name)}</code></td>{cells}<td>{unit}</td><td>{sparkline(series.values)}</td>"
@@ -286,7 +316,10 @@ KINDS = {
 }
 
 LEARNING = (
-    Chart("Reward", ("reward/mean", "eval/reward/mean", "eval/mean_at_k", "eval/pass_at_k")),
+    Chart("Training reward", ("reward/mean",)),
+    Chart("Held-out score, with its 95 % interval", ("eval/mean_at_k", "eval/pass_at_k")),
+    Chart("Terms of the training reward, before their weights", ("reward/term/*", "reward/turns")),
+    Chart("Held-out reward and its terms", ("eval/reward/mean", "eval/reward/term/*")),
     Chart("Loss", ("loss/nll",)),
     Chart("Groups without signal", ("reward/groups_without_signal",)),
     Chart("Answer length", ("rollout/length_mean_tokens", "rollout/length_tokens/p95")),

@@ -59,6 +59,6 @@ def test_lines_that_can_not_be_written_do_not_fill_the_memory(tmp_path: Path):
     assert texts == [str(number) for number in range(2000, 3000)]
 
 
-def test_notes_of_evaluations_and_the_verdict_are_not_among_the_important_ones():
+def test_notes_that_every_run_has_are_not_among_the_important_ones():
     lines = ["eval after 5 steps: mean@1 0.5", "wrote a/model", "held-out 0.5 -> 0.6", "rank 1 failed"]
     assert important("".join(f"12:01  {line}\n" for line in lines)) == ["12:01  rank 1 failed"]

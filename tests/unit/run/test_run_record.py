@@ -18,6 +18,7 @@ from meshrl.config.load import Loaded, load_run_config
 from meshrl.config.run import RunConfig
 from meshrl.core.errors import CheckpointError, ConfigError, RewardError
 from meshrl.monitor.glossary import meaning_of
+from meshrl.monitor.notes import important
 from meshrl.monitor.sinks import JsonlSink, read_metrics
 from meshrl.monitor.status import read_status
 from meshrl.run import models
@@ -74,6 +75,7 @@ def test_the_best_model_is_retained_and_result_json_names_it(config: Path, tmp_p
     assert notes[-2].endswith(f"); best: 0.750 at step 3, {best.model}")
     assert result["verdict"]["outcome"] == "unchanged" and result["verdict"]["text"] == notes[-2]
     assert (folder / "rewards.log").read_text().splitlines()[0].endswith(r"  worker 0: graded \x1b[2J")
+    assert important((folder / "run_notes.txt").read_text()) == []
     assert notes[-1].startswith("done: 4 steps") and not any("grad " in note for note in notes)  # no lines of steps
     assert "<h2>Notes</h2>" in page and f"wrote {model}" in page
 

@@ -111,7 +111,7 @@ def folder(tmp_path: Path) -> Path:
 def test_the_page_is_complete_and_loads_nothing(folder: Path):
     page = write_report(folder).read_text(encoding="utf-8")
     seen = PageParser(page)
-    assert seen.attributes.isdisjoint({"src", "href", "srcset", "onclick", "onload"})
+    assert seen.attributes.isdisjoint({"src", "href", "srcset", "onclick", "onload"})  # a link only to an existing file
     assert not re.search(r"url\(|@import|https?://(?!www\.w3\.org/2000/svg)", page)
     assert page.count("<script") == 1
     assert "</pre><script>alert(1)</script>" in "".join(seen.text)  # as text
@@ -132,7 +132,9 @@ def test_the_page_shows_scores_samples_proofs_settings_and_times(folder: Path):
         "42 indeed",
         "20 weight syncs up to version 20: every sampler acknowledged",
         "at most 1e-6 nats per token; allowed: 1e-4",
-        "Rises, with noise of about std / sqrt(samples)",
+        "healthy: rises, with noise of about std / sqrt(samples)",
+        "Verdict: held-out 0.333 -> 0.667 (unknown: interval unknown); best: 0.667 at step 20",
+        "Notes of the run2026-11-24 14:30:00 rank 3 <lost>; replacing it",
         "train.optimizer.lr1e-05command line",
         "no result yet",
         "Notes2026-11-24 14:30:00 rank 3 <lost>; replacing it",
@@ -200,7 +202,7 @@ def test_the_page_of_a_single_evaluation_shows_wrong_and_right_answers(folder: P
 
 @pytest.mark.parametrize(("scores", "is_right"), [([1, 0], True), ([1, 0, 0.9], False), ([None, None, 2], False)])
 def test_a_prompt_with_several_answers_is_right_when_half_of_them_are(scores: list[float | None], is_right: bool):
-    answers = [LoggedAnswer("", score, score is not None and score >= 1, "done") for score in scores]
+    answers = [LoggedAnswer([], score, score is not None and score >= 1, "done") for score in scores]
     assert LoggedPrompt([], "", answers).is_right == is_right
 
 

@@ -124,12 +124,12 @@ def test_status_shows_the_verdict_and_the_last_important_notes(tmp_path):
     for step, score in ((0, 0.5), (4, 0.0)):
         sink.write(step, {"eval/mean_at_k": score, "eval/standard_error": 0.05}, {})
     sink.close()
-    notes = ["ready after 3 s", *(f"rank {i} was lost\x1b[2J" for i in range(8)), "eval after 4 steps: mean@1 0.000"]
+    notes = ["ready after 3 s", *(f"rank {i} was lost\x1b[2J" for i in range(9)), "eval after 4 steps: mean@1 0.000"]
     path = tmp_path / "run_notes.txt"
     path.write_text("".join(f"2026-11-24 14:30:00  {note}\n" for note in notes))
     lines = describe(tmp_path).splitlines()
     assert "held-out 0.500 -> 0.000 (worse: -0.500 +- 0.139)" in lines
-    assert lines[-9] == f"... 1 more in {path}" and [line.split()[3] for line in lines[-8:]] == [*"01234567"]
+    assert lines[-9] == f"... 1 more in {path}" and [line.split()[3] for line in lines[-8:]] == [*"12345678"]
     path.write_bytes(b"2026-11-24 14:30:00  \xff")
     assert "not UTF-8 at byte 21" in describe(tmp_path)
 
