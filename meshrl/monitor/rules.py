@@ -24,6 +24,11 @@ def judge(rule: Mapping[str, float], values: Sequence[float]) -> str | None:
     return "" if judged else None
 
 
+def unhealthy(condition: str, otherwise: str) -> str:
+    """What makes a curve suspicious, and the meaning; both may be empty."""
+    return f"{condition}. {otherwise[:1].upper()}{otherwise[1:]}" if condition else otherwise
+
+
 def rule_text(rule: Mapping[str, float]) -> str:
     """A rule in words; several conditions are joined by `or`."""
     return " or ".join(RULES[kind][2].format(limit) for kind, limit in rule.items())

@@ -53,8 +53,8 @@ class Verdict:
         if before == after:
             scores = f"held-out {score:.3f}{margin} at step {before}, the only evaluation"
         else:
-            change = f"{self.difference:+.3f}{margin}" if margin else "interval unknown"
-            scores = f"held-out {score:.3f} -> {newest:.3f} ({self.outcome}: {change})"
+            change = f"{self.outcome}: {self.difference:+.3f}{margin}" if margin else "interval unknown"
+            scores = f"held-out {score:.3f} -> {newest:.3f} ({change})"
         best = f"; best: {self.best.score:.3f} at step {self.best.step}, {self.best.model}" if self.best else ""
         return scores + best
 

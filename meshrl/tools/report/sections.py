@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from html import escape
 
 from meshrl.monitor.glossary import Entry, meaning_of
-from meshrl.monitor.rules import judge, rule_text
+from meshrl.monitor.rules import judge, rule_text, unhealthy
 from meshrl.monitor.sinks import duration
 from meshrl.run.verdict import Z
-from meshrl.tools.page.charts import Line, Style, figure, number, sparkline, stacked_chart
+from meshrl.tools.page.charts import Line, Style, figure, number, sparkline, stacked_chart, values_table
 from meshrl.tools.report.folder import LoggedPrompt, RunFolder
 
 SAMPLES_OF_A_KIND = 3
@@ -102,9 +102,9 @@ def _interval(run: RunFolder, name: str) -> tuple[list[float], list[float]]:
     if errors is None:
         return [], []
     by_step, scores = dict(zip(errors.steps, errors.values)), run.series[name]
-    margins = [Z * by_step.get(step, math.nan) for step in scores.steps]
-    values = list(zip(scores.values, margins))
-    return [value - margin for value, margin in values], [value + margin for value, margin in values]
+    ends = [(v, Z * by_step.get(step, math.nan)) for step, v in zip(scores.steps, scores.values)]
+    lowest, highest = min(0.0, *scores.values), max(1.0, *scores.values)
+    return [max(v - margin, lowest) for v, margin in ends], [min(v + margin, highest) for v, margin in ends]
 
 
 def suspicious(run: RunFolder) -> dict[str, tuple[str, Entry]]:
@@ -127,11 +127,10 @@ def _meanings(run: RunFolder, names: Sequence[str]) -> str:
     for entry, of_entry in entries.items():
         which = f"<code>{escape(of_entry[0])}</code> " if len(entries) > 1 else ""
         texts.append(f"<p>{which}healthy: {prose(entry.healthy)}</p>")
-        reasons = [f"<code>{escape(name)}</code>, {escape(marked[name][0])}" for name in of_entry if name in marked]
-        if reasons:
-            texts.append(f'<p class="else"><b>suspicious</b>: {"; ".join(reasons)}. {prose(entry.otherwise)}</p>')
-        elif rule := " ".join(filter(None, [f"{rule_text(entry.rule)}." if entry.rule else "", entry.otherwise])):
-            texts.append(f"<p>suspicious: {prose(rule)}</p>")
+        if reasons := "; ".join(f"`{name}`, {marked[name][0]}" for name in of_entry if name in marked):
+            texts.append(f'<p class="else"><b>suspicious</b>: {prose(unhealthy(reasons, entry.otherwise))}</p>')
+        elif text := unhealthy(rule_text(entry.rule), entry.otherwise):
+            texts.append(f"<p>suspicious: {prose(text)}</p>")
     return "".join(texts)
 
 
@@ -246,6 +245,7 @@ def timing(run: RunFolder) -> str:
     drawing = stacked_chart(layers, colours)
     totals = {phase: sum(by_step.values()) for phase, by_step in layers.items()}
     total = sum(totals.values())
+    lines = [Line(phase, list(by_step), list(by_step.values())) for phase, by_step in layers.items()]
     bars = "".join(
         f'<tr><td><i class="k{colour}"></i>{escape(phase)}</td><td class="num">{number(seconds, "s")}</td>'
         f'<td class="num">{seconds / total:.1%}</td>'
@@ -254,7 +254,7 @@ def timing(run: RunFolder) -> str:
     )
     phases = (
         f"<figure><figcaption><b>Time of a step<small>s</small></b></figcaption>{drawing}"
-        f'<table class="phases">{bars}</table>{_meanings(run, ["time/rollout_s"] if "rollout" in layers else [])}'
+        f'<table class="phases">{bars}</table>{values_table(lines, "s")}{_meanings(run, ["time/rollout_s"] if "rollout" in layers else [])}'
         "<p>other: the time between the phases, such as logging.</p></figure>"
     )
     figures = (phases if drawing else "") + "".join(_figure(run, chart) for chart in SPEED)

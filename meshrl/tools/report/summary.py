@@ -7,6 +7,7 @@ from html import escape
 from pathlib import Path
 
 from meshrl.monitor.notes import REWARDS_FILE, important
+from meshrl.monitor.rules import unhealthy
 from meshrl.tools.report.folder import RunFolder
 from meshrl.tools.report.sections import prose, suspicious
 
@@ -53,7 +54,7 @@ def _lines(run: RunFolder) -> Iterator[str]:
         yield f'<p><span class="bad">Not readable</span>: {escape(problem)}</p>'
     if marked := suspicious(run):
         rows = (
-            f"<li><code>{escape(name)}</code>: {escape(reason)}. {prose(entry.otherwise)}</li>"
+            f"<li><code>{escape(name)}</code>: {prose(unhealthy(reason, entry.otherwise))}</li>"
             for name, (reason, entry) in marked.items()
         )
         yield f'<p><span class="unsure"><b>Suspicious</b></span></p><ul>{"".join(rows)}</ul>'

@@ -65,7 +65,7 @@ def test_one_evaluation_and_a_run_without_standard_errors_have_no_outcome():
     one = verdict(line(3, 9, 40))
     assert (one.outcome, one.text) == ("unknown", "held-out 0.225 +- 0.135 at step 3, the only evaluation")
     old = [MetricsLine(step=step, time=0.0, metrics={"eval/mean_at_k": 0.5}) for step in (0, 4)]
-    assert verdict(*old).text == "held-out 0.500 -> 0.500 (unknown: interval unknown)"
+    assert verdict(*old).text == "held-out 0.500 -> 0.500 (interval unknown)"
     assert verdict_of([MetricsLine(step=1, time=0.0, metrics={"reward/mean": 1.0})], None) is None
 
 

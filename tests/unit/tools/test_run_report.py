@@ -133,7 +133,7 @@ def test_the_page_shows_scores_samples_proofs_settings_and_times(folder: Path):
         "20 weight syncs up to version 20: every sampler acknowledged",
         "at most 1e-6 nats per token; allowed: 1e-4",
         "healthy: rises, with noise of about std / sqrt(samples)",
-        "Verdict: held-out 0.333 -> 0.667 (unknown: interval unknown); best: 0.667 at step 20",
+        "Verdict: held-out 0.333 -> 0.667 (interval unknown); best: 0.667 at step 20",
         "Notes of the run2026-11-24 14:30:00 rank 3 <lost>; replacing it",
         "train.optimizer.lr1e-05command line",
         "no result yet",

@@ -1,0 +1,147 @@
+"""report.html judges this run: the verdict, suspicious metrics, notes and unreadable files stand first."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from meshrl.core.types import Prompt, Trajectory, Turn
+from meshrl.monitor.rollout_log import RolloutLog
+from meshrl.monitor.sinks import JsonlSink
+from meshrl.tools.report.page import write_report
+
+CUT = "rollout/truncated_fraction"
+HOSTILE = "</script><img src=x onerror=alert(1)>\u202e\x1b[2J"
+
+
+def write_metrics(folder: Path, scores: tuple[float, float], truncated: float, reward: float = 0.0) -> None:
+    """A run of ten steps with two evaluations."""
+    sink = JsonlSink(folder / "metrics.jsonl")
+    held_out = [{"eval/mean_at_k": score, "eval/standard_error": 0.05} for score in scores]
+    sink.write(0, held_out[0], {})
+    for step in range(1, 11):
+        sink.write(step, {"reward/mean": reward, "reward/term/a": reward, CUT: truncated, "loss/entropy": 2.0}, {})
+    sink.write(10, held_out[1], {})
+    sink.close()
+    (folder / "result.json").write_text(json.dumps({"status": "done", "error": None, "wall_s": 3}))
+
+
+def page_of(folder: Path) -> str:
+    page = write_report(folder).read_text(encoding="utf-8")
+    return page[page.index("<body>") :]
+
+
+def text_of(page: str) -> str:
+    return " ".join(html.unescape(re.sub("<[^>]*>", "", page)).split())
+
+
+def test_a_dead_run_has_no_green_mark_and_says_first_what_is_wrong(tmp_path: Path):
+    write_metrics(tmp_path, (0.225, 0.0), truncated=0.977)
+    page = page_of(tmp_path)
+    assert not re.search(r'class="[^"]*\b(good|done|yes)\b', page)
+    text = text_of(page)
+    assert '<span class="bad">held-out 0.225 -&gt; 0.000 (worse: -0.225 +- 0.139)</span>' in page
+    assert f"Suspicious{CUT}: the newest values above 0.2 (here 0.977). Under algo.truncated" in text
+    assert text.index("Verdict") < text.index("Suspicious") < text.index("steps10") < text.index("Learning")
+    (figure,) = [f for f in page.split("<figure>") if "<b>Truncated answers" in f]
+    assert f'<p class="else"><b>suspicious</b>: <code>{CUT}</code>, the newest values above 0.2 (here 0.977)' in figure
+    assert page.count('class="else"') == 1  # nothing else is marked
+
+
+def test_a_healthy_run_has_no_suspicious_metric(tmp_path: Path):
+    write_metrics(tmp_path, (0.225, 0.9), truncated=0.02, reward=0.5)
+    page = page_of(tmp_path)
+    assert '<span class="good">held-out 0.225 -&gt; 0.900 (better: +0.675' in page
+    assert 'class="else"' not in page and "Suspicious" not in page and 'class="badge done"' in page
+
+
+def test_terms_have_their_own_curves_and_the_held_out_score_has_an_interval(tmp_path: Path):
+    write_metrics(tmp_path, (0.225, 0.99), truncated=0.02, reward=0.5)
+    figures = {text_of(f.partition("</figcaption>")[0]): f for f in page_of(tmp_path).split("<figure>")[1:]}
+    assert "<code>reward/mean</code>" in figures["Training reward"]
+    assert "<code>reward/term/a</code>" in figures["Terms of the training reward, before their weights"]
+    held_out = figures["Held-out score, with its 95 % interval"]
+    assert "<code>eval/mean_at_k</code>" in held_out and "reward" not in held_out.partition("</svg>")[0]
+    (band,) = re.findall(r'class="band f0" d="([^"]*)"', held_out)
+    heights = [float(y) for _, y in re.findall(r"([\d.]+) ([\d.]+)", band)]
+    assert len(heights) == 4 and min(heights) > 10  # above the score, and at most 1
+    assert all("values</summary><table" in figure for figure in figures.values())
+
+
+def test_what_happened_is_on_top_and_does_nothing_in_a_browser(tmp_path: Path):
+    write_metrics(tmp_path, (0.225, 0.9), truncated=0.02)
+    notes = ["ready after 3 s", f"rank 1 failed: {HOSTILE}", "saved a"]
+    (tmp_path / "run_notes.txt").write_text("".join(f"2026-11-24 14:30:00  {note}\n" for note in notes))
+    (tmp_path / "rewards.log").write_text("")
+    page = page_of(tmp_path)
+    top = page[: page.index('class="tiles"')]
+    assert "rank 1 failed" in top and "ready after" not in top and "ready after" in page
+    assert "<img" not in page and "\u202e" not in page and "\x1b" not in page
+    assert "rewards.log" not in page
+    (tmp_path / "rewards.log").write_text("2026-11-24 14:30:00  worker 0: printed\n")
+    assert '<a href="rewards.log">' in page_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("result.json", '{"status": 5'),
+        ("result.json", '{"status": "done", "evals": 5}'),
+        ("checkpoints/best.json", '{"step": "x"}'),
+        ("run_notes.txt", b"\xff\xfe"),
+        ("rollouts/eval_000000.jsonl", '{"no": "rollout"}\n'),
+    ],
+)
+def test_a_damaged_file_is_named_and_the_rest_is_shown(tmp_path: Path, name: str, content: str | bytes):
+    write_metrics(tmp_path, (0.225, 0.9), truncated=0.02)
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    text = text_of(page_of(tmp_path))
+    assert "Not readable: " in text and name in text and "held-out 0.225 -> 0.900" in text and "Learning" in text
+
+
+@pytest.mark.parametrize(
+    ("model", "title"),
+    [
+        ("runs/warm/checkpoints/step_000040/model", "eval_1: evaluation of warm"),
+        ("/models/other", "eval_1: evaluation of my_run"),
+        (None, "eval_1: evaluation of my_run"),
+    ],
+)
+def test_the_title_of_an_evaluation_names_the_run(tmp_path: Path, model: str | None, title: str):
+    folder = tmp_path / "my_run" / "eval_1"
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").touch()
+    (folder.parent / "metrics.jsonl").touch()
+    (folder / "result.json").write_text(json.dumps({"status": "done", "answers": 3, "model": model}))
+    assert f"<title>{title}</title>" in write_report(folder).read_text() and f"<h1>{title}</h1>" in page_of(folder)
+
+
+def test_the_answers_of_tools_stand_between_those_of_the_model(tmp_path: Path):
+    write_metrics(tmp_path, (0.225, 0.9), truncated=0.02)
+    said = [("call(6*7)", []), ("it is 42", [{"role": "tool", "content": f"42 {HOSTILE}"}])]
+    turns = [
+        Turn(
+            context_ids=np.array([1], np.int32),
+            output_ids=np.array([ord(c) for c in text], np.int32),
+            logprobs=np.zeros(len(text), np.float32),
+            versions=np.zeros(len(text), np.int32),
+            stop_reason="stop",
+            messages=[*new, {"role": "assistant", "content": "parsed"}],
+        )
+        for text, new in said
+    ]
+    prompt = Prompt(id="q", ordinal=-1, messages=[{"role": "user", "content": "6*7?"}], answer="42")
+    asked = Trajectory(
+        prompt=prompt, group_id="q", index=0, purpose="eval", turns=turns, rewards={"a": 0.0}, reward=0.0
+    )
+    RolloutLog(tmp_path, lambda ids: "".join(map(chr, ids))).write(0, [asked], name="eval")
+    page = page_of(tmp_path)
+    assert "assistantcall(6*7)tool42 </script>" in text_of(page) and "assistantit is 42" in text_of(page)
+    assert "<img" not in page
