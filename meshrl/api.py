@@ -5,6 +5,7 @@ Only the standard library is imported here: every process of a run imports this 
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -127,12 +128,32 @@ class Evaluation:
     trajectories: list[Trajectory]
     folder: Path
 
+    def __repr__(self) -> str:
+        score, count = self.metrics.get("eval/mean_at_k", float("nan")), len(self.trajectories)
+        return f"Evaluation({str(self.folder)!r}: held-out {score:.4g}, {count} answers)"
+
 
 class Run:
-    """A run that has ended, read from its folder. `Run("runs/NAME")` opens an earlier or interrupted run."""
+    """A run that has ended, read from its folder. `Run("runs/NAME")` opens an earlier or interrupted run.
+
+    Raises: MeshrlError when the folder is not a run's; it names the most similar runs.
+    """
 
     def __init__(self, folder: str | Path):
+        from meshrl.tools.runs import require_run
+
+        require_run(Path(folder))
         self.folder = Path(folder).resolve()
+
+    def __repr__(self) -> str:
+        from meshrl.core.errors import MeshrlError
+        from meshrl.tools.runs import read_facts
+
+        try:
+            known = str(read_facts(self.folder))
+        except MeshrlError:  # a repr must not raise
+            known = "it can't be read"
+        return f"Run({os.path.relpath(self.folder)!r}: {known})"
 
     @cached_property
     def lines(self) -> list[MetricsLine]:
@@ -179,11 +200,24 @@ class Run:
 
         Raises: IndexError when the run has no such step.
         """
-        from meshrl.monitor.rollout_log import read_rollouts
+        return self._answers("step", step, "answers of step", "monitor.rollout_log_every_steps")
 
-        paths = {int(path.stem.split("_")[1]): path for path in (self.folder / "rollouts").glob("step_*.jsonl")}
+    def eval_trajectories(self, step: int = -1) -> list[Trajectory]:
+        """The scored answers to the held-out prompts after `step` steps; 0 = before the first one, -1 = the last
+        evaluation, -2 the one before it.
+
+        Raises: IndexError when there was no evaluation after this step.
+        """
+        return self._answers("eval", step, "evaluation after step", "loop.eval_every_steps")
+
+    def _answers(self, kind: str, step: int, what: str, key: str) -> list[Trajectory]:
+        from meshrl.monitor.rollout_log import read_rollouts
+        from meshrl.tools.runs import answer_files
+
+        paths = answer_files(self.folder, kind)
         if -len(paths) <= step < 0:
             step = sorted(paths)[step]
         if step not in paths:  # a run that started from another run's checkpoint has only its own steps
-            raise IndexError(f"{self.folder} has no answers of step {step} (monitor.rollout_log_every_steps)")
+            known = ", ".join(map(str, paths)) or "none"
+            raise IndexError(f"{self.folder} has no {what} {step} ({key}); there are: {known:.300}")
         return [logged.trajectory for logged in read_rollouts(paths[step])]

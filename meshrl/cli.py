@@ -121,6 +121,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     stop = add("stop", _stop, "end a run of this machine with a checkpoint, by SIGTERM; waits up to a minute")
     for sub in (report, view, status, stop):
         sub.add_argument("folder", type=Path, metavar="RUN", help="folder of the run, such as runs/NAME")
+    _add_view_options(add("view", _view, "show the rollouts of a run"))
+    runs = add("runs", _runs, "list the runs in a folder: state, progress, held-out scores")
+    runs.add_argument("folder", type=Path, nargs="?", default=Path("runs"), metavar="FOLDER", help="default: runs")
     convert = add("convert", _convert, "convert a checkpoint to a model folder that from_pretrained loads")
     convert.add_argument(
         "checkpoint", type=Path, metavar="CHECKPOINT", help="such as runs/NAME/checkpoints/step_000100"
@@ -199,6 +202,23 @@ def _add_schedule_options(schedule: argparse.ArgumentParser) -> None:
     schedule.add_argument("--out", type=Path, metavar="FILE", help="write the timelines to this SVG file")
 
 
+def _add_view_options(view: argparse.ArgumentParser) -> None:
+    view.add_argument("folder", type=Path, metavar="RUN", help="folder of the run, such as runs/NAME")
+    shown = view.add_mutually_exclusive_group()
+    shown.add_argument("--step", type=int, metavar="N", help="print the rollouts of this step; -1 is the last one")
+    shown.add_argument(
+        "--eval",
+        type=int,
+        nargs="?",
+        const=-1,
+        dest="evaluation",
+        metavar="N",
+        help="print the answers of the evaluation after N steps (default: of the last one)",
+    )
+    view.add_argument("--wrong", action="store_true", help="print only answers with a score below loop.eval_pass_score")
+    view.add_argument("--text", action="store_true", help="print only the text of each answer, as one line")
+
+
 def _train(args: argparse.Namespace) -> int:
     from meshrl.api import train
     from meshrl.run.inputs import load_run
@@ -273,6 +293,23 @@ def _status(args: argparse.Namespace) -> int:
     from meshrl.tools.status import describe
 
     print_output(describe(args.folder))
+    return 0
+
+
+def _view(args: argparse.Namespace) -> int:
+    from meshrl.tools.viewer.text import one_line_each, pages_of, read_answers
+
+    kind, step = ("step", args.step) if args.evaluation is None else ("eval", args.evaluation)
+    answers = read_answers(args.folder, kind, step, args.wrong)
+    for text in one_line_each(answers) if args.text else pages_of(answers):
+        print_output(text, is_printable=True)
+    return 0
+
+
+def _runs(args: argparse.Namespace) -> int:
+    from meshrl.tools.runs import list_runs
+
+    print_output(list_runs(args.folder))
     return 0
 
 

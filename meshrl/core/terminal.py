@@ -31,13 +31,15 @@ def print_message(text: str, stream: TextIO | None = None) -> None:
         print(printable(text), file=stream or sys.stderr, flush=True)
 
 
-def print_output(text: str, end: str = "\n") -> None:
+def print_output(text: str, end: str = "\n", is_printable: bool = False) -> None:
     """Print the result of a command on stdout. It is lost if the reader of a pipe has ended (head, less), or if stdout
-    is closed. Raises: OutputError when it can't be written for another reason."""
+    is closed. is_printable: the text was made printable before it got its colours.
+
+    Raises: OutputError when it can't be written for another reason."""
     try:
         with contextlib.suppress(BrokenPipeError):
             if sys.stdout is not None and not getattr(sys.stdout, "closed", False):
-                print(printable(text), end=end, flush=True)
+                print(text if is_printable else printable(text), end=end, flush=True)
     except OSError as cause:
         raise OutputError(f"stdout can't be written: {cause.strerror}. Print to another file or terminal") from cause
 

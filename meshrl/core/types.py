@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from meshrl.core.errors import Failure
+from meshrl.core.errors import DataError, Failure
 
 SCHEMA = 1  # written into every file that contains records
 
@@ -167,6 +167,26 @@ class Trajectory:
     @property
     def id(self) -> str:
         return f"{self.group_id}/{self.index}"
+
+    @property
+    def text(self) -> str:
+        """The sampled text of all turns, one after the other, without special tokens.
+
+        Raises: DataError when the agent left no decoded message in a turn.
+        """
+        return "\n".join(self._text_of(number) for number in range(len(self.turns)))
+
+    def _text_of(self, number: int) -> str:
+        message = self.turns[number].messages[-1] if self.turns[number].messages else {}
+        content = message.get("content")
+        if isinstance(content, list):  # parts of a multimodal message
+            content = "".join(str(part.get("text", "")) for part in content)
+        if message.get("role") != "assistant" or not isinstance(content, str):
+            raise DataError(
+                f"trajectory {self.id!r}, turn {number}: its text is unknown, because its agent left no message of the "
+                "assistant in turn.messages. Decode turn.output_ids by the tokenizer of the run's model"
+            )
+        return content
 
 
 @dataclass(kw_only=True, slots=True)

@@ -58,8 +58,9 @@ def _listed(value: Any) -> Any:
     raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
-def read_lines(path: str | Path) -> Iterator[dict[str, Any]]:
-    """All complete records of a file. A last line without a newline is ignored: its writer was killed.
+def read_lines(path: str | Path, containing: bytes = b"") -> Iterator[dict[str, Any]]:
+    """All complete records of a file, of those lines that contain these bytes. A last line without a newline is
+    ignored: its writer was killed.
 
     Raises: DataError, which names file and line.
     """
@@ -68,7 +69,7 @@ def read_lines(path: str | Path) -> Iterator[dict[str, Any]]:
         with open_plain(Path(path)) as file:
             for line in lines_of(file):
                 number += 1
-                if line.endswith(b"\n"):
+                if line.endswith(b"\n") and containing in line:
                     yield _record(line)
     except Unreadable as cause:
         raise DataError(f"{path}:{number}: {cause}" if number else f"{path}: {cause}") from cause

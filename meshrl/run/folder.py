@@ -16,9 +16,11 @@ from meshrl.config.run import RunSection
 from meshrl.config.source import leaves
 from meshrl.core.errors import CheckpointError, MeshrlError
 from meshrl.core.files import is_there, write_text
+from meshrl.core.lookup import similar_names
 from meshrl.monitor.notes import NOTES_FILE
 from meshrl.monitor.rollout_log import step_files
 from meshrl.monitor.sinks import later_lines
+from meshrl.monitor.status import STATUS_FILE
 from meshrl.monitor.trace import FOLDER as TRACES
 from meshrl.run.models import BEST_FILE, restore_best
 from meshrl.train.checkpoint_files import (
@@ -114,6 +116,16 @@ def _occupied(folder: Path) -> MeshrlError:
         f"{folder} already contains a run; choose another run.name. Or set run.resume=auto, which continues it; "
         "without a checkpoint it starts again, and moves the files of that run to a folder earlier_N"
     )
+
+
+def similar_runs(missing: Path) -> str:
+    """For errors about a folder that is no run: the first of the runs in it, or the most similar ones next to it; "" if
+    there are none."""
+    inside = sorted(path.parent for path in missing.glob(f"*/{STATUS_FILE}"))
+    if inside:
+        return f". It contains {len(inside)} runs, such as {inside[0]}"
+    near = similar_names(missing.name, (path.parent.name for path in missing.parent.glob(f"*/{STATUS_FILE}")))
+    return f"; did you mean {' or '.join(str(missing.with_name(name)) for name in near)}?" if near else ""
 
 
 def state_in(given: Path) -> Path:

@@ -16,6 +16,7 @@ from meshrl.monitor.status import Status, read_status
 from meshrl.process.family import family
 from meshrl.run.lease import holds_lease, is_running
 from meshrl.run.verdict import read_verdict
+from meshrl.tools.runs import read_facts
 from meshrl.train.checkpoint_files import states
 
 _STOP_S = 60.0
@@ -31,12 +32,18 @@ def describe(folder: Path) -> str:
         state = f"runs as process {status.pid}{where}, since {time.strftime('%F %T', time.localtime(status.started))}"
     else:
         state = _how_it_ended(folder, status)
-    lines = [f"{folder}: {state}", f"step {status.step} of {status.num_steps}"]
+    counted, scores = "step", []
+    try:
+        facts = read_facts(folder)
+        counted, scores = facts.counted, facts.scores
+    except MeshrlError as error:  # the state is known all the same
+        scores = [str(error)]
+    lines = [f"{folder}: {state}", f"{counted} {status.step} of {status.num_steps}"]
     if runs and status.phase:
         lines[-1] += f", in phase {status.phase} for {time.time() - status.since:.0f} s"
     lines += [f"{name} {value:.4g}" for name, value in status.values.items()]
-    if (verdict := read_verdict(folder)) is not None:
-        lines.append(verdict.text)
+    verdict = read_verdict(folder)
+    lines += scores if verdict is None else [verdict.text]
     lines += _notes(folder)
     if not runs and (saved := states(folder / "checkpoints")):
         lines.append(f"newest checkpoint: after step {saved[-1][0]}; run.resume=auto continues from it")

@@ -17,6 +17,7 @@ from meshrl.monitor.jsonl import data_errors, read_object
 from meshrl.monitor.notes import NOTES_FILE
 from meshrl.monitor.rollout_log import LoggedTrajectory, read_rollouts
 from meshrl.monitor.sinks import MetricsLine, read_metrics
+from meshrl.run.folder import similar_runs
 from meshrl.run.models import read_best
 from meshrl.run.verdict import Verdict, compared_steps, verdict_of
 
@@ -105,7 +106,8 @@ def read_run(folder: Path) -> RunFolder:
     it names file and line."""
     path = folder / "metrics.jsonl"
     if not is_there(path):
-        raise MeshrlError(f"{folder} has no metrics.jsonl; give the folder of a run, such as runs/NAME")
+        similar = similar_runs(folder)
+        raise MeshrlError(f"{folder} has no metrics.jsonl; give the folder of a run, such as runs/NAME{similar}")
     lines, units = read_metrics(path)
     series: dict[str, Series] = {}
     for line in lines:
@@ -122,9 +124,9 @@ def read_run(folder: Path) -> RunFolder:
             problems.append(str(damage))
             return None
 
-    result, settings = read(_result, folder / "result.json") or {}, _settings(folder / "config.yaml")
+    result, settings = read(_result, folder / "result.json") or {}, read_settings(folder / "config.yaml")
     best, comparable = read(read_best, folder), read(compared_steps, folder) if result else None
-    criterion = _criterion(settings)
+    criterion = criterion_of(settings)
     evals = sorted((folder / "rollouts").glob("eval_*.jsonl"))
     return RunFolder(
         folder=folder,
@@ -136,8 +138,8 @@ def read_run(folder: Path) -> RunFolder:
         wall_s=result.get("wall_s") or (lines[-1].time - lines[0].time if lines else 0.0),
         settings=settings,
         notes=read(_text, folder / NOTES_FILE) or "",
-        first_eval=read(_evaluation, evals[0], *criterion) if evals else None,
-        last_eval=read(_evaluation, evals[-1], *criterion) if len(evals) > 1 else None,
+        first_eval=read(read_evaluation, evals[0], *criterion) if evals else None,
+        last_eval=read(read_evaluation, evals[-1], *criterion) if len(evals) > 1 else None,
         problems=problems,
     )
 
@@ -177,7 +179,7 @@ def _text(path: Path) -> str:
         raise MeshrlError(f"{path}: {cause}") from cause
 
 
-def _settings(path: Path) -> list[Setting]:
+def read_settings(path: Path) -> list[Setting]:
     """The lines of a resolved config: `key: value   # origin`, indented by two spaces; "# key: value" is unused."""
     found: list[Setting] = []
     above: list[str] = []
@@ -193,7 +195,7 @@ def _settings(path: Path) -> list[Setting]:
     return found
 
 
-def _criterion(settings: list[Setting]) -> tuple[str | None, float]:
+def criterion_of(settings: list[Setting]) -> tuple[str | None, float]:
     """The values of loop.eval_term and loop.eval_pass_score, or their defaults."""
     values = {setting.key: setting.value for setting in settings}
     term = values.get("loop.eval_term", "null").strip('"')
@@ -204,7 +206,7 @@ def _criterion(settings: list[Setting]) -> tuple[str | None, float]:
     return None if scalar(term) is None else term, pass_score
 
 
-def _score(trajectory: Trajectory, term: str | None) -> float | None:
+def judged_score(trajectory: Trajectory, term: str | None) -> float | None:
     """The score of a term, None = the first. The name weighted_sum is that of no term, and means the reward."""
     if term is None:
         term = next(iter(trajectory.rewards), "")
@@ -212,14 +214,14 @@ def _score(trajectory: Trajectory, term: str | None) -> float | None:
     return None if isinstance(score, Failure) else score
 
 
-def _evaluation(path: Path, term: str | None, pass_score: float) -> tuple[int, dict[str, LoggedPrompt]]:
+def read_evaluation(path: Path, term: str | None, pass_score: float) -> tuple[int, dict[str, LoggedPrompt]]:
     asked: dict[str, LoggedPrompt] = {}
     for number, logged in enumerate(read_rollouts(path), start=1):
         with data_errors(f"{path}:{number}", "a trajectory"):
             trajectory, prompt = logged.trajectory, logged.trajectory.prompt
             if prompt.id not in asked:
-                asked[prompt.id] = LoggedPrompt([_message(m) for m in prompt.messages or ()], _plain(prompt.answer))
-            score = _score(trajectory, term)
+                asked[prompt.id] = LoggedPrompt([_message(m) for m in prompt.messages or ()], plain_text(prompt.answer))
+            score = judged_score(trajectory, term)
             passed = score is not None and score >= pass_score
             answer = LoggedAnswer(_conversation(logged), score, passed, trajectory.status)
             asked[prompt.id].answers.append(answer)
@@ -237,8 +239,8 @@ def _conversation(logged: LoggedTrajectory) -> list[tuple[str, str]]:
 
 
 def _message(message: dict[str, Any]) -> tuple[str, str]:
-    return str(message.get("role", "")), _plain(message.get("content"))
+    return str(message.get("role", "")), plain_text(message.get("content"))
 
 
-def _plain(value: Any) -> str:
+def plain_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

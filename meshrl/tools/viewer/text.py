@@ -1,0 +1,133 @@
+"""The rollouts of one step or evaluation as text for a terminal, by `meshrl view RUN --step N` and `--eval`."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
+
+from meshrl.core.errors import Failure, MeshrlError
+from meshrl.core.terminal import printable
+from meshrl.core.types import Trajectory
+from meshrl.monitor.rollout_log import LoggedTrajectory, read_rollouts
+from meshrl.tools.report.folder import criterion_of, judged_score, plain_text, read_settings
+from meshrl.tools.runs import answer_files, require_run
+
+_ANY_WIDTH = 1 << 20  # of lines in a pipe or a file
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """The answers of one step or evaluation in groups, each at one prompt. title: for a user. error: why the rest of
+    the file can't be read, "" = all is there."""
+
+    title: str
+    groups: list[list[LoggedTrajectory]]
+    error: str
+
+
+def read_answers(run: Path, kind: str, step: int, wrong: bool = False) -> Answers:
+    """kind: "step" or "eval". step: -1 = the last. wrong: only answers whose score is below loop.eval_pass_score.
+
+    Raises: MeshrlError when it is not a run's folder, or has no such step or evaluation.
+    """
+    require_run(run)
+    files = answer_files(run, kind)
+    what, key = ("evaluation after step", "--eval") if kind == "eval" else ("rollouts of step", "--step")
+    number = max(files, default=-1) if step == -1 else step
+    if number not in files:
+        have = f"{key} can be {', '.join(map(str, files)):.200}" if files else f"it has no {what.partition(' of')[0]}"
+        raise MeshrlError(f"{run} has no {what} {step}; {have} (monitor.rollout_log_every_steps)")
+    term, pass_score = criterion_of(read_settings(run / "config.yaml"))
+    groups: dict[str, list[LoggedTrajectory]] = {}
+    error = ""
+    try:
+        for logged in read_rollouts(files[number]):
+            score = judged_score(logged.trajectory, term)
+            if not wrong or score is None or score < pass_score:
+                groups.setdefault(logged.trajectory.group_id, []).append(logged)
+    except MeshrlError as cause:  # the lines before it are shown
+        error = str(cause)
+    return Answers(f"{run}, {what} {number}", list(groups.values()), error)
+
+
+def one_line_each(answers: Answers) -> Iterator[str]:
+    """The text of each answer as one line, so that `grep`, `sort | uniq -c` and `wc -l` count answers. Newlines are the
+    two characters \\n."""
+    for group in answers.groups:
+        for logged in group:
+            yield printable(sampled_text(logged).replace("\n", "\\n"))
+
+
+def sampled_text(logged: LoggedTrajectory) -> str:
+    """The decoded text, also of an agent that left no messages."""
+    try:
+        return logged.trajectory.text
+    except MeshrlError:
+        return "\n".join(logged.texts)
+
+
+def pages_of(answers: Answers) -> Iterator[str]:
+    """A text for the head, and one for each group. On a terminal, lines are wrapped, and coloured unless NO_COLOR is
+    set."""
+    rewards = [logged.trajectory.reward for group in answers.groups for logged in group]
+    known = [reward for reward in rewards if reward is not None]
+    mean = f", mean reward {sum(known) / len(known):.4g}" if known else ""
+    title = f"{answers.title}: {len(answers.groups)} prompts, {len(rewards)} answers{mean}"
+    yield _drawn([Text(printable(title), "bold")])
+    for number, group in enumerate(answers.groups, start=1):
+        prompt = group[0].trajectory.prompt
+        head = f"\n━━━ prompt {number} of {len(answers.groups)}: {prompt.id}"
+        truth = {"role": "expected answer", "content": prompt.answer}
+        messages = [part for message in (*(prompt.messages or ()), truth) for part in message_parts(message)]
+        yield _drawn([Text(printable(head), "bold cyan"), *messages, *(p for one in group for p in answer_parts(one))])
+    if answers.error:
+        yield _drawn([Text(printable(f"the rest can't be read: {answers.error}"), "yellow")])
+
+
+def answer_parts(logged: LoggedTrajectory) -> Iterator[Any]:
+    """The head of an answer with its reward, and the messages of its turns."""
+    trajectory = logged.trajectory
+    reward, tokens = trajectory.reward, sum(len(turn.output_ids) for turn in trajectory.turns)
+    style = "yellow" if reward is None else "green" if reward > 0 else "red"
+    head = f"── answer {trajectory.index}: {reward_text(trajectory)}, {trajectory.status}, {tokens} tokens"
+    yield Text(printable(head), style)
+    for failure in (trajectory.failure, *trajectory.rewards.values()):
+        if isinstance(failure, Failure):
+            yield Text(printable(f"  {failure.kind}: {failure.message}"), "yellow")
+    for turn, text in zip(trajectory.turns, logged.texts):
+        for message in turn.messages or [{"role": "assistant", "content": text}]:
+            yield from message_parts(message, len(trajectory.turns) > 1)
+
+
+def reward_text(trajectory: Trajectory) -> str:
+    """Such as `reward 1.1 (correct 1, form 0.1)`."""
+    rewards = trajectory.rewards
+    terms = ", ".join(f"{n} {'failed' if isinstance(r, Failure) else f'{r:.4g}'}" for n, r in rewards.items())
+    reward = "none" if trajectory.reward is None else f"{trajectory.reward:.4g}"
+    return f"reward {reward} ({terms})" if len(rewards) > 1 else f"reward {reward}"
+
+
+def message_parts(message: dict[str, Any], with_role: bool = True) -> Iterator[Any]:
+    """The role and the indented content of a message, with the calls of tools that it has as fields."""
+    if with_role:
+        yield Text(printable(f"  {message.get('role')}:"), "dim")
+    for content in (message.get("content"), *(message.get("tool_calls") or ())):
+        if content is not None:
+            text = Text(printable(plain_text(content)).expandtabs(4))
+            yield Padding(text, (0, 0, 0, 4), expand=False)
+
+
+def _drawn(parts: Sequence[Any]) -> str:
+    """The parts as they are written to the standard output."""
+    is_terminal = sys.stdout.isatty()
+    file = io.StringIO()
+    Console(file=file, force_terminal=is_terminal, width=None if is_terminal else _ANY_WIDTH).print(*parts, sep="\n")
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines())

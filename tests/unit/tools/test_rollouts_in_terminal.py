@@ -1,0 +1,141 @@
+"""`meshrl view RUN --step N` and `--eval`: answers as text, for terminals and pipes."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshrl.cli import main
+from meshrl.core.errors import Failure
+from meshrl.monitor.rollout_log import RolloutLog
+from tests.made_runs import answer, decode, made_run
+
+HOSTILE = "\x1b[2J<script>\u202egnp.exe\x00\ud800\r\n\tend [bold]"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run with two evaluations, and a step with tools, failures and hostile texts."""
+    folder = made_run(tmp_path / "run", {0: [0, 0], 2: [1, 0]}, [0.25, 0.5])
+    tools = answer("6*7?", "<call>6*7</call>", 1.0)
+    tools.turns += answer("6*7?", "It is 42.", 1.0, messages=[{"role": "tool", "content": "42.0"}]).turns
+    ungraded = answer("6*7?", "two\nlines", 0.0, index=1)
+    ungraded.rewards["correct"], ungraded.reward = Failure(kind="timeout", message="slow grader"), None
+    hostile = answer(HOSTILE, HOSTILE, -1.0)
+    silent = answer("6*7?", "no messages", 0.0, index=2)
+    silent.turns[0].messages = []
+    RolloutLog(folder, decode).write(3, [tools, ungraded, silent, hostile])
+    return folder
+
+
+def test_a_step_is_printed_with_prompts_answers_rewards_tools_and_failures(run, capsys):
+    assert main(["view", str(run), "--step", "-1"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"{run}, rollouts of step 3: 2 prompts, 4 answers, mean reward 0\n")
+    expected = """
+━━━ prompt 1 of 2: 6*7?
+  user:
+    6*7?
+  expected answer:
+    42
+── answer 0: reward 1 (correct 1, form 0), done, 25 tokens
+  assistant:
+    <call>6*7</call>
+  tool:
+    42.0
+  assistant:
+    It is 42.
+── answer 1: reward none (correct failed, form 0), done, 9 tokens
+  timeout: slow grader
+    two
+    lines
+── answer 2: reward 0 (correct 0, form 0), done, 11 tokens
+    no messages
+"""
+    assert expected in printed
+
+
+def test_control_characters_do_nothing_and_markup_is_text(run, capsys):
+    assert main(["view", str(run), "--step", "3"]) == 0
+    printed = capsys.readouterr().out
+    assert "\\x1b[2J<script>\\u202egnp.exe\\x00?\\x0d\n        end [bold]" in printed
+    assert printed.isprintable() is False and not set("\x1b\u202e\x00\r\t") & set(printed)
+
+
+def test_the_wrong_answers_of_the_last_or_a_chosen_evaluation(run, capsys):
+    assert main(["view", str(run), "--eval", "--wrong"]) == 0
+    printed = capsys.readouterr().out
+    assert "evaluation after step 2: 1 prompts, 1 answers" in printed
+    assert "0 at 2" in printed and "1 at 2" not in printed
+    assert main(["view", str(run), "--eval", "0"]) == 0
+    assert "evaluation after step 0: 2 prompts, 2 answers, mean reward 0\n" in capsys.readouterr().out
+    assert main(["view", str(run), "--eval", "1"]) == 1
+    assert "has no evaluation after step 1; --eval can be 0, 2" in capsys.readouterr().err
+    assert main(["view", str(run), "--step", "7"]) == 1
+    assert "has no rollouts of step 7; --step can be 1, 2, 3" in capsys.readouterr().err
+
+
+def test_the_texts_alone_are_a_line_for_each_answer(run, capsys):
+    assert main(["view", str(run), "--step", "3", "--text"]) == 0
+    lines = capsys.readouterr().out.split("\n")
+    hostile = "\\x1b[2J<script>\\u202egnp.exe\\x00?\\x0d\\n\tend [bold]"
+    assert lines == ["<call>6*7</call>\\nIt is 42.", "two\\nlines", "no messages", hostile, ""]
+
+
+@pytest.mark.parametrize(("no_color", "colour"), [("", True), ("1", False)])
+def test_a_terminal_gets_colours_and_lines_of_its_width_but_not_with_no_color(
+    run, monkeypatch, no_color: str, colour: bool
+):
+    long = answer("long", "word " * 60, 1.0)
+    RolloutLog(run, decode).write(4, [long])
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    monkeypatch.setenv("COLUMNS", "50")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", no_color)
+    assert main(["view", str(run), "--step", "4"]) == 0
+    printed = sys.stdout.getvalue()
+    assert ("\x1b[32m" in printed) is colour
+    words = [line for line in printed.splitlines() if "word" in line]
+    assert len(words) > 5 and all(line.startswith("    word") and len(line) <= 50 for line in words)
+
+
+def test_a_pipe_gets_complete_lines(run, capsys):
+    RolloutLog(run, decode).write(4, [answer("long", "word " * 60 + "x" * 5000, 1.0)])
+    assert main(["view", str(run), "--step", "4"]) == 0
+    assert f"    {'word ' * 60}{'x' * 5000}\n" in capsys.readouterr().out
+
+
+def test_the_reader_of_a_pipe_may_end_early(run, monkeypatch):
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stdout", Closed())
+    assert main(["view", str(run), "--step", "3"]) == 0
+
+
+def test_the_lines_before_a_damaged_one_are_shown(run, capsys):
+    path = run / "rollouts" / "step_000003.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([lines[0], json.dumps({"schema": 99}), lines[1]]) + "\n")
+    assert main(["view", str(run), "--step", "3"]) == 0
+    printed = capsys.readouterr().out
+    assert "It is 42." in printed and "two\n" not in printed
+    assert "the rest can't be read" in printed and "step_000003.jsonl:2: schema 99" in printed
+
+
+def test_a_run_without_rollouts_and_a_missing_run_are_explained(tmp_path, capsys):
+    sft = made_run(tmp_path / "sft")
+    assert main(["view", str(sft), "--step", "1"]) == 1
+    assert "it has no rollouts" in capsys.readouterr().err
+    assert main(["view", str(tmp_path / "stf"), "--eval"]) == 1
+    assert f"did you mean {sft}?" in capsys.readouterr().err
