@@ -122,6 +122,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     for sub in (report, view, status, stop):
         sub.add_argument("folder", type=Path, metavar="RUN", help="folder of the run, such as runs/NAME")
     _add_view_options(add("view", _view, "show the rollouts of a run"))
+    compare = add("compare", _compare, "show what differs between runs or evaluations, also as a page")
+    compare.add_argument("folders", type=Path, nargs="+", metavar="RUN", help="folders of two or more runs")
+    compare.add_argument("--out", type=Path, metavar="FILE", help="page to write (default: compare.html in first RUN)")
     runs = add("runs", _runs, "list the runs in a folder: state, progress, held-out scores")
     runs.add_argument("folder", type=Path, nargs="?", default=Path("runs"), metavar="FOLDER", help="default: runs")
     convert = add("convert", _convert, "convert a checkpoint to a model folder that from_pretrained loads")
@@ -303,6 +306,15 @@ def _view(args: argparse.Namespace) -> int:
     answers = read_answers(args.folder, kind, step, args.wrong)
     for text in one_line_each(answers) if args.text else pages_of(answers):
         print_output(text, is_printable=True)
+    return 0
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from meshrl.tools.compare.page import compare
+
+    text, path = compare(args.folders, args.out)
+    print_output(text)
+    print_message(f"wrote {path}", sys.stdout)
     return 0
 
 

@@ -193,7 +193,7 @@ def samples(run: RunFolder) -> str:
     for kind, title in KINDS.items():
         shown = kinds.get(kind, [])[:SAMPLES_OF_A_KIND]
         if shown and kind != (True, True):
-            pairs = (_sample(before=before[prompt], after=after[prompt]) for prompt in shown)
+            pairs = (sample_row(before=before[prompt], after=after[prompt]) for prompt in shown)
             parts.append(f"<h3>{title}</h3>{''.join(pairs)}")
     return f"<section><h2>Samples</h2>{''.join(parts)}{_ALL_ANSWERS}</section>"
 
@@ -203,12 +203,12 @@ def _samples_of_one(steps: int, asked: dict[str, LoggedPrompt]) -> str:
     wrong = [prompt for prompt in asked.values() if not prompt.is_right]
     parts = [f'<p class="note">Held-out prompts, after {steps} steps: {len(right)} right, {len(wrong)} wrong.</p>']
     for title, prompts in (("Wrong", wrong), ("Right", right)):
-        shown = "".join(_sample(answer=prompt) for prompt in prompts[:SAMPLES_OF_A_KIND])
+        shown = "".join(sample_row(answer=prompt) for prompt in prompts[:SAMPLES_OF_A_KIND])
         parts.append(f"<h3>{title}</h3>{shown}" if shown else "")
     return f"<section><h2>Samples</h2>{''.join(parts)}{_ALL_ANSWERS}</section>"
 
 
-def _sample(**asked: LoggedPrompt) -> str:
+def sample_row(**asked: LoggedPrompt) -> str:
     """A prompt, and its answer in each evaluation, by a word for that evaluation."""
     first = next(iter(asked.values()))
     question = "".join(

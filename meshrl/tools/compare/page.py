@@ -1,0 +1,119 @@
+"""`meshrl compare`: runs side by side, as text and as compare.html."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+from itertools import islice
+from pathlib import Path
+
+from meshrl.tools.compare.tables import (
+    Compared,
+    Table,
+    configuration,
+    cost,
+    held_out,
+    read_runs,
+    same_prompts,
+    score_interval,
+)
+from meshrl.tools.page.charts import Line, Style, figure
+from meshrl.tools.page.document import document, package_text, write_page
+from meshrl.tools.report.sections import sample_row
+from meshrl.tools.runs import table
+
+_SAMPLES = 6
+_CURVES = {
+    "eval/mean_at_k": "Held-out score",
+    "reward/mean": "Training reward",
+    "loss/nll": "Loss",
+    "rollout/length_mean_tokens": "Answer length",
+    "rollout/truncated_fraction": "Truncated answers",
+    "loss/entropy": "Entropy",
+    "train/grad_norm": "Gradient norm",
+    "loss/approx_kl": "KL to the policy at the start of the step",
+    "rollout/tokens_per_s": "Sampling speed",
+    "train/tokens_per_s": "Training speed",
+}
+
+
+def compare(folders: Sequence[Path], out: Path | None) -> tuple[str, Path]:
+    """Write compare.html into the first folder, or `out`. Returns the text for the terminal, and the page's path.
+
+    Raises: ConfigError and MeshrlError, as read_runs; OutputError when the page can't be written.
+    """
+    runs = read_runs(folders)
+    tables = [configuration(runs), held_out(runs), cost(runs)]
+    path = write_page(out or folders[0] / "compare.html", page(runs, tables))
+    return "\n\n".join([*map(_text, filter(_is_shown, tables)), _samples_text(runs)]), path
+
+
+def _is_shown(one: Table) -> bool:
+    return bool(one.rows) or one.title == "Configuration"
+
+
+def _text(one: Table) -> str:
+    rows = table([one.head, *one.rows]) if one.rows else ()
+    return "\n".join([one.title.upper(), *(f"  {line}" for line in rows), *one.notes])
+
+
+def _samples_text(runs: Sequence[Compared]) -> str:
+    """How many of the common prompts have answers of another verdict."""
+    rows = list(same_prompts(runs))
+    counts = [f"{run.label} {sum(row[run.label].is_right for row in rows)}" for run in runs]
+    differ = sum(len({prompt.is_right for prompt in row.values()}) > 1 for row in rows)
+    if not rows:
+        return "No held-out prompt was answered by all runs."
+    return f"Right answers to {len(rows)} common prompts: {', '.join(counts)}; {differ} prompts differ in the verdict."
+
+
+def page(runs: Sequence[Compared], tables: Sequence[Table]) -> str:
+    """The complete page."""
+    names = [run.label for run in runs]
+    header = f"<header><h1>{escape(' · '.join(names))}</h1></header>"
+    curves = "".join(_figure(runs, name, title) for name, title in _CURVES.items())
+    note = f'<p class="note">{escape(_samples_text(runs))}</p>'
+    samples = "".join(sample_row(**row) for row in islice(same_prompts(runs), _SAMPLES))
+    learned = f'<section><h2>Curves</h2><div class="grid2">{curves}</div></section>' if curves else ""
+    answers = f"<section><h2>Samples</h2>{note}{samples}</section>" if samples else ""
+    config, scores, spent = (_html(one) if _is_shown(one) else "" for one in tables)
+    parts = [header, scores, learned, answers, spent, config]
+    return document(f"{' and '.join(names)}: compare", parts, style=[package_text(__package__, "compare.css")])
+
+
+def _figure(runs: Sequence[Compared], name: str, title: str) -> str:
+    """One metric of all runs that have it; the held-out score with its intervals."""
+    lines, unit = [], ""
+    style: Style = "dots" if name.startswith("eval/") else "noisy"
+    for run in runs:
+        if (series := run.run.series.get(name)) is None:
+            continue
+        low, high = list[float](), list[float]()
+        counts = run.run.series.get("eval/num_prompts")
+        if name == "eval/mean_at_k" and counts is not None and len(counts.values) == len(series.values):
+            ends = [_of_mean(score, round(count)) for score, count in zip(series.values, counts.values)]
+            low, high = [a for a, _ in ends], [b for _, b in ends]
+        lines.append(Line(run.label, series.steps, series.values, style, low, high))
+        unit = series.unit
+    return figure(title, unit, lines) if any(len(line.values) > 1 for line in lines) else ""
+
+
+def _of_mean(score: float, count: int) -> tuple[float, float]:
+    """The interval of a mean of `count` scores of 0 or 1, which is too wide for other fractions; NaN for other
+    scores."""
+    if not 0 <= score <= 1:
+        return math.nan, math.nan
+    right = round(score * count)
+    return score_interval([1.0] * right + [0.0] * (count - right))
+
+
+def _html(one: Table) -> str:
+    head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in one.head)
+    rows = "".join(
+        f'<tr><th scope="row">{escape(name)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>'
+        for name, *cells in one.rows
+    )
+    shown = f'<div class="wide"><table class="compared"><tr>{head}</tr>{rows}</table></div>' if rows else ""
+    notes = "".join(f'<p class="note">{escape(note)}</p>' for note in one.notes)
+    return f"<section><h2>{one.title}</h2>{shown}{notes}</section>"

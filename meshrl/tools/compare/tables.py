@@ -1,0 +1,197 @@
+"""What differs between runs, as tables for the terminal and for compare.html: configuration, held-out scores, time."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from meshrl.core.errors import ConfigError
+from meshrl.monitor.sinks import duration
+from meshrl.tools.page.charts import number
+from meshrl.tools.report.folder import LoggedPrompt, RunFolder, criterion_of, read_evaluation, read_run
+from meshrl.tools.report.sections import PHASES
+from meshrl.tools.runs import answer_files, require_run
+
+MAX_RUNS = 12  # as many as the page has colours
+_OWN = ("run.name", "run.folder", "run.resume")  # keys that differ in every two runs
+Asked = dict[tuple[str, str], LoggedPrompt]
+Evaluation = tuple[int, float, Asked]
+"""Finished steps, score, and the prompts by id and text, which are empty when the answers were not logged."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One of the runs. evaluations: by "first", "best" and "last"; empty if there was none."""
+
+    label: str
+    run: RunFolder
+    evaluations: dict[str, Evaluation]
+
+    @property
+    def config(self) -> dict[str, str]:
+        """The values that have an effect, by key."""
+        used = (s for s in self.run.settings if not s.origin.startswith("unused"))
+        return {s.key: s.value for s in used if s.key not in _OWN}
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """rows: the first cell is the name of the row. notes: sentences below the table."""
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    notes: Sequence[str] = field(default_factory=list)
+
+
+def read_runs(folders: Sequence[Path]) -> list[Compared]:
+    """Raises: ConfigError when there are fewer than two folders, or too many; MeshrlError, as read_run."""
+    different = list({folder.resolve(): folder for folder in folders})
+    if not 2 <= len(different) <= MAX_RUNS:
+        raise ConfigError(f"compare needs 2 to {MAX_RUNS} different runs; given: {', '.join(map(str, folders))}")
+    names = [folder.name for folder in different]
+    root = os.path.commonpath(different)
+    return [_read(f, f.name if names.count(f.name) == 1 else os.path.relpath(f, root)) for f in different]
+
+
+def _read(folder: Path, label: str) -> Compared:
+    require_run(folder)
+    run, files = read_run(folder), answer_files(folder, "eval")
+    scores = run.series.get("eval/mean_at_k")
+    evaluations = {}
+    if scores is not None:
+        known = [-math.inf if math.isnan(value) else value for value in scores.values]
+        for kind, at in (("first", 0), ("best", known.index(max(known))), ("last", -1)):
+            step, asked = scores.steps[at], {}
+            if step in files:
+                prompts = read_evaluation(files[step], *criterion_of(run.settings))[1]
+                asked = {(name, str(prompt.question)): prompt for name, prompt in prompts.items()}
+            evaluations[kind] = step, scores.values[at], asked
+    return Compared(label, run, evaluations)
+
+
+def configuration(runs: Sequence[Compared]) -> Table:
+    """The keys with different values, and groups of runs that differ in the seed only."""
+    configs = [run.config for run in runs]
+    keys = dict.fromkeys(key for config in configs for key in config)
+    rows = [[key, *(config.get(key, "not set") for config in configs)] for key in keys]
+    rows = [row for row in rows if len(set(row[1:])) > 1]
+    notes = [f"{len(rows)} keys differ, {len(keys) - len(rows)} are equal (without {', '.join(_OWN)})."]
+    groups: dict[str, list[Compared]] = {}
+    for run in runs:
+        groups.setdefault(str({**run.config, "run.seed": ""}), []).append(run)
+    return Table("Configuration", ["key", *_labels(runs)], rows, [*notes, *filter(None, map(_spread, groups.values()))])
+
+
+def _spread(group: Sequence[Compared]) -> str:
+    """A sentence about runs that differ in the seed only; "" for one run."""
+    if len(group) < 2:
+        return ""
+    text = f"{', '.join(_labels(group))} differ in the seed only"
+    last = [run.evaluations["last"][1] for run in group if run.evaluations]
+    if len(last) < 2:
+        return f"{text}."
+    mean = sum(last) / len(last)
+    deviation = math.sqrt(sum((score - mean) ** 2 for score in last) / (len(last) - 1))
+    scores = f"{mean:.3f} on average, standard deviation {deviation:.3f}, from {min(last):.3f} to {max(last):.3f}"
+    return f"{text}: their last held-out scores are {scores}."
+
+
+def held_out(runs: Sequence[Compared]) -> Table:
+    """Scores with intervals, and the differences from the first run."""
+    head = ["", "run", "step", "score", "interval", f"difference from {runs[0].label}"]
+    several = any(len({step for step, _, _ in run.evaluations.values()}) > 1 for run in runs)
+    rows = []
+    for kind in ("first", "best", "last") if several else ("last",):
+        base = runs[0].evaluations.get(kind)
+        for run in (run for run in runs if run.evaluations):
+            step, score, asked = run.evaluations[kind]
+            between = _brackets(*score_interval(list(_means(asked).values()))) if asked else ""
+            difference = "" if base is None or run is runs[0] else _difference(base[2], asked)
+            rows.append([kind if several else "", run.label, str(step), f"{score:.3f}", between, difference])
+    notes = [
+        "Intervals are 95 % intervals over held-out prompts, not over seeds. A difference is the mean over the prompts "
+        "that both runs answered."
+    ]
+    return Table("Held-out score", head, rows, notes)
+
+
+def _difference(before: Asked, after: Asked) -> str:
+    """The mean difference over the prompts of both, its interval, and whether it is larger than that."""
+    a, b = _means(before), _means(after)
+    common = [b[key] - a[key] for key in a if key in b]
+    if not common:
+        return "no common prompts" if a and b else ""
+    low, high = difference_interval(common)
+    verdict = "better" if low > 0 else "worse" if high < 0 else "within the interval"
+    return f"{sum(common) / len(common):+.3f} {_brackets(low, high)} {verdict}, {len(common)} prompts"
+
+
+def _brackets(low: float, high: float) -> str:
+    return f"[{low:.3f}, {high:.3f}]"
+
+
+def _means(asked: Asked) -> dict[tuple[str, str], float]:
+    """The mean score of each prompt's answers; a failed one counts 0, as in eval/mean_at_k."""
+    return {key: sum(a.score or 0.0 for a in prompt.answers) / len(prompt.answers) for key, prompt in asked.items()}
+
+
+def score_interval(scores: Sequence[float]) -> tuple[float, float]:
+    """A 95 % interval of the mean of the prompts' scores. If all are fractions, two right and two wrong answers are
+    added, so that 40 wrong answers out of 40 have no interval of width 0. Source: Agresti and Coull 1998."""
+    total, squares = sum(scores), sum(score**2 for score in scores)
+    if all(0 <= score <= 1 for score in scores):
+        low, high = _around(len(scores) + 4, total + 2, squares + 2)
+        return max(low, 0.0), min(high, 1.0)
+    return _around(len(scores), total, squares)
+
+
+def difference_interval(differences: Sequence[float]) -> tuple[float, float]:
+    """A 95 % interval of the mean difference between two runs, prompt by prompt. Half an answer is added to each of the
+    four cells of a pair. Source: Agresti and Min 2005."""
+    return _around(len(differences) + 2, sum(differences), sum(value**2 for value in differences) + 1)
+
+
+def _around(count: float, total: float, squares: float) -> tuple[float, float]:
+    """The interval of the mean of `count` values, by their sum and the sum of their squares."""
+    mean = total / count
+    half = 1.96 * math.sqrt(max(squares / count - mean**2, 0.0) / count)
+    return mean - half, mean + half
+
+
+def cost(runs: Sequence[Compared]) -> Table:
+    """Steps, time and speed."""
+    rows = [
+        ["state", *(str(run.run.result.get("status") or "no result") for run in runs)],
+        ["steps", *(str(run.run.num_steps) for run in runs)],
+        ["wall time", *(duration(run.run.wall_s) for run in runs)],
+    ]
+    for phase, word in (("rollout", "sampled"), ("train", "trained")):
+        rows.append([f"tokens {word} a second", *(_speed(run.run, phase) for run in runs)])
+    phases = dict.fromkeys([*PHASES, *(phase for run in runs for phase in run.run.phases)])
+    totals = [{phase: sum(steps.values()) for phase, steps in run.run.phases.items()} for run in runs]
+    rows += [[f"time of {p}", *(number(t[p], "s") if p in t else "" for t in totals)] for p in phases]
+    return Table("Time", ["", *_labels(runs)], [row for row in rows if any(row[1:])])
+
+
+def _speed(run: RunFolder, phase: str) -> str:
+    tokens, seconds = run.series.get(f"{phase}/num_tokens"), run.series.get(f"time/{phase}_s")
+    if tokens is None or seconds is None or not sum(seconds.values) > 0:
+        return ""
+    return number(sum(tokens.values) / sum(seconds.values))
+
+
+def _labels(runs: Sequence[Compared]) -> list[str]:
+    return [run.label for run in runs]
+
+
+def same_prompts(runs: Sequence[Compared]) -> Iterator[dict[str, LoggedPrompt]]:
+    """The prompts that all runs answered in their last evaluation, by the label of the run. Those with right and wrong
+    answers come first."""
+    asked = [run.evaluations["last"][2] if run.evaluations else {} for run in runs]
+    common = [key for key in asked[0] if all(key in prompts for prompts in asked)]
+    rows = [dict(zip(_labels(runs), (prompts[key] for prompts in asked))) for key in common]
+    yield from sorted(rows, key=lambda row: len({prompt.is_right for prompt in row.values()}) == 1)
