@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from html import escape
 from itertools import islice
 from pathlib import Path
+from textwrap import indent
 
 from meshrl.tools.compare.tables import (
     Compared,
@@ -20,10 +21,11 @@ from meshrl.tools.compare.tables import (
 )
 from meshrl.tools.page.charts import Line, Style, figure
 from meshrl.tools.page.document import document, package_text, write_page
+from meshrl.tools.report.folder import LoggedPrompt
 from meshrl.tools.report.sections import sample_row
 from meshrl.tools.runs import table
 
-_SAMPLES = 6
+_SAMPLES, _SAMPLES_IN_TEXT = 6, 2
 _CURVES = {
     "eval/mean_at_k": "Held-out score",
     "reward/mean": "Training reward",
@@ -46,7 +48,8 @@ def compare(folders: Sequence[Path], out: Path | None) -> tuple[str, Path]:
     runs = read_runs(folders)
     tables = [configuration(runs), held_out(runs), cost(runs)]
     path = write_page(out or folders[0] / "compare.html", page(runs, tables))
-    return "\n\n".join([*map(_text, filter(_is_shown, tables)), _samples_text(runs)]), path
+    shown = [_sample_text(row) for row in islice(same_prompts(runs), _SAMPLES_IN_TEXT)]
+    return "\n\n".join([*map(_text, filter(_is_shown, tables)), _samples_note(runs), *shown]), path
 
 
 def _is_shown(one: Table) -> bool:
@@ -58,7 +61,7 @@ def _text(one: Table) -> str:
     return "\n".join([one.title.upper(), *(f"  {line}" for line in rows), *one.notes])
 
 
-def _samples_text(runs: Sequence[Compared]) -> str:
+def _samples_note(runs: Sequence[Compared]) -> str:
     """How many of the common prompts have answers of another verdict."""
     rows = list(same_prompts(runs))
     counts = [f"{run.label} {sum(row[run.label].is_right for row in rows)}" for run in runs]
@@ -68,17 +71,28 @@ def _samples_text(runs: Sequence[Compared]) -> str:
     return f"Right answers to {len(rows)} common prompts: {', '.join(counts)}; {differ} prompts differ in the verdict."
 
 
+def _sample_text(row: dict[str, LoggedPrompt]) -> str:
+    """A prompt and an answer of each run."""
+    first = next(iter(row.values()))
+    lines = [*(text for _, text in first.question), "  expected answer:", indent(first.truth, "    ")]
+    for label, prompt in row.items():
+        answer = prompt.shown
+        score = "not graded" if answer.score is None else f"score {answer.score:.3g}"
+        lines += [f"  {label}, {score}:", indent(answer.text, "    ")]
+    return "\n".join(lines)
+
+
 def page(runs: Sequence[Compared], tables: Sequence[Table]) -> str:
     """The complete page."""
     names = [run.label for run in runs]
     header = f"<header><h1>{escape(' · '.join(names))}</h1></header>"
     curves = "".join(_figure(runs, name, title) for name, title in _CURVES.items())
-    note = f'<p class="note">{escape(_samples_text(runs))}</p>'
+    note = f'<p class="note">{escape(_samples_note(runs))}</p>'
     samples = "".join(sample_row(**row) for row in islice(same_prompts(runs), _SAMPLES))
     learned = f'<section><h2>Curves</h2><div class="grid2">{curves}</div></section>' if curves else ""
     answers = f"<section><h2>Samples</h2>{note}{samples}</section>" if samples else ""
     config, scores, spent = (_html(one) if _is_shown(one) else "" for one in tables)
-    parts = [header, scores, learned, answers, spent, config]
+    parts = [header, scores, config, learned, answers, spent]
     return document(f"{' and '.join(names)}: compare", parts, style=[package_text(__package__, "compare.css")])
 
 

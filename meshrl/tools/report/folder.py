@@ -68,6 +68,11 @@ class LoggedPrompt:
         """Whether at least half of the answers are right."""
         return 2 * sum(answer.is_right for answer in self.answers) >= len(self.answers)
 
+    @property
+    def shown(self) -> LoggedAnswer:
+        """An answer of the majority: right, or wrong."""
+        return next((a for a in self.answers if a.is_right == self.is_right), self.answers[0])
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFolder:

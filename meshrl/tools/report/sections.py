@@ -221,7 +221,7 @@ def sample_row(**asked: LoggedPrompt) -> str:
 
 def _answer(when: str, asked: LoggedPrompt) -> str:
     """One answer of the majority: right, or wrong."""
-    shown = next((a for a in asked.answers if a.is_right == asked.is_right), asked.answers[0])
+    shown = asked.shown
     score = "not graded" if shown.score is None else f"score {shown.score:.3g}"
     right = sum(answer.is_right for answer in asked.answers)
     several = f", {right} of {len(asked.answers)} right" if len(asked.answers) > 1 else ""

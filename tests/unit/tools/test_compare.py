@@ -1,0 +1,166 @@
+"""`meshrl compare`: configuration, held-out scores with intervals, time, curves and answers of several runs."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from meshrl.cli import main
+from meshrl.core.errors import ConfigError, MeshrlError
+from meshrl.monitor.rollout_log import RolloutLog
+from meshrl.tools.compare.page import compare
+from meshrl.tools.compare.tables import difference_interval, score_interval
+from meshrl.tools.report.page import write_report
+from tests.made_runs import answer, decode, made_run, settings
+
+
+class Page(HTMLParser):
+    """The text of a page, and its elements."""
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.words, self.tags = list[str](), list[str]()
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> tuple[Path, Path]:
+    """Two runs of another learning rate, with 20 held-out prompts: b becomes right where a stays wrong."""
+    a = settings(model__path="tiny", train__lr=1e-5, run__seed=0, run__name="a")
+    b = settings(model__path="tiny", train__lr=1e-3, run__seed=0, run__name="b", data__limit=7)
+    before = [1, 0] * 10
+    first = made_run(tmp_path / "a", {0: before, 2: before}, [0.5, 0.5], config=a)
+    second = made_run(tmp_path / "b", {0: before, 1: [1] * 20, 2: [1] * 19 + [0]}, [0.5, 0.75], config=b)
+    return first, second
+
+
+def test_the_text_has_what_differs_scores_with_intervals_and_times(runs, capsys):
+    assert main(["compare", *map(str, runs)]) == 0
+    printed = capsys.readouterr().out
+    lines = [" ".join(line.split()) for line in printed.splitlines()]
+    for line in (
+        "train.lr 1e-05 0.001",
+        "data.limit not set 7",
+        "2 keys differ, 2 are equal (without run.name, run.folder, run.resume).",
+        "first b 0 0.500 [0.300, 0.700] +0.000 [-0.089, 0.089] within the interval, 20 prompts",
+        "best b 1 1.000 [0.806, 1.000] +0.500 [0.228, 0.681] better, 20 prompts",
+        "last b 2 0.950 [0.743, 1.000] +0.450 [0.185, 0.633] better, 20 prompts",
+        "wall time 1m01s 1m01s",
+        "tokens sampled a second 50 50",
+        "time of train 2 s 2 s",
+        "Right answers to 20 common prompts: a 10, b 19; 9 prompts differ in the verdict.",
+        f"wrote {runs[0] / 'compare.html'}",
+    ):
+        assert line in lines, line
+    assert "\nq1\n  expected answer:\n    42\n  a, score 0:\n    0 at 2\n  b, score 1:\n    1 at 2\n" in printed
+    assert "run.name" not in "".join(line for line in lines if "without" not in line)
+    assert compare(runs[::-1], None)[0].count("worse") == 2
+
+
+def test_the_page_has_tables_curves_with_intervals_and_answers_side_by_side(runs, tmp_path):
+    write_report(runs[0])
+    _, path = compare(runs, None)
+    page = path.read_text(encoding="utf-8")
+    seen = Page(page)
+    assert seen.tags.count("figure") == 2 and page.count('class="band') == 2
+    assert "train.lr 1e-05 0.001" in seen.text and "+0.450 [0.185, 0.633] better" in seen.text
+    assert "q1 answer 42 a: score 0 0 at 2 b: score 1 1 at 2" in seen.text
+    assert '<a href="report.html">Report</a><b>Compare</b>' in page
+    assert '<a href="compare.html">Compare</a>' in (runs[0] / "report.html").read_text(encoding="utf-8")
+    assert not re.search(r"url\(|@import|https?://(?!www\.w3\.org/2000/svg)", page)
+    other = tmp_path / "other.html"
+    assert main(["compare", *map(str, runs), "--out", str(other)]) == 0 and other.is_file()
+
+
+def test_runs_of_other_seeds_have_their_spread(runs, tmp_path):
+    scores = {1: [1] * 20, 2: [0] * 20}
+    for seed, last in scores.items():
+        config = settings(model__path="tiny", train__lr=1e-5, run__seed=seed, run__name=f"s{seed}")
+        made_run(tmp_path / f"s{seed}", {2: last}, [0.5, 0.5], config=config)
+    text, _ = compare([*runs, tmp_path / "s1", tmp_path / "s2"], None)
+    assert (
+        "a, s1, s2 differ in the seed only: their last held-out scores are 0.500 on average, standard deviation 0.500, "
+        "from 0.000 to 1.000." in text
+    )
+    assert "b differ" not in text and "b, " not in text.partition("HELD-OUT")[0]
+
+
+def test_evaluations_supervised_and_unfinished_runs_can_be_compared(runs, tmp_path):
+    evaluation = made_run(tmp_path / "eval_1", {2: [1] * 20})
+    text, _ = compare([evaluation, runs[1]], None)
+    assert re.search(r"last +b +2 +0\.950 .* -0\.050 \[-0\.170, 0\.079\] within the interval, 20 prompts", text)
+    assert "first" in text
+    sft = [made_run(tmp_path / f"sft_{i}", {}, [2.0, 1.0], metric="loss/nll") for i in range(2)]
+    killed = made_run(tmp_path / "killed", {0: [0.5]}, [0.5], None)
+    (killed / "rollouts" / "eval_000000.jsonl").unlink()
+    text, path = compare([*sft, killed], None)
+    assert "sft_0, sft_1, killed differ in the seed only" in text and "no result" in text
+    assert re.search(r"killed +0 +0\.500", text) and "No held-out prompt was answered by all runs." in text
+    assert "Loss" in Page(path.read_text(encoding="utf-8")).text
+    assert "HELD-OUT" not in compare(sft, None)[0]
+
+
+def test_other_prompts_are_not_compared(runs, tmp_path):
+    """Two data sets may give the same ids to other rows."""
+    other = made_run(tmp_path / "other", {2: [1] * 20}, [0.5, 0.5])
+    changed = [answer(f"q{i}", "x", 1.0) for i in range(20)]
+    for trajectory in changed:
+        trajectory.prompt.messages = [{"role": "user", "content": "another question"}]
+    RolloutLog(other, decode).write(2, changed, name="eval")
+    text, _ = compare([runs[0], other], None)
+    assert "no common prompts" in text and "better" not in text
+
+
+def test_wrong_arguments_and_damaged_runs_are_refused(runs, tmp_path, capsys):
+    assert main(["compare", str(runs[0]), f"{runs[0]}/../a"]) == 2
+    assert "needs 2 to 12 different runs" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="2 to 12"):
+        compare([tmp_path / str(i) for i in range(13)], None)
+    with pytest.raises(MeshrlError, match=rf"ab is not a run's folder.*did you mean {tmp_path}/[ab] or"):
+        compare([runs[0], tmp_path / "ab"], None)
+    with (runs[1] / "metrics.jsonl").open("a") as file:
+        file.write("{}\n")
+    with pytest.raises(MeshrlError, match=r"b/metrics\.jsonl:\d+"):
+        compare(runs, None)
+
+
+def test_hostile_names_values_and_answers_are_text(runs, tmp_path):
+    evil = "<script>alert(1)</script>\u202e\x1b[2J"
+    name = tmp_path / "<b>\u202e&amp"
+    made_run(name, {2: [1] * 20}, [0.5, 0.5], config=settings(model__path=evil, run__seed=0))
+    RolloutLog(name, decode).write(2, [answer(f"q{i}", evil, 1.0) for i in range(20)], name="eval")
+    _, path = compare([runs[0], name], tmp_path / "out.html")
+    page = path.read_text(encoding="utf-8")
+    assert Page(page).tags.count("script") == 1 and "<h1>a · &lt;b&gt;\\u202e&amp;amp</h1>" in page
+    assert not {"\u202e", "\x1b"} & set(page)
+    assert "<script>alert(1)</script>\\u202e\\x1b[2J" in Page(page).text
+
+
+def test_runs_of_the_same_name_are_shown_with_their_folders(tmp_path):
+    first, second = (made_run(tmp_path / f"seed_{i}" / "grpo", {0: [1.0]}) for i in range(2))
+    text, _ = compare([first, second], None)
+    assert "seed_0/grpo" in text and "seed_1/grpo" in text
+
+
+def test_intervals_have_a_width_also_for_equal_answers():
+    assert score_interval([0.0] * 10) == (0.0, pytest.approx(0.326, abs=0.001))
+    low, high = score_interval([1.0] * 9 + [0.0])
+    assert (low, high) == (pytest.approx(0.571, abs=0.001), 1.0)
+    low, high = difference_interval([1] * 5 + [-1] * 1 + [0] * 34)
+    center, n = 4 / 42, 42
+    half = 1.96 * (((5.5 + 1.5) / n - center**2) / n) ** 0.5
+    assert (low, high) == (pytest.approx(center - half), pytest.approx(center + half))
+    assert score_interval([3.0, 5.0]) == (pytest.approx(4 - 1.96 * 0.5**0.5), pytest.approx(4 + 1.96 * 0.5**0.5))
