@@ -218,6 +218,7 @@ def _add_view_options(view: argparse.ArgumentParser) -> None:
         metavar="N",
         help="print the answers of the evaluation after N steps (default: of the last one)",
     )
+    shown.add_argument("--terminal", action="store_true", help="browse all steps in the terminal (meshrl[view])")
     view.add_argument("--wrong", action="store_true", help="print only answers with a score below loop.eval_pass_score")
     view.add_argument("--text", action="store_true", help="print only the text of each answer, as one line")
 
@@ -300,6 +301,11 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def _view(args: argparse.Namespace) -> int:
+    if args.terminal:
+        from meshrl.tools.viewer.text import browse
+
+        browse(args.folder)
+        return 0
     from meshrl.tools.viewer.text import one_line_each, pages_of, read_answers
 
     kind, step = ("step", args.step) if args.evaluation is None else ("eval", args.evaluation)

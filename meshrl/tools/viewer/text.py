@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import sys
 from collections.abc import Iterator, Sequence
@@ -13,9 +14,9 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from meshrl.core.errors import Failure, MeshrlError
+from meshrl.core.errors import ConfigError, Failure, MeshrlError
 from meshrl.core.terminal import printable
-from meshrl.core.types import Trajectory
+from meshrl.core.types import Prompt, Trajectory
 from meshrl.monitor.rollout_log import LoggedTrajectory, read_rollouts
 from meshrl.tools.report.folder import criterion_of, judged_score, plain_text, read_settings
 from meshrl.tools.runs import answer_files, require_run
@@ -58,6 +59,19 @@ def read_answers(run: Path, kind: str, step: int, wrong: bool = False) -> Answer
     return Answers(f"{run}, {what} {number}", list(groups.values()), error)
 
 
+def browse(run: Path) -> None:
+    """Show the steps of a run in the terminal until its user quits. Raises: MeshrlError when it is not a run's folder,
+    or has no rollouts; ConfigError when textual is not installed."""
+    require_run(run)
+    if not answer_files(run, "step") and not answer_files(run, "eval"):
+        raise MeshrlError(f"{run} has no rollouts (monitor.rollout_log_every_steps)")
+    if importlib.util.find_spec("textual") is None:
+        raise ConfigError("--terminal needs textual, which is not installed: pip install 'meshrl[view]'")
+    from meshrl.tools.viewer.terminal import RolloutViewer
+
+    RolloutViewer(run).run()
+
+
 def one_line_each(answers: Answers) -> Iterator[str]:
     """The text of each answer as one line, so that `grep`, `sort | uniq -c` and `wc -l` count answers. Newlines are the
     two characters \\n."""
@@ -83,13 +97,17 @@ def pages_of(answers: Answers) -> Iterator[str]:
     title = f"{answers.title}: {len(answers.groups)} prompts, {len(rewards)} answers{mean}"
     yield _drawn([Text(printable(title), "bold")])
     for number, group in enumerate(answers.groups, start=1):
-        prompt = group[0].trajectory.prompt
-        head = f"\n━━━ prompt {number} of {len(answers.groups)}: {prompt.id}"
-        truth = {"role": "expected answer", "content": prompt.answer}
-        messages = [part for message in (*(prompt.messages or ()), truth) for part in message_parts(message)]
-        yield _drawn([Text(printable(head), "bold cyan"), *messages, *(p for one in group for p in answer_parts(one))])
+        question = question_parts(group[0].trajectory.prompt, f" {number} of {len(answers.groups)}")
+        yield _drawn([Text(), *question, *(part for one in group for part in answer_parts(one))])
     if answers.error:
         yield _drawn([Text(printable(f"the rest can't be read: {answers.error}"), "yellow")])
+
+
+def question_parts(prompt: Prompt, number: str = "") -> Iterator[Any]:
+    """The head of a group, the messages of its prompt, and the expected answer."""
+    yield Text(printable(f"━━━ prompt{number}: {prompt.id}"), "bold cyan")
+    for message in (*(prompt.messages or ()), {"role": "expected answer", "content": prompt.answer}):
+        yield from message_parts(message)
 
 
 def answer_parts(logged: LoggedTrajectory) -> Iterator[Any]:

@@ -139,3 +139,9 @@ def test_a_run_without_rollouts_and_a_missing_run_are_explained(tmp_path, capsys
     assert "it has no rollouts" in capsys.readouterr().err
     assert main(["view", str(tmp_path / "stf"), "--eval"]) == 1
     assert f"did you mean {sft}?" in capsys.readouterr().err
+
+
+def test_without_textual_the_terminal_viewer_names_the_package_to_install(run, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "textual", None)
+    assert main(["view", str(run), "--terminal"]) == 2
+    assert "pip install 'meshrl[view]'" in capsys.readouterr().err

@@ -1,0 +1,133 @@
+"""`meshrl view RUN --terminal`: steps, groups and answers, driven by keys."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshrl.cli import main
+from meshrl.monitor.rollout_log import RolloutLog
+from tests.made_runs import answer, decode, made_run
+
+pytest.importorskip("textual", reason="textual is not installed: pip install 'meshrl[view]'")
+
+from textual.widgets import DataTable, Footer, Static
+
+from meshrl.tools.viewer.terminal import RolloutViewer
+
+HOSTILE = "[red]\x1b[2J\u202e<script>[/nope]"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = made_run(tmp_path / "run", {0: [0, 1], 2: [1, 1]}, [0.5, 0.5])
+    groups = [
+        [answer("short", "yes", 1.0), answer("short", "no", 0.0, 1)],
+        [answer("medium", "needle " + "word " * 9, 0.25)],
+        [answer(HOSTILE, HOSTILE, -1.0)],
+    ]
+    RolloutLog(folder, decode).write(2, [one for group in groups for one in group])
+    return folder
+
+
+def drive(run: Path, check: Callable[[Any, Any], Awaitable[None]]) -> None:
+    async def driven() -> None:
+        app = RolloutViewer(run)
+        async with app.run_test(size=(160, 40)) as pilot:
+            await pilot.pause()
+            await check(app, pilot)
+
+    asyncio.run(driven())
+
+
+def prompts(app: RolloutViewer) -> list[str]:
+    table = app.query_one(DataTable)
+    return [str(table.get_row_at(i)[0]) for i in range(table.row_count)]
+
+
+def drawn(app: RolloutViewer) -> str:
+    """The characters on the screen."""
+    lines = app.screen._compositor.render_strips()
+    return "\n".join("".join(segment.text for segment in strip) for strip in lines)
+
+
+def title(app: RolloutViewer) -> str:
+    return str(app.query_one("#title", Static).content)
+
+
+def test_the_last_step_is_shown_first_with_the_answers_of_a_group_side_by_side(run):
+    async def check(app, pilot):
+        assert "rollouts of step 2: 3 of 3 prompts, by order" in title(app)
+        assert prompts(app)[:2] == ["short", "medium"]
+        screen = drawn(app)
+        assert "answer 0: reward 1" in screen and "answer 1: reward 0" in screen and "expected answer:" in screen
+        (line,) = [line for line in screen.splitlines() if " yes " in line]
+        assert " no " in line
+        footer = {binding.description for binding in app.query_one(Footer).query("FooterKey")}
+        assert {"next step", "search", "wrong only", "sort", "quit"} <= footer
+
+    drive(run, check)
+
+
+def test_keys_change_the_step_the_group_the_sort_and_the_filter(run):
+    async def check(app, pilot):
+        await pilot.press("down")
+        await pilot.pause()
+        assert "needle word" in drawn(app)
+        await pilot.press("s")
+        assert "by lowest reward" in title(app) and prompts(app)[1:] == ["medium", "short"]
+        await pilot.press("s", "s")
+        assert "by longest" in title(app) and prompts(app)[0] == "medium"
+        await pilot.press("w")
+        assert "wrong only" in title(app) and prompts(app)[0] == "medium" and len(app.shown[-1]) == 1
+        await pilot.press("w", "p")
+        assert "evaluation after step 2" in title(app)
+        await pilot.press("p", "p", "p", "p")
+        assert "evaluation after step 0" in title(app) and prompts(app) == ["q0", "q1"]
+        await pilot.press("n")
+        assert "rollouts of step 1" in title(app)
+
+    drive(run, check)
+
+
+def test_a_search_finds_prompts_and_answers_and_ends_with_escape(run):
+    async def check(app, pilot):
+        await pilot.press("slash", *"NEEDLE")
+        await pilot.pause()
+        assert prompts(app) == ["medium"] and "1 of 3 prompts" in title(app)
+        await pilot.press(*"xx")
+        await pilot.pause()
+        assert prompts(app) == [] and "needle word" not in drawn(app)
+        await pilot.press("escape", "down")
+        await pilot.pause()
+        assert len(prompts(app)) == 3
+
+    drive(run, check)
+
+
+def test_hostile_texts_are_shown_as_text(run):
+    async def check(app, pilot):
+        await pilot.press("down", "down")
+        await pilot.pause()
+        assert "[red]\\x1b[2J\\u202e<script>[/nope]" in drawn(app)
+
+    drive(run, check)
+
+
+def test_a_damaged_file_shows_the_lines_before_the_damage(run):
+    path = run / "rollouts" / "step_000002.jsonl"
+    path.write_text(path.read_text().splitlines()[0] + "\n{}\n")
+
+    async def check(app, pilot):
+        assert "the rest can't be read" in title(app) and prompts(app) == ["short"]
+
+    drive(run, check)
+
+
+def test_a_run_without_rollouts_is_refused(tmp_path, capsys):
+    assert main(["view", str(made_run(tmp_path / "sft")), "--terminal"]) == 1
+    assert "has no rollouts" in capsys.readouterr().err
