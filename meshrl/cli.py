@@ -114,14 +114,11 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         "--out", metavar="FOLDER", help="new folder for the answers and results (default: eval_N in the model's run)"
     )
     report = add("report", _report, "write RUN/report.html from the run's files, during the run or after it")
-    view = add("view", _view, "write RUN/view.html, a page to search and read all answers of a run, token by token")
-    view.add_argument("--out", type=Path, metavar="FILE", help="file to write (default: RUN/view.html)")
-    view.add_argument("--steps", metavar="A-B", help="only the steps A to B, such as 10-20 (default: all)")
     status = add("status", _status, "print the state of a run: step, phase, reward, processes")
     stop = add("stop", _stop, "end a run of this machine with a checkpoint, by SIGTERM; waits up to a minute")
-    for sub in (report, view, status, stop):
+    for sub in (report, status, stop):
         sub.add_argument("folder", type=Path, metavar="RUN", help="folder of the run, such as runs/NAME")
-    _add_view_options(add("view", _view, "show the rollouts of a run"))
+    _add_view_options(add("view", _view, "show the answers of a run: as a page (RUN/view.html) or in the terminal"))
     compare = add("compare", _compare, "show what differs between runs or evaluations, also as a page")
     compare.add_argument("folders", type=Path, nargs="+", metavar="RUN", help="folders of two or more runs")
     compare.add_argument("--out", type=Path, metavar="FILE", help="page to write (default: compare.html in first RUN)")
@@ -208,7 +205,8 @@ def _add_schedule_options(schedule: argparse.ArgumentParser) -> None:
 def _add_view_options(view: argparse.ArgumentParser) -> None:
     view.add_argument("folder", type=Path, metavar="RUN", help="folder of the run, such as runs/NAME")
     shown = view.add_mutually_exclusive_group()
-    shown.add_argument("--step", type=int, metavar="N", help="print the rollouts of this step; -1 is the last one")
+    shown.add_argument("--steps", metavar="A-B", help="write the page with the steps A to B only, such as 10-20")
+    shown.add_argument("--step", type=int, metavar="N", help="print the answers of this step; -1 is the last one")
     shown.add_argument(
         "--eval",
         type=int,
@@ -219,8 +217,16 @@ def _add_view_options(view: argparse.ArgumentParser) -> None:
         help="print the answers of the evaluation after N steps (default: of the last one)",
     )
     shown.add_argument("--terminal", action="store_true", help="browse all steps in the terminal (meshrl[view])")
+    shown.add_argument(
+        "--attention",
+        metavar="STEP/GROUP/ANSWER",
+        help="write a page about what each token of an answer attends to, from saved weights: such as 12/3/0, or "
+        "eval_12/3/0 for the evaluation after step 12; the group by its number in the file (from 1) or its id, the "
+        "answer by its index (from 0)",
+    )
     view.add_argument("--wrong", action="store_true", help="print only answers with a score below loop.eval_pass_score")
     view.add_argument("--text", action="store_true", help="print only the text of each answer, as one line")
+    view.add_argument("--out", type=Path, metavar="FILE", help="page to write (default: in RUN)")
 
 
 def _train(args: argparse.Namespace) -> int:
@@ -286,13 +292,6 @@ def _report(args: argparse.Namespace) -> int:
     return 0
 
 
-def _view(args: argparse.Namespace) -> int:
-    from meshrl.tools.viewer.page import write_view
-
-    print_message("\n".join(write_view(args.folder, args.out, args.steps)), sys.stdout)
-    return 0
-
-
 def _status(args: argparse.Namespace) -> int:
     from meshrl.tools.status import describe
 
@@ -301,17 +300,30 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def _view(args: argparse.Namespace) -> int:
+    prints = args.step is not None or args.evaluation is not None
+    if (args.wrong or args.text) and not prints:
+        raise ConfigError("--wrong and --text are about answers that are printed; add --step N or --eval")
+    if args.out is not None and (prints or args.terminal):
+        raise ConfigError("--out is the page to write, and --step, --eval and --terminal write none; leave it out")
     if args.terminal:
         from meshrl.tools.viewer.text import browse
 
         browse(args.folder)
-        return 0
-    from meshrl.tools.viewer.text import one_line_each, pages_of, read_answers
+    elif prints:
+        from meshrl.tools.viewer.text import one_line_each, pages_of, read_answers
 
-    kind, step = ("step", args.step) if args.evaluation is None else ("eval", args.evaluation)
-    answers = read_answers(args.folder, kind, step, args.wrong)
-    for text in one_line_each(answers) if args.text else pages_of(answers):
-        print_output(text, is_printable=True)
+        kind, step = ("step", args.step) if args.evaluation is None else ("eval", args.evaluation)
+        answers = read_answers(args.folder, kind, step, args.wrong)
+        for text in one_line_each(answers) if args.text else pages_of(answers):
+            print_output(text, is_printable=True)
+    elif args.attention is not None:
+        from meshrl.tools.viewer.attention import write_attention
+
+        print_message("\n".join(write_attention(args.folder, args.attention, args.out)), sys.stdout)
+    else:
+        from meshrl.tools.viewer.page import write_view
+
+        print_message("\n".join(write_view(args.folder, args.out, args.steps)), sys.stdout)
     return 0
 
 

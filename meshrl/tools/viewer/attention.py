@@ -1,0 +1,268 @@
+"""attention_STEP_GROUP_ANSWER.html: what each token of one answer attends to, in every layer and head, written by
+`meshrl view RUN --attention STEP/GROUP/ANSWER`. The maps are computed on demand from weights that the run has saved."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import tempfile
+import zlib
+from contextlib import suppress
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshrl.agent.tree import check_turns, leaf_paths, path_ids
+from meshrl.core.errors import ConfigError, MeshrlError
+from meshrl.core.terminal import printable
+from meshrl.core.types import Trajectory
+from meshrl.data.chat import load_tokenizer
+from meshrl.data.decode import text_of
+from meshrl.monitor.jsonl import data_errors, read_object
+from meshrl.monitor.rollout_log import read_rollouts
+from meshrl.monitor.sinks import read_metrics
+from meshrl.run.folder import state_in
+from meshrl.tools.convert import convert
+from meshrl.tools.page.document import data_block, document, package_text, write_page
+from meshrl.tools.report.folder import read_settings
+from meshrl.train.checkpoint_files import MANIFEST, step_folders
+
+MAX_TOKENS = 4096  # of a row; eager attention of 32 heads needs 2 GB for the scores of so many
+_SHOWN_NAMES = 20  # in an error that lists what exists
+_HERE = "meshrl.tools.viewer"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One answer of the rollout log. kind: step or eval. step: of its file. group: its number in the file, from 1."""
+
+    kind: str
+    step: int
+    group: int
+    trajectory: Trajectory
+
+    @property
+    def name(self) -> str:
+        return f"{'eval_' if self.kind == 'eval' else ''}{self.step}/{self.group}/{self.trajectory.index}"
+
+
+@dataclass(frozen=True, slots=True)
+class SavedWeights:
+    """Weights that exist. step: finished steps. place: a model folder, a hub id, or a checkpoint's state."""
+
+    step: int
+    place: str
+    is_state: bool = False
+
+
+def write_attention(run: Path, which: str, out: Path | None = None) -> list[str]:
+    """Write the page of an answer to `run`/attention_STEP_GROUP_ANSWER.html, or `out`. Returns lines for the user.
+
+    which: STEP/GROUP/ANSWER, such as 12/3/0: the file's step (eval_12: the evaluation after it), the group's number in
+    the file from 1, or its id, and the answer's index from 0.
+
+    Raises: MeshrlError when there is no such answer or no weights; ConfigError when the weights can't be used;
+    OutputError.
+    """
+    answer = find_answer(run, which)
+    weights, wanted = choose_weights(run, answer)
+    ids, sampled, notes = _row(answer.trajectory)
+    text, more = _page(run, answer, weights, ids, sampled)
+    notes = [_origin(answer, weights, wanted), *notes, *more]
+    shown = "".join(f'<p class="note">{escape(note)}</p>' for note in notes)
+    path = out or run / f"attention_{answer.name.replace('/', '_')}.html"
+    return [f"wrote {write_page(path, text.replace(_NOTES, shown, 1))}", *notes]
+
+
+# ---- which answer
+
+
+def find_answer(run: Path, which: str) -> Answer:
+    """Raises: ConfigError when `which` is no STEP/GROUP/ANSWER; MeshrlError when the run has no such answer; it lists
+    what there is."""
+    found = re.fullmatch(r"(?:(eval)_)?(\d{1,9})/(.+)/(\d{1,9})", which)
+    if found is None:
+        raise ConfigError(f"--attention {which!r}: write STEP/GROUP/ANSWER, such as 12/3/0, or eval_12/3/0")
+    kind, step, index = found[1] or "step", int(found[2]), int(found[4])
+    path = run / "rollouts" / f"{kind}_{step:06d}.jsonl"
+    if not path.is_file():
+        files = sorted((run / "rollouts").glob("*_*.jsonl"))
+        names = [f"{'eval_' if p.stem.startswith('eval') else ''}{int(p.stem.rpartition('_')[2])}" for p in files]
+        raise MeshrlError(f"{run} has no rollouts of {'evaluation' if found[1] else 'step'} {step}; {_listed(names)}")
+    groups: dict[str, dict[int, Trajectory]] = {}
+    damage = ""
+    try:
+        for logged in read_rollouts(path):
+            groups.setdefault(logged.trajectory.group_id, {})[logged.trajectory.index] = logged.trajectory
+    except MeshrlError as cause:  # the lines before it may have the answer
+        damage = f" ({cause})"
+    names = list(groups)
+    number = int(found[3]) if found[3].isdecimal() else names.index(found[3]) + 1 if found[3] in groups else 0
+    if not 1 <= number <= len(names):
+        ids = [f"{i} = {name}" for i, name in enumerate(names, start=1)]
+        raise MeshrlError(f"{path} has no group {found[3]}; {_listed(ids)}{damage}")
+    answers = groups[names[number - 1]]
+    if index not in answers:
+        raise MeshrlError(f"{path}: group {number} has no answer {index}; {_listed(sorted(answers))}{damage}")
+    with data_errors(str(path), "a trajectory"):
+        check_turns(answers[index])
+    return Answer(kind, step, number, answers[index])
+
+
+def _listed(names: list[Any]) -> str:
+    if not names:
+        return "there are none"
+    more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
+    return f"there are: {', '.join(map(str, names[:_SHOWN_NAMES]))}{more}"
+
+
+def _row(trajectory: Trajectory) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    """The tokens of the row that ends with the last turn, int32[T], which of them were sampled, bool[T], and notes
+    about tokens that are not shown. Raises: MeshrlError when the answer has no turn."""
+    paths = leaf_paths(trajectory.turns)
+    if not paths:
+        raise MeshrlError(f"{trajectory.id} has no turn, so there are no tokens: its status is {trajectory.status}")
+    turns = [trajectory.turns[i] for i in paths[-1]]
+    ids = path_ids(trajectory.turns, paths[-1][-1])
+    sampled = [flag for turn in turns for flag in ([False] * len(turn.context_ids) + [True] * len(turn.output_ids))]
+    notes = []
+    if len(paths) > 1:
+        notes.append(f"The answer has {len(paths)} branches; this is the one that ends with its last turn.")
+    if len(ids) > MAX_TOKENS:
+        notes.append(f"The row has {len(ids)} tokens; the first {MAX_TOKENS} are shown. Later ones do not change them.")
+    return ids[:MAX_TOKENS], np.array(sampled[:MAX_TOKENS]), notes
+
+
+# ---- which weights
+
+
+def choose_weights(run: Path, answer: Answer) -> tuple[SavedWeights, int]:
+    """The saved weights that are nearest to those that sampled the answer's last token, and the number of finished
+    steps of the latter. Raises: MeshrlError when there are none."""
+    given = next((s.value for s in read_settings(run / "config.yaml") if s.key == "model.path"), "")
+    with data_errors(str(run / "config.yaml"), "the config of a run"):
+        given = str(json.loads(given)) if given.startswith('"') else given
+    first = 0
+    if (run / "result.json").is_file() and "answers" in (result := read_object(run / "result.json")):
+        given, first = str(result.get("model", given)), answer.step  # of `meshrl eval`
+    found = []
+    has_base = Path(given).is_dir() or bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", given))  # a folder, or a hub id
+    if given and has_base:
+        is_state = (state_in(Path(given)) / MANIFEST).is_file()
+        found.append(SavedWeights(first, given, is_state))
+    for step, folder in step_folders(run / "checkpoints"):
+        if (folder / "model" / "config.json").is_file():
+            found.append(SavedWeights(step, str(folder / "model")))
+        elif has_base and (folder / "state" / MANIFEST).is_file():  # to convert it, the first model is needed
+            found.append(SavedWeights(step, str(folder / "state"), is_state=True))
+    if not found:
+        raise MeshrlError(
+            f"{run} has no weights to compute attention with: model.path {given!r} does not exist, and checkpoints/ "
+            "has no model. Restore the folder of model.path"
+        )
+    wanted = _finished_steps(run, answer)
+    return min(found, key=lambda weights: (abs(weights.step - wanted), weights.step)), wanted
+
+
+def _finished_steps(run: Path, answer: Answer) -> int:
+    """After how many finished steps the trainer had the weights that sampled the answer's last token."""
+    version = max((int(turn.versions.max()) for turn in answer.trajectory.turns if len(turn.versions)), default=None)
+    with suppress(MeshrlError):  # without metrics, the weights of the schedule colocated are assumed
+        for line in read_metrics(run / "metrics.jsonl")[0]:
+            if line.metrics.get("first_sync/version") == version:
+                return 0
+            if line.metrics.get("sync/version") == version:
+                return line.step
+    return answer.step if answer.kind == "eval" else answer.step - 1
+
+
+def _origin(answer: Answer, weights: SavedWeights, wanted: int) -> str:
+    """Which weights the page shows."""
+    used = f"the weights after step {weights.step}" if weights.step else "the weights before the first step"
+    text = f"Computed in fp32 with {used} ({weights.place})"
+    versions = [turn.versions for turn in answer.trajectory.turns if len(turn.versions)]
+    several = len({int(v) for array in versions for v in array}) > 1
+    if weights.step == wanted:
+        return f"{text}, which sampled {'the last token' if several else 'this answer'}."
+    return (
+        f"{text}, the nearest that the run has saved: this answer was sampled by the weights after step {wanted}. The "
+        "maps of those may differ."
+    )
+
+
+# ---- the page
+
+_NOTES = "<!--notes-->"
+
+
+def _page(
+    run: Path, answer: Answer, weights: SavedWeights, ids: np.ndarray, sampled: np.ndarray
+) -> tuple[str, list[str]]:
+    """The page without its notes, and notes about how the maps are shown."""
+    from meshrl.model.attention_maps import maps_of_model  # imports torch
+
+    with tempfile.TemporaryDirectory(prefix="meshrl-attention-") as made:
+        place = weights.place
+        if weights.is_state:
+            place = str(Path(made) / "model")
+            convert(Path(weights.place), Path(place))
+        tokenizer = load_tokenizer(place)
+        maps = maps_of_model(place, ids)
+    facts = {
+        "tokens": [printable(text_of(tokenizer, ids[i : i + 1], special=True)) for i in range(len(ids))],
+        "sampled": [int(flag) for flag in sampled],
+        "block": maps.block,
+        "side": maps.side,
+        "heads": maps.num_heads,
+        "layers": [None if one is None else _rounded(one.unshown) for one in maps.layers],
+    }
+    blocks = "".join(
+        f'<script type="text/plain" id="map{i}">{_packed(one.weights)}</script>\n'
+        for i, one in enumerate(maps.layers)
+        if one is not None
+    )
+    trajectory = answer.trajectory
+    reward = "none" if trajectory.reward is None else f"{trajectory.reward:.4g}"
+    kind = "evaluation after step" if answer.kind == "eval" else "step"
+    about = f"{kind} {answer.step} · group {answer.group} ({trajectory.group_id}) · answer {trajectory.index}"
+    name = run.resolve().name
+    text = document(
+        f"{name}: attention of {answer.name}",
+        [
+            f"<header><h1>{escape(name)}: attention</h1>"
+            f'<span class="badge">reward <b>{reward}</b></span><p>{escape(about)} · {len(ids)} tokens</p></header>',
+            _NOTES,
+            package_text(_HERE, "attention.html"),
+        ],
+        style=[package_text(_HERE, "attention.css")],
+        scripts=[package_text(_HERE, "attention.js")],
+        data=data_block("attention", facts) + blocks,
+    )
+    return text, _display_notes(maps)
+
+
+def _packed(array: np.ndarray) -> str:
+    return base64.b64encode(zlib.compress(array.tobytes(), 6)).decode("ascii")
+
+
+def _rounded(values: np.ndarray | None) -> list[float]:
+    return [] if values is None else [round(float(value), 4) for value in values]
+
+
+def _display_notes(maps: Any) -> list[str]:
+    notes = []
+    if maps.block > 1:
+        notes.append(
+            f"A row or column of a map stands for {maps.block} tokens and shows the largest weight between two such "
+            "blocks, so the rows do not sum to 1."
+        )
+    without = [str(i) for i, one in enumerate(maps.layers) if one is None]
+    if without:
+        notes.append(f"The layers {', '.join(without)} have no softmax attention, so they have no map.")
+    if any(one is not None and one.unshown is not None for one in maps.layers):
+        notes.append("Some heads have an attention sink, which takes weight that no token gets; it is shown per head.")
+    return notes
