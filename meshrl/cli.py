@@ -113,6 +113,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     evaluate.add_argument(
         "--out", metavar="FOLDER", help="new folder for the answers and results (default: eval_N in the model's run)"
     )
+    diagnose = add("diagnose", _diagnose, "report where the time of a run goes, and what to change; see docs/see.md")
+    _add_diagnose_options(diagnose)
     report = add("report", _report, "write RUN/report.html from the run's files, during the run or after it")
     status = add("status", _status, "print the state of a run: step, phase, reward, processes")
     stop = add("stop", _stop, "end a run of this machine with a checkpoint, by SIGTERM; waits up to a minute")
@@ -229,6 +231,28 @@ def _add_view_options(view: argparse.ArgumentParser) -> None:
     view.add_argument("--out", type=Path, metavar="FILE", help="page to write (default: in RUN)")
 
 
+def _add_diagnose_options(diagnose: argparse.ArgumentParser) -> None:
+    diagnose.add_argument(
+        "target",
+        type=Path,
+        metavar="CONFIG|RUN",
+        help="a config, some steps of which are run with torch.profiler; or the folder of a run that has traces; or a "
+        "trace of torch.profiler (.json, .json.gz), or a folder of them",
+    )
+    diagnose.add_argument("overrides", metavar="key=value", nargs="*", help="values that override those of a config")
+    diagnose.add_argument("--trace", choices=["fsdp"], default="fsdp", help="the kind of diagnosis; so far only fsdp")
+    diagnose.add_argument(
+        "--steps", type=_positive, default=3, metavar="N", help="steps of a config to profile (default 3)"
+    )
+    diagnose.add_argument("--out", type=Path, metavar="FOLDER", help="folder for the files (default: the run's)")
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{printable(text)!r} is not an integer of at least 1")
+    return int(text)
+
+
 def _train(args: argparse.Namespace) -> int:
     from meshrl.api import train
     from meshrl.run.inputs import load_run
@@ -282,6 +306,13 @@ def _plan_schedule(args: argparse.Namespace) -> int:
 
     config = load_run(args.config, args.overrides).config
     print_output(advise(config, args.measured, args.assume, args.gpus, args.out))
+    return 0
+
+
+def _diagnose(args: argparse.Namespace) -> int:
+    from meshrl.tools.diagnose.command import run
+
+    print_output(printable(run(args.target, args.overrides, args.steps, args.out)))
     return 0
 
 

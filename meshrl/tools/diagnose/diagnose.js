@@ -1,0 +1,193 @@
+"use strict";
+(() => {
+  // Names of a trace may have control characters and marks that change the order of text.
+  const hidden = /[\p{Cc}\p{Cf}\u2028\u2029]/gu;
+  const visible = (c) => `\\u${c.codePointAt(0).toString(16).padStart(4, "0")}`;
+  const found = JSON.parse(document.getElementById("diagnosis").textContent,
+    (key, value) => typeof value === "string" ? value.replace(hidden, visible) : value);
+  const main = document.getElementById("diagnose");
+  const COLOURS = { compute: 0, sampling: 2, communication: 1, slow_rank: 4, wait: 4, sync: 3, copy: 5, host: 7,
+    reward: 9, imbalance: 10, idle_trainers: 11, idle_samplers: 11, controller: 6 };
+  const DASHED = { host: "3 2", reward: "6 2", imbalance: "1 2", idle_trainers: "2 4", idle_samplers: "2 4" };
+  const SVG = "http://www.w3.org/2000/svg";
+
+  function element(name, attributes = {}, ...children) {
+    const made = document.createElement(name);
+    for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+    made.append(...children);
+    return made;
+  }
+  function shape(name, attributes, text = "") {
+    const made = document.createElementNS(SVG, name);
+    for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+    if (text && name === "text") made.textContent = text;
+    if (text && name !== "text") made.append(shape("title", {}), "");
+    if (text && name !== "text") made.firstChild.textContent = text;
+    return made;
+  }
+  function seconds(value) {
+    if (value === null || value === undefined) return "";
+    if (value >= 100) return `${Math.floor(value / 60)}m${String(Math.round(value % 60)).padStart(2, "0")}s`;
+    return value > 0 && value < 0.1 ? `${Number((value * 1e3).toPrecision(3))} ms` : `${Number(value.toPrecision(3))} s`;
+  }
+  function bytes(value) {
+    for (const [size, unit] of [[1e12, "TB"], [1e9, "GB"], [1e6, "MB"], [1e3, "kB"]])
+      if (value >= size) return `${Number((value / size).toPrecision(3))} ${unit}`;
+    return `${value} B`;
+  }
+  const plain = (value) => value === null || value === undefined ? "" : String(Number(Number(value).toPrecision(3)));
+  const title = (cause) => found.titles[cause] || cause;
+
+  function table(head, rows) {
+    const line = (cells, kind) => element("tr", {}, ...cells.map((text, i) =>
+      element(kind === "th" || i === 0 ? "th" : "td",
+        { ...(kind === "th" ? { scope: "col" } : i === 0 ? { scope: "row" } : {}), ...(i ? { class: "num" } : {}) }, text)));
+    return element("table", {}, element("thead", {}, line(head, "th")),
+      element("tbody", {}, ...rows.map((row) => line(row, "td"))));
+  }
+  function section(name, about, ...children) {
+    main.append(element("section", {}, element("h2", {}, name),
+      ...(about ? [element("p", { class: "note" }, about)] : []), ...children));
+  }
+  const below = (rows) => element("details", { class: "values" }, element("summary", {}, "values"), rows);
+  const wide = (rows) => element("div", { class: "wide" }, rows);
+
+  function ticks(low, high, about) {
+    const raw = (high - low) / about, power = 10 ** Math.floor(Math.log10(raw));
+    const step = [1, 2, 5, 10].map((m) => m * power).find((s) => s >= raw * 0.999);
+    const all = [];
+    for (let at = Math.ceil(low / step - 1e-9) * step; at <= high + step * 1e-9; at += step) all.push(at);
+    return all;
+  }
+  function axis(drawing, low, high, left, right, bottom) {
+    const x = (time) => left + (time - low) / (high - low) * (right - left);
+    const unit = high - low < 0.1 ? [1e3, "ms"] : [1, "s"];
+    for (const at of ticks(low, high, 8)) {
+      drawing.append(shape("path", { class: "tick", d: `M${x(at).toFixed(1)} 0V${bottom}` }));
+      drawing.append(shape("text", { x: x(at).toFixed(1), y: bottom + 16, "text-anchor": "middle" },
+        plain(at * unit[0])));
+    }
+    drawing.append(shape("text", { x: left - 8, y: bottom + 16, "text-anchor": "end" }, `time, ${unit[1]}`));
+    return x;
+  }
+  function block(cause, x, y, width, height, text) {
+    return shape("rect", { class: `f${COLOURS[cause] ?? 6}`, x: x.toFixed(2), y, width: Math.max(width, 0.3).toFixed(2),
+      height, ...(DASHED[cause] ? { "fill-opacity": 0.45, class: `f${COLOURS[cause]} l${COLOURS[cause]}`,
+        "stroke-dasharray": DASHED[cause], "stroke-width": 0.7 } : {}) }, text);
+  }
+  function legend(causes) {
+    return element("div", { class: "legend" }, ...causes.map((cause) => {
+      const swatch = shape("svg", { viewBox: "0 0 12 12", width: 12, height: 12, "aria-hidden": "true" });
+      swatch.append(block(cause, 1, 1, 10, 10));
+      return element("span", {}, swatch, title(cause));
+    }));
+  }
+
+  function tiles() {
+    const rows = [["time of a step", seconds(found.step_s), `mean of ${found.steps.length} steps`]];
+    if (found.ratio !== null) rows.push(["computation / communication", plain(found.ratio), "in the phase train"]);
+    if (found.slow_down !== null)
+      rows.push(["profiler", `${plain(found.slow_down)} x`, "time of a step with it / without it"]);
+    const first = found.costs[0];
+    if (first) rows.push(["largest cost", `${Math.round(first.share * 100)} %`, first.title]);
+    main.append(element("section", { class: "tiles" }, ...rows.map(([name, value, more]) =>
+      element("div", { class: "tile" }, element("span", {}, name), element("b", {}, value), element("small", {}, more)))));
+  }
+  function costs() {
+    section("The three largest costs", "", element("ol", { class: "costs" }, ...found.costs.slice(0, 3).map((cost) =>
+      element("li", {}, element("b", {}, `${Math.round(cost.share * 100)} % of a step (${seconds(cost.seconds)}): ${cost.title}`),
+        ...(cost.detail ? [element("p", { class: "detail" }, cost.detail)] : []), element("p", {}, cost.change)))));
+  }
+  function timeline() {
+    const ranks = Object.keys(found.lanes), spots = found.step_times;
+    const used = [...new Set(ranks.flatMap((rank) => found.lanes[rank].drawn.map((one) => one[2])))];
+    const holder = element("div", { class: "wide" });
+    const buttons = element("div", { class: "zoom", role: "group", "aria-label": "part of the timeline" });
+    const ends = [...spots.flatMap((one) => [one[1], one[2]])];
+    const views = [["all steps", Math.min(...ends), Math.max(...ends)],
+      ...spots.map(([step, low, high]) => [`step ${step}`, low, high])];
+    function draw(low, high) {
+      const height = 26, bottom = ranks.length * height + 4;
+      const drawing = shape("svg", { class: "lanes", viewBox: `0 0 1100 ${bottom + 24}`, role: "img",
+        "aria-label": "timeline of all ranks: what each rank does, by time in seconds" });
+      const x = axis(drawing, low, high, 74, 1090, bottom);
+      ranks.forEach((rank, i) => {
+        const y = i * height + 4;
+        drawing.append(shape("rect", { class: "back", x: 74, y, width: 1016, height: height - 6 }));
+        drawing.append(shape("text", { x: 66, y: y + 14, "text-anchor": "end" }, `rank ${rank}`));
+        for (const [start, end, cause] of found.lanes[rank].drawn) {
+          const a = Math.max(start, low), b = Math.min(end, high);
+          if (a < b) drawing.append(block(cause, x(a), y, x(b) - x(a), height - 6,
+            `${title(cause)}: ${seconds(end - start)} from ${plain(start)} s`));
+        }
+      });
+      for (const [, at] of spots) if (at >= low && at <= high)
+        drawing.append(shape("path", { class: "edge", d: `M${x(at).toFixed(1)} 0V${bottom}` }));
+      holder.replaceChildren(drawing);
+    }
+    for (const [name, low, high] of views.slice(0, 12)) {
+      const button = element("button", { type: "button", "aria-pressed": "false" }, name);
+      button.addEventListener("click", () => {
+        for (const other of buttons.children) other.setAttribute("aria-pressed", String(other === button));
+        draw(low, high);
+      });
+      buttons.append(button);
+    }
+    const total = (rank, cause) => found.lanes[rank].drawn.reduce((sum, [a, b, c]) => sum + (c === cause ? b - a : 0), 0);
+    const left = ranks.reduce((sum, rank) => sum + found.lanes[rank].left_out, 0);
+    section("Timeline of all ranks", left ? `${left} shorter intervals are not drawn.` : "",
+      element("figure", {}, buttons, legend(used), holder,
+        below(table(["rank", ...used.map(title)], ranks.map((rank) =>
+          [`rank ${rank}`, ...used.map((cause) => seconds(total(rank, cause)))])))));
+    buttons.firstChild.click();
+  }
+  function waterfall() {
+    const rows = found.costs.filter((cost) => cost.share >= 0.002), height = 24, bottom = rows.length * height + 2;
+    const drawing = shape("svg", { class: "lanes", viewBox: `0 0 1100 ${bottom + 24}`, role: "img",
+      "aria-label": "the time of a mean step, divided by cause, in seconds" });
+    const x = axis(drawing, 0, found.step_s || 1e-9, 74, 760, bottom);
+    let at = 0;
+    rows.forEach((cost, i) => {
+      const text = `${seconds(cost.seconds)} (${(cost.share * 100).toFixed(1)} %) ${cost.title}`;
+      drawing.append(block(cost.cause, x(at), i * height + 3, x(at + cost.seconds) - x(at), height - 6, text));
+      const end = x(at + cost.seconds);
+      drawing.append(shape("text", { x: (end + 8).toFixed(1), y: i * height + 16 }, text.slice(0, 60)));
+      at += cost.seconds;
+    });
+    section("A step, by cause", "The mean of all ranks and steps; the causes add up to the time of a step.",
+      element("figure", {}, wide(drawing), below(table(["cause", "seconds", "share"], found.costs.map((cost) =>
+        [cost.title, seconds(cost.seconds), `${(cost.share * 100).toFixed(1)} %`])))));
+  }
+  function tables() {
+    if (found.collectives.length) section("Collectives",
+      "Of a rank in a step, the mean. wait: until the last rank arrives; GB/s is of the rest.",
+      wide(table(["collective", "number", "bytes", "time", "wait", "GB/s"], found.collectives.map((one) =>
+        [one.name, plain(one.num), bytes(Math.round(one.bytes)), seconds(one.seconds), seconds(one.wait_s), plain(one.gb_per_s)]))));
+    section("Phases", "In a step, the mean. wall = compute + exposed + copy + host + idle. exposed: communication without computation; " +
+      "overlapped: communication during computation; host: in a command, without an operation; idle: no command.",
+      wide(table(["phase", "rank", "wall", "compute", "exposed", "overlapped", "copy", "host", "idle", "compute / comm."],
+        found.phases.map((one) => [one.phase, String(one.rank), ...["wall", "compute", "exposed", "overlapped", "copy",
+          "host", "idle"].map((key) => seconds(one[key])), plain(one.ratio)]))));
+    const stages = Object.entries(found.sync_stages).filter(([stage]) => stage !== "num_bytes");
+    if (stages.length) section("Weight sync by stage", `${bytes(Math.round(found.sync_stages.num_bytes || 0))} in each sync`,
+      wide(table(["stage", "seconds of the slowest rank"], stages.map(([stage, took]) => [stage, seconds(took)]))));
+    if (found.stragglers.length) section("The latest rank of each phase", "By how much it arrives later than the others in a step.",
+      wide(table(["phase", "rank", "later by", "verdict"], found.stragglers.map((one) => [one.phase, String(one.rank),
+        seconds(one.late_s), one.is_named ? "slow in nearly every step" : "not named: too little, or too rare"]))));
+    if (found.gaps.length) section("Longest gaps of the training", "No operation, collective or copy runs in them.",
+      wide(table(["rank", "length", "where"], found.gaps.slice(0, 10).map((one) =>
+        [String(one.rank), seconds((one.end_ns - one.start_ns) / 1e9), one.where]))));
+    if (found.memory.length) {
+      const parts = [...new Set(found.memory.flatMap((one) => Object.keys(one.parts)))];
+      section("Memory by phase", "The highest memory of a rank so far at the end of a phase, and its parts. other: " +
+        "activations, gathered parameters, caches, Python and its libraries.",
+        wide(table(["phase", "rank", "peak", ...parts], found.memory.map((one) => [one.phase, String(one.rank), bytes(one.peak),
+          ...parts.map((part) => part in one.parts ? bytes(one.parts[part]) : "")]))));
+    }
+    if (found.notes.length) section("What is missing", "",
+      element("ul", { class: "notes-list" }, ...found.notes.map((note) => element("li", {}, note))));
+  }
+
+  main.replaceChildren();
+  tiles(); costs(); timeline(); waterfall(); tables();
+})();

@@ -1,0 +1,263 @@
+"""Where the ranks' time goes: by kind in each phase, by cause over all steps, in each collective."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from meshrl.monitor.trace import Span
+from meshrl.tools.diagnose.intervals import Intervals, overlap, total, union, without
+from meshrl.tools.diagnose.read import Rank, Trace
+
+TRAIN_COMMANDS = ("annotate", "train", "optim")
+SAMPLING = ("rollout", "eval")
+STRAGGLER_SHARE = 0.1  # of the phase's time: below this, ranks are late by chance
+GAP_NS = 1_000_000  # a longer gap between two operations is listed
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """A rank's times by kind. command: it executes a command of the controller."""
+
+    compute: Intervals
+    sampling: Intervals
+    collective: Intervals
+    copy: Intervals
+    command: Intervals
+
+
+def lanes(rank: Rank) -> Lanes:
+    """Computation is the profiler's operations. Without a profile it is the forward and backward passes without their
+    collectives, because FSDP2 on gloo waits for each collective."""
+    collective, sampling = rank.of("collective"), rank.of("phase", SAMPLING)
+    if rank.profile is not None:
+        compute = union((o.start_ns, o.end_ns) for o in rank.profile.operations)
+    else:
+        compute = without(rank.of("compute"), collective)
+    return Lanes(compute, sampling, collective, rank.of("copy"), rank.of("phase"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PhaseTime:
+    """Seconds of one rank in one phase of a step, the mean. wall = compute + exposed + copy + host + idle.
+
+    compute: computation or sampling; overlapped is the part of it in which a collective also runs. exposed: collectives
+    without computation. host: in a command, without any of these. idle: between commands.
+    """
+
+    rank: int
+    phase: str
+    wall: float
+    compute: float
+    exposed: float
+    overlapped: float
+    copy: float
+    host: float
+    idle: float
+
+    @property
+    def ratio(self) -> float | None:
+        """Computation / communication, as perf/compute_comm_ratio; None without communication."""
+        communication = self.exposed + self.overlapped
+        return (self.wall - self.exposed) / communication if communication else None
+
+
+def phase_time(rank: int, phase: str, windows: Intervals, of: Lanes, num_steps: int = 1) -> PhaseTime:
+    """Divide the time of a phase by kind."""
+    rest, found, scale = windows, {}, 1e9 * num_steps
+    kinds = {"compute": union(of.compute, of.sampling), "exposed": of.collective, "copy": of.copy, "host": of.command}
+    for kind, times in kinds.items():
+        found[kind] = total(overlap(rest, times)) / scale
+        rest = without(rest, times)
+    both = total(overlap(overlap(windows, kinds["compute"]), of.collective)) / scale
+    return PhaseTime(
+        rank=rank, phase=phase, wall=total(windows) / scale, overlapped=both, idle=total(rest) / scale, **found
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """The same collective in all ranks of its group, by rank. Its data moves after the last rank has arrived."""
+
+    name: str
+    phase: str
+    step: int
+    spans: dict[int, Span]
+
+    @property
+    def last_ns(self) -> int:
+        return max(span.start_ns for span in self.spans.values())
+
+    def lateness_ns(self, rank: int) -> float:
+        """How much later than the others a rank arrived; negative if earlier."""
+        others = [span.start_ns for other, span in self.spans.items() if other != rank]
+        return self.spans[rank].start_ns - median(others) if others else 0.0
+
+
+def meetings(trace: Trace) -> list[Meeting]:
+    """The n-th collective of a name in a step is the same one in all ranks of a group. A step in which their numbers
+    differ is left out. If all ranks sample in turn with training, they also meet at the end of the rollout."""
+    found = []
+    windows = {name: trace.windows(name) for name in dict.fromkeys(p.name for p in trace.phases)}
+    for step in trace.steps:
+        groups: dict[tuple[str, int, int], dict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))
+        for number, rank in trace.ranks.items():
+            for span in rank.spans:
+                if span.category == "collective" and step.start_ns <= span.start_ns < step.end_ns:
+                    size = int(span.args.get("group") or len(trace.ranks))
+                    groups[span.name, size, _group(number, size, span.name, len(trace.ranks))][number].append(span)
+        for (name, _, _), by_rank in groups.items():
+            if len({len(spans) for spans in by_rank.values()}) == 1:
+                for column in zip(*(sorted(spans, key=lambda s: s.start_ns) for spans in by_rank.values())):
+                    at = [(column[0].start_ns, column[0].start_ns + 1)]
+                    phase = next((n for n, times in windows.items() if overlap(times, at)), "between phases")
+                    found.append(Meeting(name, phase, step.step, dict(zip(by_rank, column))))
+        if trace.facts.get("schedule") == "colocated" and len(trace.ranks) > 1:
+            inside = overlap(windows.get("rollout", []), [(step.start_ns, step.end_ns)])
+            ends = {n: overlap(inside, rank.of("phase", SAMPLING)) for n, rank in trace.ranks.items()}
+            if inside and all(ends.values()):
+                spans = {n: Span("end of the answers", "host", e[-1][1], inside[-1][1]) for n, e in ends.items()}
+                found.append(Meeting("end of the answers", "rollout", step.step, spans))
+    return found
+
+
+def _group(rank: int, size: int, name: str, num_ranks: int) -> int:
+    """The number of a rank's group: shards are in adjacent ranks, copies of the model in ranks with equal distances."""
+    return rank % max(1, num_ranks // size) if "all_reduce" in name and size < num_ranks else rank // max(1, size)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Collective:
+    """num, bytes and seconds are of a rank in a step, the mean; wait_s is the part of seconds before the last rank
+    arrived. GB/s is of the rest."""
+
+    name: str
+    num: float
+    bytes: float
+    seconds: float
+    wait_s: float
+
+    @property
+    def gb_per_s(self) -> float | None:
+        took = self.seconds - self.wait_s
+        return self.bytes / took / 1e9 if took > 0 and self.bytes else None
+
+
+def collectives(trace: Trace, met: Sequence[Meeting]) -> list[Collective]:
+    """One line for each name, the longest first."""
+    by_name: dict[str, list[Span]] = defaultdict(list)
+    for rank in trace.ranks.values():
+        for span in rank.spans:
+            if span.category == "collective" and any(s.start_ns <= span.start_ns < s.end_ns for s in trace.steps):
+                by_name[span.name].append(span)
+    waits: dict[str, int] = defaultdict(int)
+    for meeting in met:
+        for span in meeting.spans.values():
+            waits[meeting.name] += min(meeting.last_ns, span.end_ns) - span.start_ns
+    found = []
+    for name, spans in by_name.items():
+        num = len(trace.steps) * sum(any(s.name == name for s in rank.spans) for rank in trace.ranks.values())
+        size = sum(int(span.args.get("bytes", 0)) for span in spans)
+        took = sum(span.end_ns - span.start_ns for span in spans) / 1e9
+        wait = waits[name] / 1e9
+        found.append(
+            Collective(
+                name=name,
+                num=len(spans) / num,
+                bytes=size / num,
+                seconds=took / num,
+                wait_s=wait / num,
+            )
+        )
+    return sorted(found, key=lambda one: -one.seconds)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Straggler:
+    """late_s: seconds of a step by which the rank arrives later than the others, the median over the steps. is_named:
+    it is late in nearly every step, by more than STRAGGLER_SHARE of the phase."""
+
+    phase: str
+    rank: int
+    late_s: float
+    is_named: bool
+
+
+def stragglers(trace: Trace, met: Sequence[Meeting]) -> list[Straggler]:
+    """The latest rank of each phase in which ranks wait for each other."""
+    late: dict[str, dict[int, dict[int, float]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(float)))
+    for meeting in met:
+        for rank in meeting.spans if len(meeting.spans) > 1 else ():
+            late[meeting.phase][rank][meeting.step] += meeting.lateness_ns(rank) / 1e9
+    found = []
+    for phase, ranks in late.items():
+        rank, by_step = max(ranks.items(), key=lambda one: median(one[1].values()))
+        times = sorted(by_step.values())
+        least = STRAGGLER_SHARE * total(trace.windows(phase)) / 1e9 / len(trace.steps)
+        nearly_all = times[len(times) // 4] > least / 2 and len(times) > 1
+        late_s = median(times)
+        found.append(Straggler(phase=phase, rank=rank, late_s=late_s, is_named=late_s > least > 0 and nearly_all))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """A time in which a rank executes a command and no operation, collective or copy runs."""
+
+    rank: int
+    start_ns: int
+    end_ns: int
+    where: str
+
+
+def gaps(trace: Trace, of: dict[int, Lanes]) -> list[Gap]:
+    """The gaps of the training commands, the longest first."""
+    found = []
+    for number, rank in trace.ranks.items():
+        if rank.profile is not None:
+            commands = overlap(rank.of("phase", TRAIN_COMMANDS), trace.windows())
+            active = union(of[number].compute, of[number].collective, of[number].copy)
+            for start, end in without(commands, active):
+                if end - start >= GAP_NS:
+                    found.append(Gap(number, start, end, rank.profile.around((start + end) // 2)))
+    return sorted(found, key=lambda gap: gap.start_ns - gap.end_ns)
+
+
+def by_cause(trace: Trace, of: dict[int, Lanes], met: Sequence[Meeting]) -> dict[int, dict[str, Intervals]]:
+    """All time of the steps of each rank, divided by cause. Each moment has one cause."""
+    waits: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for meeting in met:
+        for member, span in meeting.spans.items():
+            if span.category == "collective":
+                waits[member].append((span.start_ns, min(meeting.last_ns, span.end_ns)))
+    any_command = union(*(one.command for one in of.values()))
+    sampling = union(*(one.sampling for one in of.values()))
+    training = union(*(rank.of("phase", TRAIN_COMMANDS) for rank in trace.ranks.values()))
+    found = {}
+    for number, rank in trace.ranks.items():
+        one, idle = of[number], {"imbalance": sampling} if rank.facts.samples else {"idle_trainers": sampling}
+        if not rank.facts.trains:
+            idle["idle_samplers"] = training
+        causes = {
+            "sampling": one.sampling,
+            "sync": trace.windows("sync"),
+            "compute": one.compute,
+            "wait": union(waits[number]),
+            "communication": one.collective,
+            "copy": one.copy,
+            "host": one.command,
+            "reward": without(trace.windows("reward"), any_command),
+            **idle,
+        }
+        found[number] = _divide(trace.windows(), causes.items())
+    return found
+
+
+def _divide(rest: Intervals, causes: Iterable[tuple[str, Intervals]]) -> dict[str, Intervals]:
+    found = {}
+    for cause, times in causes:
+        found[cause] = overlap(rest, times)
+        rest = without(rest, times)
+    return found | {"controller": rest}

@@ -1,0 +1,54 @@
+"""diagnose.html: timeline of all ranks, costs of a step, phases, collectives and memory, on one self-contained page."""
+
+from __future__ import annotations
+
+from html import escape
+
+from meshrl.tools.diagnose.causes import CAUSES
+from meshrl.tools.diagnose.diagnosis import Diagnosis, as_record
+from meshrl.tools.diagnose.read import Trace
+from meshrl.tools.page.charts import Line, figure
+from meshrl.tools.page.document import data_block, document, package_text
+
+MAX_DRAWN = 4000  # intervals of a rank in the timeline; the longest are drawn
+
+
+def page(trace: Trace, found: Diagnosis) -> str:
+    """The complete page. Its script draws everything but memory from the numbers of diagnose.json."""
+    start = min((step.start_ns for step in trace.steps), default=0)
+    lanes = {}
+    for rank, by_cause in found.by_cause.items():
+        drawn = [(a, b, cause) for cause, times in by_cause.items() for a, b in times]
+        longest = sorted(drawn, key=lambda one: one[0] - one[1])[:MAX_DRAWN]
+        shown = [[round((a - start) / 1e9, 6), round((b - start) / 1e9, 6), cause] for a, b, cause in sorted(longest)]
+        lanes[rank] = {"drawn": shown, "left_out": len(drawn) - len(shown)}
+    ends = [(step.step, (step.start_ns - start) / 1e9, (step.end_ns - start) / 1e9) for step in trace.steps]
+    titles = {cause: texts["title"] for cause, texts in CAUSES.items()}
+    record = {**as_record(found), "lanes": lanes, "step_times": ends, "titles": titles}
+    name = trace.source.resolve().parent.name if trace.source.name == "traces" else trace.source.resolve().name
+    parts = [
+        f"<header><h1>Where the time goes: {escape(name)}</h1><p>{escape(found.clock)}</p></header>",
+        '<main id="diagnose"><noscript>This page needs JavaScript; see diagnose.json.</noscript></main>',
+        _memory(trace, start),
+    ]
+    own = "meshrl.tools.diagnose"
+    return document(
+        f"Trace of {name}",
+        parts,
+        style=[package_text(own, "diagnose.css")],
+        scripts=[package_text(own, "diagnose.js")],
+        data=data_block("diagnosis", record),
+    )
+
+
+def _memory(trace: Trace, start: int) -> str:
+    """Memory at the ends of phases, of each rank."""
+    lines = []
+    for number, rank in trace.ranks.items():
+        for kind in ("allocated", "resident"):
+            values = [(m.at_ns - start, m.parts[kind]) for m in rank.memory if kind in m.parts]
+            times = [round(at / 1e9, 3) for at, _ in values]
+            if values:
+                lines.append(Line(f"rank {number} {kind}", times, [size for _, size in values]))
+    drawing = figure("Memory at the end of each phase", "bytes", lines[:12], across="s") if lines else ""
+    return f'<section><h2>Memory over time</h2><div class="grid2">{drawing}</div></section>' if drawing else ""

@@ -1,0 +1,78 @@
+"""The terminal's summary of a diagnosis; it ends with the three largest costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from meshrl.tools.diagnose.diagnosis import Diagnosis
+from meshrl.tools.page.charts import number
+
+KINDS = ("wall", "compute", "exposed", "overlapped", "copy", "host", "idle")
+NUM_COSTS = 3
+NUM_ROWS = 16  # of a table
+
+
+def summary(found: Diagnosis) -> str:
+    """All tables, what is missing, and what to change."""
+    return "\n".join(_lines(found))
+
+
+def _lines(found: Diagnosis) -> Iterator[str]:
+    steps = f"step {found.steps[0]}" if len(found.steps) == 1 else f"steps {found.steps[0]} to {found.steps[-1]}"
+    yield f"{found.source}: {steps}, {number(found.step_s, 's')} each"
+    if found.slow_down is not None:
+        yield f"profiler: a step takes {found.slow_down:.2f} times as long as one without it in the same run"
+    yield found.clock
+    if found.ratio is not None:
+        yield f"computation / communication in phase train: {found.ratio:.2f}"
+    yield from _table(
+        "Time of a step by phase and rank (wall = compute + exposed + copy + host + idle)",
+        ("phase", "rank", *KINDS),
+        [(t.phase, str(t.rank), *(_s(getattr(t, kind)) for kind in KINDS)) for t in found.phases],
+    )
+    yield from _table(
+        "Collectives of a rank in a step (wait: for the last rank)",
+        ("name", "number", "bytes", "time", "wait", "GB/s"),
+        [
+            (c.name, f"{c.num:g}", number(c.bytes, "bytes"), _s(c.seconds), _s(c.wait_s), _rate(c.gb_per_s))
+            for c in found.collectives
+        ],
+    )
+    if found.sync_stages:
+        stages = ", ".join(f"{stage} {_s(s)}" for stage, s in found.sync_stages.items() if stage != "num_bytes")
+        yield f"\nWeight sync: {number(found.sync_stages.get('num_bytes', 0.0), 'bytes')}; {stages}"
+    for peak in sorted(found.memory, key=lambda one: -one.peak)[:1]:
+        parts = ", ".join(f"{part} {number(size, 'bytes')}" for part, size in peak.parts.items())
+        yield f"\nMemory: highest {number(peak.peak, 'bytes')} in rank {peak.rank}, phase {peak.phase}: {parts}"
+    for one in found.stragglers:
+        late = f"rank {one.rank} arrives {_s(one.late_s)} later than the others in a step"
+        yield f"Phase {one.phase}: {late}" + (
+            "" if one.is_named else ", which is too little or too rare to name it slow"
+        )
+    yield from (f"note: {note}" for note in found.notes)
+    yield "\nThe three largest costs and what to change"
+    for place, cost in enumerate(found.costs[:NUM_COSTS], start=1):
+        yield f"{place}. {cost.share:.0%} of a step ({_s(cost.seconds)}): {cost.title}"
+        if cost.detail:
+            yield f"   {cost.detail}"
+        yield f"   {cost.change}"
+
+
+def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    if not rows:
+        return
+    shown = [head, *rows[:NUM_ROWS]]
+    widths = [max(len(row[i]) for row in shown) for i in range(len(head))]
+    yield f"\n{title}"
+    for row in shown:
+        yield "  ".join([row[0].ljust(widths[0]), *(text.rjust(width) for text, width in zip(row[1:], widths[1:]))])
+    if len(rows) > NUM_ROWS:
+        yield f"... {len(rows) - NUM_ROWS} more in diagnose.json"
+
+
+def _s(seconds: float) -> str:
+    return number(seconds, "s")
+
+
+def _rate(rate: float | None) -> str:
+    return "" if rate is None else number(rate)

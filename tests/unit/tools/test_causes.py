@@ -1,0 +1,210 @@
+"""Where the time goes in traces that are made by hand: each planted delay is the first cause."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from meshrl.config.run import RunConfig
+from meshrl.config.schema import all_keys, locate
+from meshrl.tools.diagnose.causes import CAUSES
+from meshrl.tools.diagnose.diagnosis import Diagnosis, diagnose
+from meshrl.tools.diagnose.read import read_trace
+from tests.traces import PHASES, Piece, healthy, write_trace
+
+
+def moved(pieces: list[Piece], after: float, by: float) -> list[Piece]:
+    """The pieces with those that start at `after` or later moved by milliseconds; a phase around it becomes longer."""
+    return [
+        (c, n, a + by * (a >= after), b + by * (b > after if c in ("phase", "controller") else a >= after))
+        for c, n, a, b in pieces
+    ]
+
+
+def diagnosis(run: Path, step: dict[int, list[Piece]], num_steps: int = 3, **options) -> Diagnosis:
+    return diagnose(read_trace(write_trace(run, [step] * num_steps, **options)))
+
+
+def delayed(at: float, by: float) -> dict:
+    return {"phases": moved(PHASES, at, by), "length_ms": 100 + by}
+
+
+def slow_rank(num_ranks: int, kind: str) -> tuple[dict[int, list[Piece]], dict]:
+    """Rank 1 takes 80 ms longer before its reduce-scatter, in which the others wait for it."""
+    later = moved(healthy(), 77, 80)
+    waits = [(c, n, 77 if n == "reduce_scatter" else a, b) for c, n, a, b in later]
+    return {
+        r: later + [("op", "aten::mm", 77, 157)] * (kind == "compute") if r == 1 else waits for r in range(num_ranks)
+    }, delayed(77, 80)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+@pytest.mark.parametrize("kind", ["compute", "host"])
+def test_a_slow_rank_is_the_first_cause(tmp_path, num_ranks, kind):
+    step, longer = slow_rank(num_ranks, kind)
+    found = diagnosis(tmp_path / "run", step, **longer)
+    first = found.costs[0]
+    assert (first.cause, first.rank) == ("slow_rank", 1), found.costs
+    assert first.seconds == pytest.approx(0.080, rel=0.02)
+    assert {"compute": "computation", "host": "runs no operation"}[kind] in first.detail
+    (named,) = [one for one in found.stragglers if one.is_named]
+    assert (named.phase, named.rank, named.late_s) == ("train", 1, pytest.approx(0.080))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_slow_link_is_the_first_cause(tmp_path, num_ranks):
+    later = [(c, n, a, b + 80 * (n == "reduce_scatter")) for c, n, a, b in moved(healthy(), 79, 80)]
+    found = diagnosis(tmp_path / "run", dict.fromkeys(range(num_ranks), later), **delayed(79, 80))
+    assert (found.costs[0].cause, found.costs[0].rank) == ("communication", None)
+    assert found.costs[0].seconds == pytest.approx(0.084, rel=0.02)
+    (slow,) = [one for one in found.collectives if one.name == "reduce_scatter"]
+    assert slow.gb_per_s == pytest.approx(4e6 / 0.082 / 1e9)
+    assert slow.wait_s == 0 and slow.num == 1
+
+
+def test_the_slow_link_of_one_rank_is_named(tmp_path):
+    """The all-gather of rank 1 ends 60 ms later, so the others wait for it in the reduce-scatter."""
+    slow = [(c, n, a, b + 60 * (n == "all_gather")) for c, n, a, b in moved(healthy(), 60, 60)]
+    others = [
+        (c, n, a - 60 * (n == "mm" or (n == "reduce_scatter" and c == "collective")), b)
+        for c, n, a, b in moved(healthy(), 77, 60)
+    ]
+    others = [(c, n, 77 if n == "reduce_scatter" else a, b) for c, n, a, b in others]
+    found = diagnosis(tmp_path / "run", {0: others, 1: slow}, **delayed(60, 60))
+    assert (found.costs[0].cause, found.costs[0].rank) == ("communication", 1), found.costs
+    assert found.costs[0].title == "a slow link: the others wait for rank 1"
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_host_stall_of_all_ranks_is_the_first_cause(tmp_path, num_ranks):
+    step = dict.fromkeys(range(num_ranks), moved(healthy(), 60, 80))
+    found = diagnosis(tmp_path / "run", step, **delayed(60, 80))
+    assert found.costs[0].cause == "host"
+    assert "the longest is 80 ms in rank 0, between aten::mm and aten::mm_backward" in found.costs[0].detail
+    assert not any(one.is_named for one in found.stragglers)
+    assert found.gaps[0].end_ns - found.gaps[0].start_ns == 80_000_000
+
+
+def test_a_large_copy_in_the_sync_is_the_first_cause(tmp_path):
+    found = diagnosis(tmp_path / "run", {0: moved(healthy(), 90, 80), 1: moved(healthy(), 90, 80)}, **delayed(90, 80))
+    assert found.costs[0].cause == "sync"
+    assert found.costs[0].detail == "8 MB; longest stage: load 4 ms"
+
+
+def test_a_slow_grader_is_the_first_cause(tmp_path):
+    found = diagnosis(tmp_path / "run", {0: moved(healthy(), 35, 80), 1: moved(healthy(), 35, 80)}, **delayed(35, 80))
+    assert found.costs[0].cause == "reward"
+    assert found.costs[0].seconds == pytest.approx(0.085)
+
+
+def test_a_large_copy_outside_the_sync_has_its_own_cause(tmp_path):
+    later = [*moved(healthy(), 79, 80), ("copy", "stage the state", 79, 159)]
+    found = diagnosis(tmp_path / "run", {0: later, 1: later}, **delayed(79, 80))
+    assert found.costs[0].cause == "copy"
+
+
+def test_long_answers_of_one_rank_leave_the_others_idle(tmp_path):
+    found = diagnosis(tmp_path / "run", {0: moved(healthy(), 30, 80), 1: moved(healthy(), 29, 80)}, **delayed(29, 80))
+    assert found.costs[0].cause == "slow_rank" and found.costs[0].rank == 1
+    assert "the sampling of its answers" in found.costs[0].detail
+    alternating = [{0: moved(healthy(), 30 - i % 2, 80), 1: moved(healthy(), 29 + i % 2, 80)} for i in range(4)]
+    found = diagnose(read_trace(write_trace(tmp_path / "b", alternating, **delayed(29, 80))))
+    assert not any(one.is_named for one in found.stragglers)
+    assert next(c for c in found.costs if c.cause == "imbalance").seconds == pytest.approx(0.040)
+
+
+@pytest.mark.parametrize(("idle_rank", "cause"), [(0, "idle_trainers"), (1, "idle_samplers")])
+def test_bubbles_of_a_schedule_with_ranks_of_its_own(tmp_path, idle_rank, cause):
+    trains = [piece for piece in healthy() if piece[1] != "rollout"]
+    samples: list[Piece] = [("phase", "rollout", 0, 90)]
+    if cause == "idle_samplers":
+        trains, samples = moved(trains, 60, 200), [("phase", "rollout", 0, 20)]
+        trains.append(("op", "aten::mm", 60, 260))
+    options = delayed(60, 200) if cause == "idle_samplers" else {}
+    roles = {0: (True, False), 1: (False, True)}
+    found = diagnosis(
+        tmp_path / "run", {0: trains, 1: samples}, roles=roles, facts={"schedule": "fully_async"}, **options
+    )
+    assert cause in [c.cause for c in found.costs[:2]], found.costs
+    assert not any(one.is_named for one in found.stragglers)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("profiled", [True, False])
+def test_without_a_delay_no_rank_is_named(tmp_path, num_ranks, profiled):
+    found = diagnosis(tmp_path / "run", {r: healthy() for r in range(num_ranks)}, profiled=profiled)
+    assert not any(one.is_named for one in found.stragglers)
+    assert {c.rank for c in found.costs} == {None}
+    assert found.costs[0].cause == "compute"
+
+
+def test_ranks_that_are_late_in_turn_are_not_stragglers(tmp_path):
+    def late(rank: int, step: int) -> list[Piece]:
+        own = moved(healthy(), 77, 30)
+        return own if rank == step % 2 else [(c, n, 77 if n == "reduce_scatter" else a, b) for c, n, a, b in own]
+
+    steps = [{rank: late(rank, step) for rank in (0, 1)} for step in range(6)]
+    found = diagnose(read_trace(write_trace(tmp_path, steps, **delayed(77, 30))))
+    assert not any(one.is_named for one in found.stragglers)
+    assert next(c for c in found.costs if c.cause == "wait").seconds == pytest.approx(0.015, rel=0.02)
+
+
+@pytest.mark.parametrize("num_steps", [1, 4])
+def test_costs_add_up_to_the_step_and_kinds_to_the_phase(tmp_path, num_steps):
+    step, longer = slow_rank(4, "host")
+    found = diagnosis(tmp_path / "run", step, num_steps, **longer)
+    assert sum(c.seconds for c in found.costs) == pytest.approx(found.step_s)
+    assert sum(c.share for c in found.costs) == pytest.approx(1)
+    assert found.step_s == pytest.approx(0.180)
+    for t in found.phases:
+        assert t.compute + t.exposed + t.copy + t.host + t.idle == pytest.approx(t.wall)
+    train = next(t for t in found.phases if (t.rank, t.phase) == (1, "train"))
+    assert train.wall == pytest.approx(0.124) and train.exposed == pytest.approx(0.004)
+
+
+def test_clocks_of_ranks_are_aligned(tmp_path):
+    step, longer = slow_rank(2, "compute")
+    plain = diagnosis(tmp_path / "a", step, **longer)
+    shifted = diagnosis(tmp_path / "b", step, offsets_ms={1: 3_600_000.0}, **longer)
+    assert [(c.cause, c.rank) for c in shifted.costs] == [(c.cause, c.rank) for c in plain.costs]
+    assert [c.seconds for c in shifted.costs] == pytest.approx([c.seconds for c in plain.costs])
+    assert "error at most 0.020 ms" in shifted.clock
+
+
+def test_the_slow_down_of_the_profiler(tmp_path):
+    found = diagnosis(tmp_path / "run", {0: healthy()}, untraced_ms=(500, 80, 80))
+    assert found.slow_down == pytest.approx(100 / 80)
+    assert found.steps == [4, 5, 6]
+    assert diagnosis(tmp_path / "b", {0: healthy()}).slow_down is None
+
+
+def test_computation_over_communication(tmp_path):
+    found = diagnosis(tmp_path / "run", {0: healthy(), 1: healthy()})
+    assert found.ratio == pytest.approx((44 - 4) / 4)  # 44 ms of the phase, 4 ms of collectives
+    without_profile = diagnosis(tmp_path / "b", {0: healthy(), 1: healthy()}, profiled=False)
+    assert without_profile.ratio == pytest.approx(10)
+
+
+def test_the_peak_of_memory_is_explained(tmp_path):
+    found = diagnosis(tmp_path / "run", {0: healthy()})
+    (peak,) = found.memory
+    assert (peak.rank, peak.phase, peak.peak) == (0, "train", 1000)
+    assert peak.parts == {"params": 100, "grads": 50, "optimizer": 200, "buffers": 1, "other": 649}
+
+
+def test_every_key_that_a_change_names_exists():
+    keys, sections = all_keys(RunConfig), set(RunConfig.model_fields)
+    for cause, texts in CAUSES.items():
+        named = [w for w in re.findall(r"\b[a-z_]+(?:\.[a-z_]+)+", texts["change"]) if w.split(".")[0] in sections]
+        assert named, cause
+        for key in named:
+            known, rest = locate(keys, key)
+            assert known is not None and not rest, (cause, key)
+
+
+def test_the_table_of_causes_is_plain_json():
+    text = (Path(__file__).parents[3] / "meshrl/tools/diagnose/causes.json").read_text()
+    assert json.loads(text) == CAUSES
