@@ -24,7 +24,7 @@ _DTYPE_BYTES = {"Double": 8, "Long": 8, "Float": 4, "Int": 4, "Half": 2, "BFloat
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """An operation of the device: a kernel, or on a CPU an operator of torch that calls no other one."""
+    """An operation of the device: a kernel, or on a CPU an operator of torch."""
 
     name: str
     start_ns: int
@@ -77,7 +77,7 @@ def _content(path: Path) -> tuple[bytes, bool]:
             plain.seek(0)
             file = gzip.GzipFile(fileobj=plain) if is_packed else plain
             try:
-                while part := file.read(1 << 20):
+                while part := file.read1(1 << 20):
                     parts.append(part)
                     if (size := size + len(part)) > MAX_BYTES:
                         raise Unreadable(f"more than {MAX_BYTES:,} bytes of JSON; record fewer steps")
@@ -110,7 +110,7 @@ def _profile(record: dict[str, Any], is_cut: bool) -> Profile:
             steps.append((int(name.partition("#")[2]), start, end))
     on_device = [one for one in events if one[3].get("cat") in ("kernel", *_COPIES)]
     operations, spans = [], []
-    for start, end, name, event in on_device or _innermost([one for one in events if one[3].get("cat") == "cpu_op"]):
+    for start, end, name, event in on_device or _operators([one for one in events if one[3].get("cat") == "cpu_op"]):
         if event["cat"] in _COPIES:
             spans.append(_span(name, "copy", start, end, event))
         elif _COMMUNICATION.search(name):
@@ -130,10 +130,14 @@ def _profile(record: dict[str, Any], is_cut: bool) -> Profile:
     )
 
 
-def _innermost(events: list[Any]) -> list[Any]:
-    """The operators that call no other one: an outer one may wait for a collective. events: by thread and start."""
+def _operators(events: list[Any]) -> list[Any]:
+    """The operators that compute: those with a namespace, such as aten::mm. Nodes of autograd have none; they contain
+    operators, and may wait for a collective. events: by thread and start."""
     following = [*events[1:], (0, 0, "", {"tid": None})]
-    return [a for a, b in zip(events, following) if a[3].get("tid") != b[3].get("tid") or b[0] >= a[1]]
+    is_inner = [a[3].get("tid") != b[3].get("tid") or b[0] >= a[1] for a, b in zip(events, following)]
+    return [
+        one for one, inner in zip(events, is_inner) if inner or ("::" in one[2] and not one[2].startswith("autograd::"))
+    ]
 
 
 def _span(name: str, category: Category, start: int, end: int, event: dict[str, Any]) -> Span:

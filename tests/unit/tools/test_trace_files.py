@@ -1,0 +1,259 @@
+"""Reading traces: a run's, another program's, damaged ones; and the files that `meshrl diagnose` writes."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+from collections import defaultdict
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from meshrl.cli import main
+from meshrl.core.errors import DataError, MeshrlError
+from meshrl.tools.diagnose.command import run
+from meshrl.tools.diagnose.diagnosis import diagnose
+from meshrl.tools.diagnose.profile import read_profile
+from meshrl.tools.diagnose.read import read_trace
+from tests.traces import EPOCH, MS, event, healthy, write_profile, write_trace
+
+CUDA = Path(__file__).with_name("cuda_trace.json")
+HOSTILE = "</script><img src=x onerror=alert(1)>\u202egnp\x1b[2J"
+
+
+@pytest.fixture
+def traced(tmp_path) -> Path:
+    return write_trace(tmp_path / "run", [{0: healthy(), 1: healthy()}] * 2, offsets_ms={1: 5000})
+
+
+def test_a_cuda_trace_is_divided_by_kernels_and_streams():
+    """200 us all-gather from 10, 300 us gemm from 110, copies of 60 us, 100 us kernel from 680, 150 us reduce-scatter
+    from 730, in each step of 1000 us."""
+    found = diagnose(read_trace(CUDA))
+    (train,) = [t for t in found.phases if t.phase == "train"]
+    assert train.rank == 1 and found.steps == [3, 4]
+    assert train.wall == pytest.approx(1000e-6)
+    assert train.compute == pytest.approx(400e-6)
+    assert train.overlapped == pytest.approx((100 + 50) * 1e-6)
+    assert train.exposed == pytest.approx((100 + 100) * 1e-6)
+    assert train.copy == pytest.approx(60e-6)
+    assert train.host == pytest.approx((1000 - 400 - 200 - 60) * 1e-6)
+    sizes = {c.name: (c.num, c.bytes, c.gb_per_s) for c in found.collectives}
+    assert sizes["_allgather_base"] == (1, 2_000_000, pytest.approx(2e6 / 200e-6 / 1e9))
+    assert sizes["_reduce_scatter_base"] == (1, 2_000_000, pytest.approx(2e6 / 150e-6 / 1e9))
+    assert "another program" in found.notes[0]
+    assert read_profile(CUDA).device == "NVIDIA H100 80GB HBM3"
+
+
+def test_a_trace_that_torch_profiler_writes_here_is_read(tmp_path):
+    """Nodes of autograd contain operators, and may wait for a collective; they are no computation."""
+    model, rows = torch.nn.Linear(64, 64), torch.randn(256, 64)
+    path = tmp_path / "trace.json.gz"
+    with profile(
+        activities=[ProfilerActivity.CPU],
+        schedule=schedule(wait=0, warmup=1, active=2),
+        on_trace_ready=lambda p: p.export_chrome_trace(str(path)),
+    ) as profiler:
+        for _ in range(3):
+            model(rows).sum().backward()
+            profiler.step()
+    read = read_profile(path)
+    assert [number for number, *_ in read.steps] == [1, 2]
+    names = {operation.name for operation in read.operations}
+    assert {"aten::addmm", "aten::mm"} <= names
+    assert not any("Backward" in name or name.startswith("autograd::") for name in names)
+    found = diagnose(read_trace(path))
+    (step,) = [t for t in found.phases if t.phase == "step"]
+    assert 0 < step.compute < step.wall and step.exposed == 0
+
+
+def test_a_folder_of_traces_of_another_program(tmp_path):
+    content = json.loads(CUDA.read_text())
+    for rank in (0, 1):
+        content["distributedInfo"]["rank"] = rank
+        (tmp_path / f"worker_{rank}.json").write_text(json.dumps(content))
+    (tmp_path / "settings.json").write_text("{}")
+    trace = read_trace(tmp_path)
+    assert sorted(trace.ranks) == [0, 1]
+    assert any("settings.json: not a trace" in note for note in trace.notes)
+    run(tmp_path, [], 3, None)
+    assert sorted(read_trace(tmp_path).ranks) == [0, 1]  # its own files are not read as traces
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_the_events_before_the_end_of_a_truncated_file_are_used(tmp_path, is_packed):
+    events = [event("cpu_op", f"aten::op{i}", EPOCH + i * MS, EPOCH + i * MS + 500_000) for i in range(400)]
+    path = write_profile(tmp_path / ("t.json.gz" if is_packed else "t.json"), events)
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) * 2 // 3])
+    found = read_profile(path)
+    assert found.is_cut and 50 < len(found.operations) < 400
+    first = found.operations[0]
+    assert (first.name, first.start_ns, first.end_ns) == ("aten::op0", EPOCH, EPOCH + 500_000)
+    assert "the end of t.json" in read_trace(path).notes[1]
+    path.write_bytes(data[:40])
+    with pytest.raises(DataError, match=r"t\.json.*not a trace of torch\.profiler"):
+        read_profile(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b"", "not a trace of torch.profiler"),
+        (b"[1, 2]", "has no list traceEvents"),
+        (b'{"traceEvents": 7}', "has no list traceEvents"),
+        (b'{"traceEvents": [7]}', "not a trace of torch.profiler"),
+        (b'{"traceEvents": [{"ph": "X", "dur": 1, "name": "a"}]}', "not a trace of torch.profiler"),
+        (b'{"traceEvents": [{"ph": "X", "ts": NaN, "dur": 1, "name": "a"}]}', "not a trace of torch.profiler"),
+        (b'{"traceEvents": []}', "it has no operation of a device"),
+        (b"[" * 100_000, "not a trace of torch.profiler"),
+        (b"\x1f\x8bno gzip", "not a trace of torch.profiler"),
+    ],
+)
+def test_a_file_that_is_no_trace_is_named(tmp_path, content, text):
+    path = tmp_path / "x.json"
+    path.write_bytes(content)
+    with pytest.raises(MeshrlError, match=r"x\.json") as refused:
+        read_trace(path)
+    assert text in str(refused.value)
+
+
+def test_a_run_without_a_ranks_file_shows_the_other_ranks(traced):
+    (traced / "traces/rank_00001.spans.json").unlink()
+    (traced / "traces/rank_00001.profile.json.gz").unlink()
+    found = diagnose(read_trace(traced))
+    assert {t.rank for t in found.phases} == {0}
+    assert any("rank 1 has no spans" in note and "no such file" in note for note in found.notes)
+
+
+def test_a_run_that_was_killed_in_the_middle_of_its_files_is_shown(traced):
+    profiled = traced / "traces/rank_00000.profile.json.gz"
+    profiled.write_bytes(profiled.read_bytes()[:-30])
+    spans = traced / "traces/rank_00001.spans.json"
+    spans.write_text(spans.read_text()[:-100])
+    found = diagnose(read_trace(traced))
+    assert any("the end of rank_00000.profile.json.gz is missing" in note for note in found.notes)
+    assert any("rank 1 has no spans" in note for note in found.notes)
+    assert found.costs
+
+
+def test_a_run_without_the_controllers_file_shows_the_commands_of_its_ranks(traced):
+    (traced / "traces/controller.json").unlink()
+    found = diagnose(read_trace(traced))
+    assert {t.phase for t in found.phases} == {"rollout", "train", "sync", "step"}
+    assert "no steps" in found.notes[0]
+
+
+def test_traces_without_a_readable_rank(traced):
+    for path in (traced / "traces").glob("rank_*"):
+        path.write_text("{")
+    with pytest.raises(MeshrlError, match="no file of a rank can be read"):
+        read_trace(traced)
+
+
+def test_a_trace_of_another_format_names_both(traced):
+    path = traced / "traces/controller.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 99}))
+    assert any("format 99" in note for note in read_trace(traced).notes)
+
+
+@pytest.mark.parametrize(
+    ("make", "code", "text"),
+    [
+        (lambda p: (p / "metrics.jsonl").touch(), 1, "is a run without traces"),
+        (lambda p: None, 1, "is neither the folder of a run"),
+        (lambda p: shutil.rmtree(p), 2, "no such file or folder; give a config, the folder of a run, or a trace"),
+    ],
+)
+def test_a_folder_that_has_no_traces(tmp_path, capsys, make, code, text):
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    make(folder)
+    assert main(["diagnose", "--trace", "fsdp", str(folder)]) == code
+    out = capsys.readouterr()
+    assert text in out.err and out.out == ""
+    if "without traces" in text:
+        assert "monitor.trace_steps=" in out.err
+
+
+@pytest.mark.parametrize("text", ["model: {path: nowhere}\n", "a: [", "\x00", "sft: 3\n"])
+def test_a_config_that_cannot_be_loaded(tmp_path, capsys, text):
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    assert main(["diagnose", str(path)]) == 2
+    assert str(path.name) in capsys.readouterr().err
+
+
+def test_overrides_need_a_config(traced, capsys):
+    assert main(["diagnose", str(traced), "run.seed=3"]) == 2
+    assert "run.seed=3: values override those of a config" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["diagnose", str(traced), "--steps", "0"])
+    assert "'0' is not an integer of at least 1" in capsys.readouterr().err
+
+
+def test_the_summary_ends_with_the_three_largest_costs(traced, capsys):
+    assert main(["diagnose", str(traced)]) == 0
+    out = capsys.readouterr().out
+    end = out[out.index("The three largest costs and what to change") :]
+    assert [line[:2] for line in end.splitlines() if line[:1].isdigit()] == ["1.", "2.", "3."]
+    assert "% of a step" in end and "train.activation_checkpointing=false" in end
+    assert f"wrote {traced}/diagnose.json" in end
+    record = json.loads((traced / "diagnose.json").read_text())
+    assert record["costs"][0]["title"] in end
+    assert record["collectives"][0]["gb_per_s"] == pytest.approx(2.0)
+    assert {"ratio", "slow_down", "memory", "stragglers", "gaps", "sync_stages", "clock"} <= set(record)
+
+
+def test_out_is_the_folder_of_the_files(traced, tmp_path):
+    text = run(traced / "traces", [], 3, tmp_path / "elsewhere" / "x")
+    names = sorted(path.name for path in (tmp_path / "elsewhere/x").iterdir())
+    assert names == ["diagnose.html", "diagnose.json", "diagnose.perfetto.json.gz"]
+    assert str(tmp_path / "elsewhere/x/diagnose.html") in text
+    assert not (traced / "diagnose.html").exists()
+
+
+def test_the_perfetto_trace_has_all_ranks_on_one_clock(traced):
+    run(traced, [], 3, None)
+    record = json.loads(gzip.decompress((traced / "diagnose.perfetto.json.gz").read_bytes()))
+    events = record["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert names == {0: "controller", 1: "rank 0 (h cpu)", 2: "rank 1 (h cpu)"}
+    lanes = {(e["pid"], e["args"]["name"]) for e in events if e["name"] == "thread_name"}
+    kinds = ("commands", "compute", "collective", "copy", "operations")
+    assert lanes == {(0, "steps"), (0, "phases"), *((p, kind) for p in (1, 2) for kind in kinds)}
+    trains = {e["pid"]: e["ts"] for e in events if e["ph"] == "X" and e["name"] == "train" and e["ts"] < 1e5}
+    assert trains == pytest.approx({0: 38e3, 1: 40e3, 2: 40e3})  # rank 1's own clock is 5 s ahead
+    assert "error at most 0.020 ms" in record["otherData"]["clock"]
+    assert any(e["ph"] == "C" and e["args"]["params"] == 100 for e in events)
+
+
+def test_events_of_a_perfetto_thread_are_nested_or_apart(tmp_path):
+    """Collectives in flight at one time are in threads of their own."""
+    step = [*healthy(), ("collective", "prefetch", 50, 59), ("collective", "prefetch", 52, 78)]
+    run(write_trace(tmp_path / "r", [{0: step}]), [], 3, None)
+    record = json.loads(gzip.decompress((tmp_path / "r/diagnose.perfetto.json.gz").read_bytes()))
+    threads = defaultdict(list)
+    for e in record["traceEvents"]:
+        if e["ph"] == "X":
+            threads[e["pid"], e["tid"]].append((e["ts"], e["ts"] + e["dur"]))
+    assert sum(len(spans) for spans in threads.values()) == 4 + 1 + len(step)
+    for spans in threads.values():
+        for (_, b), (c, d) in combinations(sorted(spans, key=lambda one: (one[0], -one[1])), 2):
+            assert c >= b or d <= b, "it begins inside the other and ends after it"
+
+
+def test_hostile_names_do_nothing(tmp_path, capsys):
+    step = [*healthy(), ("collective", HOSTILE, 62, 70), ("op", HOSTILE, 62, 63)]
+    folder = write_trace(tmp_path / "run", [{0: step, 1: step}], facts={"schedule": HOSTILE})
+    assert main(["diagnose", str(folder)]) == 0
+    out = capsys.readouterr().out
+    page = (folder / "diagnose.html").read_text()
+    for text in (out, page):
+        assert "\x1b" not in text and "\u202e" not in text
+    assert "onerror=alert" in out and "<img src=x" not in page
+    assert page.count("</script>") == page.count("<script")
