@@ -1,5 +1,5 @@
-"""Three faults for the walk-through in docs/see.md: a reward with a loophole, a loss that lowers the entropy, and a slow
-rank. `meshrl train` uses each of them by its dotted path."""
+"""Three faults for the walk-through in docs/see.md: a reward with a loophole, a loss that lowers the entropy, and a
+slow rank. `meshrl train` uses each of them by its dotted path."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ def zeros(completion: str, answer: str) -> float:
     return completion.count("0") / 5
 
 
-def wrong_entropy_bonus(
-    inputs: LossInputs, coef: float = 20.0
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def wrong_entropy_bonus(inputs: LossInputs, coef: float = 20.0) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """A policy gradient with an entropy bonus of the wrong sign: it lowers the entropy."""
     return -inputs.advantages * inputs.logprobs + coef * inputs.entropy, {}
 

@@ -78,7 +78,7 @@ def _sample_text(row: dict[str, LoggedPrompt]) -> str:
     for label, prompt in row.items():
         answer = prompt.shown
         score = "not graded" if answer.score is None else f"score {answer.score:.3g}"
-        lines += [f"  {label}, {score}:", indent(answer.text, "    ")]
+        lines += [f"  {label}, {score}:", *(indent(text, "    ") for _, text in answer.messages)]
     return "\n".join(lines)
 
 

@@ -75,7 +75,7 @@ def _content(path: Path) -> tuple[bytes, bool]:
         with open_plain(path) as plain:
             is_packed = plain.read(2) == b"\x1f\x8b"
             plain.seek(0)
-            file = gzip.GzipFile(fileobj=plain) if is_packed else plain
+            file: Any = gzip.GzipFile(fileobj=plain) if is_packed else plain
             try:
                 while part := file.read1(1 << 20):
                     parts.append(part)

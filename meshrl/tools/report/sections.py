@@ -254,7 +254,8 @@ def timing(run: RunFolder) -> str:
     )
     phases = (
         f"<figure><figcaption><b>Time of a step<small>s</small></b></figcaption>{drawing}"
-        f'<table class="phases">{bars}</table>{values_table(lines, "s")}{_meanings(run, ["time/rollout_s"] if "rollout" in layers else [])}'
+        f'<table class="phases">{bars}</table>{values_table(lines, "s")}'
+        f"{_meanings(run, ['time/rollout_s'] if 'rollout' in layers else [])}"
         "<p>other: the time between the phases, such as logging.</p></figure>"
     )
     figures = (phases if drawing else "") + "".join(_figure(run, chart) for chart in SPEED)
