@@ -176,7 +176,7 @@ def write_tokens(
     }
     version = -1 if trainer is None else trainer.version
     columns: dict[str, Any] = {
-        "trajectory": pa.array([name for name, _, _ in rows], pa.string()),
+        "trajectory": pa.array([_key(name) for name, _, _ in rows], pa.binary()),
         "turn": pa.array([i for _, i, _ in rows], pa.int32()),
         "trainer_version": pa.array([version if (n, i) in trained else -1 for n, i, _ in rows], pa.int32()),
         **{name: pa.ListArray.from_arrays(pa.array(ends), pa.array(array)) for name, array in flat.items()},
@@ -193,6 +193,11 @@ def write_tokens(
             write_statistics=False,
             store_schema=False,
         )
+
+
+def _key(trajectory: str) -> bytes:
+    """An id as bytes: ids come from the user's rows, and may have half surrogates."""
+    return trajectory.encode("utf-8", "surrogatepass")
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +244,7 @@ def read_token_file(path: Path, trajectory: str | None = None) -> TokenFile | No
             groups = list(range(file.num_row_groups))
             if trajectory is not None:
                 of_group = (file.read_row_group(i, ["trajectory"])["trajectory"].to_pylist() for i in groups)
-                groups = [i for i, names in enumerate(of_group) if trajectory in names]
+                groups = [i for i, names in enumerate(of_group) if _key(trajectory) in names]
             table = file.read_row_groups(groups, ["trajectory", "turn", "trainer_version", *COLUMNS])
         return _token_file(table.combine_chunks())
     except (OSError, pa.ArrowException, LookupError, ValueError, TypeError) as cause:
@@ -255,5 +260,5 @@ def _token_file(table: Any) -> TokenFile:
         if not np.array_equal(lists[name].offsets.to_numpy(), ends) or len(columns[name]) != ends[-1]:
             raise ValueError(f"the lists of {name} have other lengths than those of characters")
     keys = zip(table["trajectory"].to_pylist(), table["turn"].to_pylist(), strict=True)
-    rows = {key: row for row, key in enumerate(keys)}
+    rows = {(name.decode("utf-8", "surrogatepass"), turn): row for row, (name, turn) in enumerate(keys)}
     return TokenFile(rows, table["trainer_version"].to_numpy(), ends, columns)
