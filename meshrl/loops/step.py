@@ -139,13 +139,14 @@ async def train_step(job: Job, trajectories: Sequence[Trajectory]) -> list[Metri
             f"request. First error: {refusals[0]}"
         )
     samples, metrics = flatten(trajectories)
-    is_logged = job.rollout_log.has_file(job.step + 1)
-    job.token_values = TrainerValues(version=job.trainer.version, samples=samples) if is_logged else None
+    job.token_values = None  # of a step that failed
     if not samples:
         why = f". The engine refused {len(refusals)} of them, such as: {refusals[0]}" if refusals else ""
         what = f"none of {len(trajectories)} trajectories has a reward; nothing to train on{why}"
         job.run.note(f"step {job.step + 1}: {what}")
     else:
+        if job.rollout_log.has_file(job.step + 1):
+            job.token_values = TrainerValues(version=job.trainer.version, samples=samples)
         with job.run.spans("train"):
             if job.cfg.loop.staleness:
                 metrics.append(_staleness(samples, job.trainer.version))

@@ -72,7 +72,7 @@ def test_a_run_continues_without_the_reader_of_its_output_and_without_its_rollou
     counts = require_complete(config.parent / "runs" / "one")
     assert counts.keys() == {"terminal"} and "Traceback" not in error
     assert f"outputs that are not complete: terminal: {counts['terminal']} writes failed (Broken pipe)" in error
-    rollouts = sorted((config.parent / "runs" / "one" / "rollouts").iterdir())
+    rollouts = sorted((config.parent / "runs" / "one" / "rollouts").glob("*.jsonl"))
     assert [path.name for path in rollouts] == ["step_000002.jsonl"]  # the folder was created again
 
 

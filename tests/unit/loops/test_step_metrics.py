@@ -68,7 +68,7 @@ def finishable() -> tuple[Job, list[int]]:
 
     job.run.report, job.run.restarts, job.run.writes, job.trainer.memory = report, 0, FailedWrites(), memory
     samplers.take_busy_s = lambda: 0.0
-    job.rollout_log = SimpleNamespace(write=lambda step, trajectories: None)
+    job.rollout_log = SimpleNamespace(write=lambda step, trajectories, trainer: None)
     return job, reported
 
 
@@ -82,7 +82,7 @@ def test_a_finished_step_is_reported_under_its_number_and_has_the_cursor_after_i
 def test_a_step_whose_messages_are_not_json_is_counted_before_the_error(error):
     """P68: its weights are trained and its metrics are reported, so that a resume must not repeat it."""
 
-    def write(step: int, trajectories: list[Trajectory]) -> None:
+    def write(step: int, trajectories: list[Trajectory], trainer: None) -> None:
         raise error
 
     job, reported = finishable()

@@ -128,7 +128,8 @@ def test_a_run_goes_on_without_outputs_that_can_not_be_written_and_lists_them(
     assert (result["status"], result["steps"]) == ("done", 3)
     assert counts.pop("status.json") >= 1
     assert counts == {"rollouts": 1, "reward.png": 1, "report.html": 1}
-    assert sorted(path.name for path in (folder / "rollouts").iterdir()) == ["step_000003.jsonl"]
+    names = sorted(path.name for path in (folder / "rollouts").iterdir())
+    assert names == ["step_000003.jsonl", "step_000003.tokens.parquet"]
     lines = printed.out.splitlines()
     names = [line.split()[0] for line in lines]
     assert names.count("rollouts") == 1 and names.index("rollouts") < names.index("done:")  # works again
@@ -224,7 +225,7 @@ def test_rollouts_on_a_full_disk_end_no_run(config: Path, capsys: pytest.Capture
     fill = FILL.replace("folder /", "folder / 'rollouts' /")
     with small_disk(folder / "rollouts", 400):
         assert train(config, "one", {1: fill, 2: "(folder / 'rollouts' / 'of_others').unlink()"}) == 0
-        assert [path.name for path in sorted((folder / "rollouts").iterdir())] == [
+        assert [path.name for path in sorted((folder / "rollouts").glob("*.jsonl"))] == [
             "step_000001.jsonl",
             "step_000003.jsonl",
         ]

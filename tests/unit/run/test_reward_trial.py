@@ -121,7 +121,7 @@ def test_a_run_whose_rewards_are_all_alike_gets_a_note_after_the_first_such_step
     folder = config.parent / "runs" / "short"
     lines = [line for line in capsys.readouterr().out.splitlines() if WITHOUT_SIGNAL in line]
     assert [line.partition(": ")[0] for line in lines] == ["step 1", "all 3 steps"]
-    names = sorted(path.stem for path in (folder / "rollouts").glob("*"))
+    names = sorted(path.stem for path in (folder / "rollouts").glob("*.jsonl"))
     if every_steps:
         assert names == ["eval_000000", "eval_000003", "step_000001", "step_000003"]
         assert f"are in {folder}/rollouts/step_000001.jsonl" in lines[0] and f"rewards in {folder}/roll" in lines[1]

@@ -113,7 +113,7 @@ def test_single_slow_steps_have_little_influence(tmp_path):
 
 def test_a_step_in_which_every_agent_failed_is_left_out(tmp_path):
     folder = write_colocated_run(tmp_path / "run", num_steps=8)
-    path = sorted((folder / "rollouts").glob("*"))[4]
+    path = sorted((folder / "rollouts").glob("*.jsonl"))[4]
     records = [json.loads(line) for line in path.read_text().splitlines()]
     path.write_text("".join(json.dumps({**record, "turns": []}) + "\n" for record in records))
     assert measured(folder).costs.decode_step_s == pytest.approx(STEP_S, rel=0.02)
