@@ -121,7 +121,9 @@ def _occupied(folder: Path) -> MeshrlError:
 def similar_runs(missing: Path) -> str:
     """For errors about a folder that is no run: the first of the runs in it, or the most similar ones next to it; "" if
     there are none."""
-    inside = sorted(path.parent for path in missing.glob(f"*/{STATUS_FILE}"))
+    if not is_there(missing.parent):
+        return ""
+    inside = sorted(path.parent for path in missing.glob(f"*/{STATUS_FILE}")) if is_there(missing) else []
     if inside:
         return f". It contains {len(inside)} runs, such as {inside[0]}"
     near = similar_names(missing.name, (path.parent.name for path in missing.parent.glob(f"*/{STATUS_FILE}")))
