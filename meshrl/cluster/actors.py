@@ -99,9 +99,9 @@ class RankWorker:
         recorder.measure = self._memory_now
         set_threads(spec.num_local_ranks)
         self.device = local_device(spec.local_rank)
-        settle(self.device)
         seed_generators(spec.seed, spec.rank)
         if spec.trains:
+            settle(self.device)
             dist.init_process_group(
                 dist_backend(self.device),
                 store=_open_store(spec),
@@ -302,7 +302,8 @@ class RankWorker:
         if profiler is not None:
             profiler.stop()
         recorder.annotate, error = nullcontext, ""
-        settle(self.device)
+        if self.engines:
+            settle(self.device)
         try:
             write_rank(folder, recorder.trace(self.spec.rank))
             if profiler is not None:
@@ -323,7 +324,8 @@ class RankWorker:
             dist.destroy_process_group()
 
     def _memory_now(self) -> dict[str, int]:
-        parts = memory_stats(self.device) or own_memory()
+        has_tensors = bool(self.engines) or self.sampler is not None  # else it must not open its device
+        parts = (memory_stats(self.device) if has_tensors else {}) or own_memory()
         for engine in self.engines.values() if self._profiler is not None else ():
             parts |= {name: parts.get(name, 0) + size for name, size in engine.memory().items()}
         return parts

@@ -101,6 +101,15 @@ def test_engine_overhead(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_trace_overhead(tmp_path: Path) -> None:
+    line = smoke("trace_overhead", tmp_path)
+    assert bars(line) == {"spans_overhead"}
+    assert {"recorded_overhead", "profiled_overhead"} <= line["figures"].keys() and line["figures"][
+        "spans_of_a_step"
+    ] > 20
+
+
+@pytest.mark.slow
 def test_controller_share(tmp_path: Path) -> None:
     line = smoke("engine_overhead", tmp_path, "--only", "controller")
     assert bars(line) == {"controller_share"}

@@ -65,6 +65,14 @@ def test_a_damaged_file_is_named(tmp_path, damage):
             read(path)
 
 
+def test_a_file_of_another_format_is_refused(tmp_path):
+    write_rank(tmp_path, RANK)
+    path = tmp_path / SPANS_FILE.format(3)
+    path.write_text(path.read_text().replace('"format":1', '"format":2'))
+    with pytest.raises(DataError, match=r"spans\.json: format 2, but this version of meshrl reads format 1"):
+        read_rank(path)
+
+
 def test_a_truncated_file_is_named(tmp_path):
     write_rank(tmp_path, RANK)
     path = tmp_path / SPANS_FILE.format(3)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import gzip
 import inspect
+import itertools
 import json
+import time
 
 import pytest
 import torch
@@ -146,11 +148,16 @@ def test_a_lost_rank_is_left_out(tmp_path):
 
 
 def test_the_offset_of_a_clock_is_known_within_its_error(tmp_path):
-    executor, ahead_ns = Ranks(2), 7_000_000_000
+    executor, ahead_ns, calls = Ranks(2), 7_000_000_000, itertools.count()
     theirs = executor.workers[1].clock
-    executor.workers[1].clock = lambda: theirs() + ahead_ns
+
+    def clock():
+        time.sleep(0.0 if next(calls) % 16 else 0.2)  # the first exchange of each reading is slow
+        return theirs() + ahead_ns
+
+    executor.workers[1].clock = clock
     facts = Run(tmp_path, 6, 1).run(executor).read().ranks
     for reading in facts[1].clock:
-        assert abs(reading.offset_ns - ahead_ns) <= reading.error_ns
+        assert abs(reading.offset_ns - ahead_ns) <= reading.error_ns < 0.1e9
     for reading in facts[0].clock:
         assert abs(reading.offset_ns) <= reading.error_ns
