@@ -40,6 +40,8 @@ class Tracing:
     def step_ended(self, step: int, sync: Mapping[str, float]) -> None:
         """sync: the metrics sync/* of this step, without the prefix."""
         now = time.time_ns()
+        while self._steps and self._steps[-1].step >= step:  # the run has returned to an earlier step
+            self._steps.pop()
         self._steps.append(Step(step, self._since_ns, now, self._profiling, sync))
         self._since_ns = now
 

@@ -130,6 +130,14 @@ def test_a_resumed_run_counts_from_its_first_step_and_replaces_the_files(tmp_pat
     assert not (tmp_path / "traces" / SPANS_FILE.format(9)).exists()
 
 
+def test_a_step_that_is_repeated_after_a_restart_is_there_once(tmp_path):
+    run, executor = Run(tmp_path, num_steps=6, trace_steps=0), Ranks()
+    run.run(executor, until=4)
+    run.first = 2
+    run.run(executor)
+    assert [s.step for s in run.read().steps] == [1, 2, 3, 4, 5, 6]
+
+
 @pytest.mark.parametrize("trace_steps", [0, 2])
 def test_files_that_cant_be_written_are_counted_and_end_no_run(tmp_path, trace_steps):
     (tmp_path / "traces").write_text("a file where the folder should be")
