@@ -40,7 +40,7 @@ def text_of(page: str) -> str:
     return " ".join(html.unescape(re.sub("<[^>]*>", "", page)).split())
 
 
-def test_a_dead_run_has_no_green_mark_and_says_first_what_is_wrong(tmp_path: Path):
+def test_a_dead_run_has_no_green_mark_and_shows_first_what_is_wrong(tmp_path: Path):
     write_metrics(tmp_path, (0.225, 0.0), truncated=0.977)
     page = page_of(tmp_path)
     assert not re.search(r'class="[^"]*\b(good|done|yes)\b', page)
@@ -125,7 +125,7 @@ def test_the_title_of_an_evaluation_names_the_run(tmp_path: Path, model: str | N
 
 def test_the_answers_of_tools_stand_between_those_of_the_model(tmp_path: Path):
     write_metrics(tmp_path, (0.225, 0.9), truncated=0.02)
-    said = [("call(6*7)", []), ("it is 42", [{"role": "tool", "content": f"42 {HOSTILE}"}])]
+    spoken = [("call(6*7)", []), ("it is 42", [{"role": "tool", "content": f"42 {HOSTILE}"}])]
     turns = [
         Turn(
             context_ids=np.array([1], np.int32),
@@ -135,7 +135,7 @@ def test_the_answers_of_tools_stand_between_those_of_the_model(tmp_path: Path):
             stop_reason="stop",
             messages=[*new, {"role": "assistant", "content": "parsed"}],
         )
-        for text, new in said
+        for text, new in spoken
     ]
     prompt = Prompt(id="q", ordinal=-1, messages=[{"role": "user", "content": "6*7?"}], answer="42")
     asked = Trajectory(
