@@ -211,9 +211,15 @@ def test_a_grader_that_prints_thirty_megabytes_is_graded_and_logged_in_part(capf
     assert capfd.readouterr() == ("", "")
 
 
-def test_what_a_grader_printed_before_its_death_is_logged_before_the_next_grading():
+def test_what_a_grader_printed_before_its_death_is_logged_before_the_next_grading(monkeypatch):
     lines = []
-    sandbox = open_sandbox(log=lambda *texts: lines.extend(texts))
+
+    def log(*texts):
+        time.sleep(0.3)
+        lines.extend(texts)
+
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    sandbox = open_sandbox(log=log)
     assert kinds(asyncio.run(sandbox.grade([("behave", payload("chat"))]))) == ["crash"]
     asyncio.run(sandbox.close())
     first = ["worker 0: printed \x1b[2J", "worker 0: WARNING:root:logged", "worker 0: of stderr"]

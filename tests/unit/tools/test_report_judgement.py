@@ -51,6 +51,7 @@ def test_a_dead_run_has_no_green_mark_and_shows_first_what_is_wrong(tmp_path: Pa
     (figure,) = [f for f in page.split("<figure>") if "<b>Truncated answers" in f]
     assert f'<p class="else"><b>suspicious</b>: <code>{CUT}</code>, the newest values above 0.2 (here 0.977)' in figure
     assert page.count('class="else"') == 1  # nothing else is marked
+    assert figure.count("suspicious") == 1
 
 
 def test_a_healthy_run_has_no_suspicious_metric(tmp_path: Path):
@@ -61,7 +62,7 @@ def test_a_healthy_run_has_no_suspicious_metric(tmp_path: Path):
 
 
 def test_terms_have_their_own_curves_and_the_held_out_score_has_an_interval(tmp_path: Path):
-    write_metrics(tmp_path, (0.225, 0.99), truncated=0.02, reward=0.5)
+    write_metrics(tmp_path, (0.01, 0.99), truncated=0.02, reward=0.5)
     figures = {text_of(f.partition("</figcaption>")[0]): f for f in page_of(tmp_path).split("<figure>")[1:]}
     assert "<code>reward/mean</code>" in figures["Training reward"]
     assert "<code>reward/term/a</code>" in figures["Terms of the training reward, before their weights"]
@@ -69,7 +70,8 @@ def test_terms_have_their_own_curves_and_the_held_out_score_has_an_interval(tmp_
     assert "<code>eval/mean_at_k</code>" in held_out and "reward" not in held_out.partition("</svg>")[0]
     (band,) = re.findall(r'class="band f0" d="([^"]*)"', held_out)
     heights = [float(y) for _, y in re.findall(r"([\d.]+) ([\d.]+)", band)]
-    assert len(heights) == 4 and min(heights) > 10  # above the score, and at most 1
+    ticks = {text: float(y) - 3.5 for y, text in re.findall(r'y="([\d.]+)" text-anchor="end">([\d.]+)<', held_out)}
+    assert len(heights) == 4 and (min(heights), max(heights)) == (ticks["1"], ticks["0"])  # no score is outside
     assert all("values</summary><table" in figure for figure in figures.values())
 
 
