@@ -108,7 +108,7 @@ def read_facts(folder: Path) -> RunFacts:
         num_steps=status.num_steps if status else None,
         started=started,
         seconds=seconds or (time.time() if state == "running" else changed) - started,
-        model=_short(model),
+        model="/".join(Path(model).parts[-2:]),  # enough to recognize it
         held_out=held_out,
         trained=None if is_eval else next(((n, v) for n in _TRAINED if (v := values.get(n)) is not None), None),
     )
@@ -137,14 +137,6 @@ def _held_out(path: Path) -> list[tuple[int, float]]:
             if _HELD_OUT in line.get("metrics", {}):
                 found.append((int(line["step"]), float(line["metrics"][_HELD_OUT])))
     return found
-
-
-def _short(model: str) -> str:
-    """The last name of a local path; RUN/step_N of a model that a run wrote."""
-    parts = Path(model).parts
-    if parts[-3:-2] == ("checkpoints",) and len(parts) > 3:
-        return f"{parts[-4]}/{parts[-2]}"
-    return parts[-1] if Path(model).is_absolute() else model
 
 
 def list_runs(folder: Path) -> str:

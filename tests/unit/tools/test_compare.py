@@ -42,6 +42,7 @@ def runs(tmp_path: Path) -> tuple[Path, Path]:
     a = settings(model__path="tiny", train__lr=1e-5, run__seed=0, run__name="a")
     b = settings(model__path="tiny", train__lr=1e-3, run__seed=0, run__name="b", data__limit=7)
     before = [1, 0] * 10
+    a += "algo:\n  # gamma: 0.9  # unused: no critic\n"
     first = made_run(tmp_path / "a", {0: before, 2: before}, [0.5, 0.5], config=a)
     second = made_run(tmp_path / "b", {0: before, 1: [1] * 20, 2: [1] * 19 + [0]}, [0.5, 0.75], config=b)
     return first, second
@@ -65,7 +66,8 @@ def test_the_text_has_what_differs_scores_with_intervals_and_times(runs, capsys)
         f"wrote {runs[0] / 'compare.html'}",
     ):
         assert line in lines, line
-    assert "\nq1\n  expected answer:\n    42\n  a, score 0:\n    0 at 2\n  b, score 1:\n    1 at 2\n" in printed
+    assert "verdict.\n\nq1\n  expected answer:\n    42\n  a, score 0:\n    0 at 2\n  b, score 1:\n    1 at 2\n" in printed
+    assert "algo.gamma" not in printed
     assert "run.name" not in "".join(line for line in lines if "without" not in line)
     assert compare(runs[::-1], None)[0].count("worse") == 2
 

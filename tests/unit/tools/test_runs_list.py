@@ -40,8 +40,8 @@ def test_the_list_has_a_line_for_each_run_the_oldest_first(tmp_path, capsys):
     when = cells[0][3]
     assert when.startswith("2001-09-0")
     assert cells == [
-        ["failed", "failed", "1 of 7 steps", when, "1m01s", "r/step_3", "0.500"],
-        ["a", "interrupted", "1 of 1 steps", when, "1m01s", "qwen", "1.250 nll"],
+        ["failed", "failed", "1 of 7 steps", when, "1m01s", "step_3/model", "0.500"],
+        ["a", "interrupted", "1 of 1 steps", when, "1m01s", "models/qwen", "1.250 nll"],
         ["b", "done", "2 of 2 steps", when, "1m01s", "tiny", "0.500", "1.000", "0.500", "0.200"],
     ]
 
@@ -122,6 +122,7 @@ def test_a_run_in_python_shows_its_state_and_refuses_a_missing_folder(tmp_path, 
 
 def test_the_answers_of_evaluations_and_their_texts_can_be_read(tmp_path):
     run = meshrl.Run(made_run(tmp_path / "r", {0: [0, 1], 2: [1, 1]}, [0, 1.0]))
+    (run.folder / "rollouts" / "eval_mine.jsonl").touch()
     assert [t.text for t in run.eval_trajectories()] == ["1 at 2", "1 at 2"]
     assert [t.text for t in run.eval_trajectories(0)] == [t.text for t in run.eval_trajectories(-2)]
     assert [t.text for t in run.trajectories(1)] == ["answer 0 of 1", "answer 1 of 1"]

@@ -27,7 +27,7 @@ def run(tmp_path: Path) -> Path:
     folder = made_run(tmp_path / "run", {0: [0, 1], 2: [1, 1]}, [0.5, 0.5])
     groups = [
         [answer("short", "yes", 1.0), answer("short", "no", 0.0, 1)],
-        [answer("medium", "needle " + "word " * 9, 0.25)],
+        [answer("medium", "Needle " + "word " * 9, 0.25)],
         [answer(HOSTILE, HOSTILE, -1.0)],
     ]
     RolloutLog(folder, decode).write(2, [one for group in groups for one in group])
@@ -77,10 +77,12 @@ def test_keys_change_the_step_the_group_the_sort_and_the_filter(run):
     async def check(app, pilot):
         await pilot.press("down")
         await pilot.pause()
-        assert "needle word" in drawn(app)
+        assert "Needle word" in drawn(app)
         await pilot.press("s")
         assert "by lowest reward" in title(app) and prompts(app)[1:] == ["medium", "short"]
-        await pilot.press("s", "s")
+        await pilot.press("s")
+        assert "by highest reward" in title(app) and prompts(app)[:2] == ["short", "medium"]
+        await pilot.press("s")
         assert "by longest" in title(app) and prompts(app)[0] == "medium"
         await pilot.press("w")
         assert "wrong only" in title(app) and prompts(app)[0] == "medium" and len(app.shown[-1]) == 1
@@ -101,7 +103,7 @@ def test_a_search_finds_prompts_and_answers_and_ends_with_escape(run):
         assert prompts(app) == ["medium"] and "1 of 3 prompts" in title(app)
         await pilot.press(*"xx")
         await pilot.pause()
-        assert prompts(app) == [] and "needle word" not in drawn(app)
+        assert prompts(app) == [] and "Needle word" not in drawn(app)
         await pilot.press("escape", "down")
         await pilot.pause()
         assert len(prompts(app)) == 3
