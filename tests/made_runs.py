@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 
 from meshrl.core.types import Prompt, Trajectory, Turn
+from meshrl.loops.evaluate import standard_error
 from meshrl.monitor.rollout_log import RolloutLog
 from meshrl.monitor.sinks import JsonlSink
 from meshrl.monitor.status import StatusFile
 
-UNITS = {"reward/mean": "", "eval/mean_at_k": "score", "eval/num_prompts": "prompts", "loss/nll": "nats"}
+UNITS = {"reward/mean": "", "eval/mean_at_k": "score", "eval/standard_error": "score", "loss/nll": "nats"}
 UNITS |= {"rollout/num_tokens": "tokens", "time/rollout_s": "s", "time/train_s": "s"}
 
 
@@ -69,7 +70,7 @@ def made_run(
             log.write(step, [answer("1+1?", f"answer {i} of {step}", i, i) for i in range(2)])
         if step in evals:
             scores = evals[step]
-            held_out = {"eval/mean_at_k": float(np.mean(scores)), "eval/num_prompts": float(len(scores))}
+            held_out = {"eval/mean_at_k": float(np.mean(scores)), "eval/standard_error": standard_error(scores)}
             sink.write(step, held_out, UNITS)
             log.write(step, [answer(f"q{i}", f"{s:g} at {step}", s) for i, s in enumerate(scores)], name="eval")
     sink.close()

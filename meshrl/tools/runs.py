@@ -48,16 +48,6 @@ class RunFacts:
         """The first of the highest scores."""
         return max(self.held_out, key=lambda one: -math.inf if math.isnan(one[1]) else one[1])
 
-    @property
-    def scores(self) -> list[str]:
-        """A line about the held-out scores, if there are any."""
-        if not self.held_out:
-            return []
-        (first, start), (at, best), (last, end) = self.held_out[0], self.best, self.held_out[-1]
-        if len(self.held_out) == 1:
-            return [f"held-out score {start:.4g} after step {first}"]
-        return [f"held-out score {start:.4g} after step {first}, best {best:.4g} ({at}), last {end:.4g} ({last})"]
-
     def __str__(self) -> str:
         """Such as `done, 20 of 20 steps, held-out 0.225 -> 0.31`."""
         parts = [self.state, self.progress]

@@ -32,18 +32,21 @@ def describe(folder: Path) -> str:
         state = f"runs as process {status.pid}{where}, since {time.strftime('%F %T', time.localtime(status.started))}"
     else:
         state = _how_it_ended(folder, status)
-    counted, scores = "step", []
+    counted, best = "step", list[str]()
     try:
         facts = read_facts(folder)
-        counted, scores = facts.counted, facts.scores
+        counted = facts.counted
+        if len(facts.held_out) > 2:
+            best = [f"highest held-out score: {facts.best[1]:.3f} at step {facts.best[0]}"]
     except MeshrlError as error:  # the state is known all the same
-        scores = [str(error)]
+        best = [str(error)]
     lines = [f"{folder}: {state}", f"{counted} {status.step} of {status.num_steps}"]
     if runs and status.phase:
         lines[-1] += f", in phase {status.phase} for {time.time() - status.since:.0f} s"
     lines += [f"{name} {value:.4g}" for name, value in status.values.items()]
     verdict = read_verdict(folder)
-    lines += scores if verdict is None else [verdict.text]
+    lines += [] if verdict is None else [verdict.text]
+    lines += best if verdict is None or verdict.best is None else []
     lines += _notes(folder)
     if not runs and (saved := states(folder / "checkpoints")):
         lines.append(f"newest checkpoint: after step {saved[-1][0]}; run.resume=auto continues from it")

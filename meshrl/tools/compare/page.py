@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from html import escape
 from itertools import islice
@@ -17,12 +16,11 @@ from meshrl.tools.compare.tables import (
     held_out,
     read_runs,
     same_prompts,
-    score_interval,
 )
 from meshrl.tools.page.charts import Line, Style, figure
 from meshrl.tools.page.document import document, package_text, write_page
 from meshrl.tools.report.folder import LoggedPrompt
-from meshrl.tools.report.sections import sample_row
+from meshrl.tools.report.sections import interval, sample_row
 from meshrl.tools.runs import table
 
 _SAMPLES, _SAMPLES_IN_TEXT = 6, 2
@@ -103,23 +101,9 @@ def _figure(runs: Sequence[Compared], name: str, title: str) -> str:
     for run in runs:
         if (series := run.run.series.get(name)) is None:
             continue
-        low, high = list[float](), list[float]()
-        counts = run.run.series.get("eval/num_prompts")
-        if name == "eval/mean_at_k" and counts is not None and len(counts.values) == len(series.values):
-            ends = [_of_mean(score, round(count)) for score, count in zip(series.values, counts.values)]
-            low, high = [a for a, _ in ends], [b for _, b in ends]
-        lines.append(Line(run.label, series.steps, series.values, style, low, high))
+        lines.append(Line(run.label, series.steps, series.values, style, *interval(run.run, name)))
         unit = series.unit
     return figure(title, unit, lines) if any(len(line.values) > 1 for line in lines) else ""
-
-
-def _of_mean(score: float, count: int) -> tuple[float, float]:
-    """The interval of a mean of `count` scores of 0 or 1, which is too wide for other fractions; NaN for other
-    scores."""
-    if not 0 <= score <= 1:
-        return math.nan, math.nan
-    right = round(score * count)
-    return score_interval([1.0] * right + [0.0] * (count - right))
 
 
 def _html(one: Table) -> str:

@@ -10,16 +10,18 @@ from pathlib import Path
 
 from meshrl.core.errors import ConfigError
 from meshrl.monitor.sinks import duration
+from meshrl.run.verdict import Z
 from meshrl.tools.page.charts import number
 from meshrl.tools.report.folder import LoggedPrompt, RunFolder, criterion_of, read_evaluation, read_run
-from meshrl.tools.report.sections import PHASES
+from meshrl.tools.report.sections import PHASES, interval
 from meshrl.tools.runs import answer_files, require_run
 
 MAX_RUNS = 12  # as many as the page has colours
+_HELD_OUT = "eval/mean_at_k"
 _OWN = ("run.name", "run.folder", "run.resume")  # keys that differ in every two runs
 Asked = dict[tuple[str, str], LoggedPrompt]
-Evaluation = tuple[int, float, Asked]
-"""Finished steps, score, and the prompts by id and text, which are empty when the answers were not logged."""
+Evaluation = tuple[int, float, str, Asked]
+"""Finished steps, score, its interval, and the prompts by id and text; without prompts if no answers were logged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +62,17 @@ def read_runs(folders: Sequence[Path]) -> list[Compared]:
 def _read(folder: Path, label: str) -> Compared:
     require_run(folder)
     run, files = read_run(folder), answer_files(folder, "eval")
-    scores = run.series.get("eval/mean_at_k")
+    scores = run.series.get(_HELD_OUT)
     evaluations = {}
     if scores is not None:
         known = [-math.inf if math.isnan(value) else value for value in scores.values]
+        low, high = interval(run, _HELD_OUT)
         for kind, at in (("first", 0), ("best", known.index(max(known))), ("last", -1)):
             step, asked = scores.steps[at], {}
             if step in files:
                 prompts = read_evaluation(files[step], *criterion_of(run.settings))[1]
                 asked = {(name, str(prompt.question)): prompt for name, prompt in prompts.items()}
-            evaluations[kind] = step, scores.values[at], asked
+            evaluations[kind] = step, scores.values[at], _brackets(low[at], high[at]) if low else "", asked
     return Compared(label, run, evaluations)
 
 
@@ -103,14 +106,13 @@ def _spread(group: Sequence[Compared]) -> str:
 def held_out(runs: Sequence[Compared]) -> Table:
     """Scores with intervals, and the differences from the first run."""
     head = ["", "run", "step", "score", "interval", f"difference from {runs[0].label}"]
-    several = any(len({step for step, _, _ in run.evaluations.values()}) > 1 for run in runs)
+    several = any(len({one[0] for one in run.evaluations.values()}) > 1 for run in runs)
     rows = []
     for kind in ("first", "best", "last") if several else ("last",):
         base = runs[0].evaluations.get(kind)
         for run in (run for run in runs if run.evaluations):
-            step, score, asked = run.evaluations[kind]
-            between = _brackets(*score_interval(list(_means(asked).values()))) if asked else ""
-            difference = "" if base is None or run is runs[0] else _difference(base[2], asked)
+            step, score, between, asked = run.evaluations[kind]
+            difference = "" if base is None or run is runs[0] else _difference(base[-1], asked)
             rows.append([kind if several else "", run.label, str(step), f"{score:.3f}", between, difference])
     notes = [
         "Intervals are 95 % intervals over held-out prompts, not over seeds. A difference is the mean over the prompts "
@@ -139,26 +141,12 @@ def _means(asked: Asked) -> dict[tuple[str, str], float]:
     return {key: sum(a.score or 0.0 for a in prompt.answers) / len(prompt.answers) for key, prompt in asked.items()}
 
 
-def score_interval(scores: Sequence[float]) -> tuple[float, float]:
-    """A 95 % interval of the mean of the prompts' scores. If all are fractions, two right and two wrong answers are
-    added, so that 40 wrong answers out of 40 have no interval of width 0. Source: Agresti and Coull 1998."""
-    total, squares = sum(scores), sum(score**2 for score in scores)
-    if all(0 <= score <= 1 for score in scores):
-        low, high = _around(len(scores) + 4, total + 2, squares + 2)
-        return max(low, 0.0), min(high, 1.0)
-    return _around(len(scores), total, squares)
-
-
 def difference_interval(differences: Sequence[float]) -> tuple[float, float]:
     """A 95 % interval of the mean difference between two runs, prompt by prompt. Half an answer is added to each of the
-    four cells of a pair. Source: Agresti and Min 2005."""
-    return _around(len(differences) + 2, sum(differences), sum(value**2 for value in differences) + 1)
-
-
-def _around(count: float, total: float, squares: float) -> tuple[float, float]:
-    """The interval of the mean of `count` values, by their sum and the sum of their squares."""
-    mean = total / count
-    half = 1.96 * math.sqrt(max(squares / count - mean**2, 0.0) / count)
+    four cells of a pair, so that equal answers have no interval of width 0. Source: Agresti and Min 2005."""
+    count, squares = len(differences) + 2, sum(value**2 for value in differences) + 1
+    mean = sum(differences) / count
+    half = Z * math.sqrt(max(squares / count - mean**2, 0.0) / count)
     return mean - half, mean + half
 
 
@@ -191,7 +179,7 @@ def _labels(runs: Sequence[Compared]) -> list[str]:
 def same_prompts(runs: Sequence[Compared]) -> Iterator[dict[str, LoggedPrompt]]:
     """The prompts that all runs answered in their last evaluation, by the label of the run. Those with right and wrong
     answers come first."""
-    asked = [run.evaluations["last"][2] if run.evaluations else {} for run in runs]
+    asked = [run.evaluations["last"][-1] if run.evaluations else {} for run in runs]
     common = [key for key in asked[0] if all(key in prompts for prompts in asked)]
     rows = [dict(zip(_labels(runs), (prompts[key] for prompts in asked))) for key in common]
     yield from sorted(rows, key=lambda row: len({prompt.is_right for prompt in row.values()}) == 1)

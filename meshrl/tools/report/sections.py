@@ -92,11 +92,11 @@ def _figure(run: RunFolder, chart: Chart) -> str:
     lines = []
     for name in names:
         style: Style = "dots" if name.startswith("eval/") else "limit" if name == "proof/limit" else chart.style
-        lines.append(Line(name, run.series[name].steps, run.series[name].values, style, *_interval(run, name)))
+        lines.append(Line(name, run.series[name].steps, run.series[name].values, style, *interval(run, name)))
     return figure(chart.title, run.series[names[0]].unit, lines, log=chart.log, below=_meanings(run, names))
 
 
-def _interval(run: RunFolder, name: str) -> tuple[list[float], list[float]]:
+def interval(run: RunFolder, name: str) -> tuple[list[float], list[float]]:
     """The 95 % interval of each held-out score; without values for other metrics."""
     errors = run.series.get("eval/standard_error") if name == "eval/mean_at_k" else None
     if errors is None:

@@ -7,14 +7,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 from rich.console import Group
 from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.containers import Horizontal, HorizontalScroll, Vertical, VerticalScroll
 from textual.widgets import DataTable, Footer, Input, Static
 
+from meshrl.core.errors import MeshrlError
 from meshrl.core.terminal import printable
 from meshrl.monitor.rollout_log import LoggedTrajectory
+from meshrl.monitor.token_log import TokenValues, read_tokens
 from meshrl.tools.runs import answer_files
 from meshrl.tools.viewer.text import Answers, answer_parts, question_parts, read_answers, sampled_text
 
@@ -33,6 +36,32 @@ def mean_reward(group: Answered) -> float:
     return sum(known) / len(known) if known else math.inf
 
 
+_COLOURS = ("none", "sampler logprob", "trainer logprob", "log ratio", "entropy", "advantage", "version", "loss mask")
+
+
+def tinted(text: str, values: TokenValues, colour: str) -> Text:
+    """The text of a turn with a background for each token: green for values above 0, red for those below it, stronger
+    for larger ones. Tokens without this value are dim."""
+    columns = values.columns
+    found = {
+        "sampler logprob": columns["rollout_logprobs"],
+        "trainer logprob": columns["logprobs"],
+        "log ratio": columns["logprobs"] - columns["rollout_logprobs"],
+        "entropy": columns["entropies"],
+        "advantage": columns["advantages"],
+        "version": columns["versions"] - columns["versions"].min(initial=0),
+        "loss mask": columns["trained"],
+    }[colour].astype(float)
+    largest = np.abs(found[np.isfinite(found)]).max(initial=0.0) or 1.0
+    out, at = Text(), 0
+    for size, value in zip(columns["characters"].tolist(), found.tolist()):
+        strength = round(150 * abs(value) / largest) if math.isfinite(value) else 0
+        style = f"on rgb({strength},0,0)" if value < 0 else f"on rgb(0,{strength},0)"
+        out.append(printable(text[at : at + size]), style if math.isfinite(value) else "dim")
+        at += size
+    return out
+
+
 class RolloutViewer(App[None]):
     """One step or evaluation at a time: its groups at the left, the answers of the chosen one at the right."""
 
@@ -45,6 +74,7 @@ class RolloutViewer(App[None]):
         ("escape", "leave", "end search"),
         ("w", "wrong", "wrong only"),
         ("s", "sort", "sort"),
+        ("c", "colour", "colour of tokens"),
         ("q", "quit", "quit"),
     ]
 
@@ -54,6 +84,7 @@ class RolloutViewer(App[None]):
         files = [(step, kind) for kind in ("eval", "step") for step in answer_files(run, kind)]
         self._files = sorted(files)  # an evaluation is shown before the step of the same number
         self._at, self._wrong, self._sort, self._words = len(files) - 1, False, 0, ""
+        self._colour = 0
         self._answers = Answers("", [], "")
         self.shown: list[Answered] = []
 
@@ -84,6 +115,7 @@ class RolloutViewer(App[None]):
         self.shown = sorted(found, key=order)
         state = [f"{len(self.shown)} of {len(self._answers.groups)} prompts, by {sort}"]
         state += [f"with {self._words!r}"] * bool(self._words) + ["wrong only"] * self._wrong
+        state += [f"tokens by {_COLOURS[self._colour]}"] * bool(self._colour)
         error = f"\nthe rest can't be read: {self._answers.error}" if self._answers.error else ""
         self.query_one("#title", Static).update(printable(f"{self._answers.title}: {', '.join(state)}{error}"))
         table = self.query_one(DataTable)
@@ -104,8 +136,22 @@ class RolloutViewer(App[None]):
         if event.cursor_row < len(self.shown):
             group = self.shown[event.cursor_row]
             self.query_one("#asked", Static).update(Group(*question_parts(group[0].trajectory.prompt)))
-            answers = [VerticalScroll(Static(Group(*answer_parts(one))), classes="answer") for one in group]
-            await place.mount_all(answers)
+            parts = (answer_parts(one, self._tokens(one)) for one in group)
+            await place.mount_all(VerticalScroll(Static(Group(*part)), classes="answer") for part in parts)
+
+    def _tokens(self, logged: LoggedTrajectory) -> list[Text]:
+        """The texts of the turns with a colour for each token; empty without a colour, or without token values."""
+        if not self._colour:
+            return []
+        step, kind = self._files[self._at]
+        try:
+            values = read_tokens(answer_files(self._run, kind)[step], logged.trajectory.id)
+        except MeshrlError:  # the texts are shown all the same
+            return []
+        complete = len(values) == len(logged.texts)
+        return (
+            [tinted(text, one, _COLOURS[self._colour]) for text, one in zip(logged.texts, values)] if complete else []
+        )
 
     def action_go(self, by: int) -> None:
         self._at = min(max(self._at + by, 0), len(self._files) - 1)
@@ -118,6 +164,12 @@ class RolloutViewer(App[None]):
     def action_sort(self) -> None:
         self._sort = (self._sort + 1) % len(_SORTS)
         self._list()
+
+    def action_colour(self) -> None:
+        self._colour = (self._colour + 1) % len(_COLOURS)
+        row = self.query_one(DataTable).cursor_row
+        self._list()
+        self.query_one(DataTable).move_cursor(row=row)
 
     def action_search(self) -> None:
         self.query_one(Input).add_class("open").focus()

@@ -110,8 +110,9 @@ def question_parts(prompt: Prompt, number: str = "") -> Iterator[Any]:
         yield from message_parts(message)
 
 
-def answer_parts(logged: LoggedTrajectory) -> Iterator[Any]:
-    """The head of an answer with its reward, and the messages of its turns."""
+def answer_parts(logged: LoggedTrajectory, coloured: Sequence[Text] = ()) -> Iterator[Any]:
+    """The head of an answer with its reward, and the messages of its turns. coloured: the texts of the turns, in
+    place of the sampled messages."""
     trajectory = logged.trajectory
     reward, tokens = trajectory.reward, sum(len(turn.output_ids) for turn in trajectory.turns)
     style = "yellow" if reward is None else "green" if reward > 0 else "red"
@@ -120,9 +121,12 @@ def answer_parts(logged: LoggedTrajectory) -> Iterator[Any]:
     for failure in (trajectory.failure, *trajectory.rewards.values()):
         if isinstance(failure, Failure):
             yield Text(printable(f"  {failure.kind}: {failure.message}"), "yellow")
-    for turn, text in zip(trajectory.turns, logged.texts):
-        for message in turn.messages or [{"role": "assistant", "content": text}]:
+    for number, (turn, text) in enumerate(zip(trajectory.turns, logged.texts)):
+        messages = turn.messages or [{"role": "assistant", "content": text}]
+        for message in messages[:-1] if coloured else messages:
             yield from message_parts(message, len(trajectory.turns) > 1)
+        if coloured:
+            yield Padding(coloured[number], (0, 0, 0, 4), expand=False)
 
 
 def reward_text(trajectory: Trajectory) -> str:

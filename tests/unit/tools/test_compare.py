@@ -12,7 +12,7 @@ from meshrl.cli import main
 from meshrl.core.errors import ConfigError, MeshrlError
 from meshrl.monitor.rollout_log import RolloutLog
 from meshrl.tools.compare.page import compare
-from meshrl.tools.compare.tables import difference_interval, score_interval
+from meshrl.tools.compare.tables import difference_interval
 from meshrl.tools.report.page import write_report
 from tests.made_runs import answer, decode, made_run, settings
 
@@ -56,9 +56,9 @@ def test_the_text_has_what_differs_scores_with_intervals_and_times(runs, capsys)
         "train.lr 1e-05 0.001",
         "data.limit not set 7",
         "2 keys differ, 2 are equal (without run.name, run.folder, run.resume).",
-        "first b 0 0.500 [0.300, 0.700] +0.000 [-0.089, 0.089] within the interval, 20 prompts",
-        "best b 1 1.000 [0.806, 1.000] +0.500 [0.228, 0.681] better, 20 prompts",
-        "last b 2 0.950 [0.743, 1.000] +0.450 [0.185, 0.633] better, 20 prompts",
+        "first b 0 0.500 [0.270, 0.730] +0.000 [-0.089, 0.089] within the interval, 20 prompts",
+        "best b 1 1.000 [0.904, 1.000] +0.500 [0.228, 0.681] better, 20 prompts",
+        "last b 2 0.950 [0.818, 1.000] +0.450 [0.185, 0.633] better, 20 prompts",
         "wall time 1m01s 1m01s",
         "tokens sampled a second 50 50",
         "time of train 2 s 2 s",
@@ -66,7 +66,8 @@ def test_the_text_has_what_differs_scores_with_intervals_and_times(runs, capsys)
         f"wrote {runs[0] / 'compare.html'}",
     ):
         assert line in lines, line
-    assert "verdict.\n\nq1\n  expected answer:\n    42\n  a, score 0:\n    0 at 2\n  b, score 1:\n    1 at 2\n" in printed
+    sample = "q1\n  expected answer:\n    42\n  a, score 0:\n    0 at 2\n  b, score 1:\n    1 at 2\n"
+    assert f"differ in the verdict.\n\n{sample}" in printed
     assert "algo.gamma" not in printed
     assert "run.name" not in "".join(line for line in lines if "without" not in line)
     assert compare(runs[::-1], None)[0].count("worse") == 2
@@ -157,12 +158,10 @@ def test_runs_of_the_same_name_are_shown_with_their_folders(tmp_path):
     assert "seed_0/grpo" in text and "seed_1/grpo" in text
 
 
-def test_intervals_have_a_width_also_for_equal_answers():
-    assert score_interval([0.0] * 10) == (0.0, pytest.approx(0.326, abs=0.001))
-    low, high = score_interval([1.0] * 9 + [0.0])
-    assert (low, high) == (pytest.approx(0.571, abs=0.001), 1.0)
+def test_the_interval_of_a_difference_is_that_of_matched_pairs_with_half_an_answer_in_each_cell():
     low, high = difference_interval([1] * 5 + [-1] * 1 + [0] * 34)
     center, n = 4 / 42, 42
     half = 1.96 * (((5.5 + 1.5) / n - center**2) / n) ** 0.5
     assert (low, high) == (pytest.approx(center - half), pytest.approx(center + half))
-    assert score_interval([3.0, 5.0]) == (pytest.approx(4 - 1.96 * 0.5**0.5), pytest.approx(4 + 1.96 * 0.5**0.5))
+    low, high = difference_interval([0.0] * 40)
+    assert -low == high > 0.04

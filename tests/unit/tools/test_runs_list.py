@@ -88,12 +88,14 @@ def test_names_with_control_characters_are_escaped(tmp_path, capsys):
 
 def test_status_shows_the_held_out_score_and_counts_answers_of_an_evaluation(tmp_path):
     run = made_run(tmp_path / "run", {0: [0, 1], 1: [1, 1], 2: [0, 0]}, [0.1, 0.2])
-    assert "held-out score 0.5 after step 0, best 1 (1), last 0 (2)" in describe(run).splitlines()
+    shown = describe(run).splitlines()
+    assert "held-out 0.500 -> 0.000 (unchanged: -0.500 +- 1.296)" in shown
+    assert "highest held-out score: 1.000 at step 1" in shown
     one = made_run(tmp_path / "eval_1", {4: [0, 1, 1, 1]}, [], num_steps=4)
     (one / "config.yaml").write_text("run:\n  name: eval_1  # meshrl eval\n")
     StatusFile(one, 4, first_step=3).close()
     assert describe(one).splitlines()[1] == "answer 3 of 4"
-    assert "held-out score 0.75 after step 4" in describe(one).splitlines()
+    assert "held-out 0.750 +- 0.566 at step 4, the only evaluation" in describe(one).splitlines()
     (one / "metrics.jsonl").write_bytes(b'"eval/mean_at_k"\n')
     assert "step 3 of 4" in describe(one) and "metrics.jsonl:1" in describe(one)
 

@@ -7,17 +7,19 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from meshrl.cli import main
 from meshrl.monitor.rollout_log import RolloutLog
+from meshrl.monitor.token_log import read_tokens, tokens_file
 from tests.made_runs import answer, decode, made_run
 
 pytest.importorskip("textual", reason="textual is not installed: pip install 'meshrl[view]'")
 
 from textual.widgets import DataTable, Footer, Static
 
-from meshrl.tools.viewer.terminal import RolloutViewer
+from meshrl.tools.viewer.terminal import RolloutViewer, tinted
 
 HOSTILE = "[red]\x1b[2J\u202e<script>[/nope]"
 
@@ -133,3 +135,38 @@ def test_a_damaged_file_shows_the_lines_before_the_damage(run):
 def test_a_run_without_rollouts_is_refused(tmp_path, capsys):
     assert main(["view", str(made_run(tmp_path / "sft")), "--terminal"]) == 1
     assert "has no rollouts" in capsys.readouterr().err
+
+
+def test_tokens_are_coloured_by_a_chosen_value_if_they_have_one(run):
+    colours = "sampler logprob", "trainer logprob", "log ratio", "entropy", "advantage", "version", "loss mask"
+    first = answer("short", "a\x1b!", 1.0)
+    first.turns[0].logprobs = np.array([-1.0, -0.5, 0.0], np.float32)
+    path = RolloutLog(run, decode).write(2, [first])
+
+    async def coloured(app, pilot):
+        for name in colours:
+            await pilot.press("c")
+            await pilot.pause()
+            assert f"tokens by {name}" in title(app) and "a\\x1b!" in drawn(app)
+        await pilot.press("c")
+        assert "tokens by" not in title(app)
+
+    async def not_coloured(app, pilot):
+        await pilot.press("c")
+        await pilot.pause()
+        assert "a\\x1b!" in drawn(app)
+
+    drive(run, coloured)
+    (values,) = read_tokens(path, first.id)
+    by_logprob = tinted("a\x1b!", values, "sampler logprob")
+    assert by_logprob.plain == "a\\x1b!"
+    assert [(s.start, s.end, s.style) for s in by_logprob.spans] == [
+        (0, 1, "on rgb(150,0,0)"),
+        (1, 5, "on rgb(75,0,0)"),
+        (5, 6, "on rgb(0,0,0)"),
+    ]
+    assert {span.style for span in tinted("a\x1b!", values, "entropy").spans} == {"dim"}
+    tokens_file(path).write_bytes(b"damaged")
+    drive(run, not_coloured)
+    tokens_file(path).unlink()
+    drive(run, not_coloured)
