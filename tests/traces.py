@@ -76,7 +76,7 @@ def write_trace(
         made.append(Step(len(made) + 1, begin, begin := begin + round(length * MS)))
     for _ in steps:
         at.append(begin)
-        sync = {"num_bytes": 8e6, "cast": 0.001, "load": 0.004}
+        sync = {"num_bytes": 8e6, "cast_s": 0.001, "load_s": 0.004, "latency_s": 0.01, "version": 3}
         made.append(Step(len(made) + 1, begin, begin := begin + round(length_ms * MS), profiled, sync))
     first = len(untraced_ms) + 1
     listed = [
@@ -96,7 +96,14 @@ def write_trace(
                 else:
                     args = {"bytes": 4_000_000, "group": len(ranks)} if category == "collective" else {}
                     spans.append(Span(name, category, begins, ends, args))
-        parts = {"params": 100, "grads": 50, "optimizer": 200, "buffers": 1, "resident": 900, "peak_resident": 1000}
+        parts = {
+            "params": 100,
+            "grads": 50,
+            "optimizer": 200,
+            "buffers": 1,
+            "resident_bytes": 900,
+            "peak_resident_bytes": 1000,
+        }
         memory = [MemorySample(start + shift + 80 * MS, "train", parts) for start in at]
         write_rank(folder, RankTrace(rank=rank, spans=spans, memory=memory))
         if profiled:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import mean, median
 
-from meshrl.tools.diagnose.intervals import Intervals, total
+from meshrl.tools.diagnose.intervals import Intervals, overlap, total
 from meshrl.tools.diagnose.measure import Gap, Straggler
 from meshrl.tools.diagnose.read import Trace
 from meshrl.tools.page.charts import number
@@ -76,6 +76,7 @@ def costs(
     return sorted([*found, *blamed], key=lambda cost: -cost.seconds)
 
 
+SYNC_STAGES = ("cast", "load", "verify", "wait")  # of the metrics sync/<stage>_s
 _KINDS = {
     "sampling": "the sampling of its answers",
     "compute": "computation",
@@ -87,15 +88,19 @@ _KINDS = {
 
 def _details(trace: Trace, gaps: Sequence[Gap]) -> dict[str, str]:
     details = {}
-    stages: dict[str, float] = {}
     syncs = [step.sync for step in trace.steps if step.sync]
-    for sync in syncs:
-        for stage, seconds in sync.items():
-            stages[stage] = stages.get(stage, 0.0) + seconds / len(syncs)
-    size = stages.pop("num_bytes", 0.0)
-    if stages:
-        longest = max(stages, key=lambda stage: stages[stage])
+    if stages := {stage: mean(sync.get(f"{stage}_s", 0.0) for sync in syncs) for stage in SYNC_STAGES if syncs}:
+        size, longest = mean(sync.get("num_bytes", 0.0) for sync in syncs), max(stages, key=lambda stage: stages[stage])
         details["sync"] = f"{number(size, 'bytes')}; longest stage: {longest} {number(stages[longest], 's')}"
+        inside = trace.windows("sync")
+        copies = [
+            (total(overlap(inside, rank.of("copy", (name,)))), name, index)
+            for index, rank in trace.ranks.items()
+            for name in {span.name for span in rank.spans if span.category == "copy"}
+        ]
+        if copies:
+            took, name, index = max(copies)
+            details["sync"] += f"; longest copies: {name} {number(took / 1e9 / len(trace.steps), 's')} in rank {index}"
     if gaps:
         of_all = sum(gap.end_ns - gap.start_ns for gap in gaps) / 1e9 / len(trace.steps) / len(trace.ranks)
         first = gaps[0]

@@ -168,9 +168,10 @@
       wide(table(["phase", "rank", "wall", "compute", "exposed", "overlapped", "copy", "host", "idle", "compute / comm."],
         found.phases.map((one) => [one.phase, String(one.rank), ...["wall", "compute", "exposed", "overlapped", "copy",
           "host", "idle"].map((key) => seconds(one[key])), plain(one.ratio)]))));
-    const stages = Object.entries(found.sync_stages).filter(([stage]) => stage !== "num_bytes");
-    if (stages.length) section("Weight sync by stage", `${bytes(Math.round(found.sync_stages.num_bytes || 0))} in each sync`,
-      wide(table(["stage", "seconds of the slowest rank"], stages.map(([stage, took]) => [stage, seconds(took)]))));
+    const stages = ["cast", "load", "verify", "wait", "latency"].filter((stage) => `${stage}_s` in found.sync);
+    if (stages.length) section("Weight sync by stage", `${bytes(Math.round(found.sync.num_bytes || 0))} in each sync, ` +
+      `${plain(found.sync.gb_per_s || 0)} GB/s. latency: the phase sync of the controller.`,
+      wide(table(["stage", "seconds of the slowest rank"], stages.map((stage) => [stage, seconds(found.sync[`${stage}_s`])]))));
     if (found.stragglers.length) section("The latest rank of each phase", "By how much it arrives later than the others in a step.",
       wide(table(["phase", "rank", "later by", "verdict"], found.stragglers.map((one) => [one.phase, String(one.rank),
         seconds(one.late_s), one.is_named ? "slow in nearly every step" : "not named: too little, or too rare"]))));

@@ -32,9 +32,9 @@ class MemoryPeak:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Diagnosis:
-    """slow_down: time of a step with the profiler / time of a step without, of the same run. sync_stages: seconds, and
-    num_bytes, of the mean weight sync. ratio: computation / communication in the phase train, the mean over ranks.
-    by_cause: the times of each rank; they are not in diagnose.json."""
+    """slow_down: time of a step with the profiler / time of a step without, of the same run. sync: the means of the
+    weight sync's metrics, without the prefix sync/. ratio: computation / communication in the phase train, the mean
+    over ranks. by_cause: the times of each rank; they are not in diagnose.json."""
 
     source: str
     steps: list[int]
@@ -49,7 +49,7 @@ class Diagnosis:
     gaps: list[measure.Gap]
     memory: list[MemoryPeak]
     by_cause: dict[int, dict[str, Intervals]]
-    sync_stages: dict[str, float] = field(default_factory=dict)
+    sync: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 
@@ -82,7 +82,7 @@ def diagnose(trace: Trace) -> Diagnosis:
         gaps=pauses,
         memory=list(_memory(trace)),
         by_cause=divided,
-        sync_stages={key: mean(sync.get(key, 0.0) for sync in syncs) for key in (syncs[0] if syncs else ())},
+        sync={key: mean(sync.get(key, 0.0) for sync in syncs) for key in (syncs[0] if syncs else ())},
         notes=trace.notes,
     )
 
@@ -107,7 +107,7 @@ def _memory(trace: Trace) -> Iterator[MemoryPeak]:
 
 
 def _peak(parts: Mapping[str, int]) -> int:
-    return max((int(parts[k]) for k in ("peak", "peak_resident", "allocated", "resident") if k in parts), default=0)
+    return max((int(parts[k]) for k in ("peak_bytes", "peak_resident_bytes") if k in parts), default=0)
 
 
 def as_record(found: Diagnosis) -> dict[str, Any]:
@@ -147,7 +147,8 @@ def _events(trace: Trace) -> Iterator[dict[str, Any]]:
                 (s.name, s.start_ns, s.end_ns, dict(s.args))
             )
         if rank.profile is not None:
-            lanes["operations"] = [(o.name, o.start_ns, o.end_ns, {}) for o in rank.profile.operations]
+            convert = rank.facts.to_controller
+            lanes["operations"] = [(name, convert(a), convert(b), {}) for a, b, name in rank.profile.operations]
         where = " ".join(text for text in (rank.facts.host, rank.facts.device) if text)
         yield from _process(number + 1, f"rank {number} ({where})", lanes)
         for sample in rank.memory:

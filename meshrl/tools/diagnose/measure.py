@@ -32,10 +32,7 @@ def lanes(rank: Rank) -> Lanes:
     """Computation is the profiler's operations. Without a profile it is the forward and backward passes without their
     collectives, because FSDP2 on gloo waits for each collective."""
     collective, sampling = rank.of("collective"), rank.of("phase", SAMPLING)
-    if rank.profile is not None:
-        compute = union((o.start_ns, o.end_ns) for o in rank.profile.operations)
-    else:
-        compute = without(rank.of("compute"), collective)
+    compute = without(rank.of("compute"), collective) if rank.operations is None else rank.operations
     return Lanes(compute, sampling, collective, rank.of("copy"), rank.of("phase"))
 
 
@@ -177,7 +174,7 @@ def collectives(trace: Trace, met: Sequence[Meeting]) -> list[Collective]:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Straggler:
     """late_s: seconds of a step by which the rank arrives later than the others, the median over the steps. is_named:
-    it is late in nearly every step, by more than STRAGGLER_SHARE of the phase."""
+    it is late in 7 of 8 steps by more than STRAGGLER_SHARE of the phase and half of late_s, so not by chance."""
 
     phase: str
     rank: int
@@ -196,9 +193,9 @@ def stragglers(trace: Trace, met: Sequence[Meeting]) -> list[Straggler]:
         rank, by_step = max(ranks.items(), key=lambda one: median(one[1].values()))
         times = sorted(by_step.values())
         least = STRAGGLER_SHARE * total(trace.windows(phase)) / 1e9 / len(trace.steps)
-        nearly_all = times[len(times) // 4] > least / 2 and len(times) > 1
-        late_s = median(times)
-        found.append(Straggler(phase=phase, rank=rank, late_s=late_s, is_named=late_s > least > 0 and nearly_all))
+        late_s, rarely_s = median(times), times[len(times) // 8]  # with less than 8 steps, the shortest time
+        is_named = len(times) > 1 and rarely_s > max(least, late_s / 2)
+        found.append(Straggler(phase=phase, rank=rank, late_s=late_s, is_named=is_named))
     return found
 
 
@@ -221,7 +218,9 @@ def gaps(trace: Trace, of: dict[int, Lanes]) -> list[Gap]:
             active = union(of[number].compute, of[number].collective, of[number].copy)
             for start, end in without(commands, active):
                 if end - start >= GAP_NS:
-                    found.append(Gap(number, start, end, rank.profile.around((start + end) // 2)))
+                    middle = (start + end) // 2
+                    on_own_clock = 2 * middle - rank.facts.to_controller(middle)
+                    found.append(Gap(number, start, end, rank.profile.around(on_own_clock)))
     return sorted(found, key=lambda gap: gap.start_ns - gap.end_ns)
 
 

@@ -45,10 +45,10 @@ def _memory(trace: Trace, start: int) -> str:
     """Memory at the ends of phases, of each rank."""
     lines = []
     for number, rank in trace.ranks.items():
-        for kind in ("allocated", "resident"):
+        for kind in ("allocated_bytes", "resident_bytes"):
             values = [(m.at_ns - start, m.parts[kind]) for m in rank.memory if kind in m.parts]
             times = [round(at / 1e9, 3) for at, _ in values]
             if values:
-                lines.append(Line(f"rank {number} {kind}", times, [size for _, size in values]))
+                lines.append(Line(f"rank {number} {kind[:-6]}", times, [size for _, size in values]))
     drawing = figure("Memory at the end of each phase", "bytes", lines[:12], across="s") if lines else ""
     return f'<section><h2>Memory over time</h2><div class="grid2">{drawing}</div></section>' if drawing else ""

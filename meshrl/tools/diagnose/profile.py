@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import re
 import zlib
 from bisect import bisect_left
@@ -13,28 +11,25 @@ from typing import Any
 
 from meshrl.core.errors import DataError
 from meshrl.core.files import Unreadable, open_plain
-from meshrl.monitor.jsonl import data_errors
+from meshrl.monitor.jsonl import data_errors, parse_large
 from meshrl.monitor.trace import Category, Span
 
 MAX_BYTES = 2 << 30  # of the JSON; a larger one would need more memory than it is worth
 _COPIES = ("gpu_memcpy", "gpu_memset")
+_CATEGORIES = {"cpu_op", "user_annotation", "kernel", *_COPIES}
 _COMMUNICATION = re.compile(r"nccl|rccl|c10d::|gloo:|record_param_comms", re.IGNORECASE)
 _DTYPE_BYTES = {"Double": 8, "Long": 8, "Float": 4, "Int": 4, "Half": 2, "BFloat16": 2}
 
 
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """An operation of the device: a kernel, or on a CPU an operator of torch."""
-
-    name: str
-    start_ns: int
-    end_ns: int
+Operation = tuple[int, int, str]
+"""Start and end in nanoseconds, and name, of a kernel, or on a CPU of an operator of torch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
-    """rank: None if the trace does not state it. operations: computation, in the order of their starts. spans:
-    collectives and copies. steps: (number, start_ns, end_ns) of ProfilerStep. is_cut: the file's end is missing."""
+    """All times are of the rank's clock. rank: None if the trace does not state it. operations: computation, in the
+    order of their starts. spans: collectives and copies. steps: (number, start_ns, end_ns) of ProfilerStep. is_cut: the
+    file's end is missing."""
 
     rank: int | None
     host: str
@@ -46,8 +41,8 @@ class Profile:
 
     def around(self, time_ns: int) -> str:
         """The operations before and after a time, for a text."""
-        at = bisect_left(self.operations, time_ns, key=lambda operation: operation.start_ns)
-        before, after = self.operations[max(0, at - 1)].name, self.operations[min(at, len(self.operations) - 1)].name
+        at = bisect_left(self.operations, time_ns, key=lambda operation: operation[0])
+        before, after = self.operations[max(0, at - 1)][2], self.operations[min(at, len(self.operations) - 1)][2]
         return f"between {before:.60} and {after:.60}"
 
 
@@ -58,8 +53,8 @@ def read_profile(path: Path) -> Profile:
     """
     data, is_cut = _content(path)
     try:
-        record = json.loads(data)
-    except (ValueError, RecursionError) as cause:
+        record = parse_large(data)
+    except ValueError as cause:
         record, is_cut = _salvaged(data), True
         if record is None:
             raise DataError(f"{path}: not a trace of torch.profiler: {cause}") from cause
@@ -70,30 +65,26 @@ def read_profile(path: Path) -> Profile:
 
 
 def _content(path: Path) -> tuple[bytes, bool]:
-    parts, size = [], 0
+    """The JSON, and whether its end is known to be missing."""
     try:
-        with open_plain(path) as plain:
-            is_packed = plain.read(2) == b"\x1f\x8b"
-            plain.seek(0)
-            file: Any = gzip.GzipFile(fileobj=plain) if is_packed else plain
-            try:
-                while part := file.read1(1 << 20):
-                    parts.append(part)
-                    if (size := size + len(part)) > MAX_BYTES:
-                        raise Unreadable(f"more than {MAX_BYTES:,} bytes of JSON; record fewer steps")
-            except (EOFError, zlib.error, gzip.BadGzipFile):
-                return b"".join(parts), True
-    except (OSError, Unreadable) as cause:
-        raise DataError(f"{path}: {cause}") from cause
-    return b"".join(parts), False
+        with open_plain(path) as file:
+            data = file.read(MAX_BYTES + 1)
+        unpacker = zlib.decompressobj(wbits=31)
+        is_packed = data.startswith(b"\x1f\x8b")
+        data = unpacker.decompress(data, MAX_BYTES + 1) if is_packed else data
+    except (OSError, Unreadable, zlib.error) as cause:
+        raise DataError(f"{path}: not a trace of torch.profiler: {cause}") from cause
+    if len(data) > MAX_BYTES:
+        raise DataError(f"{path}: more than {MAX_BYTES:,} bytes of JSON; record fewer steps")
+    return data, is_packed and not unpacker.eof
 
 
 def _salvaged(data: bytes) -> Any:
     """The record without its last, incomplete event; None if there is no complete event."""
     end = data.rfind(b"\n  },")
     try:
-        return json.loads(data[:end] + b"\n  }]}") if end > 0 else None
-    except (ValueError, RecursionError):
+        return parse_large(data[:end] + b"\n  }]}") if end > 0 else None
+    except ValueError:
         return None
 
 
@@ -101,7 +92,7 @@ def _profile(record: dict[str, Any], is_cut: bool) -> Profile:
     base, inner = int(record.get("baseTimeNanoseconds") or 0), record.get("distributedInfo") or {}
     events, steps = [], []
     for event in record["traceEvents"]:
-        if event.get("ph") == "X" and isinstance(event.get("dur"), (int, float)):
+        if event.get("cat") in _CATEGORIES and event.get("ph") == "X":
             start = base + round(float(event["ts"]) * 1000)
             events.append((start, start + round(event["dur"] * 1000), str(event["name"]), event))
     events.sort(key=lambda one: (str(one[3].get("tid")), one[0], -one[1]))
@@ -116,8 +107,8 @@ def _profile(record: dict[str, Any], is_cut: bool) -> Profile:
         elif _COMMUNICATION.search(name):
             spans.append(_span(name, "collective", start, end, event))
         else:
-            operations.append(Operation(name, start, end))
-    operations.sort(key=lambda operation: operation.start_ns)
+            operations.append((start, end, name))
+    operations.sort()
     devices = record.get("deviceProperties") or [{}]
     return Profile(
         rank=int(inner["rank"]) if "rank" in inner else None,

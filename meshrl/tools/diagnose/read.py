@@ -30,12 +30,14 @@ from meshrl.tools.diagnose.profile import Profile, read_profile
 
 @dataclass(kw_only=True, slots=True)
 class Rank:
-    """One rank on the controller's clock. profile: None if the profiler did not record it."""
+    """One rank on the controller's clock, except for its profile. operations: the times of the profile's operations;
+    None if the profiler did not record this rank."""
 
     facts: RankFacts
     spans: list[Span]
     memory: list[MemorySample] = field(default_factory=list)
     profile: Profile | None = None
+    operations: Intervals | None = None
 
     def of(self, category: str, names: Sequence[str] = ()) -> Intervals:
         """The times of the spans of a category, or of those with one of these names."""
@@ -165,9 +167,9 @@ def _on_controllers_clock(rank: Rank) -> Rank:
     convert = rank.facts.to_controller
     rank.spans = [replace(s, start_ns=convert(s.start_ns), end_ns=convert(s.end_ns)) for s in rank.spans]
     rank.memory = [replace(m, at_ns=convert(m.at_ns)) for m in rank.memory]
-    if rank.profile is not None and rank.facts.clock:
-        moved = [replace(o, start_ns=convert(o.start_ns), end_ns=convert(o.end_ns)) for o in rank.profile.operations]
-        rank.profile = replace(rank.profile, operations=moved)
+    if rank.profile is not None:
+        merged = union((start, end) for start, end, _ in rank.profile.operations)
+        rank.operations = [(convert(start), convert(end)) for start, end in merged]
     return rank
 
 
@@ -183,7 +185,7 @@ def _of_other_program(path: Path, files: Sequence[Path]) -> Trace:
             continue
         if profile.is_cut:
             notes.append(f"the end of {file.name} is missing; what is before it is used")
-        times = [(o.start_ns, o.end_ns) for o in profile.operations] + [(s.start_ns, s.end_ns) for s in profile.spans]
+        times = [(start, end) for start, end, _ in profile.operations] + [(s.start_ns, s.end_ns) for s in profile.spans]
         if not times:
             notes.append(f"{file}: it has no operation of a device")
             continue
@@ -191,7 +193,7 @@ def _of_other_program(path: Path, files: Sequence[Path]) -> Trace:
         commands = [Span("train", "phase", a, b) for _, a, b in profile.steps] or [Span("train", "phase", start, end)]
         number = profile.rank if profile.rank is not None and profile.rank not in ranks else len(ranks)
         facts = RankFacts(host=profile.host, device=profile.device, trains=True, samples=False)
-        ranks[number] = Rank(facts=facts, spans=[*commands, *profile.spans], profile=profile)
+        ranks[number] = _on_controllers_clock(Rank(facts=facts, spans=[*commands, *profile.spans], profile=profile))
     if not ranks:
         raise MeshrlError(
             f"{path} is neither the folder of a run, such as runs/NAME, nor a trace of torch.profiler. "

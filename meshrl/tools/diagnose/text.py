@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from meshrl.tools.diagnose.causes import SYNC_STAGES
 from meshrl.tools.diagnose.diagnosis import Diagnosis
 from meshrl.tools.page.charts import number
 
@@ -38,9 +39,9 @@ def _lines(found: Diagnosis) -> Iterator[str]:
             for c in found.collectives
         ],
     )
-    if found.sync_stages:
-        stages = ", ".join(f"{stage} {_s(s)}" for stage, s in found.sync_stages.items() if stage != "num_bytes")
-        yield f"\nWeight sync: {number(found.sync_stages.get('num_bytes', 0.0), 'bytes')}; {stages}"
+    if found.sync:
+        stages = ", ".join(f"{stage} {_s(found.sync.get(f'{stage}_s', 0.0))}" for stage in (*SYNC_STAGES, "latency"))
+        yield f"\nWeight sync: {number(found.sync.get('num_bytes', 0.0), 'bytes')}; {stages}"
     for peak in sorted(found.memory, key=lambda one: -one.peak)[:1]:
         parts = ", ".join(f"{part} {number(size, 'bytes')}" for part, size in peak.parts.items())
         yield f"\nMemory: highest {number(peak.peak, 'bytes')} in rank {peak.rank}, phase {peak.phase}: {parts}"

@@ -91,7 +91,7 @@ def test_a_host_stall_of_all_ranks_is_the_first_cause(tmp_path, num_ranks):
 def test_a_large_copy_in_the_sync_is_the_first_cause(tmp_path):
     found = diagnosis(tmp_path / "run", {0: moved(healthy(), 90, 80), 1: moved(healthy(), 90, 80)}, **delayed(90, 80))
     assert found.costs[0].cause == "sync"
-    assert found.costs[0].detail == "8 MB; longest stage: load 4 ms"
+    assert found.costs[0].detail == "8 MB; longest stage: load 4 ms; longest copies: send 5 ms in rank 1"
 
 
 def test_a_slow_grader_is_the_first_cause(tmp_path):
