@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,6 +32,8 @@ def run(target: Path, overrides: Sequence[str], num_steps: int, out: Path | None
     if is_trace and overrides:
         raise ConfigError(f"{overrides[0]}: values override those of a config, but {target} is a trace; remove them")
     folder = target if is_trace else _profile(target, overrides, num_steps)
+    if not is_trace:
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # a run always saves its end
     trace = read_trace(folder)
     found = diagnose(trace)
     at = out or (folder.parent if folder.is_file() or folder.name == FOLDER else folder)

@@ -2,12 +2,13 @@
 
 from itertools import pairwise
 
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from meshrl.tools.diagnose.intervals import overlap, total, union, without
 from meshrl.tools.diagnose.measure import Lanes, phase_time
 
+CALM = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a loaded machine
 SPANS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=8)
 
 
@@ -15,6 +16,7 @@ def points(intervals) -> set[int]:
     return {t for start, end in intervals for t in range(start, end)}
 
 
+@CALM
 @given(SPANS, SPANS)
 def test_unions_are_sets_of_moments(a, b):
     both = union(a, b)
@@ -26,6 +28,7 @@ def test_unions_are_sets_of_moments(a, b):
     assert total(first) == len(points(a))
 
 
+@CALM
 @given(SPANS, SPANS, SPANS, SPANS, SPANS, SPANS)
 def test_the_kinds_of_time_add_up_to_the_phase(windows, compute, sampling, collective, copy, command):
     kinds = [union(part) for part in (compute, sampling, collective, copy, command)]

@@ -107,7 +107,10 @@ def test_the_events_before_the_end_of_a_truncated_file_are_used(tmp_path, is_pac
         (b'{"traceEvents": 7}', "has no list traceEvents"),
         (b'{"traceEvents": [7]}', "not a trace of torch.profiler"),
         (b'{"traceEvents": [{"ph": "X", "cat": "kernel", "dur": 1, "name": "a"}]}', "not a trace of torch.profiler"),
-        (b'{"traceEvents": [{"ph": "X", "cat": "kernel", "ts": NaN, "dur": 1, "name": "a"}]}', "not a trace of torch.profiler"),
+        (
+            b'{"traceEvents": [{"ph": "X", "cat": "kernel", "ts": NaN, "dur": 1, "name": "a"}]}',
+            "not a trace of torch.profiler",
+        ),
         (b'{"traceEvents": []}', "it has no operation of a device"),
         (b"[" * 100_000, "not a trace of torch.profiler"),
         (b"\x1f\x8bno gzip", "not a trace of torch.profiler"),

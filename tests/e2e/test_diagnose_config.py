@@ -1,0 +1,47 @@
+"""`meshrl diagnose CONFIG`: profiles the first steps of a config, of reinforcement learning and of SFT."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny_run import write_run
+
+from meshrl.cli import main
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> Path:
+    return write_run(tmp_path_factory.mktemp("config"))
+
+
+def only_run(config: Path, before: set[Path]) -> Path:
+    (folder,) = set((config.parent / "runs").glob("*")) - before
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["train", "sft"])
+def test_steps_of_a_config_are_profiled(config, capsys, kind):
+    before, path = set((config.parent / "runs").glob("*")), config
+    if kind == "sft":
+        messages = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
+        rows = config.parent / "chat.jsonl"
+        rows.write_text(json.dumps({"messages": messages}) + "\n")
+        path = config.parent / "sft.yaml"
+        given = json.loads(config.read_text())
+        sft = {"path": "chat.jsonl", "num_steps": 50, "rows_per_step": 2}
+        path.write_text(json.dumps({name: given[name] for name in ("model", "train", "run")} | {"sft": sft}))
+    assert main(["diagnose", "--trace", "fsdp", str(path), "cluster.executor=inline", "--steps", "2"]) == 0
+    out = capsys.readouterr().out
+    folder = only_run(config, before)
+    assert f"{folder}/traces: steps 3 to 4" in out and "profiler: a step takes" in out
+    assert "computation of the training" in out[out.index("The three largest costs") :]
+    record = json.loads((folder / "diagnose.json").read_text())
+    assert record["steps"] == [3, 4] and record["slow_down"] > 0
+    phases = {row["phase"] for row in record["phases"]}
+    assert phases >= ({"rollout", "reward", "train", "sync"} if kind == "train" else {"train"})
+    assert record["ratio"] is None  # one rank has no communication
+    assert (folder / "diagnose.html").is_file() and not (folder / "checkpoints").exists()
