@@ -59,10 +59,9 @@ def _profile(config: Path, overrides: Sequence[str], num_steps: int) -> Path:
         of_loop = [f"loop.{limit}" for limit in (*limits, "eval_every_steps=0")]
         loaded = load_run(config, [*ours, *of_loop, "data.eval_path=null"])
     except ConfigError as refused:
-        try:
-            sft = load_sft(config, [*ours, *(f"sft.{limit}" for limit in limits)])
-        except ConfigError:
-            raise refused from None
+        if "`meshrl sft`" not in str(refused):  # as which the message recognizes the config
+            raise
+        sft = load_sft(config, [*ours, *(f"sft.{limit}" for limit in limits)])
         return start.sft(sft, lambda _: None)
     show_notices(loaded)
     return start.train(loaded, lambda _: None)

@@ -182,7 +182,7 @@ def test_a_folder_that_has_no_traces(tmp_path, capsys, make, code, text):
         assert "monitor.trace_steps=" in out.err
 
 
-@pytest.mark.parametrize("text", ["model: {path: nowhere}\n", "a: [", "\x00", "sft: 3\n"])
+@pytest.mark.parametrize("text", ["model: {path: nowhere}\n", "a: [", "\x00", "sft: 3\n", "sft: {lr: 1}\n"])
 def test_a_config_that_cannot_be_loaded(tmp_path, capsys, text):
     path = tmp_path / "config.yaml"
     path.write_text(text)
