@@ -100,7 +100,7 @@
   }
   function timeline() {
     const ranks = Object.keys(found.lanes), spots = found.step_times;
-    const used = [...new Set(ranks.flatMap((rank) => found.lanes[rank].drawn.map((one) => one[2])))];
+    const used = [...new Set(ranks.flatMap((rank) => Object.keys(found.lanes[rank].totals)))];
     const holder = element("div", { class: "wide" });
     const buttons = element("div", { class: "zoom", role: "group", "aria-label": "part of the timeline" });
     const ends = [...spots.flatMap((one) => [one[1], one[2]])];
@@ -133,12 +133,11 @@
       });
       buttons.append(button);
     }
-    const total = (rank, cause) => found.lanes[rank].drawn.reduce((sum, [a, b, c]) => sum + (c === cause ? b - a : 0), 0);
     const left = ranks.reduce((sum, rank) => sum + found.lanes[rank].left_out, 0);
     section("Timeline of all ranks", left ? `${left} shorter intervals are not drawn.` : "",
       element("figure", {}, buttons, legend(used), holder,
         below(table(["rank", ...used.map(title)], ranks.map((rank) =>
-          [`rank ${rank}`, ...used.map((cause) => seconds(total(rank, cause)))])))));
+          [`rank ${rank}`, ...used.map((cause) => seconds(found.lanes[rank].totals[cause] || 0))])))));
     buttons.firstChild.click();
   }
   function waterfall() {

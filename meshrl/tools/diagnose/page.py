@@ -6,6 +6,7 @@ from html import escape
 
 from meshrl.tools.diagnose.causes import CAUSES
 from meshrl.tools.diagnose.diagnosis import Diagnosis, as_record
+from meshrl.tools.diagnose.intervals import total
 from meshrl.tools.diagnose.read import Trace
 from meshrl.tools.page.charts import Line, figure
 from meshrl.tools.page.document import data_block, document, package_text
@@ -21,7 +22,8 @@ def page(trace: Trace, found: Diagnosis) -> str:
         drawn = [(a, b, cause) for cause, times in by_cause.items() for a, b in times]
         longest = sorted(drawn, key=lambda one: one[0] - one[1])[:MAX_DRAWN]
         shown = [[round((a - start) / 1e9, 6), round((b - start) / 1e9, 6), cause] for a, b, cause in sorted(longest)]
-        lanes[rank] = {"drawn": shown, "left_out": len(drawn) - len(shown)}
+        totals = {cause: total(times) / 1e9 for cause, times in by_cause.items() if times}
+        lanes[rank] = {"drawn": shown, "left_out": len(drawn) - len(shown), "totals": totals}
     ends = [(step.step, (step.start_ns - start) / 1e9, (step.end_ns - start) / 1e9) for step in trace.steps]
     titles = {cause: texts["title"] for cause, texts in CAUSES.items()}
     record = {**as_record(found), "lanes": lanes, "step_times": ends, "titles": titles}

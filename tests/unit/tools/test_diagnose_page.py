@@ -46,6 +46,18 @@ def test_the_page_shows_every_part(folder, chromium: Chromium, width, dark):
     assert page.errors == [] and page.dialogs == []
 
 
+def test_the_table_below_the_timeline_has_what_is_too_short_to_be_drawn(tmp_path, chromium: Chromium, monkeypatch):
+    monkeypatch.setattr("meshrl.tools.diagnose.page.MAX_DRAWN", 3)
+    run(write_trace(tmp_path, [{0: healthy()}] * 2), [], 3, None)
+    page = chromium.open(tmp_path / "diagnose.html")
+    assert page.evaluate("document.querySelectorAll('.lanes')[0].querySelectorAll('rect:not(.back)').length") == 3
+    assert "shorter intervals are not drawn" in page.evaluate("document.getElementById('diagnose').textContent")
+    rows = page.evaluate(
+        "[...document.querySelectorAll('details.values tr')].slice(0, 2).map(r => [...r.cells].map(c => c.textContent))"
+    )
+    assert dict(zip(*rows))["computation of the training"] == "72 ms"
+
+
 def test_a_step_of_the_timeline_can_be_chosen(folder, chromium: Chromium):
     page = chromium.open(folder / "diagnose.html")
     count = "document.querySelectorAll('.lanes')[0].querySelectorAll('rect:not(.back)').length"
