@@ -77,7 +77,7 @@ def gpt_oss():
     return lm
 
 
-def test_weights_beside_a_sink_are_the_softmax_over_the_keys_and_the_sink():
+def test_weights_next_to_a_sink_are_the_softmax_over_the_keys_and_the_sink():
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     lm, by_hand = gpt_oss(), {}
