@@ -1,0 +1,144 @@
+"""Model FLOPs of training by formula, and the peak of a device: the two numbers of model FLOPs utilization (MFU).
+
+Convention: a product of a weight with a token's vector costs 2 FLOPs for each element of the weight, and the backward
+pass twice that; once for a weight that is not trained (LoRA). Of experts, only those that compute a token count. The
+head counts for tokens with a logprob. Attention counts the pairs of query and key that the mask allows: causal, within
+the window. Norms, activations and softmax are left out, and so is what is computed twice or saved: activation
+checkpointing does not count, and a prompt that rows share counts in each row. So the number depends on the rows only.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from meshrl.core.device import device_name
+from meshrl.model.causal import CausalModel
+
+# Dense bf16 FLOP/s by a part of the product name, the more special names first. From NVIDIA's and AMD's data sheets;
+# those of NVIDIA print the double for sparse matrices. For consumer cards: with accumulation in fp32.
+_PEAKS = {
+    "GB300": 2.5e15,
+    "GB200": 2.5e15,
+    "B300": 2.25e15,
+    "B200": 2.25e15,
+    "H200 NVL": 835e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "H20": 148e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "A40": 150e12,
+    "A30": 165e12,
+    "A10G": 70e12,  # AWS: half of an A10
+    "A10": 125e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "RTX 6000 Ada": 364e12,
+    "RTX A6000": 155e12,
+    "RTX 5090": 210e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+    "MI355X": 2.5e15,
+    "MI350X": 2.3e15,
+    "MI325X": 1307e12,
+    "MI300X": 1307e12,
+    "MI250X": 192e12,  # of one of its two dies, each of which is a device
+}
+_PRODUCT = 256  # side of the matrices whose product is timed on a CPU
+_MEASURE_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFlops:
+    """Of a model's training. token: forward and backward of the blocks' weights for one token. scored: of the head for
+    a token with a logprob. pair: by window (None = all earlier tokens), of attention for a pair of query and key."""
+
+    token: float
+    scored: float
+    pair: dict[int | None, float]
+
+    def of_rows(self, rows: Iterable[tuple[int, int]]) -> float:
+        """rows: (tokens, tokens with a logprob) of each."""
+        return sum(
+            self.token * length
+            + self.scored * num_scored
+            + sum(cost * _pairs(length, window) for window, cost in self.pair.items())
+            for length, num_scored in rows
+        )
+
+
+def _pairs(length: int, window: int | None) -> int:
+    """Pairs of a query and a key that it sees."""
+    seen = length if window is None else min(length, window)
+    return seen * (seen + 1) // 2 + (length - seen) * seen
+
+
+def model_flops(lm: Any) -> ModelFlops:
+    """From the parameters and the attention modules of a Transformers causal LM, which may be sharded or on the meta
+    device."""
+    text, blocks = lm.config.get_text_config(), CausalModel(lm).layers
+    token = sum(_passes(p) * 2 * p.numel() * _share(name, p, text) for name, p in blocks.named_parameters())
+    head = lm.get_output_embeddings().weight
+    pair: Counter[int | None] = Counter()
+    for block in blocks:
+        # An attention module passes its own head sizes and window to the attention function.
+        own: Any = next(m for m in block.modules() if {"head_dim", "qk_head_dim"} & vars(m).keys())
+        keys = getattr(own, "qk_head_dim", None) or own.head_dim
+        values = getattr(own, "v_head_dim", None) or own.head_dim
+        of_all = None if getattr(text, "layer_types", None) else getattr(text, "sliding_window", None)
+        window = getattr(own, "sliding_window", of_all)
+        pair[window] += 3 * 2 * text.num_attention_heads * (keys + values)
+    return ModelFlops(token, _passes(head) * 2 * head.numel(), dict(pair))
+
+
+def _passes(p: torch.nn.Parameter) -> int:
+    """Products of this size in a forward and a backward pass: with the input, and for the gradients of input and
+    weight."""
+    return 3 if p.requires_grad else 2
+
+
+def _share(name: str, p: torch.nn.Parameter, text: Any) -> float:
+    """The share of tokens that a block's parameter multiplies: 0 for biases and norms. An expert is a layer of its own,
+    or a part of a tensor with all experts."""
+    if p.ndim < 2 or name.endswith("bias"):
+        return 0.0
+    if p.ndim == 2 and not re.search(r"experts\.\d+\.", name):
+        return 1.0
+    count = next(getattr(text, key) for key in _EXPERTS if getattr(text, key, None))
+    return float(text.num_experts_per_tok) / float(count)
+
+
+_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """FLOP/s of dense matrix products: of an accelerator in bf16, by its name; None for one that is not in the table.
+    Of a CPU with this process's threads, measured in `dtype`: the fastest of several products, in 50 ms."""
+    if device.type == "cpu":
+        return _measured(dtype)
+    name = device_name(device)
+    return next((peak for part, peak in _PEAKS.items() if part in name), None)
+
+
+def _measured(dtype: torch.dtype) -> float:
+    a = torch.ones(_PRODUCT, _PRODUCT, dtype=dtype)
+    a @ a  # the first one also loads the kernel
+    fastest, end = float("inf"), time.perf_counter() + _MEASURE_S
+    while True:
+        start = time.perf_counter()
+        a @ a
+        now = time.perf_counter()
+        fastest = min(fastest, now - start)
+        if now > end:
+            return 2.0 * _PRODUCT**3 / fastest

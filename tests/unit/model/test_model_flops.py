@@ -1,0 +1,95 @@
+"""The formula of model FLOPs: by hand, against the operations that PyTorch counts, and what it must not depend on."""
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import tiny_lm
+from torch.utils.flop_counter import FlopCounterMode
+
+from meshrl.config.model import LoraConfig
+from meshrl.model.attention import PackedAttention
+from meshrl.model.causal import CausalModel
+from meshrl.model.flops import _PEAKS, model_flops, peak_flops
+from meshrl.model.lora import add_adapters, init_adapters
+
+LENGTH, SCORED = 48, 40
+
+
+class SquareAttention(PackedAttention):
+    """Attention as plain products of all queries with all keys, which FlopCounterMode counts on any device."""
+
+    def attend(self, layer, q, k, v, spec):
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        k, v = (x.repeat_interleave(q.shape[0] // x.shape[0], 0) for x in (k, v))
+        mask = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).tril()
+        scores = (q @ k.mT * spec.scale).masked_fill(~mask, float("-inf"))
+        return (scores.softmax(-1) @ v).transpose(0, 1).contiguous()
+
+
+def counted(lm):
+    """FLOPs of the forward and backward pass of one row, of which SCORED tokens have a logprob."""
+    model, tokens = CausalModel(lm), torch.arange(LENGTH) % 60 + 1
+    scored = torch.arange(LENGTH - SCORED, LENGTH)
+    with FlopCounterMode(display=False) as counter:
+        logprobs, _ = model(
+            tokens,
+            torch.arange(LENGTH),
+            SquareAttention([0, LENGTH], torch.device("cpu")),
+            scored,
+            scored - 1,
+            torch.ones(SCORED),
+            SCORED,
+            False,
+            {},
+        )
+        logprobs.sum().backward()
+    return counter.get_total_flops()
+
+
+def square(flops):
+    """The formula for attention that computes all pairs, as SquareAttention does."""
+    pairs = LENGTH * LENGTH * sum(flops.pair.values())
+    return flops.token * LENGTH + flops.scored * SCORED + pairs
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "mistral", "qwen3_moe", "deepseek_v3", "gpt2"])
+def test_the_formula_agrees_with_the_operations_that_pytorch_counts(family):
+    # With its softcap the head is computed again in the backward pass, which is no model FLOP.
+    lm = tiny_lm(family, **({"final_logit_softcapping": None} if family == "gemma2" else {}))
+    lm.set_experts_implementation("eager")  # PyTorch does not count grouped products
+    assert square(model_flops(lm)) == pytest.approx(counted(lm), rel=0.02)
+
+
+def test_frozen_weights_have_no_weight_gradient():
+    lm = tiny_lm("llama", num_hidden_layers=6)
+    full = model_flops(lm)
+    add_adapters(lm, LoraConfig(enabled=True, rank=4), torch.float32, "tiny")
+    init_adapters(lm)
+    flops = model_flops(lm)
+    assert flops.token < full.token and flops.scored == pytest.approx(full.scored * 2 / 3)
+    # The gradient of the first block's input is not needed: 1/6 of a third of the frozen products.
+    assert square(flops) == pytest.approx(counted(lm), rel=0.08)
+
+
+def test_the_formula_by_hand():
+    lm = tiny_lm("mistral")  # hidden 32, 2 layers, 4 heads and 2 key heads of size 8, mlp 48, vocabulary 64, window 6
+    layer = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 48
+    flops = model_flops(lm)
+    assert flops.token == 3 * 2 * 2 * layer and flops.scored == 3 * 2 * 32 * 64
+    assert flops.pair == {6: 2 * 3 * 2 * 4 * 16}
+    seen = sum(min(position, 6) for position in range(1, 11))
+    assert flops.of_rows([(10, 4)]) == flops.token * 10 + flops.scored * 4 + flops.pair[6] * seen
+    assert flops.of_rows([(10, 4), (3, 1)]) == flops.of_rows([(10, 4)]) + flops.of_rows([(3, 1)])
+
+
+def test_a_layer_without_a_window_sees_all_earlier_tokens():
+    flops = model_flops(tiny_lm("gemma2"))
+    assert sorted(flops.pair, key=str) == [6, None]
+    assert flops.of_rows([(9, 0)]) == 9 * flops.token + flops.pair[None] * 45 + flops.pair[6] * (21 + 18)
+
+
+def test_the_peak_of_a_cpu_is_measured_and_special_names_come_before_general_ones():
+    assert 1e7 < peak_flops(torch.device("cpu"), torch.float32) < 1e15
+    names = list(_PEAKS)
+    assert not [(a, b) for i, a in enumerate(names) for b in names[i + 1 :] if a in b]
+    assert np.isfinite(list(_PEAKS.values())).all()
