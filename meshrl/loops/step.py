@@ -227,11 +227,10 @@ async def update(job: Job, updates: Sequence[Update]) -> list[Metric]:
         if not assign_loss_weights(part.samples, cfg.algo, cfg.rollout.sampling.max_new_tokens):
             job.run.note(f"step {job.step + 1}: {_nothing_to_train(part.samples)}; this optimizer step is skipped")
             continue
-        values = job.token_values
-        report = await job.trainer.forward_backward(part.samples, part.batch_plan, loss, values is not None)
+        report = await job.trainer.forward_backward(part.samples, part.batch_plan, loss, job.token_values is not None)
+        if job.token_values is not None:
+            job.token_values.add(part.samples, report.values)
         metrics += report.metrics
-        if values is not None:
-            values.add(part.samples, report.values)
         if len(updates) == 1:
             metrics += job.proof.check(report.mismatch, part.samples, cfg.model.dtype, job.trainer.version)
         metrics += await probe_result(job)
