@@ -22,7 +22,7 @@ def wrong_entropy_bonus(inputs: LossInputs, coef: float = 20.0) -> tuple[torch.T
     return -inputs.advantages * inputs.logprobs + coef * inputs.entropy, {}
 
 
-def slow_on_rank_1(inputs: LossInputs, seconds: float = 0.3) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def slow_on_rank_1(inputs: LossInputs, seconds: float = 1.0) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """A policy gradient that takes much longer on rank 1, as on a GPU that is too hot."""
     import torch.distributed as dist
 

@@ -52,17 +52,31 @@ def _lines(run: RunFolder) -> Iterator[str]:
         yield f'<p><b>Verdict</b>: <span class="{css}">{escape(run.verdict.text)}</span></p>'
     for problem in run.problems:
         yield f'<p><span class="bad">Not readable</span>: {escape(problem)}</p>'
-    if marked := suspicious(run):
-        rows = (
-            f"<li><code>{escape(name)}</code>: {prose(unhealthy(reason, entry.otherwise))}</li>"
-            for name, (reason, entry) in marked.items()
-        )
+    rows = [
+        f"<li><code>{escape(name)}</code>: {prose(unhealthy(reason, entry.otherwise))}</li>"
+        for name, (reason, entry) in suspicious(run).items()
+    ]
+    if rows := _exploited(run) + rows:
         yield f'<p><span class="unsure"><b>Suspicious</b></span></p><ul>{"".join(rows)}</ul>'
     if lines := important(run.notes):
         text = escape("\n".join(lines))
         yield f'<p><b>Notes of the run</b></p><pre class="notes">{text}</pre>'
     if (run.folder / REWARDS_FILE).is_file() and (run.folder / REWARDS_FILE).stat().st_size:
         yield f'<p>Output of the reward functions: <a href="{REWARDS_FILE}">{REWARDS_FILE}</a></p>'
+
+
+def _exploited(run: RunFolder) -> list[str]:
+    """A line if the training reward rose while the held-out score fell by more than chance explains."""
+    reward = run.known("reward/mean")
+    tenth = max(1, len(reward) // 10)
+    before, after = reward[:tenth], reward[-tenth:]
+    if run.verdict is None or run.verdict.outcome != "worse" or sum(after) <= sum(before):
+        return []
+    return [
+        f"<li><code>reward/mean</code>: rises from {sum(before) / tenth:.3g} to {sum(after) / tenth:.3g} while the "
+        "held-out score falls. The reward may accept wrong answers, or the model overfits: read the answers with the "
+        f"highest reward (<code>meshrl view {escape(run.folder.name)}</code>)</li>"
+    ]
 
 
 def all_notes(run: RunFolder) -> str:

@@ -19,12 +19,15 @@ CUT = "rollout/truncated_fraction"
 HOSTILE = "</script><img src=x onerror=alert(1)>\u202e\x1b[2J"
 
 
-def write_metrics(folder: Path, scores: tuple[float, float], truncated: float, reward: float = 0.0) -> None:
-    """A run of ten steps with two evaluations."""
+def write_metrics(
+    folder: Path, scores: tuple[float, float], truncated: float, reward: float = 0.0, rise: float = 0.0
+) -> None:
+    """A run of ten steps with two evaluations. rise: of the reward in each step."""
     sink = JsonlSink(folder / "metrics.jsonl")
     held_out = [{"eval/mean_at_k": score, "eval/standard_error": 0.05} for score in scores]
     sink.write(0, held_out[0], {})
     for step in range(1, 11):
+        reward += rise
         sink.write(step, {"reward/mean": reward, "reward/term/a": reward, CUT: truncated, "loss/entropy": 2.0}, {})
     sink.write(10, held_out[1], {})
     sink.close()
@@ -59,6 +62,19 @@ def test_a_healthy_run_has_no_suspicious_metric(tmp_path: Path):
     page = page_of(tmp_path)
     assert '<span class="good">held-out 0.225 -&gt; 0.900 (better: +0.675' in page
     assert 'class="else"' not in page and "Suspicious" not in page and 'class="badge done"' in page
+
+
+def test_a_reward_that_rises_while_the_held_out_score_falls_is_suspicious(tmp_path: Path):
+    write_metrics(tmp_path, (0.5, 0.1), truncated=0.0, rise=0.05)
+    assert "Suspiciousreward/mean: rises from 0.05 to 0.5 while the held-out score falls" in text_of(page_of(tmp_path))
+    for name, scores, rise in (
+        ("fell", (0.5, 0.1), -0.05),
+        ("unchanged", (0.5, 0.45), 0.05),
+        ("better", (0.1, 0.5), 0.1),
+    ):
+        (tmp_path / name).mkdir()
+        write_metrics(tmp_path / name, scores, truncated=0.0, rise=rise)
+        assert "Suspicious" not in text_of(page_of(tmp_path / name))
 
 
 def test_terms_have_their_own_curves_and_the_held_out_score_has_an_interval(tmp_path: Path):
