@@ -54,7 +54,6 @@ def _spikes(values: Sequence[float]) -> float:
 
 RULES: dict[str, tuple[Callable[[Sequence[float]], float], int, str]] = {
     "ever_above": (max, 1, "a value above {:g}"),
-    "ever_below": (min, 1, "a value below {:g}"),
     "first_above": (_first, _AT_LEAST, "the first values above {:g}"),
     "newest_above": (_newest, _AT_LEAST, "the newest values above {:g}"),
     "newest_below": (_newest, _AT_LEAST, "the newest values below {:g}"),

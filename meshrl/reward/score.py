@@ -42,8 +42,11 @@ class Scorer:
         note: Callable[[str], None] = lambda _: None,
         log: Log | None = None,
     ):
-        """functions: Python objects given in place of a kind, by term. note: called when 1, 10, 100, ... gradings have
-        failed, and at the end. log: called with the output of the functions. Raises: ConfigError, as Sandbox."""
+        """functions: Python objects given in place of a kind, by term. note: called at the first failed grading,
+        whenever their number has grown tenfold, and at the end. log: called with the output of the functions.
+
+        Raises: ConfigError, as Sandbox.
+        """
         self._cfg, self._note = cfg, note
         self._sandbox = Sandbox(cfg, functions, log)
         self._failed, self._num_noted, self._first_failure = Counter[str](), 0, ""

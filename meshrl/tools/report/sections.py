@@ -47,7 +47,9 @@ def _scores(run: RunFolder) -> Iterable[tuple[str, str, str]]:
     held_out = run.series.get("eval/mean_at_k")
     if held_out:
         first, last = held_out.values[0], held_out.values[-1]
-        more = f"{last - first:+.3f}" if len(held_out.values) > 1 else "one evaluation so far"
+        margin = run.verdict.margin if run.verdict else math.nan
+        alone = f"± {margin:.3f} (95 %)" if math.isfinite(margin) else "one evaluation so far"
+        more = f"{last - first:+.3f}" if len(held_out.values) > 1 else alone
         if run.verdict and (best := run.verdict.best):
             more += f"; best {best.score:.3f} {f'after step {best.step}' if best.step else 'before training'}"
         yield "held-out score", f"{first:.3f} → {last:.3f}" if len(held_out.values) > 1 else f"{first:.3f}", more
@@ -214,7 +216,7 @@ def sample_row(**asked: LoggedPrompt) -> str:
     question = "".join(
         f"<div><small>{escape(role)}</small><pre>{escape(text)}</pre></div>" for role, text in first.question
     )
-    truth = f"<div><small>answer</small><pre>{escape(first.truth)}</pre></div>"
+    truth = f"<div><small>expected answer</small><pre>{escape(first.truth)}</pre></div>"
     answers = "".join(_answer(when, prompt) for when, prompt in asked.items())
     return f'<div class="sample"><div>{question}{truth}</div>{answers}</div>'
 

@@ -47,7 +47,7 @@ def summary(run: RunFolder) -> str:
 
 
 def _lines(run: RunFolder) -> Iterator[str]:
-    if run.verdict is not None:
+    if run.verdict is not None and not is_evaluation(run):
         css = OUTCOMES.get(run.verdict.outcome, "")
         yield f'<p><b>Verdict</b>: <span class="{css}">{escape(run.verdict.text)}</span></p>'
     for problem in run.problems:

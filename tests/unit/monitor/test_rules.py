@@ -17,7 +17,6 @@ FALLING = [1.0 * 0.9**i for i in range(40)]
     [
         ({"ever_above": 0}, [0.0, 0.1, 0.0], True),
         ({"ever_above": 0}, [0.0], False),
-        ({"ever_below": 1}, [1.0, 0.5], True),
         ({"first_above": 0.9}, [1.0] * 5 + [0.0] * 15, True),
         ({"first_above": 0.9}, [0.0] * 15 + [1.0] * 5, False),
         ({"newest_above": 0.2}, [0.0] * 15 + [1.0] * 5, True),
