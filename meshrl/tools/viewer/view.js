@@ -88,7 +88,7 @@
         while (ends[k] <= at) k++;
         hits.fill(1, from[k], to[k]);
       }
-      if (performance.now() - since > 30) {
+      if (performance.now() - since > 50) {
         progress((chunk + 1) / (starts.length - 1));
         await pause();
         if (!isCurrent()) return null;
@@ -165,7 +165,7 @@
     apply();
   };
   let timer = 0;
-  const later = () => { clearTimeout(timer); timer = setTimeout(filter, 60); };
+  const later = () => { clearTimeout(timer); timer = setTimeout(filter, 40); };
   for (const [name, select] of [["status", $("status")], ["stop", $("stop")]]) {
     words[name].forEach((word, i) => { const option = make("option", "", word); option.value = i; select.append(option); });
   }

@@ -180,7 +180,7 @@ def test_a_prompt_links_to_its_other_steps_and_evaluations(chromium: Chromium, r
 def test_filters_search_and_order_the_list(chromium: Chromium, run: Path):
     page = opened(chromium, run)
     assert text_of(page, "#count") == ["14 of 14 answers, mean reward 0.643"]
-    assert filtered(page, "text", "ADA") == 6, "a hit in a prompt shows its group"
+    assert filtered(page, "text", "WHERE was") == 6, "a hit in a prompt shows its group"
     assert filtered(page, "text", "tool answer") == 6
     assert filtered(page, "text", "it is 2") == 2
     assert filtered(page, "text", "") == 14
