@@ -12,7 +12,7 @@ from meshrl.core.errors import ConfigError
 from meshrl.monitor.sinks import duration
 from meshrl.run.verdict import Z
 from meshrl.tools.page.charts import number
-from meshrl.tools.report.folder import LoggedPrompt, RunFolder, criterion_of, read_evaluation, read_run
+from meshrl.tools.report.folder import LoggedPrompt, RunFolder, Setting, criterion_of, read_evaluation, read_run
 from meshrl.tools.report.sections import PHASES, interval
 from meshrl.tools.runs import answer_files, require_run
 
@@ -33,10 +33,9 @@ class Compared:
     evaluations: dict[str, Evaluation]
 
     @property
-    def config(self) -> dict[str, str]:
-        """The values that have an effect, by key."""
-        used = (s for s in self.run.settings if not s.origin.startswith("unused"))
-        return {s.key: s.value for s in used if s.key not in _OWN}
+    def config(self) -> dict[str, Setting]:
+        """The settings that have an effect, by key."""
+        return {s.key: s for s in self.run.settings if not s.origin.startswith("unused") and s.key not in _OWN}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +79,18 @@ def configuration(runs: Sequence[Compared]) -> Table:
     """The keys with different values, and groups of runs that differ in the seed only."""
     configs = [run.config for run in runs]
     keys = dict.fromkeys(key for config in configs for key in config)
-    rows = [[key, *(config.get(key, "not set") for config in configs)] for key in keys]
-    rows = [row for row in rows if len(set(row[1:])) > 1]
-    notes = [f"{len(rows)} keys differ, {len(keys) - len(rows)} are equal (without {', '.join(_OWN)})."]
+    rows = []
+    for key in keys:
+        used = [config[key] for config in configs if key in config]
+        is_only_default = len({s.value for s in used}) == 1 and all(s.origin.startswith("default") for s in used)
+        values = [config[key].value if key in config else "not used" for config in configs]
+        if len(set(values)) > 1 and not is_only_default:  # a default may have no effect because of another key
+            rows.append([key, *values])
+    notes = [f"{len(rows)} keys differ, {len(keys) - len(rows)} do not (without {', '.join(_OWN)})."]
     groups: dict[str, list[Compared]] = {}
     for run in runs:
-        groups.setdefault(str({**run.config, "run.seed": ""}), []).append(run)
+        values_of = {key: setting.value for key, setting in run.config.items()}
+        groups.setdefault(str(sorted({**values_of, "run.seed": ""}.items())), []).append(run)
     return Table("Configuration", ["key", *_labels(runs)], rows, [*notes, *filter(None, map(_spread, groups.values()))])
 
 

@@ -43,6 +43,7 @@ def runs(tmp_path: Path) -> tuple[Path, Path]:
     b = settings(model__path="tiny", train__lr=1e-3, run__seed=0, run__name="b", data__limit=7)
     before = [1, 0] * 10
     a += "algo:\n  # gamma: 0.9  # unused: no critic\n"
+    b += "algo:\n  gamma: 0.9  # default\n"
     first = made_run(tmp_path / "a", {0: before, 2: before}, [0.5, 0.5], config=a)
     second = made_run(tmp_path / "b", {0: before, 1: [1] * 20, 2: [1] * 19 + [0]}, [0.5, 0.75], config=b)
     return first, second
@@ -54,8 +55,8 @@ def test_the_text_has_what_differs_scores_with_intervals_and_times(runs, capsys)
     lines = [" ".join(line.split()) for line in printed.splitlines()]
     for line in (
         "train.lr 1e-05 0.001",
-        "data.limit not set 7",
-        "2 keys differ, 2 are equal (without run.name, run.folder, run.resume).",
+        "data.limit not used 7",
+        "2 keys differ, 3 do not (without run.name, run.folder, run.resume).",
         "first b 0 0.500 [0.270, 0.730] +0.000 [-0.089, 0.089] within the interval, 20 prompts",
         "best b 1 1.000 [0.904, 1.000] +0.500 [0.228, 0.681] better, 20 prompts",
         "last b 2 0.950 [0.818, 1.000] +0.450 [0.185, 0.633] better, 20 prompts",
