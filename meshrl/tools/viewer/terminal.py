@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 from rich.console import Group
 from rich.text import Text
 from textual.app import App, ComposeResult
@@ -17,49 +16,33 @@ from textual.widgets import DataTable, Footer, Input, Static
 from meshrl.core.errors import MeshrlError
 from meshrl.core.terminal import printable
 from meshrl.monitor.rollout_log import LoggedTrajectory
-from meshrl.monitor.token_log import TokenValues, read_tokens
+from meshrl.monitor.token_log import read_tokens
 from meshrl.tools.runs import answer_files
-from meshrl.tools.viewer.text import Answers, answer_parts, question_parts, read_answers, sampled_text
+from meshrl.tools.viewer.text import COLOURS, answer_parts, question_parts, read_answers, sampled_text, tinted
 
 Answered = list[LoggedTrajectory]
-_SORTS: dict[str, Callable[[Answered], float]] = {
+_SORTS = {
     "order": lambda group: 0.0,
-    "lowest reward": lambda group: mean_reward(group),
-    "highest reward": lambda group: -mean_reward(group),
-    "longest": lambda group: -max(sum(len(t.output_ids) for t in one.trajectory.turns) for one in group),
+    "lowest reward": lambda group: _mean_reward(group),
+    "highest reward": lambda group: -_mean_reward(group),
+    "longest": lambda group: -_longest(group),
 }
 
 
-def mean_reward(group: Answered) -> float:
-    """The mean of the known rewards; infinite when there is none."""
+def _mean_reward(group: Answered) -> float:
     known = [one.trajectory.reward for one in group if one.trajectory.reward is not None]
     return sum(known) / len(known) if known else math.inf
 
 
-_COLOURS = ("none", "sampler logprob", "trainer logprob", "log ratio", "entropy", "advantage", "version", "loss mask")
+def _longest(group: Answered) -> int:
+    return max(sum(len(turn.output_ids) for turn in one.trajectory.turns) for one in group)
 
 
-def tinted(text: str, values: TokenValues, colour: str) -> Text:
-    """The text of a turn with a background for each token: green for values above 0, red for those below it, stronger
-    for larger ones. Tokens without this value are dim."""
-    columns = values.columns
-    found = {
-        "sampler logprob": columns["rollout_logprobs"],
-        "trainer logprob": columns["logprobs"],
-        "log ratio": columns["logprobs"] - columns["rollout_logprobs"],
-        "entropy": columns["entropies"],
-        "advantage": columns["advantages"],
-        "version": columns["versions"] - columns["versions"].min(initial=0),
-        "loss mask": columns["trained"],
-    }[colour].astype(float)
-    largest = np.abs(found[np.isfinite(found)]).max(initial=0.0) or 1.0
-    out, at = Text(), 0
-    for size, value in zip(columns["characters"].tolist(), found.tolist()):
-        strength = round(150 * abs(value) / largest) if math.isfinite(value) else 0
-        style = f"on rgb({strength},0,0)" if value < 0 else f"on rgb(0,{strength},0)"
-        out.append(printable(text[at : at + size]), style if math.isfinite(value) else "dim")
-        at += size
-    return out
+def _texts(group: Answered) -> Iterator[str]:
+    """The texts that are searched: the prompt, then its answers."""
+    prompt = group[0].trajectory.prompt
+    yield " ".join(str(message.get("content")) for message in prompt.messages or ()) or prompt.id
+    yield from map(sampled_text, group)
 
 
 class RolloutViewer(App[None]):
@@ -68,24 +51,23 @@ class RolloutViewer(App[None]):
     CSS_PATH = "terminal.tcss"
     ENABLE_COMMAND_PALETTE = False
     BINDINGS: ClassVar[list[Any]] = [
-        ("p", "go(-1)", "previous step"),
-        ("n", "go(1)", "next step"),
+        ("p", "change('file', -1)", "previous step"),
+        ("n", "change('file', 1)", "next step"),
         ("slash", "search", "search"),
         ("escape", "leave", "end search"),
-        ("w", "wrong", "wrong only"),
-        ("s", "sort", "sort"),
-        ("c", "colour", "colour of tokens"),
+        ("w", "change('wrong', 1)", "wrong only"),
+        ("s", "change('sort', 1)", "sort"),
+        ("c", "change('colour', 1)", "colour of tokens"),
         ("q", "quit", "quit"),
     ]
 
     def __init__(self, run: Path):
         super().__init__()
-        self._run = run
-        files = [(step, kind) for kind in ("eval", "step") for step in answer_files(run, kind)]
+        self._run, self._words = run, ""
+        files = [(step, kind, path) for kind in ("eval", "step") for step, path in answer_files(run, kind).items()]
         self._files = sorted(files)  # an evaluation is shown before the step of the same number
-        self._at, self._wrong, self._sort, self._words = len(files) - 1, False, 0, ""
-        self._colour = 0
-        self._answers = Answers("", [], "")
+        self._chosen = {"file": len(files) - 1, "wrong": 0, "sort": 0, "colour": 0}
+        self._counts = {"file": len(files), "wrong": 2, "sort": len(_SORTS), "colour": len(COLOURS)}
         self.shown: list[Answered] = []
 
     def compose(self) -> ComposeResult:
@@ -101,30 +83,34 @@ class RolloutViewer(App[None]):
     def on_mount(self) -> None:
         self.query_one(DataTable).add_columns("prompt", "reward", "tokens")
         self.query_one(DataTable).focus()
-        self._load()
+        self.action_change("file", 0)
 
-    def _load(self) -> None:
-        step, kind = self._files[self._at]
-        self._answers = read_answers(self._run, kind, step, self._wrong)
+    def action_change(self, what: str, by: int) -> None:
+        """Choose another file, order, colour, or all answers or only wrong ones."""
+        self._chosen[what] = (self._chosen[what] + by) % self._counts[what]
+        step, kind, _ = self._files[self._chosen["file"]]
+        if what in ("file", "wrong"):
+            self._answers = read_answers(self._run, kind, step, bool(self._chosen["wrong"]))
+        row = self.query_one(DataTable).cursor_row
         self._list()
+        if what == "colour":
+            self.query_one(DataTable).move_cursor(row=row)
 
     def _list(self) -> None:
         """Fill the list of groups with those that have the searched text."""
-        sort, order = list(_SORTS.items())[self._sort]
-        found = [group for group in self._answers.groups if any(self._words in text.lower() for text in _texts(group))]
-        self.shown = sorted(found, key=order)
-        state = [f"{len(self.shown)} of {len(self._answers.groups)} prompts, by {sort}"]
-        state += [f"with {self._words!r}"] * bool(self._words) + ["wrong only"] * self._wrong
-        state += [f"tokens by {_COLOURS[self._colour]}"] * bool(self._colour)
-        error = f"\nthe rest can't be read: {self._answers.error}" if self._answers.error else ""
-        self.query_one("#title", Static).update(printable(f"{self._answers.title}: {', '.join(state)}{error}"))
+        answers, sort = self._answers, list(_SORTS)[self._chosen["sort"]]
+        found = [group for group in answers.groups if any(self._words in text.lower() for text in _texts(group))]
+        self.shown = sorted(found, key=_SORTS[sort])
+        state = [f"{len(self.shown)} of {len(answers.groups)} prompts, by {sort}"]
+        state += [f"with {self._words!r}"] * bool(self._words) + ["wrong only"] * self._chosen["wrong"]
+        state += [f"tokens by {COLOURS[self._chosen['colour']]}"] * bool(self._chosen["colour"])
+        error = f"\nthe rest can't be read: {answers.error}" if answers.error else ""
+        self.query_one("#title", Static).update(printable(f"{answers.title}: {', '.join(state)}{error}"))
         table = self.query_one(DataTable)
         table.clear()
         for group in self.shown:
-            tokens = max(sum(len(t.output_ids) for t in one.trajectory.turns) for one in group)
-            prompt = " ".join(next(_texts(group)).split())[:28]
-            reward = mean_reward(group)
-            table.add_row(Text(printable(prompt)), "none" if reward == math.inf else f"{reward:.3g}", str(tokens))
+            prompt, reward = " ".join(next(_texts(group)).split())[:28], _mean_reward(group)
+            table.add_row(Text(printable(prompt)), "none" if reward == math.inf else f"{reward:.3g}", _longest(group))
         if not self.shown:
             self.query_one("#asked", Static).update("")
             self.query_one("#answers").remove_children()
@@ -141,35 +127,14 @@ class RolloutViewer(App[None]):
 
     def _tokens(self, logged: LoggedTrajectory) -> list[Text]:
         """The texts of the turns with a colour for each token; empty without a colour, or without token values."""
-        if not self._colour:
-            return []
-        step, kind = self._files[self._at]
         try:
-            values = read_tokens(answer_files(self._run, kind)[step], logged.trajectory.id)
+            chosen, path = self._chosen["colour"], self._files[self._chosen["file"]][2]
+            values = read_tokens(path, logged.trajectory.id) if chosen else []
         except MeshrlError:  # the texts are shown all the same
             return []
-        complete = len(values) == len(logged.texts)
-        return (
-            [tinted(text, one, _COLOURS[self._colour]) for text, one in zip(logged.texts, values)] if complete else []
-        )
-
-    def action_go(self, by: int) -> None:
-        self._at = min(max(self._at + by, 0), len(self._files) - 1)
-        self._load()
-
-    def action_wrong(self) -> None:
-        self._wrong = not self._wrong
-        self._load()
-
-    def action_sort(self) -> None:
-        self._sort = (self._sort + 1) % len(_SORTS)
-        self._list()
-
-    def action_colour(self) -> None:
-        self._colour = (self._colour + 1) % len(_COLOURS)
-        row = self.query_one(DataTable).cursor_row
-        self._list()
-        self.query_one(DataTable).move_cursor(row=row)
+        if len(values) != len(logged.texts):  # no file, or one of other rollouts
+            return []
+        return [tinted(text, one, COLOURS[chosen]) for text, one in zip(logged.texts, values)]
 
     def action_search(self) -> None:
         self.query_one(Input).add_class("open").focus()
@@ -184,10 +149,3 @@ class RolloutViewer(App[None]):
 
     def on_input_submitted(self) -> None:
         self.query_one(DataTable).focus()
-
-
-def _texts(group: Answered) -> Iterator[str]:
-    """The texts that are searched: the prompt, then its answers."""
-    prompt = group[0].trajectory.prompt
-    yield " ".join(str(message.get("content")) for message in prompt.messages or ()) or prompt.id
-    yield from map(sampled_text, group)

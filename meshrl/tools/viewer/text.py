@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
@@ -18,8 +20,12 @@ from meshrl.core.errors import ConfigError, Failure, MeshrlError
 from meshrl.core.terminal import printable
 from meshrl.core.types import Prompt, Trajectory
 from meshrl.monitor.rollout_log import LoggedTrajectory, read_rollouts
+from meshrl.monitor.token_log import TokenValues
 from meshrl.tools.report.folder import criterion_of, judged_score, plain_text, read_settings
 from meshrl.tools.runs import answer_files, require_run
+
+COLOURS = ("none", "sampler logprob", "trainer logprob", "log ratio", "entropy", "advantage", "version", "loss mask")
+"""The values by which `tinted` can colour tokens."""
 
 _ANY_WIDTH = 1 << 20  # of lines in a pipe or a file
 
@@ -127,6 +133,29 @@ def answer_parts(logged: LoggedTrajectory, coloured: Sequence[Text] = ()) -> Ite
             yield from message_parts(message, len(trajectory.turns) > 1)
         if coloured:
             yield Padding(coloured[number], (0, 0, 0, 4), expand=False)
+
+
+def tinted(text: str, values: TokenValues, colour: str) -> Text:
+    """The text of a turn with a background for each token: green for values above 0, red for those below it, stronger
+    for larger ones. Tokens without this value are dim."""
+    columns = values.columns
+    found = {
+        "sampler logprob": columns["rollout_logprobs"],
+        "trainer logprob": columns["logprobs"],
+        "log ratio": columns["logprobs"] - columns["rollout_logprobs"],
+        "entropy": columns["entropies"],
+        "advantage": columns["advantages"],
+        "version": columns["versions"] - columns["versions"].min(initial=0),
+        "loss mask": columns["trained"],
+    }[colour].astype(float)
+    largest = np.abs(found[np.isfinite(found)]).max(initial=0.0) or 1.0
+    out, at = Text(), 0
+    for size, value in zip(columns["characters"].tolist(), found.tolist()):
+        strength = round(150 * abs(value) / largest) if math.isfinite(value) else 0
+        style = f"on rgb({strength},0,0)" if value < 0 else f"on rgb(0,{strength},0)"
+        out.append(printable(text[at : at + size]), style if math.isfinite(value) else "dim")
+        at += size
+    return out
 
 
 def reward_text(trajectory: Trajectory) -> str:

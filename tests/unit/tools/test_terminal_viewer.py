@@ -19,7 +19,8 @@ pytest.importorskip("textual", reason="textual is not installed: pip install 'me
 
 from textual.widgets import DataTable, Footer, Static
 
-from meshrl.tools.viewer.terminal import RolloutViewer, tinted
+from meshrl.tools.viewer.terminal import RolloutViewer
+from meshrl.tools.viewer.text import tinted
 
 HOSTILE = "[red]\x1b[2J\u202e<script>[/nope]"
 
@@ -90,9 +91,11 @@ def test_keys_change_the_step_the_group_the_sort_and_the_filter(run):
         assert "wrong only" in title(app) and prompts(app)[0] == "medium" and len(app.shown[-1]) == 1
         await pilot.press("w", "p")
         assert "evaluation after step 2" in title(app)
-        await pilot.press("p", "p", "p", "p")
+        await pilot.press("p", "p")
         assert "evaluation after step 0" in title(app) and prompts(app) == ["q0", "q1"]
-        await pilot.press("n")
+        await pilot.press("p")
+        assert "rollouts of step 2" in title(app)
+        await pilot.press("n", "n")
         assert "rollouts of step 1" in title(app)
 
     drive(run, check)
