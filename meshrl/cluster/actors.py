@@ -13,6 +13,7 @@ import socket
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -30,16 +31,19 @@ from meshrl.core.device import (
     keep_freed_memory,
     local_device,
     memory_stats,
+    reset_peak_memory,
     seed_generators,
     set_threads,
 )
 from meshrl.core.errors import CapabilityError
 from meshrl.core.types import Metric, Request, Sample, Turn
+from meshrl.model.flops import peak_flops
+from meshrl.model.load import DTYPES
 from meshrl.monitor.memory import memory_metrics
 from meshrl.monitor.recorder import TRACED, recorder
 from meshrl.monitor.trace import PROFILE_FILE, write_rank
 from meshrl.parallel.gather import all_gather_json
-from meshrl.parallel.mesh import build_mesh, resolve_shape
+from meshrl.parallel.mesh import build_mesh, num_peers, resolve_shape
 from meshrl.parallel.timing import settle
 from meshrl.process.family import own_memory
 from meshrl.rollout.base import EngineStats, RolloutEngine
@@ -90,6 +94,7 @@ class RankWorker:
         self.sampler: RolloutEngine | None = None
         self._weight_sync: RankSync | None = None
         self._profiler: torch.profiler.profile | None = None
+        self._flops = 0.0  # of this rank's share of the training since `memory`
 
     @phase("load")
     def start(self) -> None:
@@ -146,7 +151,10 @@ class RankWorker:
         of_tokens = {
             i: np.stack([result.logprobs[i], entropies])[:, rows[i].mask] for i, entropies in result.entropies.items()
         }
-        return UpdateReport(metrics=result.metrics, mismatch=mismatch, values=of_tokens)
+        flops = engine.flops.of_rows((len(row), int(row.mask.sum())) for row in rows.values())
+        self._flops += flops / num_peers(self.spec.train.mesh)
+        metrics = [*result.metrics, Metric(name="train/model_flops", sum=flops, reduce="sum", unit="FLOP")]
+        return UpdateReport(metrics=metrics, mismatch=mismatch, values=of_tokens)
 
     @phase("optim")
     def optim_step(self, lr: float) -> StepReport:
@@ -270,12 +278,18 @@ class RankWorker:
     @phase("report")
     def memory(self) -> tuple[list[Metric], dict[str, int]]:
         """This process's memory metrics, and the train engine's bytes by kind."""
-        metrics = memory_metrics(own_name=f"rank_{self.spec.rank}")
-        metrics += [
-            Metric(name=f"memory/device_{name}", sum=value, reduce="max", unit="bytes")
-            for name, value in memory_stats(self.device).items()
-        ]
         settle(self.device)
+        phases, of_device = recorder.take_memory(), memory_stats(self.device)
+        if of_device:
+            of_device["peak_bytes"] = max(of_device["peak_bytes"], *phases.values())
+        sizes = {f"memory/device_{name}": size for name, size in of_device.items()}
+        sizes |= {f"memory/phase_bytes/{name}": size for name, size in phases.items()}
+        metrics = memory_metrics(own_name=f"rank_{self.spec.rank}")
+        metrics += [Metric(name=name, sum=size, reduce="max", unit="bytes") for name, size in sizes.items()]
+        flops, self._flops = self._flops, 0.0
+        if flops and self._peak_flops is not None:
+            available = self._peak_flops * recorder.train_s
+            metrics.append(Metric(name="perf/mfu", sum=flops, weight=available, unit="fraction"))
         metrics += recorder.step_metrics(blocking=self.device.type == "cpu")
         return metrics, self.engines["policy"].memory() if self.engines else {}
 
@@ -323,9 +337,15 @@ class RankWorker:
         if dist.is_initialized():
             dist.destroy_process_group()
 
+    @cached_property
+    def _peak_flops(self) -> float | None:
+        return peak_flops(self.device, DTYPES[self.spec.model.dtype])
+
     def _memory_now(self) -> dict[str, int]:
         has_tensors = bool(self.engines) or self.sampler is not None  # else it must not open its device
         parts = (memory_stats(self.device) if has_tensors else {}) or own_memory()
+        if has_tensors:
+            reset_peak_memory(self.device)  # so that the next phase has a peak of its own
         for engine in self.engines.values() if self._profiler is not None else ():
             parts |= {name: parts.get(name, 0) + size for name, size in engine.memory().items()}
         return parts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from meshrl.core.types import Metric
 from meshrl.data.order import SftSource
 from meshrl.loops.job import RunServices
 from meshrl.loops.optimizer import optimizer_step
+from meshrl.loops.speed import throughput, unknown_device
 from meshrl.monitor.memory import memory_metrics
 from meshrl.train.optim import learning_rate
 
@@ -52,6 +54,7 @@ async def sft(job: SftJob) -> None:
     """Run until the job is over, from its current step."""
     cfg, trainer, loss, spans = job.cfg, job.trainer, sft_loss, job.run.spans
     denominator = AlgoConfig(aggregation="token_mean")
+    start = time.perf_counter()
     while True:
         await job.run.save_if_due(job, cfg.sft.save_every_steps, with_model=job.is_over)
         if job.is_over:
@@ -75,5 +78,10 @@ async def sft(job: SftJob) -> None:
                 *spans.take(),
                 *(metric for of_a_rank, _ in await trainer.memory() for metric in of_a_rank),
             ]
+            now = time.perf_counter()
+            metrics.append(throughput(cfg.cluster, num_tokens, now - start))
+            start = now
+            if (note := unknown_device(job.step, metrics)) is not None:
+                job.run.note(note)
             job.losses.append(job.run.report(job.step + 1, metrics)["loss/nll"])
             job.cursor = job.source.state()

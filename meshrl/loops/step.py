@@ -29,6 +29,7 @@ from meshrl.core.types import Metric, Prompt, Purpose, Sample, SamplingParams, T
 from meshrl.loops.deadlines import gather_with_deadline
 from meshrl.loops.job import Job, Task
 from meshrl.loops.optimizer import optimizer_step
+from meshrl.loops.speed import request_times, throughput, unknown_device
 from meshrl.monitor.memory import memory_metrics
 from meshrl.monitor.metrics import histogram
 from meshrl.monitor.sinks import read_metrics
@@ -394,6 +395,7 @@ def rollout_metrics(job: Job, trajectories: Sequence[Trajectory], samples: Seque
         Metric(name="rollout/num_tokens", sum=float(sampled), reduce="sum", unit="tokens"),
         Metric(name="train/num_tokens", sum=float(trained), reduce="sum", unit="tokens"),
         *job.rollouts.replacement_metrics(),
+        *request_times(trajectories),
     ]
     if rollout_s:  # 0 if all groups of an overlapped step were sampled before the previous one ended
         metrics.append(Metric(name="rollout/tokens_per_s", sum=sampled, weight=rollout_s, unit="tokens/s"))
@@ -402,15 +404,18 @@ def rollout_metrics(job: Job, trajectories: Sequence[Trajectory], samples: Seque
     return metrics
 
 
-def _idle(job: Job) -> list[Metric]:
-    """The fraction of a step in which each side had nothing to do, if samplers have ranks of their own."""
+def _use_of_devices(job: Job, num_trained_tokens: int) -> list[Metric]:
+    """The trained tokens per second and device, and the fraction of a step in which each side had nothing to do, if
+    samplers have ranks of their own."""
     now, spans = time.perf_counter(), job.run.spans
     wall, job.began = now - job.began, now
     busy = job.rollouts.take_busy_s() / len(job.rollouts.ranks)
+    speed = throughput(job.cfg.cluster, num_trained_tokens, wall)
     if not job.cfg.cluster.num_rollout_ranks:
-        return []
+        return [speed]
     train = spans.seconds("train") + spans.seconds("sync")
     return [
+        speed,
         Metric(name="run/train_idle", sum=max(0.0, wall - train), weight=wall, unit="fraction"),
         Metric(name="run/rollout_idle", sum=max(0.0, wall - busy), weight=wall, unit="fraction"),
     ]
@@ -446,7 +451,9 @@ async def finish_step(
         metrics += device_metrics
     metrics += memory_metrics()
     metrics.append(Metric(name="sync/latency_s", sum=job.run.spans.seconds("sync"), reduce="sum", unit="s"))
-    metrics += _idle(job)
+    metrics += _use_of_devices(job, sum(int(m.sum) for m in metrics if m.name == "train/num_tokens"))
+    if (note := unknown_device(job.step, metrics)) is not None:
+        job.run.note(note)
     metrics.append(Metric(name="train/restarts", sum=float(job.run.restarts), reduce="max", unit="restarts"))
     metrics += [*job.run.writes.take(), *job.run.spans.take()]
     if job.proof.threshold is not None:

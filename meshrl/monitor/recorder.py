@@ -29,6 +29,7 @@ class Recorder:
         """Forget everything, and keep at most this number of spans from now on."""
         self._rows: deque[tuple[str, Category, int, int, dict[str, Any]]] = deque(maxlen=size)
         self._memory: deque[MemorySample] = deque(maxlen=size // 4)
+        self._phase_memory: dict[str, int] = {}
         self._num_rows = self._train_ns = 0
         self._running: dict[str, list[int]] = {}  # by method: running calls, calls, start_ns
         self._collectives: list[tuple[int, int]] = []  # of the training phases since `step_metrics`
@@ -74,7 +75,22 @@ class Recorder:
 
     def sample(self, phase: str) -> None:
         """Record the memory at the end of a phase."""
-        self._memory.append(MemorySample(time.time_ns(), phase, self.measure()))
+        parts = self.measure()
+        self._memory.append(MemorySample(time.time_ns(), phase, parts))
+        size = parts.get("peak_bytes", parts.get("resident_bytes"))  # of an accelerator, or of a process on a CPU
+        if size is not None:
+            self._phase_memory[phase] = max(size, self._phase_memory.get(phase, 0))
+
+    def take_memory(self) -> dict[str, int]:
+        """The largest memory of each phase since the last call: its peak on an accelerator; on a CPU, the resident
+        memory at its end."""
+        taken, self._phase_memory = self._phase_memory, {}
+        return taken
+
+    @property
+    def train_s(self) -> float:
+        """Seconds of the training phases since `step_metrics`."""
+        return self._train_ns / 1e9
 
     def trace(self, rank: int) -> RankTrace:
         return RankTrace(

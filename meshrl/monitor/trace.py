@@ -47,8 +47,9 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class MemorySample:
-    """Bytes at the end of a phase: allocated_bytes and peak_bytes of an accelerator, or resident_bytes and
-    peak_resident_bytes of a process on a CPU; with the profiler also those of params, grads, optimizer and buffers."""
+    """Bytes at the end of a phase: allocated_bytes of an accelerator and its peak_bytes in the phase, or resident_bytes
+    and peak_resident_bytes of a process on a CPU; with the profiler also those of params, grads, optimizer and buffers.
+    """
 
     at_ns: int
     phase: str

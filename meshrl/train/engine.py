@@ -29,6 +29,7 @@ from meshrl.core.types import Metric
 from meshrl.model.attention import PackedAttention
 from meshrl.model.causal import CausalModel
 from meshrl.model.finite import not_finite
+from meshrl.model.flops import ModelFlops, model_flops
 from meshrl.model.hub_names import HubNames
 from meshrl.model.load import DTYPES, cast_parameters, materialize, meta_copy, open_causal_lm, require_same_scores
 from meshrl.model.lora import (
@@ -168,6 +169,10 @@ class TrainEngine:
     def names(self) -> HubNames:
         """The hub names of the model's tensors."""
         return HubNames(self.model.lm)
+
+    @cached_property
+    def flops(self) -> ModelFlops:
+        return model_flops(self.model.lm)
 
     def require_independent_rows(self) -> None:
         """`probe.require_independent_rows` for this model (a collective). Raises: ConfigError."""

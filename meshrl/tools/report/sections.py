@@ -343,6 +343,10 @@ STABILITY = (
 
 SPEED = (
     Chart("Speed", ("rollout/tokens_per_s", "train/tokens_per_s")),
+    Chart("Trained tokens per second and device", ("perf/throughput",)),
+    Chart("Model FLOPs utilization (MFU)", ("perf/mfu",)),
+    Chart("Time to the first token", ("rollout/first_token_s/p50", "rollout/first_token_s/p95", "rollout/queue_s/p95")),
+    Chart("Memory of a rank by phase", ("memory/phase_bytes/*",), "plain"),
     Chart("Memory", ("memory/rss_bytes", "memory/rss_bytes/controller", "memory/device_peak_bytes"), "plain"),
     Chart("Idle ranks", ("run/train_idle", "run/rollout_idle", "perf/exposed_comm_fraction")),
     Chart("Computation divided by communication", ("perf/compute_comm_ratio",)),

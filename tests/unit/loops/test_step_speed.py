@@ -1,0 +1,54 @@
+"""Throughput, waiting times of requests, and the note about devices without a known peak."""
+
+import numpy as np
+import pytest
+
+from meshrl.config.cluster import ClusterConfig
+from meshrl.core.types import Metric, Prompt, Times, Trajectory, Turn
+from meshrl.loops.speed import request_times, throughput, unknown_device
+from meshrl.monitor.metrics import divide, merge, units
+
+
+def answered(*times):
+    turns = [
+        Turn(
+            context_ids=np.array([1], np.int32),
+            output_ids=np.array([2], np.int32),
+            logprobs=np.zeros(1, np.float32),
+            versions=np.zeros(1, np.int32),
+            stop_reason="stop",
+            times=one,
+        )
+        for one in times
+    ]
+    return Trajectory(prompt=Prompt(id="p", ordinal=0), group_id="p@0", index=0, turns=turns)
+
+
+def test_requests_have_quantiles_of_their_queue_and_of_the_time_to_their_first_token():
+    first = answered(*(Times(queue_s=0.1 * i, prefill_s=1.0) for i in range(20)))
+    second = answered(Times(queue_s=5.0, prefill_s=2.0))
+    merged = merge(request_times([first, second]))
+    values = divide(merged)
+    assert values["rollout/queue_s/p50"] == pytest.approx(1.0) and values["rollout/queue_max_s"] == 5.0
+    assert values["rollout/first_token_s/p50"] == pytest.approx(2.0)
+    assert values["rollout/first_token_s/p95"] == pytest.approx(2.9) and values["rollout/first_token_max_s"] == 7.0
+    assert set(units(merged).values()) == {"s"}
+
+
+def test_times_that_an_engine_does_not_report_are_absent():
+    assert request_times([answered(Times())]) == [] == request_times([])
+    names = {metric.name for metric in request_times([answered(Times(prefill_s=0.5))])}
+    assert names == {"rollout/first_token_s", "rollout/first_token_max_s"}
+
+
+def test_throughput_divides_by_all_devices_also_those_that_only_sample():
+    cluster = ClusterConfig(num_train_ranks=2, num_rollout_ranks=2)
+    metric = throughput(cluster, 600, 3.0)
+    assert divide(merge([metric])) == {"perf/throughput": 50.0} and metric.unit == "tokens/s/device"
+
+
+def test_an_unknown_device_is_noted_at_the_first_step_only():
+    flops = Metric(name="train/model_flops", sum=1.0, reduce="sum", unit="FLOP")
+    known = Metric(name="perf/mfu", sum=1.0, weight=2.0, unit="fraction")
+    assert "meshrl/model/flops.py" in (unknown_device(0, [flops]) or "")
+    assert [unknown_device(1, [flops]), unknown_device(0, [flops, known]), unknown_device(0, [])] == [None] * 3
