@@ -169,7 +169,9 @@ def write_tokens(
             **trained.get((name, i), {}),
         }
         for column, arrays in lists.items():
-            arrays.append(values[column])
+            array = np.atleast_1d(values[column])
+            fits = array.shape == missing.shape and array.dtype != object  # turns of failed attempts are not checked
+            arrays.append(array if fits else missing if COLUMNS[column] is np.float32 else np.full(len(missing), -1))
     ends = np.cumsum([0, *(len(turn.output_ids) for _, _, turn in rows)], dtype=np.int32)
     flat: dict[str, np.ndarray] = {
         n: np.concatenate([np.zeros(0, COLUMNS[n]), *arrays]).astype(COLUMNS[n]) for n, arrays in lists.items()

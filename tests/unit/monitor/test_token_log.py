@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 
@@ -80,6 +81,19 @@ def test_failed_unscored_and_empty_trajectories_have_the_values_of_the_sampler_o
         assert all(np.isnan(turn.columns[name]).all() for name in ("logprobs", "entropies", "advantages"))
         np.testing.assert_array_equal(turn.columns["rollout_logprobs"], trajectories[2].turns[turn.turn].logprobs)
     assert read_tokens(path, trajectories[3].id) == [] and read_tokens(path, "another") == []
+
+
+def test_a_failed_attempt_with_arrays_of_other_lengths_does_not_damage_the_file(tmp_path):
+    """Turns of failed attempts are not checked: a user's agent or engine may have made them."""
+    trajectories = scripted_trajectories(1, 3)
+    bad = trajectories[1].turns[0]
+    trajectories[1].turns[0] = dataclasses.replace(bad, logprobs=bad.logprobs[:-1], versions=None)
+    path = RolloutLog(tmp_path, decode).write(1, trajectories)
+    found = read_tokens(path, trajectories[1].id)[0].columns
+    assert np.isnan(found["rollout_logprobs"]).all() and (found["versions"] == -1).all()
+    assert found["characters"].sum() == len(decode(bad.output_ids))
+    after = read_tokens(path, trajectories[2].id)[3].columns
+    np.testing.assert_array_equal(after["rollout_logprobs"], trajectories[2].turns[3].logprobs)
 
 
 def test_evaluations_and_steps_without_an_update_have_a_file_too(tmp_path):
