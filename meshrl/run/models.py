@@ -147,7 +147,7 @@ def best_facts(run: Path) -> dict[str, Any] | None:
     try:
         facts = read_json(path)
         return facts | {"step": int(facts["step"]), "score": float(facts["score"]), "model": str(facts["model"])}
-    except (Unreadable, KeyError, TypeError, ValueError) as cause:
+    except (Unreadable, KeyError, TypeError, ValueError, OverflowError) as cause:
         raise CheckpointError(
             f"{path} is damaged: {cause}. Remove it; the run then takes its next evaluation as the best so far"
         ) from cause

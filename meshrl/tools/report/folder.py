@@ -239,7 +239,7 @@ def _conversation(logged: LoggedTrajectory) -> list[tuple[str, str]]:
     found = []
     for turn, text in zip(logged.trajectory.turns, logged.texts, strict=True):
         found += [_message(message) for message in turn.messages if message.get("role") != "assistant"]
-        found.append(("assistant", text))
+        found.append(("assistant", plain_text(text)))
     return found
 
 
