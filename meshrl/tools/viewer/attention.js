@@ -30,7 +30,7 @@
   };
   const weight = (byte) => (byte / 255) ** 2;
   const value = (row, key) => weight(maps[(Number(headBox.value) * side + row) * side + key]);
-  const digits = (w) => w >= 0.001 || w === 0 ? w.toFixed(3) : w.toExponential(0);
+  const digits = (w) => w >= 0.1 ? w.toFixed(2) : w >= 0.001 || w === 0 ? w.toFixed(3) : w.toExponential(0);
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const channels = (name) => {
     const hex = colour(name).slice(1), full = hex.length === 3 ? [...hex].map((c) => c + c).join("") : hex;
