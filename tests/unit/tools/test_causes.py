@@ -152,6 +152,16 @@ def test_ranks_that_are_late_in_turn_are_not_stragglers(tmp_path):
     assert next(c for c in found.costs if c.cause == "wait").seconds == pytest.approx(0.015, rel=0.02)
 
 
+@pytest.mark.parametrize(("late_steps", "is_named"), [((0, 1, 2, 3), True), ((0, 1, 2), False)])
+def test_a_straggler_is_late_in_nearly_every_step(tmp_path, late_steps, is_named):
+    """A rank that is late in three of four steps may be so by chance."""
+    step, longer = slow_rank(2, "compute")
+    steps = [step if i in late_steps else {0: healthy(), 1: healthy()} for i in range(4)]
+    found = diagnose(read_trace(write_trace(tmp_path, steps, **longer)))
+    assert [one.is_named for one in found.stragglers if one.phase == "train"] == [is_named]
+    assert found.costs[0].cause == ("slow_rank" if is_named else "compute")
+
+
 @pytest.mark.parametrize("num_steps", [1, 4])
 def test_costs_add_up_to_the_step_and_kinds_to_the_phase(tmp_path, num_steps):
     step, longer = slow_rank(4, "host")
@@ -172,6 +182,12 @@ def test_clocks_of_ranks_are_aligned(tmp_path):
     assert [(c.cause, c.rank) for c in shifted.costs] == [(c.cause, c.rank) for c in plain.costs]
     assert [c.seconds for c in shifted.costs] == pytest.approx([c.seconds for c in plain.costs])
     assert "error at most 0.020 ms" in shifted.clock
+
+
+def test_a_gap_is_named_by_the_operations_of_a_rank_with_another_clock(tmp_path):
+    step = {0: healthy(), 1: moved(healthy(), 60, 80)}
+    found = diagnosis(tmp_path / "run", step, offsets_ms={1: -700.0}, **delayed(60, 80))
+    assert (found.gaps[0].rank, found.gaps[0].where) == (1, "between aten::mm and aten::mm_backward")
 
 
 def test_the_slow_down_of_the_profiler(tmp_path):
