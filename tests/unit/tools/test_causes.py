@@ -162,6 +162,14 @@ def test_a_straggler_is_late_in_nearly_every_step(tmp_path, late_steps, is_named
     assert found.costs[0].cause == ("slow_rank" if is_named else "compute")
 
 
+def test_an_evaluation_between_steps_is_no_part_of_their_work(tmp_path):
+    step = [*healthy(), ("phase", "eval", 95, 165)]
+    found = diagnosis(tmp_path / "run", {0: step}, phases=[*PHASES, ("controller", "eval", 95, 165)], length_ms=170)
+    assert found.step_s == pytest.approx(0.100)
+    assert next(c for c in found.costs if c.cause == "sampling").seconds == pytest.approx(0.030)
+    assert "eval" not in {t.phase for t in found.phases}
+
+
 @pytest.mark.parametrize("num_steps", [1, 4])
 def test_costs_add_up_to_the_step_and_kinds_to_the_phase(tmp_path, num_steps):
     step, longer = slow_rank(4, "host")
