@@ -51,7 +51,7 @@ def read_profile(path: Path) -> Profile:
 
     Raises: DataError, which names the file, if it is no such trace.
     """
-    data, is_cut = _content(path)
+    data, is_cut = _content(path), False
     try:
         record = parse_large(data)
     except ValueError as cause:
@@ -64,19 +64,18 @@ def read_profile(path: Path) -> Profile:
         return _profile(record, is_cut)
 
 
-def _content(path: Path) -> tuple[bytes, bool]:
-    """The JSON, and whether its end is known to be missing."""
+def _content(path: Path) -> bytes:
+    """The JSON; if the end of a compressed file is missing, what is before it."""
     try:
         with open_plain(path) as file:
             data = file.read(MAX_BYTES + 1)
-        unpacker = zlib.decompressobj(wbits=31)
-        is_packed = data.startswith(b"\x1f\x8b")
-        data = unpacker.decompress(data, MAX_BYTES + 1) if is_packed else data
+        if data.startswith(b"\x1f\x8b"):
+            data = zlib.decompressobj(wbits=31).decompress(data, MAX_BYTES + 1)
     except (OSError, Unreadable, zlib.error) as cause:
         raise DataError(f"{path}: not a trace of torch.profiler: {cause}") from cause
     if len(data) > MAX_BYTES:
         raise DataError(f"{path}: more than {MAX_BYTES:,} bytes of JSON; record fewer steps")
-    return data, is_packed and not unpacker.eof
+    return data
 
 
 def _salvaged(data: bytes) -> Any:
