@@ -24,10 +24,11 @@ def wrong_entropy_bonus(inputs: LossInputs, coef: float = 20.0) -> tuple[torch.T
 
 def slow_on_rank_1(inputs: LossInputs, seconds: float = 1.0) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """A policy gradient that takes much longer on rank 1, as on a GPU that is too hot."""
+    import torch
     import torch.distributed as dist
 
     if dist.is_initialized() and dist.get_rank() == 1:  # before a run starts, its loss is tried without ranks
-        until = time.monotonic() + seconds
+        until, work = time.monotonic() + seconds, torch.ones(800, 800)
         while time.monotonic() < until:
-            inputs.logprobs.exp().sum()
+            work @ work
     return -inputs.advantages * inputs.logprobs, {}
