@@ -291,4 +291,76 @@ OTHER_FAULTS: dict[str, tuple[tuple[str, str, str], ...]] = {
             "tests/unit/monitor/test_rollout_log.py::test_what_a_full_disk_leaves_of_appended_lines_is_removed",
         ),
     ),
+    "Pages, lists and traces": (
+        (
+            "a run's folder is damaged, foreign or of a killed run",
+            "`meshrl runs` lists the others, and a line states what can't be read",
+            "tests/unit/tools/test_runs_list.py::test_damaged_and_foreign_folders_and_evaluations_of_runs_do_not_stop_the_list",
+        ),
+        (
+            "a file of rollouts is damaged in the middle",
+            "`meshrl view` prints the answers before the damage, and names file and line",
+            "tests/unit/tools/test_rollouts_in_terminal.py::test_the_lines_before_a_damaged_one_are_shown",
+        ),
+        (
+            "the reader of `meshrl view`'s output ends early (`head`)",
+            "the command ends normally",
+            "tests/unit/tools/test_rollouts_in_terminal.py::test_the_reader_of_a_pipe_may_end_early",
+        ),
+        (
+            "the name of a run is misspelled",
+            "refused at once, with the most similar runs",
+            "tests/unit/tools/test_runs_list.py::test_a_run_in_python_shows_its_state_and_refuses_a_missing_folder",
+        ),
+        (
+            "values of tokens can't be written",
+            "counted as a failed write of rollouts; the run continues, and no values of an earlier run stay",
+            "tests/unit/monitor/test_token_log.py::test_a_failed_write_leaves_no_values_of_an_earlier_run",
+        ),
+        (
+            "values of tokens or a line of the rollouts are damaged or missing",
+            "`meshrl view` shows what can be read and states what is missing",
+            "tests/unit/tools/test_view_page.py::test_what_can_be_read_of_a_damaged_folder_is_shown",
+        ),
+        (
+            "the folder of traces can't be written",
+            "counted as failed writes; the run continues",
+            "tests/unit/run/test_tracing.py::test_files_that_cant_be_written_are_counted_and_end_no_run",
+        ),
+        (
+            "a rank is lost before traces are written",
+            "the files of the others are written",
+            "tests/unit/run/test_tracing.py::test_a_lost_rank_is_left_out",
+        ),
+        (
+            "train ranks restart and repeat steps",
+            "each step is in the trace once",
+            "tests/unit/run/test_tracing.py::test_a_step_that_is_repeated_after_a_restart_is_there_once",
+        ),
+        (
+            "a trace is truncated or damaged",
+            "an error or a note names the file, and the rest is shown",
+            "tests/unit/monitor/test_trace.py::test_a_damaged_file_is_named",
+        ),
+        (
+            "a reward function prints a GB",
+            "all of it is read, at most 64 KiB a second is logged, and the answer is graded",
+            "tests/unit/reward/test_reward_sandbox.py::test_a_grader_that_prints_thirty_megabytes_is_graded_and_logged_in_part",
+        ),
+        (
+            "result.json, best.json, run_notes.txt or the rollouts of an evaluation are damaged",
+            "the report names the file and shows the rest",
+            "tests/unit/tools/test_report_judgement.py::test_a_damaged_file_is_named_and_the_rest_is_shown",
+        ),
+        (
+            "`--attention` names an answer that does not exist, or the run has no model any more",
+            "refused, with the answers that exist, or with `model.path`",
+            "tests/unit/tools/test_attention_page.py::test_an_answer_that_does_not_exist_is_refused_with_those_that_do",
+        ),
+        (
+            "the peak speed of the device is unknown",
+            "no `perf/mfu`, and one note",
+            "tests/unit/loops/test_step_speed.py::test_an_unknown_device_is_noted_at_the_first_step_only",
+        ),
+    ),
 }
