@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import tiny_lm
+from tiny_run import train, write_run
 from tiny_tokenizers import tiny_tokenizer
 
 from meshrl.core.errors import ConfigError, MeshrlError
@@ -163,7 +164,23 @@ def test_hostile_texts_do_not_reach_the_page_as_markup(run, tmp_path):
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
     prompt = Prompt(id='</script><script>alert("x")</script>\u202e', ordinal=0)
-    RolloutLog(copy, lambda ids: "text").write(4, [attempt(prompt, 0, turn([5, 6], [7], 7))])
+    RolloutLog(copy, lambda ids: "text").write(
+        4, [attempt(prompt, 0, turn(tiny_tokenizer()("\x1b").input_ids, [7], 7))]
+    )
     write_attention(copy, "4/1/0", tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     assert "<script>alert" not in page and "\u202e" not in page
+    assert "\\x1b" in json.loads(block_of(page, "attention"))["tokens"]
+
+
+def test_a_checkpoint_without_a_model_is_converted(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    saved = "loop.num_steps=1", "loop.save_every_steps=1"
+    run = train(write_run(tmp_path), "made", "cluster.executor=inline", *saved)
+    shutil.rmtree(run / "checkpoints" / "step_000001" / "model", ignore_errors=True)
+    (run / "rollouts" / "step_000001.jsonl").rename(run / "rollouts" / "eval_000001.jsonl")
+    (run / "metrics.jsonl").unlink()
+    weights, wanted = choose_weights(run, find_answer(run, "eval_1/1/0"))
+    assert (weights.step, weights.is_state, wanted) == (1, True, 1)
+    lines = write_attention(run, "eval_1/1/0")
+    assert lines[0] == f"wrote {run / 'attention_eval_1_1_0.html'}" and "after step 1" in lines[1]
