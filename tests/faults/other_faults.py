@@ -362,5 +362,15 @@ OTHER_FAULTS: dict[str, tuple[tuple[str, str, str], ...]] = {
             "no `perf/mfu`, and one note",
             "tests/unit/loops/test_step_speed.py::test_an_unknown_device_is_noted_at_the_first_step_only",
         ),
+        (
+            "a trace's end, the trace of a rank or `traces/controller.json` is missing",
+            "`meshrl diagnose` shows the rest, with a note for each",
+            "tests/unit/tools/test_trace_files.py::test_a_run_without_a_ranks_file_shows_the_other_ranks",
+        ),
+        (
+            "a run without traces is diagnosed",
+            "one line that names `monitor.trace_steps`, exit code 1",
+            "tests/unit/tools/test_trace_files.py::test_a_folder_that_has_no_traces",
+        ),
     ),
 }
