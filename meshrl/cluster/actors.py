@@ -151,10 +151,11 @@ class RankWorker:
         of_tokens = {
             i: np.stack([result.logprobs[i], entropies])[:, rows[i].mask] for i, entropies in result.entropies.items()
         }
-        flops = engine.flops.of_rows((len(row), int(row.mask.sum())) for row in rows.values())
-        self._flops += flops / num_peers(self.spec.train.mesh)
-        metrics = [*result.metrics, Metric(name="train/model_flops", sum=flops, reduce="sum", unit="FLOP")]
-        return UpdateReport(metrics=metrics, mismatch=mismatch, values=of_tokens)
+        if engine.flops is not None:
+            flops = engine.flops.of_rows((len(row), int(row.mask.sum())) for row in rows.values())
+            self._flops += flops / num_peers(self.spec.train.mesh)
+            result.metrics.append(Metric(name="train/model_flops", sum=flops, reduce="sum", unit="FLOP"))
+        return UpdateReport(metrics=result.metrics, mismatch=mismatch, values=of_tokens)
 
     @phase("optim")
     def optim_step(self, lr: float) -> StepReport:

@@ -9,6 +9,7 @@ checkpointing does not count, and a prompt that rows share counts in each row. S
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections import Counter
@@ -84,22 +85,27 @@ def _pairs(length: int, window: int | None) -> int:
     return seen * (seen + 1) // 2 + (length - seen) * seen
 
 
-def model_flops(lm: Any) -> ModelFlops:
+def model_flops(lm: Any) -> ModelFlops | None:
     """From the parameters and the attention modules of a Transformers causal LM, which may be sharded or on the meta
-    device."""
+    device. None for a model whose blocks have other mixers than softmax attention, or unknown head sizes."""
     text, blocks = lm.config.get_text_config(), CausalModel(lm).layers
     token = sum(_passes(p) * 2 * p.numel() * _share(name, p, text) for name, p in blocks.named_parameters())
-    head = lm.get_output_embeddings().weight
+    head, num_heads = lm.get_output_embeddings().weight, getattr(text, "num_attention_heads", None)
+    kinds = getattr(text, "layer_types", None) or ()
     pair: Counter[int | None] = Counter()
     for block in blocks:
         # An attention module passes its own head sizes and window to the attention function.
-        own: Any = next(m for m in block.modules() if {"head_dim", "qk_head_dim"} & vars(m).keys())
-        keys = getattr(own, "qk_head_dim", None) or own.head_dim
-        values = getattr(own, "v_head_dim", None) or own.head_dim
-        of_all = None if getattr(text, "layer_types", None) else getattr(text, "sliding_window", None)
-        window = getattr(own, "sliding_window", of_all)
-        pair[window] += 3 * 2 * text.num_attention_heads * (keys + values)
+        own = next((m for m in block.modules() if _HEAD_SIZES & vars(m).keys()), None)
+        if own is None or num_heads is None or math.isnan(token) or not all("attention" in kind for kind in kinds):
+            return None
+        keys = next(size for name in ("qk_head_dim", "head_dim", "head_size") if (size := getattr(own, name, None)))
+        values = getattr(own, "v_head_dim", None) or keys
+        window = getattr(own, "sliding_window", None if kinds else getattr(text, "sliding_window", None))
+        pair[window] += 3 * 2 * num_heads * (keys + values)
     return ModelFlops(token, _passes(head) * 2 * head.numel(), dict(pair))
+
+
+_HEAD_SIZES = {"qk_head_dim", "head_dim", "head_size"}
 
 
 def _passes(p: torch.nn.Parameter) -> int:
@@ -110,13 +116,13 @@ def _passes(p: torch.nn.Parameter) -> int:
 
 def _share(name: str, p: torch.nn.Parameter, text: Any) -> float:
     """The share of tokens that a block's parameter multiplies: 0 for biases and norms. An expert is a layer of its own,
-    or a part of a tensor with all experts."""
+    or a part of a tensor with all experts. NaN if the config does not state how many experts a token has."""
     if p.ndim < 2 or name.endswith("bias"):
         return 0.0
     if p.ndim == 2 and not re.search(r"experts\.\d+\.", name):
         return 1.0
-    count = next(getattr(text, key) for key in _EXPERTS if getattr(text, key, None))
-    return float(text.num_experts_per_tok) / float(count)
+    count = next((number for key in _EXPERTS if (number := getattr(text, key, None))), math.nan)
+    return (getattr(text, "num_experts_per_tok", None) or math.nan) / count
 
 
 _EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")

@@ -171,7 +171,7 @@ class TrainEngine:
         return HubNames(self.model.lm)
 
     @cached_property
-    def flops(self) -> ModelFlops:
+    def flops(self) -> ModelFlops | None:
         return model_flops(self.model.lm)
 
     def require_independent_rows(self) -> None:

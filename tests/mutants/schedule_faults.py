@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fault import Fault
 from loop_faults import LOOP_FAULTS
+from see_faults import SEE_FAULTS
 
 _LOOPS = "tests/contract/test_loops.py::"
 _OLD = _LOOPS + "test_each_prompt_is_trained_once_and_no_sample_is_too_old"
@@ -156,4 +157,5 @@ SCHEDULE_FAULTS = [
         ("tests/unit/loops/test_sampler_proof.py::test_one_stale_engine_among_many_is_named",),
     ),
     *LOOP_FAULTS,
+    *SEE_FAULTS,
 ]

@@ -5,6 +5,8 @@ import pytest
 import torch
 from tiny_models import tiny_lm
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from meshrl.config.model import LoraConfig
 from meshrl.model.attention import PackedAttention
@@ -93,3 +95,21 @@ def test_the_peak_of_a_cpu_is_measured_and_special_names_come_before_general_one
     names = list(_PEAKS)
     assert not [(a, b) for i, a in enumerate(names) for b in names[i + 1 :] if a in b]
     assert np.isfinite(list(_PEAKS.values())).all()
+
+
+def test_a_model_with_other_mixers_than_attention_has_no_formula():
+    """A metric that is not known must not end a run."""
+    for kind in ("qwen3_next", "mamba2", "jamba"):
+        config = CONFIG_MAPPING[kind]()
+        config.num_hidden_layers = 4
+        with torch.device("meta"):
+            assert model_flops(AutoModelForCausalLM.from_config(config)) is None
+
+
+def test_an_attention_that_names_its_head_size_in_another_way_is_known():
+    config = CONFIG_MAPPING["gpt_neox"](
+        num_hidden_layers=2, hidden_size=32, num_attention_heads=4, intermediate_size=64
+    )
+    with torch.device("meta"):
+        flops = model_flops(AutoModelForCausalLM.from_config(config))
+    assert flops is not None and flops.pair == {None: 2 * 3 * 2 * 4 * (8 + 8)}

@@ -1,0 +1,61 @@
+"""Faults of what a user looks at: values of tokens, verdicts, marks, links, shares of time."""
+
+from __future__ import annotations
+
+from fault import Fault
+
+_TOOLS = "tests/unit/tools/"
+_MONITOR = "tests/unit/monitor/"
+_VALUES = "tests/unit/run/test_token_values.py::"
+
+SEE_FAULTS = [
+    Fault(
+        "the page shows the entropy of the next token",
+        "meshrl/monitor/token_log.py",
+        '                "entropies": scored[1],',
+        '                "entropies": np.roll(scored[1], -1),',
+        (_VALUES + "test_the_logged_values_are_those_of_the_weights_before_the_step",),
+    ),
+    Fault(
+        "logprobs after the first update stand for those before the step",
+        "meshrl/monitor/token_log.py",
+        "scored[0] if sample.old_logprobs is None else sample.old_logprobs[places]",
+        "scored[0]",
+        (_VALUES + "test_ranks_return_values_only_for_steps_that_are_logged_and_old_logprobs_are_preferred",),
+    ),
+    Fault(
+        "a score that fell within its interval is worse",
+        "meshrl/run/verdict.py",
+        "        if abs(self.difference) <= self.margin:",
+        "        if self.difference == 0:",
+        ("tests/unit/run/test_verdict.py",),
+    ),
+    Fault(
+        "a reward that rises while the held-out score falls is not suspicious",
+        "meshrl/tools/report/summary.py",
+        'run.verdict.outcome != "worse" or',
+        'run.verdict.outcome == "worse" or',
+        (_TOOLS + "test_report_judgement.py::test_a_reward_that_rises_while_the_held_out_score_falls_is_suspicious",),
+    ),
+    Fault(
+        "embedded data can end its element",
+        "meshrl/tools/page/document.py",
+        '.replace("<", "\\\\u003c")',
+        "",
+        (_TOOLS + "test_page_parts.py::test_embedded_data_cannot_end_its_element_and_keeps_every_character",),
+    ),
+    Fault(
+        "pages do not link to one that is written later",
+        "meshrl/tools/page/document.py",
+        "        for name in names | {path.name}:",
+        "        for name in {path.name}:",
+        (_TOOLS + "test_page_parts.py::test_pages_of_a_folder_link_to_each_other_as_soon_as_they_exist",),
+    ),
+    Fault(
+        "exposed communication counts as computation",
+        "meshrl/monitor/recorder.py",
+        "        ratio = max(0, train_ns - exposed_ns) / comm_ns",
+        "        ratio = train_ns / comm_ns",
+        (_MONITOR + "test_recorder.py",),
+    ),
+]
