@@ -28,7 +28,7 @@ SEE_FAULTS = [
         "meshrl/run/verdict.py",
         "        if abs(self.difference) <= self.margin:",
         "        if self.difference == 0:",
-        ("tests/unit/run/test_verdict.py",),
+        ("tests/unit/run/test_verdict.py::test_a_difference_within_the_interval_is_no_change",),
     ),
     Fault(
         "a reward that rises while the held-out score falls is not suspicious",
@@ -56,6 +56,9 @@ SEE_FAULTS = [
         "meshrl/monitor/recorder.py",
         "        ratio = max(0, train_ns - exposed_ns) / comm_ns",
         "        ratio = train_ns / comm_ns",
-        (_MONITOR + "test_recorder.py",),
+        (
+            _MONITOR
+            + "test_recorder.py::test_the_ratio_is_of_the_training_phases_and_counts_overlapping_collectives_once",
+        ),
     ),
 ]
