@@ -94,7 +94,8 @@ def write_trace(
                 if category == "op":
                     events.append(event("cpu_op", name, begins, ends))
                 else:
-                    args = {"bytes": 4_000_000, "group": len(ranks)} if category == "collective" else {}
+                    of_collective = {"bytes": 4_000_000, "group": len(ranks), "phase": "train"}
+                    args = of_collective if category == "collective" else {}
                     spans.append(Span(name, category, begins, ends, args))
         parts = {
             "params": 100,

@@ -29,7 +29,9 @@ COLUMNS = {
 }
 """The lists. characters: code points of the turn's text that belong to each token; 0 = the token continues the
 character that an earlier one began. rollout_logprobs, versions: of the sampler. logprobs, entropies: of the trainer,
-NaN for tokens that it has not scored. advantages: NaN for those without one. trained: part of the loss."""
+NaN for tokens that it has not scored; those of the weights before the step, but with several updates in a step,
+entropies are of the weights before the token's update. advantages: NaN for those without one. trained: part of the
+loss."""
 
 _NOISY = ("rollout_logprobs", "logprobs", "entropies")
 _REPEATED = ("characters", "versions", "advantages")

@@ -56,7 +56,8 @@ def costs(
     for one in late:
         if not one.is_named:
             continue
-        others = [rank for number, rank in times.items() if number != one.rank]
+        trains = trace.ranks[one.rank].facts.trains
+        others = [times[n] for n, rank in trace.ranks.items() if n != one.rank and rank.facts.trains == trains]
         extra = {
             cause: total(times[one.rank][cause]) - median(total(rank[cause]) for rank in others)
             for cause in (("sampling",) if one.phase == "rollout" else ("compute", "communication", "copy", "host"))

@@ -110,6 +110,8 @@ def meetings(trace: Trace) -> list[Meeting]:
                 for column in zip(*(sorted(spans, key=lambda s: s.start_ns) for spans in by_rank.values())):
                     at = [(column[0].start_ns, column[0].start_ns + 1)]
                     phase = next((n for n, times in windows.items() if overlap(times, at)), "between phases")
+                    if column[0].args.get("phase") in TRAIN_COMMANDS and "train" in windows:
+                        phase = "train"  # the next rollout may overlap with it
                     found.append(Meeting(name, phase, step.step, dict(zip(by_rank, column))))
         if trace.facts.get("schedule") == "colocated" and len(trace.ranks) > 1:
             inside = overlap(windows.get("rollout", []), [(step.start_ns, step.end_ns)])

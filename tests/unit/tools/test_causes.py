@@ -54,6 +54,33 @@ def test_a_slow_rank_is_the_first_cause(tmp_path, num_ranks, kind):
     assert (named.phase, named.rank, named.late_s) == ("train", 1, pytest.approx(0.080))
 
 
+def test_a_slow_rank_is_compared_with_the_ranks_that_wait_for_it(tmp_path):
+    """Two of four ranks only sample: they have no computation, which is no measure for that of a train rank."""
+    later = moved(healthy()[1:], 77, 20)
+    waits = [(c, n, 77 if n == "reduce_scatter" else a, b) for c, n, a, b in later]
+    sampler = [("phase", "rollout", 0, 30)]
+    roles = {0: (True, False), 1: (True, False), 2: (False, True), 3: (False, True)}
+    found = diagnosis(tmp_path / "run", {0: waits, 1: later, 2: sampler, 3: sampler}, roles=roles, **delayed(77, 20))
+    (cost,) = [one for one in found.costs if one.rank is not None]
+    assert (cost.cause, cost.rank) == ("slow_rank", 1) and "runs no operation" in cost.detail
+    assert cost.seconds == pytest.approx((0.020 + 0.020) / 4, rel=0.02)  # its own time and that of the one that waits
+
+
+def test_a_slow_train_rank_is_named_while_samplers_sample_the_next_answers(tmp_path):
+    """As with loop.kind one_step_off and fully_async: the controller's rollout goes on during the training."""
+    step, longer = slow_rank(2, "compute")
+    phases = [("controller", "rollout", 0, 180), *(piece for piece in longer["phases"] if piece[1] != "rollout")]
+    trainers = {rank: [piece for piece in pieces if piece[1] != "rollout"] for rank, pieces in step.items()}
+    roles = {0: (True, False), 1: (True, False), 2: (False, True)}
+    steps = trainers | {2: [("phase", "rollout", 0, 170)]}
+    facts = {"schedule": "fully_async"}
+    found = diagnosis(tmp_path / "run", steps, roles=roles, facts=facts, phases=phases, length_ms=180)
+    (named,) = [one for one in found.stragglers if one.is_named]
+    assert (named.phase, named.rank) == ("train", 1)
+    (cost,) = [one for one in found.costs if one.rank is not None]
+    assert (cost.cause, cost.rank, cost.seconds) == ("slow_rank", 1, pytest.approx(0.160 / 3, rel=0.02))
+
+
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_a_slow_link_is_the_first_cause(tmp_path, num_ranks):
     later = [(c, n, a, b + 80 * (n == "reduce_scatter")) for c, n, a, b in moved(healthy(), 79, 80)]
