@@ -91,16 +91,18 @@ def model_flops(lm: Any) -> ModelFlops | None:
     text, blocks = lm.config.get_text_config(), CausalModel(lm).layers
     token = sum(_passes(p) * 2 * p.numel() * _share(name, p, text) for name, p in blocks.named_parameters())
     head, num_heads = lm.get_output_embeddings().weight, getattr(text, "num_attention_heads", None)
-    kinds = getattr(text, "layer_types", None) or ()
     pair: Counter[int | None] = Counter()
-    for block in blocks:
+    types = getattr(text, "layer_types", None) or ()
+    for index, block in enumerate(blocks):
         # An attention module passes its own head sizes and window to the attention function.
         own = next((m for m in block.modules() if _HEAD_SIZES & vars(m).keys()), None)
-        if own is None or num_heads is None or math.isnan(token) or not all("attention" in kind for kind in kinds):
+        if own is None or num_heads is None or math.isnan(token) or not all("attention" in kind for kind in types):
             return None
         keys = next(size for name in ("qk_head_dim", "head_dim", "head_size") if (size := getattr(own, name, None)))
         values = getattr(own, "v_head_dim", None) or keys
-        window = getattr(own, "sliding_window", None if kinds else getattr(text, "sliding_window", None))
+        window = getattr(own, "sliding_window", None if types else getattr(text, "sliding_window", None))
+        if index < len(types) and types[index] == "full_attention":  # Exaone 4's modules have the window all the same
+            window = None
         pair[window] += 3 * 2 * num_heads * (keys + values)
     return ModelFlops(token, _passes(head) * 2 * head.numel(), dict(pair))
 

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from statistics import fmean, median
+from statistics import median
 
 _AT_LEAST = 5  # values in a mean
 
 
 def judge(rule: Mapping[str, float], values: Sequence[float]) -> str | None:
     """What makes the curve suspicious, with the measured value; "" if nothing does; None if it can't be judged."""
-    known = [value for value in values if math.isfinite(value)]
+    known = [value for value in values if not math.isnan(value)]
     measures = {kind: RULES[kind][0](known) for kind in rule if len(known) >= RULES[kind][1]}
-    judged = {kind: measured for kind, measured in measures.items() if math.isfinite(measured)}
+    judged = {kind: measured for kind, measured in measures.items() if not math.isnan(measured)}
     for kind, measured in judged.items():
         if measured > rule[kind] if "_above" in kind else measured < rule[kind]:
             return f"{rule_text({kind: rule[kind]})} (here {measured:.3g})"
@@ -34,12 +34,16 @@ def rule_text(rule: Mapping[str, float]) -> str:
     return " or ".join(RULES[kind][2].format(limit) for kind, limit in rule.items())
 
 
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)  # unlike fmean, also of opposite infinities: NaN
+
+
 def _newest(values: Sequence[float]) -> float:
-    return fmean(values[-max(_AT_LEAST, len(values) // 10) :])
+    return _mean(values[-max(_AT_LEAST, len(values) // 10) :])
 
 
 def _first(values: Sequence[float]) -> float:
-    return fmean(values[: max(_AT_LEAST, len(values) // 10)])
+    return _mean(values[: max(_AT_LEAST, len(values) // 10)])
 
 
 def _of_first(values: Sequence[float]) -> float:

@@ -229,7 +229,8 @@ def _answer(when: str, asked: LoggedPrompt) -> str:
     several = f", {right} of {len(asked.answers)} right" if len(asked.answers) > 1 else ""
     truncated = ", truncated" if shown.status == "truncated" else ""
     css = "yes" if asked.is_right else "no"
-    return f'<div class="{css}"><small>{when}: {score}{several}{truncated}</small>{_messages(shown.messages)}</div>'
+    facts = f"{escape(when)}: {score}{several}{truncated}"
+    return f'<div class="{css}"><small>{facts}</small>{_messages(shown.messages)}</div>'
 
 
 def _messages(messages: Sequence[tuple[str, str]]) -> str:

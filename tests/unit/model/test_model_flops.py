@@ -90,6 +90,13 @@ def test_a_layer_without_a_window_sees_all_earlier_tokens():
     assert flops.of_rows([(9, 0)]) == 9 * flops.token + flops.pair[None] * 45 + flops.pair[6] * (21 + 18)
 
 
+def test_a_layer_type_decides_where_each_layer_has_the_size_of_the_window():
+    """In Exaone 4, layers of full attention have the attribute too, and do not use it."""
+    types = ["sliding_attention", "full_attention"]
+    flops = model_flops(tiny_lm("exaone4", sliding_window=6, layer_types=types, num_hidden_layers=2))
+    assert sorted(flops.pair, key=str) == [6, None]
+
+
 def test_the_peak_of_a_cpu_is_measured_and_special_names_come_before_general_ones():
     assert 1e7 < peak_flops(torch.device("cpu"), torch.float32) < 1e15
     names = list(_PEAKS)
