@@ -95,8 +95,8 @@ def configuration(runs: Sequence[Compared]) -> Table:
 
 
 def _spread(group: Sequence[Compared]) -> str:
-    """A sentence about runs that differ in the seed only; "" for one run, and for runs of the same seed."""
-    if len({run.config["run.seed"].value for run in group if "run.seed" in run.config}) < 2:
+    """A sentence about runs that differ in the seed only; "" for one run."""
+    if len(group) < 2:
         return ""
     text = f"{', '.join(_labels(group))} differ in the seed only"
     last = [run.evaluations["last"][1] for run in group if run.evaluations]
