@@ -100,7 +100,7 @@ def test_two_ranks_resume_to_the_bit_and_one_rank_resumes_from_their_checkpoint(
     assert {t.shape for t in weights(one, 4).values()} == {t.shape for t in weights(full, 4).values()}
     for mine, other in zip([s for s in steps_of(one) if "reward/mean" in s], training[0][2:], strict=True):
         assert mine["reward/mean"] == pytest.approx(other["reward/mean"], rel=1e-3)
-    assert sorted(p.name for p in (one / "rollouts").glob("step_*")) == ["step_000003.jsonl", "step_000004.jsonl"]
+    assert sorted(p.name for p in (one / "rollouts").glob("step_*.jsonl")) == ["step_000003.jsonl", "step_000004.jsonl"]
 
 
 @pytest.mark.parametrize("stop", [3, PER_EPOCH, 7], ids=["mid-epoch", "epoch end", "before the last"])
