@@ -211,8 +211,7 @@ class Run:
         return self._answers("eval", step, "evaluation after step", "loop.eval_every_steps")
 
     def _answers(self, kind: str, step: int, what: str, key: str) -> list[Trajectory]:
-        from meshrl.monitor.rollout_log import read_rollouts
-        from meshrl.tools.runs import answer_files
+        from meshrl.monitor.rollout_log import answer_files, read_rollouts
 
         paths = answer_files(self.folder, kind)
         if -len(paths) <= step < 0:

@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MeshrlError as e:
         if os.environ.get("MESHRL_TRACEBACK") == "1":
             raise
-        name = "" if isinstance(e, ConfigError) else f"{type(e).__name__}: "
+        name = "" if isinstance(e, ConfigError) or type(e) is MeshrlError else f"{type(e).__name__}: "
         print_message("\n".join([f"meshrl: {name}{e}", *getattr(e, "__notes__", ())]))
         return 2 if isinstance(e, ConfigError) else 1
     except KeyboardInterrupt:
@@ -341,7 +341,8 @@ def _view(args: argparse.Namespace) -> int:
 
         browse(args.folder)
     elif prints:
-        from meshrl.tools.viewer.text import one_line_each, pages_of, read_answers
+        from meshrl.tools.viewer.answers import read_answers
+        from meshrl.tools.viewer.text import one_line_each, pages_of
 
         kind, step = ("step", args.step) if args.evaluation is None else ("eval", args.evaluation)
         answers = read_answers(args.folder, kind, step, args.wrong)

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,6 @@ import torch
 import torch.nn.functional as F
 
 from meshrl.model.causal import CausalModel
-from meshrl.model.load import load_causal_lm
 
 SIDE = 512  # most rows and columns of a map
 MAX_VALUES = 1 << 26  # of all maps together: with many layers and heads they have fewer rows
@@ -45,13 +43,9 @@ class AttentionMaps:
     num_heads: int
 
 
-def maps_of_model(folder: str | Path, ids: np.ndarray) -> AttentionMaps:
-    """The maps of ids int32[T] under the model of a folder, in fp32. Raises: ConfigError, as `load_causal_lm`."""
-    return attention_maps(load_causal_lm(folder), ids)
-
-
 def attention_maps(lm: Any, ids: np.ndarray, max_values: int = MAX_VALUES) -> AttentionMaps:
-    """Of a Transformers causal LM. One layer's weights, float32[H, T, T], are in memory at a time."""
+    """The maps of ids int32[T] under a Transformers causal LM. One layer's weights, float32[H, T, T], are in memory at
+    a time."""
     num_layers, num_heads = len(CausalModel(lm).layers), int(lm.config.get_text_config().num_attention_heads)
     side = max(1, min(SIDE, math.isqrt(max_values // (num_layers * num_heads))))
     block = -(-len(ids) // side)

@@ -58,9 +58,9 @@ def _listed(value: Any) -> Any:
     raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
-def read_lines(path: str | Path, containing: bytes = b"") -> Iterator[dict[str, Any]]:
+def read_lines(path: str | Path, containing: bytes = b"", all_complete: bool = False) -> Iterator[dict[str, Any]]:
     """All complete records of a file, of those lines that contain these bytes. A last line without a newline is
-    ignored: its writer was killed.
+    ignored, or an error if all must be complete: its writer was killed, or is writing it.
 
     Raises: DataError, which names file and line.
     """
@@ -71,6 +71,8 @@ def read_lines(path: str | Path, containing: bytes = b"") -> Iterator[dict[str, 
                 number += 1
                 if line.endswith(b"\n") and containing in line:
                     yield _record(line)
+                elif all_complete and not line.endswith(b"\n"):
+                    raise Unreadable("the line is incomplete: its writer was killed, or is writing it")
     except Unreadable as cause:
         raise DataError(f"{path}:{number}: {cause}" if number else f"{path}: {cause}") from cause
 
@@ -104,4 +106,5 @@ def data_errors(where: str, what: str) -> Iterator[None]:
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as cause:
-        raise DataError(f"{where}: not {what}: {type(cause).__name__}: {cause!s:.300}") from cause
+        reason = f"{cause} is missing" if isinstance(cause, KeyError) else f"{cause!s:.300}"
+        raise DataError(f"{where}: not {what}: {reason}") from cause

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -24,9 +24,10 @@ from meshrl.monitor.jsonl import data_errors, read_lines, to_line
 from meshrl.monitor.token_log import TokenTexts, TrainerValues, tokens_file, write_tokens
 
 Record = dict[str, Any]
+T = TypeVar("T")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class LoggedTrajectory:
     """A trajectory read from a file. texts: each turn's sampled tokens decoded, with special tokens.
 
@@ -148,22 +149,42 @@ def step_files(folder: Path, first_step: int) -> list[Path]:
     return found
 
 
-def read_rollouts(path: str | Path) -> Iterator[LoggedTrajectory]:
-    """The trajectories of one step's file, one at a time. Attempts of one group may share their Prompt.
+def answer_files(run: Path, kind: str) -> dict[int, Path]:
+    """The files of a run's rollouts by step, in rising order. kind: "step", or "eval" for evaluations after these
+    steps."""
+    found = ((path.stem.rpartition("_")[2], path) for path in (run / "rollouts").glob(f"{kind}_*.jsonl"))
+    return dict(sorted((int(number), path) for number, path in found if number.isdecimal()))
+
+
+def read_rollouts(path: str | Path, notes: list[str] | None = None) -> Iterator[LoggedTrajectory]:
+    """The trajectories of one step's file, one at a time. Attempts of one group may share their Prompt. notes, Raises:
+    as for `read_records`."""
+    groups: dict[str, _Group] = {}
+
+    def logged(record: Record) -> LoggedTrajectory:
+        trajectory = _trajectory(record, groups.setdefault(record["group_id"], _Group()))
+        return LoggedTrajectory(record["step"], trajectory, [turn["text"] for turn in record["turns"]])
+
+    return read_records(path, logged, notes)
+
+
+def read_records(path: str | Path, convert: Callable[[Record], T], notes: list[str] | None = None) -> Iterator[T]:
+    """The converted records of one step's file, one at a time. notes: gets a sentence if the rest of the file can't be
+    read. Without notes, this is an error, and an incomplete last line is ignored.
 
     Raises: DataError for a damaged line or another schema; it names file and line.
     """
-    groups: dict[str, _Group] = {}
-    for number, record in enumerate(read_lines(path), start=1):
-        if record.get("schema") != SCHEMA:
-            raise DataError(f"{path}:{number}: schema {record.get('schema')!r}; this version reads schema {SCHEMA}")
-        with data_errors(f"{path}:{number}", "a trajectory"):
-            logged = LoggedTrajectory(
-                step=record["step"],
-                trajectory=_trajectory(record, groups.setdefault(record["group_id"], _Group())),
-                texts=[turn["text"] for turn in record["turns"]],
-            )
-        yield logged
+    try:
+        for number, record in enumerate(read_lines(path, all_complete=notes is not None), start=1):
+            if record.get("schema") != SCHEMA:
+                raise DataError(f"{path}:{number}: schema {record.get('schema')!r}; this version reads schema {SCHEMA}")
+            with data_errors(f"{path}:{number}", "a trajectory"):
+                converted = convert(record)
+            yield converted
+    except DataError as damage:
+        if notes is None:
+            raise
+        notes.append(f"{damage}; the file is shown up to there")
 
 
 # Fields that a record has as they are.

@@ -69,12 +69,6 @@ def require_run(folder: Path) -> None:
         raise MeshrlError(f"{folder} is not a run's folder: it has no {_METRICS}{similar_runs(folder)}")
 
 
-def answer_files(run: Path, kind: str) -> dict[int, Path]:
-    """The files of rollouts by step, in rising order. kind: "step", or "eval" for evaluations after these steps."""
-    found = ((path.stem.rpartition("_")[2], path) for path in (run / "rollouts").glob(f"{kind}_*.jsonl"))
-    return dict(sorted((int(number), path) for number, path in found if number.isdecimal()))
-
-
 def read_facts(folder: Path) -> RunFacts:
     """Raises: MeshrlError when it is not a run's folder, or when a file is damaged."""
     require_run(folder)

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from meshrl.core.errors import ConfigError
+from meshrl.monitor.rollout_log import answer_files
 from meshrl.monitor.sinks import duration
 from meshrl.run.verdict import Z
 from meshrl.tools.page.charts import number
 from meshrl.tools.report.folder import LoggedPrompt, RunFolder, Setting, criterion_of, read_evaluation, read_run
 from meshrl.tools.report.sections import PHASES, interval
-from meshrl.tools.runs import answer_files, require_run
+from meshrl.tools.runs import require_run
 
 MAX_RUNS = 12  # as many as the page has colours
 _HELD_OUT = "eval/mean_at_k"

@@ -15,7 +15,7 @@ from meshrl.core.files import Unreadable, is_there, read_text
 from meshrl.core.types import Trajectory
 from meshrl.monitor.jsonl import data_errors, read_object
 from meshrl.monitor.notes import NOTES_FILE
-from meshrl.monitor.rollout_log import LoggedTrajectory, read_rollouts
+from meshrl.monitor.rollout_log import LoggedTrajectory, answer_files, read_rollouts
 from meshrl.monitor.sinks import MetricsLine, read_metrics
 from meshrl.run.folder import similar_runs
 from meshrl.run.models import read_best
@@ -132,7 +132,7 @@ def read_run(folder: Path) -> RunFolder:
     result, settings = read(_result, folder / "result.json") or {}, read_settings(folder / "config.yaml")
     best, comparable = read(read_best, folder), read(compared_steps, folder) if result else None
     criterion = criterion_of(settings)
-    evals = sorted((folder / "rollouts").glob("eval_*.jsonl"))
+    evals = list(answer_files(folder, "eval").values())
     return RunFolder(
         folder=folder,
         result=result,

@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import re
 import tempfile
-import zlib
 from contextlib import suppress
 from dataclasses import dataclass
 from html import escape
@@ -23,12 +21,13 @@ from meshrl.core.types import Trajectory
 from meshrl.data.chat import load_tokenizer
 from meshrl.data.decode import text_of
 from meshrl.monitor.jsonl import data_errors, read_object
-from meshrl.monitor.rollout_log import read_rollouts
 from meshrl.monitor.sinks import read_metrics
 from meshrl.run.folder import state_in
 from meshrl.tools.convert import convert
 from meshrl.tools.page.document import data_block, document, package_text, write_page
 from meshrl.tools.report.folder import read_settings
+from meshrl.tools.viewer.answers import read_answers, step_name
+from meshrl.tools.viewer.chunks import packed
 from meshrl.train.checkpoint_files import MANIFEST, step_folders
 
 MAX_TOKENS = 4096  # of a row; eager attention of 32 heads needs 2 GB for the scores of so many
@@ -38,16 +37,12 @@ _HERE = "meshrl.tools.viewer"
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One answer of the rollout log. kind: step or eval. step: of its file. group: its number in the file, from 1."""
+    """One answer of the rollout log. kind: step or eval. step: of its file. name: STEP/GROUP/ANSWER."""
 
     kind: str
     step: int
-    group: int
+    name: str
     trajectory: Trajectory
-
-    @property
-    def name(self) -> str:
-        return f"{'eval_' if self.kind == 'eval' else ''}{self.step}/{self.group}/{self.trajectory.index}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +57,7 @@ class SavedWeights:
 def write_attention(run: Path, which: str, out: Path | None = None) -> list[str]:
     """Write the page of an answer to `run`/attention_STEP_GROUP_ANSWER.html, or `out`. Returns lines for the user.
 
-    which: STEP/GROUP/ANSWER, such as 12/3/0: the file's step (eval_12: the evaluation after it), the group's number in
-    the file from 1, or its id, and the answer's index from 0.
+    which: STEP/GROUP/ANSWER, as in `Answers.groups`; the group may also be its id or its prompt's.
 
     Raises: MeshrlError when there is no such answer or no weights; ConfigError when the weights can't be used;
     OutputError.
@@ -87,37 +81,27 @@ def find_answer(run: Path, which: str) -> Answer:
     found = re.fullmatch(r"(?:(eval)_)?(\d{1,9})/(.+)/(\d{1,9})", which)
     if found is None:
         raise ConfigError(f"--attention {which!r}: write STEP/GROUP/ANSWER, such as 12/3/0, or eval_12/3/0")
-    kind, step, index = found[1] or "step", int(found[2]), int(found[4])
-    path = run / "rollouts" / f"{kind}_{step:06d}.jsonl"
-    if not path.is_file():
-        files = sorted((run / "rollouts").glob("*_*.jsonl"))
-        names = [f"{'eval_' if p.stem.startswith('eval') else ''}{int(p.stem.rpartition('_')[2])}" for p in files]
-        raise MeshrlError(f"{run} has no rollouts of {'evaluation' if found[1] else 'step'} {step}; {_listed(names)}")
-    groups: dict[str, dict[int, Trajectory]] = {}
-    damage = ""
-    try:
-        for logged in read_rollouts(path):
-            groups.setdefault(logged.trajectory.group_id, {})[logged.trajectory.index] = logged.trajectory
-    except MeshrlError as cause:  # the lines before it may have the answer
-        damage = f" ({cause})"
-    names = list(groups)
-    number = int(found[3]) if found[3].isdecimal() else names.index(found[3]) + 1 if found[3] in groups else 0
-    if not 1 <= number <= len(names):
-        ids = [f"{i} = {name}" for i, name in enumerate(names, start=1)]
-        raise MeshrlError(f"{path} has no group {found[3]}; {_listed(ids)}{damage}")
-    answers = groups[names[number - 1]]
-    if index not in answers:
-        raise MeshrlError(f"{path}: group {number} has no answer {index}; {_listed(sorted(answers))}{damage}")
-    with data_errors(str(path), "a trajectory"):
-        check_turns(answers[index])
-    return Answer(kind, step, number, answers[index])
+    kind, step, wanted, index = found[1] or "step", int(found[2]), found[3], int(found[4])
+    answers = read_answers(run, kind, step)
+    damage = f" ({answers.error})" if answers.error else ""
+    heads = {name: group[0].trajectory for name, group in answers.groups.items()}
+    number = f"{step_name(kind, step)}/{wanted}"
+    named = (name for name, one in heads.items() if wanted in (one.group_id, one.prompt.id))
+    name = number if number in heads else next(named, None)
+    if name is None:
+        known = [f"{name} = {one.group_id}" for name, one in heads.items()]
+        raise MeshrlError(f"{answers.title} has no group {wanted}; {_listed(known)}{damage}")
+    trajectories = {logged.trajectory.index: logged.trajectory for logged in answers.groups[name]}
+    if index not in trajectories:
+        raise MeshrlError(f"{answers.title}: {name} has no answer {index}; {_listed(sorted(trajectories))}{damage}")
+    with data_errors(f"{answers.title}, {name}/{index}", "a trajectory"):
+        check_turns(trajectories[index])
+    return Answer(kind, step, f"{name}/{index}", trajectories[index])
 
 
 def _listed(names: list[Any]) -> str:
-    if not names:
-        return "there are none"
     more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
-    return f"there are: {', '.join(map(str, names[:_SHOWN_NAMES]))}{more}"
+    return f"there are: {', '.join(map(str, names[:_SHOWN_NAMES])) or 'none'}{more}"
 
 
 def _row(trajectory: Trajectory) -> tuple[np.ndarray, np.ndarray, list[str]]:
@@ -203,7 +187,8 @@ def _page(
     run: Path, answer: Answer, weights: SavedWeights, ids: np.ndarray, sampled: np.ndarray
 ) -> tuple[str, list[str]]:
     """The page without its notes, and notes about how the maps are shown."""
-    from meshrl.model.attention_maps import maps_of_model  # imports torch
+    from meshrl.model.attention_maps import attention_maps  # imports torch
+    from meshrl.model.load import load_causal_lm
 
     with tempfile.TemporaryDirectory(prefix="meshrl-attention-") as made:
         place = weights.place
@@ -211,7 +196,7 @@ def _page(
             place = str(Path(made) / "model")
             convert(Path(weights.place), Path(place))
         tokenizer = load_tokenizer(place)
-        maps = maps_of_model(place, ids)
+        maps = attention_maps(load_causal_lm(place), ids)
     facts = {
         "tokens": [printable(text_of(tokenizer, ids[i : i + 1], special=True)) for i in range(len(ids))],
         "sampled": [int(flag) for flag in sampled],
@@ -221,14 +206,13 @@ def _page(
         "layers": [None if one is None else _rounded(one.unshown) for one in maps.layers],
     }
     blocks = "".join(
-        f'<script type="text/plain" id="map{i}">{_packed(one.weights)}</script>\n'
+        f'<script type="text/plain" id="map{i}">{packed(one.weights.tobytes())}</script>\n'
         for i, one in enumerate(maps.layers)
         if one is not None
     )
     trajectory = answer.trajectory
     reward = "none" if trajectory.reward is None else f"{trajectory.reward:.4g}"
-    kind = "evaluation after step" if answer.kind == "eval" else "step"
-    about = f"{kind} {answer.step} · group {answer.group} ({trajectory.group_id}) · answer {trajectory.index}"
+    about = f"answer {answer.name} · group {trajectory.group_id}"
     name = run.resolve().name
     text = document(
         f"{name}: attention of {answer.name}",
@@ -243,10 +227,6 @@ def _page(
         data=data_block("attention", facts) + blocks,
     )
     return text, _display_notes(maps)
-
-
-def _packed(array: np.ndarray) -> str:
-    return base64.b64encode(zlib.compress(array.tobytes(), 6)).decode("ascii")
 
 
 def _rounded(values: np.ndarray | None) -> list[float]:

@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 
 from meshrl.core.errors import DataError
-from meshrl.core.types import SCHEMA
-from meshrl.monitor.jsonl import data_errors, read_lines
+from meshrl.monitor.rollout_log import read_records
 from meshrl.monitor.token_log import TokenFile, read_token_file
 
 Record = dict[str, Any]
@@ -68,21 +67,16 @@ class _Answer:
 
 def read_chunks(file: RolloutFile) -> Iterator[Chunk]:
     """The answers of a file, as far as they can be read."""
-    groups, tokens, number = dict[str, list[_Answer]](), None, 0
+    groups, tokens = dict[str, list[_Answer]](), None
     try:
         tokens = read_token_file(file.path)
         if tokens is None:
-            file.notes.append(f"{file.path.name} has no file of token values next to it, so its tokens have no values")
+            file.notes.append(f"{file.path} has no file of token values next to it, so its tokens have no values")
     except DataError as damage:
         file.notes.append(str(damage))
-    try:
-        for number, record in enumerate(read_lines(file.path), start=1):
-            with data_errors(f"{file.path}:{number}", "a trajectory that this version can read"):
-                if record["schema"] != SCHEMA:
-                    raise ValueError(f"its schema is {record['schema']!r:.40} and not {SCHEMA}")
-                groups.setdefault(str(record["group_id"]), []).append(_answer(record, tokens))
-    except DataError as damage:
-        file.notes.append(f"{damage}; the lines before it are shown")
+    answers = read_records(file.path, lambda record: (str(record["group_id"]), _answer(record, tokens)), file.notes)
+    for name, answer in answers:
+        groups.setdefault(name, []).append(answer)
     chosen, size = dict[str, list[_Answer]](), 0
     for name, group in groups.items():
         chosen[name] = group
@@ -142,8 +136,8 @@ def _chunk(groups: dict[str, list[_Answer]], tokens: TokenFile | None) -> Chunk:
     parts = [part for answer in answers for part in answer.parts]
     texts = json.dumps([answer.shown for answer in answers], separators=(",", ":"), default=str)
     return Chunk(
-        _packed(texts.encode()),
-        _packed(_values(tokens, parts)) if tokens is not None and parts else "",
+        packed(texts.encode()),
+        packed(_values(tokens, parts)) if tokens is not None and parts else "",
         facts,
         [(number, *answer.row) for number, group in enumerate(groups.values()) for answer in group],
     )
@@ -183,5 +177,6 @@ def log_ratio_bytes(values: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(values), 0, 128 + np.sign(values) * size).astype(np.uint8)
 
 
-def _packed(data: bytes) -> str:
+def packed(data: bytes) -> str:
+    """For a page's script: compressed, as base64."""
     return base64.b64encode(zlib.compress(data, 5)).decode("ascii")

@@ -7,8 +7,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from meshrl.core.errors import ConfigError, MeshrlError
+from meshrl.core.errors import ConfigError
+from meshrl.monitor.rollout_log import answer_files
 from meshrl.tools.page.document import data_block, document, package_text, write_page
+from meshrl.tools.viewer.answers import counted, require_rollouts, step_name
 from meshrl.tools.viewer.chunks import MAX_NATS, Chunk, RolloutFile, read_chunks
 
 MAX_PAGE_BYTES = 200_000_000
@@ -18,35 +20,28 @@ _HERE = "meshrl.tools.viewer"
 
 
 def write_view(folder: Path, out: Path | None = None, steps: str | None = None) -> list[str]:
-    """Write `folder`/view.html, or `out`. steps: such as 10-20. Returns lines for the user: the path, and what the page
-    does not have. Without answers that can be read, the page states so.
+    """Write `folder`/view.html, or `out`. steps: such as 10-20, for view_10-20.html. Returns lines for the user: the
+    path, and what the page does not have. Without answers that can be read, the page states so.
 
     Raises: MeshrlError when it is not a run's folder; ConfigError for wrong steps; OutputError.
     """
     files = rollout_files(folder, steps)
     chunks, notes = _read(files, folder)
     text = page(folder.resolve().name, files, chunks, notes)
-    return [f"wrote {write_page(out or folder / 'view.html', text)}", *notes]
+    out = out or folder / ("view.html" if steps is None else f"view_{steps}.html")
+    return [f"wrote {write_page(out, text)}", *notes]
 
 
 def rollout_files(folder: Path, steps: str | None = None) -> list[RolloutFile]:
-    """The files of a run's rollouts/, in the order of their steps. Raises: MeshrlError when there are none."""
+    """The files of a run's rollouts/, in the order of their steps, an evaluation before the step of its number. Raises:
+    MeshrlError when there are none."""
     first, last = _range(steps)
-    found = []
-    for path in (folder / "rollouts").glob("*_*.jsonl"):
-        kind, _, number = path.stem.partition("_")
-        if kind in ("step", "eval") and number.isdecimal():
-            found.append(RolloutFile(path, kind, int(number)))
-    if not found:
-        raise MeshrlError(
-            f"{folder} has no rollouts/step_*.jsonl; give the folder of a run with monitor.rollout_log_every_steps "
-            "above 0, such as runs/NAME"
-        )
-    chosen = [file for file in found if first <= file.step <= last]
+    require_rollouts(folder)
+    found = [(step, kind, path) for kind in ("eval", "step") for step, path in answer_files(folder, kind).items()]
+    chosen = [RolloutFile(path, kind, step) for step, kind, path in sorted(found) if first <= step <= last]
     if not chosen:
-        numbers = [file.step for file in found]
-        raise ConfigError(f"--steps {steps}: {folder} has the steps {min(numbers)} to {max(numbers)}; choose from them")
-    return sorted(chosen, key=lambda file: (file.step, file.kind != "eval"))
+        raise ConfigError(f"--steps {steps}: {folder} has the steps {min(found)[0]} to {max(found)[0]}")
+    return chosen
 
 
 def _range(steps: str | None) -> tuple[int, float]:
@@ -55,7 +50,10 @@ def _range(steps: str | None) -> tuple[int, float]:
     found = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", steps)
     if found is None:
         raise ConfigError(f"--steps {steps!r}: write a step or a range, such as 12 or 10-20")
-    return int(found[1]), int(found[2] or found[1])
+    first, last = int(found[1]), int(found[2] or found[1])
+    if first > last:
+        raise ConfigError(f"--steps {steps}: the range ends before it begins; write {last}-{first}")
+    return first, last
 
 
 def _read(files: list[RolloutFile], folder: Path) -> tuple[list[list[Chunk]], list[str]]:
@@ -69,7 +67,11 @@ def _read(files: list[RolloutFile], folder: Path) -> tuple[list[list[Chunk]], li
                 chunks.setdefault(i, []).append(chunk)
         if room <= 0:
             left_out.append(files[i])
-    notes = [note for file in files for note in file.notes]
+    same: dict[str, list[str]] = {}
+    for file in files:
+        for note in file.notes:
+            same.setdefault(note.replace(file.path.stem, ""), []).append(note)
+    notes = [f"{first} (and {counted(len(more), 'other file')})" if more else first for first, *more in same.values()]
     if left_out:
         to = f"{left_out[-1].step}-{left_out[0].step}"
         notes.append(
@@ -121,7 +123,7 @@ def _index(files: list[RolloutFile], chunks: list[list[Chunk]]) -> dict[str, Any
         numbers = {word: i for i, word in enumerate(known)}
         columns[name] = [numbers[word] for word in columns[name]]
     return {
-        "files": [{"kind": file.kind, "step": file.step} for file in files],
+        "files": [{"kind": f.kind, "step": f.step, "name": step_name(f.kind, f.step)} for f in files],
         "groups": groups,
         "answers": columns,
         "words": words,

@@ -15,10 +15,10 @@ from textual.widgets import DataTable, Footer, Input, Static
 
 from meshrl.core.errors import MeshrlError
 from meshrl.core.terminal import printable
-from meshrl.monitor.rollout_log import LoggedTrajectory
+from meshrl.monitor.rollout_log import LoggedTrajectory, answer_files
 from meshrl.monitor.token_log import read_tokens
-from meshrl.tools.runs import answer_files
-from meshrl.tools.viewer.text import COLOURS, answer_parts, question_parts, read_answers, sampled_text, tinted
+from meshrl.tools.viewer.answers import counted, read_answers
+from meshrl.tools.viewer.text import COLOURS, answer_parts, question_parts, sampled_text, tinted
 
 Answered = list[LoggedTrajectory]
 _SORTS = {
@@ -68,7 +68,7 @@ class RolloutViewer(App[None]):
         self._files = sorted(files)  # an evaluation is shown before the step of the same number
         self._chosen = {"file": len(files) - 1, "wrong": 0, "sort": 0, "colour": 0}
         self._counts = {"file": len(files), "wrong": 2, "sort": len(_SORTS), "colour": len(COLOURS)}
-        self.shown: list[Answered] = []
+        self.shown: list[tuple[str, Answered]] = []
 
     def compose(self) -> ComposeResult:
         yield Static(id="title", markup=False)
@@ -99,16 +99,19 @@ class RolloutViewer(App[None]):
     def _list(self) -> None:
         """Fill the list of groups with those that have the searched text."""
         answers, sort = self._answers, list(_SORTS)[self._chosen["sort"]]
-        found = [group for group in answers.groups if any(self._words in text.lower() for text in _texts(group))]
-        self.shown = sorted(found, key=_SORTS[sort])
-        state = [f"{len(self.shown)} of {len(answers.groups)} prompts, by {sort}"]
+        self.shown = [
+            (name, group)
+            for name, group in sorted(answers.groups.items(), key=lambda one: _SORTS[sort](one[1]))
+            if any(self._words in text.lower() for text in _texts(group))
+        ]
+        state = [f"{len(self.shown)} of {counted(len(answers.groups), 'prompt')}, by {sort}"]
         state += [f"with {self._words!r}"] * bool(self._words) + ["wrong only"] * self._chosen["wrong"]
         state += [f"tokens by {COLOURS[self._chosen['colour']]}"] * bool(self._chosen["colour"])
-        error = f"\nthe rest can't be read: {answers.error}" if answers.error else ""
-        self.query_one("#title", Static).update(printable(f"{answers.title}: {', '.join(state)}{error}"))
+        title = f"{answers.title}: {', '.join(state)}\n{answers.error}".rstrip()
+        self.query_one("#title", Static).update(printable(title))
         table = self.query_one(DataTable)
         table.clear()
-        for group in self.shown:
+        for _, group in self.shown:
             prompt, reward = " ".join(next(_texts(group)).split())[:28], _mean_reward(group)
             table.add_row(Text(printable(prompt)), "none" if reward == math.inf else f"{reward:.3g}", _longest(group))
         if not self.shown:
@@ -120,9 +123,9 @@ class RolloutViewer(App[None]):
         place = self.query_one("#answers")
         await place.remove_children()
         if event.cursor_row < len(self.shown):
-            group = self.shown[event.cursor_row]
+            name, group = self.shown[event.cursor_row]
             self.query_one("#asked", Static).update(Group(*question_parts(group[0].trajectory.prompt)))
-            parts = (answer_parts(one, self._tokens(one)) for one in group)
+            parts = (answer_parts(name, one, self._tokens(one)) for one in group)
             await place.mount_all(VerticalScroll(Static(Group(*part)), classes="answer") for part in parts)
 
     def _tokens(self, logged: LoggedTrajectory) -> list[Text]:

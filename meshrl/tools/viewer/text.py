@@ -7,7 +7,6 @@ import io
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,10 @@ from rich.text import Text
 from meshrl.core.errors import ConfigError, Failure, MeshrlError
 from meshrl.core.terminal import printable
 from meshrl.core.types import Prompt, Trajectory
-from meshrl.monitor.rollout_log import LoggedTrajectory, read_rollouts
+from meshrl.monitor.rollout_log import LoggedTrajectory
 from meshrl.monitor.token_log import TokenValues
-from meshrl.tools.report.folder import criterion_of, judged_score, plain_text, read_settings
-from meshrl.tools.runs import answer_files, require_run
+from meshrl.tools.report.folder import plain_text
+from meshrl.tools.viewer.answers import Answers, counted, require_rollouts
 
 COLOURS = ("none", "sampler logprob", "trainer logprob", "log ratio", "entropy", "advantage", "version", "loss mask")
 """The values by which `tinted` can colour tokens."""
@@ -30,47 +29,10 @@ COLOURS = ("none", "sampler logprob", "trainer logprob", "log ratio", "entropy",
 _ANY_WIDTH = 1 << 20  # of lines in a pipe or a file
 
 
-@dataclass(frozen=True, slots=True)
-class Answers:
-    """The answers of one step or evaluation in groups, each at one prompt. title: for a user. error: why the rest of
-    the file can't be read, "" = all is there."""
-
-    title: str
-    groups: list[list[LoggedTrajectory]]
-    error: str
-
-
-def read_answers(run: Path, kind: str, step: int, wrong: bool = False) -> Answers:
-    """kind: "step" or "eval". step: -1 = the last. wrong: only answers whose score is below loop.eval_pass_score.
-
-    Raises: MeshrlError when it is not a run's folder, or has no such step or evaluation.
-    """
-    require_run(run)
-    files = answer_files(run, kind)
-    what, key = ("evaluation after step", "--eval") if kind == "eval" else ("rollouts of step", "--step")
-    number = max(files, default=-1) if step == -1 else step
-    if number not in files:
-        have = f"{key} can be {', '.join(map(str, files)):.200}" if files else f"it has no {what.partition(' of')[0]}"
-        raise MeshrlError(f"{run} has no {what} {step}; {have} (monitor.rollout_log_every_steps)")
-    term, pass_score = criterion_of(read_settings(run / "config.yaml"))
-    groups: dict[str, list[LoggedTrajectory]] = {}
-    error = ""
-    try:
-        for logged in read_rollouts(files[number]):
-            score = judged_score(logged.trajectory, term)
-            if not wrong or score is None or score < pass_score:
-                groups.setdefault(logged.trajectory.group_id, []).append(logged)
-    except MeshrlError as cause:  # the lines before it are shown
-        error = str(cause)
-    return Answers(f"{run}, {what} {number}", list(groups.values()), error)
-
-
 def browse(run: Path) -> None:
-    """Show the steps of a run in the terminal until its user quits. Raises: MeshrlError when it is not a run's folder,
-    or has no rollouts; ConfigError when textual is not installed."""
-    require_run(run)
-    if not answer_files(run, "step") and not answer_files(run, "eval"):
-        raise MeshrlError(f"{run} has no rollouts (monitor.rollout_log_every_steps)")
+    """Show the steps of a run in the terminal until its user quits. Raises: MeshrlError as `require_rollouts`;
+    ConfigError when textual is not installed."""
+    require_rollouts(run)
     if importlib.util.find_spec("textual") is None:
         raise ConfigError("--terminal needs textual, which is not installed: pip install 'meshrl[view]'")
     from meshrl.tools.viewer.terminal import RolloutViewer
@@ -81,7 +43,7 @@ def browse(run: Path) -> None:
 def one_line_each(answers: Answers) -> Iterator[str]:
     """The text of each answer as one line, so that `grep`, `sort | uniq -c` and `wc -l` count answers. Newlines are the
     two characters \\n."""
-    for group in answers.groups:
+    for group in answers.groups.values():
         for logged in group:
             yield printable(sampled_text(logged).replace("\n", "\\n"))
 
@@ -97,16 +59,16 @@ def sampled_text(logged: LoggedTrajectory) -> str:
 def pages_of(answers: Answers) -> Iterator[str]:
     """A text for the head, and one for each group. On a terminal, lines are wrapped, and coloured unless NO_COLOR is
     set."""
-    rewards = [logged.trajectory.reward for group in answers.groups for logged in group]
+    rewards = [logged.trajectory.reward for group in answers.groups.values() for logged in group]
     known = [reward for reward in rewards if reward is not None]
     mean = f", mean reward {sum(known) / len(known):.4g}" if known else ""
-    title = f"{answers.title}: {len(answers.groups)} prompts, {len(rewards)} answers{mean}"
-    yield _drawn([Text(printable(title), "bold")])
-    for number, group in enumerate(answers.groups, start=1):
-        question = question_parts(group[0].trajectory.prompt, f" {number} of {len(answers.groups)}")
-        yield _drawn([Text(), *question, *(part for one in group for part in answer_parts(one))])
+    counts = f"{counted(len(answers.groups), 'prompt')}, {counted(len(rewards), 'answer')}"
+    yield _drawn([Text(printable(f"{answers.title}: {counts}{mean}"), "bold")])
+    for name, group in answers.groups.items():
+        question = question_parts(group[0].trajectory.prompt, f" {name.rpartition('/')[2]} of {answers.num_groups}")
+        yield _drawn([Text(), *question, *(part for one in group for part in answer_parts(name, one))])
     if answers.error:
-        yield _drawn([Text(printable(f"the rest can't be read: {answers.error}"), "yellow")])
+        yield _drawn([Text(printable(answers.error), "yellow")])
 
 
 def question_parts(prompt: Prompt, number: str = "") -> Iterator[Any]:
@@ -116,13 +78,14 @@ def question_parts(prompt: Prompt, number: str = "") -> Iterator[Any]:
         yield from message_parts(message)
 
 
-def answer_parts(logged: LoggedTrajectory, coloured: Sequence[Text] = ()) -> Iterator[Any]:
-    """The head of an answer with its reward, and the messages of its turns. coloured: the texts of the turns, in
-    place of the sampled messages."""
+def answer_parts(group: str, logged: LoggedTrajectory, coloured: Sequence[Text] = ()) -> Iterator[Any]:
+    """The head of an answer with its name and reward, and the messages of its turns. group: a key of `Answers.groups`.
+    coloured: the texts of the turns, in place of the sampled messages."""
     trajectory = logged.trajectory
     reward, tokens = trajectory.reward, sum(len(turn.output_ids) for turn in trajectory.turns)
     style = "yellow" if reward is None else "green" if reward > 0 else "red"
-    head = f"── answer {trajectory.index}: {reward_text(trajectory)}, {trajectory.status}, {tokens} tokens"
+    head = f"── answer {group}/{trajectory.index}: {reward_text(trajectory)}, {trajectory.status}, "
+    head += counted(tokens, "token")
     yield Text(printable(head), style)
     for failure in (trajectory.failure, *trajectory.rewards.values()):
         if isinstance(failure, Failure):

@@ -7,6 +7,11 @@
   const first = new Int32Array(groups.id.length + 1).fill(count);  // first answer of each group
   for (let row = count - 1; row >= 0; row--) first[answers.group[row]] = row;
   const stepOf = (row) => files[groups.file[answers.group[row]]];
+  const begins = [];  // first group of each file
+  groups.file.forEach((file, i) => { begins[file] ??= i; });
+  const numberOf = (group) => group - begins[groups.file[group]] + 1;
+  const nameOf = (row) => `${stepOf(row).name}/${numberOf(answers.group[row])}/${answers.answer[row]}`;
+  const counted = (n, noun) => `${n.toLocaleString("en")} ${noun}${n === 1 ? "" : "s"}`;
   const chunkOf = (row) => {
     let low = 0, high = starts.length - 1;
     while (high - low > 1) { const mid = (low + high) >> 1; if (starts[mid] <= row) low = mid; else high = mid; }
@@ -115,15 +120,15 @@
     const begin = Math.max(0, Math.floor(list.scrollTop / ROW) - 4), end = Math.min(shown.length, begin + Math.ceil(list.clientHeight / ROW) + 9);
     rows.style.height = shown.length * ROW + "px";
     rows.replaceChildren(...Array.from({ length: Math.max(0, end - begin) }, (_, k) => {
-      const row = shown[begin + k], group = answers.group[row], at = stepOf(row), element = make("div", "row");
+      const row = shown[begin + k], group = answers.group[row], element = make("div", "row");
       element.style.top = (begin + k) * ROW + "px";
       element.id = "row" + row;
       element.setAttribute("role", "option");
       element.setAttribute("aria-selected", row === chosen);
       const facts = make("div", "facts"), age = answers.age[row];
-      facts.append(`${at.kind} ${at.step} · answer ${answers.answer[row]} · reward `, make("b", "", short(answers.reward[row])),
-        printable(` · ${answers.tokens[row]} tokens · ${words.stop[answers.stop[row]]}${answers.turns[row] > 1 ? ` · ${answers.turns[row]} turns` : ""}${age ? ` · age ${age}` : ""}`));
-      element.append(facts, make("div", "asked", groups.asked[group]), make("div", "", answers.text[row]));
+      facts.append(`${nameOf(row)} · reward `, make("b", "", short(answers.reward[row])),
+        printable(` · ${counted(answers.tokens[row], "token")} · ${words.stop[answers.stop[row]]}${answers.turns[row] > 1 ? ` · ${answers.turns[row]} turns` : ""}${age ? ` · age ${age}` : ""}`));
+      element.append(facts, make("div", "asked", `${groups.prompt[group]}: ${groups.asked[group]}`), make("div", "", answers.text[row]));
       element.onclick = () => choose(row);
       return element;
     }));
@@ -150,9 +155,18 @@
     shown = found;
     const known = found.filter((row) => answers.reward[row] != null);
     const mean = known.reduce((sum, row) => sum + answers.reward[row], 0) / known.length;
-    $("count").textContent = `${found.length.toLocaleString("en")} of ${count.toLocaleString("en")} answers` + (known.length ? `, mean reward ${short(mean)}` : "");
+    $("count").textContent = `${found.length.toLocaleString("en")} of ${counted(count, "answer")}` + (known.length ? `, mean reward ${short(mean)}` : "");
     list.scrollTop = 0;
     draw();
+    if (!shown.length) empty("note", count ? "No answers match." : "This page has no answers.");
+    else if (chosen < 0) choose(shown[0]);
+  };
+  const empty = (css, text) => {
+    opening++;
+    chosen = -1;
+    drawn = current = null;
+    $("bar").hidden = true;
+    $("group").replaceChildren(make("p", css, text));
   };
   const filter = async () => {
     const text = $("text").value.toLowerCase(), mine = ++searches;
@@ -219,10 +233,7 @@
     if (drawn.marked) drawn.marked.element.classList.add("marked");
     if (current) current.element.classList.add("current");
   };
-  const link = (row, turn, token) => {
-    const at = stepOf(row), group = encodeURIComponent(groups.id[answers.group[row]]);
-    return `#${at.kind}=${at.step}&group=${group}&answer=${answers.answer[row]}` + (turn === undefined ? "" : `&turn=${turn}&token=${token}`);
-  };
+  const link = (row, turn, token) => "#" + nameOf(row) + (turn === undefined ? "" : `&turn=${turn}&token=${token}`);
   const show = (token) => {
     if (current) current.element.classList.remove("current");
     current = token;
@@ -337,8 +348,10 @@
   const answerCard = (answer, row, columns, place, withTokens) => {
     const card = make("article", "card" + (row === place.row ? " chosen" : "")), title = make("h3"), age = answers.age[row];
     const status = words.status[answers.status[row]];
-    title.append(`answer ${answers.answer[row]}`, make("span", "", `reward ${short(answers.reward[row])}`),
-      make("small", status === "failed" ? "bad" : "", `${status} · ${answers.tokens[row]} tokens${age == null ? "" : ` · age ${age}`}`));
+    const address = make("a", "", nameOf(row));
+    address.href = link(row);
+    title.append(address, make("span", "", `reward ${short(answers.reward[row])}`),
+      make("small", status === "failed" ? "bad" : "", `${status} · ${counted(answers.tokens[row], "token")}${age == null ? "" : ` · age ${age}`}`));
     card.append(title, termsOf(answer));
     if (answer.failure) card.append(make("div", "bad", `${plain(answer.failure.kind)}: ${plain(answer.failure.message)}`));
     for (const [number, depth] of inOrder(answer.turns)) {
@@ -390,7 +403,7 @@
     const of = (member) => texts[member - starts[chunk]], at = stepOf(row), place = { row, turn, token };
     const prompt = members.map((member) => of(member).prompt).find((p) => p) || {};
     const title = make("h2", "", groups.prompt[group] || groups.id[group]), asked = make("div", "card");
-    title.append(" ", make("small", "", `${at.kind === "eval" ? "evaluation after step" : "step"} ${at.step} · ${members.length} answers`));
+    title.append(" ", make("small", "", `${at.kind === "eval" ? "evaluation after step" : "step"} ${at.step} · group ${numberOf(group)} · ${counted(members.length, "answer")}`));
     (prompt.messages || []).forEach((message) => asked.append(messageBox(message)));
     if (!(prompt.messages || []).length) asked.append(make("p", "note", groups.asked[group]));
     if (prompt.answer != null) asked.append(make("div", "role", "expected answer"), textBox(plain(prompt.answer)));
@@ -423,14 +436,16 @@
   };
   const choose = (row) => { chosen = row; draw(); return open(row); };
   const follow = () => {
-    const given = new URLSearchParams(location.hash.slice(1)), kind = given.has("eval") ? "eval" : "step";
-    if (!given.has(kind)) return;
-    const step = Number(given.get(kind)), id = given.get("group");
-    const group = groups.id.findIndex((name, i) => name === id && files[groups.file[i]].kind === kind && files[groups.file[i]].step === step);
+    if (location.hash.length < 2) return;
+    const given = new URLSearchParams("answer=" + location.hash.slice(1)), name = given.get("answer");
+    const [, step, id, answer] = name.match(/^(\w+)\/(.+)\/(\d+)$/) || [], file = files.findIndex((one) => one.name === step);
+    const find = (isIt) => groups.id.findIndex((own, i) => groups.file[i] === file && isIt(own, i));
+    let group = find((_, i) => String(numberOf(i)) === id);
+    if (group < 0) group = find((own, i) => own === id || groups.prompt[i] === id);
     let row = group < 0 ? -1 : first[group];
-    while (row >= 0 && row < first[group + 1] && answers.answer[row] !== Number(given.get("answer") || 0)) row++;
+    while (row >= 0 && row < first[group + 1] && answers.answer[row] !== Number(answer)) row++;
     if (row < 0 || row >= first[group + 1]) {
-      $("group").replaceChildren(make("p", "bad", `This page does not have ${location.hash.slice(1)}.`));
+      empty("bad", `This page does not have ${name}.`);
       return;
     }
     const at = shown.indexOf(row);
@@ -441,6 +456,6 @@
   apply();
   performance.mark("list");
   document.documentElement.dataset.list = "ready";
-  if (location.hash.length > 1) follow();
+  follow();
   prepare();
 })();

@@ -121,10 +121,10 @@ def test_without_metrics_an_answer_belongs_to_the_weights_of_the_step_before(run
     [
         ("3", "write STEP/GROUP/ANSWER"),
         ("2/1/0", r"has no rollouts of step 2; there are: 1, 3"),
-        ("eval_2/1/0", r"has no rollouts of evaluation 2; there are: 1, 3"),
-        ("3/3/0", r"has no group 3; there are: 1 = row-0@0, 2 = row-1@0"),
+        ("eval_2/1/0", r"has no evaluation after step 2; there are none"),
+        ("3/3/0", r"has no group 3; there are: 3/1 = row-0@0, 3/2 = row-1@0"),
         ("3/row-9/0", r"has no group row-9"),
-        ("3/2/0", r"group 2 has no answer 0; there are: 1, 2"),
+        ("3/2/0", r"3/2 has no answer 0; there are: 1, 2"),
         ("3/2/2", r"has no turn, so there are no tokens"),
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 from meshrl.cli import main
 from meshrl.core.errors import Failure
 from meshrl.monitor.rollout_log import RolloutLog
-from tests.made_runs import answer, decode, made_run
+from tests.made_runs import answer, decode, made_run, settings
 
 HOSTILE = "\x1b[2J<script>\u202egnp.exe\x00\ud800\r\n\tend [bold]"
 
@@ -47,18 +47,18 @@ def test_a_step_is_printed_with_prompts_answers_rewards_tools_and_failures(run, 
     6*7?
   expected answer:
     42
-── answer 0: reward 1 (correct 1, form 0), done, 25 tokens
+── answer 3/1/0: reward 1 (correct 1, form 0), done, 25 tokens
   assistant:
     <call>6*7</call>
   tool:
     42.0
   assistant:
     It is 42.
-── answer 1: reward none (correct failed, form 0), done, 9 tokens
+── answer 3/1/1: reward none (correct failed, form 0), done, 9 tokens
   timeout: slow grader
     two
     lines
-── answer 2: reward 0 (correct 0, form 0), done, 11 tokens
+── answer 3/1/2: reward 0 (correct 0, form 0), done, 11 tokens
     no messages
 """
     assert expected in printed
@@ -74,14 +74,15 @@ def test_control_characters_do_nothing_and_markup_is_text(run, capsys):
 def test_the_wrong_answers_of_the_last_or_a_chosen_evaluation(run, capsys):
     assert main(["view", str(run), "--eval", "--wrong"]) == 0
     printed = capsys.readouterr().out
-    assert "evaluation after step 2: 1 prompts, 1 answers" in printed
+    assert "evaluation after step 2: 1 prompt, 1 answer, mean" in printed
     assert "0 at 2" in printed and "1 at 2" not in printed
+    assert "prompt 2 of 2: q1" in printed and "answer eval_2/2/0:" in printed, "as without --wrong"
     assert main(["view", str(run), "--eval", "0"]) == 0
     assert "evaluation after step 0: 2 prompts, 2 answers, mean reward 0\n" in capsys.readouterr().out
     assert main(["view", str(run), "--eval", "1"]) == 1
-    assert "has no evaluation after step 1; --eval can be 0, 2" in capsys.readouterr().err
+    assert "has no evaluation after step 1; there are: 0, 2" in capsys.readouterr().err
     assert main(["view", str(run), "--step", "7"]) == 1
-    assert "has no rollouts of step 7; --step can be 1, 2, 3" in capsys.readouterr().err
+    assert "has no rollouts of step 7; there are: 1, 2, 3" in capsys.readouterr().err
 
 
 def test_the_texts_alone_are_a_line_for_each_answer(run, capsys):
@@ -130,15 +131,30 @@ def test_the_lines_before_a_damaged_one_are_shown(run, capsys):
     assert main(["view", str(run), "--step", "3"]) == 0
     printed = capsys.readouterr().out
     assert "It is 42." in printed and "two\n" not in printed
-    assert "the rest can't be read" in printed and "step_000003.jsonl:2: schema 99" in printed
+    assert "step_000003.jsonl:2: schema 99" in printed and "the file is shown up to there" in printed
+
+
+def test_an_incomplete_line_is_named(run, capsys):
+    path = run / "rollouts" / "step_000003.jsonl"
+    path.write_bytes(path.read_bytes()[:200])
+    assert main(["view", str(run), "--step", "3"]) == 0
+    printed = capsys.readouterr().out
+    assert "0 prompts, 0 answers" in printed and "step_000003.jsonl:1: the line is incomplete" in printed
 
 
 def test_a_run_without_rollouts_and_a_missing_run_are_explained(tmp_path, capsys):
-    sft = made_run(tmp_path / "sft")
-    assert main(["view", str(sft), "--step", "1"]) == 1
-    assert "it has no rollouts" in capsys.readouterr().err
-    assert main(["view", str(tmp_path / "stf"), "--eval"]) == 1
-    assert f"did you mean {sft}?" in capsys.readouterr().err
+    sft = made_run(tmp_path / "sft", config=settings(sft__path="rows.jsonl"))
+    empty = made_run(tmp_path / "empty")
+    for options in ([], ["--step", "1"], ["--eval"], ["--terminal"], ["--attention", "1/1/0"]):
+        for place, error in (
+            (sft, f"{sft} is a run of supervised fine-tuning, which samples no answers, so it has no rollouts\n"),
+            (empty, f"{empty} has no rollouts: no step has ended yet, or monitor.rollout_log_every_steps is 0\n"),
+            (tmp_path, f"{tmp_path} is not a run's folder: it has no metrics.jsonl. It contains 2 runs, such as"),
+            (sft / "config.yaml", f"{sft / 'config.yaml'} is a file; give the folder of a run, such as runs/NAME\n"),
+            (tmp_path / "stf", f"{tmp_path / 'stf'} does not exist; give the folder of a run, such as runs/NAME; did"),
+        ):
+            assert main(["view", str(place), *options]) == 1
+            assert capsys.readouterr().err.startswith(f"meshrl: {error}")
 
 
 def test_without_textual_the_terminal_viewer_names_the_package_to_install(run, monkeypatch, capsys):

@@ -67,7 +67,9 @@ def test_the_last_step_is_shown_first_with_the_answers_of_a_group_side_by_side(r
         assert "rollouts of step 2: 3 of 3 prompts, by order" in title(app)
         assert prompts(app)[:2] == ["short", "medium"]
         screen = drawn(app)
-        assert "answer 0: reward 1" in screen and "answer 1: reward 0" in screen and "expected answer:" in screen
+        assert (
+            "answer 2/1/0: reward 1" in screen and "answer 2/1/1: reward 0" in screen and "expected answer:" in screen
+        )
         (line,) = [line for line in screen.splitlines() if " yes " in line]
         assert " no " in line
         footer = {binding.description for binding in app.query_one(Footer).query("FooterKey")}
@@ -88,7 +90,7 @@ def test_keys_change_the_step_the_group_the_sort_and_the_filter(run):
         await pilot.press("s")
         assert "by longest" in title(app) and prompts(app)[0] == "medium"
         await pilot.press("w")
-        assert "wrong only" in title(app) and prompts(app)[0] == "medium" and len(app.shown[-1]) == 1
+        assert "wrong only" in title(app) and prompts(app)[0] == "medium" and len(app.shown[-1][1]) == 1
         await pilot.press("w", "p")
         assert "evaluation after step 2" in title(app)
         await pilot.press("p", "p")
@@ -130,7 +132,7 @@ def test_a_damaged_file_shows_the_lines_before_the_damage(run):
     path.write_text(path.read_text().splitlines()[0] + "\n{}\n")
 
     async def check(app, pilot):
-        assert "the rest can't be read" in title(app) and prompts(app) == ["short"]
+        assert "step_000002.jsonl:2: schema None" in title(app) and prompts(app) == ["short"]
 
     drive(run, check)
 

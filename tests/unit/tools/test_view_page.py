@@ -16,7 +16,7 @@ from meshrl.agent.flatten import flatten
 from meshrl.algo.advantages import assign_advantages
 from meshrl.cli import main
 from meshrl.config.algo import AlgoConfig
-from meshrl.core.errors import ConfigError, Failure, MeshrlError
+from meshrl.core.errors import ConfigError, Failure
 from meshrl.core.types import Prompt, Trajectory, Turn
 from meshrl.monitor.rollout_log import RolloutLog
 from meshrl.monitor.token_log import TrainerValues, tokens_file
@@ -127,7 +127,7 @@ def filtered(page: Page, field: str, value: str) -> int:
 
 
 def test_a_link_opens_its_token_with_its_values(chromium: Chromium, run: Path):
-    page = opened(chromium, run, "step=2&group=sum%402&answer=1&turn=1&token=6")
+    page = opened(chromium, run, "2/1/1&turn=1&token=6")
     assert text_of(page, ".t.marked") == ["1"] and text_of(page, ".row[aria-selected=true] b") == ["1"]
     (bar,) = text_of(page, "#bar")
     for fact in (
@@ -140,23 +140,23 @@ def test_a_link_opens_its_token_with_its_values(chromium: Chromium, run: Path):
         "version 0",
     ):
         assert fact in bar, bar
-    assert page.evaluate("location.hash") == "#step=2&group=sum%402&answer=1&turn=1&token=6"
+    assert page.evaluate("location.hash") == "#2/1/1&turn=1&token=6"
     assert page.errors == []
 
 
 def test_a_character_outside_the_basic_plane_is_one_token(chromium: Chromium, run: Path):
-    page = opened(chromium, run, "step=1&group=sum%401&answer=2&turn=1&token=8")
+    page = opened(chromium, run, "1/1/2&turn=1&token=8")
     assert text_of(page, ".t.marked") == ["🙂"]
     assert "".join(text_of(page, ".card.chosen .turn:last-of-type .t")) == "It is 2 🙂 here"
 
 
 def test_the_answers_of_a_group_are_side_by_side_with_their_rewards_tools_and_turns(chromium: Chromium, run: Path):
-    page = opened(chromium, run, "step=1&group=sum%401&answer=2")
+    page = opened(chromium, run, "1/1/2")
     titles = text_of(page, ".card > h3")
     assert [title.split(" · ")[0] for title in titles] == [
-        "answer 0reward 0done",
-        "answer 1reward 0.5truncated",
-        "answer 2reward 1done",
+        "1/1/0reward 0done",
+        "1/1/1reward 0.5truncated",
+        "1/1/2reward 1done",
     ]
     tops = page.evaluate("[...document.querySelectorAll('article.card')].map((e) => e.getBoundingClientRect().top)")
     assert len(set(tops)) == 1
@@ -167,11 +167,11 @@ def test_the_answers_of_a_group_are_side_by_side_with_their_rewards_tools_and_tu
 
 
 def test_a_prompt_links_to_its_other_steps_and_evaluations(chromium: Chromium, run: Path):
-    page = opened(chromium, run, "step=1&group=sum%401&answer=0")
+    page = opened(chromium, run, "1/1/0")
     assert text_of(page, ".chips a") == ["step 1: 0.5 (3)", "eval 2: 0 (2)", "step 2: 1 (3)"]
     page.evaluate("document.querySelectorAll('.chips a')[1].click()")
-    page.wait_for("document.documentElement.dataset.open.startsWith('#eval=2&group=eval%3Asum%400')")
-    assert "evaluation after step 2" in text_of(page, "#group h2")[0]
+    page.wait_for("document.documentElement.dataset.open.startsWith('#eval_2/1/0')")
+    assert text_of(page, "#group h2") == ["sum evaluation after step 2 · group 1 · 2 answers"]
     page.evaluate("document.querySelector('.tokens').focus()")
     (bar,) = text_of(page, "#bar")
     assert "trainer –" in bar and "entropy –" in bar and "not trained" in bar and "logprob 0" in bar
@@ -199,8 +199,43 @@ def test_filters_search_and_order_the_list(chromium: Chromium, run: Path):
     assert text_of(page, ".row b")[:3] == ["1", "1", "0.5"]
 
 
+def test_the_first_answer_is_open_and_without_a_match_none_is(chromium: Chromium, run: Path):
+    page = opened(chromium, run)
+    page.wait_for("document.documentElement.dataset.open === '#1/1/0'")
+    assert text_of(page, ".row[aria-selected=true] .asked") == ["sum: What is 2+2?"]
+    assert filtered(page, "text", "not in any answer") == 0
+    assert text_of(page, "#group") == ["No answers match."]
+    assert filtered(page, "text", "Ada xxxxxxxxxxxxxxxxxxxx") == 2
+    page.wait_for("document.documentElement.dataset.open === '#1/2/2'")
+    assert text_of(page, "#group h2") == ["name step 1 · group 2 · 3 answers"]
+
+
+def test_the_names_that_the_page_shows_are_those_of_the_terminal(
+    chromium: Chromium, run: Path, capsys: pytest.CaptureFixture[str]
+):
+    page = opened(chromium, run)
+    shown = [text.split(" · ")[0] for text in text_of(page, ".row .facts")]
+    printed = []
+    for which in (["--step", "1"], ["--eval", "2"], ["--step", "2"]):
+        assert main(["view", str(run), *which]) == 0
+        heads = [line for line in capsys.readouterr().out.splitlines() if line.startswith("── answer ")]
+        printed += [head.removeprefix("── answer ").partition(":")[0] for head in heads]
+    assert shown == printed[: len(shown)] and len(printed) == 14
+    for name in ("2/2/1", "2/name@2/1", "2/name/1"):
+        linked = opened(chromium, run, quote(name))
+        assert text_of(linked, ".card.chosen h3 a") == ["2/2/1"]
+
+
+def test_the_same_fault_of_several_files_is_one_note(run: Path, tmp_path: Path):
+    folder = shutil.copytree(run, tmp_path / "older")
+    for path in (folder / "rollouts").glob("*.parquet"):
+        path.unlink()
+    _, note = write_view(folder)
+    assert "step_000001.jsonl has no file of token values next to it" in note and note.endswith("(and 2 other files)")
+
+
 def test_tokens_are_coloured_by_the_chosen_value(chromium: Chromium, run: Path):
-    page = opened(chromium, run, "step=1&group=name%401&answer=2")
+    page = opened(chromium, run, "1/2/2")
     shades = {}
     for name in ("logprob", "ratio", "entropy", "advantage", "mask", "version", "none"):
         page.evaluate(
@@ -218,17 +253,17 @@ def test_tokens_are_coloured_by_the_chosen_value(chromium: Chromium, run: Path):
 
 
 def test_the_keyboard_chooses_answers_and_tokens(chromium: Chromium, run: Path):
-    page = opened(chromium, run, "step=1&group=sum%401&answer=0")
+    page = opened(chromium, run, "1/1/0")
     page.evaluate("document.getElementById('list').focus()")
     page.press("ArrowDown")
-    page.wait_for("document.documentElement.dataset.open.includes('answer=1')")
+    page.wait_for("document.documentElement.dataset.open === '#1/1/1'")
     page.evaluate("document.querySelector('.card.chosen .turn:last-of-type .tokens').focus()")
     for _ in range(3):
         page.press("ArrowRight")
     page.press("ArrowLeft")
     assert "token 2 " in text_of(page, "#bar")[0]
     page.press("Enter")
-    assert page.evaluate("location.hash") == "#step=1&group=sum%401&answer=1&turn=1&token=2"
+    assert page.evaluate("location.hash") == "#1/1/1&turn=1&token=2"
     assert text_of(page, ".t.marked") == [" "]
 
 
@@ -236,7 +271,7 @@ def test_a_tree_of_turns_shows_which_turn_each_one_continues(chromium: Chromium,
     trajectories = scripted_trajectories(1, 1)
     RolloutLog(tmp_path, lambda ids: IdTokenizer().decode(ids)).write(1, trajectories)
     write_view(tmp_path)
-    page = opened(chromium, tmp_path, f"step=1&group={quote(trajectories[0].group_id)}&answer=0&turn=3&token=0")
+    page = opened(chromium, tmp_path, f"1/{quote(trajectories[0].group_id)}/0&turn=3&token=0")
     heads = [text for text in text_of(page, ".turn > .role") if text.startswith("turn")]
     assert [head.split(" · ")[0] for head in heads] == ["turn 0", "turn 1", "turn 3", "turn 2"]
     assert ["continues turn 0" in head for head in heads] == [False, True, True, False]
@@ -276,7 +311,7 @@ def test_hostile_texts_are_visible_and_do_nothing(chromium: Chromium, tmp_path: 
 
 
 def test_the_page_is_usable_on_a_phone_and_loads_nothing(chromium: Chromium, run: Path):
-    page = opened(chromium, run, "step=1&group=sum%401&answer=0", width=400, height=800)
+    page = opened(chromium, run, "1/1/0", width=400, height=800)
     assert page.evaluate("document.documentElement.scrollWidth") == 400
     loaded = page.evaluate("performance.getEntriesByType('resource').map((e) => e.name)")
     assert loaded == [] and page.errors == []
@@ -284,9 +319,9 @@ def test_the_page_is_usable_on_a_phone_and_loads_nothing(chromium: Chromium, run
 
 
 def test_a_link_to_an_answer_that_the_page_does_not_have_is_a_sentence(chromium: Chromium, run: Path):
-    page = chromium.open(run / "view.html", "step=9&group=none&answer=0")
+    page = chromium.open(run / "view.html", "9/none/0")
     page.wait_for("document.querySelector('#group .bad')")
-    assert text_of(page, "#group") == ["This page does not have step=9&group=none&answer=0."]
+    assert text_of(page, "#group") == ["This page does not have 9/none/0."]
 
 
 def test_only_some_steps_and_another_file(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -295,11 +330,12 @@ def test_only_some_steps_and_another_file(run: Path, tmp_path: Path, capsys: pyt
     assert capsys.readouterr().out == f"wrote {out}\n"
     index = index_of(out)
     assert {(file["kind"], file["step"]) for file in index["files"]} == {("step", 2), ("eval", 2)}
-    for wrong, text in (("x", "write a step or a range"), ("7-9", "has the steps 1 to 2; choose from them")):
+    for wrong, text in (("x", "write a step or a range"), ("7-9", "has the steps 1 to 2")):
         with pytest.raises(ConfigError, match=text):
             write_view(run, out, wrong)
-    with pytest.raises(MeshrlError, match="give the folder of a run"):
-        write_view(tmp_path)
+    with pytest.raises(ConfigError, match="the range ends before it begins; write 1-2"):
+        write_view(run, out, "2-1")
+    assert write_view(run, steps="1-1") == [f"wrote {run / 'view_1-1.html'}"], "view.html has all steps"
 
 
 def index_of(path: Path) -> dict:
@@ -318,14 +354,12 @@ def test_what_can_be_read_of_a_damaged_folder_is_shown(chromium: Chromium, run: 
     tokens_file(second).write_bytes(tokens_file(second).read_bytes()[:-50])
     (folder / "rollouts" / "eval_000002.jsonl").write_text("")
     _, *notes = write_view(folder)
-    assert len(notes) == 3
+    assert len(notes) == 4
     assert "step_000001.jsonl has no file of token values next to it" in notes[0]
-    assert "step_000002.tokens.parquet: no file of token values" in notes[1]
-    assert (
-        "step_000002.jsonl:5: not a trajectory that this version can read: KeyError: 'schema'; the lines before it"
-        in notes[2]
-    )
-    page = opened(chromium, folder, "step=1&group=sum%401&answer=0")
+    assert "step_000001.jsonl:7: the line is incomplete: its writer was killed, or is writing it; the file" in notes[1]
+    assert "step_000002.tokens.parquet: no file of token values" in notes[2]
+    assert "step_000002.jsonl:5: schema None; this version reads schema 1; the file is shown up to there" in notes[3]
+    page = opened(chromium, folder, "1/1/0")
     assert text_of(page, "#count")[0].startswith("10 of 10 answers")
     assert text_of(page, ".t") == [] and "It is 0" in text_of(page, ".card.chosen")[0] and page.errors == []
     assert len(text_of(page, "p.note")) >= 3
@@ -339,7 +373,7 @@ def test_values_of_other_answers_are_not_used(run: Path, tmp_path: Path):
     write_step(folder, 1, [conversation(prompt, "sum@1", i, "other text", "with another length") for i in range(3)])
     shutil.copy(tmp_path / "rollouts", folder / "rollouts" / "step_000001.jsonl")
     write_view(folder, steps="1")
-    ages = index_of(folder / "view.html")["answers"]["age"]
+    ages = index_of(folder / "view_1.html")["answers"]["age"]
     assert ages == [None] * 6
 
 
