@@ -207,7 +207,7 @@ def _add_schedule_options(schedule: argparse.ArgumentParser) -> None:
 def _add_view_options(view: argparse.ArgumentParser) -> None:
     view.add_argument("folder", type=Path, metavar="RUN", help="folder of the run, such as runs/NAME")
     shown = view.add_mutually_exclusive_group()
-    shown.add_argument("--steps", metavar="A-B", help="write the page with the steps A to B only, such as 10-20")
+    shown.add_argument("--steps", metavar="A-B", help="write view_A-B.html with these steps only, such as 10-20")
     shown.add_argument("--step", type=int, metavar="N", help="print the answers of this step; -1 is the last one")
     shown.add_argument(
         "--eval",
@@ -222,9 +222,8 @@ def _add_view_options(view: argparse.ArgumentParser) -> None:
     shown.add_argument(
         "--attention",
         metavar="STEP/GROUP/ANSWER",
-        help="write a page about what each token of an answer attends to, from saved weights: such as 12/3/0, or "
-        "eval_12/3/0 for the evaluation after step 12; the group by its number in the file (from 1) or its id, the "
-        "answer by its index (from 0)",
+        help="write a page about what each token of an answer attends to, from saved weights; the other views show the "
+        "names of answers, such as 12/3/0, or eval_12/3/0 of the evaluation after step 12",
     )
     view.add_argument("--wrong", action="store_true", help="print only answers with a score below loop.eval_pass_score")
     view.add_argument("--text", action="store_true", help="print only the text of each answer, as one line")

@@ -4,7 +4,8 @@
   const { tokens, sampled, block, side, heads, layers } = facts;
   const at = (id) => document.getElementById(id);
   const layerBox = at("layer"), headBox = at("head"), canvas = at("map"), text = at("text");
-  const MARGIN = 44, TOP = 10;
+  const TOP = 10, LONGEST = 60;  // characters of tokens in a sentence or a table
+  let unit = 1, margin = 44;  // pixels of the canvas for one of the page, at most 2; left of the map
   const decoded = new Map();
   let maps = null, query = Math.max(0, sampled.lastIndexOf(1)), cursor = null;
 
@@ -26,7 +27,7 @@
     const position = end - start > 1 ? `${start}–${end - 1}` : `${start}`;
     let words = "";
     for (let i = start; i < end; i++) words += shown(i);
-    return { words, position };
+    return { words: words.length > LONGEST ? words.slice(0, LONGEST) + "…" : words, position };
   };
   const weight = (byte) => (byte / 255) ** 2;
   const value = (row, key) => weight(maps[(Number(headBox.value) * side + row) * side + key]);
@@ -60,30 +61,32 @@
   const sheet = document.createElement("canvas");
 
   function drawMap() {
-    const context = canvas.getContext("2d"), size = canvas.width - MARGIN - TOP, cell = size / side;
+    unit = Math.max(1, Math.min(2, canvas.width / canvas.clientWidth));
+    margin = 44 * unit;
+    const context = canvas.getContext("2d"), size = canvas.width - margin - TOP, cell = size / side;
     context.clearRect(0, 0, canvas.width, canvas.height);
     context.imageSmoothingEnabled = cell < 1;
-    context.drawImage(sheet, MARGIN, TOP, size, size);
+    context.drawImage(sheet, margin, TOP, size, size);
     context.strokeStyle = colour("--line");
-    context.strokeRect(MARGIN, TOP, size, size);
+    context.strokeRect(margin, TOP, size, size);
     context.fillStyle = colour("--soft");
-    context.font = "13px system-ui, sans-serif";
-    const every = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000].find((n) => tokens.length / n <= 8) || 2000;
+    context.font = `${13 * unit}px system-ui, sans-serif`;
+    const every = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000].find((n) => tokens.length / n <= 8 / unit) || 2000;
     for (let token = 0; token < tokens.length; token += every) {
       const place = (token / block + 0.5) * cell;
       context.textAlign = "end";
-      context.fillText(token, MARGIN - 6, TOP + place + 4);
+      context.fillText(token, margin - 6, TOP + place + 4 * unit);
       context.textAlign = "center";
-      context.fillText(token, MARGIN + place, TOP + size + 18);
+      context.fillText(token, margin + place, TOP + size + 16 * unit);
     }
-    context.fillText("key token", MARGIN + size / 2, TOP + size + 33);
+    context.fillText("key token", margin + size / 2, TOP + size + 31 * unit);
     context.save();
     context.rotate(-Math.PI / 2);
-    context.fillText("query token", -(TOP + size / 2), 11);
+    context.fillText("query token", -(TOP + size / 2), 11 * unit);
     context.restore();
     context.strokeStyle = colour("--c1");
-    context.strokeRect(MARGIN, TOP + Math.floor(query / block) * cell, size, Math.max(cell, 2));
-    if (cursor) context.strokeRect(MARGIN + cursor.key * cell, TOP + cursor.row * cell, Math.max(cell, 3), Math.max(cell, 3));
+    context.strokeRect(margin, TOP + Math.floor(query / block) * cell, size, Math.max(cell, 2));
+    if (cursor) context.strokeRect(margin + cursor.key * cell, TOP + cursor.row * cell, Math.max(cell, 3), Math.max(cell, 3));
   }
 
   function describe() {
@@ -148,9 +151,9 @@
   }
 
   function cellOf(event) {
-    const box = canvas.getBoundingClientRect(), scale = canvas.width / box.width, size = canvas.width - MARGIN - TOP;
+    const box = canvas.getBoundingClientRect(), scale = canvas.width / box.width, size = canvas.width - margin - TOP;
     const place = (offset, edge) => Math.floor((offset * scale - edge) / size * side);
-    const key = place(event.clientX - box.left, MARGIN), row = place(event.clientY - box.top, TOP);
+    const key = place(event.clientX - box.left, margin), row = place(event.clientY - box.top, TOP);
     return key >= 0 && row >= 0 && key < side && row < side ? { row, key } : null;
   }
 
@@ -195,6 +198,7 @@
   at("choice").addEventListener("submit", (event) => event.preventDefault());
   layerBox.addEventListener("change", drawLayer);
   headBox.addEventListener("change", drawHead);
+  window.addEventListener("resize", () => { if (maps) drawMap(); });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { if (maps) drawLayer(); });
   if (first < 0) {
     at("state").textContent = "No layer of this model has softmax attention.";

@@ -10,13 +10,13 @@ from chromium import chromium
 from meshrl.tools.page.document import data_block, document, package_text, write_page
 
 __all__ = ["chromium"]
-TOKENS = ["<b>Is</b>", "\n", "</script><script>alert(1)</script>", " am", " I"]
+TOKENS = ["<b>Is</b>", "\n" + "w" * 900, "</script><script>alert(1)</script>", " am", " I"]
 HERE = "meshrl.tools.viewer"
 
 
 @pytest.fixture
-def page(tmp_path, chromium):
-    """Two heads over five tokens; the first layer has no map. Head 1 attends only to the first token."""
+def made(tmp_path):
+    """A page with two heads over five tokens; the first layer has no map. Head 1 attends only to the first token."""
     weights = np.zeros((3, 5, 5))
     for query in range(5):
         weights[0, query, : query + 1] = 1 / (query + 1)
@@ -25,13 +25,21 @@ def page(tmp_path, chromium):
     packed = zlib.compress(np.rint(np.sqrt(weights) * 255).astype(np.uint8).tobytes())
     facts = {"tokens": TOKENS, "sampled": [0, 0, 0, 1, 1], "block": 1, "side": 5, "heads": 2, "layers": [None, []]}
     maps = f'<script type="text/plain" id="map1">{base64.b64encode(packed).decode()}</script>'
-    parts = [package_text(HERE, "attention.html")]
+    parts = [f'<p class="note">{"/a/long/path" * 20}</p>', package_text(HERE, "attention.html")]
     style, script = package_text(HERE, "attention.css"), package_text(HERE, "attention.js")
     data = data_block("attention", facts) + maps
-    write_page(tmp_path / "page.html", document("t", parts, style=[style], scripts=[script], data=data))
-    opened = chromium.open(tmp_path / "page.html")
-    opened.wait_for("document.querySelectorAll('#top tbody tr').length > 0")
-    return opened
+    return write_page(tmp_path / "page.html", document("t", parts, style=[style], scripts=[script], data=data))
+
+
+def opened(chromium, path, **size):
+    page = chromium.open(path, **size)
+    page.wait_for("document.querySelectorAll('#top tbody tr').length > 0")
+    return page
+
+
+@pytest.fixture
+def page(made, chromium):
+    return opened(chromium, made)
 
 
 def table(page):
@@ -73,3 +81,14 @@ def test_pointing_at_a_cell_names_both_tokens_and_texts_are_no_markup(page):
     )
     assert page.evaluate("document.getElementById('at').textContent").startswith("“ I” (4) attends to “<b>Is</b>” (0)")
     assert page.evaluate("document.querySelectorAll('#text b').length") == 0 and page.dialogs == []
+
+
+def test_the_page_is_usable_on_a_phone_with_long_tokens_and_paths(made, chromium):
+    page = opened(chromium, made, width=400, height=800)
+    assert page.evaluate("document.documentElement.scrollWidth") == 400
+    assert table(page)[1][0] == "↵" + "w" * 59 + "…"
+    page.evaluate("document.getElementById('map').focus()")
+    page.press("ArrowRight")
+    shown = page.evaluate("document.getElementById('at').textContent")
+    assert shown.startswith("“ I” (4) attends to “↵www") and shown.endswith("…” (1) with weight 0.10")
+    assert page.evaluate("document.documentElement.scrollWidth") == 400 and page.errors == [] == page.dialogs

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from meshrl.cli import main
+from meshrl.core.errors import Failure
 from meshrl.monitor.rollout_log import RolloutLog
 from meshrl.monitor.token_log import read_tokens, tokens_file
 from tests.made_runs import answer, decode, made_run
@@ -119,10 +120,23 @@ def test_a_search_finds_prompts_and_answers_and_ends_with_escape(run):
 
 
 def test_hostile_texts_are_shown_as_text(run):
+    """Of prompts, answers and their tokens, tools, names of terms, failures; also a very long word."""
+    shown = "[red]\\x1b[2J\\u202e<script>[/nope]"
+    tool = {"role": HOSTILE, "content": [HOSTILE], "tool_calls": [HOSTILE]}
+    bad = answer(HOSTILE, HOSTILE + "w" * 5000, 1.0, messages=[tool])
+    bad.rewards = {HOSTILE: 1.0, "other": Failure(kind=HOSTILE, message=HOSTILE)}
+    bad.failure = Failure(kind="agent", message=HOSTILE)
+    RolloutLog(run, decode).write(3, [bad])
+
     async def check(app, pilot):
-        await pilot.press("down", "down")
-        await pilot.pause()
-        assert "[red]\\x1b[2J\\u202e<script>[/nope]" in drawn(app)
+        for _ in range(3):
+            await pilot.pause()
+            screen = drawn(app)
+            assert screen.replace(" ", "").replace("\n", "").count("\\x1b[2J\\u202e") >= 8, screen
+            assert shown in screen and not {*"\x1b\u202e\x00"} & {*screen}
+            await pilot.press("c")
+        await pilot.press("slash", *"[red")
+        assert prompts(app) == [shown] and "1 of 1 prompt, " in title(app)
 
     drive(run, check)
 
