@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -192,6 +192,7 @@ _TRAJECTORY = ("group_id", "index", "purpose", "status")
 _PROMPT = ("id", "ordinal", "messages", "answer", "env", "agent", "meta")
 _MEDIA = ("kind", "digest", "source", "num_tokens")
 _TURN = ("parent", "stop_reason", "messages", "seed", "engine_id")
+_SAMPLING, _TIMES = ([one.name for one in fields(kind)] for kind in (SamplingParams, Times))
 # Arrays of a turn, of which a record has the values only.
 _TOKENS = {"context_ids": np.int32, "output_ids": np.int32, "logprobs": np.float32, "versions": np.int32}
 
@@ -224,8 +225,8 @@ def _turn_record(t: Turn) -> Record:
         "media_spans": [list(span) for span in t.media_spans],
         "routed_experts": None if t.routed_experts is None else _array_record(t.routed_experts),
         "extras": {name: _array_record(array) for name, array in t.extras.items()},
-        "sampling": asdict(t.sampling),
-        "times": asdict(t.times),
+        "sampling": _fields(t.sampling, _SAMPLING),
+        "times": _fields(t.times, _TIMES),
     }
 
 

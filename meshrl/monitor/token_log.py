@@ -35,7 +35,8 @@ loss."""
 
 _NOISY = ("rollout_logprobs", "logprobs", "entropies")
 _REPEATED = ("characters", "versions", "advantages")
-_ROWS_OF_A_GROUP = 64
+_MISSING = {"versions": -1, "trained": False}  # in place of NaN
+_TOKENS_OF_A_GROUP = 1 << 16
 _MAX_PENDING = 32  # tokens of one character, or of bytes that are no text
 
 
@@ -48,11 +49,6 @@ class TokenValues:
     trainer_version: int | None
     columns: dict[str, np.ndarray]
     place: slice
-
-    @property
-    def ratios(self) -> np.ndarray:
-        """The trainer's probability over the sampler's, float32[R]."""
-        return np.exp(self.columns["logprobs"] - self.columns["rollout_logprobs"])
 
 
 @dataclass(kw_only=True, slots=True)
@@ -69,21 +65,24 @@ class TrainerValues:
         self.values |= {(samples[i].trajectory_id, samples[i].row): array for i, array in values.items()}
 
     def by_turn(self) -> dict[tuple[str, int], dict[str, np.ndarray]]:
-        """The columns of the trainer, by trajectory and turn. Logprobs of the weights before the step are preferred."""
+        """The known columns of the trainer, by trajectory and turn. Logprobs of the weights before the step are
+        preferred."""
         found = {}
         for sample in self.samples:
-            places = np.flatnonzero(sample.mask)
+            places = sample.mask.nonzero()[0]
             if not len(places):
                 continue
-            scored = self.values.get((sample.trajectory_id, sample.row), np.full((2, len(places)), np.nan, np.float32))
-            turns, weight, advantages = sample.turn[places], sample.loss_weight, sample.advantages
-            columns = {
-                "logprobs": scored[0] if sample.old_logprobs is None else sample.old_logprobs[places],
-                "entropies": scored[1],
-                "advantages": np.full(len(places), np.nan) if advantages is None else advantages[places],
-                "trained": np.zeros(len(places), bool) if weight is None else weight[places] != 0,
-            }
-            ends = [*(np.flatnonzero(np.diff(turns)) + 1).tolist(), len(places)]
+            turns, columns = sample.turn[places], {}
+            scored = self.values.get((sample.trajectory_id, sample.row))
+            if scored is not None:
+                columns["logprobs"], columns["entropies"] = scored
+            if sample.old_logprobs is not None:
+                columns["logprobs"] = sample.old_logprobs[places]
+            if sample.advantages is not None:
+                columns["advantages"] = sample.advantages[places]
+            if sample.loss_weight is not None:
+                columns["trained"] = sample.loss_weight[places] != 0
+            ends = [*((turns[1:] != turns[:-1]).nonzero()[0] + 1).tolist(), len(places)]
             for begin, end in zip([0, *ends], ends):
                 cut = {name: array[begin:end] for name, array in columns.items()}
                 found[sample.trajectory_id, int(turns[begin])] = cut
@@ -161,19 +160,18 @@ def write_tokens(
     rows = [(t.id, i, turn) for t in trajectories for i, turn in enumerate(t.turns)]
     lists: dict[str, list[np.ndarray]] = {name: [] for name in COLUMNS}
     for (name, i, turn), text in zip(rows, chain.from_iterable(texts), strict=True):
-        missing = np.full(len(turn.output_ids), np.nan, np.float32)
+        size = len(turn.output_ids)
         values = {
             "characters": split.characters(turn.output_ids, text),
             "rollout_logprobs": turn.logprobs,
             "versions": turn.versions,
-            **dict.fromkeys(("logprobs", "entropies", "advantages"), missing),
-            "trained": missing == 0,
             **trained.get((name, i), {}),
         }
         for column, arrays in lists.items():
-            array = np.atleast_1d(values[column])
-            fits = array.shape == missing.shape and array.dtype != object  # turns of failed attempts are not checked
-            arrays.append(array if fits else missing if COLUMNS[column] is np.float32 else np.full(len(missing), -1))
+            array = values.get(column)  # turns of failed attempts are not checked
+            if not isinstance(array, np.ndarray) or array.shape != (size,) or array.dtype.kind == "O":
+                array = np.full(size, _MISSING.get(column, np.nan), COLUMNS[column])
+            arrays.append(array)
     ends = np.cumsum([0, *(len(turn.output_ids) for _, _, turn in rows)], dtype=np.int32)
     flat: dict[str, np.ndarray] = {
         n: np.concatenate([np.zeros(0, COLUMNS[n]), *arrays]).astype(COLUMNS[n]) for n, arrays in lists.items()
@@ -190,7 +188,7 @@ def write_tokens(
         pq.write_table(
             pa.table(columns),
             aside,
-            row_group_size=_ROWS_OF_A_GROUP,
+            row_group_size=max(1, len(rows) * _TOKENS_OF_A_GROUP // max(1, int(ends[-1]))),
             compression="zstd",
             use_dictionary=["trajectory", "turn", "trainer_version", *map(element, _REPEATED)],
             column_encoding={element(name): "BYTE_STREAM_SPLIT" for name in _NOISY},

@@ -12,15 +12,15 @@ SEE_FAULTS = [
     Fault(
         "the page shows the entropy of the next token",
         "meshrl/monitor/token_log.py",
-        '                "entropies": scored[1],',
-        '                "entropies": np.roll(scored[1], -1),',
+        'columns["logprobs"], columns["entropies"] = scored',
+        'columns["logprobs"], columns["entropies"] = scored[0], np.roll(scored[1], -1)',
         (_VALUES + "test_the_logged_values_are_those_of_the_weights_before_the_step",),
     ),
     Fault(
         "logprobs after the first update stand for those before the step",
         "meshrl/monitor/token_log.py",
-        "scored[0] if sample.old_logprobs is None else sample.old_logprobs[places]",
-        "scored[0]",
+        "if sample.old_logprobs is not None:",
+        "if sample.old_logprobs is not None and scored is None:",
         (_VALUES + "test_ranks_return_values_only_for_steps_that_are_logged_and_old_logprobs_are_preferred",),
     ),
     Fault(

@@ -31,7 +31,6 @@ from meshrl.tools.viewer.chunks import packed
 from meshrl.train.checkpoint_files import MANIFEST, step_folders
 
 MAX_TOKENS = 4096  # of a row; eager attention of 32 heads needs 2 GB for the scores of so many
-_SHOWN_NAMES = 20  # in an error that lists what exists
 _HERE = "meshrl.tools.viewer"
 
 
@@ -51,7 +50,6 @@ class SavedWeights:
 
     step: int
     place: str
-    is_state: bool = False
 
 
 def write_attention(run: Path, which: str, out: Path | None = None) -> list[str]:
@@ -81,27 +79,18 @@ def find_answer(run: Path, which: str) -> Answer:
     found = re.fullmatch(r"(?:(eval)_)?(\d{1,9})/(.+)/(\d{1,9})", which)
     if found is None:
         raise ConfigError(f"--attention {which!r}: write STEP/GROUP/ANSWER, such as 12/3/0, or eval_12/3/0")
-    kind, step, wanted, index = found[1] or "step", int(found[2]), found[3], int(found[4])
+    kind, step, group, index = found[1] or "step", int(found[2]), found[3], int(found[4])
     answers = read_answers(run, kind, step)
-    damage = f" ({answers.error})" if answers.error else ""
-    heads = {name: group[0].trajectory for name, group in answers.groups.items()}
-    number = f"{step_name(kind, step)}/{wanted}"
-    named = (name for name, one in heads.items() if wanted in (one.group_id, one.prompt.id))
-    name = number if number in heads else next(named, None)
+    named = {f"{name}/{one.trajectory.index}": one.trajectory for name, of in answers.groups.items() for one in of}
+    number = f"{step_name(kind, step)}/{group}/{index}"
+    by_id = (name for name, one in named.items() if group in (one.group_id, one.prompt.id) and one.index == index)
+    name = number if number in named else next(by_id, None)
     if name is None:
-        known = [f"{name} = {one.group_id}" for name, one in heads.items()]
-        raise MeshrlError(f"{answers.title} has no group {wanted}; {_listed(known)}{damage}")
-    trajectories = {logged.trajectory.index: logged.trajectory for logged in answers.groups[name]}
-    if index not in trajectories:
-        raise MeshrlError(f"{answers.title}: {name} has no answer {index}; {_listed(sorted(trajectories))}{damage}")
-    with data_errors(f"{answers.title}, {name}/{index}", "a trajectory"):
-        check_turns(trajectories[index])
-    return Answer(kind, step, f"{name}/{index}", trajectories[index])
-
-
-def _listed(names: list[Any]) -> str:
-    more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
-    return f"there are: {', '.join(map(str, names[:_SHOWN_NAMES])) or 'none'}{more}"
+        error = f" ({answers.error})" if answers.error else ""
+        raise MeshrlError(f"{answers.title} has no answer {which}; there are: {', '.join(named):.200}{error}")
+    with data_errors(f"{answers.title}, {name}", "a trajectory"):
+        check_turns(named[name])
+    return Answer(kind, step, name, named[name])
 
 
 def _row(trajectory: Trajectory) -> tuple[np.ndarray, np.ndarray, list[str]]:
@@ -136,13 +125,12 @@ def choose_weights(run: Path, answer: Answer) -> tuple[SavedWeights, int]:
     found = []
     has_base = Path(given).is_dir() or bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", given))  # a folder, or a hub id
     if given and has_base:
-        is_state = (state_in(Path(given)) / MANIFEST).is_file()
-        found.append(SavedWeights(first, given, is_state))
+        found.append(SavedWeights(first, given))
     for step, folder in step_folders(run / "checkpoints"):
         if (folder / "model" / "config.json").is_file():
             found.append(SavedWeights(step, str(folder / "model")))
         elif has_base and (folder / "state" / MANIFEST).is_file():  # to convert it, the first model is needed
-            found.append(SavedWeights(step, str(folder / "state"), is_state=True))
+            found.append(SavedWeights(step, str(folder / "state")))
     if not found:
         raise MeshrlError(
             f"{run} has no weights to compute attention with: model.path {given!r} does not exist, and checkpoints/ "
@@ -192,7 +180,7 @@ def _page(
 
     with tempfile.TemporaryDirectory(prefix="meshrl-attention-") as made:
         place = weights.place
-        if weights.is_state:
+        if (state_in(Path(place)) / MANIFEST).is_file():
             place = str(Path(made) / "model")
             convert(Path(weights.place), Path(place))
         tokenizer = load_tokenizer(place)
@@ -203,7 +191,7 @@ def _page(
         "block": maps.block,
         "side": maps.side,
         "heads": maps.num_heads,
-        "layers": [None if one is None else _rounded(one.unshown) for one in maps.layers],
+        "layers": [one and ([] if one.unshown is None else one.unshown.round(4).tolist()) for one in maps.layers],
     }
     blocks = "".join(
         f'<script type="text/plain" id="map{i}">{packed(one.weights.tobytes())}</script>\n'
@@ -227,10 +215,6 @@ def _page(
         data=data_block("attention", facts) + blocks,
     )
     return text, _display_notes(maps)
-
-
-def _rounded(values: np.ndarray | None) -> list[float]:
-    return [] if values is None else [round(float(value), 4) for value in values]
 
 
 def _display_notes(maps: Any) -> list[str]:

@@ -92,6 +92,7 @@ def test_the_page_has_the_maps_of_all_turns_under_the_weights_that_sampled_them(
 
 def test_the_page_states_which_weights_are_missing(run):
     answer = find_answer(run, "1/1/0")
+    assert answer.trajectory.id == find_answer(run, "1/row-0/0").trajectory.id, "also by the prompt's id"
     weights, wanted = choose_weights(run, answer)
     assert (weights.step, wanted) == (0, 0)
     lines = write_attention(run, "1/1/0")
@@ -122,9 +123,9 @@ def test_without_metrics_an_answer_belongs_to_the_weights_of_the_step_before(run
         ("3", "write STEP/GROUP/ANSWER"),
         ("2/1/0", r"has no rollouts of step 2; there are: 1, 3"),
         ("eval_2/1/0", r"has no evaluation after step 2; there are none"),
-        ("3/3/0", r"has no group 3; there are: 3/1 = row-0@0, 3/2 = row-1@0"),
-        ("3/row-9/0", r"has no group row-9"),
-        ("3/2/0", r"3/2 has no answer 0; there are: 1, 2"),
+        ("3/3/0", r"has no answer 3/3/0; there are: 3/1/0, 3/2/1, 3/2/2"),
+        ("3/row-9/0", r"has no answer 3/row-9/0"),
+        ("3/2/0", r"rollouts of step 3 has no answer 3/2/0"),
         ("3/2/2", r"has no turn, so there are no tokens"),
     ],
 )
@@ -156,7 +157,7 @@ def test_damaged_lines_after_the_answer_do_not_matter(run, tmp_path):
     with (copy / "rollouts" / "step_000003.jsonl").open("a") as file:
         file.write('{"schema": 99}\n')
     assert find_answer(copy, "3/1/0").trajectory.prompt.id == "row-0"
-    with pytest.raises(MeshrlError, match=r"has no answer 5; .*schema 99"):
+    with pytest.raises(MeshrlError, match=r"has no answer 3/1/5; .*schema 99"):
         find_answer(copy, "3/1/5")
 
 
@@ -181,6 +182,6 @@ def test_a_checkpoint_without_a_model_is_converted(tmp_path, monkeypatch):
     (run / "rollouts" / "step_000001.jsonl").rename(run / "rollouts" / "eval_000001.jsonl")
     (run / "metrics.jsonl").unlink()
     weights, wanted = choose_weights(run, find_answer(run, "eval_1/1/0"))
-    assert (weights.step, weights.is_state, wanted) == (1, True, 1)
+    assert (weights.step, weights.place, wanted) == (1, str(run / "checkpoints" / "step_000001" / "state"), 1)
     lines = write_attention(run, "eval_1/1/0")
     assert lines[0] == f"wrote {run / 'attention_eval_1_1_0.html'}" and "after step 1" in lines[1]
