@@ -141,12 +141,9 @@ def _leave_out_repeated(record: Record, trajectory: Trajectory, group: _Group) -
 
 def step_files(folder: Path, first_step: int) -> list[Path]:
     """The files of step `first_step` and later ones in a run's rollouts/, also of evaluations after these steps."""
-    found = []
-    for path in sorted([*folder.glob("*_*.jsonl"), *folder.glob("*_*.tokens.parquet")]):
-        number = path.name.partition(".")[0].rpartition("_")[2]
-        if number.isdigit() and int(number) >= first_step:
-            found.append(path)
-    return found
+    paths = sorted([*folder.glob("*_*.jsonl"), *folder.glob("*_*.tokens.parquet")])
+    numbers = [path.name.partition(".")[0].rpartition("_")[2] for path in paths]
+    return [path for path, number in zip(paths, numbers) if number.isdecimal() and int(number) >= first_step]
 
 
 def answer_files(run: Path, kind: str) -> dict[int, Path]:

@@ -54,13 +54,11 @@ def read_answers(run: Path, kind: str, step: int, wrong: bool = False) -> Answer
     """
     require_rollouts(run)
     files = answer_files(run, kind)
-    what, key = "rollouts of step", "monitor.rollout_log_every_steps"
-    if kind == "eval":
-        what, key = "evaluation after step", "loop.eval_every_steps"
+    what = "evaluation after step" if kind == "eval" else "rollouts of step"
     number = max(files, default=-1) if step == -1 else step
     if number not in files:
         known = f"there are: {', '.join(map(str, files)):.200}" if files else "there are none"
-        raise MeshrlError(f"{run} has no {what} {step}; {known} ({key})")
+        raise MeshrlError(f"{run} has no {what} {step}; {known} (monitor.rollout_log_every_steps)")
     term, pass_score = criterion_of(read_settings(run / "config.yaml"))
     names: dict[str, str] = {}
     groups: dict[str, list[LoggedTrajectory]] = {}

@@ -36,11 +36,10 @@ _HERE = "meshrl.tools.viewer"
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One answer of the rollout log. kind: step or eval. step: of its file. name: STEP/GROUP/ANSWER."""
+    """One answer of the rollout log. name: STEP/GROUP/ANSWER. step: finished steps before it was sampled."""
 
-    kind: str
-    step: int
     name: str
+    step: int
     trajectory: Trajectory
 
 
@@ -63,11 +62,10 @@ def write_attention(run: Path, which: str, out: Path | None = None) -> list[str]
     answer = find_answer(run, which)
     weights, wanted = choose_weights(run, answer)
     ids, sampled, notes = _row(answer.trajectory)
-    text, more = _page(run, answer, weights, ids, sampled)
-    notes = [_origin(answer, weights, wanted), *notes, *more]
-    shown = "".join(f'<p class="note">{escape(note)}</p>' for note in notes)
+    texts, maps = _computed(weights, ids)
+    notes = [_origin(answer, weights, wanted), *notes, *_display_notes(maps)]
     path = out or run / f"attention_{answer.name.replace('/', '_')}.html"
-    return [f"wrote {write_page(path, text.replace(_NOTES, shown, 1))}", *notes]
+    return [f"wrote {write_page(path, _page(run, answer, texts, sampled, maps, notes))}", *notes]
 
 
 # ---- which answer
@@ -90,7 +88,7 @@ def find_answer(run: Path, which: str) -> Answer:
         raise MeshrlError(f"{answers.title} has no answer {which}; there are: {', '.join(named):.200}{error}")
     with data_errors(f"{answers.title}, {name}", "a trajectory"):
         check_turns(named[name])
-    return Answer(kind, step, name, named[name])
+    return Answer(name, step if kind == "eval" else step - 1, named[name])
 
 
 def _row(trajectory: Trajectory) -> tuple[np.ndarray, np.ndarray, list[str]]:
@@ -149,7 +147,7 @@ def _finished_steps(run: Path, answer: Answer) -> int:
                 return 0
             if line.metrics.get("sync/version") == version:
                 return line.step
-    return answer.step if answer.kind == "eval" else answer.step - 1
+    return answer.step
 
 
 def _origin(answer: Answer, weights: SavedWeights, wanted: int) -> str:
@@ -168,13 +166,9 @@ def _origin(answer: Answer, weights: SavedWeights, wanted: int) -> str:
 
 # ---- the page
 
-_NOTES = "<!--notes-->"
 
-
-def _page(
-    run: Path, answer: Answer, weights: SavedWeights, ids: np.ndarray, sampled: np.ndarray
-) -> tuple[str, list[str]]:
-    """The page without its notes, and notes about how the maps are shown."""
+def _computed(weights: SavedWeights, ids: np.ndarray) -> tuple[list[str], Any]:
+    """The texts of the tokens, and their AttentionMaps."""
     from meshrl.model.attention_maps import attention_maps  # imports torch
     from meshrl.model.load import load_causal_lm
 
@@ -184,9 +178,13 @@ def _page(
             place = str(Path(made) / "model")
             convert(Path(weights.place), Path(place))
         tokenizer = load_tokenizer(place)
-        maps = attention_maps(load_causal_lm(place), ids)
+        texts = [printable(text_of(tokenizer, ids[i : i + 1], special=True)) for i in range(len(ids))]
+        return texts, attention_maps(load_causal_lm(place), ids)
+
+
+def _page(run: Path, answer: Answer, texts: list[str], sampled: np.ndarray, maps: Any, notes: list[str]) -> str:
     facts = {
-        "tokens": [printable(text_of(tokenizer, ids[i : i + 1], special=True)) for i in range(len(ids))],
+        "tokens": texts,
         "sampled": [int(flag) for flag in sampled],
         "block": maps.block,
         "side": maps.side,
@@ -198,23 +196,21 @@ def _page(
         for i, one in enumerate(maps.layers)
         if one is not None
     )
-    trajectory = answer.trajectory
-    reward = "none" if trajectory.reward is None else f"{trajectory.reward:.4g}"
-    about = f"answer {answer.name} · group {trajectory.group_id}"
-    name = run.resolve().name
-    text = document(
+    name, reward = run.resolve().name, answer.trajectory.reward
+    about = f"answer {answer.name} · group {answer.trajectory.group_id} · {len(texts)} tokens"
+    badge = "none" if reward is None else f"{reward:.4g}"
+    return document(
         f"{name}: attention of {answer.name}",
         [
             f"<header><h1>{escape(name)}: attention</h1>"
-            f'<span class="badge">reward <b>{reward}</b></span><p>{escape(about)} · {len(ids)} tokens</p></header>',
-            _NOTES,
+            f'<span class="badge">reward <b>{badge}</b></span><p>{escape(about)}</p></header>',
+            *(f'<p class="note">{escape(note)}</p>' for note in notes),
             package_text(_HERE, "attention.html"),
         ],
         style=[package_text(_HERE, "attention.css")],
         scripts=[package_text(_HERE, "attention.js")],
         data=data_block("attention", facts) + blocks,
     )
-    return text, _display_notes(maps)
 
 
 def _display_notes(maps: Any) -> list[str]:

@@ -49,10 +49,6 @@ class Chunk:
     groups: list[Record]
     rows: list[tuple[Any, ...]]
 
-    @property
-    def num_bytes(self) -> int:
-        return len(self.texts) + len(self.values) + 160 * len(self.rows)
-
 
 @dataclass(frozen=True, slots=True)
 class _Answer:

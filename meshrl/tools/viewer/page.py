@@ -62,7 +62,7 @@ def _read(files: list[RolloutFile], folder: Path) -> tuple[list[list[Chunk]], li
     room, left_out = MAX_PAGE_BYTES, list[RolloutFile]()
     for i in reversed(range(len(files))):
         for chunk in read_chunks(files[i]) if room > 0 else ():
-            room -= chunk.num_bytes
+            room -= len(chunk.texts) + len(chunk.values) + 160 * len(chunk.rows)
             if room > 0:
                 chunks.setdefault(i, []).append(chunk)
         if room <= 0:

@@ -82,10 +82,9 @@ def answer_parts(group: str, logged: LoggedTrajectory, coloured: Sequence[Text] 
     """The head of an answer with its name and reward, and the messages of its turns. group: a key of `Answers.groups`.
     coloured: the texts of the turns, in place of the sampled messages."""
     trajectory = logged.trajectory
-    reward, tokens = trajectory.reward, sum(len(turn.output_ids) for turn in trajectory.turns)
+    reward, tokens = trajectory.reward, counted(sum(len(turn.output_ids) for turn in trajectory.turns), "token")
     style = "yellow" if reward is None else "green" if reward > 0 else "red"
-    head = f"── answer {group}/{trajectory.index}: {reward_text(trajectory)}, {trajectory.status}, "
-    head += counted(tokens, "token")
+    head = f"── answer {group}/{trajectory.index}: {reward_text(trajectory)}, {trajectory.status}, {tokens}"
     yield Text(printable(head), style)
     for failure in (trajectory.failure, *trajectory.rewards.values()):
         if isinstance(failure, Failure):
