@@ -177,7 +177,7 @@ def open_token(page: Page) -> float:
         seen.disconnect();
         requestAnimationFrame(() => setTimeout(() => done(performance.now() - began)));
       }).observe(document.documentElement, { attributeFilter: ["data-open"] });
-      location.hash = "step=1&group=row-0%401&answer=2&turn=0&token=3";
+      location.hash = "1/1/2&turn=0&token=3";
     })"""
     return float(page.evaluate(code)) / 1000
 
