@@ -347,6 +347,8 @@ def _view(args: argparse.Namespace) -> int:
         answers = read_answers(args.folder, kind, step, args.wrong)
         for text in one_line_each(answers) if args.text else pages_of(answers):
             print_output(text, is_printable=True)
+        if args.text and answers.error:  # lines of stdout are counted
+            print_message(answers.error)
     elif args.attention is not None:
         from meshrl.tools.viewer.attention import write_attention
 

@@ -140,6 +140,9 @@ def test_an_incomplete_line_is_named(run, capsys):
     assert main(["view", str(run), "--step", "3"]) == 0
     printed = capsys.readouterr().out
     assert "0 prompts, 0 answers" in printed and "step_000003.jsonl:1: the line is incomplete" in printed
+    assert main(["view", str(run), "--step", "3", "--text"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "" and "step_000003.jsonl:1: the line is incomplete" in captured.err
 
 
 def test_a_run_without_rollouts_and_a_missing_run_are_explained(tmp_path, capsys):
