@@ -10,7 +10,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,20 +64,9 @@ class JsonlSink:
         with output_errors(self._path, CONTINUE_LATER):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if self._path.exists():
-                self._load_lines(first_step)
+                lines, _, self._units = split_lines(self._path, first_step)
+                write_text(self._path, lines)  # without a truncated last line and the steps that are repeated
             self._file = self._path.open("a", encoding="utf-8")
-
-    def _load_lines(self, first_step: int | None) -> None:
-        """Rewrite the file atomically, without a truncated last line and without the steps that are repeated."""
-        lines = []
-        for number, record in enumerate(read_lines(self._path), start=1):
-            with data_errors(f"{self._path}:{number}", "a line of metrics.jsonl"):
-                if "units" in record:
-                    self._units.update(record["units"])
-                elif first_step is not None and record["step"] >= first_step:
-                    continue
-                lines.append(to_line(record))
-        write_text(self._path, "".join(lines))
 
     def write(self, step: int, values: Mapping[str, float], units: Mapping[str, str]) -> None:
         """Append one step. The line may be incomplete after an OutputError; readers and resumed runs ignore it.
@@ -128,10 +117,15 @@ class MetricsLine:
 
 def read_metrics(path: str | Path) -> tuple[list[MetricsLine], dict[str, str]]:
     """A metrics.jsonl as (lines, units). Raises: DataError, which names file and line."""
-    lines: list[MetricsLine] = []
     units: dict[str, str] = {}
-    for number, record in enumerate(read_lines(path), start=1):
-        with data_errors(f"{path}:{number}", "a line of metrics.jsonl"):
+    return list(metrics_lines(path, units)), units
+
+
+def metrics_lines(path: str | Path, units: dict[str, str], containing: str = "") -> Iterator[MetricsLine]:
+    """The lines of a metrics.jsonl that contain this text; `units` gets the units of the metrics. Raises: DataError at
+    the first line that can't be read."""
+    for number, record in enumerate(read_lines(path, containing.encode()), start=1):
+        with data_errors(str(path) if containing else f"{path}:{number}", "a line of metrics.jsonl"):
             if "units" in record:
                 units |= {str(name): str(unit) for name, unit in record["units"].items()}
                 continue
@@ -139,23 +133,27 @@ def read_metrics(path: str | Path) -> tuple[list[MetricsLine], dict[str, str]]:
             if type(step) is not int or not 0 <= step < _MAX_STEP or not 0 <= at < _MAX_TIME:
                 raise ValueError(f"step {step!r:.40} at time {at!r}")
             values = {name: float(value) for name, value in record["metrics"].items()}
-            lines.append(MetricsLine(step=step, time=at, metrics=values))
-    return lines, units
+            line = MetricsLine(step=step, time=at, metrics=values)
+        yield line
 
 
-def later_lines(path: Path, first_step: int) -> str:
-    """The lines of a metrics.jsonl of step `first_step` and later, with the units of all names; "" if there are none.
-
-    Raises: DataError, which names file and line.
-    """
-    lines, num_steps = [], 0
+def split_lines(path: Path, first_step: int | None) -> tuple[str, str, dict[str, str]]:
+    """The complete lines of a metrics.jsonl before step `first_step`, those of this and later steps ("" if there are
+    none), both with all units, and the units. None = all lines are before it. Raises: DataError, which names file and
+    line."""
+    before, later, units, has_later = list[str](), list[str](), dict[str, str](), False
     for number, record in enumerate(read_lines(path), start=1):
         with data_errors(f"{path}:{number}", "a line of metrics.jsonl"):
-            is_later = "units" not in record and record["step"] >= first_step
-            if is_later or "units" in record:
-                lines.append(to_line(record))
-            num_steps += is_later
-    return "".join(lines) if num_steps else ""
+            is_header, line = "units" in record, to_line(record)
+            is_later = not is_header and first_step is not None and record["step"] >= first_step
+            if is_header:
+                units.update(record["units"])
+            if not is_later:
+                before.append(line)
+            if is_later or is_header:
+                later.append(line)
+            has_later = has_later or is_later
+    return "".join(before), "".join(later) if has_later else "", units
 
 
 _MAX_STEP, _MAX_TIME = 1 << 40, 1e11  # a larger number means a damaged file; the time is in the year 5138
@@ -296,14 +294,22 @@ def duration(seconds: float) -> str:
     return f"{rounded // 3600}h{rounded % 3600 // 60:02d}m"
 
 
-def _amount(value: float) -> str:
-    """A number with k, M, G or T if it is 1000 or more; NaN and infinities unchanged."""
+def number(value: float, unit: str = "") -> str:
+    """A readable number with three digits: 1.2k, 2e-7, 1.2 GB, 40 ms, 2m07s."""
     if not math.isfinite(value):
         return str(value)
+    if unit == "s" and value >= 100:
+        return duration(value)
+    if unit == "s" and 0 < value < 0.1:
+        return f"{value * 1e3:.3g} ms"
+    if 0 < abs(value) < 1e-3:
+        digits, _, power = f"{value:.2e}".partition("e")
+        return f"{float(digits):g}e{int(power)}"
+    tail = {"bytes": "B", "s": " s"}.get(unit, "")
     for factor, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= factor:
-            return f"{value / factor:.1f}{letter}"
-    return f"{value:.0f}"
+            return f"{value / factor:.3g} {letter}{tail}" if tail == "B" else f"{value / factor:.3g}{letter}{tail}"
+    return f"{value:.3g}{' ' if tail == 'B' else ''}{tail}"
 
 
 _PRINT_EVERY_S = 10.0
@@ -330,11 +336,11 @@ COLUMNS: tuple[Column, ...] = (  # of the live panel
     ("loss", "loss/policy", "{:.4f}".format),
     ("approx_kl", "loss/approx_kl", "{:.2e}".format),
     ("lr", "train/lr", "{:.1e}".format),
-    ("rollout", "rollout/tokens_per_s", lambda value: f"{_amount(value)} tok/s"),
-    ("train", "train/tokens_per_s", lambda value: f"{_amount(value)} tok/s"),
+    ("rollout", "rollout/tokens_per_s", lambda value: f"{number(value)} tok/s"),
+    ("train", "train/tokens_per_s", lambda value: f"{number(value)} tok/s"),
     ("sync", "sync/latency_s", "{:.2f}s".format),
     ("train idle", "run/train_idle", "{:.0%}".format),
     ("rollout idle", "run/rollout_idle", "{:.0%}".format),
     ("staleness", "rollout/staleness_versions/p95", "{:.0f}".format),
-    ("mem", "memory/rss_bytes", lambda value: f"{_amount(value)}B"),
+    ("mem", "memory/rss_bytes", lambda value: number(value, "bytes")),
 )

@@ -19,7 +19,7 @@ from meshrl.core.files import is_there, write_text
 from meshrl.core.lookup import similar_names
 from meshrl.monitor.notes import NOTES_FILE
 from meshrl.monitor.rollout_log import step_files
-from meshrl.monitor.sinks import later_lines
+from meshrl.monitor.sinks import split_lines
 from meshrl.monitor.status import STATUS_FILE
 from meshrl.monitor.trace import FOLDER as TRACES
 from meshrl.run.models import BEST_FILE, restore_best
@@ -184,7 +184,7 @@ def set_aside(folder: Path, start: Start | None) -> Path | None:
     numbers = [_number(path) for place in (folder, checkpoints, rollouts) for path in place.glob(EARLIER + "*")]
     aside = folder / f"{EARLIER}{1 + max(numbers, default=0)}"
     step, first_repeated = (start.step, start.first_repeated_step) if start is not None else (-1, 0)
-    later = later_lines(metrics, first_repeated) if start is not None and metrics.exists() else ""
+    later = split_lines(metrics, first_repeated)[1] if start is not None and metrics.exists() else ""
     remove_leftovers(checkpoints)
     moved = [path for number, path in step_folders(checkpoints) if number > step]
     moved += step_files(rollouts, first_repeated)

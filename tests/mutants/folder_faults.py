@@ -68,8 +68,8 @@ FOLDER_FAULTS = [
     Fault(
         "the metrics of repeated steps are lost",
         "meshrl/monitor/sinks.py",
-        'is_later = "units" not in record and record["step"] >= first_step',
-        'is_later = "units" not in record and record["step"] > first_step',
+        'first_step is not None and record["step"] >= first_step',
+        'first_step is not None and record["step"] > first_step',
         (_RECORD + "test_what_a_killed_run_wrote_after_its_checkpoint_is_moved_aside",),
     ),
     Fault(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from meshrl.monitor.curve import mean_of_known, split
-from meshrl.monitor.sinks import duration
+from meshrl.monitor.sinks import number
 
 WIDTH, HEIGHT = 460, 220
 LEFT, RIGHT, TOP, BOTTOM = 50, WIDTH - 16, 10, HEIGHT - 24
@@ -56,24 +56,6 @@ class Scale:
 
     def _unlog(self, value: float) -> float:
         return math.log10(max(value, self.low)) if self.log else value
-
-
-def number(value: float, unit: str = "") -> str:
-    """A readable number with three digits: 1.2k, 2e-7, 1.2 GB, 40 ms, 2m07s."""
-    if not math.isfinite(value):
-        return str(value)
-    if unit == "s" and value >= 100:
-        return duration(value)
-    if unit == "s" and 0 < value < 0.1:
-        return f"{value * 1e3:.3g} ms"
-    if 0 < abs(value) < 1e-3:
-        digits, _, power = f"{value:.2e}".partition("e")
-        return f"{float(digits):g}e{int(power)}"
-    tail = {"bytes": "B", "s": " s"}.get(unit, "")
-    for factor, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= factor:
-            return f"{value / factor:.3g} {letter}{tail}" if tail == "B" else f"{value / factor:.3g}{letter}{tail}"
-    return f"{value:.3g}{' ' if tail == 'B' else ''}{tail}"
 
 
 def figure(
