@@ -120,10 +120,12 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     stop = add("stop", _stop, "end a run of this machine with a checkpoint, by SIGTERM; waits up to a minute")
     for sub in (report, status, stop):
         sub.add_argument("folder", type=Path, metavar="RUN", help="folder of the run, such as runs/NAME")
-    _add_view_options(add("view", _view, "show the answers of a run: as a page (RUN/view.html) or in the terminal"))
+    view = add("view", _view, "show the answers of a run: as a page (RUN/view.html) or in the terminal")
+    _add_view_options(view)
     compare = add("compare", _compare, "show what differs between runs or evaluations, also as a page")
     compare.add_argument("folders", type=Path, nargs="+", metavar="RUN", help="folders of two or more runs")
-    compare.add_argument("--out", type=Path, metavar="FILE", help="page to write (default: compare.html in first RUN)")
+    for sub in (report, view, compare):
+        sub.add_argument("--out", type=Path, metavar="FILE", help="page to write (default: in RUN, or the first RUN)")
     runs = add("runs", _runs, "list the runs in a folder: state, progress, held-out scores")
     runs.add_argument("folder", type=Path, nargs="?", default=Path("runs"), metavar="FOLDER", help="default: runs")
     convert = add("convert", _convert, "convert a checkpoint to a model folder that from_pretrained loads")
@@ -227,7 +229,6 @@ def _add_view_options(view: argparse.ArgumentParser) -> None:
     )
     view.add_argument("--wrong", action="store_true", help="print only answers with a score below loop.eval_pass_score")
     view.add_argument("--text", action="store_true", help="print only the text of each answer, as one line")
-    view.add_argument("--out", type=Path, metavar="FILE", help="page to write (default: in RUN)")
 
 
 def _add_diagnose_options(diagnose: argparse.ArgumentParser) -> None:
@@ -318,7 +319,7 @@ def _diagnose(args: argparse.Namespace) -> int:
 def _report(args: argparse.Namespace) -> int:
     from meshrl.tools.report.page import write_report
 
-    print_message(f"wrote {write_report(args.folder)}", sys.stdout)
+    print_message(f"wrote {write_report(args.folder, args.out)}", sys.stdout)
     return 0
 
 

@@ -25,6 +25,11 @@ def _escaped(found: re.Match[str]) -> str:
     return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
 
 
+def counted(number: int, noun: str) -> str:
+    """Such as 1 answer, 2 answers."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def print_message(text: str, stream: TextIO | None = None) -> None:
     """Print a message for the user, by default on stderr. It is lost if the stream can't be written."""
     with contextlib.suppress(OSError, ValueError):  # ValueError: the stream is closed

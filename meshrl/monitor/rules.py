@@ -16,6 +16,8 @@ _AT_LEAST = 5  # values in a mean
 def judge(rule: Mapping[str, float], values: Sequence[float]) -> str | None:
     """What makes the curve suspicious, with the measured value; "" if nothing does; None if it can't be judged."""
     known = [value for value in values if not math.isnan(value)]
+    if known and all(math.isnan(value) for value in values[-_AT_LEAST:]):
+        return "the newest values are NaN"
     measures = {kind: RULES[kind][0](known) for kind in rule if len(known) >= RULES[kind][1]}
     judged = {kind: measured for kind, measured in measures.items() if not math.isnan(measured)}
     for kind, measured in judged.items():

@@ -23,7 +23,7 @@ from meshrl.cluster.torchrun import follow, is_follower
 from meshrl.config.load import Loaded
 from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.core.device import device_notice
-from meshrl.core.terminal import open_standard_streams, print_message
+from meshrl.core.terminal import counted, open_standard_streams, print_message
 from meshrl.data.decode import text_of
 from meshrl.loops.colocated import colocated
 from meshrl.loops.fully_async import fully_async
@@ -46,7 +46,7 @@ from meshrl.run.models import model_folder, read_best
 from meshrl.run.restart import failures_raised, run_to_end
 from meshrl.run.signals import Stop
 from meshrl.run.task import load_sft_source, load_task, reward_workers
-from meshrl.run.verdict import Verdict, read_verdict
+from meshrl.run.verdict import read_verdict
 from meshrl.run.watchdog import run_in_own_loop, watchdog
 
 T = TypeVar("T")
@@ -198,8 +198,9 @@ async def _train(stop: Stop, loaded: Loaded[RunConfig], write_report: WriteRepor
             save_curve(run.folder / "reward.png", job.rewards, job.evals)
         _note_left_out(run.note, task, cfg, noted)
         note_run_without_signal(job)
-        if (verdict := _verdict(run, job)) is not None:
-            run.note(verdict.text)
+        if (verdict := read_verdict(run.folder, job.evals)) is not None:
+            for line in verdict.lines:
+                run.note(line)
         _note_end(run, job.step)
     return run.folder
 
@@ -238,8 +239,8 @@ def _note_start(run: LiveRun) -> None:
     samplers = ""
     if run.kind == "train":
         num = cluster.num_rollout_ranks
-        samplers = f"{num} sampler rank{'' if num == 1 else 's'}, " if num else "colocated samplers, "
-    trainers = f"{cluster.num_train_ranks} train rank{'' if cluster.num_train_ranks == 1 else 's'}"
+        samplers = f"{counted(num, 'sampler rank')}, " if num else "colocated samplers, "
+    trainers = counted(cluster.num_train_ranks, "train rank")
     run.note(f"run {run.folder}: starting {trainers}, {samplers}executor {cluster.executor}")
 
 
@@ -261,9 +262,7 @@ async def _note_ready(
 
 def _note_end(run: LiveRun, steps: int) -> None:
     since = f" ({steps - run.start.step} of them after the resume)" if run.start is not None else ""
-    run.note(
-        f"done: {steps} step{'' if steps == 1 else 's'}{since} in {run.seconds:.0f} s; see {run.folder / 'report.html'}"
-    )
+    run.note(f"done: {counted(steps, 'step')}{since} in {run.seconds:.0f} s; see {run.folder / 'report.html'}")
 
 
 def _note_left_out(note: Callable[[str], None], task: Task, cfg: RunConfig, noted: int | None = None) -> int:
@@ -282,14 +281,10 @@ def _newest_model(run: LiveRun) -> str | None:
     return str(model_folder(run.folder, run.exported_step)) if run.exported_step else None
 
 
-def _verdict(run: LiveRun, job: Job) -> Verdict | None:
-    return read_verdict(run.folder, {step for step, _ in job.evals})
-
-
 def _summary(run: LiveRun, job: Job) -> dict[str, Any]:
     """The run's entries for result.json."""
     rss = next(m.sum for m in memory_metrics() if m.name == "memory/rss_bytes")
-    best, verdict, term = read_best(run.folder), _verdict(run, job), job.cfg.eval_term
+    best, verdict, term = read_best(run.folder), read_verdict(run.folder, job.evals), job.cfg.eval_term
     return {
         "steps": job.step,
         "evals": [{"step": step, "mean_at_k": value, "term": term} for step, value in job.evals],

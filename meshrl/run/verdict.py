@@ -8,13 +8,13 @@ interval narrower.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from meshrl.core.errors import MeshrlError
-from meshrl.monitor.jsonl import data_errors, read_object
+from meshrl.monitor.jsonl import data_errors
 from meshrl.monitor.sinks import MetricsLine, read_metrics
 from meshrl.run.models import Best, read_best
 
@@ -38,31 +38,41 @@ class Verdict:
 
     @property
     def outcome(self) -> str:
-        """better | worse | unchanged | unknown (no interval, or one evaluation)."""
-        if self.first[0] == self.last[0] or not math.isfinite(self.difference + self.margin):
+        """As outcome_of; also unknown with one evaluation."""
+        if self.first[0] == self.last[0]:
             return "unknown"
-        if abs(self.difference) <= self.margin:
-            return "unchanged"
-        return "better" if self.difference > 0 else "worse"
+        return outcome_of(self.difference - self.margin, self.difference + self.margin)
 
     @property
     def text(self) -> str:
-        """One line, such as: held-out 0.225 -> 0.000 (worse: -0.225 +- 0.144); best: 0.225 at step 0, PATH."""
+        """One line, such as: held-out 0.225 -> 0.000 (worse: -0.225 +- 0.144); best: 0.225 at step 0."""
         (before, score), (after, newest) = self.first, self.last
         margin = "" if math.isnan(self.margin) else f" +- {self.margin:.3f}"
         if before == after:
             scores = f"held-out {score:.3f}{margin} at step {before}, the only evaluation"
         else:
-            change = f"{self.outcome}: {self.difference:+.3f}{margin}" if margin else "interval unknown"
+            is_known = self.outcome != "unknown"
+            change = f"{self.outcome}: {self.difference:+.3f}{margin}" if is_known else "interval unknown"
             scores = f"held-out {score:.3f} -> {newest:.3f} ({change})"
-        best = f"; best: {self.best.score:.3f} at step {self.best.step}, {self.best.model}" if self.best else ""
-        return scores + best
+        return scores + (f"; best: {self.best.score:.3f} at step {self.best.step}" if self.best else "")
+
+    @property
+    def lines(self) -> list[str]:
+        """The text, and a line with the path of the best model."""
+        return [self.text, *([f"best model: {self.best.model}"] if self.best else [])]
 
     @property
     def facts(self) -> dict[str, Any]:
         """The entry of result.json."""
-        numbers = {"difference": self.difference, "margin": self.margin}
-        return {"outcome": self.outcome, **numbers, "text": self.text}
+        return {"outcome": self.outcome, "difference": self.difference, "margin": self.margin, "text": self.text}
+
+
+def outcome_of(low: float, high: float) -> str:
+    """By the interval of a difference: better (all of it is above 0) | worse (below 0) | unchanged | unknown (not
+    finite)."""
+    if not math.isfinite(low + high):
+        return "unknown"
+    return "better" if low > 0 else "worse" if high < 0 else "unchanged"
 
 
 def verdict_of(lines: Iterable[MetricsLine], best: Best | None, steps: Collection[int] | None = None) -> Verdict | None:
@@ -80,19 +90,18 @@ def verdict_of(lines: Iterable[MetricsLine], best: Best | None, steps: Collectio
     return Verdict((first, score), (last, newest), Z * error, best)
 
 
-def read_verdict(folder: Path, steps: Collection[int] | None = None) -> Verdict | None:
-    """The verdict by the files of a run, also of a running one; None if they have no evaluation or can't be read."""
+def read_verdict(folder: Path, evals: Iterable[tuple[int, float]]) -> Verdict | None:
+    """The verdict by the files of a run. evals: (finished steps, score) of the comparable evaluations. None without
+    these, or if the files can't be read."""
     try:
-        comparable = steps if steps is not None else compared_steps(folder)
-        return verdict_of(read_metrics(folder / "metrics.jsonl")[0], read_best(folder), comparable)
+        lines, _ = read_metrics(folder / "metrics.jsonl")
+        return verdict_of(lines, read_best(folder), {step for step, _ in evals})
     except MeshrlError:
         return None
 
 
-def compared_steps(folder: Path) -> set[int] | None:
-    """The steps of the evaluations in result.json: those of another loop.eval_term are not among them. None without
+def compared_steps(result: Mapping[str, Any]) -> set[int] | None:
+    """The steps of the evaluations in a run's result: those of another loop.eval_term are not among them. None without
     them. Raises: DataError."""
-    path = folder / "result.json"
-    result = read_object(path) if path.is_file() else {}
-    with data_errors(str(path), "the result of a run"):
+    with data_errors("result.json", "the result of a run"):
         return {int(found["step"]) for found in result.get("evals", ())} or None

@@ -26,8 +26,8 @@ SEE_FAULTS = [
     Fault(
         "a score that fell within its interval is worse",
         "meshrl/run/verdict.py",
-        "        if abs(self.difference) <= self.margin:",
-        "        if self.difference == 0:",
+        '"worse" if high < 0 else',
+        '"worse" if low < 0 else',
         ("tests/unit/run/test_verdict.py::test_a_difference_within_the_interval_is_no_change",),
     ),
     Fault(

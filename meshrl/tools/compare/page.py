@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 from textwrap import indent
 
+from meshrl.core.terminal import counted
 from meshrl.tools.compare.tables import (
     Compared,
     Table,
@@ -20,22 +21,11 @@ from meshrl.tools.compare.tables import (
 from meshrl.tools.page.charts import Line, Style, figure
 from meshrl.tools.page.document import document, package_text, write_page
 from meshrl.tools.report.folder import LoggedPrompt
-from meshrl.tools.report.sections import interval, sample_row
+from meshrl.tools.report.sections import LEARNING, SPEED, STABILITY, interval, sample_row
 from meshrl.tools.runs import table
 
 _SAMPLES, _SAMPLES_IN_TEXT = 6, 2
-_CURVES = {
-    "eval/mean_at_k": "Held-out score",
-    "reward/mean": "Training reward",
-    "loss/nll": "Loss",
-    "rollout/length_mean_tokens": "Answer length",
-    "rollout/truncated_fraction": "Truncated answers",
-    "loss/entropy": "Entropy",
-    "train/grad_norm": "Gradient norm",
-    "loss/approx_kl": "KL to the policy at the start of the step",
-    "rollout/tokens_per_s": "Sampling speed",
-    "train/tokens_per_s": "Training speed",
-}
+_CHARTS = (*LEARNING, *STABILITY, *SPEED[:1])
 
 
 def compare(folders: Sequence[Path], out: Path | None) -> tuple[str, Path]:
@@ -44,14 +34,10 @@ def compare(folders: Sequence[Path], out: Path | None) -> tuple[str, Path]:
     Raises: ConfigError and MeshrlError, as read_runs; OutputError when the page can't be written.
     """
     runs = read_runs(folders)
-    tables = [configuration(runs), held_out(runs), cost(runs)]
+    tables = [one for one in (configuration(runs), held_out(runs), cost(runs)) if one.rows or one.notes]
     path = write_page(out or folders[0] / "compare.html", page(runs, tables))
     shown = [_sample_text(row) for row in islice(same_prompts(runs), _SAMPLES_IN_TEXT)]
-    return "\n\n".join([*map(_text, filter(_is_shown, tables)), _samples_note(runs), *shown]), path
-
-
-def _is_shown(one: Table) -> bool:
-    return bool(one.rows) or one.title == "Configuration"
+    return "\n\n".join([*map(_text, tables), _samples_note(runs), *shown]), path
 
 
 def _text(one: Table) -> str:
@@ -66,7 +52,8 @@ def _samples_note(runs: Sequence[Compared]) -> str:
     differ = sum(len({prompt.is_right for prompt in row.values()}) > 1 for row in rows)
     if not rows:
         return "No held-out prompt was answered by all runs."
-    return f"Right answers to {len(rows)} common prompts: {', '.join(counts)}; {differ} prompts differ in the verdict."
+    common, prompts = counted(len(rows), "common prompt"), counted(differ, "prompt")
+    return f"Right answers to {common}: {', '.join(counts)}. Right in some runs only: {prompts}."
 
 
 def _sample_text(row: dict[str, LoggedPrompt]) -> str:
@@ -84,13 +71,13 @@ def page(runs: Sequence[Compared], tables: Sequence[Table]) -> str:
     """The complete page."""
     names = [run.label for run in runs]
     header = f"<header><h1>{escape(' · '.join(names))}</h1></header>"
-    curves = "".join(_figure(runs, name, title) for name, title in _CURVES.items())
+    named = [(name, f"{one.title}: {name}" if one.names[1:] else one.title) for one in _CHARTS for name in one.names]
+    curves = "".join(_figure(runs, name, title) for name, title in named)
     note = f'<p class="note">{escape(_samples_note(runs))}</p>'
     samples = "".join(sample_row(**row) for row in islice(same_prompts(runs), _SAMPLES))
     learned = f'<section><h2>Curves</h2><div class="grid2">{curves}</div></section>' if curves else ""
     answers = f"<section><h2>Samples</h2>{note}{samples}</section>" if samples else ""
-    config, scores, spent = (_html(one) if _is_shown(one) else "" for one in tables)
-    parts = [header, scores, config, learned, answers, spent]
+    parts = [header, *map(_html, tables), learned, answers]
     return document(f"{' and '.join(names)}: compare", parts, style=[package_text(__package__, "compare.css")])
 
 
@@ -109,7 +96,9 @@ def _figure(runs: Sequence[Compared], name: str, title: str) -> str:
 def _html(one: Table) -> str:
     head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in one.head)
     rows = "".join(
-        f'<tr><th scope="row">{escape(name)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>'
+        f'<tr><th scope="row">{escape(name)}</th>'
+        + "".join(f'<td data-of="{escape(of)}">{escape(cell)}</td>' for of, cell in zip(one.head[1:], cells))
+        + "</tr>"
         for name, *cells in one.rows
     )
     shown = f'<div class="wide"><table class="compared"><tr>{head}</tr>{rows}</table></div>' if rows else ""

@@ -7,15 +7,17 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import mean, stdev
 
 from meshrl.core.errors import ConfigError
+from meshrl.core.terminal import counted
 from meshrl.monitor.rollout_log import answer_files
 from meshrl.monitor.sinks import duration
-from meshrl.run.verdict import Z
+from meshrl.run.verdict import Z, outcome_of
 from meshrl.tools.page.charts import number
-from meshrl.tools.report.folder import LoggedPrompt, RunFolder, Setting, criterion_of, read_evaluation, read_run
+from meshrl.tools.report.folder import LoggedPrompt, RunFolder, criterion_of, read_evaluation, read_run
 from meshrl.tools.report.sections import PHASES, interval
-from meshrl.tools.runs import require_run
+from meshrl.tools.state import read_part
 
 MAX_RUNS = 12  # as many as the page has colours
 _HELD_OUT = "eval/mean_at_k"
@@ -32,11 +34,6 @@ class Compared:
     label: str
     run: RunFolder
     evaluations: dict[str, Evaluation]
-
-    @property
-    def config(self) -> dict[str, Setting]:
-        """The settings that have an effect, by key."""
-        return {s.key: s for s in self.run.settings if not s.origin.startswith("unused") and s.key not in _OWN}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,25 +57,28 @@ def read_runs(folders: Sequence[Path]) -> list[Compared]:
 
 
 def _read(folder: Path, label: str) -> Compared:
-    require_run(folder)
     run, files = read_run(folder), answer_files(folder, "eval")
     scores = run.series.get(_HELD_OUT)
+    answers = dict(filter(None, (run.first_eval, run.last_eval)))
     evaluations = {}
     if scores is not None:
         known = [-math.inf if math.isnan(value) else value for value in scores.values]
         low, high = interval(run, _HELD_OUT)
         for kind, at in (("first", 0), ("best", known.index(max(known))), ("last", -1)):
-            step, asked = scores.steps[at], {}
-            if step in files:
-                prompts = read_evaluation(files[step], *criterion_of(run.settings))[1]
-                asked = {(name, str(prompt.question)): prompt for name, prompt in prompts.items()}
+            step = scores.steps[at]
+            if step in files and step not in answers:
+                found = read_part(run.problems, read_evaluation, files[step], *criterion_of(run.settings))
+                answers[step] = found[1] if found else {}
+            asked = {(name, str(prompt.question)): prompt for name, prompt in answers.get(step, {}).items()}
             evaluations[kind] = step, scores.values[at], _brackets(low[at], high[at]) if low else "", asked
     return Compared(label, run, evaluations)
 
 
 def configuration(runs: Sequence[Compared]) -> Table:
-    """The keys with different values, and groups of runs that differ in the seed only."""
-    configs = [run.config for run in runs]
+    """The keys with different values, the models of evaluations, and groups of runs that differ in the seed at most."""
+    configs = [
+        {s.key: s for s in run.run.settings if not s.origin.startswith("unused") and s.key not in _OWN} for run in runs
+    ]
     keys = dict.fromkeys(key for config in configs for key in config)
     rows = []
     for key in keys:
@@ -87,26 +87,27 @@ def configuration(runs: Sequence[Compared]) -> Table:
         values = [config[key].value if key in config else "not used" for config in configs]
         if len(set(values)) > 1 and not is_only_default:  # a default may have no effect because of another key
             rows.append([key, *values])
-    notes = [f"{len(rows)} keys differ, {len(keys) - len(rows)} do not (without {', '.join(_OWN)})."]
+    which = f"only {rows[0][0]} differs" if len(rows) == 1 else f"{len(rows) or 'none'} differ"
+    notes = [f"Of {len(keys)} keys, {which} (without {', '.join(_OWN)})."]
+    notes += [f"{run.label}: damaged: {problem}" for run in runs for problem in dict.fromkeys(run.run.problems)]
+    if any(run.run.is_evaluation for run in runs):
+        rows.append(["evaluated model", *(str(run.run.state.result.get("model", "")) for run in runs)])
     groups: dict[str, list[Compared]] = {}
-    for run in runs:
-        values_of = {key: setting.value for key, setting in run.config.items()}
-        groups.setdefault(str(sorted({**values_of, "run.seed": ""}.items())), []).append(run)
-    return Table("Configuration", ["key", *_labels(runs)], rows, [*notes, *filter(None, map(_spread, groups.values()))])
+    for i, run in enumerate(runs, start=1):
+        groups.setdefault(str([row[i] for row in rows if row[0] != "run.seed"]), []).append(run)
+    notes += [_spread(group) for group in groups.values() if len(group) > 1]
+    return Table("Configuration", ["key", *_labels(runs)], rows, notes)
 
 
 def _spread(group: Sequence[Compared]) -> str:
-    """A sentence about runs that differ in the seed only; "" for one run."""
-    if len(group) < 2:
-        return ""
-    text = f"{', '.join(_labels(group))} differ in the seed only"
+    """A sentence about runs that differ in the seed at most."""
+    has_seeds = len({run.run.setting("run.seed") for run in group}) > 1
+    text = f"{', '.join(_labels(group))} {'differ in run.seed only' if has_seeds else 'have the same configuration'}"
     last = [run.evaluations["last"][1] for run in group if run.evaluations]
     if len(last) < 2:
         return f"{text}."
-    mean = sum(last) / len(last)
-    deviation = math.sqrt(sum((score - mean) ** 2 for score in last) / (len(last) - 1))
-    scores = f"{mean:.3f} on average, standard deviation {deviation:.3f}, from {min(last):.3f} to {max(last):.3f}"
-    return f"{text}: their last held-out scores are {scores}."
+    scores = f"{mean(last):.3f} on average, standard deviation {stdev(last):.3f}, "
+    return f"{text}: their last held-out scores are {scores}from {min(last):.3f} to {max(last):.3f}."
 
 
 def held_out(runs: Sequence[Compared]) -> Table:
@@ -122,9 +123,9 @@ def held_out(runs: Sequence[Compared]) -> Table:
             rows.append([kind if several else "", run.label, str(step), f"{score:.3f}", between, difference])
     notes = [
         "Intervals are 95 % intervals over held-out prompts, not over seeds. A difference is the mean over the prompts "
-        "that both runs answered."
+        "that both runs answered; it is unchanged when its interval contains 0."
     ]
-    return Table("Held-out score", head, rows, notes)
+    return Table("Held-out score", head, rows, notes if rows else [])
 
 
 def _difference(before: Asked, after: Asked) -> str:
@@ -134,8 +135,8 @@ def _difference(before: Asked, after: Asked) -> str:
     if not common:
         return "no common prompts" if a and b else ""
     low, high = difference_interval(common)
-    verdict = "better" if low > 0 else "worse" if high < 0 else "within the interval"
-    return f"{sum(common) / len(common):+.3f} {_brackets(low, high)} {verdict}, {len(common)} prompts"
+    prompts = counted(len(common), "prompt")
+    return f"{mean(common):+.3f} {_brackets(low, high)} {outcome_of(low, high)}, {prompts}"
 
 
 def _brackets(low: float, high: float) -> str:
@@ -151,31 +152,25 @@ def difference_interval(differences: Sequence[float]) -> tuple[float, float]:
     """A 95 % interval of the mean difference between two runs, prompt by prompt. Half an answer is added to each of the
     four cells of a pair, so that equal answers have no interval of width 0. Source: Agresti and Min 2005."""
     count, squares = len(differences) + 2, sum(value**2 for value in differences) + 1
-    mean = sum(differences) / count
-    half = Z * math.sqrt(max(squares / count - mean**2, 0.0) / count)
-    return mean - half, mean + half
+    center = sum(differences) / count
+    half = Z * math.sqrt(max(squares / count - center**2, 0.0) / count)
+    return center - half, center + half
 
 
 def cost(runs: Sequence[Compared]) -> Table:
     """Steps, time and speed."""
     rows = [
-        ["state", *(str(run.run.result.get("status") or "no result") for run in runs)],
-        ["steps", *(str(run.run.num_steps) for run in runs)],
+        ["state", *(run.run.state.word for run in runs)],
+        ["steps", *("" if run.run.is_evaluation else str(run.run.num_steps) for run in runs)],
         ["wall time", *(duration(run.run.wall_s) for run in runs)],
     ]
     for phase, word in (("rollout", "sampled"), ("train", "trained")):
-        rows.append([f"tokens {word} a second", *(_speed(run.run, phase) for run in runs)])
+        speeds = [run.run.tokens(phase) for run in runs]
+        rows.append([f"tokens {word} a second", *(number(speed[1]) if speed else "" for speed in speeds)])
     phases = dict.fromkeys([*PHASES, *(phase for run in runs for phase in run.run.phases)])
     totals = [{phase: sum(steps.values()) for phase, steps in run.run.phases.items()} for run in runs]
     rows += [[f"time of {p}", *(number(t[p], "s") if p in t else "" for t in totals)] for p in phases]
     return Table("Time", ["", *_labels(runs)], [row for row in rows if any(row[1:])])
-
-
-def _speed(run: RunFolder, phase: str) -> str:
-    tokens, seconds = run.series.get(f"{phase}/num_tokens"), run.series.get(f"time/{phase}_s")
-    if tokens is None or seconds is None or not sum(seconds.values) > 0:
-        return ""
-    return number(sum(tokens.values) / sum(seconds.values))
 
 
 def _labels(runs: Sequence[Compared]) -> list[str]:

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from meshrl.config.values import scalar
 from meshrl.core.errors import Failure, MeshrlError
 from meshrl.core.files import Unreadable, is_there, read_text
 from meshrl.core.types import Trajectory
-from meshrl.monitor.jsonl import data_errors, read_object
+from meshrl.monitor.curve import mean_of_known
+from meshrl.monitor.jsonl import data_errors
 from meshrl.monitor.notes import NOTES_FILE
 from meshrl.monitor.rollout_log import LoggedTrajectory, answer_files, read_rollouts
-from meshrl.monitor.sinks import MetricsLine, read_metrics
-from meshrl.run.folder import similar_runs
+from meshrl.monitor.sinks import MetricsLine, metrics_lines
 from meshrl.run.models import read_best
 from meshrl.run.verdict import Verdict, compared_steps, verdict_of
-
-T = TypeVar("T")
+from meshrl.tools.state import METRICS_FILE, State, read_part, read_state, require_run
 
 PAUSE_S = 600.0  # if the time between two lines exceeds their phases by more than this, the run was resumed later
 
@@ -76,12 +75,15 @@ class LoggedPrompt:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFolder:
-    """result: result.json, empty before the run's end. phases: seconds by phase and finished steps; "other" is the time
-    between the phases. notes: the text of run_notes.txt. first_eval, last_eval: (finished steps, prompts by id), None
-    if missing. problems: a line for each file that can't be read."""
+    """is_evaluation: `meshrl eval` wrote the folder. num_steps: finished steps; of an evaluation, scored answers.
+    phases: seconds by phase and finished steps; "other" is the time between the phases. notes: the text of
+    run_notes.txt. first_eval, last_eval: (finished steps, prompts by id), None if missing. problems: a line for each
+    file that can't be read, or not completely."""
 
     folder: Path
-    result: dict[str, Any]
+    is_evaluation: bool
+    num_steps: int
+    state: State
     verdict: Verdict | None
     lines: list[MetricsLine]
     series: dict[str, Series]
@@ -93,70 +95,64 @@ class RunFolder:
     last_eval: tuple[int, dict[str, LoggedPrompt]] | None
     problems: list[str]
 
-    @property
-    def num_steps(self) -> int:
-        """Number of finished steps."""
-        return max((steps for series in self.series.values() for steps in series.steps), default=0)
-
     def known(self, name: str) -> list[float]:
         """The finite values of a metric; empty if the run did not log it."""
         return [v for v in self.series[name].values if math.isfinite(v)] if name in self.series else []
+
+    def ends(self, name: str) -> tuple[float, float, int] | None:
+        """Means of the first and of the last tenth of a metric's values, and the number of values in each."""
+        values = self.series[name].values if self.known(name) else []
+        tenth = max(1, len(values) // 10)
+        return (mean_of_known(values[:tenth]), mean_of_known(values[-tenth:]), tenth) if values else None
+
+    def tokens(self, phase: str) -> tuple[float, float] | None:
+        """The number of tokens in a phase, and tokens per second of that phase."""
+        tokens, seconds = sum(self.known(f"{phase}/num_tokens")), sum(self.known(f"time/{phase}_s"))
+        return (tokens, tokens / seconds) if tokens and seconds else None
 
     def setting(self, key: str) -> str | None:
         return next((s.value for s in self.settings if s.key == key), None)
 
 
 def read_run(folder: Path) -> RunFolder:
-    """Read the files of a run. Raises: MeshrlError when it is not a run's folder, or its metrics or config are damaged;
-    it names file and line."""
-    path = folder / "metrics.jsonl"
-    if not is_there(path):
-        similar = similar_runs(folder)
-        raise MeshrlError(f"{folder} has no metrics.jsonl; give the folder of a run, such as runs/NAME{similar}")
-    lines, units = read_metrics(path)
+    """Read the files of a run, damaged ones as far as possible. Raises: MeshrlError when it is not a run's folder."""
+    require_run(folder)
+    path, problems = folder / METRICS_FILE, list[str]()
+    state = read_state(folder, problems)  # before the metrics, which may get further steps
+    lines, units = list[MetricsLine](), dict[str, str]()
+    if is_there(path):
+        read_part(problems, lines.extend, metrics_lines(path, units))  # the lines before a damaged one stay
     series: dict[str, Series] = {}
     for line in lines:
         for name, value in line.metrics.items():
             one = series.setdefault(name, Series(units.get(name, "")))
             one.steps.append(line.step)
             one.values.append(value)
-    problems: list[str] = []
-
-    def read(part: Callable[..., T], *arguments: Any) -> T | None:
-        try:
-            return part(*arguments)
-        except MeshrlError as damage:
-            problems.append(str(damage))
-            return None
-
-    result, settings = read(_result, folder / "result.json") or {}, read_settings(folder / "config.yaml")
-    best, comparable = read(read_best, folder), read(compared_steps, folder) if result else None
-    criterion = criterion_of(settings)
+    settings = read_part(problems, read_settings, folder / "config.yaml") or []
+    criterion, is_evaluation = criterion_of(settings), any(setting.origin == "meshrl eval" for setting in settings)
+    newest = 0 if is_evaluation else max((line.step for line in lines), default=0)
+    best, comparable = read_part(problems, read_best, folder), read_part(problems, compared_steps, state.result)
     evals = list(answer_files(folder, "eval").values())
-    return RunFolder(
+    run = RunFolder(
         folder=folder,
-        result=result,
+        is_evaluation=is_evaluation,
+        num_steps=max(newest, state.step),
+        state=state,
         verdict=verdict_of(lines, best, comparable),
         lines=lines,
         series=series,
         phases=_phases(lines),
-        wall_s=result.get("wall_s") or (lines[-1].time - lines[0].time if lines else 0.0),
+        wall_s=state.result.get("wall_s") or (lines[-1].time - lines[0].time if lines else 0.0),
         settings=settings,
-        notes=read(_text, folder / NOTES_FILE) or "",
-        first_eval=read(read_evaluation, evals[0], *criterion) if evals else None,
-        last_eval=read(read_evaluation, evals[-1], *criterion) if len(evals) > 1 else None,
+        notes=read_part(problems, text_of_file, folder / NOTES_FILE) or "",
+        first_eval=read_part(problems, read_evaluation, evals[0], *criterion) if evals else None,
+        last_eval=read_part(problems, read_evaluation, evals[-1], *criterion) if len(evals) > 1 else None,
         problems=problems,
     )
-
-
-def _result(path: Path) -> dict[str, Any]:
-    """The contents of result.json; empty when there is no such file."""
-    result = read_object(path) if path.exists() else {}
-    with data_errors(str(path), "the result of a run"):
-        for key, kinds in (("status", str), ("error", str), ("wall_s", (int, float))):
-            if not isinstance(result.get(key), (kinds, type(None))):
-                raise TypeError(f"{key} is {result[key]!r:.80}")
-    return result
+    has_all_steps = run.setting("run.resume") in (None, "auto", "never")  # not those before another run's checkpoint
+    if newest < run.num_steps and has_all_steps and not run.is_evaluation:
+        problems.append(f"{path} ends at step {newest}, but the run has finished step {run.num_steps}")
+    return run
 
 
 def seconds_by_phase(line: MetricsLine) -> dict[str, float]:
@@ -176,8 +172,8 @@ def _phases(lines: list[MetricsLine]) -> dict[str, dict[int, float]]:
     return phases
 
 
-def _text(path: Path) -> str:
-    """The content of a text file; empty when there is no such file."""
+def text_of_file(path: Path) -> str:
+    """The content of a text file; empty when there is no such file. Raises: MeshrlError."""
     try:
         return read_text(path) if path.exists() else ""
     except Unreadable as cause:
@@ -188,7 +184,7 @@ def read_settings(path: Path) -> list[Setting]:
     """The lines of a resolved config: `key: value   # origin`, indented by two spaces; "# key: value" is unused."""
     found: list[Setting] = []
     above: list[str] = []
-    for line in _text(path).splitlines():
+    for line in text_of_file(path).splitlines():
         body, mark, origin = line.rpartition("  # ")
         text = body if mark else line
         level = (len(text) - len(text.lstrip())) // 2

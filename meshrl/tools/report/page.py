@@ -6,41 +6,27 @@ from html import escape
 from pathlib import Path
 
 from meshrl.tools.page.document import document, package_text, write_page
-from meshrl.tools.report.folder import RunFolder, read_run
-from meshrl.tools.report.sections import (
-    LEARNING,
-    STABILITY,
-    curves,
-    every_number,
-    headline,
-    proofs,
-    samples,
-    settings,
-    timing,
-)
-from meshrl.tools.report.summary import all_notes, header, is_evaluation, summary, title
+from meshrl.tools.report import sections
+from meshrl.tools.report.folder import read_run
+from meshrl.tools.report.summary import all_notes, command, header, summary, title
 
 
-def write_report(folder: Path) -> Path:
-    """Write `folder`/report.html from the run's files so far.
+def write_report(folder: Path, out: Path | None = None) -> Path:
+    """Write `folder`/report.html, or `out`, from the run's files so far.
 
     Raises: MeshrlError when it is not a run's folder; OutputError when the file can't be written.
     """
-    return write_page(folder / "report.html", page(read_run(folder)))
-
-
-def page(run: RunFolder) -> str:
-    """The complete page."""
-    parts = [header(run), summary(run), headline(run), curves(run, "Learning", LEARNING), samples(run)]
-    parts += [curves(run, "Stability", STABILITY), proofs(run), timing(run), all_notes(run), settings(run)]
+    run, path = read_run(folder), out or folder / "report.html"
+    parts = [header(run), summary(run, path.parent), sections.headline(run)]
+    parts += [sections.curves(run, "Learning", sections.LEARNING), sections.samples(run)]
+    parts += [sections.curves(run, "Stability", sections.STABILITY), sections.proofs(run), sections.timing(run)]
+    parts += [all_notes(run), sections.settings(run), sections.every_number(run)]
     if not run.series:
-        ended = "No step is finished yet."
-        if is_evaluation(run):
-            ended = "The evaluation has not ended, so it has no means."
-        parts.insert(2, f'<p class="note">{ended}</p>')
+        of_eval = "The evaluation has not ended, so it has no means."
+        parts.insert(2, f'<p class="note">{of_eval if run.is_evaluation else "No step is finished yet."}</p>')
     footer = (
-        "<footer>Pale curves show each step, the others the moving average. Made from the files in this folder; "
-        f"<code>meshrl report {escape(run.folder.resolve().name)}</code> writes it again.</footer>"
+        "<footer>Pale curves show each step, the others the moving average. Made from the files of the run; "
+        f"<code>{escape(command('report', run))}</code> writes the page again.</footer>"
     )
     style = package_text("meshrl.tools.report", "report.css")
-    return document(title(run), [*parts, every_number(run), footer], style=[style])
+    return write_page(path, document(title(run), [*parts, footer], style=[style]))

@@ -6,9 +6,10 @@ import fnmatch
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 
+from meshrl.core.terminal import counted
 from meshrl.monitor.glossary import Entry, meaning_of
 from meshrl.monitor.rules import judge, rule_text, unhealthy
 from meshrl.monitor.sinks import duration
@@ -44,28 +45,27 @@ def headline(run: RunFolder) -> str:
 
 
 def _scores(run: RunFolder) -> Iterable[tuple[str, str, str]]:
-    held_out = run.series.get("eval/mean_at_k")
-    if held_out:
-        first, last = held_out.values[0], held_out.values[-1]
-        margin = run.verdict.margin if run.verdict else math.nan
-        alone = f"± {margin:.3f} (95 %)" if math.isfinite(margin) else "one evaluation so far"
-        more = f"{last - first:+.3f}" if len(held_out.values) > 1 else alone
-        if run.verdict and (best := run.verdict.best):
-            more += f"; best {best.score:.3f} {f'after step {best.step}' if best.step else 'before training'}"
-        yield "held-out score", f"{first:.3f} → {last:.3f}" if len(held_out.values) > 1 else f"{first:.3f}", more
+    if (verdict := run.verdict) is not None:
+        (before, first), (after, last) = verdict.first, verdict.last
+        margin = f"± {verdict.margin:.3f} (95 %)" if math.isfinite(verdict.margin) else "interval unknown"
+        more = f"{verdict.difference:+.3f}, {margin}" if before != after else margin
+        if verdict.best:
+            more += f"; best {verdict.best.score:.3f} "
+            more += f"after step {verdict.best.step}" if verdict.best.step else "before training"
+        yield "held-out score", f"{first:.3f} → {last:.3f}" if before != after else f"{first:.3f}", more
     for name, title in (("reward/mean", "training reward"), ("loss/nll", "loss")):
-        if values := run.known(name):
-            tenth = max(1, len(values) // 10)
-            begin, end = sum(values[:tenth]) / tenth, sum(values[-tenth:]) / tenth
+        if ends := run.ends(name):
+            begin, end, tenth = ends
             means = f"means of the first and last {tenth} steps" if tenth > 1 else "first and last step"
-            yield title, f"{begin:.3f} → {end:.3f}", means
+            is_one = len(run.series[name].values) == 1
+            yield title, f"{begin:.3f}" if is_one else f"{begin:.3f} → {end:.3f}", "one step" if is_one else means
 
 
 def _cost(run: RunFolder) -> Iterable[tuple[str, str, str]]:
     planned = run.setting("loop.num_steps") or run.setting("sft.num_steps")
-    took = f"{duration(run.wall_s)} {'in all' if run.result else 'from first to last line'}"
-    if "answers" in run.result:  # of `meshrl eval`
-        yield "answers", str(run.result["answers"]), took
+    took = f"{duration(run.wall_s)} {'in all' if run.state.result else 'from first to last line'}"
+    if run.is_evaluation:
+        yield "answers", str(run.num_steps), took
     else:
         yield "steps", f"{run.num_steps} of {planned}" if planned else str(run.num_steps), took
     for name, title in (
@@ -74,11 +74,9 @@ def _cost(run: RunFolder) -> Iterable[tuple[str, str, str]]:
     ):
         if values := run.known(name):
             yield "peak memory", number(max(values), "bytes"), title
-    for name, title in (("rollout", "sampled"), ("train", "trained")):
-        tokens, seconds = run.series.get(f"{name}/num_tokens"), run.series.get(f"time/{name}_s")
-        if tokens and seconds and sum(seconds.values) > 0:
-            speed = sum(tokens.values) / sum(seconds.values)
-            yield f"tokens {title}", number(sum(tokens.values)), f"{number(speed)} a second in that phase"
+    for phase, title in (("rollout", "sampled"), ("train", "trained")):
+        if tokens := run.tokens(phase):
+            yield f"tokens {title}", number(tokens[0]), f"{number(tokens[1])} a second in that phase"
 
 
 def curves(run: RunFolder, title: str, charts: Sequence[Chart]) -> str:
@@ -91,10 +89,15 @@ def _figure(run: RunFolder, chart: Chart) -> str:
     names = [name for pattern in chart.names for name in fnmatch.filter(run.series, pattern)][:MAX_LINES]
     if max((len(run.series[name].values) for name in names), default=0) < 2:
         return ""
-    lines = []
+    lines: list[Line] = []
     for name in names:
+        steps, values = run.series[name].steps, run.series[name].values
         style: Style = "dots" if name.startswith("eval/") else "limit" if name == "proof/limit" else chart.style
-        lines.append(Line(name, run.series[name].steps, run.series[name].values, style, *interval(run, name)))
+        same = next((i for i, line in enumerate(lines) if (line.steps, line.values) == (steps, values)), None)
+        if same is None:
+            lines.append(Line(name, steps, values, style, *interval(run, name)))
+        else:  # it would cover the other curve
+            lines[same] = replace(lines[same], label=f"{lines[same].label} = {name}")
     return figure(chart.title, run.series[names[0]].unit, lines, log=chart.log, below=_meanings(run, names))
 
 
@@ -142,72 +145,66 @@ def prose(text: str) -> str:
 
 
 def proofs(run: RunFolder) -> str:
-    """Proofs that the sampler had the trainer's weights: digests of each sync, and re-scored samples."""
+    """Proofs that the sampler had the trainer's weights: digests of each sync, and re-scored samples. One without a
+    value is left out."""
     facts = [*_sync_facts(run), *_score_facts(run)]
     if not facts:
         return ""
-    items = "".join(f'<li class="{"yes" if holds else "no"}">{text}</li>' for holds, text in facts)
+    items = "".join(f'<li class="{mark}">{text}</li>' for mark, text in facts)
     chart = _figure(run, Chart("Sampler against trainer", PROOF, log=True))
     return f'<section><h2>Proofs</h2><div class="grid2"><ul class="proofs">{items}</ul>{chart}</div></section>'
 
 
-def _sync_facts(run: RunFolder) -> Iterable[tuple[bool, str]]:
-    version = run.series.get("sync/version")
-    for name, what in (
-        ("wire", "the received bytes had the sender's digests"),
-        ("read_back", "the sampler's parameters, read back after loading, had the trainer's digests"),
-    ):
-        series = run.series.get(f"sync/proven_{name}")
-        if series and version:
-            worst = min(series.values)
+def _sync_facts(run: RunFolder) -> Iterable[tuple[str, str]]:
+    version = run.known("sync/version")
+    for name, what, lacking in (
+        ("wire", "the received bytes had the sender's digests", "no"),
+        ("read_back", "the sampler's parameters, read back after loading, had the trainer's digests", ""),
+    ):  # an engine that can't read back proves nothing, and a wrong digest ends the run
+        if (known := run.known(f"sync/proven_{name}")) and version:
+            worst = min(known)
             samplers = "every sampler" if worst == 1 else f"only {worst:.0%} of the samplers in the worst sync"
-            syncs = f"{len(series.values)} weight syncs up to version {version.values[-1]:.0f}"
-            yield worst == 1, f"<b>{name}</b> {syncs}: {samplers} acknowledged that {what}."
+            syncs = f"{counted(len(known), 'weight sync')} up to version {version[-1]:.0f}"
+            yield "yes" if worst == 1 else lacking, f"<b>{name}</b> {syncs}: {samplers} acknowledged that {what}."
 
 
-def _score_facts(run: RunFolder) -> Iterable[tuple[bool, str]]:
-    mean, limit = run.series.get(PROOF[0]), run.series.get("proof/limit")
-    if mean and limit:
-        worst, allowed = max(mean.values), limit.values[-1]
+def _score_facts(run: RunFolder) -> Iterable[tuple[str, str]]:
+    mean, limits = run.series.get(PROOF[0]), run.known("proof/limit")
+    measured = [value for value in mean.values if not math.isnan(value)] if mean else []
+    if measured and limits:
+        worst, allowed = max(measured), limits[-1]
         yield (
-            worst <= allowed,
-            f"<b>behaviour</b> the trainer re-scored the samples of {len(mean.values)} steps before training on them: "
-            f"the mean difference of logprobs was at most {number(worst)} nats per token; allowed: {number(allowed)}.",
+            "yes" if worst <= allowed else "no",
+            f"<b>behaviour</b> the trainer re-scored the samples of {counted(len(measured), 'step')} before training "
+            f"on them: the mean difference of logprobs was at most {number(worst)} nats per token; allowed: "
+            f"{number(allowed)}.",
         )
 
 
 def samples(run: RunFolder) -> str:
     """Answers to the same held-out prompts before and after training: learned, unlearned, still wrong. Of a single
     evaluation, right and wrong answers."""
-    if run.first_eval is None:
+    evals = [found for found in (run.first_eval, run.last_eval) if found is not None]
+    if not evals:
         return ""
-    if run.last_eval is None:
-        return _samples_of_one(*run.first_eval)
-    (first, before), (last, after) = run.first_eval, run.last_eval
-    kinds: dict[tuple[bool, bool], list[str]] = {}
-    for prompt, asked in before.items():
-        if prompt in after:
-            kinds.setdefault((asked.is_right, after[prompt].is_right), []).append(prompt)
+    when = ("before", "after") if len(evals) > 1 else ("answer",)
+    kinds: dict[tuple[bool, ...], list[dict[str, LoggedPrompt]]] = {}
+    for prompt in evals[0][1]:
+        if all(prompt in asked for _, asked in evals):
+            row = dict(zip(when, (asked[prompt] for _, asked in evals)))
+            kinds.setdefault(tuple(one.is_right for one in row.values()), []).append(row)
+    shown = {kind: title for kind, title in KINDS.items() if len(kind) == len(evals)}
     counts = " ".join(
-        f'<span class="badge">{title.lower()} <b>{len(kinds.get(kind, []))}</b></span>' for kind, title in KINDS.items()
+        f'<span class="badge">{title.lower()} <b>{len(kinds.get(kind, []))}</b></span>' for kind, title in shown.items()
     )
-    parts = [f'<p class="note">Held-out prompts, after {first} and after {last} steps.</p><p>{counts}</p>']
-    for kind, title in KINDS.items():
-        shown = kinds.get(kind, [])[:SAMPLES_OF_A_KIND]
-        if shown and kind != (True, True):
-            pairs = (sample_row(before=before[prompt], after=after[prompt]) for prompt in shown)
-            parts.append(f"<h3>{title}</h3>{''.join(pairs)}")
-    return f"<section><h2>Samples</h2>{''.join(parts)}{_ALL_ANSWERS}</section>"
-
-
-def _samples_of_one(steps: int, asked: dict[str, LoggedPrompt]) -> str:
-    right = [prompt for prompt in asked.values() if prompt.is_right]
-    wrong = [prompt for prompt in asked.values() if not prompt.is_right]
-    parts = [f'<p class="note">Held-out prompts, after {steps} steps: {len(right)} right, {len(wrong)} wrong.</p>']
-    for title, prompts in (("Wrong", wrong), ("Right", right)):
-        shown = "".join(sample_row(answer=prompt) for prompt in prompts[:SAMPLES_OF_A_KIND])
-        parts.append(f"<h3>{title}</h3>{shown}" if shown else "")
-    return f"<section><h2>Samples</h2>{''.join(parts)}{_ALL_ANSWERS}</section>"
+    steps = " and ".join(f"after {counted(step, 'step')}" for step, _ in evals)
+    parts = [f'<p class="note">Held-out prompts, {steps}.</p><p>{counts}</p>']
+    for kind, title in shown.items():
+        rows = "".join(sample_row(**row) for row in kinds.get(kind, [])[:SAMPLES_OF_A_KIND])
+        if rows and kind != (True, True):
+            parts.append(f"<h3>{title}</h3>{rows}")
+    parts.append('<p class="note">All answers: <code>rollouts/eval_*.jsonl</code>.</p>')
+    return f"<section><h2>Samples</h2>{''.join(parts)}</section>"
 
 
 def sample_row(**asked: LoggedPrompt) -> str:
@@ -228,7 +225,7 @@ def _answer(when: str, asked: LoggedPrompt) -> str:
     right = sum(answer.is_right for answer in asked.answers)
     several = f", {right} of {len(asked.answers)} right" if len(asked.answers) > 1 else ""
     truncated = ", truncated" if shown.status == "truncated" else ""
-    css = "yes" if asked.is_right else "no"
+    css = "yes" if asked.is_right else "no" if shown.score is not None else ""
     facts = f"{escape(when)}: {score}{several}{truncated}"
     return f'<div class="{css}"><small>{facts}</small>{_messages(shown.messages)}</div>'
 
@@ -307,16 +304,17 @@ def every_number(run: RunFolder) -> str:
     titles = ("metric", "first", "last", "lowest", "highest", "unit", "", "healthy")
     head = "".join(f"<th>{title}</th>" for title in titles)
     table = f'<div class="wide"><table class="numbers"><tr>{head}</tr>{"".join(rows)}</table></div>'
-    return f"<section><h2>Every number</h2><details><summary>{len(rows)} metrics</summary>{table}</details></section>"
+    number_of = counted(len(rows), "metric")
+    return f"<section><h2>Every number</h2><details><summary>{number_of}</summary>{table}</details></section>"
 
-
-_ALL_ANSWERS = '<p class="note">All answers: <code>rollouts/eval_*.jsonl</code>.</p>'
 
 KINDS = {
     (False, True): "Wrong, then right",
     (True, False): "Right, then wrong",
     (False, False): "Still wrong",
     (True, True): "Right before and after",
+    (False,): "Wrong",
+    (True,): "Right",
 }
 
 LEARNING = (

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
+from urllib.parse import quote
 
 from meshrl.monitor.notes import REWARDS_FILE, important
 from meshrl.monitor.rules import unhealthy
@@ -14,15 +17,10 @@ from meshrl.tools.report.sections import prose, suspicious
 OUTCOMES = {"better": "good", "worse": "bad"}  # the classes of the style sheet
 
 
-def is_evaluation(run: RunFolder) -> bool:
-    """Whether `meshrl eval` wrote the folder."""
-    return "answers" in run.result
-
-
 def title(run: RunFolder) -> str:
     """The name of the folder; that of an evaluation also has the run whose model it evaluates."""
-    folder, model = run.folder.resolve(), Path(str(run.result.get("model")))
-    if not is_evaluation(run):
+    folder, model = run.folder.resolve(), Path(str(run.state.result.get("model") or run.setting("model.path")))
+    if not run.is_evaluation:
         return folder.name
     owner = model.parents[2] if model.parent.parent.name == "checkpoints" else folder.parent
     is_run = owner != folder.parent or (owner / "metrics.jsonl").is_file()
@@ -30,28 +28,32 @@ def title(run: RunFolder) -> str:
 
 
 def header(run: RunFolder) -> str:
-    status, error = run.result.get("status"), run.result.get("error")
-    about = {"model": ABOUT["model"]} if is_evaluation(run) else ABOUT
+    word, error = run.state.word, run.state.result.get("error")
+    about = {"model": ABOUT["model"]} if run.is_evaluation else ABOUT
     known = {name: run.setting(key) for name, key in about.items()}
     shown = " · ".join(f"{name} {escape(value)}" for name, value in known.items() if value)
-    is_good = status != "done" or not (suspicious(run) or (run.verdict and run.verdict.outcome == "worse"))
-    badge = f'<span class="badge {escape(status or "") if is_good else ""}">{escape(status or "no result yet")}</span>'
+    is_worse = run.verdict is not None and run.verdict.outcome == "worse"
+    is_good = run.lines and not (run.problems or suspicious(run) or is_worse)
+    css = word if is_good or word != "done" else ""
+    at = "" if word == "done" else f" at {'answer' if run.is_evaluation else 'step'} {run.num_steps}"
+    badge = f'<span class="badge {escape(css)}">{escape(word)}{at}</span>'
     return f"<header><h1>{escape(title(run))}</h1>{badge}<p>{shown}</p></header>" + (
         f'<div class="error">{escape(error)}</div>' if error else ""
     )
 
 
-def summary(run: RunFolder) -> str:
-    """The verdict and all that needs attention."""
-    return f'<section class="summary">{"".join(_lines(run))}</section>'
+def summary(run: RunFolder, place: Path) -> str:
+    """The verdict and all that needs attention. place: the folder of the page."""
+    return f'<section class="summary">{"".join(_lines(run, place))}</section>'
 
 
-def _lines(run: RunFolder) -> Iterator[str]:
-    if run.verdict is not None and not is_evaluation(run):
-        css = OUTCOMES.get(run.verdict.outcome, "")
-        yield f'<p><b>Verdict</b>: <span class="{css}">{escape(run.verdict.text)}</span></p>'
+def _lines(run: RunFolder, place: Path) -> Iterator[str]:
+    if run.verdict is not None and not run.is_evaluation:
+        css, (text, *best) = OUTCOMES.get(run.verdict.outcome, ""), run.verdict.lines
+        yield f'<p><b>Verdict</b>: <span class="{css}">{escape(text)}</span></p>'
+        yield from (f"<p>{escape(line)}</p>" for line in best)
     for problem in run.problems:
-        yield f'<p><span class="bad">Not readable</span>: {escape(problem)}</p>'
+        yield f'<p><span class="bad">Damaged</span>: {escape(problem)}</p>'
     rows = [
         f"<li><code>{escape(name)}</code>: {prose(unhealthy(reason, entry.otherwise))}</li>"
         for name, (reason, entry) in suspicious(run).items()
@@ -61,22 +63,27 @@ def _lines(run: RunFolder) -> Iterator[str]:
     if lines := important(run.notes):
         text = escape("\n".join(lines))
         yield f'<p><b>Notes of the run</b></p><pre class="notes">{text}</pre>'
-    if (run.folder / REWARDS_FILE).is_file() and (run.folder / REWARDS_FILE).stat().st_size:
-        yield f'<p>Output of the reward functions: <a href="{REWARDS_FILE}">{REWARDS_FILE}</a></p>'
+    rewards = run.folder / REWARDS_FILE
+    if rewards.is_file() and rewards.stat().st_size:
+        link = escape(quote(os.path.relpath(rewards, place)))
+        yield f'<p>Output of the reward functions: <a href="{link}">{REWARDS_FILE}</a></p>'
 
 
 def _exploited(run: RunFolder) -> list[str]:
     """A line if the training reward rose while the held-out score fell by more than chance explains."""
-    reward = run.known("reward/mean")
-    tenth = max(1, len(reward) // 10)
-    before, after = reward[:tenth], reward[-tenth:]
-    if run.verdict is None or run.verdict.outcome != "worse" or sum(after) <= sum(before):
+    ends = run.ends("reward/mean")
+    if run.verdict is None or run.verdict.outcome != "worse" or ends is None or ends[1] <= ends[0]:
         return []
     return [
-        f"<li><code>reward/mean</code>: rises from {sum(before) / tenth:.3g} to {sum(after) / tenth:.3g} while the "
-        "held-out score falls. The reward may accept wrong answers, or the model overfits: read the answers with the "
-        f"highest reward (<code>meshrl view {escape(run.folder.name)}</code>)</li>"
+        f"<li><code>reward/mean</code>: rises from {ends[0]:.3g} to {ends[1]:.3g} while the held-out score falls. The "
+        "reward may accept wrong answers, or the model overfits: read the answers with the highest reward "
+        f"(<code>{escape(command('view', run))}</code>)</li>"
     ]
+
+
+def command(name: str, run: RunFolder) -> str:
+    """A command about the run that works in every folder of this machine."""
+    return f"meshrl {name} {shlex.quote(str(run.folder.resolve()))}"
 
 
 def all_notes(run: RunFolder) -> str:

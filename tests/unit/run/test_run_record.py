@@ -71,9 +71,9 @@ def test_the_best_model_is_retained_and_result_json_names_it(config: Path, tmp_p
     model = model_folder(folder, 4)
     notes = [line.partition("  ")[2] for line in (folder / "run_notes.txt").read_text().splitlines()]
     assert notes[0].startswith(f"run {folder}: starting 1 train rank") and f"wrote {model}" in notes
-    assert notes[-2].startswith("held-out 0.250 -> 0.750 (unchanged: +0.500 +- ")  # of a single prompt
-    assert notes[-2].endswith(f"); best: 0.750 at step 3, {best.model}")
-    assert result["verdict"]["outcome"] == "unchanged" and result["verdict"]["text"] == notes[-2]
+    assert notes[-3].startswith("held-out 0.250 -> 0.750 (unchanged: +0.500 +- ")  # of a single prompt
+    assert notes[-3].endswith("); best: 0.750 at step 3") and notes[-2] == f"best model: {best.model}"
+    assert result["verdict"]["outcome"] == "unchanged" and result["verdict"]["text"] == notes[-3]
     assert (folder / "rewards.log").read_text().splitlines()[0].endswith(r"  worker 0: graded \x1b[2J")
     assert important((folder / "run_notes.txt").read_text()) == []
     assert notes[-1].startswith("done: 4 steps") and not any("grad " in note for note in notes)  # no lines of steps

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
 import pytest
 
+from meshrl.core.errors import DataError
 from meshrl.loops.evaluate import standard_error
 from meshrl.monitor.sinks import JsonlSink, MetricsLine
 from meshrl.run.models import Best
-from meshrl.run.verdict import Verdict, read_verdict, verdict_of
+from meshrl.run.verdict import Verdict, compared_steps, read_verdict, verdict_of
 
 UNITS = {"eval/mean_at_k": "score", "eval/standard_error": "score"}
 
@@ -53,8 +53,9 @@ def test_the_interval_is_that_of_agresti_and_caffo():
     expected = 42 / 40 * 1.96 * math.sqrt(sum(share * (1 - share) / 42 for share in shares))
     found = verdict(line(0, 9, 40), line(10, 0, 40), best=Best(0, 0.225, "tiny"))
     assert found.margin == pytest.approx(expected)
-    assert found.text == "held-out 0.225 -> 0.000 (worse: -0.225 +- 0.144); best: 0.225 at step 0, tiny"
+    assert found.text == "held-out 0.225 -> 0.000 (worse: -0.225 +- 0.144); best: 0.225 at step 0"
     assert found.facts["outcome"] == "worse" and found.facts["text"] == found.text
+    assert found.lines == [found.text, "best model: tiny"]
 
 
 def test_scores_of_another_range_have_an_interval_of_their_own():
@@ -74,13 +75,12 @@ def test_the_files_of_a_run_give_its_verdict_and_damaged_ones_give_none(tmp_path
     for each in (line(0, 40, 40), line(5, 0, 40), line(10, 9, 40)):
         sink.write(each.step, each.metrics, UNITS)
     sink.close()
-    found = read_verdict(tmp_path)
+    found = read_verdict(tmp_path, [(0, 1.0), (5, 0.0), (10, 0.225)])
     assert found is not None and (found.first, found.last) == ((0, 1.0), (10, 0.225))
-    result = tmp_path / "result.json"
-    result.write_text(json.dumps({"evals": [{"step": 5}, {"step": 10}]}))  # that of step 0 has another eval_term
-    found = read_verdict(tmp_path)
+    found = read_verdict(tmp_path, [(5, 0.0), (10, 0.225)])  # that of step 0 has another eval_term
     assert found is not None and found.outcome == "better" and found.first == (5, 0.0)
-    for damaged in ('{"evals": 5}', '{"evals": ["a"]}', "{"):
-        result.write_text(damaged)
-        assert read_verdict(tmp_path) is None
-    assert read_verdict(tmp_path / "nothing") is None
+    assert read_verdict(tmp_path / "nothing", [(0, 1.0)]) is None
+    assert compared_steps({"evals": [{"step": 5}, {"step": 10}]}) == {5, 10} and compared_steps({}) is None
+    for damaged in (5, ["a"], [{}]):
+        with pytest.raises(DataError, match=r"result\.json"):
+            compared_steps({"evals": damaged})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -56,19 +57,19 @@ def test_the_text_has_what_differs_scores_with_intervals_and_times(runs, capsys)
     for line in (
         "train.lr 1e-05 0.001",
         "data.limit not used 7",
-        "2 keys differ, 3 do not (without run.name, run.folder, run.resume).",
-        "first b 0 0.500 [0.270, 0.730] +0.000 [-0.089, 0.089] within the interval, 20 prompts",
+        "Of 5 keys, 2 differ (without run.name, run.folder, run.resume).",
+        "first b 0 0.500 [0.270, 0.730] +0.000 [-0.089, 0.089] unchanged, 20 prompts",
         "best b 1 1.000 [0.904, 1.000] +0.500 [0.228, 0.681] better, 20 prompts",
         "last b 2 0.950 [0.818, 1.000] +0.450 [0.185, 0.633] better, 20 prompts",
         "wall time 1m01s 1m01s",
         "tokens sampled a second 50 50",
         "time of train 2 s 2 s",
-        "Right answers to 20 common prompts: a 10, b 19; 9 prompts differ in the verdict.",
+        "Right answers to 20 common prompts: a 10, b 19. Right in some runs only: 9 prompts.",
         f"wrote {runs[0] / 'compare.html'}",
     ):
         assert line in lines, line
     sample = "q1\n  expected answer:\n    42\n  a, score 0:\n    0 at 2\n  b, score 1:\n    1 at 2\n"
-    assert f"differ in the verdict.\n\n{sample}" in printed
+    assert f"in some runs only: 9 prompts.\n\n{sample}" in printed
     assert "algo.gamma" not in printed
     assert "run.name" not in "".join(line for line in lines if "without" not in line)
     assert compare(runs[::-1], None)[0].count("worse") == 2
@@ -96,22 +97,27 @@ def test_runs_of_other_seeds_have_their_spread(runs, tmp_path):
         made_run(tmp_path / f"s{seed}", {2: last}, [0.5, 0.5], config=config)
     text, _ = compare([*runs, tmp_path / "s1", tmp_path / "s2"], None)
     assert (
-        "a, s1, s2 differ in the seed only: their last held-out scores are 0.500 on average, standard deviation 0.500, "
+        "a, s1, s2 differ in run.seed only: their last held-out scores are 0.500 on average, standard deviation 0.500, "
         "from 0.000 to 1.000." in text
     )
     assert "b differ" not in text and "b, " not in text.partition("HELD-OUT")[0]
+    text, _ = compare([tmp_path / "s1", tmp_path / "s2"], None)
+    assert "Of 3 keys, only run.seed differs" in text and "s1, s2 differ in run.seed only" in text
 
 
 def test_evaluations_supervised_and_unfinished_runs_can_be_compared(runs, tmp_path):
-    evaluation = made_run(tmp_path / "eval_1", {2: [1] * 20})
+    evaluation = made_run(tmp_path / "eval_1", {2: [1] * 20}, config="run:\n  folder: x  # meshrl eval\n")
+    (evaluation / "result.json").write_text(json.dumps({"status": "done", "answers": 20, "model": "/a/b/model"}))
     text, _ = compare([evaluation, runs[1]], None)
-    assert re.search(r"last +b +2 +0\.950 .* -0\.050 \[-0\.170, 0\.079\] within the interval, 20 prompts", text)
+    assert re.search(r"evaluated model +/a/b/model\n", text) and re.search(r"steps +2\n", text)
+    assert re.search(r"last +b +2 +0\.950 .* -0\.050 \[-0\.170, 0\.079\] unchanged, 20 prompts", text)
     assert "first" in text
     sft = [made_run(tmp_path / f"sft_{i}", {}, [2.0, 1.0], metric="loss/nll") for i in range(2)]
     killed = made_run(tmp_path / "killed", {0: [0.5]}, [0.5], None)
     (killed / "rollouts" / "eval_000000.jsonl").unlink()
     text, path = compare([*sft, killed], None)
-    assert "sft_0, sft_1, killed differ in the seed only" in text and "no result" in text
+    assert "Of 2 keys, none differ" in text and "sft_0, sft_1, killed have the same configuration" in text
+    assert "seed only" not in text and re.search(r"state +done +done +killed\n", text)
     assert re.search(r"killed +0 +0\.500", text) and "No held-out prompt was answered by all runs." in text
     assert "Loss" in Page(path.read_text(encoding="utf-8")).text
     assert "HELD-OUT" not in compare(sft, None)[0]
@@ -137,8 +143,11 @@ def test_wrong_arguments_and_damaged_runs_are_refused(runs, tmp_path, capsys):
         compare([runs[0], tmp_path / "ab"], None)
     with (runs[1] / "metrics.jsonl").open("a") as file:
         file.write("{}\n")
-    with pytest.raises(MeshrlError, match=r"b/metrics\.jsonl:\d+"):
-        compare(runs, None)
+    (runs[1] / "rollouts" / "eval_000001.jsonl").write_text("{}\n")
+    text, path = compare(runs, None)
+    for words in (r"b: damaged: .*b/metrics\.jsonl:\d+: .*'step' is missing", r"b: damaged: .*eval_000001\.jsonl:1"):
+        assert re.search(words, text) and re.search(words, Page(path.read_text(encoding="utf-8")).text)
+    assert "+0.450 [0.185, 0.633] better" in text
 
 
 def test_hostile_names_values_and_answers_are_text(runs, tmp_path):

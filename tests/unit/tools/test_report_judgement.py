@@ -113,6 +113,8 @@ def test_what_happened_is_on_top_and_does_nothing_in_a_browser(tmp_path: Path):
         ("checkpoints/best.json", '{"step": "x"}'),
         ("run_notes.txt", b"\xff\xfe"),
         ("rollouts/eval_000000.jsonl", '{"no": "rollout"}\n'),
+        ("status.json", "{}"),
+        ("config.yaml", b"\xff"),
     ],
 )
 def test_a_damaged_file_is_named_and_the_rest_is_shown(tmp_path: Path, name: str, content: str | bytes):
@@ -121,7 +123,7 @@ def test_a_damaged_file_is_named_and_the_rest_is_shown(tmp_path: Path, name: str
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     text = text_of(page_of(tmp_path))
-    assert "Not readable: " in text and name in text and "held-out 0.225 -> 0.900" in text and "Learning" in text
+    assert "Damaged: " in text and name in text and "held-out 0.225 -> 0.900" in text and "Learning" in text
 
 
 @pytest.mark.parametrize(
@@ -137,6 +139,7 @@ def test_the_title_of_an_evaluation_names_the_run(tmp_path: Path, model: str | N
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").touch()
     (folder.parent / "metrics.jsonl").touch()
+    (folder / "config.yaml").write_text("run:\n  name: eval_1  # meshrl eval\n")
     (folder / "result.json").write_text(json.dumps({"status": "done", "answers": 3, "model": model}))
     assert f"<title>{title}</title>" in write_report(folder).read_text() and f"<h1>{title}</h1>" in page_of(folder)
 

@@ -90,7 +90,7 @@ def test_status_prints_step_phase_value_and_processes(tmp_path, capsys):
     assert main(["status", str(tmp_path)]) == 0
     lease.release()
     printed = capsys.readouterr().out
-    assert f"runs as process {os.getpid()}" in printed and "step 7 of 10, in phase train for 0 s" in printed
+    assert f"runs as process {os.getpid()}" in printed and "7 of 10 steps, in phase train for 0 s" in printed
     assert "reward/mean 0.625" in printed
     (line,) = [line for line in printed.splitlines() if line.split()[0] == str(os.getpid())]
     assert line.split()[1] == "controller" and line.split()[3] == "MiB"

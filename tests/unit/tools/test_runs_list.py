@@ -49,13 +49,13 @@ def test_the_list_has_a_line_for_each_run_the_oldest_first(tmp_path, capsys):
 def test_running_and_killed_runs_are_distinguished_also_after_an_earlier_result(tmp_path):
     killed = made_run(tmp_path / "killed", {0: [0.5]}, [0.1], None, 9)
     (killed / "metrics.jsonl").open("a").write('{"schema":1,"step":2,"time":1,"metrics":{"eval/mean_at_k":1.')
-    assert (read_facts(killed).state, read_facts(killed).held_out) == ("killed", [(0, 0.5)])
+    assert (read_facts(killed).state.word, read_facts(killed).held_out) == ("killed", [(0, 0.5)])
     resumed = made_run(tmp_path / "resumed", {}, [0.1], "failed")
     started(resumed, (resumed / "result.json").stat().st_mtime + 10)
-    assert read_facts(resumed).state == "killed"
+    assert read_facts(resumed).state.word == "killed"
     lease = FolderLease(killed)
     assert lease.take()
-    assert read_facts(killed).state == "running"
+    assert read_facts(killed).state.word == "running"
     lease.release()
 
 
@@ -65,6 +65,7 @@ def test_damaged_and_foreign_folders_and_evaluations_of_runs_do_not_stop_the_lis
     (made_run(tmp_path / "json", {}, [0.5]) / "result.json").write_text("{")
     (made_run(tmp_path / "metrics", {}, [0.5]) / "metrics.jsonl").write_bytes(b'"eval/mean_at_k"\n')
     (made_run(tmp_path / "old", {3: [1.0]}, []) / "status.json").unlink()
+    (made_run(tmp_path / "status", {0: [0, 1]}) / "status.json").write_text("{")
     (tmp_path / "photos").mkdir()
     (tmp_path / "notes.txt").touch()
     evaluation = made_run(tmp_path / "eval_1", {0: [0, 1]}, [], num_steps=2)
@@ -73,9 +74,15 @@ def test_damaged_and_foreign_folders_and_evaluations_of_runs_do_not_stop_the_lis
     for words in (r"good +done", r"old +done +3 steps", r"eval_1 +done +0 of 2 answers .* 0\.500"):
         assert re.search(words, text), words
     assert "folders that are no runs: 1" in text
-    assert re.search(r"^json: can't be read: .*result\.json", text, re.MULTILINE)
-    assert re.search(r"^metrics: can't be read: .*metrics\.jsonl", text, re.MULTILINE)
-    assert len(text.splitlines()) == 7
+    for words in (r"json +unknown +1 of 1 steps", r"metrics +done +1 of 1 steps", r"status +done +0 steps .* 0\.500"):
+        assert re.search(words, text), words
+    for words in (
+        r"json: damaged: .*result\.json",
+        r"metrics: damaged: .*metrics\.jsonl",
+        r"status: damaged: .*status",
+    ):
+        assert re.search(f"^{words}", text, re.MULTILINE), words
+    assert len(text.splitlines()) == 11
     with pytest.raises(MeshrlError, match="has no runs"):
         list_runs(tmp_path / "photos")
 
@@ -94,10 +101,16 @@ def test_status_shows_the_held_out_score_and_counts_answers_of_an_evaluation(tmp
     one = made_run(tmp_path / "eval_1", {4: [0, 1, 1, 1]}, [], num_steps=4)
     (one / "config.yaml").write_text("run:\n  name: eval_1  # meshrl eval\n")
     StatusFile(one, 4, first_step=3).close()
-    assert describe(one).splitlines()[1] == "answer 3 of 4"
+    assert describe(one).splitlines()[1] == "3 of 4 answers"
     assert "held-out 0.750 +- 0.566 at step 4, the only evaluation" in describe(one).splitlines()
     (one / "metrics.jsonl").write_bytes(b'"eval/mean_at_k"\n')
-    assert "step 3 of 4" in describe(one) and "metrics.jsonl:1" in describe(one)
+    assert "3 of 4 answers" in describe(one) and "metrics.jsonl:1" in describe(one)
+    (run / "status.json").write_text('{"pid": 7}')
+    shown = describe(run).splitlines()
+    assert shown[:2] == [f"{run}: done after 61 s", "2 steps"] and shown[2].startswith("held-out 0.500 -> 0.000")
+    assert any("status.json: not the status of a run: 'values' is missing" in line for line in shown)
+    (run / "result.json").unlink()
+    assert "its process has ended without a result" in describe(run)
 
 
 def test_the_best_evaluation_is_the_first_of_the_highest_and_no_nan(tmp_path):
@@ -119,6 +132,9 @@ def test_a_run_in_python_shows_its_state_and_refuses_a_missing_folder(tmp_path, 
         meshrl.Run("elsewhere/x")
     run = meshrl.Run("runs/mine")
     (run.folder / "result.json").write_text("{")
+    assert repr(run) == "Run('runs/mine': unknown, 2 of 2 steps, held-out 0.5 -> 1)"
+    (run.folder / "metrics.jsonl").unlink()
+    (run.folder / "status.json").unlink()
     assert repr(run) == "Run('runs/mine': it can't be read)"
 
 
