@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 import sys
+from pathlib import Path
 from typing import TextIO
 
 from meshrl.core.errors import OutputError
@@ -23,6 +25,11 @@ def printable(text: str) -> str:
 def _escaped(found: re.Match[str]) -> str:
     code = ord(found[0])
     return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
+
+
+def command(name: str, folder: Path) -> str:
+    """A command of meshrl about a folder that works in every working folder."""
+    return f"meshrl {name} {shlex.quote(str(folder.resolve()))}"
 
 
 def counted(number: int, noun: str) -> str:

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from meshrl.core.errors import MeshrlError
-from meshrl.core.files import is_there, write_text
+from meshrl.core.files import write_text
 from meshrl.monitor.failed_writes import FailedWrites
 from meshrl.monitor.jsonl import data_errors, read_object, to_line
 
@@ -46,8 +45,6 @@ _TYPES: dict[str, tuple[type, ...]] = {  # checked because another program may h
 def read_status(folder: Path) -> Status:
     """Read a run's status.json. Raises: MeshrlError when it is missing or damaged."""
     path = folder / STATUS_FILE
-    if not is_there(path):
-        raise MeshrlError(f"{folder} is not a run's folder: it has no {STATUS_FILE}. Give a folder such as runs/NAME")
     found = read_object(path)
     with data_errors(str(path), "the status of a run"):
         known = {str(name): float(value) for name, value in found["values"].items() if value is not None}

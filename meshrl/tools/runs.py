@@ -23,7 +23,7 @@ _TRAINED = ("reward/mean", "loss/nll")  # the first that a run has
 class RunFacts:
     """One run. counted: what step and num_steps count: step, or answer of an evaluation. started: seconds since 1970.
     evals: the lines of evaluations in metrics.jsonl. trained: name and last value of a metric, None before the first
-    step. problems: a line for each file that can't be read, or not completely."""
+    step."""
 
     folder: Path
     state: State
@@ -35,7 +35,6 @@ class RunFacts:
     model: str
     evals: list[MetricsLine]
     trained: tuple[str, float] | None
-    problems: list[str]
 
     @property
     def held_out(self) -> list[tuple[int, float]]:
@@ -65,11 +64,10 @@ class RunFacts:
 def read_facts(folder: Path) -> RunFacts:
     """Read the files of a run, damaged ones as far as possible. Raises: MeshrlError when it is not a run's folder."""
     require_run(folder)
-    problems, evals = list[str](), list[MetricsLine]()
-    state = read_state(folder, problems)
-    settings = read_part(problems, read_settings, folder / "config.yaml") or []
+    state, evals = read_state(folder), list[MetricsLine]()
+    settings = read_part(state.problems, read_settings, folder / "config.yaml") or []
     if is_there(folder / METRICS_FILE):
-        read_part(problems, evals.extend, metrics_lines(folder / METRICS_FILE, {}, f'"{_HELD_OUT}"'))
+        read_part(state.problems, evals.extend, metrics_lines(folder / METRICS_FILE, {}, f'"{_HELD_OUT}"'))
     status, is_eval = state.status, any(setting.origin == "meshrl eval" for setting in settings)
     changed = max((p.stat().st_mtime for n in (METRICS_FILE, STATUS_FILE) if (p := folder / n).exists()), default=0.0)
     started = status.started if status else changed
@@ -86,7 +84,6 @@ def read_facts(folder: Path) -> RunFacts:
         model="/".join(Path(model).parts[-2:]),  # enough to recognize it
         evals=[line for line in evals if _HELD_OUT in line.metrics],
         trained=None if is_eval else next(((n, v) for n in _TRAINED if (v := values.get(n)) is not None), None),
-        problems=problems,
     )
 
 
@@ -103,7 +100,7 @@ def list_runs(folder: Path) -> str:
     rows.sort(key=lambda row: row.started)
     head = ("run", "state", "progress", "started", "took", "model", "held-out", "best", "last", "training")
     lines = list(table([head, *map(_cells, rows)]))
-    lines += [f"{row.folder.name}: damaged: {problem}" for row in rows for problem in row.problems]
+    lines += [f"{row.folder.name}: damaged: {problem}" for row in rows for problem in row.state.problems]
     if others := len(inside) - len(rows):
         lines.append(f"folders that are no runs: {others}")
     return "\n".join(lines)

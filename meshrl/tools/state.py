@@ -22,11 +22,13 @@ METRICS_FILE = "metrics.jsonl"
 class State:
     """word: running, done, failed, interrupted, killed (it has ended without a result), or unknown: the run is another
     user's, or its result can't be read. status: None if status.json is missing or damaged. result: of result.json;
-    empty if that is missing, damaged, or of an earlier part of the run."""
+    empty if that is missing, damaged, or of an earlier part of the run. problems: a line for each file of the run that
+    can't be read, or not completely; its readers add theirs."""
 
     word: str
     status: Status | None
     result: dict[str, Any]
+    problems: list[str]
 
     @property
     def step(self) -> int:
@@ -45,15 +47,15 @@ def require_run(folder: Path) -> None:
         raise MeshrlError(f"{folder} is not a run's folder: it has no {METRICS_FILE}{similar_runs(folder)}")
 
 
-def read_state(folder: Path, problems: list[str]) -> State:
-    """problems: gets a line for each file that can't be read."""
+def read_state(folder: Path) -> State:
+    problems = list[str]()
     status = read_part(problems, read_status, folder) if is_there(folder / STATUS_FILE) else None
     path = folder / "result.json"
     if is_there(path) and (status is None or path.stat().st_mtime >= status.started):
         result = read_part(problems, _read_result, path) or {}
-        return State(result.get("status") or "unknown", status, result)
+        return State(result.get("status") or "unknown", status, result, problems)
     alive = read_part(problems, is_running, folder, status) if status else read_part(problems, is_leased, folder)
-    return State("unknown" if alive is None else "running" if alive else "killed", status, {})
+    return State("unknown" if alive is None else "running" if alive else "killed", status, {}, problems)
 
 
 def _read_result(path: Path) -> dict[str, Any]:

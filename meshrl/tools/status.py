@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from meshrl.core.errors import MeshrlError
+from meshrl.core.terminal import command
 from meshrl.monitor.notes import NOTES_FILE, important
 from meshrl.monitor.status import read_status
 from meshrl.process.family import family
@@ -17,7 +18,7 @@ from meshrl.run.models import read_best
 from meshrl.run.verdict import compared_steps, verdict_of
 from meshrl.tools.report.folder import text_of_file
 from meshrl.tools.runs import read_facts
-from meshrl.tools.state import State, read_part, read_state
+from meshrl.tools.state import State, read_part, require_run
 from meshrl.train.checkpoint_files import states
 
 _STOP_S = 60.0
@@ -27,8 +28,8 @@ _NOTES_SHOWN = 8
 def describe(folder: Path) -> str:
     """The output of `meshrl status`. Raises: MeshrlError when it is not a run's folder."""
     facts = read_facts(folder)
-    status, problems = facts.state.status, facts.problems
-    lines = [f"{folder}: {_state_text(facts.state)}", facts.progress]
+    status, problems = facts.state.status, facts.state.problems
+    lines = [f"{folder}: {_state_text(folder, facts.state)}", facts.progress]
     if status is not None:
         if facts.state.word == "running" and status.phase:
             lines[-1] += f", in phase {status.phase} for {time.time() - status.since:.0f} s"
@@ -53,7 +54,7 @@ def describe(folder: Path) -> str:
     return "\n".join(lines)
 
 
-def _state_text(state: State) -> str:
+def _state_text(folder: Path, state: State) -> str:
     status, word, result = state.status, state.word, state.result
     process = "its process" if status is None else f"process {status.pid} on {status.host}"
     if word == "running":
@@ -62,7 +63,8 @@ def _state_text(state: State) -> str:
     if word == "killed":
         text = f"{process} has ended without a result: it was killed, or the machine was switched off"
         if status is not None and status.host != socket.gethostname():
-            text += f". (If the file system does not share locks, it may run: use `meshrl status` on {status.host})"
+            there = f"use `{command('status', folder)}` on {status.host}"
+            text += f". (If the file system does not share locks, it may run: {there})"
         return text
     after = f" after {result['wall_s']:.0f} s" if result.get("wall_s") is not None else ""
     return f"{word}{after}{': ' + result['error'].splitlines()[0] if result.get('error') else ''}"
@@ -73,9 +75,10 @@ def stop(folder: Path) -> str:
 
     Raises: MeshrlError when the run does not run, runs elsewhere, or still runs after a minute.
     """
+    require_run(folder)
     status = read_status(folder)
     if not is_running(folder, status):
-        raise MeshrlError(f"{folder}: the run is not running; {_state_text(read_state(folder, []))}")
+        raise MeshrlError(f"the run is not running; {describe(folder).splitlines()[0]}")
     if status.host != socket.gethostname():
         raise MeshrlError(f"the run runs on {status.host}, but this is {socket.gethostname()}; run the command there")
     if not holds_lease(status.pid, folder):  # so no other process gets the signal
@@ -89,7 +92,7 @@ def stop(folder: Path) -> str:
         if time.monotonic() > until:
             raise MeshrlError(
                 f"process {status.pid} got SIGTERM {_STOP_S:.0f} s ago and still runs, in phase "
-                f"{read_status(folder).phase}. It finishes its step before it ends; see `meshrl status {folder}`"
+                f"{read_status(folder).phase}. It finishes its step before it ends; see `{command('status', folder)}`"
             )
         time.sleep(0.1)
-    return f"{folder}: {_state_text(read_state(folder, []))}; step {read_status(folder).step} of {status.num_steps}"
+    return "; ".join(describe(folder).splitlines()[:2])

@@ -67,7 +67,7 @@ def _read(folder: Path, label: str) -> Compared:
         for kind, at in (("first", 0), ("best", known.index(max(known))), ("last", -1)):
             step = scores.steps[at]
             if step in files and step not in answers:
-                found = read_part(run.problems, read_evaluation, files[step], *criterion_of(run.settings))
+                found = read_part(run.state.problems, read_evaluation, files[step], *criterion_of(run.settings))
                 answers[step] = found[1] if found else {}
             asked = {(name, str(prompt.question)): prompt for name, prompt in answers.get(step, {}).items()}
             evaluations[kind] = step, scores.values[at], _brackets(low[at], high[at]) if low else "", asked
@@ -89,7 +89,7 @@ def configuration(runs: Sequence[Compared]) -> Table:
             rows.append([key, *values])
     which = f"only {rows[0][0]} differs" if len(rows) == 1 else f"{len(rows) or 'none'} differ"
     notes = [f"Of {len(keys)} keys, {which} (without {', '.join(_OWN)})."]
-    notes += [f"{run.label}: damaged: {problem}" for run in runs for problem in dict.fromkeys(run.run.problems)]
+    notes += [f"{run.label}: damaged: {problem}" for run in runs for problem in dict.fromkeys(run.run.state.problems)]
     if any(run.run.is_evaluation for run in runs):
         rows.append(["evaluated model", *(str(run.run.state.result.get("model", "")) for run in runs)])
     groups: dict[str, list[Compared]] = {}

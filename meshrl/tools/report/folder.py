@@ -77,8 +77,7 @@ class LoggedPrompt:
 class RunFolder:
     """is_evaluation: `meshrl eval` wrote the folder. num_steps: finished steps; of an evaluation, scored answers.
     phases: seconds by phase and finished steps; "other" is the time between the phases. notes: the text of
-    run_notes.txt. first_eval, last_eval: (finished steps, prompts by id), None if missing. problems: a line for each
-    file that can't be read, or not completely."""
+    run_notes.txt. first_eval, last_eval: (finished steps, prompts by id), None if missing."""
 
     folder: Path
     is_evaluation: bool
@@ -93,7 +92,6 @@ class RunFolder:
     notes: str
     first_eval: tuple[int, dict[str, LoggedPrompt]] | None
     last_eval: tuple[int, dict[str, LoggedPrompt]] | None
-    problems: list[str]
 
     def known(self, name: str) -> list[float]:
         """The finite values of a metric; empty if the run did not log it."""
@@ -117,8 +115,8 @@ class RunFolder:
 def read_run(folder: Path) -> RunFolder:
     """Read the files of a run, damaged ones as far as possible. Raises: MeshrlError when it is not a run's folder."""
     require_run(folder)
-    path, problems = folder / METRICS_FILE, list[str]()
-    state = read_state(folder, problems)  # before the metrics, which may get further steps
+    state = read_state(folder)  # before the metrics, which may get further steps
+    path, problems = folder / METRICS_FILE, state.problems
     lines, units = list[MetricsLine](), dict[str, str]()
     if is_there(path):
         read_part(problems, lines.extend, metrics_lines(path, units))  # the lines before a damaged one stay
@@ -147,7 +145,6 @@ def read_run(folder: Path) -> RunFolder:
         notes=read_part(problems, text_of_file, folder / NOTES_FILE) or "",
         first_eval=read_part(problems, read_evaluation, evals[0], *criterion) if evals else None,
         last_eval=read_part(problems, read_evaluation, evals[-1], *criterion) if len(evals) > 1 else None,
-        problems=problems,
     )
     has_all_steps = run.setting("run.resume") in (None, "auto", "never")  # not those before another run's checkpoint
     if newest < run.num_steps and has_all_steps and not run.is_evaluation:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from html import escape
 from pathlib import Path
 
+from meshrl.core.terminal import command
 from meshrl.tools.page.document import document, package_text, write_page
 from meshrl.tools.report import sections
 from meshrl.tools.report.folder import read_run
-from meshrl.tools.report.summary import all_notes, command, header, summary, title
+from meshrl.tools.report.summary import all_notes, header, summary, title
 
 
 def write_report(folder: Path, out: Path | None = None) -> Path:
@@ -26,7 +27,7 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
         parts.insert(2, f'<p class="note">{of_eval if run.is_evaluation else "No step is finished yet."}</p>')
     footer = (
         "<footer>Pale curves show each step, the others the moving average. Made from the files of the run; "
-        f"<code>{escape(command('report', run))}</code> writes the page again.</footer>"
+        f"<code>{escape(command('report', folder))}</code> writes the page again.</footer>"
     )
     style = package_text("meshrl.tools.report", "report.css")
     return write_page(path, document(title(run), [*parts, footer], style=[style]))

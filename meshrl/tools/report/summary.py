@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 from urllib.parse import quote
 
+from meshrl.core.terminal import command
 from meshrl.monitor.notes import REWARDS_FILE, important
 from meshrl.monitor.rules import unhealthy
 from meshrl.tools.report.folder import RunFolder
@@ -33,7 +33,7 @@ def header(run: RunFolder) -> str:
     known = {name: run.setting(key) for name, key in about.items()}
     shown = " · ".join(f"{name} {escape(value)}" for name, value in known.items() if value)
     is_worse = run.verdict is not None and run.verdict.outcome == "worse"
-    is_good = run.lines and not (run.problems or suspicious(run) or is_worse)
+    is_good = run.lines and not (run.state.problems or suspicious(run) or is_worse)
     css = word if is_good or word != "done" else ""
     at = "" if word == "done" else f" at {'answer' if run.is_evaluation else 'step'} {run.num_steps}"
     badge = f'<span class="badge {escape(css)}">{escape(word)}{at}</span>'
@@ -52,7 +52,7 @@ def _lines(run: RunFolder, place: Path) -> Iterator[str]:
         css, (text, *best) = OUTCOMES.get(run.verdict.outcome, ""), run.verdict.lines
         yield f'<p><b>Verdict</b>: <span class="{css}">{escape(text)}</span></p>'
         yield from (f"<p>{escape(line)}</p>" for line in best)
-    for problem in run.problems:
+    for problem in run.state.problems:
         yield f'<p><span class="bad">Damaged</span>: {escape(problem)}</p>'
     rows = [
         f"<li><code>{escape(name)}</code>: {prose(unhealthy(reason, entry.otherwise))}</li>"
@@ -77,13 +77,8 @@ def _exploited(run: RunFolder) -> list[str]:
     return [
         f"<li><code>reward/mean</code>: rises from {ends[0]:.3g} to {ends[1]:.3g} while the held-out score falls. The "
         "reward may accept wrong answers, or the model overfits: read the answers with the highest reward "
-        f"(<code>{escape(command('view', run))}</code>)</li>"
+        f"(<code>{escape(command('view', run.folder))}</code>)</li>"
     ]
-
-
-def command(name: str, run: RunFolder) -> str:
-    """A command about the run that works in every folder of this machine."""
-    return f"meshrl {name} {shlex.quote(str(run.folder.resolve()))}"
 
 
 def all_notes(run: RunFolder) -> str:

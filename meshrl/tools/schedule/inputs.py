@@ -79,7 +79,8 @@ def measured(folder: Path) -> Inputs:
         groups,
         f"measured in {len(steps) - 1} steps of {folder} ({ranks} train ranks)",
         (f"{truncated:.0%} of the run's answers were truncated; with a higher limit they would be longer",)
-        * (truncated > 0.05),
+        * (truncated > 0.05)
+        + tuple(run.state.problems),
     )
 
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import html
 import json
+import math
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from meshrl.cli import main
 from meshrl.core.types import Prompt, Trajectory, Turn
 from meshrl.monitor.rollout_log import RolloutLog
 from meshrl.monitor.sinks import JsonlSink
+from meshrl.monitor.status import StatusFile
 from meshrl.tools.report.page import write_report
+from tests.made_runs import answer, decode
 
 CUT = "rollout/truncated_fraction"
 HOSTILE = "</script><img src=x onerror=alert(1)>\u202e\x1b[2J"
@@ -124,6 +128,46 @@ def test_a_damaged_file_is_named_and_the_rest_is_shown(tmp_path: Path, name: str
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     text = text_of(page_of(tmp_path))
     assert "Damaged: " in text and name in text and "held-out 0.225 -> 0.900" in text and "Learning" in text
+
+
+def test_steps_that_the_metrics_lack_and_the_end_of_a_run_are_stated(tmp_path: Path):
+    """A run that was killed, and whose metrics were cut later."""
+    StatusFile(tmp_path, 20, first_step=7).close()
+    (tmp_path / "metrics.jsonl").write_text('{"schema":1,"step":1,"time":1.0,"met')
+    page = page_of(tmp_path)
+    assert '<span class="badge killed">killed at step 7</span>' in page and "steps7" in text_of(page)
+    assert "metrics.jsonl ends at step 0, but the run has finished step 7" in text_of(page)
+    (tmp_path / "config.yaml").write_text("run:\n  resume: runs/other/checkpoints/step_000007  # my.yaml:1\n")
+    assert "ends at step" not in text_of(page_of(tmp_path))  # the earlier steps are those of another run
+
+
+def test_a_page_elsewhere_has_commands_and_links_that_work_there(tmp_path: Path, capsys):
+    run, out = tmp_path / "my run", tmp_path / "pages" / "one.html"
+    run.mkdir()
+    out.parent.mkdir()
+    write_metrics(run, (0.5, 0.1), truncated=0.0, rise=0.05)
+    (run / "rewards.log").write_text("printed\n")
+    assert main(["report", str(run), "--out", str(out)]) == 0 and str(out) in capsys.readouterr().out
+    page = out.read_text(encoding="utf-8")
+    assert f"meshrl view '{run}'" in html.unescape(page) and f"meshrl report '{run}'" in html.unescape(page)
+    assert '<a href="../my%20run/rewards.log">' in page and not (run / "report.html").exists()
+
+
+def test_marks_without_a_value_are_neutral_and_nan_is_suspicious(tmp_path: Path):
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    proofs = {"sync/proven_wire": math.nan, "sync/proven_read_back": 0.5, "sync/version": 1.0}
+    proofs |= {"proof/logprob_abs_diff_mean": math.nan, "proof/limit": 1e-4, "train/grad_norm": 1.0}
+    sink.write(0, {"eval/mean_at_k": 0.2, "eval/standard_error": 0.1}, {})
+    for step in range(1, 10):
+        sink.write(step, proofs | ({"train/grad_norm": math.nan} if step > 4 else {}), {})
+    sink.write(9, {"eval/mean_at_k": math.nan, "eval/standard_error": 0.1}, {})
+    sink.close()
+    RolloutLog(tmp_path, decode).write(9, [answer("q", "text", math.nan)], name="eval")
+    page = page_of(tmp_path)
+    assert not re.search(r'class="[^"]*\b(good|bad|done|yes)\b', page)
+    assert re.findall(r'<li class="(\w*)"><b>(\w+)', page) == [("", "read_back")]  # the engine can't read back
+    assert "train/grad_norm: the newest values are NaN" in text_of(page)
+    assert "held-out 0.200 -> nan (interval unknown)" in text_of(page)
 
 
 @pytest.mark.parametrize(

@@ -105,9 +105,8 @@ def test_status_of_a_killed_run_of_a_run_on_another_machine_and_of_a_missing_run
         stop(tmp_path)
     status = json.loads((tmp_path / "status.json").read_text())
     (tmp_path / "status.json").write_text(json.dumps(status | {"host": "elsewhere"}))
-    assert "(If the file system does not share locks, it may run: use `meshrl status` on elsewhere)" in describe(
-        tmp_path
-    )
+    there = f"it may run: use `meshrl status {tmp_path}` on elsewhere)"
+    assert f"(If the file system does not share locks, {there}" in describe(tmp_path)
     other = run_of("ignores SIGTERM")
     (tmp_path / "status.json").write_text(json.dumps(status | {"host": "elsewhere"}))
     assert f"runs as process {process.pid} on elsewhere" in describe(tmp_path)
@@ -136,7 +135,7 @@ def test_status_shows_the_verdict_and_the_last_important_notes(tmp_path):
 
 def test_stop_requests_the_end_and_waits_for_it(tmp_path, run_of):
     process = run_of("handles SIGTERM")
-    assert stop(tmp_path).endswith("interrupted after 3 s; step 3 of 5")
+    assert stop(tmp_path).endswith("interrupted after 3 s; 3 of 5 steps")
     assert process.wait() == 143
     assert "interrupted after 3 s" in describe(tmp_path)
 
@@ -147,7 +146,7 @@ def test_stop_does_not_wait_for_a_run_that_takes_the_folder_over(tmp_path, run_o
 
     waiting = threading.Thread(target=lambda: wait_until(lambda: _took(next_run)))
     waiting.start()
-    assert "step 3 of 5" in stop(tmp_path)
+    assert "3 of 5 steps" in stop(tmp_path)
     waiting.join()
     assert process.wait() == 143 and is_leased(tmp_path)
     next_run.release()
@@ -174,7 +173,7 @@ def test_a_live_run_is_found_after_the_clock_was_set(tmp_path, run_of):
     status = json.loads((tmp_path / "status.json").read_text())
     (tmp_path / "status.json").write_text(json.dumps(status | {"started": status["started"] - 7200}))
     assert f"runs as process {process.pid}" in describe(tmp_path)
-    assert "step 3 of 5" in stop(tmp_path) and process.wait() == 143
+    assert "3 of 5 steps" in stop(tmp_path) and process.wait() == 143
 
 
 def test_a_process_that_does_not_hold_the_lease_gets_no_signal(tmp_path, run_of):
