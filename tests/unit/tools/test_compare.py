@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from chromium import Chromium, chromium  # noqa: F401, a fixture
 
 from meshrl.cli import main
 from meshrl.core.errors import ConfigError, MeshrlError
@@ -88,6 +89,13 @@ def test_the_page_has_tables_curves_with_intervals_and_answers_side_by_side(runs
     assert not re.search(r"url\(|@import|https?://(?!www\.w3\.org/2000/svg)", page)
     other = tmp_path / "other.html"
     assert main(["compare", *map(str, runs), "--out", str(other)]) == 0 and other.is_file()
+
+
+def test_on_a_narrow_screen_the_tables_need_no_scrolling(runs, chromium: Chromium):  # noqa: F811
+    page = chromium.open(compare(runs, None)[1], width=400)
+    assert page.evaluate("[...document.querySelectorAll('.wide')].every(e => e.scrollWidth <= e.clientWidth)")
+    shown = page.evaluate("getComputedStyle(document.querySelector('[data-of=score]'), '::before').content")
+    assert shown == '"score: "' and page.errors == []
 
 
 def test_runs_of_other_seeds_have_their_spread(runs, tmp_path):
