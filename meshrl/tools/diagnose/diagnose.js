@@ -36,6 +36,7 @@
     return `${value} B`;
   }
   const plain = (value) => value === null || value === undefined ? "" : String(Number(Number(value).toPrecision(3)));
+  const exact = (value) => String(Number(value.toFixed(6)));
   const title = (cause) => found.titles[cause] || cause;
 
   function table(head, rows) {
@@ -65,7 +66,7 @@
     for (const at of ticks(low, high, 8)) {
       drawing.append(shape("path", { class: "tick", d: `M${x(at).toFixed(1)} 0V${bottom}` }));
       drawing.append(shape("text", { x: x(at).toFixed(1), y: bottom + 16, "text-anchor": "middle" },
-        plain(at * unit[0])));
+        exact(at * unit[0])));
     }
     drawing.append(shape("text", { x: left - 8, y: bottom + 16, "text-anchor": "end" }, `time, ${unit[1]}`));
     return x;
@@ -106,7 +107,26 @@
     const ends = [...spots.flatMap((one) => [one[1], one[2]])];
     const views = [["all steps", Math.min(...ends), Math.max(...ends)],
       ...spots.map(([step, low, high]) => [`step ${step}`, low, high])];
-    function draw(low, high) {
+    const magnify = element("div", { class: "magnify", role: "group", "aria-label": "shown time of the timeline" });
+    let [low, high] = [0, 0];
+    // Show a time around the middle of the shown one, moved by a part of it.
+    function show(factor, part) {
+      const [, least, most] = views[0], size = Math.min(most - least, Math.max(1e-5, (high - low) * factor));
+      const from = (low + high - size) / 2 + part * size;
+      low = Math.min(Math.max(from, least), most - size);
+      high = low + size;
+      draw();
+    }
+    for (const [sign, name, factor, part] of [["+", "zoom in", 0.5, 0], ["−", "zoom out", 2, 0],
+      ["←", "earlier", 1, -0.5], ["→", "later", 1, 0.5]]) {
+      const button = element("button", { type: "button", "aria-label": name, title: name }, sign);
+      button.addEventListener("click", () => {
+        for (const other of buttons.children) other.setAttribute("aria-pressed", "false");
+        show(factor, part);
+      });
+      magnify.append(button);
+    }
+    function draw() {
       const height = 26, bottom = ranks.length * height + 4;
       const drawing = shape("svg", { class: "lanes", viewBox: `0 0 1100 ${bottom + 24}`, role: "img",
         "aria-label": "timeline of all ranks: what each rank does, by time in seconds" });
@@ -118,43 +138,40 @@
         for (const [start, end, cause] of found.lanes[rank].drawn) {
           const a = Math.max(start, low), b = Math.min(end, high);
           if (a < b) drawing.append(block(cause, x(a), y, x(b) - x(a), height - 6,
-            `${title(cause)}: ${seconds(end - start)} from ${plain(start)} s`));
+            `${title(cause)}: ${seconds(end - start)} from ${exact(start)} s`));
         }
       });
       for (const [, at] of spots) if (at >= low && at <= high)
         drawing.append(shape("path", { class: "edge", d: `M${x(at).toFixed(1)} 0V${bottom}` }));
       holder.replaceChildren(drawing);
     }
-    for (const [name, low, high] of views.slice(0, 12)) {
+    for (const [name, from, until] of views.slice(0, 12)) {
       const button = element("button", { type: "button", "aria-pressed": "false" }, name);
       button.addEventListener("click", () => {
         for (const other of buttons.children) other.setAttribute("aria-pressed", String(other === button));
-        draw(low, high);
+        [low, high] = [from, until];
+        draw();
       });
       buttons.append(button);
     }
     const left = ranks.reduce((sum, rank) => sum + found.lanes[rank].left_out, 0);
     section("Timeline of all ranks", left ? `${left} shorter intervals are not drawn.` : "",
-      element("figure", {}, buttons, legend(used), holder,
+      element("figure", {}, buttons, magnify, legend(used), holder,
         below(table(["rank", ...used.map(title)], ranks.map((rank) =>
           [`rank ${rank}`, ...used.map((cause) => seconds(found.lanes[rank].totals[cause] || 0))])))));
     buttons.firstChild.click();
   }
   function waterfall() {
-    const rows = found.costs.filter((cost) => cost.share >= 0.002), height = 24, bottom = rows.length * height + 2;
-    const drawing = shape("svg", { class: "lanes", viewBox: `0 0 1100 ${bottom + 24}`, role: "img",
-      "aria-label": "the time of a mean step, divided by cause, in seconds" });
-    const x = axis(drawing, 0, found.step_s || 1e-9, 74, 760, bottom);
     let at = 0;
-    rows.forEach((cost, i) => {
-      const text = `${seconds(cost.seconds)} (${(cost.share * 100).toFixed(1)} %) ${cost.title}`;
-      drawing.append(block(cost.cause, x(at), i * height + 3, x(at + cost.seconds) - x(at), height - 6, text));
-      const end = x(at + cost.seconds);
-      drawing.append(shape("text", { x: (end + 8).toFixed(1), y: i * height + 16 }, text.slice(0, 60)));
-      at += cost.seconds;
+    const rows = found.costs.filter((cost) => cost.share >= 0.002).map((cost) => {
+      const bar = shape("svg", { viewBox: "0 0 1000 12", preserveAspectRatio: "none", "aria-hidden": "true" });
+      bar.append(shape("rect", { class: "back", width: 1000, height: 12 }),
+        block(cost.cause, at * 1000, 0, cost.share * 1000, 12));
+      at += cost.share;
+      return element("div", {}, element("p", {}, `${seconds(cost.seconds)} (${(cost.share * 100).toFixed(1)} %) ${cost.title}`), bar);
     });
     section("A step, by cause", "The mean of all ranks and steps; the causes add up to the time of a step.",
-      element("figure", {}, wide(drawing), below(table(["cause", "seconds", "share"], found.costs.map((cost) =>
+      element("figure", { class: "fall" }, ...rows, below(table(["cause", "seconds", "share"], found.costs.map((cost) =>
         [cost.title, seconds(cost.seconds), `${(cost.share * 100).toFixed(1)} %`])))));
   }
   function tables() {

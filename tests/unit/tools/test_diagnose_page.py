@@ -39,7 +39,9 @@ def test_the_page_shows_every_part(folder, chromium: Chromium, width, dark):
     costs = page.evaluate("[...document.querySelectorAll('.costs b')].map(b => b.textContent)")
     assert [cost["title"] in text for cost, text in zip(record["costs"], costs)] == [True] * 3
     assert page.evaluate("document.querySelectorAll('.lanes rect.back').length") == 3
-    assert page.evaluate("document.querySelectorAll('.lanes').length") == 2
+    bars = page.evaluate("[...document.querySelectorAll('.fall > div')].map(row => row.textContent)")
+    shown = [cost["title"] for cost in record["costs"] if cost["share"] >= 0.002]
+    assert [text.endswith(title) for text, title in zip(bars, shown, strict=True)] == [True] * len(shown)
     charts = "[...document.querySelectorAll('svg[role=img]')].every(s => s.getAttribute('aria-label') && "
     assert page.evaluate(charts + "s.closest('figure').querySelector('details.values table'))")
     assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
@@ -66,6 +68,25 @@ def test_a_step_of_the_timeline_can_be_chosen(folder, chromium: Chromium):
     assert 0 < page.evaluate(count) < of_all / 2
     pressed = "[...document.querySelectorAll('.zoom button')].map(b => b.getAttribute('aria-pressed'))"
     assert page.evaluate(pressed) == ["false", "false", "true", "false"]
+
+
+def test_the_timeline_is_magnified_and_moved_by_buttons(folder, chromium: Chromium):
+    page = chromium.open(folder / "diagnose.html")
+    shown = "[...document.querySelectorAll('.lanes text[text-anchor=middle]')].map(t => t.textContent)"
+
+    def press(name: str, times: int = 1) -> list[float]:
+        page.evaluate(f"for (let i = 0; i < {times}; i++) document.querySelector('[aria-label=\"{name}\"]').click()")
+        return [float(text) for text in page.evaluate(shown)]
+
+    every = press("zoom out")
+    assert every[0] == 0 and every[-1] == 0.3
+    inside = press("zoom in", 6)  # ms from here on
+    assert 147 < inside[0] < inside[-1] < 153 and len(set(inside)) == len(inside)
+    assert press("later")[0] > inside[0] > press("earlier", 2)[0]
+    assert press("zoom out", 6) == every
+    assert press("earlier") == every
+    assert page.evaluate("document.querySelectorAll('.zoom [aria-pressed=true]').length") == 0
+    assert page.errors == []
 
 
 def test_names_of_a_trace_are_shown_as_text(folder, chromium: Chromium):
