@@ -27,16 +27,16 @@ class Recorder:
 
     def clear(self, size: int = RING) -> None:
         """Forget everything, and keep at most this number of spans from now on."""
-        self._rows: deque[tuple[str, Category, int, int, dict[str, Any]]] = deque(maxlen=size)
+        self._spans: deque[Span] = deque(maxlen=size)
         self._memory: deque[MemorySample] = deque(maxlen=size // 4)
         self._phase_memory: dict[str, int] = {}
-        self._num_rows = self._train_ns = 0
+        self._num_spans = self._train_ns = 0
         self._running: dict[str, list[int]] = {}  # by method: running calls, calls, start_ns
         self._collectives: list[tuple[int, int]] = []  # of the training phases since `step_metrics`
 
     def add(self, name: str, category: Category, start_ns: int, end_ns: int, args: dict[str, Any]) -> None:
-        self._rows.append((name, category, start_ns, end_ns, args))
-        self._num_rows += 1
+        self._spans.append(Span(name, category, start_ns, end_ns, args))
+        self._num_spans += 1
         if category == "collective" and args.get("phase") in _TRAINING:
             self._collectives.append((start_ns, end_ns))
         elif category == "phase" and name in _TRAINING:
@@ -93,12 +93,8 @@ class Recorder:
         return self._train_ns / 1e9
 
     def trace(self, rank: int) -> RankTrace:
-        return RankTrace(
-            rank=rank,
-            spans=[Span(*row) for row in self._rows],
-            memory=list(self._memory),
-            num_dropped=self._num_rows - len(self._rows),
-        )
+        num_dropped = self._num_spans - len(self._spans)
+        return RankTrace(rank=rank, spans=list(self._spans), memory=list(self._memory), num_dropped=num_dropped)
 
     def step_metrics(self, blocking: bool) -> list[Metric]:
         """perf/compute_comm_ratio and perf/exposed_comm_fraction of the training since the last call; none without

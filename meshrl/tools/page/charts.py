@@ -114,7 +114,7 @@ def line_chart(lines: Sequence[Line], unit: str, log: bool = False, across: str 
     up = Scale(*_range(values, unit, log), BOTTOM, TOP, log)
     parts = [*_axes(to_x, up, unit, across)]
     for index, line in enumerate(drawn):
-        parts += _drawn(line, index, to_x, up)
+        parts += _band(line, index, to_x, up) + _curve(line, index, to_x, up)
     data = {
         "steps": steps,
         "lines": [_by_step(line, steps, unit) for line in drawn],
@@ -190,10 +190,6 @@ def _range(values: Sequence[float], unit: str, log: bool) -> tuple[float, float]
         return 0.0, high * 1.05
     pad = (high - low) * 0.08 or abs(high) * 0.1 or 1.0
     return low - pad, high + pad
-
-
-def _drawn(line: Line, index: int, across: Scale, up: Scale) -> list[str]:
-    return _band(line, index, across, up) + _curve(line, index, across, up)
 
 
 def _band(line: Line, index: int, across: Scale, up: Scale) -> list[str]:
