@@ -78,12 +78,7 @@ def write_trace(
         at.append(begin)
         sync = {"num_bytes": 8e6, "cast_s": 0.001, "load_s": 0.004, "latency_s": 0.01, "version": 3}
         made.append(Step(len(made) + 1, begin, begin := begin + round(length_ms * MS), profiled, sync))
-    first = len(untraced_ms) + 1
-    listed = [
-        Phase(name, start + round(a * MS), start + round(b * MS), first + i)
-        for i, start in enumerate(at)
-        for _, name, a, b in phases
-    ]
+    listed = [Phase(name, start + round(a * MS), start + round(b * MS)) for start in at for _, name, a, b in phases]
     ranks = sorted({rank for step in steps for rank in step})
     for rank in ranks:
         shift = round(offsets_ms.get(rank, 0.0) * MS)
@@ -94,7 +89,8 @@ def write_trace(
                 if category == "op":
                     events.append(event("cpu_op", name, begins, ends))
                 else:
-                    of_collective = {"bytes": 4_000_000, "group": len(ranks), "phase": "train"}
+                    commands = [n for c, n, x, y in step.get(rank, ()) if c == "phase" and x <= a < y]
+                    of_collective = {"bytes": 4_000_000, "group": len(ranks), "phase": (commands or ["train"])[0]}
                     args = of_collective if category == "collective" else {}
                     spans.append(Span(name, category, begins, ends, args))
         parts = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import os
 import socket
 import time
 from contextlib import nullcontext
@@ -306,6 +307,7 @@ class RankWorker:
         """Start torch.profiler, and keep all spans from now on. Without it if the user's own profiler is active."""
         recorder.clear(TRACED)
         if not torch.autograd._profiler_enabled():
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else torch.profiler prints lines that begin with USDT
             self._profiler, recorder.annotate = torch.profiler.profile(), torch.profiler.record_function
             self._profiler.start()
 

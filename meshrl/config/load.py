@@ -114,6 +114,11 @@ def load_sft_config(
     return _load(SftRunConfig, source, overrides, {}, "sft", in_memory, further)
 
 
+def is_sft(source: Source) -> bool:
+    """Whether this is a config of `meshrl sft`. Raises: ConfigError when it can't be read."""
+    return any("sft" in tree for tree in _read(source)[-1])
+
+
 def _load(
     model: type[C],
     source: Source,

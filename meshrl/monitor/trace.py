@@ -10,10 +10,11 @@ of a rank. In a profile, an event begins at baseTimeNanoseconds + 1000 * ts of i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import orjson
 
@@ -27,6 +28,7 @@ SPANS_FILE, PROFILE_FILE = "rank_{:05d}.spans.json", "rank_{:05d}.profile.json.g
 BETWEEN_STEPS = ("eval", "export", "save", "trace")
 """Phases in a step's time that are not part of its work; trace = start the profiler, or write traces."""
 _FORMAT = 1
+_STEP, _SIZES = ("step", "start_ns", "end_ns"), {"bytes", "group"}  # integers of a step, and of a span's args
 Category = Literal["phase", "compute", "collective", "copy", "host"]
 
 
@@ -68,12 +70,11 @@ class RankTrace:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A phase of the controller, as in time/<phase>_s. step: the one that was running when the phase ended."""
+    """A phase of the controller, as in time/<phase>_s."""
 
     name: str
     start_ns: int
     end_ns: int
-    step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,12 +150,17 @@ def _write(path: Path, record: dict[str, Any]) -> None:
 
 def read_rank(path: Path) -> RankTrace:
     """Raises: DataError, which names the file."""
-    record = _read(path)
+    record, kinds = _read(path), get_args(Category)
     with data_errors(str(path), "a rank's spans"):
         return RankTrace(
             rank=int(record["rank"]),
-            spans=[Span(str(n), c, int(start), int(end), dict(args)) for n, c, start, end, args in record["spans"]],
-            memory=[MemorySample(int(at), str(phase), dict(parts)) for at, phase, parts in record["memory"]],
+            spans=[
+                Span(str(n), kinds[kinds.index(c)], int(a), int(b), args | _integers(args, args.keys() & _SIZES))
+                for n, c, a, b, args in record["spans"]
+            ],
+            memory=[
+                MemorySample(int(at), str(phase), _integers(parts, parts)) for at, phase, parts in record["memory"]
+            ],
             num_dropped=int(record["num_dropped"]),
         )
 
@@ -164,14 +170,22 @@ def read_controller(path: Path) -> ControllerTrace:
     record = _read(path)
     with data_errors(str(path), "the controller's part of a trace"):
         return ControllerTrace(
-            phases=[Phase(**phase) for phase in record["phases"]],
-            steps=[Step(**step) for step in record["steps"]],
+            phases=[Phase(str(p["name"]), int(p["start_ns"]), int(p["end_ns"])) for p in record["phases"]],
+            steps=[Step(**{**s, **_integers(s, _STEP), "sync": _finite(s["sync"])}) for s in record["steps"]],
             ranks={
-                int(rank): RankFacts(**{**facts, "clock": [ClockReading(**reading) for reading in facts["clock"]]})
+                int(rank): RankFacts(**{**facts, "clock": [ClockReading(**_integers(r, r)) for r in facts["clock"]]})
                 for rank, facts in record["ranks"].items()
             },
             facts=dict(record["facts"]),
         )
+
+
+def _integers(record: Mapping[str, Any], keys: Iterable[str]) -> dict[str, int]:
+    return {key: int(record[key]) for key in keys}
+
+
+def _finite(values: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in values.items() if value is not None and math.isfinite(float(value))}
 
 
 def _read(path: Path) -> dict[str, Any]:

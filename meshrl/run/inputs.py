@@ -32,13 +32,14 @@ ROWS = {"data.path": "data", "data.eval_path": "eval_data", "sft.path": "data"} 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Objects:
     """The objects of a Python caller. rewards: reward functions by the name of their term. rows: by the key in ROWS
-    that they replace. quiet: print nothing."""
+    that they replace. quiet: print nothing. saves: whether models and checkpoints are written."""
 
     rewards: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     agent: Agent | None = None
     rows: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     on_step: OnStep | None = None
     quiet: bool = False
+    saves: bool = True
 
     def table(self, key: str) -> RowTable | None:
         """The rows in memory that replace this key; None if the config names a path."""

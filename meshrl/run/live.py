@@ -160,7 +160,7 @@ class LiveRun:
         if every is None and not job.is_over:
             is_old = self.checkpoints.age_s > AUTO_SAVE_S
             is_due = (is_due or is_old) and not self.checkpoints.is_writing
-        if job.step == 0 or not is_due:
+        if job.step == 0 or not is_due or not self.objects.saves:
             return
         if with_model and (job.is_over or every is not None):
             with self.spans("export"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
@@ -76,12 +75,7 @@ class Tracing:
             with self._writes.attempt(FOLDER):
                 if error:
                     raise OSError(error)
-        ends = [step.end_ns for step in self._steps]
-        last = self._steps[-1].step if self._steps else 0
-        phases = []
-        for name, start, end in self._spans.intervals:
-            at = bisect_left(ends, end)
-            phases.append(Phase(name, start, end, self._steps[at].step if at < len(ends) else last + 1))
+        phases = [Phase(*interval) for interval in self._spans.intervals]
         with self._writes.attempt(FOLDER):
             trace = ControllerTrace(phases=phases, steps=[*self._steps], ranks=ranks, facts=self._facts)
             write_controller(self._folder, trace)

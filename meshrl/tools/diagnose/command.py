@@ -8,17 +8,17 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from meshrl.config.load import is_sft
+from meshrl.config.run import RunSection
 from meshrl.core.errors import ConfigError
 from meshrl.core.files import is_there, output_errors, write_text
+from meshrl.core.terminal import print_message
 from meshrl.monitor.trace import FOLDER
-from meshrl.tools.diagnose.diagnosis import as_record, diagnose, write_perfetto
+from meshrl.tools.diagnose.diagnosis import as_record, diagnose, perfetto
 from meshrl.tools.diagnose.page import page
 from meshrl.tools.diagnose.read import read_trace
 from meshrl.tools.diagnose.text import summary
 from meshrl.tools.page.document import write_page
-
-REMEDY = "Make room, or give another folder by --out"
-TRACE_ENDS = (".json", ".json.gz")
 
 
 def run(target: Path, overrides: Sequence[str], num_steps: int, out: Path | None) -> str:
@@ -28,40 +28,48 @@ def run(target: Path, overrides: Sequence[str], num_steps: int, out: Path | None
     """
     if not is_there(target):
         raise ConfigError(f"{target}: no such file or folder; give a config, the folder of a run, or a trace")
-    is_trace = target.is_dir() or target.name.endswith(TRACE_ENDS)
-    if is_trace and overrides:
+    if not target.is_dir() and not target.name.endswith((".json", ".json.gz")):
+        target = _profile(target, overrides, num_steps)
+    elif overrides:
         raise ConfigError(f"{overrides[0]}: values override those of a config, but {target} is a trace; remove them")
-    folder = target if is_trace else _profile(target, overrides, num_steps)
-    if not is_trace:
-        shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # a run always saves its end
-    trace = read_trace(folder)
-    found = diagnose(trace)
-    at = out or (folder.parent if folder.is_file() or folder.name == FOLDER else folder)
-    with output_errors(at, REMEDY):
+    found = diagnose(read_trace(target))
+    at = out or (target.parent if target.is_file() or target.name == FOLDER else target)
+    numbers, events, html = (at / f"diagnose.{end}" for end in ("json", "perfetto.json.gz", "html"))
+    with output_errors(at, "Make room, or give another folder by --out"):
         at.mkdir(parents=True, exist_ok=True)
-    with output_errors(at / "diagnose.json", REMEDY):
-        write_text(at / "diagnose.json", json.dumps(as_record(found), indent=1) + "\n")
-    written = [at / "diagnose.json", write_perfetto(at / "diagnose.perfetto.json.gz", trace)]
-    written.append(write_page(at / "diagnose.html", page(trace, found)))
-    return summary(found) + "\n\nwrote " + ", ".join(str(path) for path in written)
+        write_text(numbers, json.dumps(as_record(found), indent=1) + "\n")
+        events.write_bytes(perfetto(found.trace))
+    write_page(html, page(found))
+    return "\n".join([*summary(found), "", f"wrote {numbers}, {events}, {html}"])
 
 
 def _profile(config: Path, overrides: Sequence[str], num_steps: int) -> Path:
-    """Run the first steps of a config in a folder of its own, without evaluations and checkpoints; returns the folder.
-    Two steps come before those with the profiler, and give its slow-down."""
+    """Run the first steps of a config in a folder of its own, which has only the traces afterwards; returns the folder.
+    There are no evaluations and no checkpoints. Two steps come before those with the profiler, and give its slow-down.
+    If the run fails, its folder stays as it is."""
     from meshrl.run import start
-    from meshrl.run.inputs import load_run, load_sft, show_notices
+    from meshrl.run.inputs import Objects, load_run, load_sft
 
-    name = f"run.name=diagnose-{time.strftime('%Y%m%d-%H%M%S')}"
-    ours = [*overrides, f"monitor.trace_steps={num_steps}", name, "run.resume=never"]
-    limits = [f"num_steps={num_steps + 2}", "save_every_steps=0"]
-    try:
-        of_loop = [f"loop.{limit}" for limit in (*limits, "eval_every_steps=0")]
-        loaded = load_run(config, [*ours, *of_loop, "data.eval_path=null"])
-    except ConfigError as refused:
-        if "`meshrl sft`" not in str(refused):  # as which the message recognizes the config
-            raise
-        sft = load_sft(config, [*ours, *(f"sft.{limit}" for limit in limits)])
-        return start.sft(sft, lambda _: None)
-    show_notices(loaded)
-    return start.train(loaded, lambda _: None)
+    count = num_steps + 2
+    quiet = Objects(quiet=True, saves=False, on_step=lambda step, _: print_message(f"step {step} of {count}"))
+    print_message(f"{config}: runs {count} steps; torch.profiler records the last {num_steps} of them")
+    name = f"run.name={config.stem}-diagnose-{time.strftime('%Y%m%d-%H%M%S')}"  # one in the overrides comes first
+    common = [name, *overrides, f"monitor.trace_steps={num_steps}", "monitor.sinks=[]", "run.resume=never"]
+    if is_sft(config):
+        sft = load_sft(config, [*common, f"sft.num_steps={count}"])
+        _require_new_folder(sft.config.run)
+        folder = start.sft(sft, lambda _: None, quiet)
+    else:
+        of_loop = [f"loop.num_steps={count}", "loop.eval_every_steps=0", "data.eval_path=null"]
+        loaded = load_run(config, [*common, *of_loop])
+        _require_new_folder(loaded.config.run)
+        folder = start.train(loaded, lambda _: None, quiet)
+    for path in folder.iterdir() if is_there(folder / FOLDER) else ():
+        if path.name != FOLDER:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return folder
+
+
+def _require_new_folder(run: RunSection) -> None:
+    if is_there(folder := Path(run.folder) / run.name):
+        raise ConfigError(f"{folder} exists; the steps run in a new folder: choose another run.name")

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from statistics import mean, median
 from typing import Any
 
-from meshrl.core.files import output_errors
-from meshrl.monitor.trace import BETWEEN_STEPS
+from meshrl.core.errors import MeshrlError
 from meshrl.tools.diagnose import measure
-from meshrl.tools.diagnose.causes import Cost, costs
+from meshrl.tools.diagnose.causes import Cost, costs, details
 from meshrl.tools.diagnose.intervals import Intervals, total
 from meshrl.tools.diagnose.read import Trace
 
@@ -36,12 +34,10 @@ class Diagnosis:
     weight sync's metrics, without the prefix sync/. ratio: computation / communication in the phase train, the mean
     over ranks. by_cause: the times of each rank; they are not in diagnose.json."""
 
-    source: str
-    steps: list[int]
+    trace: Trace
     step_s: float
     slow_down: float | None
     ratio: float | None
-    clock: str
     costs: list[Cost]
     phases: list[measure.PhaseTime]
     collectives: list[measure.Collective]
@@ -49,41 +45,40 @@ class Diagnosis:
     gaps: list[measure.Gap]
     memory: list[MemoryPeak]
     by_cause: dict[int, dict[str, Intervals]]
-    sync: dict[str, float] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    sync: dict[str, float]
 
 
 def diagnose(trace: Trace) -> Diagnosis:
+    """Raises: MeshrlError when the steps of the trace take no time."""
+    step_s = total(trace.windows()) / 1e9 / len(trace.steps)
+    if not step_s:
+        raise MeshrlError(f"{trace.source}: its steps have a length of 0 s: the trace is damaged, record another one")
     of = {number: measure.lanes(rank) for number, rank in trace.ranks.items()}
     met = measure.meetings(trace)
     late, pauses = measure.stragglers(trace, met), measure.gaps(trace, of)
-    names = [name for name in dict.fromkeys(p.name for p in trace.phases) if name not in BETWEEN_STEPS]
-    windows = {name: trace.windows(name) for name in names} | {"step": trace.windows()}
     times = [
         measure.phase_time(number, name, inside, of[number], len(trace.steps))
-        for name, inside in windows.items()
+        for name, inside in [*trace.work().items(), ("step", trace.windows())]
         if inside
         for number in trace.ranks
     ]
     ratios = [t.ratio for t in times if t.phase == "train" and t.ratio is not None]
     divided = measure.by_cause(trace, of, met)
     syncs = [step.sync for step in trace.steps if step.sync]
+    sync = {key: mean(sync.get(key, 0.0) for sync in syncs) for key in (syncs[0] if syncs else ())}
     return Diagnosis(
-        source=str(trace.source),
-        steps=[step.step for step in trace.steps],
-        step_s=total(trace.windows()) / 1e9 / len(trace.steps),
+        trace=trace,
+        step_s=step_s,
         slow_down=_slow_down(trace),
         ratio=mean(ratios) if ratios else None,
-        clock=trace.clock,
-        costs=costs(trace, divided, late, pauses),
+        costs=costs(trace, divided, late, details(trace, pauses, sync)),
         phases=times,
         collectives=measure.collectives(trace, met),
         stragglers=late,
         gaps=pauses,
         memory=list(_memory(trace)),
         by_cause=divided,
-        sync={key: mean(sync.get(key, 0.0) for sync in syncs) for key in (syncs[0] if syncs else ())},
-        notes=trace.notes,
+        sync=sync,
     )
 
 
@@ -98,47 +93,45 @@ def _slow_down(trace: Trace) -> float | None:
 
 def _memory(trace: Trace) -> Iterator[MemoryPeak]:
     for number, rank in trace.ranks.items():
-        for phase in dict.fromkeys(sample.phase for sample in rank.memory):
-            samples = [sample for sample in rank.memory if sample.phase == phase]
-            sample = max(samples, key=lambda one: _peak(one.parts))
-            parts = {k: v for k, v in sample.parts.items() if k in ("params", "grads", "optimizer", "buffers")}
-            rest = max(0, _peak(sample.parts) - sum(parts.values()))
-            yield MemoryPeak(number, phase, _peak(sample.parts), {**parts, OTHER: rest})
-
-
-def _peak(parts: Mapping[str, int]) -> int:
-    return max((int(parts[k]) for k in ("peak_bytes", "peak_resident_bytes") if k in parts), default=0)
+        highest: dict[str, tuple[int, Mapping[str, int]]] = {}
+        for sample in rank.memory:
+            peak = max(sample.parts.get(kind, 0) for kind in ("peak_bytes", "peak_resident_bytes"))
+            if sample.phase not in highest or peak > highest[sample.phase][0]:
+                highest[sample.phase] = peak, sample.parts
+        for phase, (peak, parts) in highest.items():
+            known = {k: v for k, v in parts.items() if k in ("params", "grads", "optimizer", "buffers")}
+            yield MemoryPeak(number, phase, peak, {**known, OTHER: max(0, peak - sum(known.values()))})
 
 
 def as_record(found: Diagnosis) -> dict[str, Any]:
     """All numbers as plain JSON, in seconds and bytes."""
-    record = asdict(found)
-    del record["by_cause"]
-    derived = {"collectives": ("gb_per_s",), "costs": ("title", "change"), "phases": ("ratio",)}
-    for name, keys in derived.items():
-        for row, one in zip(record[name], getattr(found, name)):
-            row |= {key: getattr(one, key) for key in keys}
-    return record
+    tables = ("costs", "phases", "collectives", "stragglers", "gaps", "memory")
+    return {
+        "source": str(found.trace.source),
+        "steps": [step.step for step in found.trace.steps],
+        "clock": found.trace.clock,
+        "notes": found.trace.notes,
+        **{name: getattr(found, name) for name in ("step_s", "slow_down", "ratio", "sync")},
+        **{name: [asdict(row) for row in getattr(found, name)] for name in tables},
+    }
 
 
-def write_perfetto(path: Path, trace: Trace) -> Path:
-    """A Chrome trace for ui.perfetto.dev: one process for the controller and each rank, one thread for each kind of
-    span, all on the controller's clock. Raises: OutputError."""
+def perfetto(trace: Trace) -> bytes:
+    """A compressed Chrome trace for ui.perfetto.dev: one process for the controller and each rank, one thread for each
+    kind of span, all on the controller's clock."""
     events = list(_events(trace))
     start = min((event["ts"] for event in events if "ts" in event), default=0)
     for event in events:
         if "ts" in event:
             event["ts"] = (event["ts"] - start) / 1e3
     record = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"clock": trace.clock, "start_ns": start}}
-    with output_errors(path, "Make room or give another folder by --out"), gzip.open(path, "wb", 5) as file:
-        file.write(json.dumps(record).encode())
-    return path
+    return gzip.compress(json.dumps(record).encode(), 5)
 
 
 def _events(trace: Trace) -> Iterator[dict[str, Any]]:
     """ts in nanoseconds here."""
     steps = [(f"step {s.step}", s.start_ns, s.end_ns, {"traced": s.traced}) for s in trace.all_steps]
-    phases = [(p.name, p.start_ns, p.end_ns, {"step": p.step}) for p in trace.phases]
+    phases: list[Any] = [(p.name, p.start_ns, p.end_ns, {}) for p in trace.phases]
     yield from _process(0, "controller", {"steps": steps, "phases": phases})
     for number, rank in trace.ranks.items():
         lanes: dict[str, list[Any]] = {}
@@ -149,13 +142,13 @@ def _events(trace: Trace) -> Iterator[dict[str, Any]]:
         if rank.profile is not None:
             convert = rank.facts.to_controller
             lanes["operations"] = [(name, convert(a), convert(b), {}) for a, b, name in rank.profile.operations]
-        where = " ".join(text for text in (rank.facts.host, rank.facts.device) if text)
+        where = f"{rank.facts.host} {rank.facts.device}".strip()
         yield from _process(number + 1, f"rank {number} ({where})", lanes)
         for sample in rank.memory:
             yield {"ph": "C", "pid": number + 1, "name": "memory", "ts": sample.at_ns, "args": dict(sample.parts)}
 
 
-def _process(pid: int, name: str, lanes: dict[str, list[Any]]) -> Iterator[dict[str, Any]]:
+def _process(pid: int, name: str, lanes: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
     """A thread can't show events that overlap without one containing the other; those get a further thread."""
     yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}
     for lane, (title, spans) in enumerate(lanes.items()):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -14,6 +14,7 @@ from meshrl.tools.diagnose.read import Rank, Trace
 TRAIN_COMMANDS = ("annotate", "train", "optim")
 SAMPLING = ("rollout", "eval")
 STRAGGLER_SHARE = 0.1  # of the phase's time: below this, ranks are late by chance
+MIN_STEPS = 3  # in fewer steps, one of two healthy ranks is often the later one in each of them
 GAP_NS = 1_000_000  # a longer gap between two operations is listed
 
 
@@ -41,7 +42,8 @@ class PhaseTime:
     """Seconds of one rank in one phase of a step, the mean. wall = compute + exposed + copy + host + idle.
 
     compute: computation or sampling; overlapped is the part of it in which a collective also runs. exposed: collectives
-    without computation. host: in a command, without any of these. idle: between commands.
+    without computation. host: in a command, without any of these. idle: between commands. ratio: computation /
+    communication, as perf/compute_comm_ratio; None without communication.
     """
 
     rank: int
@@ -53,25 +55,28 @@ class PhaseTime:
     copy: float
     host: float
     idle: float
-
-    @property
-    def ratio(self) -> float | None:
-        """Computation / communication, as perf/compute_comm_ratio; None without communication."""
-        communication = self.exposed + self.overlapped
-        return (self.wall - self.exposed) / communication if communication else None
+    ratio: float | None
 
 
 def phase_time(rank: int, phase: str, windows: Intervals, of: Lanes, num_steps: int = 1) -> PhaseTime:
     """Divide the time of a phase by kind."""
-    rest, found, scale = windows, {}, 1e9 * num_steps
-    kinds = {"compute": union(of.compute, of.sampling), "exposed": of.collective, "copy": of.copy, "host": of.command}
-    for kind, times in kinds.items():
-        found[kind] = total(overlap(rest, times)) / scale
-        rest = without(rest, times)
-    both = total(overlap(overlap(windows, kinds["compute"]), of.collective)) / scale
-    return PhaseTime(
-        rank=rank, phase=phase, wall=total(windows) / scale, overlapped=both, idle=total(rest) / scale, **found
-    )
+    compute = union(of.compute, of.sampling)
+    kinds = {"compute": compute, "exposed": of.collective, "copy": of.copy, "host": of.command}
+    times = divide(windows, kinds, "idle")
+    times |= {"wall": windows, "overlapped": overlap(overlap(windows, compute), of.collective)}
+    found = {kind: total(time) / 1e9 / num_steps for kind, time in times.items()}
+    communication = found["exposed"] + found["overlapped"]
+    ratio = (found["wall"] - found["exposed"]) / communication if communication else None
+    return PhaseTime(rank=rank, phase=phase, ratio=ratio, **found)
+
+
+def divide(time: Intervals, parts: Mapping[str, Intervals], rest: str) -> dict[str, Intervals]:
+    """Each moment of `time` belongs to the first part that contains it, or else to `rest`."""
+    found = {}
+    for name, part in parts.items():
+        found[name] = overlap(time, part)
+        time = without(time, part)
+    return found | {rest: time}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +102,7 @@ def meetings(trace: Trace) -> list[Meeting]:
     """The n-th collective of a name in a step is the same one in all ranks of a group. A step in which their numbers
     differ is left out. If all ranks sample in turn with training, they also meet at the end of the rollout."""
     found = []
-    windows = {name: trace.windows(name) for name in dict.fromkeys(p.name for p in trace.phases)}
+    windows = trace.work()
     for step in trace.steps:
         groups: dict[tuple[str, int, int], dict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))
         for number, rank in trace.ranks.items():
@@ -109,10 +114,11 @@ def meetings(trace: Trace) -> list[Meeting]:
             if len({len(spans) for spans in by_rank.values()}) == 1:
                 for column in zip(*(sorted(spans, key=lambda s: s.start_ns) for spans in by_rank.values())):
                     at = [(column[0].start_ns, column[0].start_ns + 1)]
-                    phase = next((n for n, times in windows.items() if overlap(times, at)), "between phases")
+                    phase = next((n for n, times in windows.items() if overlap(times, at)), "")
                     if column[0].args.get("phase") in TRAIN_COMMANDS and "train" in windows:
                         phase = "train"  # the next rollout may overlap with it
-                    found.append(Meeting(name, phase, step.step, dict(zip(by_rank, column))))
+                    if phase:
+                        found.append(Meeting(name, phase, step.step, dict(zip(by_rank, column))))
         if trace.facts.get("schedule") == "colocated" and len(trace.ranks) > 1:
             inside = overlap(windows.get("rollout", []), [(step.start_ns, step.end_ns)])
             ends = {n: overlap(inside, rank.of("phase", SAMPLING)) for n, rank in trace.ranks.items()}
@@ -130,18 +136,14 @@ def _group(rank: int, size: int, name: str, num_ranks: int) -> int:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Collective:
     """num, bytes and seconds are of a rank in a step, the mean; wait_s is the part of seconds before the last rank
-    arrived. GB/s is of the rest."""
+    arrived. gb_per_s is of the rest; None without bytes or time."""
 
     name: str
     num: float
     bytes: float
     seconds: float
     wait_s: float
-
-    @property
-    def gb_per_s(self) -> float | None:
-        took = self.seconds - self.wait_s
-        return self.bytes / took / 1e9 if took > 0 and self.bytes else None
+    gb_per_s: float | None
 
 
 def collectives(trace: Trace, met: Sequence[Meeting]) -> list[Collective]:
@@ -158,25 +160,17 @@ def collectives(trace: Trace, met: Sequence[Meeting]) -> list[Collective]:
     found = []
     for name, spans in by_name.items():
         num = len(trace.steps) * sum(any(s.name == name for s in rank.spans) for rank in trace.ranks.values())
-        size = sum(int(span.args.get("bytes", 0)) for span in spans)
-        took = sum(span.end_ns - span.start_ns for span in spans) / 1e9
-        wait = waits[name] / 1e9
-        found.append(
-            Collective(
-                name=name,
-                num=len(spans) / num,
-                bytes=size / num,
-                seconds=took / num,
-                wait_s=wait / num,
-            )
-        )
+        size = sum(int(span.args.get("bytes", 0)) for span in spans) / num
+        took, wait = sum(span.end_ns - span.start_ns for span in spans) / 1e9 / num, waits[name] / 1e9 / num
+        rate = size / (took - wait) / 1e9 if took > wait and size else None
+        found.append(Collective(name=name, num=len(spans) / num, bytes=size, seconds=took, wait_s=wait, gb_per_s=rate))
     return sorted(found, key=lambda one: -one.seconds)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Straggler:
     """late_s: seconds of a step by which the rank arrives later than the others, the median over the steps. is_named:
-    it is late in 7 of 8 steps by more than STRAGGLER_SHARE of the phase and half of late_s, so not by chance."""
+    in at least MIN_STEPS steps, it is late in 7 of 8 by more than STRAGGLER_SHARE of the phase and half of late_s."""
 
     phase: str
     rank: int
@@ -196,7 +190,7 @@ def stragglers(trace: Trace, met: Sequence[Meeting]) -> list[Straggler]:
         times = sorted(by_step.values())
         least = STRAGGLER_SHARE * total(trace.windows(phase)) / 1e9 / len(trace.steps)
         late_s, rarely_s = median(times), times[len(times) // 8]  # with less than 8 steps, the shortest time
-        is_named = len(times) > 1 and rarely_s > max(least, late_s / 2)
+        is_named = len(times) >= MIN_STEPS and rarely_s > max(least, late_s / 2)
         found.append(Straggler(phase=phase, rank=rank, late_s=late_s, is_named=is_named))
     return found
 
@@ -252,13 +246,5 @@ def by_cause(trace: Trace, of: dict[int, Lanes], met: Sequence[Meeting]) -> dict
             "reward": without(trace.windows("reward"), any_command),
             **idle,
         }
-        found[number] = _divide(trace.windows(), causes.items())
+        found[number] = divide(trace.windows(), causes, "controller")
     return found
-
-
-def _divide(rest: Intervals, causes: Iterable[tuple[str, Intervals]]) -> dict[str, Intervals]:
-    found = {}
-    for cause, times in causes:
-        found[cause] = overlap(rest, times)
-        rest = without(rest, times)
-    return found | {"controller": rest}

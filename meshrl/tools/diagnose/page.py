@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
+from meshrl.monitor.trace import FOLDER
 from meshrl.tools.diagnose.causes import CAUSES
 from meshrl.tools.diagnose.diagnosis import Diagnosis, as_record
 from meshrl.tools.diagnose.intervals import total
@@ -14,9 +15,10 @@ from meshrl.tools.page.document import data_block, document, package_text
 MAX_DRAWN = 4000  # intervals of a rank in the timeline; the longest are drawn
 
 
-def page(trace: Trace, found: Diagnosis) -> str:
+def page(found: Diagnosis) -> str:
     """The complete page. Its script draws everything but memory from the numbers of diagnose.json."""
-    start = min((step.start_ns for step in trace.steps), default=0)
+    trace, source = found.trace, found.trace.source.resolve()
+    start = min(step.start_ns for step in trace.steps)
     lanes = {}
     for rank, by_cause in found.by_cause.items():
         drawn = [(a, b, cause) for cause, times in by_cause.items() for a, b in times]
@@ -27,9 +29,9 @@ def page(trace: Trace, found: Diagnosis) -> str:
     ends = [(step.step, (step.start_ns - start) / 1e9, (step.end_ns - start) / 1e9) for step in trace.steps]
     titles = {cause: texts["title"] for cause, texts in CAUSES.items()}
     record = {**as_record(found), "lanes": lanes, "step_times": ends, "titles": titles}
-    name = trace.source.resolve().parent.name if trace.source.name == "traces" else trace.source.resolve().name
+    name = source.parent.name if source.name == FOLDER else source.name
     parts = [
-        f"<header><h1>Where the time goes: {escape(name)}</h1><p>{escape(found.clock)}</p></header>",
+        f"<header><h1>Where the time goes: {escape(name)}</h1><p>{escape(trace.clock)}</p></header>",
         '<main id="diagnose"><noscript>This page needs JavaScript; see diagnose.json.</noscript></main>',
         _memory(trace, start),
     ]
@@ -48,9 +50,9 @@ def _memory(trace: Trace, start: int) -> str:
     lines = []
     for number, rank in trace.ranks.items():
         for kind in ("allocated_bytes", "resident_bytes"):
-            values = [(m.at_ns - start, m.parts[kind]) for m in rank.memory if kind in m.parts]
-            times = [round(at / 1e9, 3) for at, _ in values]
-            if values:
-                lines.append(Line(f"rank {number} {kind[:-6]}", times, [size for _, size in values]))
+            samples = [m for m in rank.memory if kind in m.parts]
+            times = [round((m.at_ns - start) / 1e9, 3) for m in samples]
+            lines.append(Line(f"rank {number} {kind[:-6]}", times, [m.parts[kind] for m in samples]))
+    lines = [line for line in lines if line.values]
     drawing = figure("Memory at the end of each phase", "bytes", lines[:12], across="s") if lines else ""
     return f'<section><h2>Memory over time</h2><div class="grid2">{drawing}</div></section>' if drawing else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import zlib
 from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ from meshrl.monitor.trace import Category, Span
 
 MAX_BYTES = 2 << 30  # of the JSON; a larger one would need more memory than it is worth
 _COPIES = ("gpu_memcpy", "gpu_memset")
-_CATEGORIES = {"cpu_op", "user_annotation", "kernel", *_COPIES}
+_CATEGORIES = ("cpu_op", "user_annotation", "kernel", *_COPIES)
 _COMMUNICATION = re.compile(r"nccl|rccl|c10d::|gloo:|record_param_comms", re.IGNORECASE)
 _DTYPE_BYTES = {"Double": 8, "Long": 8, "Float": 4, "Int": 4, "Half": 2, "BFloat16": 2}
+_Event = tuple[int, int, str, dict[str, Any]]  # start and end in nanoseconds, name, and the event itself
 
 
 Operation = tuple[int, int, str]
@@ -42,7 +44,8 @@ class Profile:
     def around(self, time_ns: int) -> str:
         """The operations before and after a time, for a text."""
         at = bisect_left(self.operations, time_ns, key=lambda operation: operation[0])
-        before, after = self.operations[max(0, at - 1)][2], self.operations[min(at, len(self.operations) - 1)][2]
+        before = self.operations[at - 1][2] if at else "the start"
+        after = self.operations[at][2] if at < len(self.operations) else "the end"
         return f"between {before:.60} and {after:.60}"
 
 
@@ -89,48 +92,46 @@ def _salvaged(data: bytes) -> Any:
 
 def _profile(record: dict[str, Any], is_cut: bool) -> Profile:
     base, inner = int(record.get("baseTimeNanoseconds") or 0), record.get("distributedInfo") or {}
-    events, steps = [], []
+    by_category: dict[str, list[_Event]] = {category: [] for category in _CATEGORIES}
     for event in record["traceEvents"]:
-        if event.get("cat") in _CATEGORIES and event.get("ph") == "X":
+        if event.get("cat") in by_category and event.get("ph") == "X":
             start = base + round(float(event["ts"]) * 1000)
-            events.append((start, start + round(event["dur"] * 1000), str(event["name"]), event))
-    events.sort(key=lambda one: (str(one[3].get("tid")), one[0], -one[1]))
-    for start, end, name, event in events:
-        if event.get("cat") == "user_annotation" and name.startswith("ProfilerStep#"):
-            steps.append((int(name.partition("#")[2]), start, end))
-    on_device = [one for one in events if one[3].get("cat") in ("kernel", *_COPIES)]
-    operations, spans = [], []
-    for start, end, name, event in on_device or _operators([one for one in events if one[3].get("cat") == "cpu_op"]):
-        if event["cat"] in _COPIES:
-            spans.append(_span(name, "copy", start, end, event))
-        elif _COMMUNICATION.search(name):
-            spans.append(_span(name, "collective", start, end, event))
+            by_category[event["cat"]].append((start, start + round(event["dur"] * 1000), str(event["name"]), event))
+    copies = [_span("copy", *one) for category in _COPIES for one in by_category[category]]
+    kernels, operators = by_category["kernel"], by_category["cpu_op"]
+    on_device = bool(kernels or copies)
+    operations, spans = [], copies
+    for start, end, name, event in kernels if on_device else _operators(operators):
+        if _COMMUNICATION.search(name):
+            spans.append(_span("collective", start, end, name, event))
         else:
             operations.append((start, end, name))
-    operations.sort()
+    if not operations and not spans:
+        raise ValueError("it has no operation of a device")
+    annotations = [one for one in by_category["user_annotation"] if one[2].startswith("ProfilerStep#")]
     devices = record.get("deviceProperties") or [{}]
     return Profile(
         rank=int(inner["rank"]) if "rank" in inner else None,
         host=str(record.get("host_name", "")),
         device=str(devices[0].get("name", "an accelerator" if on_device else "cpu")),
-        operations=operations,
+        operations=sorted(operations),
         spans=spans,
-        steps=sorted(steps),
+        steps=sorted((int(name.partition("#")[2]), start, end) for start, end, name, _ in annotations),
         is_cut=is_cut,
     )
 
 
-def _operators(events: list[Any]) -> list[Any]:
+def _operators(events: list[_Event]) -> Iterator[_Event]:
     """The operators that compute: those with a namespace, such as aten::mm. Nodes of autograd have none; they contain
-    operators, and may wait for a collective. events: by thread and start."""
-    following = [*events[1:], (0, 0, "", {"tid": None})]
-    is_inner = [a[3].get("tid") != b[3].get("tid") or b[0] >= a[1] for a, b in zip(events, following)]
-    return [
-        one for one, inner in zip(events, is_inner) if inner or ("::" in one[2] and not one[2].startswith("autograd::"))
-    ]
+    operators, and may wait for a collective."""
+    ordered = sorted(events, key=lambda one: (str(one[3].get("tid")), one[0], -one[1]))
+    for one, following in zip(ordered, [*ordered[1:], None]):
+        is_outer = following is not None and following[3].get("tid") == one[3].get("tid") and following[0] < one[1]
+        if not is_outer or ("::" in one[2] and not one[2].startswith("autograd::")):
+            yield one
 
 
-def _span(name: str, category: Category, start: int, end: int, event: dict[str, Any]) -> Span:
+def _span(category: Category, start: int, end: int, name: str, event: dict[str, Any]) -> Span:
     """A collective with its bytes, which NCCL's kernels state as numbers of elements, or a copy."""
     given = event.get("args") or {}
     label = str(given.get("Collective name") or name)

@@ -27,6 +27,8 @@ from meshrl.monitor.trace import (
 from meshrl.tools.diagnose.intervals import Intervals, overlap, union, without
 from meshrl.tools.diagnose.profile import Profile, read_profile
 
+_UNKNOWN = RankFacts(host="", device="cpu", trains=True, samples=False)  # without the controller's part
+
 
 @dataclass(kw_only=True, slots=True)
 class Rank:
@@ -60,12 +62,17 @@ class Trace:
     notes: list[str] = field(default_factory=list)
 
     def windows(self, name: str = "", steps: Sequence[Step] | None = None) -> Intervals:
-        """The time of a phase in these steps, or all time of the steps, without what is between them."""
+        """The time of a phase in these steps, or all time of the steps without what is between them."""
         inside = union((s.start_ns, s.end_ns) for s in (self.steps if steps is None else steps))
         between = union((p.start_ns, p.end_ns) for p in self.phases if p.name in BETWEEN_STEPS)
         if not name:
             return without(inside, between)
         return overlap(inside, union((p.start_ns, p.end_ns) for p in self.phases if p.name == name))
+
+    def work(self) -> dict[str, Intervals]:
+        """The time of each phase in the steps, without what is between them."""
+        names = dict.fromkeys(p.name for p in self.phases if p.name not in BETWEEN_STEPS)
+        return {name: self.windows(name) for name in names}
 
 
 def read_trace(path: Path) -> Trace:
@@ -74,15 +81,16 @@ def read_trace(path: Path) -> Trace:
     Raises: MeshrlError when there is none.
     """
     for folder in (path / FOLDER, path):
-        if is_there(folder / CONTROLLER) or _numbered(folder, SPANS_FILE):
-            return _of_run(folder)
+        spans, profiles = _numbered(folder, SPANS_FILE), _numbered(folder, PROFILE_FILE)
+        if is_there(folder / CONTROLLER) or spans or profiles:
+            return _of_run(folder, spans, profiles)
     if is_there(path / "metrics.jsonl"):
         raise MeshrlError(
             f"{path} is a run without traces: no step has ended, or an older version wrote it. Give its config instead "
             "to profile some steps of it, or train with monitor.trace_steps=3"
         )
-    files = sorted(f for end in ("*.json", "*.json.gz") for f in path.glob(end)) if path.is_dir() else [path]
-    return _of_other_program(path, files)
+    found = (f for end in ("*.json", "*.json.gz") for f in path.glob(end) if not f.name.startswith("diagnose."))
+    return _of_other_program(path, sorted(found) if path.is_dir() else [path])
 
 
 def _numbered(folder: Path, pattern: str) -> dict[int, Path]:
@@ -92,18 +100,16 @@ def _numbered(folder: Path, pattern: str) -> dict[int, Path]:
     return {int(number): path for path, number in sorted(found) if number.isdecimal()}
 
 
-def _of_run(folder: Path) -> Trace:
+def _of_run(folder: Path, files: dict[int, Path], profiles: dict[int, Path]) -> Trace:
     notes: list[str] = []
-    control = ControllerTrace(phases=[], steps=[], ranks={})
+    control = ControllerTrace(phases=[], steps=[], ranks={}, facts={"kind": "train"})
     try:
         control = read_controller(folder / CONTROLLER)
     except DataError as cause:
         notes.append(f"no steps, no phases of the controller, and clocks of ranks that are not aligned: {cause}")
     ranks: dict[int, Rank] = {}
-    files, profiles = _numbered(folder, SPANS_FILE), _numbered(folder, PROFILE_FILE)
     for number in sorted({*control.ranks, *files, *profiles}):
-        facts = control.ranks.get(number) or RankFacts(host="", device="cpu", trains=True, samples=False)
-        rank = Rank(facts=facts, spans=[])
+        rank = Rank(facts=control.ranks.get(number, _UNKNOWN), spans=[])
         try:
             of_rank = read_rank(files.get(number, folder / SPANS_FILE.format(number)))
             rank.spans, rank.memory = list(of_rank.spans), list(of_rank.memory)
@@ -111,56 +117,61 @@ def _of_run(folder: Path) -> Trace:
                 notes.append(f"rank {number}: its {of_rank.num_dropped:,} oldest spans were not saved")
         except DataError as cause:
             notes.append(f"rank {number} has no spans: {cause}")
-        if number in profiles:
-            _add_profile(rank, number, profiles[number], notes)
-        if rank.spans or rank.profile is not None:
-            ranks[number] = _on_controllers_clock(rank)
+        try:
+            if number in profiles:
+                _add_profile(rank, profiles[number], notes)
+        except DataError as cause:
+            notes.append(f"rank {number} has no profile: {cause}")
+        if rank.spans:
+            ranks[number] = rank
+        else:
+            notes.append(f"rank {number} is left out: nothing is known about its time")
     if not ranks:
         raise MeshrlError(f"{folder}: no file of a rank can be read. " + "; ".join(notes))
-    phases = list(control.phases) or _phases_of(ranks)
-    steps = list(control.steps) or [Step(1, min(p.start_ns for p in phases), max(p.end_ns for p in phases))]
-    traced = [s for s in steps if s.traced] if any(rank.profile for rank in ranks.values()) else []
-    if not traced:
-        notes.append(
-            "without a profile, all of a forward and backward pass outside collectives counts as computation: Python's "
-            "time and overlap are not visible; monitor.trace_steps=3 records profiles"
+    return _trace(folder, control, ranks, notes)
+
+
+def _of_other_program(path: Path, files: Sequence[Path]) -> Trace:
+    """Traces of torch.profiler; other files are left out."""
+    ranks: dict[int, Rank] = {}
+    notes = ["a trace of another program: it has no phases, syncs and memory; its steps are those of ProfilerStep"]
+    skipped: dict[str, DataError] = {}
+    for file in files:
+        try:
+            profile = _add_profile(rank := Rank(facts=_UNKNOWN, spans=[]), file, notes)
+        except DataError as cause:
+            skipped[file.name] = cause
+        else:
+            number = profile.rank
+            ranks[max(ranks, default=-1) + 1 if number is None or number in ranks else number] = rank
+    if not ranks:
+        raise MeshrlError(
+            f"{path} is neither the folder of a run, such as runs/NAME, nor a trace of torch.profiler. "
+            + "; ".join(str(cause) for cause in [*skipped.values()][:3])
         )
-    errors = [reading.error_ns for rank in ranks.values() for reading in rank.facts.clock]
-    clock = (
-        f"clocks of ranks aligned by messages between controller and ranks, error at most {max(errors) / 1e6:.3f} ms"
-        if errors
-        else "clocks of ranks not compared: those of their machines are used"
-    )
-    return Trace(
-        source=folder,
-        steps=traced or steps,
-        all_steps=steps,
-        phases=phases,
-        ranks=ranks,
-        clock=clock,
-        facts=dict(control.facts),
-        notes=notes,
-    )
+    if skipped:
+        more = f" and {len(skipped) - 5} more" if len(skipped) > 5 else ""
+        notes.append(f"left out, because they are no traces of torch.profiler: {', '.join([*skipped][:5])}{more}")
+    return _trace(path, ControllerTrace(phases=[], steps=[], ranks={}, facts={"kind": "other"}), ranks, notes)
 
 
-def _phases_of(ranks: dict[int, Rank]) -> list[Phase]:
-    """The commands of the ranks in place of the controller's phases."""
-    spans = [s for rank in ranks.values() for s in rank.spans]
-    named = [s for s in spans if s.category == "phase"] or [replace(s, name="step") for s in spans]
-    return [Phase(s.name, s.start_ns, s.end_ns, 1) for s in named]
-
-
-def _add_profile(rank: Rank, number: int, path: Path, notes: list[str]) -> None:
-    try:
-        rank.profile = read_profile(path)
-    except DataError as cause:
-        notes.append(f"rank {number} has no profile: {cause}")
-        return
-    if rank.profile.is_cut:
-        notes.append(f"rank {number}: the end of {path.name} is missing; what is before it is used")
-    has_collectives = any(s.category == "collective" for s in rank.spans)
-    on_device = rank.facts.device != "cpu"  # on a CPU the profiler sees the launch of a collective only
-    rank.spans += [s for s in rank.profile.spans if s.category == "copy" or (on_device and not has_collectives)]
+def _add_profile(rank: Rank, path: Path, notes: list[str]) -> Profile:
+    """Raises: DataError when the file is no trace of torch.profiler."""
+    rank.profile = profile = read_profile(path)
+    if profile.is_cut:
+        notes.append(f"the end of {path.name} is missing; what is before it is used")
+    if rank.facts is _UNKNOWN:
+        rank.facts = replace(_UNKNOWN, host=profile.host, device=profile.device)
+    if not rank.spans:
+        times = [(start, end) for start, end, _ in profile.operations] + [(s.start_ns, s.end_ns) for s in profile.spans]
+        extent = min(start for start, _ in times), max(end for _, end in times)
+        commands = [(start, end) for _, start, end in profile.steps] or [extent]
+        rank.spans = [*(Span("train", "phase", start, end) for start, end in commands), *profile.spans]
+    else:
+        has_collectives = any(s.category == "collective" for s in rank.spans)
+        on_device = rank.facts.device != "cpu"  # on a CPU the profiler sees the launch of a collective only
+        rank.spans += [s for s in profile.spans if s.category == "copy" or (on_device and not has_collectives)]
+    return profile
 
 
 def _on_controllers_clock(rank: Rank) -> Rank:
@@ -173,36 +184,38 @@ def _on_controllers_clock(rank: Rank) -> Rank:
     return rank
 
 
-def _of_other_program(path: Path, files: Sequence[Path]) -> Trace:
-    """A trace of torch.profiler: each step is one phase, in which the rank has one command."""
-    ranks: dict[int, Rank] = {}
-    notes = ["a trace of another program: it has no phases, syncs and memory; its steps are those of ProfilerStep"]
-    for file in files:
-        try:
-            profile = read_profile(file)
-        except DataError as cause:
-            notes.append(str(cause))
-            continue
-        if profile.is_cut:
-            notes.append(f"the end of {file.name} is missing; what is before it is used")
-        times = [(start, end) for start, end, _ in profile.operations] + [(s.start_ns, s.end_ns) for s in profile.spans]
-        if not times:
-            notes.append(f"{file}: it has no operation of a device")
-            continue
-        start, end = min(t[0] for t in times), max(t[1] for t in times)
-        commands = [Span("train", "phase", a, b) for _, a, b in profile.steps] or [Span("train", "phase", start, end)]
-        number = profile.rank if profile.rank is not None and profile.rank not in ranks else len(ranks)
-        facts = RankFacts(host=profile.host, device=profile.device, trains=True, samples=False)
-        ranks[number] = _on_controllers_clock(Rank(facts=facts, spans=[*commands, *profile.spans], profile=profile))
-    if not ranks:
-        raise MeshrlError(
-            f"{path} is neither the folder of a run, such as runs/NAME, nor a trace of torch.profiler. "
-            + "; ".join(notes[1:4])
+def _trace(source: Path, control: ControllerTrace, ranks: dict[int, Rank], notes: list[str]) -> Trace:
+    """The ranks on one clock. The commands of the ranks replace missing phases, and those of the first rank missing
+    steps."""
+    ranks = {number: _on_controllers_clock(rank) for number, rank in ranks.items()}
+    commands = [
+        [s for s in rank.spans if s.category == "phase"] or [replace(s, name="step") for s in rank.spans]
+        for _, rank in sorted(ranks.items())
+    ]
+    phases = list(control.phases) or [Phase(s.name, s.start_ns, s.end_ns) for spans in commands for s in spans]
+    is_profiled = any(rank.profile for rank in ranks.values())
+    first = ranks[min(ranks)].profile
+    extent = min(s.start_ns for s in commands[0]), max(s.end_ns for s in commands[0])
+    named = first.steps if first is not None and first.steps else [(1, *extent)]
+    steps = list(control.steps) or [Step(number, start, end, is_profiled) for number, start, end in named]
+    traced = [s for s in steps if s.traced] if is_profiled else []
+    if not traced:
+        notes.append(
+            "without a profile, all of a forward and backward pass outside collectives counts as computation: Python's "
+            "time and overlap are not visible; monitor.trace_steps=3 records profiles"
         )
-    first = ranks[min(ranks)]
-    named = first.profile.steps if first.profile is not None else []
-    commands = [s for s in first.spans if s.category == "phase"]
-    steps = [Step(n, s.start_ns, s.end_ns, True) for n, s in zip([n for n, *_ in named] or [1], commands)]
-    phases = [Phase("train", s.start_ns, s.end_ns, s.step) for s in steps]
     clock = "clocks of ranks not compared: those of their machines are used"
-    return Trace(source=path, steps=steps, all_steps=steps, phases=phases, ranks=ranks, clock=clock, notes=notes)
+    errors = [reading.error_ns for rank in ranks.values() for reading in rank.facts.clock]
+    if errors:
+        error = f"error at most {max(errors) / 1e6:.3f} ms"
+        clock = f"clocks of ranks aligned by messages between controller and ranks, {error}"
+    return Trace(
+        source=source,
+        steps=traced or steps,
+        all_steps=steps,
+        phases=phases,
+        ranks=ranks,
+        clock=clock,
+        facts=dict(control.facts),
+        notes=notes,
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from meshrl.tools.diagnose.causes import SYNC_STAGES
 from meshrl.tools.diagnose.diagnosis import Diagnosis
@@ -11,19 +12,17 @@ from meshrl.tools.page.charts import number
 KINDS = ("wall", "compute", "exposed", "overlapped", "copy", "host", "idle")
 NUM_COSTS = 3
 NUM_ROWS = 16  # of a table
+_s = partial(number, unit="s")
 
 
-def summary(found: Diagnosis) -> str:
-    """All tables, what is missing, and what to change."""
-    return "\n".join(_lines(found))
-
-
-def _lines(found: Diagnosis) -> Iterator[str]:
-    steps = f"step {found.steps[0]}" if len(found.steps) == 1 else f"steps {found.steps[0]} to {found.steps[-1]}"
-    yield f"{found.source}: {steps}, {number(found.step_s, 's')} each"
+def summary(found: Diagnosis) -> Iterator[str]:
+    """The lines: all tables, what is missing, and what to change."""
+    first, last = found.trace.steps[0].step, found.trace.steps[-1].step
+    steps = f"step {first}" if first == last else f"steps {first} to {last}"
+    yield f"{found.trace.source}: {steps}, {_s(found.step_s)} each"
     if found.slow_down is not None:
         yield f"profiler: a step takes {found.slow_down:.2f} times as long as one without it in the same run"
-    yield found.clock
+    yield found.trace.clock
     if found.ratio is not None:
         yield f"computation / communication in phase train: {found.ratio:.2f}"
     yield from _table(
@@ -35,7 +34,7 @@ def _lines(found: Diagnosis) -> Iterator[str]:
         "Collectives of a rank in a step (wait: for the last rank)",
         ("name", "number", "bytes", "time", "wait", "GB/s"),
         [
-            (c.name, f"{c.num:g}", number(c.bytes, "bytes"), _s(c.seconds), _s(c.wait_s), _rate(c.gb_per_s))
+            (c.name, f"{c.num:g}", number(c.bytes, "bytes"), _s(c.seconds), _s(c.wait_s), number(c.gb_per_s or 0.0))
             for c in found.collectives
         ],
     )
@@ -50,7 +49,7 @@ def _lines(found: Diagnosis) -> Iterator[str]:
         yield f"Phase {one.phase}: {late}" + (
             "" if one.is_named else ", which is too little or too rare to name it slow"
         )
-    yield from (f"note: {note}" for note in found.notes)
+    yield from (f"note: {note}" for note in found.trace.notes)
     yield "\nThe three largest costs and what to change"
     for place, cost in enumerate(found.costs[:NUM_COSTS], start=1):
         yield f"{place}. {cost.share:.0%} of a step ({_s(cost.seconds)}): {cost.title}"
@@ -69,11 +68,3 @@ def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> It
         yield "  ".join([row[0].ljust(widths[0]), *(text.rjust(width) for text, width in zip(row[1:], widths[1:]))])
     if len(rows) > NUM_ROWS:
         yield f"... {len(rows) - NUM_ROWS} more in diagnose.json"
-
-
-def _s(seconds: float) -> str:
-    return number(seconds, "s")
-
-
-def _rate(rate: float | None) -> str:
-    return "" if rate is None else number(rate)

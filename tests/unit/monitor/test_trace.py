@@ -37,7 +37,7 @@ FACTS = RankFacts(
     host="h", device="cpu", trains=True, samples=False, clock=[ClockReading(0, 100, 5), ClockReading(1000, 300, 5)]
 )
 CONTROL = ControllerTrace(
-    phases=[Phase("train", 1, 2, 1)],
+    phases=[Phase("train", 1, 2)],
     steps=[Step(1, 0, 9, True, {"cast": 0.5})],
     ranks={0: FACTS},
     facts={"schedule": "colocated"},

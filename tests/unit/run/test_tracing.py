@@ -80,13 +80,7 @@ def test_the_profiler_records_n_steps_after_two_others(tmp_path):
     assert [(s.step, s.traced) for s in trace.steps] == [(1, False), (2, False), (3, True), (4, True)]
     assert all(a.end_ns == b.start_ns for a, b in zip(trace.steps, trace.steps[1:]))
     assert trace.steps[0].sync == {"cast_s": 1.0} and trace.facts == {"kind": "train"}
-    assert [(p.name, p.step) for p in trace.phases] == [
-        ("train", 1),
-        ("train", 2),
-        ("trace", 3),
-        ("train", 3),
-        ("train", 4),
-    ]
+    assert [p.name for p in trace.phases] == ["train", "train", "trace", "train", "train"]
     assert len(trace.ranks[0].clock) == 2 and trace.ranks[0].device == "cpu"
     spans = read_rank(tmp_path / "traces" / SPANS_FILE.format(0)).spans
     assert [s.name for s in spans] == ["train", "train"]  # those of the traced steps

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.config.run import RunConfig
+from meshrl.config.run import RunConfig, SftRunConfig
 from meshrl.config.schema import all_keys, locate
+from meshrl.core.errors import MeshrlError
 from meshrl.tools.diagnose.causes import CAUSES
 from meshrl.tools.diagnose.diagnosis import Diagnosis, diagnose
 from meshrl.tools.diagnose.read import read_trace
@@ -216,7 +217,7 @@ def test_clocks_of_ranks_are_aligned(tmp_path):
     shifted = diagnosis(tmp_path / "b", step, offsets_ms={1: 3_600_000.0}, **longer)
     assert [(c.cause, c.rank) for c in shifted.costs] == [(c.cause, c.rank) for c in plain.costs]
     assert [c.seconds for c in shifted.costs] == pytest.approx([c.seconds for c in plain.costs])
-    assert "error at most 0.020 ms" in shifted.clock
+    assert "error at most 0.020 ms" in shifted.trace.clock
 
 
 def test_a_gap_is_named_by_the_operations_of_a_rank_with_another_clock(tmp_path):
@@ -228,7 +229,7 @@ def test_a_gap_is_named_by_the_operations_of_a_rank_with_another_clock(tmp_path)
 def test_the_slow_down_of_the_profiler(tmp_path):
     found = diagnosis(tmp_path / "run", {0: healthy()}, untraced_ms=(500, 80))
     assert found.slow_down == pytest.approx(100 / 80)
-    assert found.steps == [3, 4, 5]
+    assert [step.step for step in found.trace.steps] == [3, 4, 5]
     assert diagnosis(tmp_path / "b", {0: healthy()}).slow_down is None
 
 
@@ -246,14 +247,88 @@ def test_the_peak_of_memory_is_explained(tmp_path):
     assert peak.parts == {"params": 100, "grads": 50, "optimizer": 200, "buffers": 1, "other": 649}
 
 
-def test_every_key_that_a_change_names_exists():
-    keys, sections = all_keys(RunConfig), set(RunConfig.model_fields)
+def keys_in(text: str) -> list[str]:
+    sections = set(RunConfig.model_fields) | set(SftRunConfig.model_fields)
+    return [w for w in re.findall(r"\b[a-z_]+(?:\.[a-z_]+)+", text) if w.split(".")[0] in sections]
+
+
+@pytest.mark.parametrize(("program", "config"), [("train", RunConfig), ("sft", SftRunConfig)])
+def test_every_key_that_a_change_names_exists(program, config):
+    keys = all_keys(config)
     for cause, texts in CAUSES.items():
-        named = [w for w in re.findall(r"\b[a-z_]+(?:\.[a-z_]+)+", texts["change"]) if w.split(".")[0] in sections]
-        assert named, cause
-        for key in named:
-            known, rest = locate(keys, key)
-            assert known is not None and not rest, (cause, key)
+        if program in texts:
+            named = keys_in(texts[program])
+            assert named, cause
+            for key in named:
+                known, rest = locate(keys, key)
+                assert known is not None and not rest, (cause, key)
+
+
+@pytest.mark.parametrize(("facts", "program"), [({"kind": "sft"}, "sft"), ({"kind": "other"}, "other")])
+def test_what_to_change_fits_the_program_that_made_the_trace(tmp_path, facts, program):
+    """Delays of every kind that a program without sampling can have."""
+    step = [piece for piece in healthy() if piece[1] not in ("rollout", "sync")]
+    waits, longer = slow_rank(2, "host")
+    trains = {r: [p for p in pieces if p[1] not in ("rollout", "sync")] for r, pieces in waits.items()}
+    options = {"facts": facts, "phases": [("controller", "train", 38, 80)]}
+    slow = diagnosis(tmp_path / "a", trains, facts=facts, **longer | {"phases": [("controller", "train", 38, 160)]})
+    late = [(c, n, a + 0.5 * (n == "reduce_scatter"), b) for c, n, a, b in step]
+    found = diagnosis(tmp_path / "b", {0: step, 1: late}, **options)
+    shown = {cost.cause: cost.change for cost in [*slow.costs, *found.costs]}
+    assert set(shown) == {"compute", "communication", "wait", "copy", "host", "slow_rank", "controller"}
+    assert shown == {cause: CAUSES[cause][program] for cause in shown}
+    named = [key for text in shown.values() for key in keys_in(text)]
+    assert bool(named) == (program == "sft")
+    assert not any(key.startswith(("rollout.", "loop.", "algo.", "reward.", "agent.")) for key in named)
+
+
+def test_titles_of_the_timeline_name_no_rank_and_no_chance():
+    """The legend shows them also if a slow rank is the first cause."""
+    assert CAUSES["wait"]["title"] == "ranks wait for each other in collectives"
+
+
+def test_waits_have_a_detail_only_if_no_rank_is_named(tmp_path):
+    step, longer = slow_rank(2, "compute")
+    step[0] = [(c, n, a - 5 * (n == "all_gather"), b) for c, n, a, b in step[0]]  # rank 0 waits there, too
+    named = diagnosis(tmp_path / "a", step, **longer)
+    detail = "no rank is the late one in nearly all steps"
+    assert detail not in [cost.detail for cost in named.costs]
+    unnamed = diagnosis(tmp_path / "b", step, num_steps=2, **longer)
+    (cost,) = [cost for cost in unnamed.costs if cost.cause == "wait"]
+    assert cost.detail == detail
+
+
+@pytest.mark.parametrize("num_steps", [1, 2])
+def test_two_steps_are_too_few_to_name_a_slow_rank(tmp_path, num_steps):
+    """One of two healthy ranks is the later one in both steps with a probability of one half."""
+    step, longer = slow_rank(2, "compute")
+    found = diagnosis(tmp_path, step, num_steps, **longer)
+    assert not any(one.is_named for one in found.stragglers) and {cost.rank for cost in found.costs} == {None}
+
+
+def test_a_rank_that_is_late_between_the_steps_is_not_named(tmp_path):
+    """Such as rank 0, which writes the model before the others go on."""
+    save = [("phase", "save", 95, 165)]
+    late, waits = [*save, ("collective", "barrier", 160, 161)], [*save, ("collective", "barrier", 96, 161)]
+    phases = [*PHASES, ("controller", "save", 95, 165)]
+    steps = {0: [*healthy(), *late], 1: [*healthy(), *waits]}
+    found = diagnosis(tmp_path, steps, phases=phases, length_ms=170)
+    assert not any(one.is_named for one in found.stragglers)
+
+
+def test_ranks_that_are_slow_in_two_phases_do_not_cost_more_than_the_step(tmp_path):
+    step = [("phase", "report", 0, 40), ("phase", "train", 40, 80)]
+    slow = [*step, ("op", "aten::mm", 0, 79), ("collective", "a", 38, 39), ("collective", "b", 78, 79)]
+    waits = [*step, ("collective", "a", 2, 39), ("collective", "b", 41, 79)]
+    phases = [("controller", "report", 0, 40), ("controller", "train", 40, 80)]
+    found = diagnosis(tmp_path, {0: slow, 1: waits}, phases=phases, length_ms=80)
+    assert [one.is_named for one in found.stragglers] == [True, True]
+    assert sum(cost.seconds for cost in found.costs) == pytest.approx(found.step_s)
+
+
+def test_steps_without_time_are_an_error(tmp_path):
+    with pytest.raises(MeshrlError, match=r"traces: its steps have a length of 0 s"):
+        diagnosis(tmp_path, {0: healthy()}, length_ms=0)
 
 
 def test_the_table_of_causes_is_plain_json():

@@ -35,7 +35,7 @@ def test_a_cuda_trace_is_divided_by_kernels_and_streams():
     from 730, in each step of 1000 us."""
     found = diagnose(read_trace(CUDA))
     (train,) = [t for t in found.phases if t.phase == "train"]
-    assert train.rank == 1 and found.steps == [3, 4]
+    assert train.rank == 1 and [step.step for step in found.trace.steps] == [3, 4]
     assert train.wall == pytest.approx(1000e-6)
     assert train.compute == pytest.approx(400e-6)
     assert train.overlapped == pytest.approx((100 + 50) * 1e-6)
@@ -45,7 +45,7 @@ def test_a_cuda_trace_is_divided_by_kernels_and_streams():
     sizes = {c.name: (c.num, c.bytes, c.gb_per_s) for c in found.collectives}
     assert sizes["_allgather_base"] == (1, 2_000_000, pytest.approx(2e6 / 200e-6 / 1e9))
     assert sizes["_reduce_scatter_base"] == (1, 2_000_000, pytest.approx(2e6 / 150e-6 / 1e9))
-    assert "another program" in found.notes[0]
+    assert "another program" in found.trace.notes[0]
     assert read_profile(CUDA).device == "NVIDIA H100 80GB HBM3"
 
 
@@ -79,9 +79,22 @@ def test_a_folder_of_traces_of_another_program(tmp_path):
     (tmp_path / "settings.json").write_text("{}")
     trace = read_trace(tmp_path)
     assert sorted(trace.ranks) == [0, 1]
-    assert any("settings.json: not a trace" in note for note in trace.notes)
+    for i in range(6):
+        (tmp_path / f"x{i}.json").write_text('{"traceEvents": []}')
+    trace = read_trace(tmp_path)
+    (note,) = [note for note in trace.notes if "left out" in note]
+    names = "settings.json, x0.json, x1.json, x2.json, x3.json and 2 more"
+    assert note == f"left out, because they are no traces of torch.profiler: {names}"
     run(tmp_path, [], 3, None)
-    assert sorted(read_trace(tmp_path).ranks) == [0, 1]  # its own files are not read as traces
+    assert read_trace(tmp_path).notes == trace.notes  # its own files are not listed
+
+
+def test_files_that_name_no_rank_get_free_numbers(tmp_path):
+    content = json.loads(CUDA.read_text())  # of rank 1
+    (tmp_path / "a.json").write_text(json.dumps(content))
+    del content["distributedInfo"]
+    (tmp_path / "b.json").write_text(json.dumps(content))
+    assert sorted(read_trace(tmp_path).ranks) == [1, 2]
 
 
 @pytest.mark.parametrize("is_packed", [True, False])
@@ -129,7 +142,7 @@ def test_a_run_without_a_ranks_file_shows_the_other_ranks(traced):
     (traced / "traces/rank_00001.profile.json.gz").unlink()
     found = diagnose(read_trace(traced))
     assert {t.rank for t in found.phases} == {0}
-    assert any("rank 1 has no spans" in note and "no such file" in note for note in found.notes)
+    assert any("rank 1 has no spans" in note and "no such file" in note for note in found.trace.notes)
 
 
 def test_a_run_that_was_killed_in_the_middle_of_its_files_is_shown(traced):
@@ -138,8 +151,8 @@ def test_a_run_that_was_killed_in_the_middle_of_its_files_is_shown(traced):
     spans = traced / "traces/rank_00001.spans.json"
     spans.write_text(spans.read_text()[:-100])
     found = diagnose(read_trace(traced))
-    assert any("the end of rank_00000.profile.json.gz is missing" in note for note in found.notes)
-    assert any("rank 1 has no spans" in note for note in found.notes)
+    assert any("the end of rank_00000.profile.json.gz is missing" in note for note in found.trace.notes)
+    assert any("rank 1 has no spans" in note for note in found.trace.notes)
     assert found.costs
 
 
@@ -147,7 +160,70 @@ def test_a_run_without_the_controllers_file_shows_the_commands_of_its_ranks(trac
     (traced / "traces/controller.json").unlink()
     found = diagnose(read_trace(traced))
     assert {t.phase for t in found.phases} == {"rollout", "train", "sync", "step"}
-    assert "no steps" in found.notes[0]
+    assert "no steps" in found.trace.notes[0]
+
+
+@pytest.mark.parametrize("has_controller", [True, False])
+def test_a_run_with_nothing_but_profiles_is_shown(tmp_path, has_controller):
+    traced = write_trace(tmp_path, [{0: healthy(), 1: healthy()}] * 2)
+    for path in (traced / "traces").glob("rank_*.spans.json"):
+        path.unlink()
+    if not has_controller:
+        (traced / "traces/controller.json").unlink()
+    found = diagnose(read_trace(traced))
+    assert {t.rank for t in found.phases} == {0, 1} and found.costs
+    assert all(t.compute > 0 for t in found.phases if t.phase == "train")
+    assert not any("without a profile" in note for note in found.trace.notes)
+
+
+def test_the_operations_around_a_gap_at_the_start_or_the_end():
+    read = read_profile(CUDA)
+    assert read.around(0).startswith("between the start and ") and read.around(1 << 62).endswith(" and the end")
+
+
+@pytest.mark.parametrize(
+    ("file", "path", "value", "text"),
+    [
+        ("controller.json", ("phases", 0, "end_ns"), "soon", "clocks of ranks that are not aligned"),
+        ("controller.json", ("phases", 0, "end_ns"), float("nan"), "clocks of ranks that are not aligned"),
+        ("controller.json", ("ranks", "0", "clock", 0, "offset_ns"), None, "clocks of ranks that are not aligned"),
+        ("rank_00000.spans.json", ("spans", 0, 2), "soon", "rank 0 has no spans"),
+        ("rank_00000.spans.json", ("spans", 0, 1), "dance", "rank 0 has no spans"),
+        ("rank_00000.spans.json", ("memory", 0, 2, "peak_resident_bytes"), float("inf"), "rank 0 has no spans"),
+        ("rank_00000.spans.json", ("spans", 5, 4, "bytes"), "many", "rank 0 has no spans"),
+    ],
+)
+def test_a_wrong_value_in_a_file_is_one_note_and_the_rest_is_shown(traced, file, path, value, text):
+    record = json.loads((traced / "traces" / file).read_text())
+    inner = record
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    (traced / "traces" / file).write_text(json.dumps(record))
+    run(traced, [], 3, None)
+    found = json.loads((traced / "diagnose.json").read_text())
+    assert {row["rank"] for row in found["phases"]} == {0, 1}
+    (note,) = [note for note in found["notes"] if text in note]
+    assert file in note
+
+
+def test_values_of_a_sync_that_are_no_numbers_are_left_out(traced):
+    path = traced / "traces/controller.json"
+    path.write_text(
+        path.read_text().replace('"cast_s":0.001', '"cast_s":"NaN"').replace('"load_s":0.004', '"load_s":null')
+    )
+    run(traced, [], 3, None)
+    assert set(json.loads((traced / "diagnose.json").read_text())["sync"]) == {"num_bytes", "latency_s", "version"}
+
+
+def test_spans_of_no_length_and_ranks_without_spans(tmp_path):
+    step = [*healthy(), ("collective", "nothing", 70, 70), ("op", "aten::nothing", 70, 70), ("phase", "optim", 80, 80)]
+    folder = write_trace(tmp_path / "run", [{0: step, 1: []}] * 2)
+    run(folder, [], 3, None)
+    found = json.loads((folder / "diagnose.json").read_text())
+    assert {row["rank"] for row in found["phases"]} == {0}
+    assert [row["seconds"] for row in found["collectives"] if row["name"] == "nothing"] == [0]
+    assert any("rank 1 is left out" in note for note in found["notes"])
 
 
 def test_traces_without_a_readable_rank(traced):
