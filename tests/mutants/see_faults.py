@@ -61,4 +61,25 @@ SEE_FAULTS = [
             + "test_recorder.py::test_the_ratio_is_of_the_training_phases_and_counts_overlapping_collectives_once",
         ),
     ),
+    Fault(
+        "a rank that is the later one in two steps is slow",
+        "meshrl/tools/diagnose/measure.py",
+        "is_named = len(times) >= MIN_STEPS and",
+        "is_named = len(times) > 1 and",
+        (_TOOLS + "test_causes.py::test_two_steps_are_too_few_to_name_a_slow_rank",),
+    ),
+    Fault(
+        "keys of meshrl train are advice for every trace",
+        "meshrl/tools/diagnose/causes.py",
+        'texts.get(program) or texts["train"]',
+        'texts["train"]',
+        (_TOOLS + "test_causes.py::test_what_to_change_fits_the_program_that_made_the_trace",),
+    ),
+    Fault(
+        "a part of a rank's time that overlaps with another one counts twice",
+        "meshrl/tools/diagnose/measure.py",
+        "        time = without(time, part)",
+        "        time = time",
+        (_TOOLS + "test_intervals.py::test_the_time_of_each_rank_adds_up_on_any_trace",),
+    ),
 ]

@@ -6,10 +6,10 @@ import json
 import shutil
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from meshrl.config.load import is_sft
-from meshrl.config.run import RunSection
 from meshrl.core.errors import ConfigError
 from meshrl.core.files import is_there, output_errors, write_text
 from meshrl.core.terminal import print_message
@@ -33,7 +33,8 @@ def run(target: Path, overrides: Sequence[str], num_steps: int, out: Path | None
     elif overrides:
         raise ConfigError(f"{overrides[0]}: values override those of a config, but {target} is a trace; remove them")
     found = diagnose(read_trace(target))
-    at = out or (target.parent if target.is_file() or target.name == FOLDER else target)
+    source = found.trace.source
+    at = out or (source.parent if source.is_file() or source.name == FOLDER else source)
     numbers, events, html = (at / f"diagnose.{end}" for end in ("json", "perfetto.json.gz", "html"))
     with output_errors(at, "Make room, or give another folder by --out"):
         at.mkdir(parents=True, exist_ok=True)
@@ -51,25 +52,21 @@ def _profile(config: Path, overrides: Sequence[str], num_steps: int) -> Path:
     from meshrl.run.inputs import Objects, load_run, load_sft
 
     count = num_steps + 2
-    quiet = Objects(quiet=True, saves=False, on_step=lambda step, _: print_message(f"step {step} of {count}"))
-    print_message(f"{config}: runs {count} steps; torch.profiler records the last {num_steps} of them")
     name = f"run.name={config.stem}-diagnose-{time.strftime('%Y%m%d-%H%M%S')}"  # one in the overrides comes first
     common = [name, *overrides, f"monitor.trace_steps={num_steps}", "monitor.sinks=[]", "run.resume=never"]
     if is_sft(config):
         sft = load_sft(config, [*common, f"sft.num_steps={count}"])
-        _require_new_folder(sft.config.run)
-        folder = start.sft(sft, lambda _: None, quiet)
+        settings, begin = sft.config.run, partial(start.sft, sft)
     else:
         of_loop = [f"loop.num_steps={count}", "loop.eval_every_steps=0", "data.eval_path=null"]
         loaded = load_run(config, [*common, *of_loop])
-        _require_new_folder(loaded.config.run)
-        folder = start.train(loaded, lambda _: None, quiet)
+        settings, begin = loaded.config.run, partial(start.train, loaded)
+    if is_there(folder := Path(settings.folder) / settings.name):
+        raise ConfigError(f"{folder} exists, but the steps run in a new folder; choose another run.name")
+    print_message(f"{config}: runs {count} steps; torch.profiler records the last {num_steps} of them")
+    quiet = Objects(quiet=True, saves=False, on_step=lambda step, _: print_message(f"step {step} of {count}"))
+    folder = begin(lambda _: None, quiet)
     for path in folder.iterdir() if is_there(folder / FOLDER) else ():
         if path.name != FOLDER:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     return folder
-
-
-def _require_new_folder(run: RunSection) -> None:
-    if is_there(folder := Path(run.folder) / run.name):
-        raise ConfigError(f"{folder} exists; the steps run in a new folder: choose another run.name")

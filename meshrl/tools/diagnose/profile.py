@@ -58,8 +58,10 @@ def read_profile(path: Path) -> Profile:
     try:
         record = parse_large(data)
     except ValueError as cause:
-        record, is_cut = _salvaged(data), True
-        if record is None:
+        end, is_cut = data.rfind(b"\n  },"), True  # of the last complete event
+        try:
+            record = parse_large(data[: max(0, end)] + b"\n  }]}")
+        except ValueError:
             raise DataError(f"{path}: not a trace of torch.profiler: {cause}") from cause
     if not isinstance(record, dict) or not isinstance(record.get("traceEvents"), list):
         raise DataError(f"{path}: not a trace of torch.profiler: it has no list traceEvents")
@@ -79,15 +81,6 @@ def _content(path: Path) -> bytes:
     if len(data) > MAX_BYTES:
         raise DataError(f"{path}: more than {MAX_BYTES:,} bytes of JSON; record fewer steps")
     return data
-
-
-def _salvaged(data: bytes) -> Any:
-    """The record without its last, incomplete event; None if there is no complete event."""
-    end = data.rfind(b"\n  },")
-    try:
-        return parse_large(data[:end] + b"\n  }]}") if end > 0 else None
-    except ValueError:
-        return None
 
 
 def _profile(record: dict[str, Any], is_cut: bool) -> Profile:

@@ -76,10 +76,11 @@ class Trace:
 
 
 def read_trace(path: Path) -> Trace:
-    """Read the traces of a run's folder, or a file or a folder of torch.profiler's traces.
-
-    Raises: MeshrlError when there is none.
+    """Read the traces of a run's folder, or a file or a folder of torch.profiler's traces. A file of a run's traces
+    stands for all of them. Raises: MeshrlError when there is none.
     """
+    if path.is_file() and is_there(path.with_name(CONTROLLER)):
+        path = path.parent
     for folder in (path / FOLDER, path):
         spans, profiles = _numbered(folder, SPANS_FILE), _numbered(folder, PROFILE_FILE)
         if is_there(folder / CONTROLLER) or spans or profiles:

@@ -295,6 +295,14 @@ def test_out_is_the_folder_of_the_files(traced, tmp_path):
     assert not (traced / "diagnose.html").exists()
 
 
+@pytest.mark.parametrize("file", ["controller.json", "rank_00000.profile.json.gz", "rank_00001.spans.json"])
+def test_a_file_of_a_runs_traces_stands_for_all_of_them(traced, file):
+    run(traced / "traces" / file, [], 3, None)
+    record = json.loads((traced / "diagnose.json").read_text())
+    assert {row["rank"] for row in record["phases"]} == {0, 1}
+    assert not any("another program" in note for note in record["notes"])
+
+
 def test_the_perfetto_trace_has_all_ranks_on_one_clock(traced):
     run(traced, [], 3, None)
     record = json.loads(gzip.decompress((traced / "diagnose.perfetto.json.gz").read_bytes()))
