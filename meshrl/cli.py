@@ -242,7 +242,7 @@ def _add_diagnose_options(diagnose: argparse.ArgumentParser) -> None:
     diagnose.add_argument("overrides", metavar="key=value", nargs="*", help="values that override those of a config")
     diagnose.add_argument("--trace", choices=["fsdp"], default="fsdp", help="the kind of diagnosis; so far only fsdp")
     diagnose.add_argument(
-        "--steps", type=_positive, default=3, metavar="N", help="steps of a config to profile (default 3)"
+        "--steps", type=_positive, default=4, metavar="N", help="steps of a config to profile (default 4)"
     )
     diagnose.add_argument("--out", type=Path, metavar="FOLDER", help="folder for the files (default: the run's)")
 

@@ -62,11 +62,11 @@ SEE_FAULTS = [
         ),
     ),
     Fault(
-        "a rank that is the later one in two steps is slow",
+        "a rank that is the later one in three steps is slow",
         "meshrl/tools/diagnose/measure.py",
         "is_named = len(times) >= MIN_STEPS and",
-        "is_named = len(times) > 1 and",
-        (_TOOLS + "test_causes.py::test_two_steps_are_too_few_to_name_a_slow_rank",),
+        "is_named = len(times) > 2 and",
+        (_TOOLS + "test_causes.py::test_three_steps_are_too_few_to_name_a_slow_rank",),
     ),
     Fault(
         "keys of meshrl train are advice for every trace",

@@ -88,7 +88,7 @@ def read_trace(path: Path) -> Trace:
     if is_there(path / "metrics.jsonl"):
         raise MeshrlError(
             f"{path} is a run without traces: no step has ended, or an older version wrote it. Give its config instead "
-            "to profile some steps of it, or train with monitor.trace_steps=3"
+            "to profile some steps of it, or train with monitor.trace_steps=4"
         )
     found = (f for end in ("*.json", "*.json.gz") for f in path.glob(end) if not f.name.startswith("diagnose."))
     return _of_other_program(path, sorted(found) if path.is_dir() else [path])
@@ -203,7 +203,7 @@ def _trace(source: Path, control: ControllerTrace, ranks: dict[int, Rank], notes
     if not traced:
         notes.append(
             "without a profile, all of a forward and backward pass outside collectives counts as computation: Python's "
-            "time and overlap are not visible; monitor.trace_steps=3 records profiles"
+            "time and overlap are not visible; monitor.trace_steps=4 records profiles"
         )
     clock = "clocks of ranks not compared: those of their machines are used"
     errors = [reading.error_ns for rank in ranks.values() for reading in rank.facts.clock]

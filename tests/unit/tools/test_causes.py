@@ -25,7 +25,7 @@ def moved(pieces: list[Piece], after: float, by: float) -> list[Piece]:
     ]
 
 
-def diagnosis(run: Path, step: dict[int, list[Piece]], num_steps: int = 3, **options) -> Diagnosis:
+def diagnosis(run: Path, step: dict[int, list[Piece]], num_steps: int = 4, **options) -> Diagnosis:
     return diagnose(read_trace(write_trace(run, [step] * num_steps, **options)))
 
 
@@ -229,7 +229,7 @@ def test_a_gap_is_named_by_the_operations_of_a_rank_with_another_clock(tmp_path)
 def test_the_slow_down_of_the_profiler(tmp_path):
     found = diagnosis(tmp_path / "run", {0: healthy()}, untraced_ms=(500, 80))
     assert found.slow_down == pytest.approx(100 / 80)
-    assert [step.step for step in found.trace.steps] == [3, 4, 5]
+    assert [step.step for step in found.trace.steps] == [3, 4, 5, 6]
     assert diagnosis(tmp_path / "b", {0: healthy()}).slow_down is None
 
 
@@ -298,9 +298,9 @@ def test_waits_have_a_detail_only_if_no_rank_is_named(tmp_path):
     assert cost.detail == detail
 
 
-@pytest.mark.parametrize("num_steps", [1, 2])
-def test_two_steps_are_too_few_to_name_a_slow_rank(tmp_path, num_steps):
-    """One of two healthy ranks is the later one in both steps with a probability of one half."""
+@pytest.mark.parametrize("num_steps", [1, 3])
+def test_three_steps_are_too_few_to_name_a_slow_rank(tmp_path, num_steps):
+    """One of two healthy ranks is the later one in all of three steps with a probability of one quarter."""
     step, longer = slow_rank(2, "compute")
     found = diagnosis(tmp_path, step, num_steps, **longer)
     assert not any(one.is_named for one in found.stragglers) and {cost.rank for cost in found.costs} == {None}
