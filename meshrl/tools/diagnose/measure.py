@@ -94,10 +94,10 @@ class Meeting:
     def last_ns(self) -> int:
         return max(span.start_ns for span in self.spans.values())
 
-    def lateness_ns(self, rank: int) -> float:
-        """How much later than the others a rank arrived; negative if earlier."""
+    def lateness_ns(self, rank: int) -> int:
+        """How much later than all others a rank arrived; negative if earlier than one of them."""
         others = [span.start_ns for other, span in self.spans.items() if other != rank]
-        return self.spans[rank].start_ns - median(others) if others else 0.0
+        return self.spans[rank].start_ns - max(others, default=self.last_ns)
 
 
 def meetings(trace: Trace) -> list[Meeting]:
