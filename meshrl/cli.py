@@ -113,6 +113,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     evaluate.add_argument(
         "--out", metavar="FOLDER", help="new folder for the answers and results (default: eval_N in the model's run)"
     )
+    _add_chat_options(add("chat", _chat, "talk to a model in the terminal: one question, or a conversation"))
     diagnose = add("diagnose", _diagnose, "report where the time of a run goes, and what to change; see docs/see.md")
     _add_diagnose_options(diagnose)
     report = add("report", _report, "write RUN/report.html from the run's files, during the run or after it")
@@ -128,9 +129,11 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         sub.add_argument("--out", type=Path, metavar="FILE", help="page to write (default: in RUN, or the first RUN)")
     runs = add("runs", _runs, "list the runs in a folder: state, progress, held-out scores")
     runs.add_argument("folder", type=Path, nargs="?", default=Path("runs"), metavar="FOLDER", help="default: runs")
-    convert = add("convert", _convert, "convert a checkpoint to a model folder that from_pretrained loads")
+    convert = add(
+        "convert", _convert, "convert a checkpoint or a GGUF file to a model folder that from_pretrained loads"
+    )
     convert.add_argument(
-        "checkpoint", type=Path, metavar="CHECKPOINT", help="such as runs/NAME/checkpoints/step_000100"
+        "checkpoint", type=Path, metavar="CHECKPOINT", help="such as runs/NAME/checkpoints/step_000100, or model.gguf"
     )
     convert.add_argument("out", type=Path, metavar="FOLDER", help="the model folder to write; it must not exist yet")
     config = add("config", _config, "list the config keys with type, default and meaning")
@@ -145,7 +148,12 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         print_message(parser.format_help().rstrip("\n"))
         sys.exit(2)
     # argparse does not accept positionals that follow an option, as in `train CONFIG --explain key=value`.
-    wrong = [text for text in rest if text.startswith("-") or "=" not in text or name is None or args.overrides is None]
+    is_chat = name == "chat"  # its words are a question and settings
+    wrong = [
+        text
+        for text in rest
+        if text.startswith("-") or not ("=" in text or is_chat) or name is None or args.overrides is None
+    ]
     if wrong:
         options = (commands.choices[name] if name else parser).options()
         dashes = any("=" in text for text in wrong) and " (overrides are written without dashes: key=value)"
@@ -231,6 +239,19 @@ def _add_view_options(view: argparse.ArgumentParser) -> None:
     view.add_argument("--text", action="store_true", help="print only the text of each answer, as one line")
 
 
+def _add_chat_options(talk: argparse.ArgumentParser) -> None:
+    talk.add_argument("model", metavar="MODEL", help="a model's folder, a hub id, or runs/NAME for its newest model")
+    talk.add_argument(
+        "overrides",
+        metavar="QUESTION|key=value",
+        nargs="*",
+        help="one question in quotes (default: ask for questions), and settings: temperature=0.7 max_new_tokens=512 "
+        "top_p=1 top_k=0 min_p=0 repetition_penalty=1 seed=0 dtype=bfloat16",
+    )
+    talk.add_argument("--compare", action="append", default=[], metavar="MODEL", help="another model that answers, too")
+    talk.add_argument("--system", metavar="TEXT", help="text of a system message (default: the chat template's)")
+
+
 def _add_diagnose_options(diagnose: argparse.ArgumentParser) -> None:
     diagnose.add_argument(
         "target",
@@ -277,6 +298,13 @@ def _evaluate(args: argparse.Namespace) -> int:
     from meshrl.api import evaluate
 
     evaluate(args.config, args.overrides, model=args.model, out=args.out)
+    return 0
+
+
+def _chat(args: argparse.Namespace) -> int:
+    from meshrl.tools.chat import chat
+
+    chat([*args.compare, args.model], args.overrides, args.system)
     return 0
 
 

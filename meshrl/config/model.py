@@ -53,6 +53,12 @@ def model_problems(case: Case) -> Iterator[Problem]:
             looked = " and ".join(str(place) for place in places)
             yield Problem((key,), f"no such folder; looked for {looked}. A hub id is written organisation/name.")
         return
+    if path.is_file():
+        remedy = "Give a folder made by save_pretrained."
+        if path.suffix.lower() == ".gguf":
+            remedy = f"Convert the GGUF file first: meshrl convert {text} FOLDER, then {key}=FOLDER."
+        yield Problem((key,), f"{path} is a file, not a folder. {remedy}")
+        return
     if not (path / "config.json").is_file():
         model = _newest_model(path)
         if model is not None:

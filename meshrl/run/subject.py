@@ -49,13 +49,18 @@ def subject_of(config: Any, model: str | Path | None) -> tuple[Any, Subject]:
     return found.run / "config.yaml", found if model is None else find_subject(model)
 
 
-def find_subject(given: str | Path) -> Subject:
+def find_subject(given: str | Path, newest: bool = False) -> Subject:
     """The model that a folder or a hub id names. A run's folder names its best model, or if it has none its newest.
+    newest: it names its newest model in any case.
 
-    Raises: ConfigError when the folder has no model and no checkpoint; CheckpointError when a checkpoint or best.json
-    is damaged.
+    Raises: ConfigError for a file, and when the folder has no model and no checkpoint; CheckpointError when a
+    checkpoint or best.json is damaged.
     """
     folder = Path(given)
+    if folder.is_file():
+        raise ConfigError(
+            f"{given} is a file, not a model's folder; a GGUF file becomes one by: meshrl convert {given} OUT"
+        )
     if not folder.is_dir():
         return Subject(model=str(given), text=str(given))  # a hub id, or a path that the check of the config refuses
     if (folder / "config.json").is_file():
@@ -70,16 +75,16 @@ def find_subject(given: str | Path) -> Subject:
             f"{folder} is neither a model (it has no config.json), nor a run or a step of a run that has saved one. "
             "Give a folder made by save_pretrained, runs/NAME, or runs/NAME/checkpoints/step_N"
         )
-    newest = max(saved, key=lambda path: ((path / "model").is_dir(), saved.index(path)), default=None)
-    best = read_best(run)
+    latest = max(saved, key=lambda path: ((path / "model").is_dir(), saved.index(path)), default=None)
+    best = None if newest and saved else read_best(run)
     if best is not None and (best.step == 0 or Path(best.model).is_dir()):
         when = f"after {best.step} steps" if best.step else "the one before training"
-        other = f"; the newest is in {newest}" if newest is not None and Path(best.model).parent != newest else ""
+        other = f"; the newest is in {latest}" if latest is not None and Path(best.model).parent != latest else ""
         text = f"{best.model}, the best model of {run} ({when}, held-out score {best.score:.4g}{other})"
         return Subject(model=best.model, text=text, run=run, step=best.step)
-    if newest is None:
+    if latest is None:
         raise CheckpointError(f"{run / 'checkpoints' / 'best.json'} names a model that is gone, and no other is there")
-    return _of_step(newest, f"{newest}, the newest of {run}")
+    return _of_step(latest, f"{latest}, the newest of {run}")
 
 
 def _is_saved(step: Path) -> bool:

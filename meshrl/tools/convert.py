@@ -1,4 +1,4 @@
-"""`meshrl convert`: from a checkpoint to a model folder that `from_pretrained` loads, in one process without ranks."""
+"""`meshrl convert`: from a checkpoint or a GGUF file to a model folder that `from_pretrained` loads, without ranks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from meshrl.config.model import LoraConfig, ModelConfig
 from meshrl.core.errors import CheckpointError
 from meshrl.core.files import is_there, output_errors, replacing
+from meshrl.model.gguf import convert_gguf, is_gguf
 from meshrl.model.load import DTYPES, cast_parameters, load_causal_lm
 from meshrl.model.lora import add_adapters
 from meshrl.model.save import save_pretrained
@@ -18,7 +19,7 @@ from meshrl.train.state import load_model
 
 def convert(checkpoint: Path, out: Path) -> None:
     """Write the policy of `checkpoint` to `out`, in the run's compute dtype (model.dtype), with the run's tokenizer and
-    chat template.
+    chat template. `checkpoint` may also be a GGUF file, which is written in bfloat16.
 
     Needs the model folder from which the run started, and host memory for the full model in its master dtype, or, with
     LoRA, for two models in the compute dtype.
@@ -27,6 +28,8 @@ def convert(checkpoint: Path, out: Path) -> None:
     """
     if is_there(out):
         raise CheckpointError(f"{out} already exists; give the name of a new folder")
+    if is_gguf(checkpoint):
+        return convert_gguf(checkpoint, out)
     folder = state_in(checkpoint)
     if not is_there(folder / MANIFEST):
         raise CheckpointError(f"{checkpoint} is no checkpoint; give a folder such as runs/NAME/checkpoints/step_000100")

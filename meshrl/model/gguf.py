@@ -1,0 +1,52 @@
+"""A GGUF file, as llama.cpp and Ollama use it, as a model folder, by Transformers' reader."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from pathlib import Path
+
+import torch
+
+from meshrl.core.errors import ConfigError
+from meshrl.core.files import output_errors, replacing
+from meshrl.model.save import save_pretrained
+
+MAGIC = b"GGUF"
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether this is a file in GGUF format, by its first bytes."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
+    return False
+
+
+def convert_gguf(path: Path, out: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Write the model, the tokenizer and the chat template of the GGUF file `path` to the new folder `out`, in `dtype`.
+    Quantised weights are dequantised; the precision that the quantisation removed is not restored.
+
+    Needs host memory for the model in float32, twice.
+    Raises: ConfigError without the package gguf, and for a file that Transformers can't read; OutputError when `out`
+    can't be written.
+    """
+    if importlib.util.find_spec("gguf") is None:
+        raise ConfigError(f"{path} is a GGUF file, and the package gguf is not installed: pip install 'meshrl[gguf]'")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder, name = str(path.parent), path.name
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
+        quantised = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
+    except Exception as cause:  # Transformers and gguf raise whatever a damaged file or an unknown architecture causes
+        raise ConfigError(
+            f"{path} could not be read by Transformers' GGUF reader: {type(cause).__name__}: {cause!s:.400}. Copy "
+            "the file again, or get the model as a folder with safetensors"
+        ) from cause
+    config = quantised.config
+    del config.quantization_config  # save_pretrained refuses a model that is still marked as quantised
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.load_state_dict(quantised.state_dict())
+    with output_errors(out, "Make room, or give another folder"), replacing(out) as aside:
+        save_pretrained(model, dtype, aside)
+        tokenizer.save_pretrained(aside)

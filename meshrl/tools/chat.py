@@ -1,0 +1,169 @@
+"""`meshrl chat`: talk to a model in the terminal, through the embedded engine and the model's chat template."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+from pathlib import Path
+
+from meshrl.config.chat import ChatSettings, chat_settings
+from meshrl.config.model import ModelConfig
+from meshrl.config.rollout import RolloutConfig
+from meshrl.core.device import local_device
+from meshrl.core.errors import ConfigError, DataError, RequestError
+from meshrl.core.files import is_there
+from meshrl.core.terminal import print_message, print_output, printable
+from meshrl.core.types import Request, SamplingParams, turn_seed
+from meshrl.data.chat import Message, load_tokenizer, render, stop_token_ids
+from meshrl.rollout.embedded.engine import build_embedded_engine
+from meshrl.run.subject import find_subject
+from meshrl.tools.convert import convert
+
+HELP = "/reset forgets the conversation; Ctrl-C stops an answer; /exit or Ctrl-D ends the chat"
+
+
+def chat(models: Sequence[str], words: Sequence[str], system: str | None) -> None:
+    """Answer one question, or those that are typed until the end of the input, with each of these models.
+
+    models: model folders, hub ids, or folders of runs, which mean their newest models. words: settings, such as
+    temperature=0, and at most one question. system: the text of a system message.
+    Raises: ConfigError for a setting that is unknown or wrong, and for a folder without a model.
+    """
+    settings, question = chat_settings(words)
+    with contextlib.ExitStack() as stack:
+        chats = [stack.enter_context(_opened(model, system, settings)) for model in models]
+        if question is not None:
+            _answer(chats, question)
+            return
+        print_message(HELP)
+        while (question := _typed()) not in (None, "/exit", "/quit"):
+            if question == "/reset":
+                for each in chats:
+                    each.reset()
+                print_message("The conversation is forgotten.")
+            elif question.startswith("/"):
+                print_message(f"{question!r:.80} is not a command. {HELP}")
+            elif question:
+                try:
+                    _answer(chats, question)
+                except (RequestError, DataError) as error:  # the next question may be shorter, or /reset helps
+                    print_message(f"meshrl: {error}")
+
+
+class Chat:
+    """A conversation with one model, sampled with `settings`."""
+
+    def __init__(self, model: str, name: str, system: str | None, settings: ChatSettings):
+        self.name, self._settings = name, settings
+        self._tokenizer = load_tokenizer(model)
+        cfg = ModelConfig(path=model, dtype=settings.dtype)
+        stops = stop_token_ids(self._tokenizer, model)
+        self._engine = build_embedded_engine(cfg, RolloutConfig(), local_device(0), "chat", stops)
+        self._engine.trust_loaded_weights()
+        self._start: list[Message] = [{"role": "system", "content": system}] if system else []
+        self._turn = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the conversation."""
+        self.messages = list(self._start)
+
+    def answer(self, question: str) -> Iterator[str]:
+        """The answer so far, after each of its tokens. What was sampled before an interruption is part of the
+        conversation.
+
+        Raises: RequestError when the conversation leaves no room in the model's context; DataError when the chat
+        template refuses it.
+        """
+        self._turn += 1
+        messages = [*self.messages, {"role": "user", "content": question}]
+        request = Request(
+            id=str(self._turn),
+            context_ids=render(self._tokenizer, messages),
+            sampling=SamplingParams(**self._settings.model_dump(exclude={"seed", "dtype", "max_new_tokens"})),
+            max_new_tokens=self._settings.max_new_tokens,
+            seed=turn_seed(self._settings.seed, 0, 0, self._turn),
+        )
+        self._engine.submit(request)
+        text, reason = "", None
+        try:
+            while reason is None:
+                done = self._engine.step()
+                output = done[0][1].output_ids if done else self._engine.output_so_far(request.id)
+                now = self._tokenizer.decode(output, skip_special_tokens=True)
+                if done or not now.endswith("\ufffd"):  # the bytes of a character may be in several tokens
+                    text = now
+                    yield text
+                reason = done[0][1].stop_reason if done else None
+            if reason != "stop":
+                yield f"{text} [cut at {reason} after {len(output)} tokens]"
+        finally:
+            asyncio.run(self._engine.abort())
+            self.messages = [*messages, {"role": "assistant", "content": text}]
+
+
+@contextlib.contextmanager
+def _opened(given: str, system: str | None, settings: ChatSettings) -> Iterator[Chat]:
+    subject = find_subject(given, newest=True)
+    with tempfile.TemporaryDirectory(prefix="meshrl-chat-") as folder:
+        model = str(subject.model)
+        if subject.state is not None:  # a checkpoint without a model
+            model = str(Path(folder) / "model")
+            convert(subject.state, Path(model))
+        elif not is_there(Path(model)) and (Path(model).is_absolute() or model.startswith(".")):
+            raise ConfigError(f"{given} does not exist; give a model's folder, runs/NAME, or a hub id")
+        print_message(f"loading {subject.text}")
+        yield Chat(model, given, system, settings)
+
+
+def _typed() -> str | None:
+    """A line of the user; None at the end of the input, and after Ctrl-C."""
+    try:
+        return input("> " if sys.stdin.isatty() else "").strip()
+    except (EOFError, KeyboardInterrupt):
+        print_message("")
+        return None
+
+
+def _answer(chats: Sequence[Chat], question: str) -> None:
+    """Print the answers as they are sampled: those of several models in columns of a terminal, else in turn."""
+    try:
+        if len(chats) > 1 and sys.stdout.isatty():
+            _print_columns(chats, question)
+            return
+        for each in chats:
+            if len(chats) > 1:
+                print_output(f"== {each.name}")
+            shown = 0
+            for text in each.answer(question):
+                print_output(text[shown:], end="")
+                shown = len(text)
+            print_output("")
+    except KeyboardInterrupt:
+        if not sys.stdin.isatty():
+            raise
+        print_message("\n[stopped]")
+
+
+def _print_columns(chats: Sequence[Chat], question: str) -> None:
+    """Each round of the loop samples one token of each model."""
+    from rich.live import Live
+    from rich.table import Table
+    from rich.text import Text
+
+    texts = [""] * len(chats)
+
+    def columns() -> Table:
+        table = Table(expand=True, show_edge=False)
+        for each in chats:
+            table.add_column(Text(printable(each.name)), ratio=1)
+        table.add_row(*(Text(printable(text)) for text in texts))
+        return table
+
+    with Live(get_renderable=columns, refresh_per_second=8):
+        for parts in zip_longest(*(each.answer(question) for each in chats)):
+            texts = [now if part is None else part for part, now in zip(parts, texts, strict=True)]

@@ -1,0 +1,127 @@
+"""`meshrl chat`: answers of the embedded engine in the terminal."""
+
+from __future__ import annotations
+
+import io
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import tiny_qwen2
+from tiny_tokenizers import tiny_tokenizer
+
+from meshrl.cli import main
+from meshrl.config.chat import ChatSettings
+from meshrl.core.errors import ConfigError
+from meshrl.data.chat import render, stop_token_ids
+from meshrl.tools.chat import Chat, chat
+
+GREEDY = ChatSettings(temperature=0, max_new_tokens=12, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model whose greedy answers have different tokens."""
+    folder = tmp_path_factory.mktemp("chat") / "model"
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(folder)
+    tiny_qwen2(vocab_size=len(tokenizer), initializer_range=0.5).save_pretrained(folder)
+    return str(folder)
+
+
+def greedy(model: str, messages: list[dict[str, str]]) -> str:
+    """The text of Transformers' own greedy answer."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    ids = render(tokenizer, messages)
+    stops = list(stop_token_ids(tokenizer, model))
+    out = lm.generate(
+        torch.from_numpy(ids.astype(np.int64))[None], max_new_tokens=12, do_sample=False, eos_token_id=stops
+    )
+    return tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True)
+
+
+def without_remark(text: str) -> str:
+    return re.sub(r" \[cut at \w+ after \d+ tokens\]$", "", text)
+
+
+def test_each_answer_is_streamed_and_continues_the_conversation_until_it_is_reset(model):
+    each = Chat(model, "tiny", None, GREEDY)
+    messages = []
+    for question in ("ab?", "and 12?"):
+        messages.append({"role": "user", "content": question})
+        parts = [without_remark(text) for text in each.answer(question)]
+        assert len(set(parts)) > 3 and all(b.startswith(a) for a, b in pairwise(parts))
+        assert parts[-1] == greedy(model, messages)
+        messages.append({"role": "assistant", "content": parts[-1]})
+        assert each.messages == messages
+    each.reset()
+    assert without_remark(list(each.answer("ab?"))[-1]) == messages[1]["content"]
+
+
+def test_an_interrupted_answer_stays_in_the_conversation_and_the_next_question_works(model):
+    each = Chat(model, "tiny", "be brief", GREEDY)
+    answer = each.answer("ab?")
+    first = next(answer)
+    answer.close()
+    assert [m["role"] for m in each.messages] == ["system", "user", "assistant"]
+    assert each.messages[-1]["content"] == first
+    assert list(each.answer("and 12?"))
+
+
+def test_one_question_prints_the_answer_on_stdout_and_nothing_else(model, capsys):
+    words = ["ab?", "temperature=0", "max_new_tokens=12", "dtype=float32"]
+    assert main(["chat", model, *words]) == 0
+    expected = greedy(model, [{"role": "user", "content": "ab?"}])
+    printed = capsys.readouterr().out
+    assert without_remark(printed.rstrip("\n")) == "".join(
+        c if c.isprintable() else f"\\x{ord(c):02x}" for c in expected
+    )
+
+
+def test_typed_questions_are_answered_by_both_models_and_commands_are_followed(model, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("ab?\n/reset\n/wrong\n\nab?\n/exit\nnever asked\n"))
+    chat([model, model], ["temperature=0", "max_new_tokens=4", "dtype=float32"], None)
+    printed = capsys.readouterr()
+    assert printed.out.count(f"== {model}") == 4
+    first, second = printed.out[: len(printed.out) // 2], printed.out[len(printed.out) // 2 :]
+    assert first == second  # the conversation was forgotten
+    assert "'/wrong' is not a command" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["temprature=0"], "did you mean 'temperature'"),
+        (["temperature=-1"], "temperature=-1"),
+        (["max_new_tokens=many"], "max_new_tokens='many'"),
+        (["dtype=int8"], "'bfloat16', 'float16' or 'float32'"),
+        (["seed=1.5"], "seed=1.5"),
+        (["one", "two"], "2 questions"),
+    ],
+)
+def test_wrong_settings_are_refused_before_a_model_is_loaded(words, error):
+    with pytest.raises(ConfigError, match=error):
+        chat(["no/model"], words, None)
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match="neither a model"):
+        chat([str(tmp_path)], ["hi"], None)
+    with pytest.raises(ConfigError, match="does not exist"):
+        chat([str(tmp_path / "gone")], ["hi"], None)
+    (tmp_path / "x.gguf").touch()
+    with pytest.raises(ConfigError, match=r"is a file.*meshrl convert"):
+        chat([str(tmp_path / "x.gguf")], ["hi"], None)
+
+
+def test_a_question_that_does_not_fit_is_reported_and_the_chat_goes_on(model, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("a" * 400 + "\nab?\n"))
+    chat([model], ["temperature=0", "max_new_tokens=4", "dtype=float32"], None)
+    printed = capsys.readouterr()
+    assert "meshrl: " in printed.err and "tokens" in printed.err and printed.out.strip()
