@@ -75,7 +75,7 @@ class CausalModel(torch.nn.Module):
         scored: torch.Tensor,
         previous: torch.Tensor,
         temperature: torch.Tensor,
-        chunk_tokens: int,
+        chunk_tokens: int | None,
         entropy: bool,
         model_kwargs: dict[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:

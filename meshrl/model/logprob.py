@@ -14,6 +14,8 @@ import torch
 from meshrl.model import prepack
 
 SAVED_LOGITS = 1 << 24  # fp32 numbers of [N, V] (64 MiB) that a forward may store instead of computing them twice
+CHUNK_LOGITS = {"cpu": 1 << 25}  # logits of a chunk, of which about three copies exist; more make a CPU little faster
+CHUNK_LOGITS_OF_AN_ACCELERATOR = 1 << 28
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +63,19 @@ def token_logprobs(
     targets: torch.Tensor,
     temperature: torch.Tensor,
     *,
-    chunk_tokens: int = 2048,
+    chunk_tokens: int | None = None,
     entropy: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Logprobs of targets at each token's own temperature, and the entropy of the same distribution.
 
     hidden [N, D] is the state BEFORE each target; targets int64[N]; temperature [N], where 0 (greedy) scores as 1.
+    chunk_tokens: tokens whose logits exist at one time; None = as many as have CHUNK_LOGITS logits.
     Returns float32 [N] (float64 for fp64 models), differentiable in hidden and the head; logp <= 0, 0 <= H <= log V.
     """
     temperature = torch.where(temperature > 0, temperature, torch.ones_like(temperature))
+    if chunk_tokens is None:
+        limit = CHUNK_LOGITS.get(hidden.device.type, CHUNK_LOGITS_OF_AN_ACCELERATOR)
+        chunk_tokens = max(1, limit // head.weight.shape[0])
     logp, ent = _ChunkedLogprob.apply(
         hidden, head.weight, head.bias, targets, temperature, head.scale, head.softcap, chunk_tokens, entropy
     )
@@ -82,7 +88,7 @@ class _ChunkedLogprob(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, temperature, scale, softcap, chunk, want_entropy):  # type: ignore[override]
-        head = Head(weight, bias, scale, softcap)
+        head = Head(_wide_on_cpu(weight), bias, scale, softcap)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         save = ctx.needs_input_grad[0] and softcap is None and hidden.shape[0] * weight.shape[0] <= SAVED_LOGITS
         chunk, saved = max(1, hidden.shape[0]) if save else chunk, None
@@ -112,34 +118,46 @@ class _ChunkedLogprob(torch.autograd.Function):
         scale, softcap, chunk, flat = ctx.facts
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
+        grad_weight = torch.zeros(weight.shape, dtype=dtype, device=weight.device) if ctx.needs_input_grad[1] else None
         grad_bias = None if bias is None else torch.zeros(bias.shape, dtype=dtype, device=bias.device)
+        wide = _wide_on_cpu(weight)
+        head = Head(wide, bias, scale, softcap)
         for a in range(0, hidden.shape[0], chunk):
             part = slice(a, a + chunk)
-            x, t = hidden[part], temperature[part, None].to(dtype)
+            x, t = hidden[part].to(wide.dtype), temperature[part, None].to(dtype)
             logq, slope = saved, None
             if logq is None:
-                z = Head(weight, bias, scale, softcap).logits(x)
+                z = head.logits(x)
                 slope = None if softcap is None else 1 - (z / softcap) ** 2
-                logq = torch.log_softmax(z.div_(t), dim=-1)
+                logq = torch.log_softmax(z if flat else z.div_(t), dim=-1)
+                del z
             p = logq.exp()
-            dz = torch.zeros_like(p) if grad_ent is None else _entropy_slope(logq, p) * grad_ent[part, None]
-            if grad_logp is not None:
-                g = grad_logp[part, None].to(dtype)
-                dz.addcmul_(p, g, value=-1).scatter_add_(1, targets[part, None], g)
+            entropy = None if grad_ent is None else _entropy_slope(logq, p) * grad_ent[part, None]
+            del logq
+            g = torch.zeros_like(t) if grad_logp is None else grad_logp[part, None].to(dtype)
+            dz = p.mul_(-g).scatter_add_(1, targets[part, None], g)
+            if entropy is not None:
+                dz += entropy
             if not flat:
                 dz.div_(t)
             if slope is not None:
                 dz *= slope
             if scale != 1.0:
                 dz *= scale
-            dz_low = dz.to(weight.dtype)
-            grad_hidden[part] = dz_low @ weight
-            grad_weight += dz_low.T @ x
+            low = dz.to(wide.dtype)
+            grad_hidden[part] = low @ wide
+            if grad_weight is not None:
+                grad_weight += low.T @ x
             if grad_bias is not None:
                 grad_bias += dz.sum(0)
-        grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None, None, None, None, None
+        grads = [None if g is None else g.to(weight.dtype) for g in (grad_weight, grad_bias)]
+        return grad_hidden, *grads, None, None, None, None, None, None, None
+
+
+def _wide_on_cpu(weight: torch.Tensor) -> torch.Tensor:
+    """The weight in which a chunk's products are computed: on a CPU in fp32, where 16-bit products of this size are
+    slower; cast here, once for all chunks."""
+    return weight.to(torch.promote_types(weight.dtype, torch.float32)) if weight.device.type == "cpu" else weight
 
 
 def _entropy_slope(logq: torch.Tensor, p: torch.Tensor) -> torch.Tensor:

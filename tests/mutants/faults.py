@@ -213,8 +213,8 @@ FAULTS = [
     Fault(
         "logits are rounded to bf16",
         "meshrl/model/logprob.py",
-        "out = hidden.to(wide) @ self.weight.to(wide).T",
-        "out = (hidden @ self.weight.T).to(wide)",
+        "z = head.logits(hidden[part])",
+        "z = head.logits(hidden[part]).bfloat16().float()",
         (_LOGPROB + "test_bf16_models_are_scored_in_fp32",),
     ),
     Fault(
