@@ -429,7 +429,23 @@ def _config(args: argparse.Namespace) -> int:
 
 def _explain(loaded: Loaded[RunConfig] | Loaded[SftRunConfig]) -> int:
     from meshrl.config.explain import explain
+    from meshrl.config.run import SftRunConfig
     from meshrl.data.check import count_rows
 
     print_output(explain(loaded, count_rows(loaded.config)), end="")
+    if not isinstance(loaded.config, SftRunConfig):
+        print_output(
+            f"\n# first prompt: {_first_prompt(loaded.config)}"
+        )  # last, because its tokenizer loads for seconds
     return 0
+
+
+def _first_prompt(config: RunConfig) -> str:
+    try:
+        from meshrl.run.inputs import Objects
+        from meshrl.run.task import first_prompt, load_prompts
+
+        read = load_prompts(config, Objects(), training=True)
+    except (MeshrlError, ImportError) as error:  # the config is explained in any case
+        return f"can't be shown: {error}"
+    return first_prompt(read.tokenizer, read.feed, read.held_out) or f"rendered by the agent {config.agent.kind}"

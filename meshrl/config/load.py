@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -140,6 +141,7 @@ def _load(
     layers.add([reader.override(text) for text in overrides])
     (objects,) = reader.mapping(in_memory.values, PYTHON_OBJECT)
     written = given_in(layers.tree)
+    modules = _module_folder(written, reader.folder)
     twice = _given_twice(given_in(objects) | dict.fromkeys(in_memory.unused), written)
     layers.add_objects(objects, len(trees))
     make_case = partial(Case, folder=reader.folder, known=known, purpose=purpose, rows=in_memory.rows)
@@ -155,10 +157,25 @@ def _load(
         defaults = {key: value for key, value in defaults.items() if key not in in_place_of_wrong}
         raise ConfigError(_report(path, problems, given, defaults))
     config, resolved = _resolve(config, case, keys)
+    if config.run.module_folder != modules:
+        config = _replaced(config, ["run", "module_folder"], modules)
+        resolved["run.module_folder"] = f"here {modules}"
     origins = {key: given[key].origin if key in given else DEFAULT for key in _values_of(config)}
     origins |= {key: f"{origins[key]}, {how}" for key, how in resolved.items()}
     notices = (*layers.notes(), *checks.notices(case))
     return Loaded(config=config, origins=origins, path=path, notices=notices)
+
+
+def _module_folder(given: Mapping[str, Value], folder_of_config: Path) -> str:
+    """The absolute path of run.module_folder, which is added to Python's path, here and by that in all processes that
+    this one starts."""
+    value, folder = given.get("run.module_folder"), folder_of_config
+    if value is not None and isinstance(value.value, str):
+        folder = value.folder / Path(value.value).expanduser()
+    found = str(folder.resolve())
+    if found not in sys.path:
+        sys.path.append(found)  # last, so that no file next to a config replaces an installed package
+    return found
 
 
 def _checked(

@@ -34,6 +34,10 @@ class RunSection(Slice):
     resume: str = "never"
     """never = a new run, which refuses a folder that has checkpoints; auto = the run continues from its newest
     checkpoint, if there is one; or the folder of a checkpoint, of this run or of another"""
+    module_folder: str | None = None
+    """folder in which modules of rewards, agents, advantages and losses are looked for, after the working folder and
+    Python's path; null = the folder of the config file, or for a dict
+    the working folder"""
     keep_checkpoints: int = Field(2, ge=1)
     """number of newest training states to keep on disk"""
     keep_models: int | None = Field(None, ge=1)

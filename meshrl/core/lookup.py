@@ -25,8 +25,9 @@ DOTTED_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 def look_up(name: str, table: Mapping[str, Any], key: str) -> Any:
     """The entry `name` of the table, or the object of a dotted path `package.module:name`.
 
-    Modules are searched on Python's path and in the working folder. key: the name of the value in errors, such as the
-    config's key "agent.kind". Raises: ConfigError when there is no such entry, module or object.
+    Modules are looked for in the working folder and on Python's path, which has the folder of the config file. key: the
+    name of the value in errors, such as the config's key "agent.kind". Raises: ConfigError when there is no such entry,
+    module or object.
     """
     if name in table:
         return table[name]
@@ -56,7 +57,7 @@ def import_object(path: str) -> Any:
     except (Exception, SystemExit) as error:  # user code: importing it may raise anything
         raise ConfigError(
             f"importing {module_name!r} raised {type(error).__name__}: {error}; a module is looked for in the working "
-            "folder and on PYTHONPATH"
+            "folder, on PYTHONPATH and in the folder of the config file (run.module_folder)"
         ) from error
     try:
         return attrgetter(name)(module)

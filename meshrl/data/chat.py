@@ -22,6 +22,11 @@ from meshrl.data.time_limit import TooLongError, time_limit
 
 Message = dict[str, Any]
 TEMPLATE_LIMIT_S = 10.0  # of one rendering, which takes milliseconds; a template may loop for years
+CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
+BUILT_IN = {  # name in data.chat_template -> template
+    "chatml": "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + "
+    "'<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+}
 _VARIABLES = "chat_template_kwargs"  # in init_kwargs, where Transformers stores the arguments of a tokenizer
 _CONTENT = "stand-in answer"  # of a placeholder message that shows how a template ends one; no template contains it
 
@@ -31,14 +36,20 @@ def load_tokenizer(
 ) -> Any:
     """The tokenizer of a model folder (a hub id works where the hub, or its cache, is reachable).
 
-    chat_template: replaces the tokenizer's own; the text, or the path of a file. chat_template_kwargs: variables that
-    the template gets in every rendering. Both are stored in the tokenizer, so that prompts, the continuations of turns
-    and SFT rows are rendered the same way.
+    chat_template: replaces the tokenizer's own; the text, the path of a file, or a name in BUILT_IN.
+    chat_template_kwargs: variables that the template gets in every rendering. Both are stored in the tokenizer, so that
+    prompts, the continuations of turns and SFT rows are rendered the same way.
 
     Raises: DataError when the path has no tokenizer that Transformers can load without running its code, and for
     a template or variables that can't be used.
     """
     tokenizer = _load(path)
+    missing = set(CHATML_TOKENS) - set(tokenizer.get_vocab()) if chat_template == "chatml" else ()
+    if missing:
+        raise DataError(
+            f"the tokenizer {str(path)!r} has no token {' and no token '.join(sorted(missing))}, which chat_template: "
+            "chatml writes; an answer would never end. Give a template with this tokenizer's own tokens"
+        )
     with as_data_error(f"the chat template for {str(path)!r} ({(chat_template or 'its own'):.80}) "):
         if chat_template is not None:
             tokenizer.chat_template = template_text(chat_template)
@@ -102,17 +113,18 @@ def _damage(folder: Path) -> str | None:
 
 
 def is_template_text(given: str) -> bool:
-    """Whether this is the text of a template and not a path: a text without Jinja would make every prompt the same."""
-    return "{{" in given or "{%" in given
+    """Whether this is the text or the name of a template and not a path: a text without Jinja would make every prompt
+    the same."""
+    return given in BUILT_IN or "{{" in given or "{%" in given
 
 
 def template_text(given: str | Path) -> str:
-    """The template's text, as given or from the file at the path.
+    """The template's text, as given, of the built-in one, or from the file at the path.
 
     Raises: DataError, with a text that follows the path, for a file that can't be read or contains no template.
     """
     if isinstance(given, str) and is_template_text(given):
-        return given
+        return BUILT_IN.get(given, given)
     with as_data_error(""):
         text = read_text(Path(given))
     if not is_template_text(text):
@@ -188,7 +200,7 @@ def _apply_template(
         raise DataError(
             f"the tokenizer {tokenizer.name_or_path!r} has no chat template, so messages can't become tokens. "
             "Put a chat_template.jinja into its folder (base models often have none), or name one in "
-            "data.chat_template (sft.chat_template)."
+            "data.chat_template (sft.chat_template), where chatml is built in."
         )
     if not messages:
         raise DataError("no messages to render: a conversation needs at least one message")

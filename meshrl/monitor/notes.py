@@ -14,7 +14,10 @@ from meshrl.monitor.failed_writes import FailedWrites
 NOTES_FILE, REWARDS_FILE = "run_notes.txt", "rewards.log"
 REWARDS_BYTES = 4 << 20  # so much of rewards.log is retained when a new file begins
 _MAX_WAITING = 1000  # lines that can't be written; the oldest are dropped
-_ROUTINE = ("run ", "eval ", "evaluates ", "ready ", "disk: ", "wrote ", "saved ", "held-out ", "best model", "done: ")
+_ROUTINE = (
+    *("run ", "eval ", "evaluates ", "first prompt", "ready ", "disk: ", "wrote ", "saved "),
+    *("held-out ", "best model", "done: "),
+)
 
 
 class NotesFile:

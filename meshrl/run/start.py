@@ -45,7 +45,7 @@ from meshrl.run.live import AUTO_SAVE_S, LiveRun, WriteReport, live_run, wait_fo
 from meshrl.run.models import model_folder, read_best
 from meshrl.run.restart import failures_raised, run_to_end
 from meshrl.run.signals import Stop
-from meshrl.run.task import load_sft_source, load_task, reward_workers
+from meshrl.run.task import first_prompt, load_sft_source, load_task, reward_workers
 from meshrl.run.verdict import read_verdict
 from meshrl.run.watchdog import run_in_own_loop, watchdog
 
@@ -144,6 +144,8 @@ async def _train(stop: Stop, loaded: Loaded[RunConfig], write_report: WriteRepor
     with live_run(loaded, "train", cfg.loop.num_steps, stop, write_report, objects) as run:
         _note_start(run)
         task = await asyncio.to_thread(load_task, cfg, objects, True)  # detects bad rows before any rank starts
+        if (prompt := first_prompt(task.tokenizer, task.train_prompts, task.eval_prompts)) is not None:
+            run.note(f"first prompt: {prompt}")
         async with (
             # Detects rewards that can't work.
             reward_workers(cfg, objects, task, run.note, run.reward_log.write) as (scorer, trial),

@@ -31,7 +31,8 @@ def in_python(good: Path) -> dict[str, Any]:
     return config
 
 
-def test_a_dict_and_a_config_object_load_as_the_file_does(good):
+def test_a_dict_and_a_config_object_load_as_the_file_does(good, monkeypatch):
+    monkeypatch.chdir(good.parent)  # the folder of modules
     expected = load_run_config(good)
     loaded = load_run_config(in_python(good))
     assert loaded.config == expected.config

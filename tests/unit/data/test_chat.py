@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from tiny_tokenizers import CHATML, DROPS_THINKING, tiny_tokenizer
+from tiny_tokenizers import CHATML, DROPS_THINKING, sentencepiece_tokenizer, tiny_tokenizer
 
 from meshrl.core.errors import DataError
 from meshrl.data.chat import continuation_ids, load_tokenizer, render, sft_row, stop_token_ids
@@ -37,6 +37,18 @@ def test_render_ends_with_the_generation_prompt_only_when_asked():
 def test_a_tokenizer_without_a_template_is_refused_with_advice():
     with pytest.raises(DataError, match=r"no chat template.*chat_template\.jinja"):
         render(tiny_tokenizer(template=None), [USER])
+
+
+def test_chatml_is_a_built_in_template_for_tokenizers_that_have_its_tokens(tmp_path):
+    tiny_tokenizer(template=None).save_pretrained(tmp_path / "base")
+    tokenizer = load_tokenizer(tmp_path / "base", "chatml")
+    text = tokenizer.decode(render(tokenizer, [USER, ANSWER, USER]).tolist())
+    turns = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in (USER, ANSWER, USER))
+    assert text == turns + "<|im_start|>assistant\n"
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") in stop_token_ids(tokenizer)
+    sentencepiece_tokenizer().save_pretrained(tmp_path / "other")
+    with pytest.raises(DataError, match=r"no token <\|im_end\|>.*<\|im_start\|>"):
+        load_tokenizer(tmp_path / "other", "chatml")
 
 
 def test_a_template_that_refuses_the_messages_names_their_roles():
