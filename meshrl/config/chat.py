@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field, ValidationError
 
-from meshrl.config.base import Slice
+from meshrl.config.rollout import SamplingConfig
 from meshrl.config.values import scalar
 from meshrl.core.errors import ConfigError
 from meshrl.core.lookup import did_you_mean
@@ -16,15 +16,11 @@ from meshrl.core.lookup import did_you_mean
 _SETTING = re.compile(r"[a-z_]+=\S*")
 
 
-class ChatSettings(Slice):
-    """Sampling as in rollout.sampling, and the seed and the dtype in which the model computes."""
+class ChatSettings(SamplingConfig):
+    """Sampling as in rollout.sampling, with other defaults, and the seed and the dtype in which the model computes."""
 
     temperature: float = Field(0.7, ge=0)
     max_new_tokens: int = Field(512, ge=1)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0)
-    min_p: float = Field(0.0, ge=0, lt=1)
-    repetition_penalty: float = Field(1.0, gt=0)
     seed: int = 0
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
 
@@ -36,7 +32,7 @@ def chat_settings(words: Sequence[str]) -> tuple[ChatSettings, str | None]:
     """
     given = [word.partition("=") for word in words if _SETTING.fullmatch(word)]
     questions = [word for word in words if not _SETTING.fullmatch(word)]
-    known = list(ChatSettings.model_fields)
+    known = [name for name in ChatSettings.model_fields if not name.startswith("stop")]  # those are lists
     for name, _, _ in given:
         if name not in known:
             text = f"{name} is no setting of a chat; there are {', '.join(known)}{did_you_mean(name, known)}"

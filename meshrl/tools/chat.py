@@ -23,6 +23,7 @@ from meshrl.rollout.embedded.engine import build_embedded_engine
 from meshrl.run.subject import find_subject
 from meshrl.tools.convert import convert
 
+_NOT_SAMPLING = {"seed", "dtype", "max_new_tokens", "stop", "stop_token_ids"}
 HELP = "/reset forgets the conversation; Ctrl-C stops an answer; /exit or Ctrl-D ends the chat"
 
 
@@ -84,7 +85,7 @@ class Chat:
         request = Request(
             id=str(self._turn),
             context_ids=render(self._tokenizer, messages),
-            sampling=SamplingParams(**self._settings.model_dump(exclude={"seed", "dtype", "max_new_tokens"})),
+            sampling=SamplingParams(**self._settings.model_dump(exclude=_NOT_SAMPLING)),
             max_new_tokens=self._settings.max_new_tokens,
             seed=turn_seed(self._settings.seed, 0, 0, self._turn),
         )
