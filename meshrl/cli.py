@@ -433,10 +433,8 @@ def _explain(loaded: Loaded[RunConfig] | Loaded[SftRunConfig]) -> int:
     from meshrl.data.check import count_rows
 
     print_output(explain(loaded, count_rows(loaded.config)), end="")
-    if not isinstance(loaded.config, SftRunConfig):
-        print_output(
-            f"\n# first prompt: {_first_prompt(loaded.config)}"
-        )  # last, because its tokenizer loads for seconds
+    if not isinstance(loaded.config, SftRunConfig):  # last, because loading the tokenizer takes seconds
+        print_output(f"\n# first prompt: {_first_prompt(loaded.config)}")
     return 0
 
 

@@ -75,7 +75,7 @@ class TrainConfig(Slice):
     """the learning rate over the run, counted in optimizer steps"""
     logprob_chunk_tokens: int | None = Field(None, ge=1)
     """tokens whose logits exist at one time; a lower value needs less memory and gives the same results; null = as many
-    as have 2^25 logits on a CPU (about 0.4 GB in use), 2^28 on a GPU (3 GB)"""
+    as have 2^25 logits on a CPU, 2^28 on a GPU; about three fp32 copies of them exist"""
 
     def data_ranks(self, num_train_ranks: int) -> tuple[int, int]:
         """(dp_replicate, dp_shard) with -1 replaced by its size; NO_SHARD makes every rank a replica. Their product may
