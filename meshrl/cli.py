@@ -113,6 +113,11 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     evaluate.add_argument(
         "--out", metavar="FOLDER", help="new folder for the answers and results (default: eval_N in the model's run)"
     )
+    start = add("init", _init, "write a folder with a config, a reward function and rows, to start a run of your own")
+    start.add_argument("folder", type=Path, metavar="FOLDER", help="folder to write; it must not exist yet")
+    start.add_argument(
+        "--model", required=True, metavar="MODEL", help="the model to train: its folder, a hub id, or runs/NAME"
+    )
     _add_chat_options(add("chat", _chat, "talk to a model in the terminal: one question, or a conversation"))
     diagnose = add("diagnose", _diagnose, "report where the time of a run goes, and what to change; see docs/see.md")
     _add_diagnose_options(diagnose)
@@ -298,6 +303,13 @@ def _evaluate(args: argparse.Namespace) -> int:
     from meshrl.api import evaluate
 
     evaluate(args.config, args.overrides, model=args.model, out=args.out)
+    return 0
+
+
+def _init(args: argparse.Namespace) -> int:
+    from meshrl.tools.init import init
+
+    print_message(init(args.folder, args.model), sys.stdout)
     return 0
 
 

@@ -14,7 +14,7 @@ def limits_of(path: str, asked: int | None) -> tuple[int, int]:
 
     Raises: ConfigError when `asked` exceeds the model's positions, or neither number is given.
     """
-    config = _text_config(path)
+    config = text_config(path)
     positions = getattr(config, "max_position_embeddings", None)
     tokens = asked or positions
     if tokens is None or (positions is not None and tokens > positions):
@@ -28,10 +28,11 @@ def limits_of(path: str, asked: int | None) -> tuple[int, int]:
 
 def vocab_size_of(path: str) -> int:
     """The number of ids that the model can read: rows of its embedding. Raises: ConfigError."""
-    return _text_config(path).vocab_size
+    return text_config(path).vocab_size
 
 
-def _text_config(path: str) -> Any:
+def text_config(path: str) -> Any:
+    """Transformers' config of the language model. Raises: ConfigError."""
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
     except Exception as cause:  # on damaged files it may raise anything

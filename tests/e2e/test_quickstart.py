@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -43,10 +44,10 @@ def test_it_chooses_the_cpu_and_states_how_to_use_gpus(
     """Its two ranks can't share the GPU of a machine that has one."""
     choose_device = runpy.run_path(str(FOLDER / "quickstart.py"))["choose_device"]
     monkeypatch.setenv("MESHRL_DEVICE", "xpu")
-    choose_device()
+    choose_device("quickstart")
     assert os.environ["MESHRL_DEVICE"] == "xpu" and not capsys.readouterr().out
     monkeypatch.delenv("MESHRL_DEVICE")
-    choose_device()
+    choose_device("quickstart")
     assert os.environ["MESHRL_DEVICE"] == "cpu"
     (line,) = capsys.readouterr().out.splitlines()
     assert "uses the CPU" in line and "MESHRL_DEVICE=cuda make quickstart" in line
@@ -71,7 +72,7 @@ def test_every_part_runs_and_writes_its_results(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(report["model"])
     assert model.config.model_type == "qwen2"
     assert AutoTokenizer.from_pretrained(report["model"]).chat_template
-    assert text.startswith("The quickstart uses the CPU.")
+    assert text.startswith("This uses the CPU.")
     steps = [line for line in text.splitlines() if line.startswith("[")]
     assert [line[:5] for line in steps] == [f"[{i}/5]" for i in range(1, 6)]
 
@@ -94,13 +95,11 @@ def test_a_digit_of_the_answer_is_twice_its_column_plus_the_carry_from_the_right
 
 def test_the_printed_answers_are_readable(capsys: pytest.CaptureFixture[str]) -> None:
     """Digits are in reading order, next to the solution, with the result of the rule."""
-    module = runpy.run_path(str(FOLDER / "quickstart.py"))
+    module = runpy.run_path(str(FOLDER.parent / "guided_run.py"))
     old, new = trajectory(0, "66842", "eval"), trajectory(0, "76942", "eval")
     for t, reward in ((old, 0.0), (new, 1.0)):
         t.prompt.messages[-1]["content"], t.prompt.answer, t.reward = "2*38471", "76942", reward
-    report = {"reward_curve": [0.2, 0.9], "eval_before": 0.2, "eval_after": 1.0, "wall_s": 60, "cpu_s": 70}
-    report |= {"steps": 60, "peak_rss_bytes": 1e9, "model": "m"}
-    module["print_result"](report, [(old, new)], Path("reward.png"))
+    module["print_pairs"]([(old, new)])
     assert "2*38471       76942   66842 (wrong)    76942 (right)" in capsys.readouterr().out
 
 
@@ -115,12 +114,20 @@ def test_a_folder_that_the_quickstart_did_not_make_is_not_replaced(tmp_path: Pat
     assert (folder / "thesis.txt").read_text() == "years of work"
 
 
-def test_a_second_call_replaces_only_what_the_quickstart_made_for_this_seed(tmp_path: Path) -> None:
+def test_a_second_call_replaces_only_what_the_quickstart_made_for_this_seed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Other seeds, folders of a user and runs of a user in a seed's folder stay."""
-    make_folder = runpy.run_path(str(FOLDER / "quickstart.py"))["make_folder"]
+    monkeypatch.chdir(tmp_path)  # make_folder changes to the checkout
+    in_checkout = runpy.run_path(str(FOLDER.parent / "guided_run.py"))["make_folder"]
+
+    def make_folder(seed: int) -> None:
+        args = Namespace(name="quickstart", out=tmp_path, seed=seed, shuffle_rewards=False)
+        assert in_checkout(args, ("start", "sft", "grpo")) == tmp_path / f"seed_{seed}"
+
     parts = ("start/data", "sft/metrics.jsonl", "grpo/metrics.jsonl", "report.json")
     of_users = ("again/metrics.jsonl", "x", "seed_0/again/metrics.jsonl", "seed_0/note.txt")
-    make_folder(tmp_path / "seed_0")
+    make_folder(0)
     for name in (*of_users, *(f"seed_0/{part}" for part in parts)):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
@@ -129,16 +136,16 @@ def test_a_second_call_replaces_only_what_the_quickstart_made_for_this_seed(tmp_
         return {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
 
     before = files()
-    make_folder(tmp_path / "seed_1")
+    make_folder(1)
     assert files() == before | {"seed_1/.quickstart"}
-    make_folder(tmp_path / "seed_0")
+    make_folder(0)
     assert files() == {*of_users, "seed_0/.quickstart", "seed_1/.quickstart"}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_sigterm_ends_all_its_processes(tmp_path: Path) -> None:
-    """P31: including the ranks of the command that runs."""
+    """Including the ranks of the command that runs."""
     out = tmp_path / "quickstart"
     process = subprocess.Popen(
         [sys.executable, str(FOLDER / "quickstart.py"), "--out", str(out)],
