@@ -14,10 +14,11 @@ weighted by loss_weight, as in the gradient; all other metrics count each traine
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 
 from meshrl.algo.correction import correct
@@ -25,7 +26,7 @@ from meshrl.algo.kl import MAX_LOG_RATIO, kl_estimate
 from meshrl.config.algo import AlgoConfig, LossConfig
 from meshrl.core.batch import Batch, LossFn, Outputs
 from meshrl.core.lookup import look_up
-from meshrl.core.types import Metric, Reduce
+from meshrl.core.types import Metric, Reduce, Sample
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,6 +132,20 @@ def make_policy_loss(cfg: AlgoConfig) -> LossFn:
     Raises: ValueError when the batch or the outputs lack a field that the config needs; and as policy_terms.
     """
     return partial(_policy_loss, cfg)
+
+
+def rows_without_gradient(cfg: AlgoConfig, samples: Sequence[Sample]) -> set[int]:
+    """The indices of the samples at which the loss of this config has no gradient: nothing in them is trained, or their
+    advantages are 0 and nothing else is in the loss. A user-defined loss may have a gradient at an advantage of 0."""
+    in_loss = cfg.entropy_coef != 0 or (cfg.kl.coef > 0 and cfg.kl.place == "loss") or cfg.loss.kind not in LOSSES
+    return {i for i, s in enumerate(samples) if not _factor(s, in_loss)[s.mask].any()}
+
+
+def _factor(sample: Sample, any_advantage: bool) -> np.ndarray:
+    """What multiplies the loss of each token, up to the sign."""
+    weight = sample.loss_weight
+    assert weight is not None, "assign_loss_weights comes first"
+    return weight if any_advantage or sample.advantages is None else weight * sample.advantages
 
 
 def _policy_loss(cfg: AlgoConfig, outputs: Outputs, batch: Batch) -> tuple[torch.Tensor, list[Metric]]:

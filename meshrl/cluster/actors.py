@@ -147,13 +147,16 @@ class RankWorker:
         each token are returned."""
         rows = self._rows.take(message)
         engine = self.engines["policy"]
-        result = engine.forward_backward(self._batches(message, rows), loss, entropies=values)
+        batches = self._batches(message, rows)
+        result = engine.forward_backward(batches, loss, entropies=values, num_scored=message.num_scored)
         mismatch = {i: row_mismatch(rows[i], logprobs, engine.version) for i, logprobs in result.logprobs.items()}
         of_tokens = {
             i: np.stack([result.logprobs[i], entropies])[:, rows[i].mask] for i, entropies in result.entropies.items()
         }
         if engine.flops is not None:
-            flops = engine.flops.of_rows((len(row), int(row.mask.sum())) for row in rows.values())
+            scored = {i for micro in message.micro_batches[: message.num_scored] for i in micro}
+            of_row = engine.flops.of_row
+            flops = sum(of_row(len(row), int(row.mask.sum()), i not in scored) for i, row in rows.items())
             self._flops += flops / num_peers(self.spec.train.mesh)
             result.metrics.append(Metric(name="train/model_flops", sum=flops, reduce="sum", unit="FLOP"))
         return UpdateReport(metrics=result.metrics, mismatch=mismatch, values=of_tokens)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Concatenate, Literal, ParamSpec, TypeVar
@@ -65,15 +65,16 @@ class TrainGroup:
         adapters = spec.model.lora.enabled and spec.rollout is not None and takes_adapters(spec.rollout)
         return "adapter" if adapters else "delta"
 
-    def batch_plan(self, samples: Sequence[Sample]) -> BatchPlan:
-        """The batch plan of these samples, made once for all ranks."""
+    def batch_plan(self, samples: Sequence[Sample], scored: Collection[int] = ()) -> BatchPlan:
+        """The batch plan of these samples, made once for all ranks. scored: the rows without a gradient."""
         lengths = [len(s) for s in samples]
         if not self.cfg.share_prompts:
-            return make_batch_plan(lengths, self.num_data_ranks, self.cfg.max_tokens_per_microbatch)
+            return make_batch_plan(lengths, self.num_data_ranks, self.cfg.max_tokens_per_microbatch, scored=scored)
         numbers: dict[str, int] = {}
         groups = [numbers.setdefault(s.group_id, len(numbers)) for s in samples]
         prefixes = [s.prefix_len if len(s) > s.prefix_len and s.routed_experts is None else 0 for s in samples]
-        return make_batch_plan(lengths, self.num_data_ranks, self.cfg.max_tokens_per_microbatch, groups, prefixes)
+        budget = self.cfg.max_tokens_per_microbatch
+        return make_batch_plan(lengths, self.num_data_ranks, budget, groups, prefixes, scored)
 
     async def forward(self, samples: Sequence[Sample], batch_plan: BatchPlan, role: Role) -> list[np.ndarray]:
         """Logprobs of all samples under `policy` or `reference`, in their order; float32[T] each."""

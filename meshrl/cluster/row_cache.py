@@ -45,14 +45,15 @@ def _split(rows: Sequence[int], lengths: Sequence[int], array: np.ndarray) -> Co
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowsMessage:
     """The rows that a rank needs for one command. plan_hash: of the complete batch plan. number: of this batch plan.
-    used: the numbers of all batch plans in use; a rank frees the rows of others. micro_batches: this rank's part of the
-    plan. is_new: the rank has not got these rows yet. columns: all fields of new rows, by name, else those that have
-    changed since they were sent last."""
+    used: the numbers of all batch plans in use; a rank frees the rows of others. micro_batches, num_scored: this rank's
+    part of the plan. is_new: the rank has not got these rows yet. columns: all fields of new rows, by name, else those
+    that have changed since they were sent last."""
 
     plan_hash: str
     number: int
     used: tuple[int, ...]
     micro_batches: tuple[tuple[int, ...], ...]
+    num_scored: int
     is_new: bool
     columns: dict[str, Column]
 
@@ -103,6 +104,7 @@ class SentRows:
                 number=number,
                 used=used,
                 micro_batches=batch_plan.micro_batches[index],
+                num_scored=batch_plan.num_scored,
                 is_new=known is None,
                 columns={name: column for name, column in columns.items() if column.rows},
             )

@@ -17,7 +17,7 @@ from meshrl.agent.flatten import flatten
 from meshrl.agent.loop import AgentContext
 from meshrl.algo.advantages import assign_advantages
 from meshrl.algo.correction import correction_summary
-from meshrl.algo.losses import make_policy_loss
+from meshrl.algo.losses import make_policy_loss, rows_without_gradient
 from meshrl.algo.mismatch import row_mismatch
 from meshrl.algo.reduce import assign_loss_weights
 from meshrl.cluster.groups import RolloutGroup
@@ -228,7 +228,11 @@ async def update(job: Job, updates: Sequence[Update]) -> list[Metric]:
         if not assign_loss_weights(part.samples, cfg.algo, cfg.rollout.sampling.max_new_tokens):
             job.run.note(f"step {job.step + 1}: {_nothing_to_train(part.samples)}; this optimizer step is skipped")
             continue
-        report = await job.trainer.forward_backward(part.samples, part.batch_plan, loss, job.token_values is not None)
+        scored = rows_without_gradient(cfg.algo, part.samples)
+        batch_plan = job.trainer.batch_plan(part.samples, scored) if scored else part.batch_plan
+        report = await job.trainer.forward_backward(part.samples, batch_plan, loss, job.token_values is not None)
+        share = Metric(name="train/no_gradient_fraction", sum=len(scored), weight=len(part.samples), unit="fraction")
+        metrics.append(share)
         if job.token_values is not None:
             job.token_values.add(part.samples, report.values)
         metrics += report.metrics

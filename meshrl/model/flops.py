@@ -4,7 +4,8 @@ Convention: a product of a weight with a token's vector costs 2 FLOPs for each e
 pass twice that; once for a weight that is not trained (LoRA). Of experts, only those that compute a token count. The
 head counts for tokens with a logprob. Attention counts the pairs of query and key that the mask allows: causal, within
 the window. Norms, activations and softmax are left out, and so is what is computed twice or saved: activation
-checkpointing does not count, and a prompt that rows share counts in each row. So the number depends on the rows only.
+checkpointing does not count, and a prompt that rows share counts in each row. Of a row without a gradient the forward
+pass counts alone, as it is computed. So the number depends on the rows only.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,21 +62,20 @@ _MEASURE_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class ModelFlops:
-    """Of a model's training. token: forward and backward of the blocks' weights for one token. scored: of the head for
-    a token with a logprob. pair: by window (None = all earlier tokens), of attention for a pair of query and key."""
+    """Of a model's forward pass. token: of the blocks' weights for one token. scored: of the head for a token with a
+    logprob. pair: by window (None = all earlier tokens), of attention for a pair of query and key. passes: the products
+    of a training step for each of these of the forward pass, in the order of the fields."""
 
     token: float
     scored: float
     pair: dict[int | None, float]
+    passes: tuple[float, float, float]
 
-    def of_rows(self, rows: Iterable[tuple[int, int]]) -> float:
-        """rows: (tokens, tokens with a logprob) of each."""
-        return sum(
-            self.token * length
-            + self.scored * num_scored
-            + sum(cost * _pairs(length, window) for window, cost in self.pair.items())
-            for length, num_scored in rows
-        )
+    def of_row(self, length: int, num_scored: int, trains: bool) -> float:
+        """length, num_scored: tokens of the row, and those with a logprob. trains: False for a forward pass alone."""
+        pairs = sum(cost * _pairs(length, window) for window, cost in self.pair.items())
+        parts = self.token * length, self.scored * num_scored, pairs
+        return sum(part * (n if trains else 1) for part, n in zip(parts, self.passes, strict=True))
 
 
 def _pairs(length: int, window: int | None) -> int:
@@ -89,7 +88,8 @@ def model_flops(lm: Any) -> ModelFlops | None:
     """From the parameters and the attention modules of a Transformers causal LM, which may be sharded or on the meta
     device. None for a model whose blocks have other mixers than softmax attention, or unknown head sizes."""
     text, blocks = lm.config.get_text_config(), CausalModel(lm).layers
-    token = sum(_passes(p) * 2 * p.numel() * _share(name, p, text) for name, p in blocks.named_parameters())
+    costs = [(2 * p.numel() * _share(name, p, text), _passes(p)) for name, p in blocks.named_parameters()]
+    token = sum(cost for cost, _ in costs)
     head, num_heads = lm.get_output_embeddings().weight, getattr(text, "num_attention_heads", None)
     pair: Counter[int | None] = Counter()
     types = getattr(text, "layer_types", None) or ()
@@ -103,8 +103,9 @@ def model_flops(lm: Any) -> ModelFlops | None:
         window = getattr(own, "sliding_window", None if types else getattr(text, "sliding_window", None))
         if index < len(types) and types[index] == "full_attention":  # Exaone 4's modules have the window all the same
             window = None
-        pair[window] += 3 * 2 * num_heads * (keys + values)
-    return ModelFlops(token, _passes(head) * 2 * head.numel(), dict(pair))
+        pair[window] += 2 * num_heads * (keys + values)
+    passes = sum(cost * n for cost, n in costs) / token, float(_passes(head)), 3.0
+    return ModelFlops(token, 2 * head.numel(), dict(pair), passes)
 
 
 _HEAD_SIZES = {"qk_head_dim", "head_dim", "head_size"}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,15 +20,20 @@ MIN_GAIN = 0.999  # a move has to lower the cost of the fullest bin to at most t
 QUADRATIC_TOKENS = 4096.0  # length at which a row's attention costs as much as the rest of the model
 
 
+MicroBatches = tuple[tuple[tuple[int, ...], ...], ...]
+
+
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class BatchPlan:
     """micro_batches[rank][m] = indices of the rows in that micro-batch; [] is a dummy. All ranks have the same number.
+    The first num_scored of each rank have rows without a gradient: their logprobs are computed, nothing else.
 
     Example, 3 rows on 2 ranks: micro_batches = (((0,),), ((1, 2),)).
     """
 
-    micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
+    micro_batches: MicroBatches
     hash: str
+    num_scored: int = 0
 
     def rows(self, rank: int) -> list[int]:
         """All row indices of one rank, in order."""
@@ -94,25 +99,29 @@ def make_batch_plan(
     max_tokens: int,
     groups: Sequence[int] | None = None,
     prefixes: Sequence[int] | None = None,
+    scored: Collection[int] = (),
 ) -> BatchPlan:
     """Spread rows over ranks by cost, then over micro-batches of at most max_tokens (a longer row gets its own).
 
     groups, prefixes: for each row, its group and the length of the prompt that the group shares; without them no row
-    shares a prompt. A pure function: the same arguments give the same plan on any machine.
+    shares a prompt. scored: rows without a gradient, which get micro-batches of their own. A pure function: the same
+    arguments give the same plan on any machine.
     """
     if groups is None or prefixes is None:
         rows = [Row(n, i) for i, n in enumerate(lengths)]
     else:
         rows = [Row(n, g, min(p, n - 1)) for n, g, p in zip(lengths, groups, prefixes, strict=True)]
-    bins = _spread(rows, num_ranks)
-    filled = _micro_batches(rows, bins, max_tokens)
-    facts = [[[r.length, r.group, r.prefix] for r in rows], num_ranks, max_tokens, filled]
-    return BatchPlan(filled, hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16])
+    trained = [i for i in range(len(rows)) if i not in scored]
+    filled = _micro_batches(rows, _spread(rows, trained, num_ranks), max_tokens)
+    num_scored = 0
+    if scored:
+        first = _micro_batches(rows, _spread(rows, sorted(scored), num_ranks), max_tokens)
+        filled, num_scored = tuple(a + b for a, b in zip(first, filled, strict=True)), len(first[0])
+    facts = [[[r.length, r.group, r.prefix] for r in rows], num_ranks, max_tokens, filled, num_scored]
+    return BatchPlan(filled, hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16], num_scored)
 
 
-def _micro_batches(
-    rows: Sequence[Row], bins: Sequence[_Bin], max_tokens: int
-) -> tuple[tuple[tuple[int, ...], ...], ...]:
+def _micro_batches(rows: Sequence[Row], bins: Sequence[_Bin], max_tokens: int) -> MicroBatches:
     """Each rank's micro-batches: as few as possible, and equally many in all ranks."""
     ranks = [_by_group(rows, b.rows) for b in bins]
     fullest_first = sorted(range(len(bins)), key=lambda rank: -bins[rank].tokens)  # they decide the number
@@ -151,12 +160,12 @@ def _group_cost(rows: Sequence[Row], group: Sequence[int]) -> float:
     return b.cost
 
 
-def _spread(rows: Sequence[Row], num_bins: int) -> list[_Bin]:
-    """Complete groups, the costliest first, to the least loaded bin. If these bins can't be balanced, single rows to
-    the bin where they cost least."""
+def _spread(rows: Sequence[Row], members: Sequence[int], num_bins: int) -> list[_Bin]:
+    """The members, by complete groups, the costliest first, to the least loaded bin. If these bins can't be balanced,
+    single rows to the bin where they cost least."""
     by_group, by_row = ([_Bin() for _ in range(num_bins)] for _ in range(2))
     costs = np.zeros(num_bins)
-    for group in _by_group(rows, range(len(rows))):
+    for group in _by_group(rows, members):
         at = int(costs.argmin())
         for i in group:
             by_group[at].add(i, rows[i])
@@ -165,7 +174,7 @@ def _spread(rows: Sequence[Row], num_bins: int) -> list[_Bin]:
         return by_group
     costs[:] = 0.0
     places: dict[int, list[int]] = {}  # group -> the bins that have rows of it
-    for i in sorted(range(len(rows)), key=lambda i: (-rows[i].length, i)):
+    for i in sorted(members, key=lambda i: (-rows[i].length, i)):
         row, after = rows[i], costs + rows[i].cost
         for at in places.setdefault(row.group, []):
             after[at] = by_row[at].cost + by_row[at].added_cost(row)
@@ -180,7 +189,7 @@ def _spread(rows: Sequence[Row], num_bins: int) -> list[_Bin]:
 def _balance(rows: Sequence[Row], bins: list[_Bin]) -> bool:
     """Move or swap single rows between the fullest bin and others until the bins are balanced or nothing helps.
     Returns whether they are balanced."""
-    costliest_row = max((row.cost for row in rows), default=0.0)
+    costliest_row = max((rows[i].cost for b in bins for i in b.rows), default=0.0)
     costs = [b.cost for b in bins]
     order = sorted((cost, at) for at, cost in enumerate(costs))
     for _ in range(2 * len(rows)):

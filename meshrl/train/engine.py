@@ -205,18 +205,28 @@ class TrainEngine:
         return logprobs, entropies
 
     def forward_backward(
-        self, batches: Sequence[Batch], loss: LossFn, entropy: bool = True, entropies: bool = False
+        self,
+        batches: Sequence[Batch],
+        loss: LossFn,
+        entropy: bool = True,
+        entropies: bool = False,
+        num_scored: int = 0,
     ) -> ForwardBackward:
         """Add the gradient of the loss, summed over ALL ranks; may be called several times before optim_step.
-        entropies: whether those of each token are returned.
+        entropies: whether those of each token are returned. num_scored: the loss of this many leading batches has no
+        gradient, in all ranks; they get no backward pass.
 
         FSDP averages gradients over ranks, so each local sum is multiplied by their number.
         """
         metrics: list[Metric] = []
         logprobs: RowArrays = {}
         by_row: RowArrays = {}
-        for batch in batches:
-            with timed("forward", "compute", self.device, tokens=batch.num_tokens):
+        for at, batch in enumerate(batches):
+            trains = at >= num_scored
+            if at == num_scored:
+                reshard(self.model)  # after forward passes without backward passes
+            timing = timed("forward", "compute", self.device, tokens=batch.num_tokens)
+            with timing, torch.set_grad_enabled(trains):
                 out = self._outputs(batch, entropy)
                 if batch.is_dummy:
                     total = out.logprobs.sum() * 0.0
@@ -226,8 +236,9 @@ class TrainEngine:
                     _collect_rows(logprobs, batch, out.logprobs.detach())
                     if entropies and out.entropy is not None:
                         _collect_rows(by_row, batch, out.entropy.detach())
-            with timed("backward", "compute", self.device, tokens=batch.num_tokens):
-                (total * self.num_data_ranks).backward()
+            if trains:
+                with timed("backward", "compute", self.device, tokens=batch.num_tokens):
+                    (total * self.num_data_ranks).backward()
         return ForwardBackward(metrics=metrics, logprobs=logprobs, entropies=by_row)
 
     def optim_step(self, lr: float) -> StepReport:

@@ -44,11 +44,13 @@ def partitioned(
     partition: list[list[list[int]]],
     loss: Any,
     train: dict[str, Any],
+    num_scored: int = 0,
 ) -> dict[str, Any]:
-    """One forward_backward over this rank's micro-batches of `partition`; [] is a dummy."""
+    """One forward_backward over this rank's micro-batches of `partition`; [] is a dummy. num_scored: the leading ones
+    without a gradient."""
     engine = engine_over(make_model(**model_args), world, train)
     batches = [pack([samples[i] for i in micro], micro) for micro in partition[rank]]
-    result = engine.forward_backward(batches, loss)
+    result = engine.forward_backward(batches, loss, num_scored=num_scored)
     grads = {n: full_tensor(p.grad).numpy().copy() for n, p in engine.model.lm.named_parameters() if p.requires_grad}
     local = sum(p.to_local().numel() for p in engine.model.parameters())
     report = engine.optim_step(0.0)

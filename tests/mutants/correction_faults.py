@@ -56,4 +56,30 @@ CORRECTION_FAULTS = [
             "test_a_loaded_config_has_the_kind_that_auto_means_and_explain_shows_why",
         ),
     ),
+    *(
+        Fault(name, file, old, new, (f"tests/dist/test_rows_without_gradient.py::{test}",))
+        for name, file, old, new, test in (
+            (
+                "rows with an advantage get no backward pass",
+                "meshrl/train/engine.py",
+                "trains = at >= num_scored",
+                "trains = at > num_scored",
+                "test_they_are_scored_only_and_nothing_else_changes",
+            ),
+            (
+                "an entropy bonus has no gradient at an advantage of 0",
+                "meshrl/algo/losses.py",
+                "in_loss = cfg.entropy_coef != 0 or ",
+                "in_loss = ",
+                "test_an_advantage_of_zero_is_enough_only_where_nothing_else_is_in_the_loss",
+            ),
+            (
+                "a step without any gradient has no dummy micro-batch",
+                "meshrl/train/batch_plan.py",
+                "len(first[0])",
+                "len(first[0]) + (not trained)",
+                "test_they_are_scored_only_and_nothing_else_changes",
+            ),
+        )
+    ),
 ]

@@ -156,8 +156,8 @@ FAULTS = [
     Fault(
         "a step without a token to train is taken",
         "meshrl/loops/step.py",
-        "            continue\n        report =",
-        "        report =",
+        "            continue\n        scored =",
+        "        scored =",
         ("tests/e2e/test_own_algorithm_run.py::test_steps_with_only_truncated_answers_do_not_change_the_model",),
     ),
     Fault(

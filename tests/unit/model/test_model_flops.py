@@ -51,7 +51,8 @@ def counted(lm):
 def square(flops):
     """The formula for attention that computes all pairs, as SquareAttention does."""
     pairs = LENGTH * LENGTH * sum(flops.pair.values())
-    return flops.token * LENGTH + flops.scored * SCORED + pairs
+    parts = flops.token * LENGTH, flops.scored * SCORED, pairs
+    return sum(part * passes for part, passes in zip(parts, flops.passes, strict=True))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "mistral", "qwen3_moe", "deepseek_v3", "gpt2"])
@@ -68,7 +69,8 @@ def test_frozen_weights_have_no_weight_gradient():
     add_adapters(lm, LoraConfig(enabled=True, rank=4), torch.float32, "tiny")
     init_adapters(lm)
     flops = model_flops(lm)
-    assert flops.token < full.token and flops.scored == pytest.approx(full.scored * 2 / 3)
+    assert flops.token > full.token and flops.scored == full.scored  # the adapters are computed, too
+    assert 2 < flops.passes[0] < full.passes[0] == 3 and flops.passes[1:] == (2, 3) and full.passes[1:] == (3, 3)
     # The gradient of the first block's input is not needed: 1/6 of a third of the frozen products.
     assert square(flops) == pytest.approx(counted(lm), rel=0.08)
 
@@ -77,17 +79,17 @@ def test_the_formula_by_hand():
     lm = tiny_lm("mistral")  # hidden 32, 2 layers, 4 heads and 2 key heads of size 8, mlp 48, vocabulary 64, window 6
     layer = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 48
     flops = model_flops(lm)
-    assert flops.token == 3 * 2 * 2 * layer and flops.scored == 3 * 2 * 32 * 64
-    assert flops.pair == {6: 2 * 3 * 2 * 4 * 16}
+    assert flops.token == 2 * 2 * layer and flops.scored == 2 * 32 * 64
+    assert flops.pair == {6: 2 * 2 * 4 * 16}
     seen = sum(min(position, 6) for position in range(1, 11))
-    assert flops.of_rows([(10, 4)]) == flops.token * 10 + flops.scored * 4 + flops.pair[6] * seen
-    assert flops.of_rows([(10, 4), (3, 1)]) == flops.of_rows([(10, 4)]) + flops.of_rows([(3, 1)])
+    assert flops.of_row(10, 4, trains=False) == flops.token * 10 + flops.scored * 4 + flops.pair[6] * seen
+    assert flops.of_row(10, 4, trains=True) == 3 * flops.of_row(10, 4, trains=False)
 
 
 def test_a_layer_without_a_window_sees_all_earlier_tokens():
     flops = model_flops(tiny_lm("gemma2"))
     assert sorted(flops.pair, key=str) == [6, None]
-    assert flops.of_rows([(9, 0)]) == 9 * flops.token + flops.pair[None] * 45 + flops.pair[6] * (21 + 18)
+    assert flops.of_row(9, 0, False) == 9 * flops.token + flops.pair[None] * 45 + flops.pair[6] * (21 + 18)
 
 
 def test_a_layer_type_decides_where_each_layer_has_the_size_of_the_window():
@@ -119,4 +121,4 @@ def test_an_attention_that_names_its_head_size_in_another_way_is_known():
     )
     with torch.device("meta"):
         flops = model_flops(AutoModelForCausalLM.from_config(config))
-    assert flops is not None and flops.pair == {None: 2 * 3 * 2 * 4 * (8 + 8)}
+    assert flops is not None and flops.pair == {None: 2 * 2 * 4 * (8 + 8)}

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 from tiny_run import train, write_run
 
@@ -31,9 +32,16 @@ def test_flops_are_those_of_the_rows_whatever_the_ranks_and_micro_batches(tmp_pa
     assert [line.step for line in lines] == [1, 2]
     for line in lines:
         logged = read_rollouts(run / "rollouts" / f"step_{line.step:06d}.jsonl")
-        turns = [one.trajectory.turns[0] for one in logged if one.trajectory.reward is not None]
+        answered = [one for one in logged if one.trajectory.reward is not None]
+        turns = [one.trajectory.turns[0] for one in answered]
         rows = [(len(turn.context_ids) + len(turn.output_ids), len(turn.output_ids)) for turn in turns]
-        assert line.metrics["train/model_flops"] == flops.of_rows(rows)
+        groups: dict[str, list[float]] = {}
+        for one in answered:
+            groups.setdefault(one.trajectory.prompt.id, []).append(one.trajectory.reward)
+        trains = [one.trajectory.reward != np.mean(groups[one.trajectory.prompt.id]) for one in answered]
+        assert line.metrics["train/no_gradient_fraction"] == pytest.approx(1 - sum(trains) / len(trains))
+        want = sum(flops.of_row(*row, one) for row, one in zip(rows, trains, strict=True))
+        assert line.metrics["train/model_flops"] == pytest.approx(want)
         assert line.metrics["perf/mfu"] > 0 and line.metrics["perf/throughput"] > 0
         assert 0 <= line.metrics["rollout/queue_s/p50"] <= line.metrics["rollout/first_token_max_s"]
         for phase in ("rollout", "train", "optim", "sync"):
