@@ -80,7 +80,7 @@ def job_of(
         max_context_tokens=9,
         train_prompts=PromptSource(prompts, seed=0, shuffle=False),
     )
-    run: Any = SimpleNamespace(spans=Spans(), ends_early=False)
+    run: Any = SimpleNamespace(spans=Spans(), ends_early=False, progress=lambda text: None)
     parts: dict[str, Any] = {"cfg": cfg, "run": run, "task": task, "rollouts": samplers, "scorer": samplers}
     parts |= {"trainer": SimpleNamespace(version=step), "layout": None, "rollout_log": None, "step": step}
     return Job(**parts)

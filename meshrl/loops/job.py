@@ -66,6 +66,9 @@ class RunServices(Protocol):
     def note(self) -> Callable[[str], None]:
         """Print a line for the user."""
 
+    def progress(self, text: str) -> None:
+        """Show how far the current phase is, such as 12 of 64 answers."""
+
     def report(self, step: int, metrics: Sequence[Metric]) -> dict[str, float]:
         """Compute the values of a step's metrics, once, and pass them to every sink. Returns the values. step: counted
         from 1; for an evaluation the finished steps, 0 before the first one."""

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from meshrl.agent.attempt import attempt, check_attempts, crash_note
+from meshrl.agent.attempt import attempt, check_attempts
 from meshrl.agent.flatten import flatten
 from meshrl.agent.loop import AgentContext
 from meshrl.algo.advantages import assign_advantages
@@ -22,7 +23,6 @@ from meshrl.algo.mismatch import row_mismatch
 from meshrl.algo.reduce import assign_loss_weights
 from meshrl.cluster.groups import RolloutGroup
 from meshrl.cluster.weight_sync import sync_weights
-from meshrl.config.algo import ADVANTAGE_NAMES
 from meshrl.config.run import RunConfig
 from meshrl.core.errors import MeshrlError, SamplerMismatchError
 from meshrl.core.types import Metric, Prompt, Purpose, Sample, SamplingParams, Trajectory
@@ -30,9 +30,9 @@ from meshrl.loops.deadlines import gather_with_deadline
 from meshrl.loops.job import Job, Task
 from meshrl.loops.optimizer import optimizer_step
 from meshrl.loops.speed import request_times, throughput, unknown_device
+from meshrl.loops.step_notes import note_what_is_wrong
 from meshrl.monitor.memory import memory_metrics
 from meshrl.monitor.metrics import histogram
-from meshrl.monitor.sinks import read_metrics
 from meshrl.monitor.token_log import TrainerValues
 from meshrl.reward.score import Scorer
 from meshrl.sync.layout import Ack
@@ -111,8 +111,13 @@ def group_id(prompt: Prompt, purpose: Purpose) -> str:
 
 async def answer(job: Job, prompts: Sequence[Prompt]) -> list[Trajectory]:
     """Answer these training prompts with the current weights or newer ones."""
+    total, done = len(prompts) * job.cfg.loop.samples_per_prompt, itertools.count(1)
+
+    async def ended(prompt: Prompt, trajectory: Trajectory) -> None:
+        job.run.progress(f"{next(done)} of {total} answers")
+
     with job.run.spans("rollout"):
-        return await collect(job.cfg, job.task, job.rollouts, prompts, "train", job.trainer.version)
+        return await collect(job.cfg, job.task, job.rollouts, prompts, "train", job.trainer.version, ended)
 
 
 async def score(job: Job, trajectories: Sequence[Trajectory]) -> list[Metric]:
@@ -425,27 +430,6 @@ def _use_of_devices(job: Job, num_trained_tokens: int) -> list[Metric]:
     ]
 
 
-_NO_SIGNAL = "no group has answers with different rewards, so the rewards change no weight"
-
-
-def _has_no_signal(job: Job, values: Mapping[str, float]) -> bool:
-    """Whether every advantage of the step is 0. A user's own advantages may differ where the rewards do not."""
-    return values.get("reward/groups_without_signal") == 1.0 and job.cfg.algo.advantage in ADVANTAGE_NAMES
-
-
-def note_run_without_signal(job: Job) -> None:
-    """Print a note at the end of a run if none of its steps had a signal. Steps before a resume count, too."""
-    lines, _ = read_metrics(job.run.folder / "metrics.jsonl")
-    steps = [line.metrics for line in lines if "reward/groups_without_signal" in line.metrics]  # without evaluations
-    if len(steps) > 1 and all(_has_no_signal(job, values) for values in steps):
-        rollouts = job.run.folder / "rollouts"
-        where = f"in {rollouts}" if rollouts.exists() else "of a run with monitor.rollout_log_every_steps=1"
-        job.run.note(
-            f"all {len(steps)} steps: {_NO_SIGNAL}. Check the rewards {where}; change the reward function if it does "
-            "not distinguish answers, or the prompts if all are too hard or too easy"
-        )
-
-
 async def finish_step(
     job: Job, trajectories: Sequence[Trajectory], metrics: list[Metric], cursor: dict[str, Any]
 ) -> None:
@@ -469,15 +453,7 @@ async def finish_step(
         error = e
     job.token_values = None  # frees the samples
     values = job.run.report(job.step + 1, metrics)
-    crashes = crash_note(trajectories, job.cfg.agent.kind)
-    if crashes is not None and "crashes" not in job.noted:
-        job.noted.add("crashes")
-        for line in f"step {job.step + 1}: {crashes}".splitlines():
-            job.run.note(line)
-    if _has_no_signal(job, values) and "no signal" not in job.noted:
-        job.noted.add("no signal")
-        where = f"are in {rollouts}" if rollouts else "have no file (monitor.rollout_log_every_steps)"
-        job.run.note(f"step {job.step + 1}: {_NO_SIGNAL}. The answers and their rewards {where}")
+    note_what_is_wrong(job, trajectories, values, rollouts)
     job.rewards.append(values.get("reward/mean", math.nan))  # NaN if no trajectory of the step has a reward
     job.step += 1
     job.cursor = cursor

@@ -184,10 +184,10 @@ class TerminalSink:
         self._stream, self._clock = GuardedStream(stream or sys.stdout, writes or FailedWrites()), clock
         self._first_write: tuple[float, int] | None = None  # time and finished steps, to measure steps per second
         self._eta_s: float | None = None
-        self._phase = "start"
+        self._phase, self._progress = "start", ""
         self._values: dict[str, float] = {}
         self._curve: list[float] = []
-        self._printed_percent, self._printed_at = -1, 0.0
+        self._printed_percent, self._printed_at, self._noted_at = -1, 0.0, clock()
         self._skipped: str | None = None  # the line of the newest step, while it is not printed
         self._live: Any = None
         if self._stream.isatty():
@@ -203,11 +203,23 @@ class TerminalSink:
         if self._live is not None:
             self._live.console.print(printable(text), markup=False, highlight=False, emoji=False)
         else:
+            self._noted_at = self._clock()
             self._stream.write(printable(text) + "\n")
 
     def entered(self, phase: str) -> None:
         """Show the phase that the run has entered; "" = between two phases, when the panel still shows the last one."""
         self._phase = phase or self._phase
+        self.progress("")
+
+    def progress(self, text: str) -> None:
+        """Show how far the phase is, such as 12 of 64 answers. If the output is not a terminal, it prints a line when
+        nothing was printed for a minute."""
+        self._progress = text
+        if self._live is None and self._clock() - self._noted_at >= _SILENCE_S and self._phase != "start":
+            self.note(f"{self._counted} {min(self._step + 1, self._num_steps)}/{self._num_steps}: {self._where()}")
+
+    def _where(self) -> str:
+        return f"{self._phase}, {self._progress}" if self._progress else self._phase
 
     def write(self, step: int, values: Mapping[str, float], units: Mapping[str, str]) -> None:
         """Show one finished step, or an evaluation after it."""
@@ -247,7 +259,7 @@ class TerminalSink:
         from rich.text import Text
 
         values, done = self._values, self._step
-        shown = [("phase", self._phase)]
+        shown = [("phase", self._where())]
         if self._eta_s is not None:
             shown.append(("ETA", duration(self._eta_s)))
         terms = [name for name in values if name.startswith("reward/term/")]
@@ -313,6 +325,7 @@ def number(value: float, unit: str = "") -> str:
 
 
 _PRINT_EVERY_S = 10.0
+_SILENCE_S = 60.0
 _REFRESHES_PER_S = 4  # of the live panel; phases of overlapping schedules change much more often
 
 Column = tuple[str, str, Callable[[float], str]]

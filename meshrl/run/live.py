@@ -131,6 +131,10 @@ class LiveRun:
             self.note(line)
         return values
 
+    def progress(self, text: str) -> None:
+        """Show how far the current phase is."""
+        self._terminal.progress(text)
+
     def show_progress(self, num_answers: int, values: Mapping[str, float]) -> None:
         """Show how many answers of an evaluation are scored; only `report` writes metrics."""
         for sink in self.sinks[1:]:

@@ -31,7 +31,7 @@ from meshrl.loops.job import Job, Task
 from meshrl.loops.one_step_off import one_step_off
 from meshrl.loops.sft import SftJob
 from meshrl.loops.sft import sft as sft_loop
-from meshrl.loops.step import note_run_without_signal
+from meshrl.loops.step_notes import note_run_without_signal
 from meshrl.monitor.curve import save_curve
 from meshrl.monitor.disk_use import WrittenSizes, disk_use
 from meshrl.monitor.memory import memory_metrics

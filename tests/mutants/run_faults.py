@@ -49,7 +49,7 @@ RUN_FAULTS = [
     ),
     Fault(
         "after an evaluation there is no note about a run without a learning signal",
-        "meshrl/loops/step.py",
+        "meshrl/loops/step_notes.py",
         ' if "reward/groups_without_signal" in line.metrics]',
         "]",
         (_TRIAL + "test_a_run_whose_rewards_are_all_alike_gets_a_note_after_the_first_such_step_and_at_its_end",),

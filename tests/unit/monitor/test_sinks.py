@@ -253,6 +253,30 @@ def terminal(monkeypatch) -> Terminal:
     return Terminal()
 
 
+def test_if_the_output_is_not_a_terminal_a_long_step_has_a_line_each_minute():
+    out, now = io.StringIO(), [0.0]
+    sink = TerminalSink(3, out, clock=lambda: now[0])
+    for second in range(0, 3600, 20):  # before the first phase nothing is printed
+        now[0] = float(second)
+        sink.progress("")
+    sink.note("ready")
+    sink.entered("rollout")
+    for done in range(1, 8):
+        now[0] += 25.0
+        sink.progress(f"{done} of 7 answers")
+    sink.entered("train")
+    now[0] += 70.0
+    sink.entered("sync")
+    sink.write(1, {"reward/mean": 0.5}, {})
+    assert out.getvalue().splitlines() == [
+        "ready",
+        "step 1/3: rollout, 3 of 7 answers",
+        "step 1/3: rollout, 6 of 7 answers",
+        "step 1/3: sync",
+        "step 1/3  reward 0.500",
+    ]
+
+
 def test_on_a_terminal_the_panel_shows_every_column_the_curve_and_notes(terminal):
     now = [0.0]
     sink = TerminalSink(4, terminal, clock=lambda: now[0])
@@ -289,6 +313,9 @@ def test_the_panel_shows_the_phase_from_the_start_on_and_each_reward_term(termin
     assert is_drawn("step 1/4", "phase rollout", "term/answer 0.250", "term/[b]format[/b] 0.125")
     sink.entered("train")
     assert is_drawn("phase train")
+    sink.entered("rollout")
+    sink.progress("12 of 64 answers")
+    assert is_drawn("phase rollout, 12 of 64 answers")
     sink.close(True)
     assert is_drawn("phase failed")
 

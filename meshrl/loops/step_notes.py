@@ -1,0 +1,57 @@
+"""Notes about a step from which the model can learn little; each is printed once in a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from meshrl.agent.attempt import crash_note
+from meshrl.config.algo import ADVANTAGE_NAMES
+from meshrl.core.types import Trajectory
+from meshrl.loops.job import Job
+from meshrl.monitor.sinks import read_metrics
+
+NO_SIGNAL = "no group has answers with different rewards, so the rewards change no weight"
+_MOST = 0.5  # of the answers
+
+
+def note_what_is_wrong(
+    job: Job, trajectories: Sequence[Trajectory], values: Mapping[str, float], rollouts: object
+) -> None:
+    """values: the metrics of the step. rollouts: the file of its answers, None if there is none."""
+    step, cut = f"step {job.step + 1}", values.get("rollout/truncated_fraction", 0.0)
+    found: dict[str, str] = {}
+    crashes = crash_note(trajectories, job.cfg.agent.kind)
+    if crashes is not None:
+        found["crashes"] = crashes
+    if _has_no_signal(job, values):
+        where = f"are in {rollouts}" if rollouts else "have no file (monitor.rollout_log_every_steps)"
+        found["no signal"] = f"{NO_SIGNAL}. The answers and their rewards {where}"
+    if cut > _MOST:
+        found["cut"] = (
+            f"{cut:.0%} of the answers were cut off, at rollout.sampling.max_new_tokens = "
+            f"{job.cfg.rollout.sampling.max_new_tokens} or at the end of the model's context, so the graders read "
+            "incomplete answers. Raise this key, or ask for shorter answers (data.system); see also algo.truncated"
+        )
+    for name, text in found.items():
+        if name not in job.noted:
+            job.noted.add(name)
+            for line in f"{step}: {text}".splitlines():
+                job.run.note(line)
+
+
+def note_run_without_signal(job: Job) -> None:
+    """Print a note at the end of a run if none of its steps had a signal. Steps before a resume count, too."""
+    lines, _ = read_metrics(job.run.folder / "metrics.jsonl")
+    steps = [line.metrics for line in lines if "reward/groups_without_signal" in line.metrics]  # without evaluations
+    if len(steps) > 1 and all(_has_no_signal(job, values) for values in steps):
+        rollouts = job.run.folder / "rollouts"
+        where = f"in {rollouts}" if rollouts.exists() else "of a run with monitor.rollout_log_every_steps=1"
+        job.run.note(
+            f"all {len(steps)} steps: {NO_SIGNAL}. Check the rewards {where}; change the reward function if it does "
+            "not distinguish answers, or the prompts if all are too hard or too easy"
+        )
+
+
+def _has_no_signal(job: Job, values: Mapping[str, float]) -> bool:
+    """Whether every advantage of the step is 0. A user's own advantages may differ where the rewards do not."""
+    return values.get("reward/groups_without_signal") == 1.0 and job.cfg.algo.advantage in ADVANTAGE_NAMES
