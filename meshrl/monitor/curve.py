@@ -27,18 +27,14 @@ def text_curve(values: Sequence[float], width: int = 60, height: int = 8) -> str
     labels = [f"{high:.3g}", *[""] * (height - 2), f"{low:.3g}"] if height > 1 else [f"{high:.3g}"]
     margin = max(len(label) for label in labels)
     # The lowest value still draws one eighth, so that it differs from no value.
-    eighths = [0 if math.isnan(c) else 1 + round(_share(c, low, high) * (8 * height - 1)) for c in columns]
+    shares = [(c - low) / (high - low) if high > low else 0.5 for c in columns]
+    eighths = [0 if math.isnan(c) else 1 + round(share * (8 * height - 1)) for c, share in zip(columns, shares)]
     lines = []
     for row in range(height):
         base = 8 * (height - 1 - row)
         bars = "".join(_BLOCKS[min(8, max(0, e - base))] for e in eighths)
         lines.append(f"{labels[row]:>{margin}} │{bars}".rstrip())
     return "\n".join(lines)
-
-
-def _share(value: float, low: float, high: float) -> float:
-    """The position of the value between low and high, from 0 to 1; one half when low and high are equal."""
-    return (value - low) / (high - low) if high > low else 0.5
 
 
 def split(values: Sequence[T], parts: int) -> list[Sequence[T]]:

@@ -200,7 +200,7 @@ async def _train(stop: Stop, loaded: Loaded[RunConfig], write_report: WriteRepor
             save_curve(run.folder / "reward.png", job.rewards, job.evals)
         _note_left_out(run.note, task, cfg, noted)
         note_run_without_signal(job)
-        if (verdict := read_verdict(run.folder, job.evals)) is not None:
+        if (verdict := read_verdict(run.folder, job.cfg.eval_term)) is not None:
             for line in verdict.lines:
                 run.note(line)
         _note_end(run, job.step)
@@ -286,10 +286,10 @@ def _newest_model(run: LiveRun) -> str | None:
 def _summary(run: LiveRun, job: Job) -> dict[str, Any]:
     """The run's entries for result.json."""
     rss = next(m.sum for m in memory_metrics() if m.name == "memory/rss_bytes")
-    best, verdict, term = read_best(run.folder), read_verdict(run.folder, job.evals), job.cfg.eval_term
+    best, verdict = read_best(run.folder), read_verdict(run.folder, job.cfg.eval_term)
     return {
         "steps": job.step,
-        "evals": [{"step": step, "mean_at_k": value, "term": term} for step, value in job.evals],
+        "evals": [{"step": step, "mean_at_k": value, "term": job.cfg.eval_term} for step, value in job.evals],
         "reward_curve": job.rewards,
         "final_rss_bytes": int(rss),
         "model": _newest_model(run),

@@ -8,16 +8,17 @@ interval narrower.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from meshrl.config.loop import WEIGHTED_SUM
 from meshrl.core.errors import MeshrlError
-from meshrl.monitor.jsonl import data_errors
 from meshrl.monitor.sinks import MetricsLine, read_metrics
 from meshrl.run.models import Best, read_best
 
+HELD_OUT = "eval/mean_at_k"
 Z = 1.96
 """Standard errors on each side of a 95 % interval."""
 
@@ -75,33 +76,30 @@ def outcome_of(low: float, high: float) -> str:
     return "better" if low > 0 else "worse" if high < 0 else "unchanged"
 
 
-def verdict_of(lines: Iterable[MetricsLine], best: Best | None, steps: Collection[int] | None = None) -> Verdict | None:
-    """The verdict by the metrics of a run; None without an evaluation. steps: of the evaluations that are comparable;
-    None = all."""
-    evals = [
-        (line.step, line.metrics["eval/mean_at_k"], line.metrics.get("eval/standard_error", math.nan))
-        for line in lines
-        if "eval/mean_at_k" in line.metrics and (steps is None or line.step in steps)
-    ]
+def evaluations(lines: Iterable[MetricsLine], term: str | None) -> list[MetricsLine]:
+    """The lines of evaluations by this loop.eval_term, None = by any, and of each step the last one: a run that
+    continues with another term evaluates its step again. Scores of another term are not comparable."""
+    own, found = "eval/reward/mean" if term == WEIGHTED_SUM else f"eval/reward/term/{term}", dict[int, MetricsLine]()
+    for line in lines:
+        score = line.metrics.get(HELD_OUT)
+        if score is not None and not abs(line.metrics.get(own, score) - score) > 1e-6 * max(1.0, abs(score)):
+            found[line.step] = line
+    return list(found.values())
+
+
+def verdict_of(evals: list[MetricsLine], best: Best | None) -> Verdict | None:
+    """The verdict by these `evaluations`; None if there are none."""
     if not evals:
         return None
-    (first, score, error), (last, newest, newest_error) = evals[0], evals[-1]
-    error = math.hypot(error, newest_error) if len(evals) > 1 else error
-    return Verdict((first, score), (last, newest), Z * error, best)
+    ends = [(line.step, line.metrics[HELD_OUT]) for line in (evals[0], evals[-1])]
+    errors = [line.metrics.get("eval/standard_error", math.nan) for line in evals[:1] + evals[1:][-1:]]
+    return Verdict(ends[0], ends[1], Z * math.hypot(*errors), best)
 
 
-def read_verdict(folder: Path, evals: Iterable[tuple[int, float]]) -> Verdict | None:
-    """The verdict by the files of a run. evals: (finished steps, score) of the comparable evaluations. None without
-    these, or if the files can't be read."""
+def read_verdict(folder: Path, term: str) -> Verdict | None:
+    """The verdict by the files of a run; None without an evaluation by this term, or if they can't be read."""
     try:
         lines, _ = read_metrics(folder / "metrics.jsonl")
-        return verdict_of(lines, read_best(folder), {step for step, _ in evals})
+        return verdict_of(evaluations(lines, term), read_best(folder))
     except MeshrlError:
         return None
-
-
-def compared_steps(result: Mapping[str, Any]) -> set[int] | None:
-    """The steps of the evaluations in a run's result: those of another loop.eval_term are not among them. None without
-    them. Raises: DataError."""
-    with data_errors("result.json", "the result of a run"):
-        return {int(found["step"]) for found in result.get("evals", ())} or None

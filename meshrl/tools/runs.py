@@ -12,18 +12,18 @@ from meshrl.core.errors import MeshrlError
 from meshrl.core.files import is_there
 from meshrl.monitor.sinks import MetricsLine, duration, metrics_lines
 from meshrl.monitor.status import STATUS_FILE
-from meshrl.tools.report.folder import read_settings
+from meshrl.run.verdict import HELD_OUT, evaluations
+from meshrl.tools.report.folder import criterion_of, read_settings
 from meshrl.tools.state import METRICS_FILE, State, is_run, read_part, read_state, require_run
 
-_HELD_OUT = "eval/mean_at_k"
 _TRAINED = ("reward/mean", "loss/nll")  # the first that a run has
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFacts:
     """One run. counted: what step and num_steps count: step, or answer of an evaluation. started: seconds since 1970.
-    evals: the lines of evaluations in metrics.jsonl. trained: name and last value of a metric, None before the first
-    step."""
+    evals: the lines of evaluations by its loop.eval_term. trained: name and last value of a metric, None before the
+    first step."""
 
     folder: Path
     state: State
@@ -39,7 +39,7 @@ class RunFacts:
     @property
     def held_out(self) -> list[tuple[int, float]]:
         """(finished steps, score) of each evaluation."""
-        return [(line.step, line.metrics[_HELD_OUT]) for line in self.evals]
+        return [(line.step, line.metrics[HELD_OUT]) for line in self.evals]
 
     @property
     def progress(self) -> str:
@@ -67,7 +67,7 @@ def read_facts(folder: Path) -> RunFacts:
     state, evals = read_state(folder), list[MetricsLine]()
     settings = read_part(state.problems, read_settings, folder / "config.yaml") or []
     if is_there(folder / METRICS_FILE):
-        read_part(state.problems, evals.extend, metrics_lines(folder / METRICS_FILE, {}, f'"{_HELD_OUT}"'))
+        read_part(state.problems, evals.extend, metrics_lines(folder / METRICS_FILE, {}, f'"{HELD_OUT}"'))
     status, is_eval = state.status, any(setting.origin == "meshrl eval" for setting in settings)
     changed = max((p.stat().st_mtime for n in (METRICS_FILE, STATUS_FILE) if (p := folder / n).exists()), default=0.0)
     started = status.started if status else changed
@@ -82,7 +82,7 @@ def read_facts(folder: Path) -> RunFacts:
         started=started,
         seconds=state.result.get("wall_s") or (time.time() if state.word == "running" else changed) - started,
         model="/".join(Path(model).parts[-2:]),  # enough to recognize it
-        evals=[line for line in evals if _HELD_OUT in line.metrics],
+        evals=evaluations(evals, criterion_of(settings)[0]),
         trained=None if is_eval else next(((n, v) for n in _TRAINED if (v := values.get(n)) is not None), None),
     )
 

@@ -15,7 +15,7 @@ from meshrl.monitor.status import read_status
 from meshrl.process.family import family
 from meshrl.run.lease import holds_lease, is_running
 from meshrl.run.models import read_best
-from meshrl.run.verdict import compared_steps, verdict_of
+from meshrl.run.verdict import verdict_of
 from meshrl.tools.report.folder import text_of_file
 from meshrl.tools.runs import read_facts
 from meshrl.tools.state import State, read_part, require_run
@@ -34,8 +34,8 @@ def describe(folder: Path) -> str:
         if facts.state.word == "running" and status.phase:
             lines[-1] += f", in phase {status.phase} for {time.time() - status.since:.0f} s"
         lines += [f"{name} {value:.4g}" for name, value in status.values.items()]
-    best, comparable = read_part(problems, read_best, folder), read_part(problems, compared_steps, facts.state.result)
-    verdict = verdict_of(facts.evals, best, comparable)
+    best = read_part(problems, read_best, folder)
+    verdict = verdict_of(facts.evals, best)
     lines += verdict.lines if verdict is not None else []
     if best is None and len(facts.held_out) > 2:
         lines.append(f"highest held-out score: {facts.best[1]:.3f} at step {facts.best[0]}")

@@ -13,14 +13,13 @@ from meshrl.core.errors import ConfigError
 from meshrl.core.terminal import counted
 from meshrl.monitor.rollout_log import answer_files
 from meshrl.monitor.sinks import duration
-from meshrl.run.verdict import Z, outcome_of
+from meshrl.run.verdict import HELD_OUT, Z, outcome_of
 from meshrl.tools.page.charts import number
 from meshrl.tools.report.folder import LoggedPrompt, RunFolder, criterion_of, read_evaluation, read_run
 from meshrl.tools.report.sections import PHASES, interval
 from meshrl.tools.state import read_part
 
 MAX_RUNS = 12  # as many as the page has colours
-_HELD_OUT = "eval/mean_at_k"
 _OWN = ("run.name", "run.folder", "run.resume")  # keys that differ in every two runs
 Asked = dict[tuple[str, str], LoggedPrompt]
 Evaluation = tuple[int, float, str, Asked]
@@ -58,12 +57,12 @@ def read_runs(folders: Sequence[Path]) -> list[Compared]:
 
 def _read(folder: Path, label: str) -> Compared:
     run, files = read_run(folder), answer_files(folder, "eval")
-    scores = run.series.get(_HELD_OUT)
+    scores = run.series.get(HELD_OUT)
     answers = dict(filter(None, (run.first_eval, run.last_eval)))
     evaluations = {}
     if scores is not None:
         known = [-math.inf if math.isnan(value) else value for value in scores.values]
-        low, high = interval(run, _HELD_OUT)
+        low, high = interval(run, HELD_OUT)
         for kind, at in (("first", 0), ("best", known.index(max(known))), ("last", -1)):
             step = scores.steps[at]
             if step in files and step not in answers:
@@ -96,13 +95,14 @@ def configuration(runs: Sequence[Compared]) -> Table:
     for i, run in enumerate(runs, start=1):
         groups.setdefault(str([row[i] for row in rows if row[0] != "run.seed"]), []).append(run)
     notes += [_spread(group) for group in groups.values() if len(group) > 1]
-    return Table("Configuration", ["key", *_labels(runs)], rows, notes)
+    return Table("Configuration", ["key", *(run.label for run in runs)], rows, notes)
 
 
 def _spread(group: Sequence[Compared]) -> str:
     """A sentence about runs that differ in the seed at most."""
     has_seeds = len({run.run.setting("run.seed") for run in group}) > 1
-    text = f"{', '.join(_labels(group))} {'differ in run.seed only' if has_seeds else 'have the same configuration'}"
+    what = "differ in run.seed only" if has_seeds else "have the same configuration"
+    text = f"{', '.join(run.label for run in group)} {what}"
     last = [run.evaluations["last"][1] for run in group if run.evaluations]
     if len(last) < 2:
         return f"{text}."
@@ -120,6 +120,8 @@ def held_out(runs: Sequence[Compared]) -> Table:
         for run in (run for run in runs if run.evaluations):
             step, score, between, asked = run.evaluations[kind]
             difference = "" if base is None or run is runs[0] else _difference(base[-1], asked)
+            if difference and criterion_of(run.run.settings)[0] != criterion_of(runs[0].run.settings)[0]:
+                difference = "scored by another term"
             rows.append([kind if several else "", run.label, str(step), f"{score:.3f}", between, difference])
     notes = [
         "Intervals are 95 % intervals over held-out prompts, not over seeds. A difference is the mean over the prompts "
@@ -150,8 +152,10 @@ def _means(asked: Asked) -> dict[tuple[str, str], float]:
 
 def difference_interval(differences: Sequence[float]) -> tuple[float, float]:
     """A 95 % interval of the mean difference between two runs, prompt by prompt. Half an answer is added to each of the
-    four cells of a pair, so that equal answers have no interval of width 0. Source: Agresti and Min 2005."""
-    count, squares = len(differences) + 2, sum(value**2 for value in differences) + 1
+    four cells of a pair, so that equal answers have no interval of width 0; answers differ by 1, or by the largest
+    difference if that is more. Source: Agresti and Min 2005."""
+    largest = max(1.0, *map(abs, differences))
+    count, squares = len(differences) + 2, sum(value**2 for value in differences) + largest**2
     center = sum(differences) / count
     half = Z * math.sqrt(max(squares / count - center**2, 0.0) / count)
     return center - half, center + half
@@ -170,11 +174,7 @@ def cost(runs: Sequence[Compared]) -> Table:
     phases = dict.fromkeys([*PHASES, *(phase for run in runs for phase in run.run.phases)])
     totals = [{phase: sum(steps.values()) for phase, steps in run.run.phases.items()} for run in runs]
     rows += [[f"time of {p}", *(number(t[p], "s") if p in t else "" for t in totals)] for p in phases]
-    return Table("Time", ["", *_labels(runs)], [row for row in rows if any(row[1:])])
-
-
-def _labels(runs: Sequence[Compared]) -> list[str]:
-    return [run.label for run in runs]
+    return Table("Time", ["", *(run.label for run in runs)], [row for row in rows if any(row[1:])])
 
 
 def same_prompts(runs: Sequence[Compared]) -> Iterator[dict[str, LoggedPrompt]]:
@@ -182,5 +182,5 @@ def same_prompts(runs: Sequence[Compared]) -> Iterator[dict[str, LoggedPrompt]]:
     answers come first."""
     asked = [run.evaluations["last"][-1] if run.evaluations else {} for run in runs]
     common = [key for key in asked[0] if all(key in prompts for prompts in asked)]
-    rows = [dict(zip(_labels(runs), (prompts[key] for prompts in asked))) for key in common]
+    rows = [dict(zip((run.label for run in runs), (prompts[key] for prompts in asked))) for key in common]
     yield from sorted(rows, key=lambda row: len({prompt.is_right for prompt in row.values()}) == 1)

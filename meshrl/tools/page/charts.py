@@ -90,12 +90,8 @@ def values_table(lines: Sequence[Line], unit: str, across: str = "step") -> str:
         f'<tr><th scope="row">{step:g}</th>{"".join(f"<td>{html.escape(v)}</td>" for v in values)}</tr>'
         for step, *values in zip(shown, *columns)
     )
-    return table_below(f"<tr>{head}</tr>{rows}")
-
-
-def table_below(rows: str) -> str:
-    """Rows of HTML as the collapsed table below a chart."""
-    return f'<details class="values"><summary>values</summary><table class="num">{rows}</table></details>'
+    table = f'<table class="num"><tr>{head}</tr>{rows}</table>'
+    return f'<details class="values"><summary>values</summary>{table}</details>'
 
 
 def line_chart(lines: Sequence[Line], unit: str, log: bool = False, across: str = "step") -> str:

@@ -19,9 +19,10 @@ from meshrl.monitor.notes import NOTES_FILE
 from meshrl.monitor.rollout_log import LoggedTrajectory, answer_files, read_rollouts
 from meshrl.monitor.sinks import MetricsLine, metrics_lines
 from meshrl.run.models import read_best
-from meshrl.run.verdict import Verdict, compared_steps, verdict_of
+from meshrl.run.verdict import Verdict, evaluations, verdict_of
 from meshrl.tools.state import METRICS_FILE, State, read_part, read_state, require_run
 
+BY_TERM = ("eval/mean_at_k", "eval/pass_at_k", "eval/standard_error")  # metrics of loop.eval_term
 PAUSE_S = 600.0  # if the time between two lines exceeds their phases by more than this, the run was resumed later
 
 
@@ -120,27 +121,28 @@ def read_run(folder: Path) -> RunFolder:
     lines, units = list[MetricsLine](), dict[str, str]()
     if is_there(path):
         read_part(problems, lines.extend, metrics_lines(path, units))  # the lines before a damaged one stay
-    series: dict[str, Series] = {}
-    for line in lines:
-        for name, value in line.metrics.items():
-            one = series.setdefault(name, Series(units.get(name, "")))
-            one.steps.append(line.step)
-            one.values.append(value)
     settings = read_part(problems, read_settings, folder / "config.yaml") or []
     criterion, is_evaluation = criterion_of(settings), any(setting.origin == "meshrl eval" for setting in settings)
+    series, comparable = dict[str, Series](), evaluations(lines, criterion[0])
+    for line in lines:
+        for name, value in line.metrics.items():
+            if name not in BY_TERM or line in comparable:
+                one = series.setdefault(name, Series(units.get(name, "")))
+                one.steps.append(line.step)
+                one.values.append(value)
     newest = 0 if is_evaluation else max((line.step for line in lines), default=0)
-    best, comparable = read_part(problems, read_best, folder), read_part(problems, compared_steps, state.result)
+    best = read_part(problems, read_best, folder)
     evals = list(answer_files(folder, "eval").values())
     run = RunFolder(
         folder=folder,
         is_evaluation=is_evaluation,
         num_steps=max(newest, state.step),
         state=state,
-        verdict=verdict_of(lines, best, comparable),
+        verdict=verdict_of(comparable, best),
         lines=lines,
         series=series,
         phases=_phases(lines),
-        wall_s=state.result.get("wall_s") or (lines[-1].time - lines[0].time if lines else 0.0),
+        wall_s=max(state.result.get("wall_s") or 0.0, lines[-1].time - lines[0].time if lines else 0.0),
         settings=settings,
         notes=read_part(problems, text_of_file, folder / NOTES_FILE) or "",
         first_eval=read_part(problems, read_evaluation, evals[0], *criterion) if evals else None,
@@ -194,14 +196,15 @@ def read_settings(path: Path) -> list[Setting]:
 
 
 def criterion_of(settings: list[Setting]) -> tuple[str | None, float]:
-    """The values of loop.eval_term and loop.eval_pass_score, or their defaults."""
+    """The values of loop.eval_term and loop.eval_pass_score, or their defaults; None for an unknown term."""
     values = {setting.key: setting.value for setting in settings}
+    first = next((key.split(".")[2] for key in values if key.startswith("reward.terms.")), None)
     term = values.get("loop.eval_term", "null").strip('"')
     try:
         pass_score = float(values.get("loop.eval_pass_score", "1"))
     except ValueError:  # the file was changed
         pass_score = 1.0
-    return None if scalar(term) is None else term, pass_score
+    return first if scalar(term) is None else term, pass_score
 
 
 def judged_score(trajectory: Trajectory, term: str | None) -> float | None:

@@ -63,7 +63,8 @@ def _scores(run: RunFolder) -> Iterable[tuple[str, str, str]]:
 
 def _cost(run: RunFolder) -> Iterable[tuple[str, str, str]]:
     planned = run.setting("loop.num_steps") or run.setting("sft.num_steps")
-    took = f"{duration(run.wall_s)} {'in all' if run.state.result else 'from first to last line'}"
+    is_all = run.wall_s == run.state.result.get("wall_s")  # else the run was resumed, or has not ended
+    took = f"{duration(run.wall_s)} {'in all' if is_all else 'from first to last line'}"
     if run.is_evaluation:
         yield "answers", str(run.num_steps), took
     else:
@@ -108,8 +109,7 @@ def interval(run: RunFolder, name: str) -> tuple[list[float], list[float]]:
         return [], []
     by_step, scores = dict(zip(errors.steps, errors.values)), run.series[name]
     ends = [(v, Z * by_step.get(step, math.nan)) for step, v in zip(scores.steps, scores.values)]
-    lowest, highest = min(0.0, *scores.values), max(1.0, *scores.values)
-    return [max(v - margin, lowest) for v, margin in ends], [min(v + margin, highest) for v, margin in ends]
+    return [v - margin for v, margin in ends], [v + margin for v, margin in ends]
 
 
 def suspicious(run: RunFolder) -> dict[str, tuple[str, Entry]]:
@@ -169,10 +169,10 @@ def _sync_facts(run: RunFolder) -> Iterable[tuple[str, str]]:
 
 
 def _score_facts(run: RunFolder) -> Iterable[tuple[str, str]]:
-    mean, limits = run.series.get(PROOF[0]), run.known("proof/limit")
-    measured = [value for value in mean.values if not math.isnan(value)] if mean else []
-    if measured and limits:
-        worst, allowed = max(measured), limits[-1]
+    found = [(line.metrics.get(PROOF[0], math.nan), line.metrics.get(PROOF[2], math.nan)) for line in run.lines]
+    measured = [(value, limit) for value, limit in found if not math.isnan(value + limit)]
+    if measured:  # each with the limit of its step: a run that continues with another engine or dtype has another one
+        worst, allowed = max([(value, limit) for value, limit in measured if value > limit] or measured)
         yield (
             "yes" if worst <= allowed else "no",
             f"<b>behaviour</b> the trainer re-scored the samples of {counted(len(measured), 'step')} before training "
@@ -225,7 +225,7 @@ def _answer(when: str, asked: LoggedPrompt) -> str:
     right = sum(answer.is_right for answer in asked.answers)
     several = f", {right} of {len(asked.answers)} right" if len(asked.answers) > 1 else ""
     truncated = ", truncated" if shown.status == "truncated" else ""
-    css = "yes" if asked.is_right else "no" if shown.score is not None else ""
+    css = "yes" if asked.is_right else "" if shown.score is None or math.isnan(shown.score) else "no"
     facts = f"{escape(when)}: {score}{several}{truncated}"
     return f'<div class="{css}"><small>{facts}</small>{_messages(shown.messages)}</div>'
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from html import escape
@@ -32,8 +33,8 @@ def header(run: RunFolder) -> str:
     about = {"model": ABOUT["model"]} if run.is_evaluation else ABOUT
     known = {name: run.setting(key) for name, key in about.items()}
     shown = " · ".join(f"{name} {escape(value)}" for name, value in known.items() if value)
-    is_worse = run.verdict is not None and run.verdict.outcome == "worse"
-    is_good = run.lines and not (run.state.problems or suspicious(run) or is_worse)
+    is_bad = run.verdict is not None and (run.verdict.outcome == "worse" or not math.isfinite(run.verdict.last[1]))
+    is_good = run.lines and not (run.state.problems or suspicious(run) or is_bad)
     css = word if is_good or word != "done" else ""
     at = "" if word == "done" else f" at {'answer' if run.is_evaluation else 'step'} {run.num_steps}"
     badge = f'<span class="badge {escape(css)}">{escape(word)}{at}</span>'

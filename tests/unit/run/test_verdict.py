@@ -7,19 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.core.errors import DataError
 from meshrl.loops.evaluate import standard_error
 from meshrl.monitor.sinks import JsonlSink, MetricsLine
 from meshrl.run.models import Best
-from meshrl.run.verdict import Verdict, compared_steps, read_verdict, verdict_of
+from meshrl.run.verdict import Verdict, evaluations, read_verdict, verdict_of
 
 UNITS = {"eval/mean_at_k": "score", "eval/standard_error": "score"}
 
 
-def line(step: int, right: int, of: int) -> MetricsLine:
+def line(step: int, right: int, of: int, term: str = "answer") -> MetricsLine:
+    """An evaluation by `term`; that by the other term would have had the score 0.75."""
     error = standard_error([1.0] * right + [0.0] * (of - right))
     metrics = {"eval/mean_at_k": right / of, "eval/standard_error": error}
-    return MetricsLine(step=step, time=0.0, metrics=metrics)
+    terms = {"eval/reward/term/answer": 0.75, "eval/reward/term/form": 0.75, f"eval/reward/term/{term}": right / of}
+    return MetricsLine(step=step, time=0.0, metrics=metrics | terms)
 
 
 def verdict(*lines: MetricsLine, best: Best | None = None) -> Verdict:
@@ -67,7 +68,7 @@ def test_one_evaluation_and_a_run_without_standard_errors_have_no_outcome():
     assert (one.outcome, one.text) == ("unknown", "held-out 0.225 +- 0.135 at step 3, the only evaluation")
     old = [MetricsLine(step=step, time=0.0, metrics={"eval/mean_at_k": 0.5}) for step in (0, 4)]
     assert verdict(*old).text == "held-out 0.500 -> 0.500 (interval unknown)"
-    assert verdict_of([MetricsLine(step=1, time=0.0, metrics={"reward/mean": 1.0})], None) is None
+    assert verdict_of(evaluations([MetricsLine(step=1, time=0.0, metrics={"reward/mean": 1.0})], None), None) is None
 
 
 def test_the_files_of_a_run_give_its_verdict_and_damaged_ones_give_none(tmp_path: Path):
@@ -75,12 +76,18 @@ def test_the_files_of_a_run_give_its_verdict_and_damaged_ones_give_none(tmp_path
     for each in (line(0, 40, 40), line(5, 0, 40), line(10, 9, 40)):
         sink.write(each.step, each.metrics, UNITS)
     sink.close()
-    found = read_verdict(tmp_path, [(0, 1.0), (5, 0.0), (10, 0.225)])
+    found = read_verdict(tmp_path, "answer")
     assert found is not None and (found.first, found.last) == ((0, 1.0), (10, 0.225))
-    found = read_verdict(tmp_path, [(5, 0.0), (10, 0.225)])  # that of step 0 has another eval_term
-    assert found is not None and found.outcome == "better" and found.first == (5, 0.0)
-    assert read_verdict(tmp_path / "nothing", [(0, 1.0)]) is None
-    assert compared_steps({"evals": [{"step": 5}, {"step": 10}]}) == {5, 10} and compared_steps({}) is None
-    for damaged in (5, ["a"], [{}]):
-        with pytest.raises(DataError, match=r"result\.json"):
-            compared_steps({"evals": damaged})
+    assert read_verdict(tmp_path, "form") is None
+    assert read_verdict(tmp_path / "nothing", "answer") is None
+
+
+def test_scores_of_another_term_are_not_compared():
+    """A run that continues with another loop.eval_term evaluates its step again."""
+    lines = [line(0, 39, 40), line(5, 40, 40), line(5, 0, 40, "form"), line(10, 9, 40, "form")]
+    found = verdict_of(evaluations(lines, "form"), None)
+    assert found is not None and (found.outcome, found.first, found.last) == ("better", (5, 0.0), (10, 0.225))
+    found = verdict_of(evaluations(lines[:3], "form"), None)
+    assert found is not None and found.outcome == "unknown" and found.margin == verdict(lines[2]).margin
+    found = verdict_of(evaluations(lines, "answer"), None)
+    assert found is not None and (found.outcome, found.last) == ("unchanged", (5, 1.0))

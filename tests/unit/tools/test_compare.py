@@ -7,6 +7,7 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 from chromium import Chromium, chromium  # noqa: F401, a fixture
 
@@ -60,8 +61,8 @@ def test_the_text_has_what_differs_scores_with_intervals_and_times(runs, capsys)
         "data.limit not used 7",
         "Of 5 keys, 2 differ (without run.name, run.folder, run.resume).",
         "first b 0 0.500 [0.270, 0.730] +0.000 [-0.089, 0.089] unchanged, 20 prompts",
-        "best b 1 1.000 [0.904, 1.000] +0.500 [0.228, 0.681] better, 20 prompts",
-        "last b 2 0.950 [0.818, 1.000] +0.450 [0.185, 0.633] better, 20 prompts",
+        "best b 1 1.000 [0.904, 1.096] +0.500 [0.228, 0.681] better, 20 prompts",
+        "last b 2 0.950 [0.818, 1.082] +0.450 [0.185, 0.633] better, 20 prompts",
         "wall time 1m01s 1m01s",
         "tokens sampled a second 50 50",
         "time of train 2 s 2 s",
@@ -131,6 +132,18 @@ def test_evaluations_supervised_and_unfinished_runs_can_be_compared(runs, tmp_pa
     assert "HELD-OUT" not in compare(sft, None)[0]
 
 
+def test_scores_of_other_terms_are_not_compared(runs, tmp_path):
+    """Two runs of other values of loop.eval_term, or of another first term."""
+    config = settings(model__path="tiny", loop__eval_term="form")
+    other = made_run(tmp_path / "other", {0: [0] * 20, 2: [0] * 20}, [0.5, 0.5], config=config)
+    for i, term in enumerate(("correct", "form")):
+        (other if i else runs[0]).joinpath("config.yaml").write_text(
+            f"reward:\n  terms:\n    {term}:\n      kind: x:y  # my.yaml:1\n"
+        )
+        text, _ = compare([runs[0], other], None)
+        assert text.count("scored by another term") == 3 and not re.search("better|worse", text)
+
+
 def test_other_prompts_are_not_compared(runs, tmp_path):
     """Two data sets may give the same ids to other rows."""
     other = made_run(tmp_path / "other", {2: [1] * 20}, [0.5, 0.5])
@@ -183,3 +196,14 @@ def test_the_interval_of_a_difference_is_that_of_matched_pairs_with_half_an_answ
     assert (low, high) == (pytest.approx(center - half), pytest.approx(center + half))
     low, high = difference_interval([0.0] * 40)
     assert -low == high > 0.04
+    unit = difference_interval([1.0, 1.0, 0.0])
+    assert difference_interval([100.0, 100.0, 0.0]) == pytest.approx([100 * end for end in unit])
+
+
+def test_the_interval_of_a_difference_contains_the_true_one_in_95_of_100_comparisons():
+    rng, prompts, samples, repeats = np.random.default_rng(0), 50, 4, 1000
+    before, after = rng.beta(0.5, 0.8, (2, repeats, prompts))
+    before = np.where(rng.random((repeats, prompts)) < 0.7, after, before)
+    differences = (rng.binomial(samples, after) - rng.binomial(samples, before)) / samples
+    inside = [low <= 0 <= high for low, high in map(difference_interval, differences)]
+    assert 0.93 < np.mean(inside) < 0.99

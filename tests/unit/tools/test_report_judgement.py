@@ -16,7 +16,9 @@ from meshrl.core.types import Prompt, Trajectory, Turn
 from meshrl.monitor.rollout_log import RolloutLog
 from meshrl.monitor.sinks import JsonlSink
 from meshrl.monitor.status import StatusFile
+from meshrl.tools.report.folder import read_run
 from meshrl.tools.report.page import write_report
+from meshrl.tools.report.sections import interval
 from tests.made_runs import answer, decode
 
 CUT = "rollout/truncated_fraction"
@@ -91,7 +93,7 @@ def test_terms_have_their_own_curves_and_the_held_out_score_has_an_interval(tmp_
     (band,) = re.findall(r'class="band f0" d="([^"]*)"', held_out)
     heights = [float(y) for _, y in re.findall(r"([\d.]+) ([\d.]+)", band)]
     ticks = {text: float(y) - 3.5 for y, text in re.findall(r'y="([\d.]+)" text-anchor="end">([\d.]+)<', held_out)}
-    assert len(heights) == 4 and (min(heights), max(heights)) == (ticks["1"], ticks["0"])  # no score is outside
+    assert len(heights) == 4 and min(heights) < ticks["1"] and max(heights) > ticks["0"]  # of normal intervals
     assert all("values</summary><table" in figure for figure in figures.values())
 
 
@@ -113,7 +115,6 @@ def test_what_happened_is_on_top_and_does_nothing_in_a_browser(tmp_path: Path):
     ("name", "content"),
     [
         ("result.json", '{"status": 5'),
-        ("result.json", '{"status": "done", "evals": 5}'),
         ("checkpoints/best.json", '{"step": "x"}'),
         ("run_notes.txt", b"\xff\xfe"),
         ("rollouts/eval_000000.jsonl", '{"no": "rollout"}\n'),
@@ -168,6 +169,32 @@ def test_marks_without_a_value_are_neutral_and_nan_is_suspicious(tmp_path: Path)
     assert re.findall(r'<li class="(\w*)"><b>(\w+)', page) == [("", "read_back")]  # the engine can't read back
     assert "train/grad_norm: the newest values are NaN" in text_of(page)
     assert "held-out 0.200 -> nan (interval unknown)" in text_of(page)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "metrics.jsonl").write_text("".join(line for line in lines if "grad_norm" not in line))
+    (tmp_path / "result.json").write_text(json.dumps({"status": "done", "error": None}))
+    page = page_of(tmp_path)
+    assert "Suspicious" not in text_of(page) and not re.search(r'class="[^"]*\b(good|bad|done|yes|no)\b', page)
+
+
+def test_each_step_is_compared_with_its_own_limit_and_a_resumed_run_has_no_time_in_all(tmp_path: Path):
+    """The run continued 900 s later, with fp32 in place of bf16."""
+    clock = iter(range(0, 10**6, 300))
+    for name, second, mark in (("passed", 5e-5, "yes"), ("failed", 2e-4, "no")):
+        sink = JsonlSink(tmp_path / name / "metrics.jsonl", clock=lambda: float(next(clock)))
+        for step, (value, limit) in enumerate([(5e-3, 1e-2), (6e-3, 1e-2), (second, 1e-4), (1e-5, 1e-4)], start=1):
+            sink.write(step, {"proof/logprob_abs_diff_mean": value, "proof/limit": limit}, {})
+        sink.close()
+        (tmp_path / name / "result.json").write_text(json.dumps({"status": "done", "error": None, "wall_s": 320}))
+        page = page_of(tmp_path / name)
+        assert re.findall(r'<li class="(\w*)"><b>behaviour', page) == [mark]
+        assert ("at most 0.006 nats per token; allowed: 0.01" in text_of(page)) is (mark == "yes")
+        assert "steps415m00s from first to last line" in text_of(page)
+
+
+def test_scores_above_1_have_intervals_on_both_sides(tmp_path: Path):
+    write_metrics(tmp_path, (3.5, 4.0), truncated=0.0)
+    low, high = interval(read_run(tmp_path), "eval/mean_at_k")
+    assert [*low, *high] == pytest.approx([3.5 - 0.098, 4 - 0.098, 3.5 + 0.098, 4 + 0.098])
 
 
 @pytest.mark.parametrize(
