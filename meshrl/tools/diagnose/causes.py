@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -74,7 +75,8 @@ def costs(
         cause = "communication" if kind == "communication" else "slow_rank"
         blamed.append(cost(cause, sum(moved.values()), detail, one.rank))
     if not any(one.is_named and one.phase != "rollout" for one in late):
-        details = {**details, "wait": "no rank is the late one in nearly all steps"}
+        is_unknown, none = math.isinf(trace.clock_error_ns), "no rank is the late one in nearly all steps"
+        details = {**details, "wait": "the machines' clocks were not compared" if is_unknown else none}
     found = [cost(cause, took, details.get(cause, "")) for cause, took in seconds.items() if took > 0]
     return sorted([*found, *blamed], key=lambda one: -one.seconds)
 

@@ -169,8 +169,9 @@ def collectives(trace: Trace, met: Sequence[Meeting]) -> list[Collective]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Straggler:
-    """late_s: seconds of a step by which the rank arrives later than the others, the median over the steps. is_named:
-    in at least MIN_STEPS steps, it is late in 7 of 8 by more than STRAGGLER_SHARE of the phase and half of late_s."""
+    """late_s: seconds of a step by which the rank arrives later than the others and than the error of the clocks
+    explains, the median over the steps. is_named: in at least MIN_STEPS steps, it is late in 7 of 8 by more than
+    STRAGGLER_SHARE of the phase and half of late_s."""
 
     phase: str
     rank: int
@@ -181,9 +182,11 @@ class Straggler:
 def stragglers(trace: Trace, met: Sequence[Meeting]) -> list[Straggler]:
     """The latest rank of each phase in which ranks wait for each other."""
     late: dict[str, dict[int, dict[int, float]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(float)))
+    error = trace.clock_error_ns  # of each meeting: many of them would add up to a delay that no rank has
     for meeting in met:
         for rank in meeting.spans if len(meeting.spans) > 1 else ():
-            late[meeting.phase][rank][meeting.step] += meeting.lateness_ns(rank) / 1e9
+            lateness = meeting.lateness_ns(rank)
+            late[meeting.phase][rank][meeting.step] += max(lateness - error, min(lateness + error, 0.0)) / 1e9
     found = []
     for phase, ranks in late.items():
         rank, by_step = max(ranks.items(), key=lambda one: median(one[1].values()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -50,7 +51,8 @@ class Rank:
 @dataclass(kw_only=True, slots=True)
 class Trace:
     """steps: those to be examined. all_steps: also those without a profile. clock: how the clocks of the ranks were
-    aligned, and the error. notes: what is missing, and why."""
+    aligned. clock_error_ns: of a difference between two ranks' times; infinite for machines whose clocks were not
+    compared. notes: what is missing, and why."""
 
     source: Path
     steps: list[Step]
@@ -58,6 +60,7 @@ class Trace:
     phases: list[Phase]
     ranks: dict[int, Rank]
     clock: str
+    clock_error_ns: float = 0.0
     facts: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -206,9 +209,9 @@ def _trace(source: Path, control: ControllerTrace, ranks: dict[int, Rank], notes
             "time and overlap are not visible; monitor.trace_steps=4 records profiles"
         )
     clock = "clocks of ranks not compared: those of their machines are used"
-    errors = [reading.error_ns for rank in ranks.values() for reading in rank.facts.clock]
-    if errors:
-        error = f"error at most {max(errors) / 1e6:.3f} ms"
+    clock_error_ns = math.inf if len({rank.facts.host for rank in ranks.values()}) > 1 else 0.0
+    if errors := [reading.error_ns for rank in ranks.values() for reading in rank.facts.clock]:
+        error, clock_error_ns = f"error at most {max(errors) / 1e6:.3f} ms", 2.0 * max(errors)
         clock = f"clocks of ranks aligned by messages between controller and ranks, {error}"
     return Trace(
         source=source,
@@ -217,6 +220,7 @@ def _trace(source: Path, control: ControllerTrace, ranks: dict[int, Rank], notes
         phases=phases,
         ranks=ranks,
         clock=clock,
+        clock_error_ns=clock_error_ns,
         facts=dict(control.facts),
         notes=notes,
     )

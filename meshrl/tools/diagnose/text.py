@@ -8,6 +8,7 @@ from functools import partial
 from meshrl.tools.diagnose.causes import SYNC_STAGES
 from meshrl.tools.diagnose.diagnosis import Diagnosis
 from meshrl.tools.page.charts import number
+from meshrl.tools.runs import table
 
 KINDS = ("wall", "compute", "exposed", "overlapped", "copy", "host", "idle")
 NUM_COSTS = 3
@@ -61,10 +62,7 @@ def summary(found: Diagnosis) -> Iterator[str]:
 def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
     if not rows:
         return
-    shown = [head, *rows[:NUM_ROWS]]
-    widths = [max(len(row[i]) for row in shown) for i in range(len(head))]
     yield f"\n{title}"
-    for row in shown:
-        yield "  ".join([row[0].ljust(widths[0]), *(text.rjust(width) for text, width in zip(row[1:], widths[1:]))])
+    yield from table([head, *rows[:NUM_ROWS]])
     if len(rows) > NUM_ROWS:
         yield f"... {len(rows) - NUM_ROWS} more in diagnose.json"

@@ -89,6 +89,30 @@ def test_a_folder_of_traces_of_another_program(tmp_path):
     assert read_trace(tmp_path).notes == trace.notes  # its own files are not listed
 
 
+def test_no_rank_is_late_by_the_clock_of_its_machine(tmp_path):
+    """The clock of the second machine is 0.2 ms ahead; both ranks do the same. On one machine, the rank is late."""
+    for host, is_late in (("b", False), ("a", True)):
+        for rank, name in ((0, "a"), (1, host)):
+            ahead, steps = rank * 200, range(0, 8000, 1000)
+            events = [("kernel", "ncclDevKernel_AllGather", at + 100, 400 - ahead) for at in steps]
+            events += [("kernel", "gemm", at, 100) for at in steps]
+            events += [("user_annotation", f"ProfilerStep#{at // 1000}", at, 1000) for at in steps]
+            content = {
+                "baseTimeNanoseconds": EPOCH,
+                "host_name": name,
+                "distributedInfo": {"rank": rank},
+                "traceEvents": [
+                    {"ph": "X", "cat": c, "name": n, "ts": at + ahead, "dur": took, "tid": 7}
+                    for c, n, at, took in events
+                ],
+            }
+            (tmp_path / f"worker_{rank}.json").write_text(json.dumps(content))
+        found = diagnose(read_trace(tmp_path))
+        assert [one.rank for one in found.stragglers if one.is_named] == [1] * is_late
+        (wait,) = [one.detail for one in found.costs if one.cause == "wait"] or [""]
+        assert ("clocks were not compared" in wait) is not is_late
+
+
 def test_files_that_name_no_rank_get_free_numbers(tmp_path):
     content = json.loads(CUDA.read_text())  # of rank 1
     (tmp_path / "a.json").write_text(json.dumps(content))
