@@ -37,11 +37,6 @@ def require_rollouts(run: Path) -> None:
     raise MeshrlError(f"{run} has no rollouts: no step has ended yet, or monitor.rollout_log_every_steps is 0")
 
 
-def counted(count: int, noun: str) -> str:
-    """Such as 1 answer, or 2 answers."""
-    return f"{count} {noun}{'s' * (count != 1)}"
-
-
 def step_name(kind: str, step: int) -> str:
     """Of a file of rollouts: 12, or eval_12 for the evaluation after step 12."""
     return f"eval_{step}" if kind == "eval" else str(step)
@@ -66,6 +61,6 @@ def read_answers(run: Path, kind: str, step: int, wrong: bool = False) -> Answer
     for logged in read_rollouts(files[number], notes):
         name = names.setdefault(logged.trajectory.group_id, f"{step_name(kind, number)}/{len(names) + 1}")
         score = judged_score(logged.trajectory, term)
-        if not wrong or score is None or score < pass_score:
+        if not (wrong and score is not None and score >= pass_score):
             groups.setdefault(name, []).append(logged)
     return Answers(f"{run}, {what} {number}", groups, len(names), "".join(notes))

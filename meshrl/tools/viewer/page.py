@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from meshrl.core.errors import ConfigError
+from meshrl.core.terminal import counted
 from meshrl.monitor.rollout_log import answer_files
 from meshrl.tools.page.document import data_block, document, package_text, write_page
-from meshrl.tools.viewer.answers import counted, require_rollouts, step_name
+from meshrl.tools.viewer.answers import require_rollouts, step_name
 from meshrl.tools.viewer.chunks import MAX_NATS, Chunk, RolloutFile, read_chunks
 
 MAX_PAGE_BYTES = 200_000_000

@@ -14,10 +14,11 @@ from textual.containers import Horizontal, HorizontalScroll, Vertical, VerticalS
 from textual.widgets import DataTable, Footer, Input, Static
 
 from meshrl.core.errors import MeshrlError
-from meshrl.core.terminal import printable
-from meshrl.monitor.rollout_log import LoggedTrajectory, answer_files
+from meshrl.core.terminal import counted, printable
+from meshrl.monitor.rollout_log import LoggedTrajectory
 from meshrl.monitor.token_log import read_tokens
-from meshrl.tools.viewer.answers import counted, read_answers
+from meshrl.tools.viewer.answers import read_answers
+from meshrl.tools.viewer.page import rollout_files
 from meshrl.tools.viewer.text import COLOURS, answer_parts, question_parts, sampled_text, tinted
 
 Answered = list[LoggedTrajectory]
@@ -64,8 +65,7 @@ class RolloutViewer(App[None]):
     def __init__(self, run: Path):
         super().__init__()
         self._run, self._words = run, ""
-        files = [(step, kind, path) for kind in ("eval", "step") for step, path in answer_files(run, kind).items()]
-        self._files = sorted(files)  # an evaluation is shown before the step of the same number
+        self._files = files = rollout_files(run)
         self._chosen = {"file": len(files) - 1, "wrong": 0, "sort": 0, "colour": 0}
         self._counts = {"file": len(files), "wrong": 2, "sort": len(_SORTS), "colour": len(COLOURS)}
         self.shown: list[tuple[str, Answered]] = []
@@ -88,9 +88,9 @@ class RolloutViewer(App[None]):
     def action_change(self, what: str, by: int) -> None:
         """Choose another file, order, colour, or all answers or only wrong ones."""
         self._chosen[what] = (self._chosen[what] + by) % self._counts[what]
-        step, kind, _ = self._files[self._chosen["file"]]
         if what in ("file", "wrong"):
-            self._answers = read_answers(self._run, kind, step, bool(self._chosen["wrong"]))
+            file = self._files[self._chosen["file"]]
+            self._answers = read_answers(self._run, file.kind, file.step, bool(self._chosen["wrong"]))
         row = self.query_one(DataTable).cursor_row
         self._list()
         if what == "colour":
@@ -131,7 +131,7 @@ class RolloutViewer(App[None]):
     def _tokens(self, logged: LoggedTrajectory) -> list[Text]:
         """The texts of the turns with a colour for each token; empty without a colour, or without token values."""
         try:
-            chosen, path = self._chosen["colour"], self._files[self._chosen["file"]][2]
+            chosen, path = self._chosen["colour"], self._files[self._chosen["file"]].path
             values = read_tokens(path, logged.trajectory.id) if chosen else []
         except MeshrlError:  # the texts are shown all the same
             return []

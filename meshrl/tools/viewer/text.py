@@ -16,12 +16,12 @@ from rich.padding import Padding
 from rich.text import Text
 
 from meshrl.core.errors import ConfigError, Failure, MeshrlError
-from meshrl.core.terminal import printable
+from meshrl.core.terminal import counted, printable
 from meshrl.core.types import Prompt, Trajectory
 from meshrl.monitor.rollout_log import LoggedTrajectory
 from meshrl.monitor.token_log import TokenValues
 from meshrl.tools.report.folder import plain_text
-from meshrl.tools.viewer.answers import Answers, counted, require_rollouts
+from meshrl.tools.viewer.answers import Answers, require_rollouts
 
 COLOURS = ("none", "sampler logprob", "trainer logprob", "log ratio", "entropy", "advantage", "version", "loss mask")
 """The values by which `tinted` can colour tokens."""

@@ -31,7 +31,7 @@
     if (text !== undefined) element.textContent = printable(text);
     return element;
   };
-  const short = (value) => value == null ? "–" : Number(value).toPrecision(3).replace(/\.?0+$/, "").replace(/^-/, "−");
+  const short = (value) => value == null ? "–" : String(Number(Number(value).toPrecision(3))).replace(/^-/, "−");
 
   // ---- chunks, decoded on demand
 

@@ -150,6 +150,21 @@ def test_a_character_outside_the_basic_plane_is_one_token(chromium: Chromium, ru
     assert "".join(text_of(page, ".card.chosen .turn:last-of-type .t")) == "It is 2 🙂 here"
 
 
+def test_large_and_small_numbers_keep_their_size(chromium: Chromium, tmp_path: Path):
+    prompt = prompt_of("sum", 1, "?")
+    made = [conversation(prompt, "sum@1", i, "abc", reward=reward) for i, reward in enumerate((100.0, -2e-10))]
+    for trajectory in made:
+        trajectory.turns[0].logprobs[:] = -25.0
+    RolloutLog(tmp_path, letters).write(1, made)
+    write_view(tmp_path)
+    page = opened(chromium, tmp_path, "1/1/0&turn=0&token=0")
+    assert [title.partition("reward ")[2].partition(" ")[0] for title in text_of(page, ".card > h3")] == [
+        "100done",
+        "−2e-10truncated",
+    ]
+    assert "logprob −25 (p 1.39e-11)" in text_of(page, "#bar")[0]
+
+
 def test_the_answers_of_a_group_are_side_by_side_with_their_rewards_tools_and_turns(chromium: Chromium, run: Path):
     page = opened(chromium, run, "1/1/2")
     titles = text_of(page, ".card > h3")
