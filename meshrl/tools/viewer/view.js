@@ -338,6 +338,7 @@
   };
   const termsOf = (answer) => {
     const table = make("table", "terms");
+    table.append(make("caption", "", "reward terms"));
     for (const [name, value] of Object.entries(answer.rewards)) {
       const line = make("tr"), failed = value && typeof value === "object";
       line.append(make("td", "", name), make("td", failed ? "bad" : "", failed ? `failed: ${plain(value.failure && value.failure.message)}` : typeof value === "number" ? short(value) : plain(value)));

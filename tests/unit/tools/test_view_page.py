@@ -298,9 +298,9 @@ def test_hostile_texts_are_visible_and_do_nothing(chromium: Chromium, tmp_path: 
     and a very long line."""
     folder = tmp_path / "<script>window.hacked = 1<"
     prompt = Prompt(id=HOSTILE, ordinal=1, messages=[{"role": HOSTILE, "content": HOSTILE}], answer={HOSTILE: HOSTILE})
-    bad = conversation(prompt, f"{HOSTILE}@1", 0, HOSTILE, HOSTILE, reward=1.0)
+    bad = conversation(prompt, f"{HOSTILE}@1", 0, HOSTILE, HOSTILE, reward=-120.0)
     bad.turns[1].messages[0] |= {"name": HOSTILE, "content": [{"text": HOSTILE}], "tool_calls": [HOSTILE]}
-    bad.rewards = {HOSTILE: 1.0, "broken": Failure(kind="crash", message=HOSTILE)}
+    bad.rewards = {HOSTILE: 100.0, "broken": Failure(kind="crash", message=HOSTILE)}
     bad.failure = Failure(kind="agent", message=HOSTILE)
     half = conversation(
         prompt, f"{HOSTILE}@1", 1, "half \ud800 of a pair", "y" * 300_000, f"<tool_call>{HOSTILE}</tool_call>"
@@ -318,6 +318,7 @@ def test_hostile_texts_are_visible_and_do_nothing(chromium: Chromium, tmp_path: 
     assert page.evaluate("document.querySelectorAll('img, #group script, #group b b').length") == 0
     shown = page.evaluate("document.getElementById('group').textContent")
     assert shown.count(VISIBLE) >= 8, shown[:2000]
+    assert "reward −120" in shown and f"reward terms{VISIBLE}100broken" in shown
     assert "half ? of a pair" in shown and "more tokens" in shown
     assert page.evaluate("document.body.scrollWidth <= window.innerWidth")
     page.evaluate("document.querySelector('.tokens').focus()")
