@@ -27,7 +27,8 @@
   }
   function seconds(value) {
     if (value === null || value === undefined) return "";
-    if (value >= 100) return `${Math.floor(value / 60)}m${String(Math.round(value % 60)).padStart(2, "0")}s`;
+    const rounded = Math.round(value);
+    if (value >= 100) return `${Math.floor(rounded / 60)}m${String(rounded % 60).padStart(2, "0")}s`;
     return value > 0 && value < 0.1 ? `${Number((value * 1e3).toPrecision(3))} ms` : `${Number(value.toPrecision(3))} s`;
   }
   function bytes(value) {
@@ -145,7 +146,7 @@
         drawing.append(shape("path", { class: "edge", d: `M${x(at).toFixed(1)} 0V${bottom}` }));
       holder.replaceChildren(drawing);
     }
-    for (const [name, from, until] of views.slice(0, 12)) {
+    for (const [name, from, until] of views) {
       const button = element("button", { type: "button", "aria-pressed": "false" }, name);
       button.addEventListener("click", () => {
         for (const other of buttons.children) other.setAttribute("aria-pressed", String(other === button));

@@ -50,14 +50,15 @@ def test_the_page_shows_every_part(folder, chromium: Chromium, width, dark):
 
 def test_the_table_below_the_timeline_has_what_is_too_short_to_be_drawn(tmp_path, chromium: Chromium, monkeypatch):
     monkeypatch.setattr("meshrl.tools.diagnose.page.MAX_DRAWN", 3)
-    run(write_trace(tmp_path, [{0: healthy()}] * 2), [], 3, None)
+    run(write_trace(tmp_path, [{0: healthy()}] * 20), [], 3, None)
     page = chromium.open(tmp_path / "diagnose.html")
     assert page.evaluate("document.querySelectorAll('.lanes')[0].querySelectorAll('rect:not(.back)').length") == 3
     assert "shorter intervals are not drawn" in page.evaluate("document.getElementById('diagnose').textContent")
     rows = page.evaluate(
         "[...document.querySelectorAll('details.values tr')].slice(0, 2).map(r => [...r.cells].map(c => c.textContent))"
     )
-    assert dict(zip(*rows))["computation of the training"] == "72 ms"
+    assert dict(zip(*rows))["computation of the training"] == "0.72 s"
+    assert page.evaluate("document.querySelectorAll('.zoom button').length") == 1 + 20, "all steps, and each step"
 
 
 def test_a_step_of_the_timeline_can_be_chosen(folder, chromium: Chromium):
