@@ -306,22 +306,22 @@ def duration(seconds: float) -> str:
     return f"{rounded // 3600}h{rounded % 3600 // 60:02d}m"
 
 
-def number(value: float, unit: str = "") -> str:
-    """A readable number with three digits: 1.2k, 2e-7, 1.2 GB, 40 ms, 2m07s."""
+def number(value: float, unit: str = "", digits: int = 3) -> str:
+    """A readable number with so many digits: 1.2k, 2e-7, 1.2 GB, 40 ms, 2m07s."""
     if not math.isfinite(value):
         return str(value)
     if unit == "s" and value >= 100:
         return duration(value)
     if unit == "s" and 0 < value < 0.1:
-        return f"{value * 1e3:.3g} ms"
+        return f"{value * 1e3:.{digits}g} ms"
     if 0 < abs(value) < 1e-3:
-        digits, _, power = f"{value:.2e}".partition("e")
-        return f"{float(digits):g}e{int(power)}"
+        shown, _, power = f"{value:.{digits - 1}e}".partition("e")
+        return f"{float(shown):g}e{int(power)}"
     tail = {"bytes": "B", "s": " s"}.get(unit, "")
     for factor, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= factor:
-            return f"{value / factor:.3g} {letter}{tail}" if tail == "B" else f"{value / factor:.3g}{letter}{tail}"
-    return f"{value:.3g}{' ' if tail == 'B' else ''}{tail}"
+            return f"{value / factor:.{digits}g}{' ' if tail == 'B' else ''}{letter}{tail}"
+    return f"{value:.{digits}g}{' ' if tail == 'B' else ''}{tail}"
 
 
 _PRINT_EVERY_S = 10.0

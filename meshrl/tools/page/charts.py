@@ -16,7 +16,7 @@ from meshrl.monitor.curve import mean_of_known, split
 from meshrl.monitor.sinks import number
 
 WIDTH, HEIGHT = 460, 220
-LEFT, RIGHT, TOP, BOTTOM = 50, WIDTH - 16, 10, HEIGHT - 24
+LEFT, RIGHT, TOP, BOTTOM = 58, WIDTH - 16, 10, HEIGHT - 24
 TABLE_ROWS = 40  # in the table below a chart: every n-th value, and the last one
 MAX_POINTS = 240  # if there are more, equal parts are averaged
 SMOOTH_FROM = 12  # points; a shorter curve is not smoothed
@@ -239,10 +239,12 @@ def _by_step(line: Line, steps: Sequence[float], unit: str) -> list[str]:
 
 def _axes(across: Scale, up: Scale, unit: str, label: str) -> list[str]:
     parts = []
+    size, spread = (math.floor(math.log10(v)) for v in (max(-up.low, up.high), up.high - up.low or 1.0))
+    digits = max(3, size - spread + 2)  # so that no two ticks have the same text
     for tick in _log_ticks(up) if up.log else ticks(up.low, up.high, 5):
         y = up(tick)
         parts.append(f'<path class="grid" d="M{LEFT} {y}H{RIGHT}"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{y + 3.5}" text-anchor="end">{number(tick, unit)}</text>')
+        parts.append(f'<text x="{LEFT - 6}" y="{y + 3.5}" text-anchor="end">{number(tick, unit, digits)}</text>')
     for tick in ticks(across.low, across.high, 6):
         if abs(tick - round(tick)) < 1e-9 or label != "step":
             parts.append(f'<text x="{across(tick)}" y="{HEIGHT - 8}" text-anchor="middle">{tick:g}</text>')

@@ -59,6 +59,12 @@ def test_an_interval_is_a_band_whose_ends_fit_on_the_axis():
     assert "band" not in line_chart([Line("score", [0, 5], [0.2, 0.4])], "score")
 
 
+@pytest.mark.parametrize("values", [[1.6, 1.614], [1e6, 1.001e6], [-0.0123, -0.01235], [3e-5, 3.0002e-5], [1.0, 1.0]])
+def test_no_two_ticks_of_an_axis_have_the_same_text(values):
+    labels = re.findall(r'text-anchor="end">(.*?)</text>', line_chart([Line("a", [1, 2], values)], ""))[:-1]
+    assert len(labels) == len(set(labels)) > 2
+
+
 def test_the_table_below_a_chart_has_all_values_and_stays_short():
     rows = values_table([Line("a", [1, 2], [0.5, math.nan]), Line("b", [2, 3], [7, 8])], "")
     assert [re.findall(r"<td>(.*?)</td>", row) for row in rows.split("<tr>")[2:]] == [
