@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from meshrl.config.source import HUB_ID
 from meshrl.core.errors import CheckpointError, ConfigError
 from meshrl.core.files import is_there
-from meshrl.run.folder import state_in
+from meshrl.run.folder import similar_runs, state_in
 from meshrl.run.models import read_best
 from meshrl.train.checkpoint_files import MANIFEST, read_controller, step_folders
 
@@ -53,8 +54,8 @@ def find_subject(given: str | Path, newest: bool = False) -> Subject:
     """The model that a folder or a hub id names. A run's folder names its best model, or if it has none its newest.
     newest: it names its newest model in any case.
 
-    Raises: ConfigError for a file, and when the folder has no model and no checkpoint; CheckpointError when a
-    checkpoint or best.json is damaged.
+    Raises: ConfigError for a file, for a path that does not exist, and when the folder has no model and no checkpoint;
+    CheckpointError when a checkpoint or best.json is damaged.
     """
     folder = Path(given)
     if folder.is_file():
@@ -62,7 +63,10 @@ def find_subject(given: str | Path, newest: bool = False) -> Subject:
             f"{given} is a file, not a model's folder; a GGUF file becomes one by: meshrl convert {given} OUT"
         )
     if not folder.is_dir():
-        return Subject(model=str(given), text=str(given))  # a hub id, or a path that the check of the config refuses
+        if not HUB_ID.fullmatch(str(given)) or is_there(folder.parent):
+            what = "a model's folder, runs/NAME, or a hub id, which is written organisation/name"
+            raise ConfigError(f"{given} does not exist; give {what}{similar_runs(folder)}")
+        return Subject(model=str(given), text=str(given))
     if (folder / "config.json").is_file():
         run, step = _run_and_step(folder.resolve().parent)
         return Subject(model=str(folder), text=str(folder), run=run, step=step)

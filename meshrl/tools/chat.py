@@ -14,8 +14,7 @@ from meshrl.config.chat import ChatSettings, chat_settings
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
 from meshrl.core.device import local_device
-from meshrl.core.errors import ConfigError, DataError, RequestError
-from meshrl.core.files import is_there
+from meshrl.core.errors import DataError, RequestError
 from meshrl.core.terminal import print_message, print_output, printable
 from meshrl.core.types import Request, SamplingParams, turn_seed
 from meshrl.data.chat import Message, load_tokenizer, render, stop_token_ids
@@ -115,8 +114,6 @@ def _opened(given: str, system: str | None, settings: ChatSettings) -> Iterator[
         if subject.state is not None:  # a checkpoint without a model
             model = str(Path(folder) / "model")
             convert(subject.state, Path(model))
-        elif not is_there(Path(model)) and (Path(model).is_absolute() or model.startswith(".")):
-            raise ConfigError(f"{given} does not exist; give a model's folder, runs/NAME, or a hub id")
         print_message(f"loading {subject.text}")
         yield Chat(model, given, system, settings)
 

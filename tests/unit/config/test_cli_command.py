@@ -118,9 +118,14 @@ def test_the_version_is_that_of_the_installed_package():
 
 
 def test_eval_takes_its_model_from_the_option(good: Path):
-    done = meshrl("eval", "run.yaml", "--model", "no such: folder", folder=good.parent)
+    empty = good.parent / "not: a model"
+    empty.mkdir()
+    (empty / "config.json").write_text("{}")
+    done = meshrl("eval", "run.yaml", "--model", empty.name, folder=good.parent)
     assert done.returncode == 2
-    assert "model.path = no such: folder" in done.stderr.replace('"', "") and "[command line]" in done.stderr
+    assert "model.path = not: a model" in done.stderr.replace('"', "") and "[command line]" in done.stderr
+    done = meshrl("eval", "run.yaml", "--model", "no such: folder", folder=good.parent)
+    assert done.returncode == 2 and "no such: folder does not exist" in done.stderr
 
 
 def test_config_lists_and_finds_keys():

@@ -80,6 +80,14 @@ def test_a_folder_that_is_neither_a_model_nor_a_run_is_refused(tmp_path: Path, r
             find_subject(folder)
 
 
+def test_a_misspelt_run_is_no_hub_id(run: Path, monkeypatch):
+    (run / "status.json").touch()
+    monkeypatch.chdir(run.parent.parent)
+    near = f"{run.parent.name}/{run.name}"
+    with pytest.raises(ConfigError, match=f"{near}x does not exist; give a model's folder.*did you mean {near}?"):
+        find_subject(f"{near}x")
+
+
 def test_a_folder_of_a_run_stands_for_its_config(run: Path, tmp_path: Path):
     step = run / "checkpoints" / "step_000002"
     for folder, number in ((run, 10), (step, 2), (step / "model", 2)):

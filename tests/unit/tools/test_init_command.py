@@ -85,7 +85,7 @@ def test_what_can_not_work_is_refused_and_nothing_is_written(tmp_path, capsys):
     for arguments, printed in (
         ([str(tmp_path), "--model", small], "already exists"),
         ([str(tmp_path / "my"), "--model", small], "max_position_embeddings"),
-        ([str(tmp_path / "my"), "--model", str(tmp_path / "none")], "no tokenizer"),
+        ([str(tmp_path / "my"), "--model", str(tmp_path / "none")], "none does not exist; give a model's folder"),
     ):
         assert main(["init", *arguments]) != 0
         assert printed in capsys.readouterr().err
