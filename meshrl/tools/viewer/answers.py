@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import shorten
 
 from meshrl.core.errors import MeshrlError
 from meshrl.monitor.rollout_log import LoggedTrajectory, answer_files, read_rollouts
@@ -49,11 +50,13 @@ def read_answers(run: Path, kind: str, step: int, wrong: bool = False) -> Answer
     """
     require_rollouts(run)
     files = answer_files(run, kind)
-    what = "evaluation after step" if kind == "eval" else "rollouts of step"
+    what, key = "rollouts of step", "monitor.rollout_log_every_steps"
+    if kind == "eval":
+        what, key = "evaluation after step", "loop.eval_every_steps"
     number = max(files, default=-1) if step == -1 else step
     if number not in files:
-        known = f"there are: {', '.join(map(str, files)):.200}" if files else "there are none"
-        raise MeshrlError(f"{run} has no {what} {step}; {known} (monitor.rollout_log_every_steps)")
+        known = shorten(", ".join(map(str, files)), 200, placeholder=" ...") or "none"
+        raise MeshrlError(f"{run} has no {what} {step} ({key}); there are: {known}")
     term, pass_score = criterion_of(read_settings(run / "config.yaml"))
     names: dict[str, str] = {}
     groups: dict[str, list[LoggedTrajectory]] = {}
@@ -63,4 +66,4 @@ def read_answers(run: Path, kind: str, step: int, wrong: bool = False) -> Answer
         score = judged_score(logged.trajectory, term)
         if not (wrong and score is not None and score >= pass_score):
             groups.setdefault(name, []).append(logged)
-    return Answers(f"{run}, {what} {number}", groups, len(names), "".join(notes))
+    return Answers(f"{run}, {what} {number}{', wrong answers only' * wrong}", groups, len(names), "".join(notes))

@@ -21,7 +21,7 @@
   for (let head = 0; head < heads; head++) option(headBox, head, `${head}`);
   const first = layers.findIndex((layer) => layer);
 
-  const shown = (token) => tokens[token].replaceAll("\n", "↵").replaceAll("\t", "⇥") || "(empty)";
+  const shown = (token) => tokens[token].replaceAll("\n", "↵").replaceAll("\t", "⇥").replace(/^ +$/, (all) => "␣".repeat(all.length)) || "(empty)";
   const named = (row) => {
     const start = row * block, end = Math.min(tokens.length, start + block);
     const position = end - start > 1 ? `${start}–${end - 1}` : `${start}`;

@@ -10,11 +10,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import numpy as np
 
 from meshrl.agent.tree import check_turns, leaf_paths, path_ids
+from meshrl.config.source import HUB_ID
 from meshrl.core.errors import ConfigError, MeshrlError
 from meshrl.core.terminal import printable
 from meshrl.core.types import Trajectory
@@ -85,7 +87,8 @@ def find_answer(run: Path, which: str) -> Answer:
     name = number if number in named else next(by_id, None)
     if name is None:
         error = f" ({answers.error})" if answers.error else ""
-        raise MeshrlError(f"{answers.title} has no answer {which}; there are: {', '.join(named):.200}{error}")
+        known = shorten(", ".join(named), 200, placeholder=" ...")
+        raise MeshrlError(f"{answers.title} has no answer {which}; there are: {known}{error}")
     with data_errors(f"{answers.title}, {name}", "a trajectory"):
         check_turns(named[name])
     return Answer(name, step if kind == "eval" else step - 1, named[name])
@@ -121,7 +124,7 @@ def choose_weights(run: Path, answer: Answer) -> tuple[SavedWeights, int]:
     if (run / "result.json").is_file() and "answers" in (result := read_object(run / "result.json")):
         given, first = str(result.get("model", given)), answer.step  # of `meshrl eval`
     found = []
-    has_base = Path(given).is_dir() or bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", given))  # a folder, or a hub id
+    has_base = Path(given).is_dir() or bool(HUB_ID.fullmatch(given))  # a folder, or a hub id
     if given and has_base:
         found.append(SavedWeights(first, given))
     for step, folder in step_folders(run / "checkpoints"):

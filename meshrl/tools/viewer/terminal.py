@@ -105,7 +105,7 @@ class RolloutViewer(App[None]):
             if any(self._words in text.lower() for text in _texts(group))
         ]
         state = [f"{len(self.shown)} of {counted(len(answers.groups), 'prompt')}, by {sort}"]
-        state += [f"with {self._words!r}"] * bool(self._words) + ["wrong only"] * self._chosen["wrong"]
+        state += [f"with {self._words!r}"] * bool(self._words)
         state += [f"tokens by {COLOURS[self._chosen['colour']]}"] * bool(self._chosen["colour"])
         title = f"{answers.title}: {', '.join(state)}\n{answers.error}".rstrip()
         self.query_one("#title", Static).update(printable(title))

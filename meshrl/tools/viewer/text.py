@@ -62,7 +62,8 @@ def pages_of(answers: Answers) -> Iterator[str]:
     rewards = [logged.trajectory.reward for group in answers.groups.values() for logged in group]
     known = [reward for reward in rewards if reward is not None]
     mean = f", mean reward {sum(known) / len(known):.4g}" if known else ""
-    counts = f"{counted(len(answers.groups), 'prompt')}, {counted(len(rewards), 'answer')}"
+    of = f"{len(answers.groups)} of " if len(answers.groups) < answers.num_groups else ""
+    counts = f"{of}{counted(answers.num_groups, 'prompt')}, {counted(len(rewards), 'answer')}"
     yield _drawn([Text(printable(f"{answers.title}: {counts}{mean}"), "bold")])
     for name, group in answers.groups.items():
         question = question_parts(group[0].trajectory.prompt, f" {name.rpartition('/')[2]} of {answers.num_groups}")

@@ -121,8 +121,8 @@ def test_without_metrics_an_answer_belongs_to_the_weights_of_the_step_before(run
     ("which", "error"),
     [
         ("3", "write STEP/GROUP/ANSWER"),
-        ("2/1/0", r"has no rollouts of step 2; there are: 1, 3"),
-        ("eval_2/1/0", r"has no evaluation after step 2; there are none"),
+        ("2/1/0", r"has no rollouts of step 2 \(monitor.rollout_log_every_steps\); there are: 1, 3"),
+        ("eval_2/1/0", r"has no evaluation after step 2 \(loop.eval_every_steps\); there are: none"),
         ("3/3/0", r"has no answer 3/3/0; there are: 3/1/0, 3/2/1, 3/2/2"),
         ("3/row-9/0", r"has no answer 3/row-9/0"),
         ("3/2/0", r"rollouts of step 3 has no answer 3/2/0"),

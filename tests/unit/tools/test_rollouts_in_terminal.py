@@ -74,15 +74,15 @@ def test_control_characters_do_nothing_and_markup_is_text(run, capsys):
 def test_the_wrong_answers_of_the_last_or_a_chosen_evaluation(run, capsys):
     assert main(["view", str(run), "--eval", "--wrong"]) == 0
     printed = capsys.readouterr().out
-    assert "evaluation after step 2: 1 prompt, 1 answer, mean" in printed
+    assert "evaluation after step 2, wrong answers only: 1 of 2 prompts, 1 answer, mean" in printed
     assert "0 at 2" in printed and "1 at 2" not in printed
     assert "prompt 2 of 2: q1" in printed and "answer eval_2/2/0:" in printed, "as without --wrong"
     assert main(["view", str(run), "--eval", "0"]) == 0
     assert "evaluation after step 0: 2 prompts, 2 answers, mean reward 0\n" in capsys.readouterr().out
     assert main(["view", str(run), "--eval", "1"]) == 1
-    assert "has no evaluation after step 1; there are: 0, 2" in capsys.readouterr().err
+    assert "has no evaluation after step 1 (loop.eval_every_steps); there are: 0, 2" in capsys.readouterr().err
     assert main(["view", str(run), "--step", "7"]) == 1
-    assert "has no rollouts of step 7; there are: 1, 2, 3" in capsys.readouterr().err
+    assert "has no rollouts of step 7 (monitor.rollout_log_every_steps); there are: 1, 2, 3" in capsys.readouterr().err
 
 
 def test_the_texts_alone_are_a_line_for_each_answer(run, capsys):

@@ -91,7 +91,7 @@ def test_keys_change_the_step_the_group_the_sort_and_the_filter(run):
         await pilot.press("s")
         assert "by longest" in title(app) and prompts(app)[0] == "medium"
         await pilot.press("w")
-        assert "wrong only" in title(app) and prompts(app)[0] == "medium" and len(app.shown[-1][1]) == 1
+        assert "wrong answers only" in title(app) and prompts(app)[0] == "medium" and len(app.shown[-1][1]) == 1
         await pilot.press("w", "p")
         assert "evaluation after step 2" in title(app)
         await pilot.press("p", "p")
