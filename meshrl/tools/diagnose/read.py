@@ -150,8 +150,9 @@ def _of_other_program(path: Path, files: Sequence[Path]) -> Trace:
             ranks[max(ranks, default=-1) + 1 if number is None or number in ranks else number] = rank
     if not ranks:
         raise MeshrlError(
-            f"{path} is neither the folder of a run, such as runs/NAME, nor a trace of torch.profiler. "
-            + "; ".join(str(cause) for cause in [*skipped.values()][:3])
+            f"{path} has no traces of a run and none of torch.profiler. Give a config, to profile some steps of it, "
+            "the folder of a run that has traces/, or a trace"
+            + "".join(f"; {cause}" for cause in [*skipped.values()][:3])
         )
     if skipped:
         more = f" and {len(skipped) - 5} more" if len(skipped) > 5 else ""

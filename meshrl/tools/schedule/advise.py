@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from textwrap import wrap
 
 from meshrl.config.run import RunConfig
 from meshrl.core.errors import ConfigError
 from meshrl.core.files import output_errors, write_text
+from meshrl.tools.runs import table
 from meshrl.tools.schedule.inputs import Inputs, measured, resized, with_assumed
 from meshrl.tools.schedule.picture import picture, seconds
 from meshrl.tools.schedule.setup import Setup
@@ -112,12 +114,7 @@ def reason(found: Sequence[Prediction], chosen: Prediction) -> str:
 def describe(found: Sequence[Prediction], chosen: Prediction, inputs: Inputs) -> str:
     """The table, the recommendation and the assumptions, for the terminal."""
     rows = [[*COLUMNS], *([show(prediction) for show in COLUMNS.values()] for prediction in found)]
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    table = [
-        "  ".join(text.rjust(width) if i else text.ljust(width) for i, (text, width) in enumerate(zip(row, widths)))
-        for row in rows
-    ]
-    costs = [f"{name} {value:.3g}" for name, value in asdict(inputs.costs).items()]
+    costs = [f"{name}={value:.3g}" for name, value in asdict(inputs.costs).items()]
     setup = chosen.setup
     config = [f"loop.kind={setup.loop.kind}", f"cluster.num_train_ranks={setup.train_ranks}"]
     config += [f"cluster.num_rollout_ranks={setup.rollout_ranks}"]
@@ -125,13 +122,13 @@ def describe(found: Sequence[Prediction], chosen: Prediction, inputs: Inputs) ->
         config.append(f"loop.max_staleness={setup.loop.staleness}")
     return "\n".join(
         [
-            *table,
+            *table(rows),
             "",
             f"recommended: {' '.join(config)}",
             f"  {reason(found, chosen)}",
             "",
             f"times: {inputs.source}",
-            *(f"  {line}" for line in _wrapped(costs)),
+            *wrap("  ".join(costs), 110, initial_indent="  ", subsequent_indent="  "),
             *(f"note: {note}" for note in inputs.notes),
             *ASSUMPTIONS,
         ]
@@ -159,12 +156,3 @@ ASSUMPTIONS = (
     "scales with the train ranks; a decode step is linear in its rows; a sync takes as long on any number of ranks;",
     "tools take no time. Evaluations and checkpoints are left out. Memory, and what staleness costs, are not checked.",
 )
-
-
-def _wrapped(words: Sequence[str], width: int = 110) -> list[str]:
-    lines = [""]
-    for word in words:
-        if len(lines[-1]) + len(word) > width:
-            lines.append("")
-        lines[-1] += ("   " if lines[-1] else "") + word
-    return lines

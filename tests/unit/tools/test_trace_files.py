@@ -267,7 +267,7 @@ def test_a_trace_of_another_format_names_both(traced):
     ("make", "code", "text"),
     [
         (lambda p: (p / "metrics.jsonl").touch(), 1, "is a run without traces"),
-        (lambda p: None, 1, "is neither the folder of a run"),
+        (lambda p: None, 1, "has no traces of a run and none of torch.profiler. Give a config"),
         (lambda p: shutil.rmtree(p), 2, "no such file or folder; give a config, the folder of a run, or a trace"),
     ],
 )
