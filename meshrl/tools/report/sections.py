@@ -213,7 +213,7 @@ def sample_row(**asked: LoggedPrompt) -> str:
     question = "".join(
         f"<div><small>{escape(role)}</small><pre>{escape(text)}</pre></div>" for role, text in first.question
     )
-    truth = f"<div><small>answer</small><pre>{escape(first.truth)}</pre></div>"
+    truth = f"<div><small>expected answer</small><pre>{escape(first.truth)}</pre></div>"
     answers = "".join(_answer(when, prompt) for when, prompt in asked.items())
     return f'<div class="sample"><div>{question}{truth}</div>{answers}</div>'
 
