@@ -119,12 +119,13 @@ def _opened(given: str, system: str | None, settings: ChatSettings) -> Iterator[
 
 
 def _typed() -> str | None:
-    """A line of the user; None at the end of the input, and after Ctrl-C."""
+    """A line of the user; None at the end of the input. Ctrl-C in a terminal leaves an empty line: it may have been for
+    an answer that has just ended."""
     try:
         return input("> " if sys.stdin.isatty() else "").strip()
-    except (EOFError, KeyboardInterrupt):
+    except (EOFError, KeyboardInterrupt) as end:
         print_message("")
-        return None
+        return "" if isinstance(end, KeyboardInterrupt) and sys.stdin.isatty() else None
 
 
 def _answer(chats: Sequence[Chat], question: str) -> None:

@@ -94,6 +94,21 @@ def test_typed_questions_are_answered_by_both_models_and_commands_are_followed(m
     assert "'/wrong' is not a command" in printed.err
 
 
+def test_ctrl_c_after_an_answer_does_not_end_the_conversation_in_a_terminal(model, monkeypatch, capsys):
+    typed = iter([KeyboardInterrupt, "ab?", KeyboardInterrupt, "ab?", EOFError])
+
+    def read(prompt: str) -> str:
+        line = next(typed)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    monkeypatch.setattr("builtins.input", read)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    chat([model], ["temperature=0", "max_new_tokens=4", "dtype=float32"], None)
+    assert capsys.readouterr().out.count("[cut at length after 4 tokens]") == 2 and next(typed, None) is None
+
+
 @pytest.mark.parametrize(
     ("words", "error"),
     [
