@@ -33,6 +33,7 @@ from meshrl.core.device import (
     local_device,
     memory_stats,
     reset_peak_memory,
+    return_freed_memory,
     seed_generators,
     set_threads,
 )
@@ -49,6 +50,7 @@ from meshrl.parallel.timing import settle
 from meshrl.process.family import own_memory
 from meshrl.rollout.base import EngineStats, RolloutEngine
 from meshrl.rollout.build import build_rollout_engine, takes_adapters
+from meshrl.rollout.embedded.engine import EmbeddedEngine
 from meshrl.sync.digest import DigestKind, kind_for
 from meshrl.sync.layout import Ack, Box, Layout
 from meshrl.sync.sender import SendReport
@@ -136,6 +138,7 @@ class RankWorker:
     @phase("annotate")
     def forward(self, message: RowsMessage, role: Role) -> RowArrays:
         """Logprobs of this rank's rows under the engine of this role (collective)."""
+        self._make_room()
         batches = self._batches(message, self._rows.take(message))
         if role == "reference" and self.spec.model.lora.enabled:
             return self.engines["policy"].forward(batches, adapter=False)[0]
@@ -145,6 +148,7 @@ class RankWorker:
     def forward_backward(self, message: RowsMessage, loss: LossFn, values: bool = False) -> UpdateReport:
         """Add the gradient of this rank's micro-batches of the batch plan (collective). values: whether the values of
         each token are returned."""
+        self._make_room()
         rows = self._rows.take(message)
         engine = self.engines["policy"]
         batches = self._batches(message, rows)
@@ -163,7 +167,15 @@ class RankWorker:
 
     @phase("optim")
     def optim_step(self, lr: float) -> StepReport:
-        return self.engines["policy"].optim_step(lr)
+        report = self.engines["policy"].optim_step(lr)
+        return_freed_memory(self.device)
+        return report
+
+    def _make_room(self) -> None:
+        """Free the caches of a sampler in this rank that has no request: the next sync drops them anyway."""
+        if isinstance(self.sampler, EmbeddedEngine) and not self.sampler.has_work:
+            self.sampler.drop_caches()
+        return_freed_memory(self.device)
 
     @phase("export")
     def export(self, path: str, tokenizer_from: str | None) -> None:

@@ -152,6 +152,10 @@ class EmbeddedEngine:
         self._totals.decode_tokens += len(rows)
         return finished
 
+    def drop_caches(self) -> None:
+        """Free keys and values, and the copies of weights that multiply faster. They are made again when needed."""
+        self._flush()
+
     def output_so_far(self, request_id: str) -> list[int]:
         """The tokens that a running request has sampled, for callers of `step`. Raises: KeyError if it does not run."""
         return {s.request.id: s.tokens for s in self._scheduler.running}[request_id]

@@ -38,3 +38,25 @@ def test_a_tensor_of_48_mib_reuses_freed_pages():
 
 def test_an_accelerator_has_an_allocator_of_its_own():
     assert not keep_freed_memory(torch.device("meta"))
+
+
+RETURNED = """
+import sys, psutil, torch
+from meshrl.core.device import keep_freed_memory, return_freed_memory
+cpu, process = torch.device("cpu"), psutil.Process()
+assert keep_freed_memory(cpu)
+parts = [torch.ones(1 << 18) for _ in range(int(sys.argv[1]))]
+del parts[:-1]  # the last one is the end of the heap
+before = process.memory_info().rss
+return_freed_memory(cpu)
+print(before - process.memory_info().rss)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has these settings")
+@pytest.mark.parametrize(("num_mib", "is_returned"), [(900, True), (200, False)])
+def test_much_freed_memory_is_returned_to_the_system_and_little_is_kept(num_mib, is_returned):
+    command = [sys.executable, "-c", RETURNED, str(num_mib)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    returned = int(done.stdout)
+    assert returned > 0.9 * (num_mib << 20) if is_returned else returned < 1 << 24

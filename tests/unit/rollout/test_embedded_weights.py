@@ -8,8 +8,10 @@ import pytest
 import torch
 from tiny_engines import ask, deliveries, layout_of, run, sync, tiny_engine
 from tiny_models import tiny_lm
+from tiny_specs import worker_spec
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from meshrl.cluster.actors import RankWorker
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
 from meshrl.core.errors import (
@@ -348,6 +350,23 @@ def test_releasing_only_the_cache_keeps_the_weights(old):
         assert (await task).output_ids.tolist() == run(tiny_engine(old), [request])["a"].output_ids.tolist()
 
     asyncio.run(main())
+
+
+def test_a_rank_that_trains_frees_the_caches_of_its_sampler_unless_that_has_work(old):
+    rank = RankWorker(worker_spec(rank=0, num_train_ranks=1))
+    rank.sampler = engine = tiny_engine(old)
+    request = ask("a", CONTEXT, max_new_tokens=12)
+    engine.submit(request)
+    turns = dict(engine.step())
+    rank._make_room()
+    assert engine._runner.num_bytes > 0 and engine.has_work
+    while engine.has_work:
+        turns |= engine.step()
+    assert engine._runner.num_bytes > 0
+    rank._make_room()
+    assert engine._runner.num_bytes == 0
+    again = run(engine, [ask("b", CONTEXT, max_new_tokens=12)])["b"]
+    assert again.output_ids.tolist() == turns["a"].output_ids.tolist()
 
 
 def test_a_step_that_fails_reaches_every_caller(old):
