@@ -1,4 +1,4 @@
-# make setup | fix | check | test | test-all | mutants | quickstart [SEED=0]; WORKERS=N: processes that run tests
+# make setup | fix | check | test | test-all | mutants | quickstart | smollm [SEED=0]; WORKERS=N: processes that run tests
 # Everything is installed once, into .venv; nothing is compiled. vLLM has a separate environment, .venv-vllm:
 # make setup-vllm | test-vllm
 
@@ -12,7 +12,7 @@ VLLM_STAMP := .venv-vllm/setup-done
 VLLM_TESTS := tests/contract/test_rollout_engines.py tests/contract/test_weight_sync.py \
   tests/unit/rollout/test_vllm_*.py tests/e2e/test_vllm_run.py
 
-.PHONY: help setup fix check test test-all mutants quickstart setup-vllm test-vllm
+.PHONY: help setup fix check test test-all mutants quickstart smollm setup-vllm test-vllm
 .DEFAULT_GOAL := help
 
 help:  ## list these commands
@@ -53,6 +53,9 @@ mutants: setup  ## mutation testing: insert one fault at a time; a test must fai
 
 quickstart: setup  ## train a tiny model with GRPO on two FSDP2 ranks, from random weights, in about a minute
 	$(PY) examples/quickstart/quickstart.py --seed $(SEED)
+
+smollm: setup  ## train SmolLM2-135M, a real model, on word problems; LORA=1 adapters alone; MODEL=FOLDER another model
+	$(PY) examples/smollm2/smollm2.py --seed $(SEED) $(if $(LORA),--lora) $(if $(MODEL),--model $(MODEL))
 
 setup-vllm: $(VLLM_STAMP)  ## make .venv-vllm with vLLM for CPUs and meshrl
 

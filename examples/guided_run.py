@@ -62,11 +62,12 @@ def parser(doc: str | None, name: str, seed_is_for: str) -> argparse.ArgumentPar
     return parser
 
 
-def choose_device(name: str) -> None:
-    """The CPU, unless MESHRL_DEVICE is set: two ranks would need two GPUs."""
+def choose_device(name: str, gpus: str) -> None:
+    """The CPU, unless MESHRL_DEVICE is set. gpus: those that the ranks need, in words."""
     if not os.environ.get("MESHRL_DEVICE"):
         os.environ["MESHRL_DEVICE"] = "cpu"
-        print(f"This uses the CPU. On a machine with two GPUs, MESHRL_DEVICE=cuda make {name} uses them.")
+        it = "them" if gpus.endswith("s") else "it"
+        print(f"This uses the CPU. On a machine with {gpus}, MESHRL_DEVICE=cuda make {name} uses {it}.")
 
 
 def make_folder(args: argparse.Namespace, parts: Sequence[str]) -> Path:

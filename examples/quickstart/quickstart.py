@@ -47,7 +47,7 @@ def main() -> int:
     args = parser(__doc__, "quickstart", "the weights, the demonstrations' mistakes and the sampling").parse_args()
     place = make_folder(args, ("start", "sft", "grpo"))
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # not needed for 26 tensors
-    choose_device("quickstart")
+    choose_device("quickstart", "two GPUs")
     began = time.monotonic()
     with peak_memory() as memory:
         start, sft, grpo = place / "start", place / "sft", place / "grpo"

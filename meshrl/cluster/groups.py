@@ -19,6 +19,7 @@ import numpy as np
 from meshrl.cluster.actors import RankWorker, UpdateReport
 from meshrl.cluster.executor import Executor
 from meshrl.cluster.row_cache import RowsMessage, SentRows
+from meshrl.config.train import MOST_TOKENS
 from meshrl.core.batch import LossFn
 from meshrl.core.errors import RankFailure
 from meshrl.core.terminal import print_message
@@ -53,6 +54,7 @@ class TrainGroup:
         self.cfg = executor.specs[0].train
         self.compute_dtype = executor.specs[0].model.dtype
         self.num_data_ranks = self.num_ranks // num_peers(self.cfg.mesh)
+        self._budget = self.cfg.max_tokens_per_microbatch or MOST_TOKENS
         self._sent = SentRows()
         self.version = -1
         self.is_synced = False
@@ -69,12 +71,11 @@ class TrainGroup:
         """The batch plan of these samples, made once for all ranks. scored: the rows without a gradient."""
         lengths = [len(s) for s in samples]
         if not self.cfg.share_prompts:
-            return make_batch_plan(lengths, self.num_data_ranks, self.cfg.max_tokens_per_microbatch, scored=scored)
+            return make_batch_plan(lengths, self.num_data_ranks, self._budget, scored=scored)
         numbers: dict[str, int] = {}
         groups = [numbers.setdefault(s.group_id, len(numbers)) for s in samples]
         prefixes = [s.prefix_len if len(s) > s.prefix_len and s.routed_experts is None else 0 for s in samples]
-        budget = self.cfg.max_tokens_per_microbatch
-        return make_batch_plan(lengths, self.num_data_ranks, budget, groups, prefixes, scored)
+        return make_batch_plan(lengths, self.num_data_ranks, self._budget, groups, prefixes, scored)
 
     async def forward(self, samples: Sequence[Sample], batch_plan: BatchPlan, role: Role) -> list[np.ndarray]:
         """Logprobs of all samples under `policy` or `reference`, in their order; float32[T] each."""

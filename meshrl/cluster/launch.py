@@ -23,6 +23,7 @@ from meshrl.config.rollout import RolloutConfig
 from meshrl.config.train import TrainConfig
 from meshrl.core.device import keep_freed_memory
 from meshrl.core.errors import ConfigError, RankFailure
+from meshrl.model.limits import micro_batch_tokens
 from meshrl.sync.layout import Layout
 
 
@@ -84,6 +85,8 @@ async def launched(
 
     Raises: RankFailure when a rank does not start, or fails while it ends.
     """
+    if train.max_tokens_per_microbatch is None and num_train_ranks:
+        train = train.model_copy(update={"max_tokens_per_microbatch": micro_batch_tokens(model, train)})
     specs = [
         WorkerSpec(
             rank=rank,

@@ -261,7 +261,7 @@ def notices(case: Case) -> list[str]:
             "they are below 1/512 of a weight, and partly up to 1/256; float32 master weights keep them."
         )
     longest, budget = config.longest_row_tokens, config.train.max_tokens_per_microbatch
-    if longest is not None and longest > budget:
+    if longest is not None and budget is not None and longest > budget:
         found.append(
             f"the longest row may have {longest} tokens, above train.max_tokens_per_microbatch = {budget}: rows are "
             "never split, so such a row is a micro-batch of its own."

@@ -92,12 +92,16 @@ def _sizes_of_update(config: RunConfig | SftRunConfig) -> Sizes:
     longest, budget = config.longest_row_tokens, config.train.max_tokens_per_microbatch
     if longest is None:
         return [*lines, ("longest row", "the model's context (rollout.max_context_tokens is not set)")]
-    most = ceil(ceil(rows / ranks) / max(1, budget // longest))
+    if budget is None:
+        micro_batches = "by the size of the model (train.max_tokens_per_microbatch is not set)"
+    else:
+        most = ceil(ceil(rows / ranks) / max(1, budget // longest))
+        micro_batches = f"at most {most} per optimizer step, of {budget:,} tokens each"
     return [
         *lines,
         ("longest row", _longest(config, longest)),
         ("tokens per optimizer step", f"at most {rows} x {longest:,} = {rows * longest:,}"),
-        ("micro-batches per rank", f"at most {most} per optimizer step, of {budget:,} tokens each"),
+        ("micro-batches per rank", micro_batches),
     ]
 
 

@@ -10,6 +10,8 @@ from pydantic import Field
 from meshrl.config.base import Slice
 from meshrl.config.case import Case, Problem
 
+MOST_TOKENS = 16384  # of a micro-batch, unless the config gives more
+
 
 class TrainMeshConfig(Slice):
     """Ranks along each axis of the DeviceMesh; their product is cluster.num_train_ranks."""
@@ -60,8 +62,9 @@ class TrainConfig(Slice):
     """ranks along each axis of the DeviceMesh"""
     tensor_model_parallel_size: int | None = Field(None, ge=1)
     """another name of train.mesh.tp; if both are given they must agree"""
-    max_tokens_per_microbatch: int = Field(16384, ge=1)
-    """tokens packed into one micro-batch of one rank; a lower value needs less memory and gives the same results"""
+    max_tokens_per_microbatch: int | None = Field(None, ge=1)
+    """tokens packed into one micro-batch of one rank; a lower value needs less memory and gives the same results; null
+    = as many as store about 4 GiB of activations by an estimate from the model's config, at most 16384"""
     share_prompts: bool = True
     """compute a group's prompt once per micro-batch; the gradient is the same; use false only for comparisons"""
     updates_per_step: int = Field(1, ge=1)

@@ -6,7 +6,12 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from meshrl.config.model import ModelConfig
+from meshrl.config.train import MOST_TOKENS, TrainConfig
 from meshrl.core.errors import ConfigError
+
+ACTIVATION_BYTES = 4 << 30  # of a micro-batch
+FEWEST_TOKENS = 1024
 
 
 def limits_of(path: str, asked: int | None) -> tuple[int, int]:
@@ -29,6 +34,22 @@ def limits_of(path: str, asked: int | None) -> tuple[int, int]:
 def vocab_size_of(path: str) -> int:
     """The number of ids that the model can read: rows of its embedding. Raises: ConfigError."""
     return text_config(path).vocab_size
+
+
+def micro_batch_tokens(model: ModelConfig, train: TrainConfig) -> int:
+    """The value of train.max_tokens_per_microbatch when it is null: a power of two, and a function of the configs
+    alone, so that a run's micro-batches are the same on every machine. Raises: ConfigError."""
+    config = text_config(model.path)
+    stored = config.hidden_size if train.activation_checkpointing else stored_numbers(config)
+    num_bytes = stored * config.num_hidden_layers * (4 if model.dtype == "float32" else 2)
+    fitting = 1 << (ACTIVATION_BYTES // num_bytes).bit_length() - 1
+    return min(MOST_TOKENS, max(FEWEST_TOKENS, fitting))
+
+
+def stored_numbers(config: Any) -> int:
+    """About how many numbers a decoder block stores of each token for its backward pass: what its norms, products and
+    attention read again. With activation checkpointing it stores its input alone."""
+    return 12 * config.hidden_size + 3 * (getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
 
 
 def text_config(path: str) -> Any:

@@ -44,10 +44,10 @@ def test_it_chooses_the_cpu_and_states_how_to_use_gpus(
     """Its two ranks can't share the GPU of a machine that has one."""
     choose_device = runpy.run_path(str(FOLDER / "quickstart.py"))["choose_device"]
     monkeypatch.setenv("MESHRL_DEVICE", "xpu")
-    choose_device("quickstart")
+    choose_device("quickstart", "two GPUs")
     assert os.environ["MESHRL_DEVICE"] == "xpu" and not capsys.readouterr().out
     monkeypatch.delenv("MESHRL_DEVICE")
-    choose_device("quickstart")
+    choose_device("quickstart", "two GPUs")
     assert os.environ["MESHRL_DEVICE"] == "cpu"
     (line,) = capsys.readouterr().out.splitlines()
     assert "uses the CPU" in line and "MESHRL_DEVICE=cuda make quickstart" in line
