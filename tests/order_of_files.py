@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 LONGEST_FIRST: tuple[tuple[str, ...], ...] = (
+    ("tests/dist/test_real_weights.py",),
     ("tests/dist/", "tests/unit/run/test_own_loop.py"),  # they use the `pool` of ranks
     ("tests/e2e/test_lora_run.py",),
     ("tests/contract/test_executors.py",),

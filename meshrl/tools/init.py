@@ -39,9 +39,9 @@ def word_problems(seed: int) -> Iterator[Row]:
     while True:
         story, sign = rng.choice(STORIES)
         if sign == "*":
-            a, b = rng.randint(2, 10), rng.randint(2, 10)
+            a, b = rng.randint(2, 9), rng.randint(2, 9)
         else:
-            a, b = sorted((rng.randint(2, 30), rng.randint(2, 30)), reverse=True)
+            a, b = sorted((rng.randint(2, 20), rng.randint(2, 20)), reverse=True)
         text = story.format(name=rng.choice(NAMES), things=rng.choice(THINGS), a=a, b=b)
         if text not in seen:
             seen.add(text)
