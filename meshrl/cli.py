@@ -446,6 +446,7 @@ def _explain(loaded: Loaded[RunConfig] | Loaded[SftRunConfig]) -> int:
 
     print_output(explain(loaded, count_rows(loaded.config)), end="")
     if not isinstance(loaded.config, SftRunConfig):  # last, because loading the tokenizer takes seconds
+        os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is fetched, and no hub is waited for
         print_output(f"\n# first prompt: {_first_prompt(loaded.config)}")
     return 0
 
