@@ -458,5 +458,5 @@ def _first_prompt(config: RunConfig) -> str:
 
         read = load_prompts(config, Objects(), training=True)
     except (MeshrlError, ImportError) as error:  # the config is explained in any case
-        return f"can't be shown: {error}"
+        return f"can't be shown from what is on this machine: {error}"
     return first_prompt(read.tokenizer, read.feed, read.held_out) or f"rendered by the agent {config.agent.kind}"

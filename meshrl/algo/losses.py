@@ -137,8 +137,8 @@ def make_policy_loss(cfg: AlgoConfig) -> LossFn:
 def rows_without_gradient(cfg: AlgoConfig, samples: Sequence[Sample]) -> set[int]:
     """The indices of the samples at which the loss of this config has no gradient: nothing in them is trained, or their
     advantages are 0 and nothing else is in the loss. A user-defined loss may have a gradient at an advantage of 0."""
-    in_loss = cfg.entropy_coef != 0 or (cfg.kl.coef > 0 and cfg.kl.place == "loss") or cfg.loss.kind not in LOSSES
-    return {i for i, s in enumerate(samples) if not _factor(s, in_loss)[s.mask].any()}
+    other_terms = cfg.entropy_coef != 0 or (cfg.kl.coef > 0 and cfg.kl.place == "loss") or cfg.loss.kind not in LOSSES
+    return {i for i, s in enumerate(samples) if not _factor(s, other_terms)[s.mask].any()}
 
 
 def _factor(sample: Sample, any_advantage: bool) -> np.ndarray:

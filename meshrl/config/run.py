@@ -36,8 +36,7 @@ class RunSection(Slice):
     checkpoint, if there is one; or the folder of a checkpoint, of this run or of another"""
     module_folder: str | None = None
     """folder in which modules of rewards, agents, advantages and losses are looked for, after the working folder and
-    Python's path; null = the folder of the config file, or for a dict
-    the working folder"""
+    Python's path; null = the folder of the config file, or for a dict the working folder"""
     keep_checkpoints: int = Field(2, ge=1)
     """number of newest training states to keep on disk"""
     keep_models: int | None = Field(None, ge=1)

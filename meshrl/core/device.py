@@ -24,7 +24,7 @@ from meshrl.core.errors import ConfigError
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl", "xpu": "xccl"}
 _GLIBC_OPTIONS = {-4: 0, -1: 2**31 - 1, -2: 64 << 20}  # malloc.h: M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD
-_MUCH_FREED = 512 << 20  # bytes; to clear their pages again takes about 0.1 s
+_MUCH_FREED = 512 << 20  # bytes; less is not worth the time to clear the pages again
 _COUNTED_AS = {"cuda": "GPU", "xpu": "GPU", "npu": "NPU"}
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 
@@ -246,8 +246,10 @@ def keep_freed_memory(device: torch.device) -> bool:
 def return_freed_memory(device: torch.device) -> None:
     """Return to the system what `keep_freed_memory` keeps, if it is much: between two phases of different sizes, the
     holes that one leaves do not suit the tensors of the other, and the process would grow to the sum of both."""
-    if device.type == "cpu" and platform.libc_ver()[0] == "glibc":
-        libc = ctypes.CDLL(None)
+    if device.type != "cpu" or platform.libc_ver()[0] != "glibc":
+        return
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallinfo2"):  # from glibc 2.33 on
         libc.mallinfo2.restype = _Mallinfo
         if libc.mallinfo2().fordblks > _MUCH_FREED:
             libc.malloc_trim(0)

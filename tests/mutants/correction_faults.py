@@ -69,8 +69,8 @@ CORRECTION_FAULTS = [
             (
                 "an entropy bonus has no gradient at an advantage of 0",
                 "meshrl/algo/losses.py",
-                "in_loss = cfg.entropy_coef != 0 or ",
-                "in_loss = ",
+                "other_terms = cfg.entropy_coef != 0 or ",
+                "other_terms = ",
                 "test_an_advantage_of_zero_is_enough_only_where_nothing_else_is_in_the_loss",
             ),
             (
